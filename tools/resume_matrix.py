@@ -63,7 +63,13 @@ JOB_PROCESSES = {"driver": r"-m rlhf_core\.(trainers\.rl\.driver|stage\.training
 
 @dataclass(frozen=True)
 class Cell:
-    """changes: over the small chain's params. steps: rows of its curves. victim: what is killed. job: the stage is a Ray job."""
+    """
+    Args:
+        changes: over the small chain's params.
+        steps: rows of its curves.
+        victim: what is killed, at most `delay` seconds after a row: before, during or after a checkpoint.
+        job: the stage is a Ray job.
+    """
 
     name: str
     stage: str
@@ -71,6 +77,7 @@ class Cell:
     changes: dict[str, Any]
     steps: int
     victim: Victim = "stage"
+    delay: float = 0.1
     job: bool = False
 
 
@@ -158,7 +165,8 @@ def rl_cell(
         changes["minibatch_size"] = RL["samples_per_step"]
     name = f"{algorithm}, {ranks} rank{'s' * (ranks > 1)}, ZeRO {zero}{', LoRA' * lora}{', one step off policy' * ahead}"
     name += ", one optimizer step a batch" * one_step + ", PyTorch's rollouts" * (backend == "pytorch")
-    return Cell(name, "train_policy", "train_rl", {"rl": changes}, RL["steps"], victim="driver", job=True)
+    delay = 1.0 if backend == "vllm" else 0.2  # a step takes so long
+    return Cell(name, "train_policy", "train_rl", {"rl": changes}, RL["steps"], victim="driver", delay=delay, job=True)
 
 
 # A run of a stage
@@ -225,7 +233,7 @@ def rows_done(workspace: Path) -> int:
 
 
 class Killer:
-    """Kills a process of the stage `delay` seconds after row `after` of the curves: before, during or after a checkpoint.
+    """Kills a process of the stage `delay` seconds after row `after` of the curves.
 
     chance: chooses a rank.
     """
@@ -273,7 +281,7 @@ def try_out(cell: Cell, base: Path, folder: Path, seed: int, address: str | None
     whole = make_workspace(base, folder / "whole", cell, address)
     killed = make_workspace(base, folder / "killed", cell, None if cell.victim == "stage" else address)
     after = drawn.randrange(1, cell.steps)
-    killer = Killer(cell.victim, after, drawn.uniform(0, 1.0 if cell.module == "train_rl" else 0.1), drawn)
+    killer = Killer(cell.victim, after, drawn.uniform(0, cell.delay), drawn)
     with ThreadPoolExecutor() as aside:
         undisturbed = aside.submit(run_stage, whole, cell).result if cell.job else lambda: run_stage(whole, cell)
         problems = ["the stage ended before it was killed"] if run_stage(killed, cell, killer) == 0 else []
