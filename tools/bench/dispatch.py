@@ -7,7 +7,6 @@ ideal is the engines' CPU time, added up and divided by their number. Needs as m
 from __future__ import annotations
 
 import argparse
-import secrets
 import shlex
 import statistics
 import sys
@@ -45,7 +44,7 @@ def main() -> int:
         return run_job(
             address,
             shlex.join([sys.executable, "-m", "tools.bench.dispatch", *sys.argv[1:], "--pulse", str(pulse)]),
-            fingerprint=secrets.token_hex(8),
+            name="dispatch",
             environment={"PYTHONPATH": str(root)},
             start_timeout=120,
             silence_timeout=120,
