@@ -31,18 +31,19 @@ class PartsOverdue(OSError):
     """Ranks haven't handed in their parts by the deadline; the message names them."""
 
 
-def hand_in(folder: Path, rank: int, names: Iterable[str]) -> threading.Thread:
+def hand_in(folder: Path, rank: int, names: Iterable[str], *, part: int | None = None) -> threading.Thread:
     """Hash and sync this rank's files in a thread. The process mustn't end before the thread.
 
     Args:
         folder: of the checkpoint that is being written.
+        part: the number that `gather` knows it by; None: the rank.
         names: of files, or of folders in which the files with the rank in their names are meant (without one: rank 0's). What isn't there
             is left out.
     """
     found = [path for name in names for path in _files(folder / name, rank)]
-    own = [path.relative_to(folder).as_posix() for path in found]
-    _write(folder, rank, {"names": own})
-    thread = threading.Thread(target=_hand_in, args=(folder, rank, own), name=f"checkpoint part {rank}")
+    own, number = [path.relative_to(folder).as_posix() for path in found], rank if part is None else part
+    _write(folder, number, {"names": own})
+    thread = threading.Thread(target=_hand_in, args=(folder, number, own), name=f"checkpoint part {number}")
     thread.start()
     return thread
 

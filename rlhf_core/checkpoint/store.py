@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class StoreSettings:
     keep_last: number of the newest complete checkpoints; at least 2, so that there is one before a damaged newest one.
     keep_best: number of further checkpoints, with the best scores. Of equal scores the earlier is better.
     origin: of this work. accepted: further origins whose checkpoints are loaded.
-    world_size, zero_stage: of the engines, for the manifest.
+    world_size, zero_stage: of the engines, for the manifest. engine_ranks: those with another number of ranks, by name.
     save_timeout: seconds for publishing a checkpoint.
     """
 
@@ -69,6 +69,7 @@ class StoreSettings:
     world_size: int = 1
     zero_stage: int = 0
     save_timeout: float = 1800.0
+    engine_ranks: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.keep_last < 2:
@@ -273,6 +274,7 @@ class CheckpointStore:
                     "best": step if written.best is None else written.best,
                     "world_size": settings.world_size,
                     "zero_stage": settings.zero_stage,
+                    **({"engine_ranks": settings.engine_ranks} if settings.engine_ranks else {}),
                     "origin": asdict(settings.origin),
                 },
                 hashes,

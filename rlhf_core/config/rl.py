@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf_core.config.base import RENAMED_COLUMNS, RENAMED_KEYS, did_you_mean
-from rlhf_core.config.model import LoraConfig, OptimizerConfig, Schedule, takers
+from rlhf_core.config.model import LoraConfig, OptimizerConfig, Schedule, sequence_conflicts, takers
 from rlhf_core.config.rl_parts import (
     DEFAULT_LIMITS,
+    ROLES,
     CorrectionConfig,
     DeadlineConfig,
     DynamicSamplingConfig,
@@ -21,10 +22,13 @@ from rlhf_core.config.rl_parts import (
     PeriodicEvaluationConfig,
     PpoConfig,
     PtxConfig,
+    Role,
+    RoleGroup,
     RolloutConfig,
     SampleConfig,
     TrainerConfig,
     completed_limits,
+    named_placement,
 )
 from rlhf_core.config.scorers import ScoreConfig
 
@@ -66,6 +70,7 @@ class RlConfig(OptimizerConfig):
     rollout: RolloutConfig
     evaluation: PeriodicEvaluationConfig
     monitor: dict[str, LimitConfig | None] = Field(default_factory=dict)
+    placement: Annotated[list[RoleGroup], BeforeValidator(named_placement, json_schema_input_type=str | list[Any])]
     trainer: TrainerConfig
     checkpoint_every: int = Field(gt=0)
     deadlines: DeadlineConfig = Field(default_factory=DeadlineConfig)
@@ -95,6 +100,38 @@ class RlConfig(OptimizerConfig):
     def keeps_best(self) -> bool:
         """Whether the best policy so far is saved, as the result or for a rollback."""
         return self.evaluation.keep_best or any(limit.action == "rollback" for limit in self.limits.values())
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The models of the run, by role."""
+        wanted = {"critic": self.algorithm == "ppo", "reference": self.kl.keeps_reference}
+        wanted["reward_models"] = any(s.kind == "reward_model" for s in self.reward.scorers)
+        return tuple(role for role in ROLES if wanted.get(role, True))
+
+    @property
+    def role_groups(self) -> tuple[RoleGroup, ...]:
+        """`placement` with each group's number of ranks, and with the run's roles only."""
+        groups = [([role for role in group.roles if role in self.roles], group.ranks) for group in self.placement]
+        return tuple(RoleGroup(roles=roles, ranks=ranks or self.trainer.ranks) for roles, ranks in groups if roles)
+
+    @property
+    def learning_groups(self) -> tuple[RoleGroup, ...]:
+        """Those of `role_groups` with a model that is trained, the policy's first."""
+        return tuple(sorted((g for g in self.role_groups if g.learns), key=lambda g: "policy" not in g.roles))
+
+    @property
+    def ranks(self) -> int:
+        """Trainer ranks of all groups together."""
+        return sum(group.ranks for group in self.role_groups)
+
+    def of_group(self, group: RoleGroup) -> RlConfig:
+        """With the group's number of ranks as that of `trainer`."""
+        return self.model_copy(update={"trainer": self.trainer.model_copy(update={"ranks": group.ranks})})
+
+    @property
+    def most_ranks(self) -> int:
+        """Of a group."""
+        return max(group.ranks for group in self.role_groups)
 
     @property
     def starts_rounded(self) -> bool:
@@ -145,14 +182,23 @@ class RlConfig(OptimizerConfig):
         return "from_update" if self.one_optimizer_step and self.trains_policy(step) and not needed_before else "recompute"
 
     def conflicts(self) -> Iterator[str]:
+        yield from self._placement_conflicts()
         yield from self._batch_conflicts()
         yield from self._combination_conflicts()
         yield from self._critic_conflicts()
         yield from self._limit_conflicts()
 
-    @property
-    def _takers(self) -> str:
-        return takers(self.trainer.ranks, self.trainer.sequence_parallel, section="trainer.")
+    def _takers(self, ranks: int) -> str:
+        return takers(ranks, self.trainer.sequence_parallel, section="trainer." if ranks == self.trainer.ranks else "placement.")
+
+    def _placement_conflicts(self) -> Iterator[str]:
+        placed = [role for group in self.placement for role in group.roles]
+        if several := sorted({role for role in placed if placed.count(role) > 1}):
+            yield f"placement: expected each role in one group, got {several} in several; keep one of each"
+        if missing := [role for role in self.roles if role not in placed]:
+            yield f"placement: expected a group for each role of the run, got none for {missing}; add them to a group"
+        for ranks in {group.ranks for group in self.role_groups} - {self.trainer.ranks}:
+            yield from (f"trainer.{conflict}" for conflict in sequence_conflicts(ranks, self.trainer.sequence_parallel))
 
     def _batch_conflicts(self) -> Iterator[str]:
         for what, divisor in (
@@ -165,8 +211,10 @@ class RlConfig(OptimizerConfig):
             ("minibatch_size", self.minibatch_size),
             *((("ptx.batch_size", self.ptx.batch_size),) if self.ptx.coef else ()),
         ):
-            if divided % self.trainer.data_parallel_size:
-                yield f"{what}: expected a multiple of {self._takers}, got {divided}; change one of them"
+            for group in self.learning_groups:
+                if divided % self.of_group(group).trainer.data_parallel_size:
+                    yield f"{what}: expected a multiple of {self._takers(group.ranks)}, got {divided}; change one of them"
+                    break
 
     def _combination_conflicts(self) -> Iterator[str]:
         yield from self.warmup_conflicts("warmup_steps", min(1.0, self.warmup_steps / max(1, self.policy_steps)))
@@ -195,9 +243,9 @@ class RlConfig(OptimizerConfig):
                 f"dynamic_sampling: expected {self.algorithm}.group_size of at least 2, got {self.group_size}; raise it, because a "
                 "group of one has no variance"
             )
-        if self.algorithm == "remax" and self.kl.in_reward and self.rollout_batch_size < self.trainer.data_parallel_size:
+        if self.algorithm == "remax" and self.kl.in_reward and self.rollout_batch_size < self.most_ranks // self.trainer.sequence_parallel:
             yield (
-                f"remax.group_size: expected at least {self._takers} prompts a step, got {self.rollout_batch_size}; "
+                f"remax.group_size: expected at least {self._takers(self.most_ranks)} prompts a step, got {self.rollout_batch_size}; "
                 "lower it, because each rank computes the KL of some greedy responses"
             )
         if self.moe_aux_coef and self.trainer.sequence_parallel > 1:

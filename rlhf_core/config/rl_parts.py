@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
+from pydantic_core import PydanticCustomError
 
 from rlhf_core.config.base import Fraction, RolloutBackend, Section
 from rlhf_core.config.model import offload_conflicts, sequence_conflicts
@@ -228,6 +229,39 @@ def share_conflicts(key: str, share: float | str, actor: str, count: str) -> Ite
         yield f"{key}: expected auto or at most 1, got {share:g}; raise {count} instead, because {actor} uses one GPU only"
 
 
+Role = Literal["policy", "critic", "reference", "reward_models"]
+ROLES: tuple[Role, ...] = get_args(Role)
+PLACEMENTS: dict[str, tuple[tuple[Role, ...], ...]] = {
+    "together": (ROLES,),
+    "two_groups": (("policy", "reference"), ("critic", "reward_models")),
+    "apart": tuple((role,) for role in ROLES),
+}
+
+
+class RoleGroup(Section):
+    """Models that share trainer ranks. ranks: None: trainer.ranks."""
+
+    roles: list[Role] = Field(min_length=1)
+    ranks: int | None = Field(default=None, ge=1)
+
+    @property
+    def name(self) -> str:
+        return "+".join(self.roles)
+
+    @property
+    def learns(self) -> bool:
+        return "policy" in self.roles or "critic" in self.roles
+
+
+def named_placement(value: Any) -> Any:
+    """The groups of a placement that is given by its name."""
+    if not isinstance(value, str):
+        return value
+    if value not in PLACEMENTS:
+        raise PydanticCustomError("placement", f"{', '.join(PLACEMENTS)} or a list of groups")
+    return [{"roles": list(roles)} for roles in PLACEMENTS[value]]
+
+
 class TrainerConfig(Section):
     """sequence_parallel: ranks of a group that shares each sequence.
     offload_frozen: the weights of reference and reward models are on the host while they compute nothing.
@@ -260,11 +294,6 @@ class TrainerConfig(Section):
         yield from sequence_conflicts(self.ranks, self.sequence_parallel)
         yield from offload_conflicts(self.zero_stage, offload_optimizer=self.offload_optimizer, offload_parameters=self.offload_parameters)
         yield from share_conflicts("gpus_per_rank", self.gpus_per_rank, "a rank", "ranks")
-        if self.ranks > 1 and self.gpus_per_rank != "auto" and self.gpus_per_rank <= 0.5:
-            yield (
-                f"gpus_per_rank: expected auto or more than 0.5 with ranks={self.ranks}, got {self.gpus_per_rank}; raise it, because "
-                "two ranks could share a GPU, which NCCL refuses"
-            )
 
 
 class DeadlineConfig(Section):

@@ -8,65 +8,23 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from rlhf_core.engines.ray_places import Bundle, RoleLost, release, reserve
 from rlhf_core.environment import keep_visible, named, passed_on
-from rlhf_core.planning.machine import Machine, whole
 from rlhf_core.process import collect_rarely, freeze_gc
 
 PEER_SECONDS = 5.0  # seconds until the death that made another rank's call fail is known
 LOOK_SECONDS = 15.0  # seconds to inspect or kill a process on another node, including a worker's start
 
 Pending = ray.ObjectRef  # a pending answer, which may be an argument of another call
-
-
-def join_cluster(*, output: bool = True) -> int:
-    """Connect to the cluster that this job runs on. Returns how many GPUs it has.
-
-    Args:
-        output: print what the job's actors print.
-    """
-    ray.init(address="auto", logging_level="ERROR", log_to_driver=output)
-    return int(ray.cluster_resources().get("GPU", 0))
-
-
-def cluster_memory(timeout: float) -> list[Machine]:
-    """Memory of each node, and of the GPUs that it has for Ray's actors.
-
-    Raises:
-        RoleLost: a node doesn't answer within `timeout` seconds.
-    """
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    look = ray.remote(num_cpus=0, max_retries=0)(whole)
-    where = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
-    try:
-        found = ray.get([look.options(scheduling_strategy=there).remote() for there in where], timeout=timeout)
-    except RayError as error:
-        raise RoleLost(f"cluster: expected {len(nodes)} nodes to tell their memory within {timeout:.0f} s, got {error}") from error
-    counts = [int(node["Resources"].get("GPU", 0)) for node in nodes]
-    return [replace(machine, gpus=machine.gpus[:count]) for machine, count in zip(found, counts, strict=True)]
-
-
-def leave_cluster() -> None:
-    ray.shutdown()
-
-
-class RoleLost(RuntimeError):
-    """An actor died, or didn't answer by its deadline. The message names role and rank.
-
-    ranks: the lost ones; empty if a call failed without losing a rank.
-    """
-
-    def __init__(self, message: str, ranks: Sequence[int] = ()):
-        super().__init__(message)
-        self.ranks = list(ranks)
 
 
 @contextmanager
@@ -88,11 +46,12 @@ def held(number: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Place:
-    """Node and id of an actor's process."""
+    """Node and id of an actor's process, and the ids of its GPUs on the node."""
 
     node: str
     host: str
     pid: int
+    gpus: tuple[str, ...]
 
 
 class Hosted:
@@ -128,10 +87,11 @@ class ActorGroup:
     Args:
         role: for messages, such as "trainer".
         factory: "module:Class" of what each actor hosts; it gets `rank` and `kwargs`.
-        cpus, gpus: of each actor. With 0 of both it is placed anywhere.
+        cpus: of each actor. With 0 and without bundles it is placed anywhere.
+        bundles: of each actor, reserved by the caller; None: the group reserves its CPUs itself.
         threads: OMP_NUM_THREADS of each actor's process.
         start_deadline: seconds until every actor must have been placed and made.
-        together: the ranks form one job and are placed as a unit; otherwise each is placed, and can be replaced, alone.
+        together: without bundles: the ranks are placed as a unit; otherwise each is placed, and can be replaced, alone.
     Raises:
         RoleLost: the cluster has no room, or an actor failed to start.
     """
@@ -143,20 +103,20 @@ class ActorGroup:
         size: int,
         *,
         cpus: float,
-        gpus: float,
         threads: int,
         start_deadline: float,
         kwargs: dict[str, Any],
+        bundles: Sequence[Bundle] | None = None,
         together: bool = True,
     ):
         self.role = role
         self._factory, self._kwargs, self._start_deadline = factory, kwargs, start_deadline
-        self._resources = {"num_cpus": cpus, "num_gpus": gpus}
+        self._cpus, self._own_bundles = cpus, bundles is None
         self._environment = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **passed_on()}
-        self._bundles: list[tuple[PlacementGroup, int] | None] = [None] * size
-        if cpus or gpus:
+        self._bundles: list[Bundle | None] = list(bundles) if bundles is not None else [None] * size
+        if bundles is None and cpus:
             groups = [self._place(size)] * size if together else [self._place(1) for _ in range(size)]
-            self._bundles = [(group, rank if together else 0) for rank, group in enumerate(groups)]
+            self._bundles = [Bundle(group, rank if together else 0, 0.0) for rank, group in enumerate(groups)]
         self.actors: list[Any] = []
         self._places: list[Pending] = []
         self._late: set[int] = set()
@@ -164,7 +124,7 @@ class ActorGroup:
             self._start(rank)
 
     def _place(self, size: int) -> PlacementGroup:
-        return _place(self.role, size, **self._resources, deadline=self._start_deadline)
+        return reserve(self.role, [{"CPU": self._cpus}] * size, deadline=self._start_deadline)
 
     def _start(self, rank: int) -> None:
         """Start a new actor for a rank in place of the old one."""
@@ -172,10 +132,11 @@ class ActorGroup:
         actor = (
             ray.remote(type(self._factory.rpartition(":")[2], (Hosted,), {}))  # the process's name
             .options(
-                **self._resources,
+                num_cpus=self._cpus,
+                num_gpus=bundle.gpus if bundle else 0,
                 max_restarts=0,
                 runtime_env={"env_vars": self._environment},
-                scheduling_strategy=PlacementGroupSchedulingStrategy(bundle[0], placement_group_bundle_index=bundle[1])
+                scheduling_strategy=PlacementGroupSchedulingStrategy(bundle.group, placement_group_bundle_index=bundle.index)
                 if bundle
                 else "DEFAULT",
             )
@@ -336,9 +297,9 @@ class ActorGroup:
             self._end(rank)
             self._late.discard(rank)
             bundle = self._bundles[rank]
-            if bundle is not None:  # placed anew, since its node may be gone too
-                remove_placement_group(bundle[0])
-                self._bundles[rank] = (self._place(1), 0)
+            if bundle is not None and self._own_bundles:  # placed anew, since its node may be gone too; Ray does it for the others
+                release([(bundle.group, bundle.index)])
+                self._bundles[rank] = Bundle(self._place(1), 0, 0.0)
             self._start(rank)
         self._wait_ready(ranks, "start")
 
@@ -356,6 +317,15 @@ class ActorGroup:
             return "process unknown"
         return f"process {place.pid} on {place.host}: {_on_node(place, _state, place.pid) or 'its node does not answer'}"
 
+    def gpus(self) -> dict[str, list[str]]:
+        """The GPUs of each rank's process, each with its node, by the rank's name in messages.
+
+        Raises:
+            RoleLost: a process doesn't start in time.
+        """
+        places = self.wait(self._places, deadline=self._start_deadline, what="start")
+        return {f"{self.role} rank {rank}": [f"{p.host} (node {p.node[:8]}) GPU {gpu}" for gpu in p.gpus] for rank, p in enumerate(places)}
+
     def _whereabouts(self, rank: int) -> Place | None:
         with suppress(RayError):
             return ray.get(self._places[rank], timeout=0)
@@ -364,8 +334,8 @@ class ActorGroup:
     def close(self) -> None:
         for rank in range(len(self)):
             self._end(rank)
-        for group in {bundle[0].id: bundle[0] for bundle in self._bundles if bundle is not None}.values():
-            remove_placement_group(group)
+        if self._own_bundles:
+            release([(bundle.group, bundle.index) for bundle in self._bundles if bundle is not None])
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -385,7 +355,8 @@ def _is_dead(reference: Pending, patience: float) -> bool:
 
 def _place_of_process(_: Any) -> Place:
     """To be called in an actor."""
-    return Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid())
+    context = ray.get_runtime_context()
+    return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), tuple(context.get_accelerator_ids().get("GPU", ())))
 
 
 def _on_node(place: Place, look: Callable[[int], str], pid: int) -> str | None:
@@ -411,15 +382,3 @@ def _kill(pid: int) -> str:
         if psutil.Process(pid).cmdline()[:1] and psutil.Process(pid).cmdline()[0].startswith("ray::"):
             os.kill(pid, signal.SIGKILL)
     return _state(pid)
-
-
-def _place(role: str, size: int, *, num_cpus: float, num_gpus: float, deadline: float) -> PlacementGroup:
-    bundle = {"CPU": num_cpus} | ({"GPU": num_gpus} if num_gpus else {})
-    bundles = placement_group([bundle] * size, strategy="PACK")
-    if not bundles.wait(timeout_seconds=deadline):
-        remove_placement_group(bundles)
-        raise RoleLost(
-            f"{role}: expected room for {size} x {bundle} within {deadline:.0f} s, got none "
-            f"(cluster has {ray.cluster_resources()}, free {ray.available_resources()}); add nodes or lower its ranks"
-        )
-    return bundles

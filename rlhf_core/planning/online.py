@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rlhf_core.config import ModelConfig, RlConfig
@@ -9,40 +10,48 @@ from rlhf_core.planning.memory import Training, frozen_model, head_kept, mask_by
 from rlhf_core.planning.stages import Models, Parts, Process, engine, frozen_pass, known, pass_tokens, shape_of, trained_role, training
 
 
-def rl_rank(rl: RlConfig, config: ModelConfig, models: Models, *, on_gpu: bool) -> Process:
-    """A rank of RL training: policy, critic, reference and reward models, as rlhf_core/trainers/rl/rank.py holds them."""
+def rl_ranks(rl: RlConfig, config: ModelConfig, models: Models, *, on_gpu: bool) -> list[Process]:
+    """The ranks of RL training, as rlhf_core/trainers/rl/roles.py builds them: of each group of rl.placement."""
+    return [_rl_rank(rl.of_group(group), group.roles, config, models, on_gpu=on_gpu) for group in rl.role_groups]
+
+
+def _rl_rank(rl: RlConfig, roles: Sequence[str], config: ModelConfig, models: Models, *, on_gpu: bool) -> Process:
     policy, dtype, length = known(models.start, "the policy"), config.dtype, config.max_length
     trainer, ppo = rl.trainer, rl.algorithm == "ppo"
     how = training(RlTraining(rl), policy, dtype, ranks=trainer.ranks, on_gpu=on_gpu)
     how = replace(how, packed=how.packed and trainer.ranks == 1 and trainer.zero_stage == 0)
+    plain = replace(how, adapters=None, quantized=False)
     of_group, tokens = pass_tokens(trainer.microbatch_tokens, length, rl.minibatch_size, how)
     _, scored = pass_tokens(trainer.microbatch_tokens, length, rl.samples_per_step, how)
-    parts, phases, host = trained_role("policy", policy, how, tokens)
-    plain, own = replace(how, adapters=None, quantized=False), next(iter(phases))
-    if rl.group_size > 1 and not ppo and not on_gpu and not how.packed:
-        phases[own] += mask_bytes(of_group, of_group, dtype)
-    if rl.entropy_coef or not rl.rollout.samples_any_token:  # all logits exist at once (rlhf_core/models/head.py)
-        phases[own] += tokens * shape_of(policy).vocab * (how.element + 16)
     more_graphs = _graphs_at_once(rl, length, tokens) - 1 if how.packed else 0
-    phases[own] += more_graphs * (trunk_activations(shape_of(policy), tokens, how) + head_kept(shape_of(policy), tokens, how))
-    if ppo:
+    parts, phases, host = {}, {}, 0.0
+    if "policy" in roles:
+        parts, phases, host = trained_role("policy", policy, how, tokens)
+        own = next(iter(phases))
+        if rl.group_size > 1 and not ppo and not on_gpu and not how.packed:
+            phases[own] += mask_bytes(of_group, of_group, dtype)
+        if rl.entropy_coef or not rl.rollout.samples_any_token:  # all logits exist at once (rlhf_core/models/head.py)
+            phases[own] += tokens * shape_of(policy).vocab * (how.element + 16)
+        phases[own] += more_graphs * (trunk_activations(shape_of(policy), tokens, how) + head_kept(shape_of(policy), tokens, how))
+    if "critic" in roles:
         critic = known(models.reward if rl.ppo.starts_from_reward_model else models.start, "the critic")
         more, critic_phases, more_host = trained_role("critic", critic, plain, tokens, scalar=True)
-        if how.packed:  # both are computed at the same time
-            phases[f"policy and critic: {own.partition(': ')[2]}"] = (
-                phases[own] + (1 + more_graphs) * critic_phases[next(iter(critic_phases))]
-            )
+        critics = next(iter(critic_phases))
+        if how.packed and "policy" in roles:  # both are computed at the same time
+            phases[f"policy and critic: {own.partition(': ')[2]}"] = phases[own] + (1 + more_graphs) * critic_phases[critics]
+        elif how.packed:
+            critic_phases[critics] *= 1 + more_graphs
         parts, phases, host = parts | more, phases | critic_phases, host + more_host
-    moves = rl.kl.refresh_reference_every is not None
-    if rl.kl.keeps_reference and (rl.lora is None or moves):
+    if "reference" in roles and (rl.lora is None or rl.kl.refresh_reference_every is not None or "policy" not in roles):
         one = frozen_pass(policy, scored, dtype)
         host += _add_frozen(parts, phases, "reference", policy.parameters, plain, one, offload=trainer.offload_frozen)
-    for number, found in enumerate(models.scorers):
+    for number, found in enumerate(models.scorers if "reward_models" in roles else ()):
         model = known(found, "a reward model")
         one = frozen_pass(model, scored, dtype, scalar=True)
         host += _add_frozen(parts, phases, f"reward model {number}", model.scalar_parameters, plain, one, offload=trainer.offload_frozen)
-    once = 2 * how.element * policy.parameters if on_gpu else 0.0  # gathered, and in Ray's object store
-    return Process("train_policy: trainer rank", "rl.trainer", parts, phases, host=host, once=once, count=trainer.ranks)
+    once = 2 * how.element * policy.parameters if on_gpu and "policy" in roles else 0.0  # gathered, and in Ray's object store
+    name = "trainer rank" if len(rl.role_groups) == 1 else f"rank of {'+'.join(roles)}"
+    return Process(f"train_policy: {name}", "rl.trainer", parts, phases, host=host, once=once, count=trainer.ranks)
 
 
 def _graphs_at_once(rl: RlConfig, length: int, tokens: int) -> int:

@@ -99,11 +99,9 @@ class Placement:
 def lacking(placement: Placement) -> list[str]:
     """Features of a placement that this pipeline lacks (docs/gpu.md)."""
     engines, trainer = placement.group_of(ENGINE), placement.group_of(POLICY)
-    trained = [group for group in placement.groups if {POLICY, CRITIC} & set(group.roles)]
     needs = {
         "an engine on several GPUs": placement.tensor_parallel > 1,
         "engines that sleep while the trainer works": engines is trainer and placement.sleep,
-        "critic and reward model apart from the policy": len(trained) > 1,
     }
     return [what for what, needed in needs.items() if needed]
 

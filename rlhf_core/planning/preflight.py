@@ -17,7 +17,7 @@ from rlhf_core.paths import POLICY_MODEL, REWARD_MODEL, SFT_MODEL
 from rlhf_core.planning.hardware import GIB
 from rlhf_core.planning.machine import Gpu, Machine, here
 from rlhf_core.planning.models import Model, base_model, read_model
-from rlhf_core.planning.online import rl_engine, rl_rank
+from rlhf_core.planning.online import rl_engine, rl_ranks
 from rlhf_core.planning.placement import place
 from rlhf_core.planning.stages import (
     ALLOCATOR,
@@ -96,14 +96,17 @@ def check(stage: str, params: Params, models: Models, machine: Machine) -> Plan:
 def _check_rl(params: Params, models: Models, machine: Machine) -> Plan:
     rl, on_gpu = params.rl, bool(machine.gpus)
     placement = place(rl, len(machine.gpus))
-    rank = rl_rank(rl, params.model, models, on_gpu=on_gpu)
+    ranks = rl_ranks(rl, params.model, models, on_gpu=on_gpu)
     rollouts = rl_engine(rl, params.model, models, on_gpu=on_gpu, per_engine=placement.per_engine)
-    moment = [rank, rollouts]
+    moment = [*ranks, rollouts]
     if not on_gpu:
         weights = rollouts.parts["engine: weights"]
         moment.append(_ray("train_policy", 2 * weights))
-    beside = placement.engines_beside_ranks(rl) if on_gpu else 0
-    found = _shortages(moment, machine, taken=beside * (rollouts.share or 0.0))
+    beside = {}
+    for number, process in enumerate(ranks if on_gpu else ()):
+        engines = placement.engines_beside_ranks(number) * (rollouts.share or 0.0) * min(gpu.total for gpu in machine.gpus)
+        beside[process.name] = engines + sum(ranks[other].needed + TRAINER_GPU for other in placement.groups_beside(number))
+    found = _shortages(moment, machine, beside=beside)
     return Plan("train_policy", [moment], sorted(found, key=lambda s: -s.ratio))
 
 
@@ -115,10 +118,10 @@ def _ray(stage: str, weights: float = 0.0) -> Process:
     return Process(f"{stage}: Ray", "cluster", {"Ray: weights on their way to the engines": weights} if weights else {}, base=RAY_HOST)
 
 
-def _shortages(moment: list[Process], machine: Machine, *, taken: float = 0.0) -> list[Shortage]:
+def _shortages(moment: list[Process], machine: Machine, *, beside: Mapping[str, float] | None = None) -> list[Shortage]:
     """
     Args:
-        taken: share of a GPU that rollout engines take of a trainer's.
+        beside: a process's name -> bytes that others take of its GPU.
     """
     if not machine.gpus:
         parts = {f"{p.count} x {p.name}" if p.count > 1 else p.name: p.count * (p.needed + p.base + ALLOCATOR) for p in moment}
@@ -134,7 +137,7 @@ def _shortages(moment: list[Process], machine: Machine, *, taken: float = 0.0) -
             beside = TRAINER_GPU if process.count > 1 and process.ranks_key is not None else 0.0  # the rank's own process
             available, needed = _usable(min(process.share * smallest.total, smallest.free - beside)), process.needed
         else:
-            available, needed = _usable(smallest.free - taken * smallest.total), process.needed + TRAINER_GPU
+            available, needed = _usable(smallest.free - (beside or {}).get(process.name, 0.0)), process.needed + TRAINER_GPU
         if needed > available:
             found.append(Shortage(process.name, process.section, needed, available, "its GPU", _parts(process)))
         if process.count > len(machine.gpus) and (process.share is None or process.ranks_key is not None):

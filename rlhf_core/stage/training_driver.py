@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from rlhf_core.checkpoint.store import SaveFailed
-from rlhf_core.engines.ray_actors import join_cluster, leave_cluster
+from rlhf_core.engines.ray_places import join_cluster, leave_cluster
 from rlhf_core.engines.ray_train import RankFailed, RankGroup, run_on_ranks
 from rlhf_core.environment import keep_visible, of_stage
 from rlhf_core.process import configure_process, show_own_log

@@ -274,9 +274,9 @@ def load_state(engine: TrainEngine, found: Found, subject: str) -> None:
     load_random_state(random_state_of(found.folder, rank()))
 
 
-def random_state_of(folder: Path, number: int) -> Path:
-    """The file with a rank's generators; that of rank 0 where the checkpoint was saved by fewer ranks."""
-    own = folder / f"rng-{number}.pt"
+def random_state_of(folder: Path, number: int, name: str = "rng") -> Path:
+    """The file with a rank's generators; that of the first rank where the checkpoint was saved by others."""
+    own = folder / f"{name}-{number}.pt"
     return own if own.exists() else folder / "rng-0.pt"
 
 

@@ -56,7 +56,8 @@ def main() -> int:
 
 def measure(engines: int, prompts: int, rounds: int) -> None:
     """Start the engines, and compare on them. Runs in the Ray job."""
-    from rlhf_core.engines.ray_actors import ActorGroup, join_cluster, leave_cluster
+    from rlhf_core.engines.ray_actors import ActorGroup
+    from rlhf_core.engines.ray_places import join_cluster, leave_cluster
 
     join_cluster(output=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +67,7 @@ def measure(engines: int, prompts: int, rounds: int) -> None:
             "max_concurrent_sequences": AT_A_TIME, "trust_remote_code": False, "gpu_memory_fraction": 0.3,
         }  # fmt: skip
         group = ActorGroup(
-            "rollout", "rlhf_core.engines.in_process:RolloutActor", engines, cpus=1, gpus=0, threads=1, start_deadline=180,
+            "rollout", "rlhf_core.engines.in_process:RolloutActor", engines, cpus=1, threads=1, start_deadline=180,
             kwargs=settings, together=False,
         )  # fmt: skip
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_core.config import Params, load_params
 from rlhf_core.planning.models import of_shape
-from rlhf_core.planning.online import rl_rank
+from rlhf_core.planning.online import rl_ranks
 from rlhf_core.planning.preflight import changed
 from rlhf_core.planning.shape import ModelShape
 from rlhf_core.planning.stages import PLANS, Models
@@ -133,6 +133,7 @@ def predict(case: Case) -> float:
     """Bytes that the preflight expects a rank to need."""
     params, model = params_of(case), of_shape(SHAPES[case.shape], stored=case.dtype, plain_llama=True)
     if case.stage in RL:
-        return rl_rank(params.rl, params.model, Models(model, model, (model,)), on_gpu=False).needed
+        (rank,) = rl_ranks(params.rl, params.model, Models(model, model, (model,)), on_gpu=False)
+        return rank.needed
     ((process,),) = PLANS[f"train_{case.stage}" if case.stage in ("sft", "reward") else case.stage](params, Models(model), on_gpu=False)
     return process.needed

@@ -13,6 +13,7 @@ from rlhf_core.config import ScorerConfig
 from rlhf_core.engines.ray_actors import ActorGroup, RoleLost
 from rlhf_core.sampling.scoring import Scorers
 from rlhf_core.scorers.text import ScoreItem
+from rlhf_core.trainers.rl.groups import TrainerGroup
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.recovery import Replacements
 
@@ -29,10 +30,9 @@ class ActorScorers(Scorers):
         RoleLost: a trainer rank fails. The run ends.
     """
 
-    def __init__(self, job: RlJob, trainers: ActorGroup, replacements: Replacements):
+    def __init__(self, job: RlJob, ranks: TrainerGroup | None, replacements: Replacements):
         super().__init__(job.rl.reward.scorers, {name: Path(folder) for name, folder in job.scorer_models.items()}, job.model)
-        self._trainers, self._replacements, self._deadline = trainers, replacements, job.rl.deadlines.step
-        self._trainer = job.rl.trainer
+        self._ranks, self._replacements, self._deadline = ranks, replacements, job.rl.deadlines.step
         by_text = [config for config in self.configs if config.kind != "reward_model"]
         self._text_scorers: ActorGroup | None = None
         if by_text:
@@ -41,7 +41,6 @@ class ActorScorers(Scorers):
                 "rlhf_core.scorers.text:TextScorers",
                 1,
                 cpus=0,
-                gpus=0,
                 threads=1,
                 start_deadline=job.rl.deadlines.start,
                 kwargs={"configs": by_text, "source_judges": job.source_judges},
@@ -54,15 +53,15 @@ class ActorScorers(Scorers):
 
     def submit_sequences(self, name: str, sequences: list[list[int] | None]) -> Callable[[], torch.Tensor]:
         """Sequences are dealt out in turn, so that each rank gets its share of long and short ones."""
-        trainer = self._trainer
-        shards = [list(range(len(sequences)))[group :: trainer.data_parallel_size] for group in range(trainer.data_parallel_size)]
-        per_rank = trainer.of_ranks([(name, [sequences[i] for i in shard]) for shard in shards])
-        pending = self._trainers.submit("score_by_reward_model", per_rank)
+        group = self._ranks
+        size = group.trainer.data_parallel_size
+        shards = [list(range(len(sequences)))[number::size] for number in range(size)]
+        pending = group.submit("score_by_reward_model", group.trainer.of_ranks([(name, [sequences[i] for i in s]) for s in shards]))
         order = torch.argsort(torch.tensor([i for shard in shards for i in shard]))
 
         def scores() -> torch.Tensor:
-            found = self._trainers.wait(pending, deadline=self._deadline, what=f"score by {name}")
-            return torch.cat(trainer.of_groups(found))[order]
+            found = group.wait(pending, deadline=self._deadline, what=f"score by {name}")
+            return torch.cat(group.trainer.of_groups(found))[order]
 
         return scores
 

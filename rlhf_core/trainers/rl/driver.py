@@ -9,15 +9,18 @@ import json
 import logging
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_core.config import load_params
-from rlhf_core.engines.ray_actors import ActorGroup, RoleLost, join_cluster, leave_cluster
+from rlhf_core.engines.ray_actors import ActorGroup
+from rlhf_core.engines.ray_places import Bundle, RoleLost, join_cluster, leave_cluster, release, reserve_gpus
 from rlhf_core.environment import keep_visible, named
-from rlhf_core.planning.placement import Placement, place
+from rlhf_core.planning.placement import Placement, check_gpus, place
 from rlhf_core.process import configure_process, show_own_log
 from rlhf_core.progress import name_stage
 from rlhf_core.stage.job import LOST, beat, check_cluster, forget_refusal, refuse
+from rlhf_core.trainers.rl.groups import TrainerGroups
 from rlhf_core.trainers.rl.job import PLACEMENT, RlJob, Stop
 
 log = logging.getLogger("rlhf")
@@ -49,22 +52,22 @@ class Actors:
     """Starts the processes of rollout engines and trainer ranks; `Workers` waits for them.
 
     Raises:
-        ValueError: the job asks for more GPUs than the cluster has. Nothing is started.
+        ValueError: the job asks for more than the cluster has. Nothing is started.
         RoleLost: an actor can't be placed.
     """
 
     def __init__(self, job: RlJob):
         gpus = join_cluster()
-        placement = place(job.rl, gpus)
+        self._job, self._placement = job, place(job.rl, gpus)
         if job.checks_cluster:
             check_cluster("train_policy", load_params(), gpus)
-        _record(placement, job)
-        if placement.gpus:  # ranks first: their larger shares would find no room between smaller ones
-            self.trainers = _trainer_ranks(job, placement)
-            self.rollouts = _rollout_engines(job, placement)
-        else:
-            self.rollouts = _rollout_engines(job, placement)  # first: they start slowest
-            self.trainers = _trainer_ranks(job, placement)
+        _record(self._placement, job)
+        self._reserved = []
+        if actors := self._placement.actors:
+            self._reserved = reserve_gpus("rl", len(actors), cpus=max(actors), deadline=job.rl.deadlines.start)
+        self.rollouts = self._rollout_engines()  # first: they start slowest
+        names = [f"trainer.{group.name}" if len(job.rl.role_groups) > 1 else "trainer" for group in job.rl.role_groups]
+        self.trainers = TrainerGroups(job.rl, [self._trainer_ranks(number, name) for number, name in enumerate(names)])
 
     def __enter__(self) -> Actors:
         return self
@@ -72,7 +75,74 @@ class Actors:
     def __exit__(self, *_: object) -> None:
         self.trainers.close()
         self.rollouts.close()
+        release(self._reserved)
         leave_cluster()
+
+    def check_gpus(self, *, engines: bool) -> None:
+        """Check, on a cluster with GPUs, that no two processes share one that the placement gives to one, and log who is where.
+
+        Args:
+            engines: of the rollout engines too, which start more slowly than the ranks.
+        """
+        if not self._reserved:
+            return
+        groups = [group.actors for group in self.trainers.all] + [self.rollouts] * engines
+        where = [*self._placement.ranks, self._placement.engines]
+        found = [group.gpus() for group in groups]
+        planned = {name: gpu for names, gpus in zip(found, where, strict=False) for name, gpu in zip(names, gpus, strict=True)}
+        check_gpus(planned, {name: ids for names in found for name, ids in names.items()})
+        if engines:
+            log.info("rl: %s", "; ".join(f"{name}: {ids[0]}" for names in found for name, ids in names.items()))
+
+    def _bundles(self, gpus: Sequence[int], share: float) -> list[Bundle] | None:
+        return [Bundle(*self._reserved[gpu], self._placement.share(gpu, share)) for gpu in gpus] if self._reserved else None
+
+    def _rollout_engines(self) -> ActorGroup:
+        job, rl, placement = self._job, self._job.rl, self._placement
+        threads = self._threads(among=rl.rollout.engines)
+        return ActorGroup(
+            "rollout",
+            "rlhf_core.engines.in_process:RolloutActor",
+            rl.rollout.engines,
+            cpus=1,
+            bundles=self._bundles(placement.engines, placement.per_engine),
+            threads=threads,
+            start_deadline=rl.deadlines.start,
+            kwargs={
+                "backend": rl.rollout.backend,
+                "model_path": job.sft_model,
+                "seed": job.seed,
+                "max_length": job.model.max_length,
+                "dtype": job.model.dtype,
+                "kv_cache_gib": rl.rollout.kv_cache_gib,
+                "max_concurrent_sequences": rl.rollout.max_concurrent_sequences,
+                "threads": threads,
+                "trust_remote_code": job.model.trust_remote_code,
+                "gpu_memory_fraction": rl.rollout.gpu_memory_fraction * (placement.per_engine or 1.0),
+                "shares_gpu": placement.shares_engine_gpus,
+                "reads_text": bool(rl.rollout.stop),
+            },
+            together=False,
+        )
+
+    def _trainer_ranks(self, number: int, name: str) -> ActorGroup:
+        job, rl = self._job, self._job.rl
+        group = rl.role_groups[number]
+        return ActorGroup(
+            name,
+            "rlhf_core.trainers.rl.rank:TrainerRank",
+            group.ranks,
+            cpus=1,
+            bundles=self._bundles(self._placement.ranks[number], self._placement.per_rank) if self._reserved else None,
+            threads=self._threads(among=rl.ranks),
+            start_deadline=rl.deadlines.start,
+            kwargs={"world_size": group.ranks, "job": job, "roles": group.roles},
+        )
+
+    def _threads(self, *, among: int) -> int:
+        """Threads of each of a role's actors. Without GPUs, engines and trainers that run at the same time share the cores."""
+        together = 2 if self._job.rl.rollout.one_step_off_policy and not self._placement.gpus else 1
+        return max(1, self._job.threads // together // among)
 
 
 def _record(placement: Placement, job: RlJob) -> None:
@@ -83,55 +153,6 @@ def _record(placement: Placement, job: RlJob) -> None:
         path.write_text(json.dumps(placement.as_json(job.rl)))
     else:
         path.unlink(missing_ok=True)
-
-
-def _rollout_engines(job: RlJob, placement: Placement) -> ActorGroup:
-    rl = job.rl
-    threads = _threads(job, among=rl.rollout.engines, placement=placement)
-    return ActorGroup(
-        "rollout",
-        "rlhf_core.engines.in_process:RolloutActor",
-        rl.rollout.engines,
-        cpus=1,
-        gpus=placement.per_engine,
-        threads=threads,
-        start_deadline=rl.deadlines.start,
-        kwargs={
-            "backend": rl.rollout.backend,
-            "model_path": job.sft_model,
-            "seed": job.seed,
-            "max_length": job.model.max_length,
-            "dtype": job.model.dtype,
-            "kv_cache_gib": rl.rollout.kv_cache_gib,
-            "max_concurrent_sequences": rl.rollout.max_concurrent_sequences,
-            "threads": threads,
-            "trust_remote_code": job.model.trust_remote_code,
-            "gpu_memory_fraction": rl.rollout.gpu_memory_fraction * (placement.per_engine or 1.0),
-            "shares_gpu": placement.shares_engine_gpus,
-            "reads_text": bool(rl.rollout.stop),
-        },
-        together=False,
-    )
-
-
-def _trainer_ranks(job: RlJob, placement: Placement) -> ActorGroup:
-    rl = job.rl
-    return ActorGroup(
-        "trainer",
-        "rlhf_core.trainers.rl.rank:TrainerRank",
-        rl.trainer.ranks,
-        cpus=1,
-        gpus=placement.per_rank,
-        threads=_threads(job, among=rl.trainer.ranks, placement=placement),
-        start_deadline=rl.deadlines.start,
-        kwargs={"world_size": rl.trainer.ranks, "job": job},
-    )
-
-
-def _threads(job: RlJob, *, among: int, placement: Placement) -> int:
-    """Threads of each of a role's actors. Without GPUs, engines and trainers that run at the same time share the cores."""
-    together = 2 if job.rl.rollout.one_step_off_policy and not placement.gpus else 1
-    return max(1, job.threads // together // among)
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ class RolloutEngines:
         # The engine excludes the end token from the first min_new_tokens tokens, which can't be compared.
         tokens = min(self._sampling.max_new_tokens, self._sampling.min_new_tokens + CHECK_TOKENS)
         short, repeated = replace(self._sampling, max_new_tokens=tokens), [prompts[i % len(prompts)] for i in range(count)]
-        responses = max(CHECK_RESPONSES, rl.trainer.ranks)
+        responses = max(CHECK_RESPONSES, rl.most_ranks)
         self._short = self._submit(repeated, request_seeds(seed, CHECK_STEP, count), short, group_size=responses)
         generation = self._submit(prompts, request_seeds(seed, step, len(prompts)), self._sampling, group_size=rl.group_size)
         self._prefetching, self.recovery.background = (step, generation), generation.call

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import RlConfig, ScorerConfig
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import PREPARED, REWARD_MODEL, SFT_MODEL, TIMINGS
@@ -56,7 +58,7 @@ def run_rl(stage: Stage, output: Path) -> None:
         subject="RL job",
         driver="rlhf_core.trainers.rl.driver",
         description=description,
-        actors=job.rl.trainer.ranks + job.rl.rollout.engines,
+        actors=job.rl.ranks + job.rl.rollout.engines,
         model=Path(job.sft_model),
     )
 
@@ -79,11 +81,17 @@ def describe_job(stage: Stage, output: Path) -> RlJob:
         source_judges={name: absolute_function(judge) for name, judge in source_judges().items()},
         reward_model=str(REWARD_MODEL.resolve()) if critic_starts_from_reward_model(rl) else None,
         work=str(stage.scratch.resolve()),
-        checkpoints=stage.store_settings(world_size=rl.trainer.ranks, zero_stage=rl.trainer.zero_stage),
+        checkpoints=checkpoint_settings(stage, rl),
         output=str(output.resolve()),
         timings=str((TIMINGS / "train_policy.csv").resolve()),
         checks_cluster=params.cluster.address is not None,
     )
+
+
+def checkpoint_settings(stage: Stage, rl: RlConfig) -> StoreSettings:
+    policy, *critic = rl.learning_groups
+    settings = stage.store_settings(world_size=policy.ranks, zero_stage=rl.trainer.zero_stage)
+    return replace(settings, engine_ranks={"critic": critic[0].ranks} if critic else {})
 
 
 def with_absolute_paths(rl: RlConfig) -> RlConfig:

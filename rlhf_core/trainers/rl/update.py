@@ -86,11 +86,11 @@ class RankUpdate:
 
 @dataclass(frozen=True)
 class RlUpdate:
-    """Optimizer steps of policy and critic.
+    """Optimizer steps of policy and critic, or of one of them.
 
     value_units: of the critic's output.
     kl_coef: of the KL in the loss; unused where the KL is part of the reward.
-    train_policy: False: only the critic is trained.
+    train_policy: False: only the critic is trained, if there is one.
     experts_per_token: of a policy with experts whose load is balanced; None: no load balancing.
     shares_prompts: the prompt of a group is computed once.
     backend: may compute the gradients of policy and critic at the same time.
@@ -98,7 +98,7 @@ class RlUpdate:
     """
 
     rl: RlConfig
-    policy: TrainEngine
+    policy: TrainEngine | None
     critic: TrainEngine | None
     value_units: ValueUnits
     pad_id: int

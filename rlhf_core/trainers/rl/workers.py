@@ -7,8 +7,9 @@ import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,12 +23,14 @@ from rlhf_core.sampling.scoring import PendingScores, ResponseScorer, RewardNorm
 from rlhf_core.trainers.rl.actor_scorers import ActorScorers
 from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.data import sequences_of
+from rlhf_core.trainers.rl.groups import TrainerGroup
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.metrics import update_metrics
 from rlhf_core.trainers.rl.minibatch import Minibatch, Totals, add_totals
 from rlhf_core.trainers.rl.recovery import Replacements
 from rlhf_core.trainers.rl.rollouts import RolloutEngines
 from rlhf_core.trainers.rl.state import Progress, RunStore
+from rlhf_core.trainers.rl.update import RankUpdate
 from rlhf_core.types import Rollout, RolloutBatch, ScoredRollout, UpdateResult
 
 if TYPE_CHECKING:
@@ -37,18 +40,26 @@ log = logging.getLogger("rlhf")
 
 
 @dataclass(frozen=True)
-class PendingForward:
-    """Forward passes of the trainer ranks that may still be running.
+class GroupForward:
+    """Forward passes of a group's ranks that may still be running.
 
     shards: positions of the rollouts of each rank, or group of ranks that share sequences.
     recomputed: for so many of each shard's rollouts, from the first on, the policy's log-probabilities are computed.
     pending: each rank's outputs.
     """
 
-    rollouts: Sequence[Rollout]
+    group: TrainerGroup
     shards: list[list[int]]
     recomputed: int
     pending: list[Pending]
+
+
+@dataclass(frozen=True)
+class PendingForward:
+    """Forward passes over rollouts, of each group with a model that computes them."""
+
+    rollouts: Sequence[Rollout]
+    groups: list[GroupForward]
 
 
 class Workers:
@@ -63,7 +74,7 @@ class Workers:
     """
 
     def __init__(self, job: RlJob, actors: Actors):
-        self._job = job
+        self._job, self._actors = job, actors
         self._trainers = actors.trainers
         self.store = RunStore(Path(job.work), job.checkpoints, check=self._damage)
         tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
@@ -81,14 +92,18 @@ class Workers:
         )
 
     def __enter__(self) -> Workers:
-        start = self._job.rl.deadlines.start
-        self._scorers = ActorScorers(self._job, self._trainers, self.replacements)
+        start, trainers = self._job.rl.deadlines.start, self._trainers
+        self._actors.check_gpus(engines=False)
+        self._scorers = ActorScorers(self._job, trainers.find("reward_models"), self.replacements)
         self._scorer = ResponseScorer(self._scorers, self._tokenizer, stops=self._stops)
-        (address, *_) = self._trainers.call("address", deadline=start)
-        self._trainers.call("connect", [(address,)] * len(self._trainers), deadline=start)
+        addresses = {id(group): found[0] for group, found in zip(trainers.all, trainers.call("address", deadline=start), strict=True)}
+        trainers.call("connect", lambda group, _: (addresses[id(group)],), deadline=start)
+        if self._job.rl.starts_rounded and (reference := trainers.find("reference")) not in (None, trainers.policy):
+            self._send_reference(reference)
         probed = self._probe()
         self.rollouts.wait_ready()
-        self.rollouts.start(self._trainers.wait(probed, deadline=start, what="probe")[0])
+        self._actors.check_gpus(engines=True)
+        self.rollouts.start(trainers.policy.wait(probed, deadline=start, what="probe")[0])
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -120,58 +135,87 @@ class Workers:
             recomputed_fraction: of each rank's rollouts, from the first on, for which the policy's log-probabilities are computed.
             keep_graphs: the next update takes all of these rollouts in one optimizer step, and may continue from these passes.
         """
-        (sequences, starts), trainer = sequences_of(rollouts), self._job.rl.trainer
-        shards = [list(map(int, part)) for part in np.array_split(np.arange(len(sequences)), trainer.data_parallel_size)]
-        recomputed = math.ceil(recomputed_fraction * max(map(len, shards)))
-        per_rank = trainer.of_ranks([([sequences[i] for i in s], [starts[i] for i in s]) for s in shards])
-        pending = self._trainers.submit("forward", per_rank, recomputed=recomputed, keep_graphs=keep_graphs)
-        return PendingForward(rollouts, shards, recomputed, pending)
+        sequences, starts = sequences_of(rollouts)
+        submitted = []
+        for group in self._trainers.all:
+            if not {"policy", "critic", "reference"} & set(group.roles.roles):
+                continue
+            shards = [list(map(int, part)) for part in np.array_split(np.arange(len(sequences)), group.trainer.data_parallel_size)]
+            recomputed = math.ceil(recomputed_fraction * max(map(len, shards)))
+            per_rank = group.trainer.of_ranks([([sequences[i] for i in s], [starts[i] for i in s]) for s in shards])
+            pending = group.submit("forward", per_rank, recomputed=recomputed, keep_graphs=keep_graphs)
+            submitted.append(GroupForward(group, shards, recomputed, pending))
+        return PendingForward(rollouts, submitted)
 
     def collect_forward(self, forward: PendingForward) -> dict[str, torch.Tensor]:
         """Outputs for every response token, flat [N] in the order of the rollouts: see `TrainerRank.forward`.
 
         old_logprobs are the engine's where they are not recomputed, and absent where none is.
         """
-        outputs = self._trainers.wait(forward.pending, deadline=self._job.rl.deadlines.step, what="forward")
-        outputs = self._job.rl.trainer.of_groups(outputs)
-        if forward.recomputed:
-            for shard, of_rank in zip(forward.shards, outputs, strict=True):
-                rest = [x for i in shard[forward.recomputed :] for x in forward.rollouts[i].rollout_logprobs]
-                of_rank["old_logprobs"] = torch.cat([of_rank["old_logprobs"], torch.tensor(rest)])
-        return {name: torch.cat([of_rank[name] for of_rank in outputs]) for name in outputs[0]}
+        found = {}
+        for part in forward.groups:
+            outputs = part.group.wait(part.pending, deadline=self._job.rl.deadlines.step, what="forward")
+            outputs = part.group.trainer.of_groups(outputs)
+            if "old_logprobs" in outputs[0]:
+                for shard, of_rank in zip(part.shards, outputs, strict=True):
+                    rest = [x for i in shard[part.recomputed :] for x in forward.rollouts[i].rollout_logprobs]
+                    of_rank["old_logprobs"] = torch.cat([of_rank["old_logprobs"], torch.tensor(rest)])
+            found |= {name: torch.cat([of_rank[name] for of_rank in outputs]) for name in outputs[0]}
+        return found
 
     # Training
 
-    def update(self, plans: list[list[Minibatch]], batch: RolloutBatch, *, kl_coef: float, train_policy: bool) -> UpdateResult:
-        """All optimizer steps of a step.
+    def update(self, plans: list[list[list[Minibatch]]], batch: RolloutBatch, *, kl_coef: float, train_policy: bool) -> UpdateResult:
+        """All optimizer steps of a step. A critic apart from the policy learns at the same time, or, where rl.max_approx_kl can end the
+        step early, after it: from as many minibatches.
 
         Args:
-            plans: each rank's minibatches.
+            plans: for each of rl.learning_groups, each rank's minibatches.
             batch: the rollouts that they were made from.
         """
-        pending = self._trainers.submit("update", [(plan,) for plan in plans], kl_coef=kl_coef, train_policy=train_policy)
+        (policy, *critic), (plan, *critic_plan) = self._trainers.learning, plans
+        can_end_early = train_policy and self._job.rl.max_approx_kl is not None and batch.old_logprobs is not None
+        how = {"kl_coef": kl_coef, "train_policy": train_policy}
+
+        def submit(group: TrainerGroup, plan: list[list[Minibatch]], count: int | None = None) -> list[Pending]:
+            return group.submit("update", [(minibatches[:count],) for minibatches in plan], **how)
+
+        def wait(group: TrainerGroup, pending: list[Pending]) -> list[RankUpdate]:
+            return group.trainer.of_groups(group.wait(pending, deadline=self._job.rl.deadlines.step, what="update"))
+
+        pending = submit(policy, plan)
+        learning = [] if can_end_early else list(map(submit, critic, critic_plan))
         self._updated = self._packed_weights()  # rank 0 packs them while the results are transferred
-        results = self._trainers.wait(pending, deadline=self._job.rl.deadlines.step, what="update")
-        results, plans = map(self._job.rl.trainer.of_groups, (results, plans))
-        totals: Totals = {}
-        for result in results:
-            add_totals(totals, result.totals)
-        old_logprobs = batch.old_logprobs
-        if old_logprobs is None:
-            old_logprobs = batch.rollout_logprobs.clone()
-            for (minibatch,), result in zip(plans, results, strict=True):
-                mask = minibatch.batch.response_mask
-                rows, width = minibatch.rows, mask.shape[1]
-                old_logprobs[rows, :width] = torch.where(mask, result.logprobs, old_logprobs[rows, :width])
-        return UpdateResult(update_metrics(totals, ranks=len(results)), old_logprobs)
+        results = wait(policy, pending)
+        totals = summed(results)
+        if can_end_early:
+            counted = int(totals["optimizer_steps"] + totals["skipped_steps"]) // len(results)
+            learning = [submit(group, of_group, counted) for group, of_group in zip(critic, critic_plan, strict=True)]
+        found = {}
+        for group, of_critic in zip(critic, learning, strict=True):
+            theirs = wait(group, of_critic)
+            found |= update_metrics(summed(theirs), ranks=len(theirs))
+        old_logprobs = old_logprobs_of(batch, policy.trainer.of_groups(plan), results)
+        return UpdateResult(found | update_metrics(totals, ranks=len(results)), old_logprobs)
 
     def set_value_units(self, units: ValueUnits) -> None:
         """See `TrainerRank.set_value_units`."""
-        self._trainers.call("set_value_units", [(units,)] * len(self._trainers), deadline=self._job.rl.deadlines.step)
+        group = self._trainers.find("critic")
+        group.call("set_value_units", [(units,)] * len(group), deadline=self._job.rl.deadlines.step)
 
     def refresh_reference(self) -> None:
         """The current policy becomes the reference."""
-        self._trainers.call("refresh_reference", deadline=self._job.rl.deadlines.step)
+        group = self._trainers.find("reference")
+        if group is self._trainers.policy:
+            group.call("refresh_reference", deadline=self._job.rl.deadlines.step)
+        else:
+            self._send_reference(group)
+
+    def _send_reference(self, group: TrainerGroup) -> None:
+        """Load the policy's weights into a reference in another group."""
+        weights, *_ = self._trainers.policy.submit("policy_weights")
+        self._trainers.policy.actors.wait_ready("policy_weights")  # a lost rank is the policy's, not the reference's
+        group.call("refresh_reference", [(weights,)] * len(group), deadline=self._job.rl.deadlines.step)
 
     def sync_weights(self, *, version: int) -> None:
         """Load the policy's weights into every rollout engine.
@@ -181,21 +225,23 @@ class Workers:
         """
         weights, self._updated = self._updated or self._packed_weights(), None
         probed = self._probe()  # computed while engines load
-        engines = self.rollouts.load_weights(weights, version=version, given_by=self._trainers)
-        trainer, *_ = self._trainers.wait(probed, deadline=self._job.rl.deadlines.step, what="probe")
+        engines = self.rollouts.load_weights(weights, version=version, given_by=self._trainers.policy.actors)
+        trainer, *_ = self._trainers.policy.wait(probed, deadline=self._job.rl.deadlines.step, what="probe")
         self.rollouts.sync_check.check(engines, trainer, version=version)
 
     def _probe(self) -> list[Pending]:
-        return self._trainers.submit("probe", [(self.rollouts.sync_check.probe_ids,)] * len(self._trainers))
+        policy = self._trainers.policy
+        return policy.submit("probe", [(self.rollouts.sync_check.probe_ids,)] * len(policy))
 
     def _packed_weights(self) -> Pending:
         """Current policy weights, for the rollout engines."""
-        weights, *_ = self._trainers.submit("packed_weights", [()] * len(self._trainers))
+        weights, *_ = self._trainers.policy.submit("packed_weights")
         return weights
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""
-        self._with_checkpoint("export", folder)
+        policy = self._trainers.policy
+        policy.call("export", [(str(folder),)] * len(policy), deadline=self._job.checkpoints.save_timeout)
 
     # State
 
@@ -205,15 +251,17 @@ class Workers:
         Args:
             score: of the policy by rl.evaluation.metric, if it was evaluated after this step.
         """
+        ranks = range(self._trainers.ranks) if self._trainers.ranks > 1 else ()  # see TrainerRank.save
 
         def save(folder: Path) -> None:
             try:
-                self._with_checkpoint("save", folder)
+                self._trainers.call(
+                    "save", lambda group, rank: (str(folder), group.first + rank if ranks else None), deadline=self._save_timeout
+                )
             except RoleLost as lost:
                 raise save_lost(lost, folder) from lost
             self.rollouts.save_prefetched(folder, step=progress.step)
 
-        ranks = range(len(self._trainers)) if len(self._trainers) > 1 else ()  # see TrainerRank.save
         self.store.write(progress, normalizer, save, score=score, ranks=ranks)
 
     def load_step(self, step: int) -> None:
@@ -244,23 +292,48 @@ class Workers:
         self._load_trainers(found)
 
     def _load_trainers(self, found: Found) -> None:
-        ranks, wanted = found.manifest["world_size"], self._job.rl.trainer.ranks
-        if ranks == wanted:
-            self._with_checkpoint("load", found.folder)
-            return
-        log.warning("%s", of_other_ranks("rl", found.step, key="rl.trainer.ranks", saved_by=ranks, ranks=wanted))
-        universal = Path(self._job.work) / "universal"
-        self._with_checkpoint("convert", found.folder, universal)
-        self._with_checkpoint("load_converted", found.folder, universal)
+        universal, step = Path(self._job.work) / "universal", found.manifest["step"]
+        converted: dict[str, tuple[str, ...]] = {}  # a group's name -> further arguments of `load`
+        ranks_of, world_size = found.manifest.get("engine_ranks", {}), found.manifest["world_size"]
+        for group in self._trainers.learning:
+            name = group.roles.name
+            others = {ranks_of.get(role, world_size) for role in group.roles.roles if role in ("policy", "critic")} - {len(group)}
+            if others:
+                key = "rl.trainer.ranks" if len(self._trainers.all) == 1 else f"ranks of {name}"
+                log.warning("%s", of_other_ranks("rl", step, key=key, saved_by=max(others), ranks=len(group)))
+                converted[name] = (str(universal / name),)
+                group.call("convert", [(str(found.folder), *converted[name])] * len(group), deadline=self._save_timeout)
+        self._trainers.call("load", lambda group, _: (str(found.folder), *converted.get(group.roles.name, ())), deadline=self._save_timeout)
         shutil.rmtree(universal, ignore_errors=True)
 
     def _damage(self, folder: Path) -> str | None:
         """What is wrong with a checkpoint's folder; each rank reads a share of the files."""
-        return next(filter(None, self._with_checkpoint("damage", folder)), None)
+        ranks = self._trainers.ranks
+        found = self._trainers.call("damage", lambda group, rank: (str(folder), group.first + rank, ranks), deadline=self._save_timeout)
+        return next(filter(None, chain.from_iterable(found)), None)
 
-    def _with_checkpoint(self, method: str, *folders: Path) -> list[Any]:
-        """Call a method that reads or writes a checkpoint on every rank."""
-        return self._trainers.call(method, [tuple(map(str, folders))] * len(self._trainers), deadline=self._job.checkpoints.save_timeout)
+    @property
+    def _save_timeout(self) -> float:
+        return self._job.checkpoints.save_timeout
+
+
+def summed(results: list[RankUpdate]) -> Totals:
+    totals: Totals = {}
+    for result in results:
+        add_totals(totals, result.totals)
+    return totals
+
+
+def old_logprobs_of(batch: RolloutBatch, plans: list[list[Minibatch]], results: list[RankUpdate]) -> torch.Tensor:
+    """[B, R], the policy's before the update: the batch's, or else what the only optimizer step computed."""
+    if batch.old_logprobs is not None:
+        return batch.old_logprobs
+    old_logprobs = batch.rollout_logprobs.clone()
+    for (minibatch,), result in zip(plans, results, strict=True):
+        mask = minibatch.batch.response_mask
+        rows, width = minibatch.rows, mask.shape[1]
+        old_logprobs[rows, :width] = torch.where(mask, result.logprobs, old_logprobs[rows, :width])
+    return old_logprobs
 
 
 def save_lost(lost: RoleLost, folder: Path) -> RoleLost:

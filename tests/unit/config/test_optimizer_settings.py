@@ -24,7 +24,7 @@ def rl_settings(folders: tuple[Path, Path], **overrides) -> tuple[EngineSettings
     """Of policy and critic."""
     rank = TrainerRank(0, 1, rl_job(*folders, **{f"rl.{key}": value for key, value in overrides.items()}))
     rank.connect(rank.address())
-    return rank._policy._settings, rank._critic._settings
+    return rank.roles.policy._settings, rank.roles.critic._settings
 
 
 def test_the_defaults_are_adamw_and_a_cosine():

@@ -243,7 +243,7 @@ def test_in_rl_a_reference_that_moves_becomes_the_merged_policy(model_folders: t
     rank.refresh_reference()
     seen = rank.forward(BATCHES[0], [1] * len(BATCHES[0]))
     assert (seen["ref_logprobs"] - seen["old_logprobs"]).abs().max() < 1e-5
-    assert largest_difference(rank._reference.state_dict(), rank.weights()) == 0
+    assert largest_difference(rank.roles.reference.state_dict(), rank.weights()) == 0
 
 
 def test_in_rl_resume_equals_an_uninterrupted_run(model_folders: tuple[Path, Path], tmp_path: Path):

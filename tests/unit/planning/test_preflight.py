@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlhf_core.config import Params, load_params
+from rlhf_core.config import Params, RoleGroup, load_params
+from rlhf_core.config.rl_parts import named_placement
 from rlhf_core.planning import preflight as module
 from rlhf_core.planning.hardware import GIB
 from rlhf_core.planning.machine import Gpu, Machine
@@ -171,6 +172,39 @@ def test_engines_beside_a_rank_take_their_share_of_its_gpu():
     thin = changed(beside, {"rl.rollout.gpus_per_engine": 0.05, "rl.trainer.gpus_per_rank": 0.9})
     shortages = check("train_policy", thin, MODELS, NODE).shortages
     assert [s.name for s in shortages] == ["train_policy: rollout engine"]  # 0.05 * 0.85 of 79 GiB hold no 15 GiB of weights
+
+
+def groups(placement: str) -> list[RoleGroup]:
+    return [RoleGroup(**group) for group in named_placement(placement)]
+
+
+@pytest.mark.parametrize(
+    ("placement", "roles"),
+    [
+        ("two_groups", [{"policy", "reference"}, {"critic", "reward model 0"}]),
+        ("apart", [{"policy"}, {"critic"}, {"reference"}, {"reward model 0"}]),
+    ],
+)
+def test_a_rank_takes_the_bytes_of_its_roles_only(placement, roles):
+    ppo = {"rl__algorithm": "ppo", "rl__trainer__zero_stage": 3, "rl__trainer__gradient_checkpointing": True}
+    whole, _ = check("train_policy", params(**ppo), MODELS, NODE).moments[0]
+    *ranks, _ = check("train_policy", params(**ppo, rl__placement=groups(placement)), MODELS, NODE).moments[0]
+    assert {name: size for rank in ranks for name, size in rank.parts.items()} == pytest.approx(whole.parts)
+    assert [{part.partition(":")[0] for part in rank.parts | rank.phases} for rank in ranks] == roles
+    assert max(rank.needed for rank in ranks) < whole.needed
+
+
+def test_groups_that_share_a_gpu_add_up():
+    shares = {"rl__trainer__gpus_per_rank": 0.4, "rl__rollout__gpus_per_engine": 0.2, "rl__rollout__engines": 1}
+    halves = params(rl__placement=groups("two_groups"), rl__trainer__gradient_checkpointing=True, **shares)
+    free = 300 * GIB
+    one = Machine(2000 * GIB, (Gpu(free, free),))
+    (*ranks, _), (shortage, *_) = (
+        check("train_policy", halves, MODELS, one).moments[0],
+        check("train_policy", halves, MODELS, one).shortages,
+    )
+    assert all(rank.needed < 0.7 * free for rank in ranks) and sum(rank.needed for rank in ranks) > 0.7 * free
+    assert shortage.where == "its GPU" and shortage.name.startswith("train_policy: rank of ")
 
 
 def test_processes_of_a_host_add_up():

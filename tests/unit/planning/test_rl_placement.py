@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import ConfigError, RlConfig, load_params, parse_params, read_yaml, set_key
-from rlhf_core.planning.placement import Placement, place
+from rlhf_core.planning.placement import Placement, check_gpus, place
 
 
-def rl(**changes) -> RlConfig:
-    config = load_params().rl
+def rl(placement: str = "together", **changes) -> RlConfig:
+    config = load_params().rl.model_copy(update={"placement": RlConfig.model_validate(tree(placement)).placement})
     trainer = {k: v for k, v in changes.items() if k in ("ranks", "gpus_per_rank")}
     rollout = {k: v for k, v in changes.items() if k in ("engines", "gpus_per_engine")}
     return config.model_copy(
@@ -19,15 +19,24 @@ def rl(**changes) -> RlConfig:
     )
 
 
+def tree(placement) -> dict:
+    return read_yaml(Path("params.yaml"))["rl"] | {"placement": placement}
+
+
+def shares(config: RlConfig, gpus: int) -> tuple[float, float]:
+    found = place(config, gpus)
+    return found.per_rank, found.per_engine
+
+
 def test_the_default_job_runs_on_one_gpu():
     config = rl()
     assert (config.trainer.ranks, config.rollout.engines) == (1, 2)
-    assert place(config, 1) == Placement(1, 0.6, 0.2)
+    assert place(config, 1) == Placement(1, 0.6, 0.2, ((0,),), (0, 0))
     assert place(config, 1).shares_engine_gpus
 
 
 def test_without_gpus_none_is_requested():
-    assert place(rl(gpus_per_rank=1.0), 0) == Placement(0, 0.0, 0.0)
+    assert shares(rl(gpus_per_rank=1.0), 0) == (0.0, 0.0)
     assert not place(rl(), 0).shares_engine_gpus
 
 
@@ -44,14 +53,14 @@ def test_without_gpus_none_is_requested():
     ],
 )
 def test_auto_gives_each_a_gpu_or_shares_of_fewer(ranks, engines, gpus, per_rank, per_engine):
-    assert place(rl(ranks=ranks, engines=engines), gpus) == Placement(gpus, per_rank, per_engine)
+    assert shares(rl(ranks=ranks, engines=engines), gpus) == (per_rank, per_engine)
 
 
 def test_what_is_set_is_kept_and_the_other_takes_the_rest():
-    assert place(rl(gpus_per_engine=0.4), 1) == Placement(1, 0.2, 0.4)
-    assert place(rl(gpus_per_rank=0.5), 1) == Placement(1, 0.5, 0.25)
-    assert place(rl(gpus_per_rank=0.5), 3) == Placement(3, 0.5, 1.0)
-    assert place(rl(gpus_per_rank=0.5, gpus_per_engine=0.25), 1) == Placement(1, 0.5, 0.25)
+    assert shares(rl(gpus_per_engine=0.4), 1) == (0.2, 0.4)
+    assert shares(rl(gpus_per_rank=0.5), 1) == (0.5, 0.25)
+    assert shares(rl(gpus_per_rank=0.5), 3) == (0.5, 1.0)
+    assert shares(rl(gpus_per_rank=0.5, gpus_per_engine=0.25), 1) == (0.5, 0.25)
 
 
 @pytest.mark.parametrize(
@@ -76,10 +85,9 @@ def test_a_job_that_asks_for_more_than_there_is_is_refused_at_once(changes, gpus
         ("rl.trainer.gpus_per_rank", 2.0, 1),
         ("rl.rollout.gpus_per_engine", 1.5, 1),
         ("rl.rollout.gpus_per_engine", 0.0, 1),
-        ("rl.trainer.gpus_per_rank", 0.5, 2),
     ],
 )
-def test_a_share_is_auto_or_a_part_of_one_gpu_and_ranks_have_more_than_half(key, value, ranks):
+def test_a_share_is_auto_or_a_part_of_one_gpu(key, value, ranks):
     tree = read_yaml(Path("params.yaml"))
     set_key(tree, "rl.trainer.ranks", ranks)
     set_key(tree, key, value)
@@ -95,7 +103,86 @@ def test_nothing_is_reserved_that_an_actor_does_not_use(key, count):
         parse_params(tree)
 
 
-def test_engines_beside_a_rank_are_counted_where_ray_puts_them():
-    assert place(rl(), 1).engines_beside_ranks(rl()) == 2
-    assert place(rl(), 3).engines_beside_ranks(rl()) == 0
-    assert place(rl(ranks=2, engines=2), 2).engines_beside_ranks(rl(ranks=2, engines=2)) == 1
+def test_engines_beside_a_rank_are_counted():
+    assert place(rl(), 1).engines_beside_ranks() == 2
+    assert place(rl(), 3).engines_beside_ranks() == 0
+    assert place(rl(ranks=2, engines=2), 2).engines_beside_ranks() == 1
+    assert place(rl("two_groups", engines=2), 2).engines_beside_ranks(1) == 1
+
+
+@pytest.mark.parametrize(
+    ("placement", "changes", "gpus", "ranks", "engines"),
+    [
+        ("together", {"ranks": 2}, 4, ((0, 1),), (2, 3)),
+        ("together", {"ranks": 2}, 2, ((0, 1),), (0, 1)),  # engine k beside rank k
+        ("two_groups", {"ranks": 2}, 8, ((0, 1), (2, 3)), (4, 5)),
+        ("two_groups", {"ranks": 2}, 4, ((0, 1), (2, 3)), (0, 1)),
+        ("two_groups", {"ranks": 2}, 5, ((0, 1), (2, 3)), (4, 4)),
+        ("apart", {"ranks": 1, "engines": 4}, 8, ((0,), (1,), (2,), (3,)), (4, 5, 6, 7)),
+        ([{"roles": ["policy"], "ranks": 2}, {"roles": ["critic", "reference", "reward_models"]}], {}, 5, ((0, 1), (2,)), (3, 4)),
+        # where it is asked for, groups share GPUs, but never two ranks of a group
+        ("two_groups", {"ranks": 2, "gpus_per_rank": 0.5}, 4, ((0, 1), (0, 1)), (2, 3)),
+        ("two_groups", {"ranks": 2, "gpus_per_rank": 0.3}, 2, ((0, 1), (0, 1)), (0, 1)),
+    ],
+)
+def test_each_rank_and_engine_has_its_gpu(placement, changes, gpus, ranks, engines):
+    config = rl(placement, **{"engines": 2} | changes)
+    found = place(config, gpus)
+    assert (found.ranks, found.engines) == (ranks, engines)
+    for number in range(len(found.actors)):
+        taken = found.per_rank * sum(group.count(number) for group in ranks) + found.per_engine * engines.count(number)
+        assert 0 < taken <= 1 and found.share(number, 0.3) == (1.0 if found.actors[number] == 1 else 0.3)
+
+
+@pytest.mark.parametrize(
+    ("placement", "changes", "gpus", "message"),
+    [
+        ("two_groups", {"ranks": 2}, 3, r"room for 4 x 0\.6 .*got 3; .*put roles together in rl\.placement, let groups share GPUs"),
+        ("apart", {"ranks": 1}, 2, r"room for 4 x 0\.6"),
+        ("two_groups", {"ranks": 2, "gpus_per_rank": 0.5}, 1, r"rl\.trainer\.ranks: expected at most the cluster's 1 GPUs, got 2"),
+    ],
+)
+def test_groups_that_find_no_gpus_are_refused_with_what_is_missing(placement, changes, gpus, message):
+    with pytest.raises(ValueError, match=message):
+        place(rl(placement, **changes), gpus)
+
+
+def test_two_processes_on_a_gpu_are_refused_unless_they_were_placed_there():
+    planned = {"trainer rank 0": 0, "trainer rank 1": 1, "rollout rank 0": 0}
+    right = {"trainer rank 0": ["a GPU 3"], "trainer rank 1": ["b GPU 3"], "rollout rank 0": ["a GPU 3"]}
+    check_gpus(planned, right)
+    with pytest.raises(ValueError, match=r"a GPU 3: expected processes .* got trainer rank 0 and trainer rank 1 and rollout rank 0; "):
+        check_gpus(planned, right | {"trainer rank 1": ["a GPU 3"]})
+    with pytest.raises(ValueError, match=r"trainer rank 1: expected one GPU, got none"):
+        check_gpus(planned, right | {"trainer rank 1": []})
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ("beside", r"rl\.placement: expected together, two_groups, apart or a list of groups, got 'beside'"),
+        (
+            [{"roles": ["policy", "critic"]}],
+            r"rl\.placement: expected a group for each role of the run, got none for \['reference', 'reward",
+        ),
+        ([{"roles": ["policy", "reference"]}, {"roles": ["critic", "policy", "reward_models"]}], r"got \['policy'\] in several"),
+        ([{"roles": ["actor"]}], r"rl\.placement\.0\.roles\.0: expected 'policy', .* got 'actor'"),
+        (
+            [{"roles": ["policy", "reference"]}, {"roles": ["critic", "reward_models"], "ranks": 3}],
+            r"rl\.minibatch_size: expected a multiple of placement\.ranks=3, got 256",
+        ),
+    ],
+)
+def test_each_role_of_a_run_has_one_group(groups, message):
+    params = read_yaml(Path("params.yaml"))
+    set_key(params, "rl.placement", groups)
+    with pytest.raises(ConfigError, match=message):
+        parse_params(params)
+
+
+def test_a_placement_leaves_out_roles_that_the_run_does_not_have():
+    apart = rl("apart")
+    assert [group.name for group in apart.role_groups] == ["policy", "critic", "reference", "reward_models"]
+    grpo = apart.model_copy(update={"algorithm": "grpo", "kl": apart.kl.model_copy(update={"coef": 0.0, "measure": False})})
+    assert [(group.name, group.ranks) for group in grpo.role_groups] == [("policy", 1), ("reward_models", 1)]
+    assert [group.name for group in grpo.learning_groups] == ["policy"]

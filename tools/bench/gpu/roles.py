@@ -133,15 +133,15 @@ def held_by(rank: TrainerRank) -> Bytes:
     """Bytes after a step; Adam's moments are created in the first one."""
     found: Bytes = {}
     seen: set[int] = set()  # a float32 engine's optimizer holds the weights themselves
-    for name, engine in rank._engines.items():
+    for name, engine in rank.roles.learning.items():
         found[f"{name}: weights"] = storage_bytes(whole(engine.module), seen)
         groups, state = engine._torch_optimizer.param_groups, engine._torch_optimizer.state.values()
         tensors = [p for group in groups for p in group["params"]]
         tensors += [value for values in state for value in values.values() if isinstance(value, torch.Tensor)]
         found[f"{name}: optimizer"] = storage_bytes(tensors, seen)
-    if rank._reference is not None:
-        found["reference: weights"] = storage_bytes(whole(rank._reference.module), seen)
-    found["reward: weights"] = storage_bytes((t for members in rank._scorers.values() for m in members for t in whole(m.module)), seen)
+    if rank.roles.reference is not None:
+        found["reference: weights"] = storage_bytes(whole(rank.roles.reference.module), seen)
+    found["reward: weights"] = storage_bytes((t for members in rank.roles.scorers.values() for m in members for t in whole(m.module)), seen)
     return found
 
 
@@ -189,7 +189,7 @@ class Watch:
     @contextmanager
     def engines(self, rank: TrainerRank) -> Iterator[None]:
         """Context in which the rank's engines record their bytes."""
-        names = {id(engine): name for name, engine in rank._engines.items()}
+        names = {id(engine): name for name, engine in rank.roles.learning.items()}
         forward, backward, step = TrainEngine.__call__, TrainEngine.backward, TrainEngine.step
         at_forward: dict[int, float] = {}
 

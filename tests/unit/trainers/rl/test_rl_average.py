@@ -83,4 +83,4 @@ def test_a_checkpoint_that_no_other_number_of_ranks_can_load_is_refused(model_fo
             rank.convert(str(tmp_path / "saved"), str(tmp_path / "universal"))
     else:
         rank.convert(str(tmp_path / "saved"), str(tmp_path / "universal"))
-        rank.load_converted(str(tmp_path / "saved"), str(tmp_path / "universal"))
+        rank.load(str(tmp_path / "saved"), str(tmp_path / "universal"))

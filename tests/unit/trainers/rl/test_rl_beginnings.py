@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from actors_here import Here
 from tiny_models import rl_job
 
 from rlhf_core.engines.in_process import RolloutActor
-from rlhf_core.engines.ray_actors import ActorGroup, RoleLost
+from rlhf_core.engines.ray_actors import RoleLost
 from rlhf_core.engines.weights import pack
 from rlhf_core.trainers.rl.data import collate
+from rlhf_core.trainers.rl.groups import TrainerGroups
 from rlhf_core.trainers.rl.loop import Run, check_engine
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch
 from rlhf_core.trainers.rl.rank import TrainerRank
@@ -21,19 +23,6 @@ from rlhf_core.trainers.rl.workers import Workers
 from rlhf_core.types import Prompt, Rollout, ScoredRollout
 
 PROMPTS = [Prompt(f"p{i}", "made", [{"role": "user", "content": "Sort 21."}], [5, 6, 7 + i], None) for i in range(3)]
-
-
-class Here(ActorGroup):
-    """A group whose actors are in this process and answer at once."""
-
-    def __init__(self, actor: object):
-        self.actors = [actor]
-
-    def submit(self, method: str, per_rank: list[tuple], **kwargs) -> list:
-        return [getattr(self.actors[0], method)(*args, **kwargs) for args in per_rank]
-
-    def wait(self, references: list, **_) -> list:
-        return references
 
 
 FILTERED = {"rl.rollout.top_p": 0.8, "rl.rollout.min_new_tokens": 2, "rl.correction.kind": "tis"}
@@ -49,7 +38,7 @@ class LosesOne(Here):
     def submit(self, method: str, per_rank: list[tuple], **kwargs) -> list:
         return super().submit(method, per_rank, **kwargs) if self.lost else [None]
 
-    def _submit_one(self, rank: int, method: str, *args, **kwargs):
+    def submit_one(self, rank: int, method: str, *args, **kwargs):
         return getattr(self.actors[rank], method)(*args, **kwargs)
 
     def wait(self, references: list, **_) -> list:
@@ -80,14 +69,14 @@ def workers(request, model_folders: tuple[Path, Path], tmp_path: Path) -> Worker
         0, backend="pytorch", model_path=job.sft_model, max_length=job.model.max_length, dtype="float32", max_concurrent_sequences=32,
         threads=1, seed=0, trust_remote_code=False, gpu_memory_fraction=0.3,
     )  # fmt: skip
-    return Workers(job, SimpleNamespace(trainers=Here(rank), rollouts=Here(engine)))
+    return Workers(job, SimpleNamespace(trainers=TrainerGroups(job.rl, [Here(rank)]), rollouts=Here(engine)))
 
 
 def test_the_same_policy_passes_and_another_one_ends_the_run(workers: Workers):
     workers.rollouts.prefetch(PROMPTS, step=1)
     assert 0 < checked(workers, step=0) < 1e-4
     assert checked(workers, step=0) == workers.rollouts.sync_check.difference == 0.0  # nothing was drawn since
-    (rank,), (engine,) = workers._trainers.actors, workers.rollouts._engines.actors
+    (rank,), (engine,) = workers._trainers.policy.actors.actors, workers.rollouts._engines.actors
     torch.manual_seed(0)
     engine.load_weights(pack({name: w + 0.02 * torch.randn_like(w) for name, w in rank.weights().items()}), 1, [5, 6])
     workers.rollouts.prefetch(PROMPTS, step=2)
@@ -98,7 +87,7 @@ def test_the_same_policy_passes_and_another_one_ends_the_run(workers: Workers):
 def test_a_new_engine_repeats_short_and_prefetched_responses(workers: Workers):
     workers.rollouts.prefetch(PROMPTS, step=1)
     undisturbed = workers.rollouts.short_rollouts(), workers.rollouts.wait_prefetched(), workers.rollouts._prefetched
-    (engine,), (rank,) = workers.rollouts._engines.actors, workers._trainers.actors
+    (engine,), (rank,) = workers.rollouts._engines.actors, workers._trainers.policy.actors.actors
     recovery, ids = workers.rollouts.recovery, workers.rollouts.sync_check.probe_ids
     group = workers.rollouts._engines = recovery.engines = LosesOne(engine)
     recovery._replacements = Replacements(1)

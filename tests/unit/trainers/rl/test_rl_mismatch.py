@@ -174,6 +174,6 @@ def test_the_trainer_says_what_its_model_computes(model_folders: tuple[Path, Pat
     rank.connect(None)
     ids = probe_ids(250, longest=64)
     with torch.no_grad():
-        logprobs = rank._language_model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        logprobs = rank.roles.language_model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
     expected = logprobs.gather(-1, torch.tensor(ids[1:])[:, None]).squeeze(-1)
     assert rank.probe(ids) == pytest.approx(expected.tolist(), abs=1e-5)

@@ -285,7 +285,7 @@ def test_an_update_resumes_after_the_passes_before_it(
         totals = rank.update([learned], **updating).totals
         made = len(called)
         assert all(values() is None for values in kept), "expected what was kept to be given back"
-        found.append((requested, totals, rank.weights() if rank._critic is None else resident(rank, tmp_path / str(learn))))
+        found.append((requested, totals, rank.weights() if rank.roles.critic is None else resident(rank, tmp_path / str(learn))))
         rank.update([learned], **updating)  # has nothing to go on from
         counts.append((made, len(called) - made))
     (requested, anew, weights), (asked_to_learn, totals, others) = found
@@ -638,7 +638,7 @@ def test_a_critic_with_a_new_head_starts_at_0_and_learns(model_folders: tuple[Pa
     ids = sequences(3, seed=5)
     assert not rank.forward(ids, [1] * 3)["values"].any()
     start = load_scalar_model(model_folders[1]) if init == "reward_model_trunk" else load_language_model(model_folders[0])
-    assert largest_difference(trunk(rank._critic.module.model).state_dict(), trunk(start).state_dict()) == 0
+    assert largest_difference(trunk(rank.roles.critic.module.model).state_dict(), trunk(start).state_dict()) == 0
     update(rank, [whole(train_batch())] * 2)
     assert rank.forward(ids, [1] * 3)["values"].abs().min() > 0
 

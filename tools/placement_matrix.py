@@ -1,0 +1,182 @@
+"""Placements of an RL job's roles: python -m tools.placement_matrix [--only WORD ...] [--backend B] [--steps N] [--table FILE].
+
+Trains tiny models through Ray with every named placement and with groups of two ranks and of one, by PPO and GRPO, with ZeRO 0 and 3 and
+one and two rollout engines. Curves and final weights must be those of all roles together, without ZeRO, on one engine. Writes
+docs/tables/placements.csv; docs/rl.md describes it. Exits with 1 if a difference exceeds its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.rl_parts import PLACEMENTS
+from rlhf_core.data.schema import write_rows
+from rlhf_core.engines.ray_cluster import local_head, python_path, run_job
+from rlhf_core.models.build import read_state_dict
+from rlhf_core.process import configure_process
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from tiny_models import largest_difference, rl_job, save_tiny_models, tiny_tokenizer
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "docs/tables/placements.csv"
+WORDS = ("sort", "add", "turn", "keep", "drop", "find")
+CURVES = ("score_mean", "kl_mean", "entropy", "response_length", "policy_loss", "value_loss", "grad_norm", "critic_grad_norm")
+MAX_CURVE_DIFFERENCE = 1e-4  # of a value, or of 1 where the values are smaller
+MAX_WEIGHT_DIFFERENCE = 3e-5
+TWO_AND_ONE = [{"roles": ["policy", "reference"], "ranks": 2}, {"roles": ["critic", "reward_models"]}]
+COLUMNS = ("algorithm", "placement", "zero_stage", "engines", "curve_difference", "weight_difference", "seconds_step")
+SETTINGS = {
+    **{"rl.samples_per_step": 16, "rl.minibatch_size": 8, "rl.max_approx_kl": 5.0, "rl.checkpoint_every": 100, "rl.evaluation.every": None},
+    **{"rl.reward.normalization_samples": 16, "rl.rollout.max_concurrent_sequences": 16},
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """placement: a name of PLACEMENTS, or "two_and_one": two groups of two ranks and of one."""
+
+    algorithm: str
+    placement: str
+    zero_stage: int = 0
+    engines: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.algorithm}-{self.placement}-zero{self.zero_stage}-{self.engines}"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """curves: column -> values, step by step.    seconds: of a step, the median."""
+
+    curves: dict[str, list[float]]
+    weights: dict[str, Any]
+    seconds: float
+
+
+class Lab:
+    """A Ray head and tiny models, for as many jobs as wanted."""
+
+    def __init__(self, folder: Path, address: str, *, backend: str, steps: int):
+        self._folder, self._address, self._backend, self._steps = folder, address, backend, steps
+        self._sft, self._reward = save_tiny_models(folder, tiny_tokenizer())
+        rows = [
+            {"id": str(i), "source": "made", "split": "train" if i % 4 else "validation", "label": None,
+             "messages": [{"role": "user", "content": f"{WORDS[i % 6]} {WORDS[i // 6 % 6]} {i}."}]}
+            for i in range(64)
+        ]  # fmt: skip
+        write_rows(folder / "prepared", "prompt", rows)
+
+    def run(self, cell: Cell, **changes: Any) -> Trained:
+        """
+        Raises:
+            RuntimeError: the job's exit code isn't 0.
+        """
+        work = self._folder / cell.name
+        work.mkdir()
+        wanted = {"rl.algorithm": cell.algorithm, "rl.trainer.zero_stage": cell.zero_stage}
+        wanted["rl.placement"] = TWO_AND_ONE if cell.placement == "two_and_one" else cell.placement
+        wanted |= {"rl.rollout.engines": cell.engines, "rl.rollout.backend": self._backend}
+        paths = {"prepared": self._folder / "prepared", "work": work, "output": work / "policy", "timings": work / "timings.csv"}
+        job = rl_job(self._sft, self._reward, **SETTINGS | wanted | {"rl.steps": self._steps} | changes)
+        job = job.model_copy(update={name: str(path) for name, path in paths.items()})
+        job.write(work / "job.json")
+        printed: list[str] = []
+        code = run_job(
+            self._address,
+            f"cd {shlex.quote(str(ROOT))} && exec {sys.executable} -m rlhf_core.trainers.rl.driver {work / 'job.json'}",
+            fingerprint=cell.name,
+            environment={"PYTHONPATH": python_path(ROOT)},
+            start_timeout=300.0,
+            silence_timeout=300.0,
+            pulse=job.pulse,
+            on_output=printed.append,
+            stop_requested=lambda: False,
+        )
+        if code:
+            raise RuntimeError(f"{cell.name}: expected exit code 0, got {code}:\n{''.join(printed)[-3000:]}")
+        curves, seconds = columns(work / "curves.csv"), sorted(columns(work / "timings.csv")["seconds"])
+        return Trained(curves, read_state_dict(work / "policy"), seconds[len(seconds) // 2])
+
+
+@contextmanager
+def lab(folder: Path, *, backend: str, steps: int, cpus: int) -> Iterator[Lab]:
+    with local_head(cpus=cpus, start_timeout=300.0) as address:
+        yield Lab(folder, address, backend=backend, steps=steps)
+
+
+def columns(path: Path) -> dict[str, list[float]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {name: [float(row[name] or "nan") for row in rows] for name in rows[0] if name in (*CURVES, "seconds", "skipped_steps")}
+
+
+def curve_difference(a: Trained, b: Trained) -> float:
+    """The largest over CURVES; infinite where only one has a value."""
+    worst = 0.0
+    for name in CURVES:
+        for x, y in zip(a.curves[name], b.curves[name], strict=True):
+            if math.isnan(x) != math.isnan(y):
+                return math.inf
+            worst = worst if math.isnan(x) else max(worst, abs(x - y) / max(1.0, abs(x)))
+    return worst
+
+
+def cells(only: Sequence[str]) -> list[Cell]:
+    """The baselines of the wanted cells, and these."""
+    every = product(("ppo", "grpo"), (0, 3), (1, 2), (*PLACEMENTS, "two_and_one"))
+    wanted = [Cell(algorithm, placement, stage, engines) for algorithm, stage, engines, placement in every]
+    wanted = [cell for cell in wanted if all(word in cell.name for word in only)]
+    return list(dict.fromkeys([*(Cell(cell.algorithm, "together") for cell in wanted), *wanted]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--only", nargs="+", default=[], help="parts of a cell's name, such as ppo-apart or zero3")
+    parser.add_argument("--backend", choices=("pytorch", "vllm"), default="pytorch", help="of the rollout engines")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--table", type=Path, default=TABLE, help="CSV file of the differences")
+    given = parser.parse_args()
+    configure_process()
+    rows, baselines = [], {}
+    with tempfile.TemporaryDirectory() as folder, lab(Path(folder), backend=given.backend, steps=given.steps, cpus=8) as here:
+        for cell in cells(given.only):
+            began = time.monotonic()
+            found = here.run(cell)
+            expected = baselines.setdefault(cell.algorithm, found)
+            rows.append(
+                {
+                    **{name: getattr(cell, name) for name in ("algorithm", "placement", "zero_stage", "engines")},
+                    "curve_difference": f"{curve_difference(expected, found):.1e}",
+                    "weight_difference": f"{largest_difference(expected.weights, found.weights):.1e}",
+                    "seconds_step": f"{found.seconds:.2f}",
+                }
+            )
+            print(rows[-1], f"{time.monotonic() - began:.0f} s", flush=True)
+    given.table.parent.mkdir(parents=True, exist_ok=True)
+    with given.table.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return 1 if [row for row in rows if not within(row)] else 0
+
+
+def within(row: dict[str, Any]) -> bool:
+    return float(row["curve_difference"]) <= MAX_CURVE_DIFFERENCE and float(row["weight_difference"]) <= MAX_WEIGHT_DIFFERENCE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
