@@ -150,7 +150,7 @@ class ActorGroup:
 
     @property
     def has_gpus(self) -> bool:
-        return self._resources["num_gpus"] > 0
+        return any(bundle is not None and bundle.gpus > 0 for bundle in self._bundles)
 
     def wait_ready(self, what: str = "start") -> None:
         """Wait until every rank has finished its start and all calls so far.

@@ -55,16 +55,18 @@ found = {name: gpus for names in found for name, gpus in names.items()}
 check_gpus(planned, found)
 groups[-1].replace([1])  # a new process, in the bundle of the lost one
 again = groups[-1].gpus()
+on_cpus = ActorGroup("scorer", "types:SimpleNamespace", 1, cpus=1, threads=1, start_deadline=60.0, kwargs={})
+have_gpus = [groups[-1].has_gpus, on_cpus.has_gpus]
 refused = []
 for count, cpus in ((9, 1), (8, 5)):
     try:
         reserve_gpus("rl", count, cpus=cpus, deadline=60.0)
     except ValueError as error:
         refused.append(str(error))
-for group in groups:
+for group in [*groups, on_cpus]:
     group.close()
 release(reserved)
-print(json.dumps({"found": found, "planned": planned, "again": again, "refused": refused}))
+print(json.dumps({"found": found, "planned": planned, "again": again, "refused": refused, "have_gpus": have_gpus}))
 ray.shutdown()
 cluster.shutdown()
 """
@@ -96,6 +98,10 @@ def test_each_rank_has_a_gpu_of_its_own_and_engines_are_beside_the_first(seen):
 
 def test_a_replaced_engine_gets_the_gpu_of_the_lost_one(seen):
     assert seen["again"] == {name: gpus for name, gpus in seen["found"].items() if name.startswith("rollout")}
+
+
+def test_a_group_knows_whether_its_actors_have_gpus(seen):
+    assert seen["have_gpus"] == [True, False]
 
 
 def test_what_no_node_has_is_refused_at_once(seen):
