@@ -118,11 +118,28 @@ def spread(lengths: Sequence[int], *, max_tokens: int, ranks: int, rows: Sequenc
     ordered = [Part(part) for part in sorted(parts, key=tokens, reverse=True)]
     shortest = min(range(len(lengths)), key=lambda i: tokens([i]))
     ordered += [Part([shortest], counts=False)] * (-len(parts) % ranks)
-    shares: list[list[Part]] = [[] for _ in range(ranks)]
+    return [[ordered[i] for i in own] for own in deal_out([tokens(part.positions) for part in ordered], ranks=ranks)]
+
+
+def deal_out(sizes: Sequence[int], *, ranks: int) -> list[list[int]]:
+    """Positions of the items of each rank, ascending: equally many, give or take one, of about the same size in sum."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    for start in range(0, len(ordered), ranks):  # the largest of these goes to the rank with the fewest tokens so far
+    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+    for start in range(0, len(order), ranks):  # the largest of these goes to the rank with the least so far
         emptiest = sorted(range(ranks), key=lambda r: loads[r])
-        for receiver, part in zip(emptiest, ordered[start : start + ranks], strict=True):
-            shares[receiver].append(part)
-            loads[receiver] += tokens(part.positions)
-    return shares
+        for receiver, i in zip(emptiest, order[start : start + ranks], strict=False):
+            shares[receiver].append(i)
+            loads[receiver] += sizes[i]
+    return [sorted(own) for own in shares]
+
+
+def deal_out_groups(groups: Sequence[Sequence[int]], sizes: Sequence[int], *, ranks: int) -> list[list[int]]:
+    """As `deal_out`, of groups of items: whole ones if every rank gets as many, otherwise single items.
+
+    Args:
+        groups: positions in `sizes`.
+    """
+    dealt = groups if len(groups) % ranks == 0 else [[i] for group in groups for i in group]
+    shares = deal_out([sum(sizes[i] for i in group) for group in dealt], ranks=ranks)
+    return [[i for number in own for i in dealt[number]] for own in shares]

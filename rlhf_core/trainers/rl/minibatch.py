@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rlhf_core.config import RlConfig
-from rlhf_core.data.batching import batch_indices
+from rlhf_core.data.batching import batch_indices, deal_out_groups
 from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, continue_prefix, group_by_prefix
 from rlhf_core.trainers.demonstrations import Demonstration
 from rlhf_core.trainers.rl.data import DemonstrationStream
@@ -42,17 +42,18 @@ def plan_update(batch: TrainBatch, demonstrations: DemonstrationStream, rl: RlCo
     """For each rank its share of each optimizer step, all epochs.
 
     The contents of a minibatch don't depend on the number of ranks. Samples of a prompt share a minibatch if group_size divides
-    minibatch_size, and a rank if the prompts can be dealt out evenly, so that the prompt is computed once. Ranks that share sequences have
-    the same shares.
+    minibatch_size, and a rank if the prompts can be dealt out evenly, so that the prompt is computed once. Ranks get equally many samples
+    and about equally many tokens; those that share sequences have the same shares.
     """
     groups = rl.trainer.data_parallel_size
     unit = rl.group_size if rl.minibatch_size % rl.group_size == 0 else 1
     plans: list[list[Minibatch]] = [[] for _ in range(groups)]
     steps = len(batch) // rl.minibatch_size * rl.epochs
+    sizes = (batch.prompt_mask.sum(1) + batch.response_mask.sum(1)).tolist()
     order_seed = int(np.random.SeedSequence([seed, step, 1]).generate_state(1)[0])
     for k in range(steps):
         units = batch_indices(k, batch_size=rl.minibatch_size // unit, num_examples=len(batch) // unit, seed=order_seed)
-        shares = _deal_out([list(range(u * unit, (u + 1) * unit)) for u in units], groups)
+        shares = deal_out_groups([range(u * unit, (u + 1) * unit) for u in units], sizes, ranks=groups)
         mask = batch.response_mask[[row for share in shares for row in share]]
         tokens, sequences = int(mask.sum()), int(mask.any(1).sum())
         ptx = demonstrations.batch(step * steps + k)
@@ -60,12 +61,6 @@ def plan_update(batch: TrainBatch, demonstrations: DemonstrationStream, rl: RlCo
         for group, share in enumerate(shares):
             plans[group].append(Minibatch(batch.select(share), share, tokens, sequences, ptx[group::groups], ptx_tokens))
     return rl.trainer.of_ranks(plans)
-
-
-def _deal_out(groups: list[list[int]], ranks: int) -> list[list[int]]:
-    """Rows for each rank: whole groups if every rank gets as many, otherwise single rows."""
-    dealt = groups if len(groups) % ranks == 0 else [[row] for group in groups for row in group]
-    return [[row for group in dealt[rank::ranks] for row in group] for rank in range(ranks)]
 
 
 def add_totals(totals: Totals, further: Totals) -> None:

@@ -7,14 +7,14 @@ import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from rlhf_core.checkpoint.store import Found, size
+from rlhf_core.data.batching import deal_out_groups
 from rlhf_core.engines.ray_actors import Pending, RoleLost
 from rlhf_core.engines.universal import of_other_ranks
 from rlhf_core.models.build import vocabulary_size
@@ -136,11 +136,12 @@ class Workers:
             keep_graphs: the next update takes all of these rollouts in one optimizer step, and may continue from these passes.
         """
         sequences, starts = sequences_of(rollouts)
+        of_prompts = [[i for i, _ in group] for _, group in groupby(enumerate(rollouts), key=lambda item: item[1].group_id)]
         submitted = []
         for group in self._trainers.all:
             if not {"policy", "critic", "reference"} & set(group.roles.roles):
                 continue
-            shards = [list(map(int, part)) for part in np.array_split(np.arange(len(sequences)), group.trainer.data_parallel_size)]
+            shards = deal_out_groups(of_prompts, list(map(len, sequences)), ranks=group.trainer.data_parallel_size)
             recomputed = math.ceil(recomputed_fraction * max(map(len, shards)))
             per_rank = group.trainer.of_ranks([([sequences[i] for i in s], [starts[i] for i in s]) for s in shards])
             pending = group.submit("forward", per_rank, recomputed=recomputed, keep_graphs=keep_graphs)
@@ -152,7 +153,7 @@ class Workers:
 
         old_logprobs are the engine's where they are not recomputed, and absent where none is.
         """
-        found = {}
+        found, sizes = {}, [len(rollout.response_ids) for rollout in forward.rollouts]
         for part in forward.groups:
             outputs = part.group.wait(part.pending, deadline=self._job.rl.deadlines.step, what="forward")
             outputs = part.group.trainer.of_groups(outputs)
@@ -160,7 +161,7 @@ class Workers:
                 for shard, of_rank in zip(part.shards, outputs, strict=True):
                     rest = [x for i in shard[part.recomputed :] for x in forward.rollouts[i].rollout_logprobs]
                     of_rank["old_logprobs"] = torch.cat([of_rank["old_logprobs"], torch.tensor(rest)])
-            found |= {name: torch.cat([of_rank[name] for of_rank in outputs]) for name in outputs[0]}
+            found |= {name: in_order(part.shards, [of_rank[name] for of_rank in outputs], sizes) for name in outputs[0]}
         return found
 
     # Training
@@ -315,6 +316,19 @@ class Workers:
     @property
     def _save_timeout(self) -> float:
         return self._job.checkpoints.save_timeout
+
+
+def in_order(shards: list[list[int]], outputs: list[torch.Tensor], sizes: list[int]) -> torch.Tensor:
+    """Values of each item, flat [N], in the items' order.
+
+    Args:
+        shards: positions of the items whose values each of `outputs` has, one item after the other.
+        sizes: values of each item.
+    """
+    values: dict[int, torch.Tensor] = {}
+    for shard, flat in zip(shards, outputs, strict=True):
+        values.update(zip(shard, flat.split([sizes[i] for i in shard]), strict=True))
+    return torch.cat([values[i] for i in range(len(sizes))])
 
 
 def summed(results: list[RankUpdate]) -> Totals:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.data.batching import Part, batch_indices, even_microbatches, microbatches, spread
+from rlhf_core.data.batching import Part, batch_indices, deal_out, deal_out_groups, even_microbatches, microbatches, spread
 
 
 def stream(steps: range, **kwargs: int) -> list[int]:
@@ -125,3 +125,21 @@ def test_spread_counts_the_rows_of_an_example():
     """The first example has three rows of 5 tokens, as many as the other three together."""
     first, second = spread([5, 5, 5, 5], max_tokens=100, ranks=2, rows=[3, 1, 1, 1])
     assert sorted([i for part in parts for i in part.positions] for parts in (first, second)) == [[0], [1, 2, 3]]
+
+
+@given(sizes=LENGTHS, ranks=st.integers(1, 5))
+def test_ranks_are_dealt_each_item_once_equally_many_and_within_an_item_of_the_same_size(sizes: list[int], ranks: int):
+    shares = deal_out(sizes, ranks=ranks)
+    assert sorted(i for own in shares for i in own) == list(range(len(sizes)))
+    assert all(own == sorted(own) for own in shares)
+    counts, loads = [len(own) for own in shares], [sum(sizes[i] for i in own) for own in shares]
+    assert max(counts) - min(counts) <= 1
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+def test_groups_are_dealt_out_whole_or_item_by_item():
+    # Of 3, 40, 4, 5, 6 and 6 tokens. As groups 43, 9 and 12: with three ranks one each; with two 40 + 5 + 3 and 6 + 6 + 4.
+    sizes, groups = [3, 40, 4, 5, 6, 6], [[0, 1], [2, 3], [4, 5]]
+    assert deal_out_groups(groups, sizes, ranks=3) == [[0, 1], [4, 5], [2, 3]]
+    assert deal_out_groups(groups, sizes, ranks=2) == [[0, 1, 3], [2, 4, 5]]
+    assert deal_out_groups(groups, sizes, ranks=1) == [[0, 1, 2, 3, 4, 5]]

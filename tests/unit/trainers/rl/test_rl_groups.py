@@ -76,6 +76,16 @@ def weights(made: Workers) -> dict[str, torch.Tensor]:
     return hosts(made, "policy").weights() | {f"critic.{name}": value for name, value in critic.items()}
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shares_of_several_ranks_come_back_in_the_order_of_the_rollouts(model_folders: tuple[Path, Path], tmp_path: Path, ranks: int):
+    """One rank of a world of its own computes all of them."""
+    alone, shared = (
+        forward(workers(model_folders, tmp_path / "work", "together", {"rl.algorithm": "ppo", "rl.trainer.ranks": n})) for n in (1, ranks)
+    )
+    for name, values in alone.items():
+        torch.testing.assert_close(shared[name], values, rtol=0, atol=ROUNDING)
+
+
 @pytest.mark.parametrize("changes", [{}, {"rl.max_approx_kl": 1.0}], ids=["to the end", "ended early"])
 def test_groups_compute_and_learn_what_one_rank_does(model_folders: tuple[Path, Path], tmp_path: Path, changes: dict):
     found = []

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 from tiny_models import tiny_params, train_batch
 
 from rlhf_core.trainers.rl.minibatch import Minibatch, plan_update
+from rlhf_core.types import TrainBatch
 
 SAMPLES = 32
 
@@ -15,7 +19,9 @@ class NoDemonstrations:
         return []
 
 
-def plans(ranks: int, *, group_size: int, minibatch_size: int, epochs: int = 1, sharing: int = 1) -> list[list[Minibatch]]:
+def plans(
+    ranks: int, *, group_size: int, minibatch_size: int, epochs: int = 1, sharing: int = 1, batch: TrainBatch | None = None
+) -> list[list[Minibatch]]:
     rl = tiny_params(
         **{
             "rl.algorithm": "rloo" if group_size > 1 else "reinforce_pp",
@@ -27,7 +33,7 @@ def plans(ranks: int, *, group_size: int, minibatch_size: int, epochs: int = 1, 
             "rl.trainer.sequence_parallel": sharing,
         }
     ).rl
-    return plan_update(train_batch(SAMPLES, unscored=(3, 4)), NoDemonstrations(), rl, seed=7, step=5)
+    return plan_update(train_batch(SAMPLES, unscored=(3, 4)) if batch is None else batch, NoDemonstrations(), rl, seed=7, step=5)
 
 
 def steps(planned: list[list[Minibatch]]) -> list[list[int]]:
@@ -75,3 +81,14 @@ def test_samples_of_a_prompt_stay_together_where_their_number_allows_it():
     assert groups(2, group_size=4, minibatch_size=8) == [[4]] * 8
     assert groups(2, group_size=8, minibatch_size=8) == [[4]] * 8  # one group for two ranks: each gets half of it
     assert groups(1, group_size=8, minibatch_size=4) != [[4]] * 8  # drawn sample by sample
+
+
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_ranks_get_about_equally_many_tokens(group_size: int):
+    """Each eighth response is as long as all others of its eight together, ten times; chance would give both ranks equally many rarely."""
+    batch, lengths = train_batch(SAMPLES), torch.where(torch.arange(SAMPLES) % 8 == 0, 70, 1)
+    wide = {name: value.repeat(1, 10) for name, value in vars(batch).items() if value.shape[1] == batch.response_ids.shape[1]}
+    batch = replace(batch, **wide | {"response_mask": torch.arange(70) < lengths[:, None]})
+    planned = plans(2, group_size=group_size, minibatch_size=SAMPLES, epochs=4, batch=batch)
+    for first, second in zip(*planned, strict=True):
+        assert abs(int(first.batch.response_mask.sum()) - int(second.batch.response_mask.sum())) < 70
