@@ -156,7 +156,7 @@ def train_supervised(case: Case, folder: Path, scratch: Path) -> None:
     from rlhf_core.models.tokenizer import load_tokenizer
     from rlhf_core.trainers.ensemble import train_ensemble
     from rlhf_core.trainers.preference.train import PreferenceRun, train_on_examples, train_on_pairs
-    from rlhf_core.trainers.sft import train_on_demonstrations
+    from rlhf_core.trainers.sft import begin_demonstrations, train_on_demonstrations
 
     params, tokenizer = params_of(case), load_tokenizer(str(folder), trust_remote_code=False)
     section, rows = getattr(params, case.stage), pairs(2 * case.all_rows, tokenizer)
@@ -173,8 +173,9 @@ def train_supervised(case: Case, folder: Path, scratch: Path) -> None:
         splits = {"train": rows, "validation": rows[:2], "test": rows[:2]}
         train_ensemble(folder, splits.__getitem__, tokenizer, section, model=params.model, seed=0, loop=loop, save=save)
     elif case.stage == "sft":
+        begun = [begin_demonstrations(part, tokenizer, section, max_length=LENGTH) for part in (rows, [])]
         model = load_language_model(folder, training_dtype=case.dtype)
-        engine, _ = train_on_demonstrations(model, tokenizer, rows, [], section, model_config=params.model, loop=loop())
+        engine, _ = train_on_demonstrations(model, tokenizer, begun, section, model_config=params.model, loop=loop())
         save(model, engine.state_dict(), tokenizer)
     else:
         preference = {"dpo": train_on_pairs, "kto": train_on_examples}[case.stage]
