@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tools.memory.__main__ import read_rows
-from tools.memory.cases import cases, predict
-from tools.memory.processes import MIB
+from tools.memory.cases import RL, Case, cases, predict
+from tools.memory.processes import MIB, train, write_models
 
 ROOT = Path(__file__).parents[3]
 TABLE = read_rows(ROOT / "docs/tables/memory.csv")
@@ -35,3 +35,12 @@ def test_a_training_process_takes_what_is_predicted():
     done = subprocess.run([sys.executable, "-c", MEASURE], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
     found = {key: float(value) for key, value in json.loads(done.stdout.splitlines()[-1]).items()}
     assert found["predicted_mib"] == pytest.approx(found["measured_mib"], rel=0.1)
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "kto", "ppo", "grpo"])
+def test_the_training_of_each_stage_runs_to_its_saved_model(tmp_path: Path, stage: str):
+    case = Case(stage, "2M", "bfloat16", rows=4)
+    write_models(case, tmp_path)
+    train(case, tmp_path)
+    assert (tmp_path / "training-2M" / ("policy" if stage in RL else "model") / "model.safetensors").stat().st_size > 1e6
