@@ -11,12 +11,12 @@ from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.tokenizer import encode_conversation
 from rlhf_core.planning.memory import adapter_parameters
 from rlhf_core.planning.timing import forward_flops, update_flops
-from tools.bench.gpu.expected import adapted_bytes, step_bytes, trained_bytes
 from tools.bench.gpu.flops import PEAKS, Passed, step_flops, utilization
 from tools.bench.gpu.lora import LORA
 from tools.bench.gpu.memory import ON_GPU, PASSES, planned_parts
 from tools.bench.gpu.roles import by_place, storage_bytes
 from tools.bench.gpu.shapes import SHAPES, TINY, Lengths, configuration, demonstrations, pairs, tokenizer
+from tools.bench.gpu.step_cases import adapted_bytes, step_bytes, trained_bytes
 from tools.bench.gpu.steps import count
 
 
@@ -83,13 +83,14 @@ def test_planned_bytes_of_full_training_and_of_adapters():
     assert shape.parameters == parameters
     # A layer's activations: (8 * 64 + 2 * 64 + 2 * 32 + 4 * 128) * 2 bytes = 2,432 a token; two layers, 10 tokens: 48,640; and in its
     # backward pass 3 * 128 * 2 * 10 = 7,680. The bucket of ZeRO 2: 10^9.
-    # Head: states 10 * 64 * 2, probabilities 10 * 2048 * 4, logits 10 * 2048 * (2 + 8), and its gradient 2048 * 64 * (4 + 2).
-    trunk, head = 48_640 + 7_680 + 10**9, 1_280 + 81_920 + 204_800
-    assert trained_bytes(shape, tokens=10) == 16 * parameters + trunk + head + 786_432
+    # Head: states 10 * 64 * 2 and probabilities 10 * 2048 * 4 are kept. Its backward pass has the gradient of 10 * 2048 logits in 4 and 2
+    # bytes, and that of its weight, 2048 * 64 * (4 + 2); without the latter the forward pass takes more, 8 bytes a logit.
+    trunk, kept, backward, forward = 48_640 + 7_680 + 10**9, 1_280 + 81_920, 122_880 + 786_432, 163_840
+    assert trained_bytes(shape, tokens=10) == 16 * parameters + trunk + kept + backward
     assert step_bytes(shape) == 22 * parameters  # gradients flat, and in float32
     assert trained_bytes(shape, tokens=10, scalar=True) == 16 * shape.scalar_parameters + trunk
     plain = adapted_bytes(shape, tokens=10, rank=16, quantized=False)
-    assert plain == 2 * parameters + 16 * adapter_parameters(shape, 16) + trunk + head
+    assert plain == 2 * parameters + 16 * adapter_parameters(shape, 16) + trunk + kept + forward
     # 73,728 elements of the linear layers at 0.5625 bytes in place of 2.
     assert plain - adapted_bytes(shape, tokens=10, rank=16, quantized=True) == 73_728 * 1.4375
 
