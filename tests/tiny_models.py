@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -28,6 +29,7 @@ from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, equa
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model, load_scalar_model, new_language_model, new_scalar_model, save_model, scalar_head
 from rlhf_core.models.forward import PolicyModule, ScalarModule
+from rlhf_core.models.lora import weight_units
 from rlhf_core.models.tokenizer import build_tokenizer
 from rlhf_core.trainers.demonstrations import Demonstration
 from rlhf_core.trainers.rl.job import RlJob
@@ -206,6 +208,11 @@ def rl_job(sft: Path, reward: Path, **overrides: Any) -> RlJob:
         tracking=params.tracking, threads=1, run_name="tiny", prepared="", sft_model=str(sft),
         reward_model=str(reward), scorer_models=scorers, source_judges={}, work="", checkpoints=StoreSettings(), output="", timings="",
     )  # fmt: skip
+
+
+def merged_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
+    """All of `weight_units`."""
+    return {name: tensor for unit in weight_units(module) for name, tensor in unit.weights().items()}
 
 
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

@@ -87,17 +87,15 @@ class WeightUnit(NamedTuple):
     weights: Callable[[], dict[str, torch.Tensor]]
 
 
-def merged_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
+def weight_units(module: nn.Module) -> Iterator[WeightUnit]:
     """A module's weights with every correction added, under the names without adapters; the module itself doesn't change.
 
     Sums are computed in float32 and rounded once to the weight's dtype. Quantized layers give their dequantized matrices. Without adapters
-    this is `module.state_dict()`.
+    all units together are `module.state_dict()`.
+
+    Yields:
+        An adapted layer, or a module without its children, in the order of the state dict.
     """
-    return {name: tensor for unit in weight_units(module) for name, tensor in unit.weights().items()}
-
-
-def weight_units(module: nn.Module) -> Iterator[WeightUnit]:
-    """The parts of `merged_state_dict` in order, an adapted layer or a module without its children at a time."""
     saved, adapted, inside = set(module.state_dict()), _adapted(module), None
     dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
     for name, part in module.named_modules(remove_duplicate=False):

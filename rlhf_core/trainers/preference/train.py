@@ -148,18 +148,15 @@ def train_on_examples(train_rows: list[dict], heldout_rows: list[dict], config: 
     return Trained(trained[0], model, tokenizer, counts | trained[1])
 
 
-def encode_pairs(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> tuple[Sequence[Pair], int]:
-    """Pairs from rows with messages, chosen and rejected, and the number of pairs dropped because a side has too many tokens.
-
-    Sides are not cut: a cut response would look finished. Unpaired rows (one side null) are left out.
-    """
-    return begin_pairs(rows, tokenizer, max_length=max_length)()
-
-
 def begin_pairs(
     rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int, begin: Begin = at_once
 ) -> Callable[[], tuple[Sequence[Pair], int]]:
-    """Begin `encode_pairs`; the function returned waits for its result."""
+    """Begin to encode rows with messages, chosen and rejected. Unpaired rows (one side null) are left out.
+
+    Returns:
+        A function that waits for the pairs, and the number of pairs dropped because a side has too many tokens: truncated, it would look
+        complete.
+    """
     encoded = begin(encode_turns, tokenizer, [turn for row in rows if None not in (row["chosen"], row["rejected"]) for turn in _turns(row)])
 
     def result() -> tuple[Sequence[Pair], int]:
@@ -170,18 +167,14 @@ def begin_pairs(
     return result
 
 
-def encode_examples(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> tuple[Sequence[Example], int]:
-    """Single responses from rows with messages, chosen and rejected, of which one may be null, and the number dropped as too long.
-
-    A pair is one desirable and one undesirable response.
-    """
-    return begin_examples(rows, tokenizer, max_length=max_length)()
-
-
 def begin_examples(
     rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int, begin: Begin = at_once
 ) -> Callable[[], tuple[Sequence[Example], int]]:
-    """Begin `encode_examples`; the function returned waits for its result."""
+    """Begin to encode the single responses of rows with messages, chosen (desirable) and rejected (undesirable), of which one may be null.
+
+    Returns:
+        A function that waits for the responses, and the number dropped as too long.
+    """
     desirable = [side == "chosen" for row in rows for side in SIDES if row[side] is not None]
     encoded = begin(encode_turns, tokenizer, [turn for row in rows for turn in _turns(row)])
 

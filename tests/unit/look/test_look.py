@@ -20,7 +20,7 @@ from rlhf_core.look.look import Looked, guess, look, place_of, sample_of
 from rlhf_core.look.rows import pieces
 from rlhf_core.models.tokenizer import encode_prompt, encode_scored, new_tokenizer
 from rlhf_core.trainers.demonstrations import collate_demonstrations, encode_demonstrations
-from rlhf_core.trainers.preference.train import encode_examples, encode_pairs
+from rlhf_core.trainers.preference.train import begin_examples, begin_pairs
 from tests.chat_templates import templated
 from tests.tiny_models import DEFAULTS, tiny_params, tiny_tokenizer
 
@@ -66,7 +66,7 @@ def test_tokens_and_masks_of_pairs_are_those_of_the_trainers(template, train_on,
     assert shown_of(found, "sft") == [
         (e.ids, selected[: len(e.ids)].tolist()) for e, selected in zip(examples, batch.selected, strict=True)
     ]
-    pairs, _ = encode_pairs(rows["preference"], tokenizer, max_length=10**6)
+    pairs, _ = begin_pairs(rows["preference"], tokenizer, max_length=10**6)()
     for side in ("chosen", "rejected"):
         sides = [getattr(pair, side) for pair in pairs]
         expected = [([*s.prompt_ids, *s.response_ids], [False] * len(s.prompt_ids) + [True] * len(s.response_ids)) for s in sides]
@@ -77,7 +77,7 @@ def test_tokens_and_masks_of_pairs_are_those_of_the_trainers(template, train_on,
 def test_tokens_and_masks_of_marked_responses_are_those_of_kto(tmp_path):
     tokenizer = templated("chatml")
     found = looked(tmp_path, MARKS, tokenizer, tiny_params())
-    examples, _ = encode_examples(load_source(found.tried.source, seed=0).rows["preference"], tokenizer, max_length=10**6)
+    examples, _ = begin_examples(load_source(found.tried.source, seed=0).rows["preference"], tokenizer, max_length=10**6)()
     for example in examples:
         name = "kto, desirable" if example.desirable else "kto, undesirable"
         prompt, response = example.continuation

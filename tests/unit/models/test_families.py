@@ -18,10 +18,10 @@ from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, colla
 from rlhf_core.models.build import load_language_model, load_scalar_model, new_scalar_model, save_model, scalar_head
 from rlhf_core.models.decoding import HuggingFaceDecoder
 from rlhf_core.models.forward import PolicyModule, ScalarModule
-from rlhf_core.models.lora import add_adapters, merged_state_dict
+from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.probe import can_share_prefixes
 from tests.model_families import FAMILIES, OTHERS
-from tests.tiny_models import settings
+from tests.tiny_models import merged_state_dict, settings
 
 LENGTHS = (60, 37, 52, 20)
 LIMITED = {"phi3_longrope": 32, "llama_dynamic": 32}  # tokens, with one set of frequencies

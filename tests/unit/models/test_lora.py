@@ -9,6 +9,7 @@ import torch
 from tiny_models import (
     PAD,
     largest_difference,
+    merged_state_dict,
     negative_logprob_step,
     rl_job,
     save_tiny_experts,
@@ -31,7 +32,7 @@ from rlhf_core.models.build import (
     scalar_head,
 )
 from rlhf_core.models.forward import PolicyModule, ScalarModule
-from rlhf_core.models.lora import add_adapters, merged_state_dict, without_adapters
+from rlhf_core.models.lora import add_adapters, without_adapters
 from rlhf_core.trainers.rl.rank import TrainerRank
 
 pytestmark = pytest.mark.usefixtures("world")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import PAD, largest_difference, negative_logprob_step, rl_job, sequences, settings
+from tiny_models import PAD, largest_difference, merged_state_dict, negative_logprob_step, rl_job, sequences, settings
 from torch import nn
 
 from rlhf_core.config import LoraConfig
@@ -16,7 +16,7 @@ from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model, load_scalar_model, save_model, scalar_head
 from rlhf_core.models.forward import PolicyModule
-from rlhf_core.models.lora import BLOCK, QuantizedLinear, add_adapters, merged_state_dict, quantize_base, without_adapters
+from rlhf_core.models.lora import BLOCK, QuantizedLinear, add_adapters, quantize_base, without_adapters
 from rlhf_core.trainers.rl.rank import TrainerRank
 
 pytestmark = pytest.mark.usefixtures("world")

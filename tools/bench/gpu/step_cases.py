@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.planning.hardware import GIB
+from rlhf_core.planning.memory import Training, adapter_parameters, head_training, training_states, trunk_activations
+from rlhf_core.planning.shape import ModelShape
 from rlhf_core.process import configure_process
 from tools.bench.gpu.cases import Case, measure_apart, measure_here, run_or_die
-from tools.bench.gpu.expected import RESERVE, adapted_bytes, step_bytes, trained_bytes
 from tools.bench.gpu.flops import Passed, step_flops, utilization
 from tools.bench.gpu.record import Record
 from tools.bench.gpu.shapes import SHAPES, TINY, argument_parser, model_folder, models_folder, shape_name
 
+RESERVE = 3 * GIB  # of a GPU, reserved as in the planner
+ZERO_STAGE = 2
 CASE_SECONDS = 240.0
 METHODS = {"sft": "SFT", "reward": "reward model", "dpo": "DPO"}
 ROWS = {"sft": 64, "reward": 32, "dpo": 32}
@@ -149,3 +152,31 @@ def add_figures(record: Record, choice: Choice, found: Case) -> None:
         record.add(
             f"{what}: allocated over planned", "ratio", [], f"the planner says {choice.planned / GIB:.3g} GiB; no GPU's allocator here"
         )
+
+
+# The planner's memory of a training step
+
+
+def trained_bytes(shape: ModelShape, *, tokens: int, scalar: bool = False) -> float:
+    """Bytes of full training in bfloat16 on one GPU: states, and a pass of `tokens`.
+
+    Args:
+        scalar: a reward model, without a vocabulary head and logits.
+    """
+    how = Training(zero_stage=ZERO_STAGE)
+    states = training_states(shape.scalar_parameters if scalar else shape.parameters, how)
+    head = 0.0 if scalar else head_training(shape, tokens, how)
+    return states.resident + states.one_pass(trunk_activations(shape, tokens, how) + head)
+
+
+def step_bytes(shape: ModelShape, *, scalar: bool = False) -> float:
+    """Bytes during the optimizer step, without activations: the peak where a pass is small beside the states."""
+    states = training_states(shape.scalar_parameters if scalar else shape.parameters, Training(zero_stage=ZERO_STAGE))
+    return states.resident + states.step
+
+
+def adapted_bytes(shape: ModelShape, *, tokens: int, rank: int, quantized: bool) -> float:
+    """Bytes with adapters on every linear layer of a frozen language model."""
+    how = Training(zero_stage=ZERO_STAGE, adapters=adapter_parameters(shape, rank), quantized=quantized)
+    states = training_states(shape.parameters, how, linear=shape.linear)
+    return states.resident + states.one_pass(trunk_activations(shape, tokens, how) + head_training(shape, tokens, how))

@@ -15,7 +15,7 @@ from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.tokenizer import build_tokenizer, encode_conversation
 from rlhf_core.trainers.preference.objectives import Continuation, Example, ResponseForward, group_by_prompt, mismatched
-from rlhf_core.trainers.preference.train import encode_examples, encode_pairs
+from rlhf_core.trainers.preference.train import begin_examples, begin_pairs
 
 
 def row(chosen: str | None, rejected: str | None, question: str = "Please sort 41.") -> dict:
@@ -27,7 +27,7 @@ def item(prompt: str, response: str) -> Continuation:
 
 
 def test_a_pair_is_a_prompt_as_the_policy_sees_it_and_two_finished_responses(tokenizer):
-    (pair,), dropped = encode_pairs([row("14", "41")], tokenizer, max_length=64)
+    (pair,), dropped = begin_pairs([row("14", "41")], tokenizer, max_length=64)()
     ids, start = encode_conversation(tokenizer, row("", "")["messages"], "14")
     assert (list(pair.chosen.prompt_ids), list(pair.chosen.response_ids), dropped) == (ids[:start], ids[start:], 0)
     assert pair.rejected.prompt_ids == pair.chosen.prompt_ids
@@ -37,7 +37,7 @@ def test_a_pair_is_a_prompt_as_the_policy_sees_it_and_two_finished_responses(tok
 def test_equal_tokens_and_the_prompts_of_a_pair_are_held_once():
     texts = [f"Please sort {i} apples and pears." for i in range(50)]
     tokenizer = build_tokenizer(texts, vocab_size=320)
-    pairs, _ = encode_pairs([row("pears apples", "apples", text) for text in texts], tokenizer, max_length=500)
+    pairs, _ = begin_pairs([row("pears apples", "apples", text) for text in texts], tokenizer, max_length=500)()
     assert all(pair.rejected.prompt_ids is pair.chosen.prompt_ids for pair in pairs)
     objects = {id(token): token for pair in pairs for side in pair for ids in side for token in ids}
     assert max(objects.values()) > 256 and len(objects) == len(set(objects.values()))  # Python itself holds those up to 256 once
@@ -46,18 +46,18 @@ def test_equal_tokens_and_the_prompts_of_a_pair_are_held_once():
 def test_pairs_with_a_side_that_is_too_long_are_dropped_and_counted_and_unpaired_rows_left_out(tokenizer):
     long = "14 " * 40
     rows = [row("14", "41"), row(long, "41"), row("14", long), row("14", None), row(None, long), row("no", "14")]
-    pairs, dropped = encode_pairs(rows, tokenizer, max_length=40)
+    pairs, dropped = begin_pairs(rows, tokenizer, max_length=40)()
     assert ([tokenizer.decode(p.chosen.response_ids) for p in pairs], dropped) == (["14<|end|>", "no<|end|>"], 2)
 
 
 def test_a_pair_is_dropped_at_one_token_too_many(tokenizer):
     needed = max(len(encode_conversation(tokenizer, row("", "")["messages"], text)[0]) for text in ("1 4", "41"))
-    assert encode_pairs([row("1 4", "41")], tokenizer, max_length=needed)[1] == 0
-    assert encode_pairs([row("1 4", "41")], tokenizer, max_length=needed - 1) == ([], 1)
+    assert begin_pairs([row("1 4", "41")], tokenizer, max_length=needed)()[1] == 0
+    assert begin_pairs([row("1 4", "41")], tokenizer, max_length=needed - 1)() == ([], 1)
 
 
 def test_a_pair_is_a_desirable_and_an_undesirable_response_and_an_unpaired_row_one_of_them(tokenizer):
-    examples, dropped = encode_examples([row("14", "41"), row("9", None), row(None, "x"), row("14 " * 40, "7")], tokenizer, max_length=40)
+    examples, dropped = begin_examples([row("14", "41"), row("9", None), row(None, "x"), row("14 " * 40, "7")], tokenizer, max_length=40)()
     found = [(tokenizer.decode(e.continuation.response_ids), e.desirable) for e in examples]
     assert found == [("14<|end|>", True), ("41<|end|>", False), ("9<|end|>", True), ("x<|end|>", False), ("7<|end|>", False)]
     assert dropped == 1
