@@ -20,7 +20,7 @@ from rlhf_core.stage.run import Stage, stage_arguments
 
 def main() -> None:
     parser = stage_arguments(__doc__)
-    parser.add_argument("--stopped-at", choices=list(FILES), metavar="STAGE", help="a page of what there is of a chain that ended here")
+    parser.add_argument("--stopped-at", choices=list(FILES), metavar="STAGE", help="page of a chain that ended at this stage")
     parser.add_argument("--because", default="", metavar="MESSAGE", help="of the stage, for the page")
     arguments = parser.parse_args()
     if arguments.stopped_at is not None:

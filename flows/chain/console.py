@@ -57,7 +57,7 @@ class RunFormatter(PrefectFormatter):
         return _named(super().format(record), (name or _own_name()) if served else None)
 
 
-class NotTold(logging.Filter):
+class NotPrinted(logging.Filter):
     """Drops records that the terminal already shows: the exception that Prefect makes of a final state returned by the flow, and lines of
     this pipeline that another handler prints.
     """

@@ -249,7 +249,7 @@ def run_within(seconds: float, command: list[str], folder: Path, environment: di
         child = subprocess.Popen(command, cwd=folder, env=environment, **how)
         try:
             child.wait(seconds)
-        except BaseException as error:
+        except BaseException as error:  # a signal too: the session must not outlive this call
             stop_session(child, HOOK_GRACE)
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise

@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     options, root = parse_arguments(arguments), Path.cwd()
     try:
         if options.command == "compare":
-            from flows.compare_runs import main as compare  # pandas comes with it
+            from flows.compare_runs import main as compare  # imports pandas
 
             return compare(options.names)
         if options.command == "list":

@@ -35,10 +35,10 @@ def recording(workspace: Path) -> Iterator[None]:
     note(workspace, outcome="running", stage=None, message="", until=None)
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # recorded and raised again
         note(workspace, outcome=REFUSED if isinstance(error, ConfigError) else "failed", message=str(error))
         raise
-    except BaseException:
+    except BaseException:  # a signal
         note(workspace, outcome="stopped", message="stopped by a signal; the same command resumes it")
         raise
 

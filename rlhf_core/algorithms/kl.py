@@ -76,7 +76,7 @@ def kl_loss_term(
 
 
 def adaptive_kl_coef(coef: float, kl: float, *, target: float, horizon: int, samples: int) -> float:
-    """The KL coefficient after a step, steered so that the KL comes to its target.
+    """The KL coefficient after a step, adapted so that the KL approaches its target.
 
     coef * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon)
     Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2, with samples / horizon in place of its constant 0.1.

@@ -229,7 +229,7 @@ def apo_zero_unpaired(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> ResponseLosses:
-    """`apo_zero` of single responses: `kto` with the baseline 0; `kl` isn't looked at.
+    """`apo_zero` of single responses: `kto` with the baseline 0; `kl` is ignored.
 
     desirable: w_d (1 - sigmoid(beta r)); undesirable: w_u sigmoid(beta r). Source: as of `apo_zero`, equation 7.
     """

@@ -134,7 +134,7 @@ def _work(waiting: SimpleQueue[tuple[Future[list[bytes]], Path, list[Span]]]) ->
             return
         try:
             future.set_result(_hash(path, blocks, buffer))
-        except BaseException as error:  # handed to the thread that waits for the result
+        except BaseException as error:  # raised again in the thread that waits for the result
             future.set_exception(error)
 
 

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what is in it and of what work it is, with the size and hash of every file, and a hash of itself."""
+"""The manifest of a checkpoint: its origin and content, the size and hash of every file, and a hash of itself."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _hash(content: dict[str, Any]) -> str:
 
 
 def fsync(path: Path) -> None:
-    """Of a file or a folder."""
+    """Sync a file or a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

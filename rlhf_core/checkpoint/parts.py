@@ -1,6 +1,6 @@
 """The part of each rank in a checkpoint: a rank hashes the files that it has written and syncs them to disk, while training continues.
 
-Ranks may be on other machines than the process that publishes the checkpoint. They hand in their results as files in the checkpoint's
+Ranks may be on other machines than the process that publishes the checkpoint. They leave their results as files in the checkpoint's
 folder, which `gather` removes.
 """
 
@@ -28,7 +28,7 @@ log = logging.getLogger("rlhf")
 
 
 class PartsOverdue(OSError):
-    """Ranks haven't handed in their parts by the deadline; the message names them."""
+    """Ranks haven't delivered their parts by the deadline; the message names them."""
 
 
 def hand_in(folder: Path, rank: int, names: Iterable[str], *, part: int | None = None) -> threading.Thread:
@@ -37,8 +37,8 @@ def hand_in(folder: Path, rank: int, names: Iterable[str], *, part: int | None =
     Args:
         folder: of the checkpoint that is being written.
         part: the number that `gather` knows it by; None: the rank.
-        names: of files, or of folders in which the files with the rank in their names are meant (without one: rank 0's). What isn't there
-            is left out.
+        names: of files, or of folders, of which the files with this rank in their names count (those without a rank are rank 0's). Missing
+            ones are skipped.
     """
     found = [path for name in names for path in _files(folder / name, rank)]
     own, number = [path.relative_to(folder).as_posix() for path in found], rank if part is None else part
@@ -57,7 +57,7 @@ def _hand_in(folder: Path, rank: int, names: list[str]) -> None:
     try:
         _write(folder, rank, {"names": names} | content)
     except OSError as error:
-        log.error("checkpoint part of rank %d: %s", rank, error)  # the save was given up, or has its deadline
+        log.error("checkpoint part of rank %d: %s", rank, error)  # the save was abandoned, or its deadline will pass
 
 
 def describe(folder: Path, names: Collection[str]) -> dict[str, SavedFile]:

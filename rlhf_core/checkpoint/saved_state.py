@@ -1,4 +1,4 @@
-"""What lies in a checkpoint's files, as items of a state digest: each weight, optimizer moment, counter, generator and statistic."""
+"""The content of a checkpoint's files, as items of a state digest: each weight, optimizer moment, counter, generator and statistic."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _module(path: Path) -> Found:
     """DeepSpeed's file of a trained module, of all ranks or of one."""
     state, of = read_torch_file(path), f" of {path.parent.name}{_of_rank(path.name)}"
     for name, tensor in state["module"].items():
-        if tensor.count:  # with ZeRO 3 an empty one stands here, and the master weights are all there is
+        if tensor.count:  # with ZeRO 3 it is empty: the weights are the master weights
             yield "weights", f"{name}{of}", tensor
     for name, value in (state["lr_scheduler"] or {}).items():
         yield "scheduler", f"{name}{of}", value

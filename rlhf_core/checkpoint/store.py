@@ -316,7 +316,7 @@ class CheckpointStore:
         """Remove the partial checkpoint if the block fails. A full disk is reported as NoSpace."""
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # a signal too: raised again after the removal
             free = self._free(self.folder)
             full = isinstance(error, Exception) and (_says_full(error) or free < BLOCK)
             partial = sum(p.stat().st_size for p in aside.rglob("*") if p.is_file())

@@ -199,7 +199,7 @@ def used_conflicts(section: Section, path: str, used: tuple[str, ...]) -> Iterat
     """The conflicts of a section and of all sections in it whose keys are at or below one of `used`.
 
     Args:
-        path: of the section, with a dot behind it; empty for the whole of params.yaml.
+        path: of the section, with a dot after it; empty for the whole of params.yaml.
     """
     for conflict in section.conflicts():
         key = f"{path}{conflict}".partition(": ")[0]

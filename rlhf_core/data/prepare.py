@@ -38,7 +38,7 @@ class Prepared:
     lengths: Lengths
 
     def sources(self) -> dict[str, Any]:
-        """Source -> what it is, and its rows by use and split."""
+        """Source -> its description, and its rows by use and split."""
         return {
             source.name: {
                 "kind": source.kind,

@@ -174,7 +174,7 @@ def drop_added_nulls(record: dict[str, Any], schema: pa.Schema) -> dict[str, Any
     """The record, changed in place, without the nulls that a table adds to its tool calls.
 
     A table gives all objects of a column the same keys: {"city": "Rome"} becomes {"city": "Rome", "amount": null} if another row has an
-    amount. Such nulls can't be told from the user's own. Calls that are JSON text keep theirs.
+    amount. Such nulls look like the user's own. Calls that are JSON text keep theirs.
     """
     for field in schema:
         _drop_nulls(record.get(field.name), field.type, inside=field.name in CALLS)

@@ -117,7 +117,7 @@ class Trial:
         shutil.rmtree(self._scratch / column, ignore_errors=True)
         try:
             return getattr(self, f"_{column}")()
-        except Exception as error:
+        except Exception as error:  # libraries raise anything on a model that they can't compute
             return refused(column, error)
 
     # Columns

@@ -52,7 +52,7 @@ class TokenBatch:
 
     @property
     def mask_is_needed(self) -> bool:
-        """Whether attention is other than plainly causal."""
+        """Whether attention isn't plainly causal."""
         return self.visible is not None or self.segments is not None
 
     def mask(self) -> torch.Tensor | None:

@@ -86,7 +86,7 @@ def _load(kind: type, path: str | Path, *, trust_remote_code: bool, training_dty
     """
     check_model_folder(path)
     with refusals(path):
-        model, told = kind.from_pretrained(
+        model, info = kind.from_pretrained(
             path,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
@@ -95,10 +95,10 @@ def _load(kind: type, path: str | Path, *, trust_remote_code: bool, training_dty
             ignore_mismatched_sizes=True,  # refused below, by name
             **how,
         )
-    if other := sorted(told["mismatched_keys"]):
+    if other := sorted(info["mismatched_keys"]):
         name, found, expected = other[0]
         raise ValueError(f"model {path}: expected {name} of shape {tuple(expected)}, as config.json says, got {tuple(found)}; restore it")
-    if missing := sorted(set(told["missing_keys"]) - set(new)):
+    if missing := sorted(set(info["missing_keys"]) - set(new)):
         raise ValueError(f"model {path}: expected all of its weights, got none for {', '.join(missing[:3])}; restore it, or choose another")
     return _with_flash_attention(model) if flash_attention_wanted(training_dtype) else model
 
@@ -145,8 +145,8 @@ def load_scalar_model(path: str | Path, *, trust_remote_code: bool = False, trai
     """
     check_model_folder(path)
     with refusals(path):
-        told, _ = PretrainedConfig.get_config_dict(path)
-    labels = {} if {"num_labels", "id2label"} & told.keys() else {"num_labels": 1}
+        settings, _ = PretrainedConfig.get_config_dict(path)
+    labels = {} if {"num_labels", "id2label"} & settings.keys() else {"num_labels": 1}
     return _load_scalar(path, trust_remote_code=trust_remote_code, training_dtype=training_dtype, **labels)
 
 
@@ -162,7 +162,7 @@ def _config(path: str | Path, *, trust_remote_code: bool) -> PretrainedConfig:
 
 
 def vocabulary_size(path: str | Path, *, trust_remote_code: bool) -> int:
-    """Rows of a model's embedding, of which a tokenizer may need fewer or know more."""
+    """Rows of a model's embedding; its tokenizer may have fewer or more tokens."""
     return _config(path, trust_remote_code=trust_remote_code).get_text_config().vocab_size
 
 
@@ -244,8 +244,8 @@ def with_weights(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) ->
         return model
     copied = {name: tensor.clone() for name, tensor in given.items()}  # the new model may keep them
     how = {"config": model.config, "dtype": model.dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    renewed, told = type(model).from_pretrained(None, state_dict=copied, **how)
-    if wrong := sorted(map(str, {*told["missing_keys"], *told["unexpected_keys"], *told["mismatched_keys"]})):
+    renewed, info = type(model).from_pretrained(None, state_dict=copied, **how)
+    if wrong := sorted(map(str, {*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]})):
         raise ValueError(
             f"weights: expected those of {type(model).__name__}, got others, or none, for {', '.join(wrong[:3])}; restore them"
         )

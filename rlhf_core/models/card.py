@@ -132,9 +132,9 @@ def _is_on_the_hub(path: str) -> bool:
 
 
 def verdict(gate: Mapping[str, Any]) -> str:
-    said, message = ("Passed:" if gate["passed"] else "Not passed:"), _line(gate["message"])
-    reason = "" if gate.get("override") is None else f"\n\nUsed all the same; the reason given: {_line(gate['override'])}"
-    return f"{said} {message.removeprefix('passed: ').removeprefix('rejected: ')}{reason}"
+    outcome, message = ("Passed:" if gate["passed"] else "Not passed:"), _line(gate["message"])
+    reason = "" if gate.get("override") is None else f"\n\nUsed although it was rejected, for this reason: {_line(gate['override'])}"
+    return f"{outcome} {message.removeprefix('passed: ').removeprefix('rejected: ')}{reason}"
 
 
 def data_table(sources: Mapping[str, Mapping[str, Any]]) -> str:

@@ -179,9 +179,9 @@ def refusals(path: str | Path) -> Iterator[None]:
     """Turn any exception of a library that loads a model into a ValueError that names the folder: its content is the user's."""
     try:
         yield
-    except Exception as error:
-        said = str(error).strip().splitlines() or [""]
+    except Exception as error:  # libraries raise anything on damaged files
+        lines = str(error).strip().splitlines() or [""]
         raise ValueError(
-            f"model {shown(str(path))}: expected one that can be loaded, got {type(error).__name__}: {shown(said[0], 600)}; restore it, or "
-            "choose another one"
+            f"model {shown(str(path))}: expected one that can be loaded, got {type(error).__name__}: {shown(lines[0], 600)}; restore it, "
+            "or choose another one"
         ) from error

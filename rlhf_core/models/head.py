@@ -52,7 +52,7 @@ class LogitRule:
         d logits / d output = scale * (1 - (logits / cap)^2)
 
         Args:
-            logits: not looked at without a cap.
+            logits: unused without a cap.
         """
         if self.cap is not None:
             gradient = gradient * (1 - (logits / self.cap) ** 2)

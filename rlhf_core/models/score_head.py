@@ -168,7 +168,7 @@ def _random_head(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def _max_tokens(model: PreTrainedModel) -> int | None:
     """Longest sequence that the model can score alone and in a batch; None: no limit.
 
-    Some models number positions from behind that of padding, which takes the first rows of a table of embeddings. Where frequencies change
+    Some models number positions from the one after padding, which takes the first rows of a table of embeddings. Where frequencies change
     with the length, a batch can't hold sequences on both sides of the border, so those beyond it have no score.
     """
     config = model.config.get_text_config()

@@ -176,7 +176,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
 
 
 def copies_response(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the template copies every response unchanged behind the generation prompt. Then prompt, sampled ids and turn end together are
+    """Whether the template copies every response unchanged after the generation prompt. Then prompt, sampled ids and turn end together are
     the rendered conversation.
     """
     return _copies(tokenizer, tokenizer.chat_template)
@@ -228,7 +228,7 @@ def _split(body: str, response: str) -> Turn:
 
 
 def _behind(prompt: str, response: str) -> str:
-    """A response behind a generation prompt that the template's rendering doesn't continue. The prompt may open or close thoughts."""
+    """A response after a generation prompt that the template's rendering doesn't continue. The prompt may open or close thoughts."""
     if prompt.rstrip().endswith(OPEN):
         newline = "" if prompt.endswith("\n") else "\n"
         if CLOSE not in response:
@@ -241,7 +241,7 @@ def _behind(prompt: str, response: str) -> str:
 
 
 def _with_thoughts(turn: Turn) -> Turn:
-    """The turn with `thoughts` set: characters up to the last closing tag and the white space behind it."""
+    """The turn with `thoughts` set: characters up to the last closing tag and the white space after it."""
     written = turn.before + turn.text
     if CLOSE not in written:
         return turn

@@ -294,12 +294,12 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[M
     return turns.ids(0), turns.start(0)
 
 
-def encode_turns(tokenizer: PreTrainedTokenizerBase, asked: Iterable[tuple[Sequence[Message], Message]]) -> EncodedTurns:
+def encode_turns(tokenizer: PreTrainedTokenizerBase, conversations: Iterable[tuple[Sequence[Message], Message]]) -> EncodedTurns:
     """`encode_conversation` of many conversations and the messages that follow them, which may call tools. Each distinct text of some
     thousand conversations is tokenized once.
     """
     found = EncodedTurns()
-    for part in in_parts(asked):
+    for part in in_parts(conversations):
         texts = _prompt_texts(tokenizer, [messages for messages, _ in part])
         turns = [written_turn(tokenizer, messages, answer, prompt) for (messages, answer), prompt in zip(part, texts, strict=True)]
         prompts = {text: found.tokens.add(ids) for text, ids in _distinct_ids(tokenizer, texts).items()}
@@ -319,10 +319,10 @@ def encode_scored(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     return encode_scored_turns(tokenizer, [(messages, response)]).ids(0)
 
 
-def encode_scored_turns(tokenizer: PreTrainedTokenizerBase, asked: Iterable[tuple[Sequence[Message], str]]) -> EncodedTurns:
+def encode_scored_turns(tokenizer: PreTrainedTokenizerBase, conversations: Iterable[tuple[Sequence[Message], str]]) -> EncodedTurns:
     """`encode_scored` of many conversations and responses."""
     found = EncodedTurns()
-    for part in in_parts(asked):
+    for part in in_parts(conversations):
         end, texts = turn_end(tokenizer), _prompt_texts(tokenizer, [messages for messages, _ in part])
         before, bodies = list(texts), [Turn("", "")] * len(part)
         for i, (messages, response) in enumerate(part):

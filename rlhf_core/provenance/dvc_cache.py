@@ -151,7 +151,7 @@ def cache_folder(root: Path) -> Path:
     """Folder of DVC's cache of the checkout at `root`.
 
     Raises:
-        ConfigError: DVC can't tell it.
+        ConfigError: DVC can't name it.
     """
     root = root.resolve()  # a relative path may mean another project at the next call
     return _cache_folder(root, *(_stamp(root / ".dvc" / name) for name in ("config", "config.local")))

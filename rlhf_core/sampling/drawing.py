@@ -39,7 +39,7 @@ def sample_responses(
         config: `config.prompts` isn't read: the caller has chosen the prompts.
         threads: CPU threads of all ranks' engines.
         seed, draw: with a prompt's position, they determine its responses. Rounds of one series differ in `draw`.
-        check_stop: called between requests; it raises on every rank where the stage was told to stop.
+        check_stop: called between requests; it raises on every rank once a stop was requested.
     """
     ends = stop_ids(load_tokenizer(model_path, trust_remote_code=model.trust_remote_code), model_path)
     settings = SamplingSettings(config.max_new_tokens, config.temperature, top_p=config.top_p)

@@ -49,7 +49,7 @@ class Response(Protocol):
 
 @dataclass(frozen=True)
 class SampledResponse:
-    """A `Response` outside RL, whose log-probabilities nobody needs."""
+    """A `Response` outside RL, without log-probabilities."""
 
     prompt: Prompt
     response_ids: list[int]
@@ -208,8 +208,8 @@ class ResponseScorer:
         return {config.name: found[config.name] for config in self._scorers.configs}
 
     def texts(self, responses: Sequence[Response]) -> list[str]:
-        said = [without_stop(r.response_ids, self._stops, finished=r.finished) for r in responses]
-        return self._tokenizer.batch_decode(said, skip_special_tokens=True)
+        token_ids = [without_stop(r.response_ids, self._stops, finished=r.finished) for r in responses]
+        return self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
 
     def score_groups(self, prompts: list[Prompt], samples: list[list[Sample]]) -> list[list[ScoredResponse]]:
         """Every prompt's responses with their scores, in order. Ranks share the prompts, and each calls this with all of them."""

@@ -1,4 +1,4 @@
-"""What a stage and the driver of its Ray job tell each other: exit codes, heartbeat, and the reason of a refusal."""
+"""Messages between a stage and the driver of its Ray job: exit codes, heartbeat, and the reason of a refusal."""
 
 from __future__ import annotations
 

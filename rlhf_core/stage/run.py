@@ -157,7 +157,7 @@ class Stage:
 
     @property
     def stop_requested(self) -> bool:
-        """True once SIGTERM has come: write a checkpoint and raise Interrupted."""
+        """True once SIGTERM was received: write a checkpoint and raise Interrupted."""
         return self._stop.is_set()
 
     def check_stop(self) -> None:

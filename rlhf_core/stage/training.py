@@ -85,7 +85,7 @@ class TrainJob:
 class TrainRun:
     """A training function's view of its stage, on one rank.
 
-    stop_requested: whether the stage was told to stop; on ranks other than 0 always False.
+    stop_requested: whether the stage received a signal to stop; on ranks other than 0 always False.
     """
 
     job: TrainJob
@@ -100,7 +100,7 @@ class TrainRun:
         return self.job.work
 
     def check_stop(self) -> None:
-        """Raise Interrupted on every rank once the stage was told to stop. With several ranks a collective."""
+        """Raise Interrupted on every rank once the stage has received a signal to stop. With several ranks a collective."""
         from rlhf_core.engines.ranks import on_any
 
         if on_any(self.stop_requested()):
@@ -159,7 +159,7 @@ def train(stage: Stage, config: TrainingConfig, function: Callable[..., Metrics]
     Returns:
         The result of rank 0, which JSON can hold.
     Raises:
-        Interrupted: the stage was told to stop; the state is saved.
+        Interrupted: a stop was requested; the state is saved.
     """
     job = _job(stage, function, arguments, ranks=config.ranks, zero_stage=config.zero_stage, sequence_parallel=config.sequence_parallel)
     if config.ranks == 1:
@@ -176,7 +176,7 @@ def infer(stage: Stage, function: Callable[..., Metrics], *arguments: Any) -> Me
     Returns:
         The result of rank 0, which JSON can hold.
     Raises:
-        Interrupted: the stage was told to stop.
+        Interrupted: a stop was requested.
         ValueError: the function refused its input.
     """
     job = _job(stage, function, arguments, ranks=stage.params.cluster.inference_ranks)

@@ -147,8 +147,8 @@ def quality_text(level: int) -> str:
 def with_quality(messages: list[Message], level: int) -> list[Message]:
     """The conversation with a quality stated at the end of its last user message."""
     last = max(i for i, message in enumerate(messages) if message["role"] == "user")
-    asked = with_text_behind(messages[last], quality_text(level))
-    return [*messages[:last], asked, *messages[last + 1 :]]
+    rated = with_text_behind(messages[last], quality_text(level))
+    return [*messages[:last], rated, *messages[last + 1 :]]
 
 
 def asking_template(template: str, *, levels: int, wanted: int) -> str:

@@ -19,23 +19,23 @@ _WORKER = ThreadPoolExecutor(1, thread_name_prefix="tokenize")  # one, since a t
 
 
 def in_background(
-    encode: Callable[..., EncodedTurns], tokenizer: PreTrainedTokenizerBase, asked: Sequence[Any]
+    encode: Callable[..., EncodedTurns], tokenizer: PreTrainedTokenizerBase, turns: Sequence[Any]
 ) -> Callable[[], EncodedTurns]:
     """Start to encode; `encode` and `tokenizer` belong to the background until the result is there.
 
     Args:
-        asked: the same on every rank.
+        turns: what `encode` takes, the same on every rank.
     Returns:
-        A function that waits for what `encode(tokenizer, asked)` returns. It is a collective, and on every rank raises what any raised.
+        A function that waits for what `encode(tokenizer, turns)` returns. It is a collective, and on every rank raises what any raised.
     """
-    borders = [len(asked) * r // world_size() for r in range(world_size() + 1)]
-    own = asked[borders[rank()] : borders[rank() + 1]]
+    borders = [len(turns) * r // world_size() for r in range(world_size() + 1)]
+    own = turns[borders[rank()] : borders[rank() + 1]]
 
     def work() -> tuple[EncodedTurns | None, Exception | None]:
         try:
             with all_cores(torch.get_num_threads()):
                 return encode(tokenizer, own), None
-        except Exception as error:  # the other ranks are told, which would wait forever
+        except Exception as error:  # sent to the other ranks, which would wait forever
             return None, error
 
     begun = _WORKER.submit(work)
@@ -45,15 +45,15 @@ def in_background(
         for _, error in shares:
             if error is not None:
                 raise error
-        found, *others = (turns for turns, _ in shares)
-        for turns in others:
-            found.extend(turns)
+        found, *others = (share for share, _ in shares)
+        for share in others:
+            found.extend(share)
         return found
 
     return result
 
 
-def at_once(encode: Callable[..., EncodedTurns], tokenizer: PreTrainedTokenizerBase, asked: Sequence[Any]) -> Callable[[], EncodedTurns]:
+def at_once(encode: Callable[..., EncodedTurns], tokenizer: PreTrainedTokenizerBase, turns: Sequence[Any]) -> Callable[[], EncodedTurns]:
     """As `in_background`, in this thread and without other ranks."""
-    turns = encode(tokenizer, asked)
-    return lambda: turns
+    encoded = encode(tokenizer, turns)
+    return lambda: encoded

@@ -68,7 +68,7 @@ def begin_comparisons(
     rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int, begin: Begin = at_once
 ) -> Callable[[int], tuple[Sequence[Comparison], int]]:
     """Begin `encode_comparisons`; the function returned waits for its result, and takes `max_shared_tokens`."""
-    asked: dict[tuple[str, str], int] = {}  # conversation and response -> number
+    numbers: dict[tuple[str, str], int] = {}  # conversation and response -> number
     messages: list[tuple[list[Message], str]] = []
     pairs: dict[str, list[tuple[str, int, int]]] = {}  # conversation -> row's id, chosen, rejected
     for row in rows:
@@ -76,10 +76,10 @@ def begin_comparisons(
             continue
         key = json.dumps(row["messages"])
         for text in (row["chosen"], row["rejected"]):
-            if (key, text) not in asked:
-                asked[key, text] = len(messages)
+            if (key, text) not in numbers:
+                numbers[key, text] = len(messages)
                 messages.append((row["messages"], text))
-        pairs.setdefault(key, []).append((row["id"], asked[key, row["chosen"]], asked[key, row["rejected"]]))
+        pairs.setdefault(key, []).append((row["id"], numbers[key, row["chosen"]], numbers[key, row["rejected"]]))
     of_conversations = list(pairs.values())
     encoded = begin(encode_scored_turns, tokenizer, messages)
 

@@ -131,9 +131,9 @@ def begin_demonstrations(
     rows: Rows, tokenizer: PreTrainedTokenizerBase, config: SftConfig, *, max_length: int
 ) -> Callable[[], tuple[Sequence[Demonstration], int]]:
     """Begin to encode demonstrations in the background; the function returned, a collective, waits for `encode_demonstrations`' result."""
-    asked = [trained_turns(row, config.train_on) for row in rows]
-    counts = list(map(len, asked))
-    encoded = in_background(encode_turns, tokenizer, [turn for of_row in asked for turn in of_row])
+    turns = [trained_turns(row, config.train_on) for row in rows]
+    counts = list(map(len, turns))
+    encoded = in_background(encode_turns, tokenizer, [turn for of_row in turns for turn in of_row])
     return lambda: demonstrations_of(encoded(), counts, max_length=max_length, train_on_thoughts=config.train_on_thoughts)
 
 

@@ -65,10 +65,10 @@ class Case:
     def settings(self) -> str:
         """In words: "ZeRO 2, 2 ranks"."""
         words = [f"ZeRO {self.changes.get('zero_stage', 0)}", f"{self.ranks} rank{'s' * (self.ranks > 1)}"]
-        told = {"lora": "LoRA", "gradient_checkpointing": "checkpointing"}
+        names = {"lora": "LoRA", "gradient_checkpointing": "checkpointing"}
         for key, value in self.changes.items():
             if key not in ("zero_stage", "ranks"):
-                named = told.get(key, key.replace("_", " "))
+                named = names.get(key, key.replace("_", " "))
                 words.append(named if value is True or isinstance(value, dict) else f"{named} {value}")
         return ", ".join(words)
 

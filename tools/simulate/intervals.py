@@ -91,7 +91,7 @@ def judges_differences(replications: int, rng: np.random.Generator) -> Iterator[
     gains = [detectable_difference(*interval(first, second, PROMPTS), CONFIDENCE) for first, second, _ in drawn]
     gain = float(np.mean(gains))
     drawn = cells((0.05 + gain / 2, 0.05 - gain / 2), PROMPTS, replications, rng)
-    what = f"the gain that is said to be found with 80% ({100 * gain:.1f} points): found"
+    what = f"the gain detectable with 80% power ({100 * gain:.1f} points): found"
     yield Row(what, "0.8", *hits([sign(first, second) < 1 - CONFIDENCE for first, second, _ in drawn]))
 
 

@@ -126,7 +126,7 @@ class Clock:
 
 
 def progress_figures(row: Metrics, rl: RlConfig, clock: Clock) -> Metrics:
-    """Figures of a step beside the progress bar."""
+    """Figures of a step, shown beside the progress bar."""
     names = {"score_mean": "score", "kl_mean": "kl", "response_length": "length", "entropy": "entropy", "eval_score": "validation"}
     return {name: row[key] for key, name in names.items() if key in row} | {"samples/s": rl.samples_per_step / clock.total}
 

@@ -63,7 +63,7 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class PolicyGradients:
-    """What the policy's passes over a minibatch give beside its gradients.
+    """Results of the policy's passes over a minibatch, apart from the gradients.
 
     losses: shares of the step's losses.    statistics: sums over tokens.
     logprobs: [B, R], before the optimizer step, 0 where masked; None where the batch has old log-probabilities.

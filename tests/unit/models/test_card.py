@@ -52,7 +52,7 @@ def test_data_inputs_figures_and_the_gates_verdict_are_in_it():
     text = render_card(FACTS)
     assert "| pairs | huggingface | preference | 30 | 2 | 4 | 0 |" in text and "| models/sft | 4567.dir |" in text
     assert "| heldout_loss | 0.5124 |" in text
-    assert "Not passed: accuracy 0.61 | too low, for 0.7" in text and "the reason given: read forty samples" in text
+    assert "Not passed: accuracy 0.61 | too low, for 0.7" in text and "for this reason: read forty samples" in text
     assert "## Gate" not in changed(gate=None)
 
 
