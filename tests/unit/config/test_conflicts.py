@@ -1,0 +1,265 @@
+"""Values that don't fit together are all refused at once; an unknown key gets the nearest one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.chain.overrides import check
+from rlhf_core.config import (
+    ConfigError,
+    needs_pairs,
+    parse_params,
+    read_yaml,
+    rows_needed,
+    set_key,
+)
+
+DEFAULT = Path(__file__).parents[3] / "params.yaml"
+JUDGE = {"name": "judge", "kind": "judge", "weight": 1.0, "normalization": "none"}
+
+
+LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rl.kl.placement": "loss"}, "rl.kl.estimator: expected k2 or k3 with placement loss, got k1"),
+        ({"rl.kl.coef": 0.0, "rl.kl.target": 6.0}, "rl.kl.target: expected null with coef 0, got 6.0"),
+        ({"rl.kl.coef": 0.0, "rl.kl.refresh_reference_every": 5}, "rl.kl.refresh_reference_every: expected null with coef 0"),
+        ({"rl.kl.target": 6.0, "rl.kl.horizon": 51}, "rl.kl.horizon: expected more than a fifth of samples_per_step=256 with a target"),
+        ({"rl.reward.scorers": [JUDGE, JUDGE]}, "rl.reward.scorers: expected different names, got ['judge', 'judge']; rename one"),
+        ({"rl.reward.scorers": [JUDGE | {"name": "mean"}]}, "rl.reward.scorers: expected names other than ['score', 'mean', 'std']"),
+        ({"rl.reward.scorers": [JUDGE | {"weight": 0.0}]}, "rl.reward.scorers: expected one with a weight other than 0, got none"),
+        ({"rl.correction.low": 2.0}, "rl.correction.low: expected less than high=2.0, got 2.0; swap or change them"),
+        ({"rl.evaluation.keep_best": True}, "rl.evaluation.keep_best: expected a number of steps in every, got null"),
+        (
+            {"rl.monitor": {"odd": {"metric": "happiness", "above": 1.0, "action": "warn"}}},
+            "rl.monitor.odd.metric: expected a column of the curves, one of ['score_mean'",
+        ),
+        ({"rl.monitor": {"x": {"metric": "gap_judge", "above": 1.0, "action": "warn"}}}, "rl.monitor.x.metric: expected a column"),
+        ({"rl.monitor": {"x": {"metric": "entropy", "action": "warn"}}}, "rl.monitor.x.limit: expected exactly one of above, below and"),
+        (
+            {"rl.monitor": {"x": {"metric": "entropy", "below": 1.0, "fall": 0.5, "action": "warn"}}},
+            "rl.monitor.x.limit: expected exactly one of above, below and fall, got {'below': 1.0, 'fall': 0.5}",
+        ),
+        ({"rl.monitor": {"x": {"metric": "entropy", "below": 1.0, "action": "shout"}}}, "rl.monitor.x.action: expected 'warn', 'stop' or"),
+        (
+            {"rl.monitor": {"x": {"metric": "entropy", "below": 1.0, "action": "rollback"}}},
+            "rl.monitor.x.action: expected evaluation.every with rollback, got null",
+        ),
+        (
+            {"rl.kl.coef": 0.0, "rl.kl.measure": False, "rl.monitor": {"x": {"metric": "kl_mean", "above": 1.0, "action": "warn"}}},
+            "rl.monitor.x.metric: expected one that is measured, got kl_mean with kl.coef 0 and kl.measure false",
+        ),
+        ({"rl.rollout.stop": ["END", ""]}, "rl.rollout.stop.1: expected String should have at least 1 character, got ''"),
+        (
+            {"rl.rollout.recomputed_fraction": 0.5, "rl.rollout.top_p": 0.9},
+            "rl.rollout.recomputed_fraction: expected 1 with top_p, top_k or min_new_tokens, got 0.5",
+        ),
+        (
+            {"rl.rollout.recomputed_fraction": 0.5, "rl.correction.kind": "tis"},
+            "rl.rollout.recomputed_fraction: expected 1 with a correction, got 0.5",
+        ),
+        (
+            {"rl.rollout.one_step_off_policy": True, "rl.algorithm": "grpo", "rl.dynamic_sampling.enabled": True},
+            "rl.rollout.one_step_off_policy: expected false with dynamic_sampling, got true",
+        ),
+        (
+            {"rl.rollout.one_step_off_policy": True, "rl.algorithm": "remax"},
+            "rl.rollout.one_step_off_policy: expected false with remax, got true",
+        ),
+        (
+            {"rl.rollout.one_step_off_policy": True, "rl.rollout.top_k": 5},
+            "rl.rollout.one_step_off_policy: expected false with top_p, top_k or min_new_tokens and without a correction, got true",
+        ),
+        ({"rl.rollout.min_new_tokens": 32}, "rl.rollout.min_new_tokens: expected less than max_new_tokens=32, got 32; lower it"),
+        (
+            {"rl.ppo.critic_init": "reward_model", "rl.reward.scorers": [JUDGE]},
+            "rl.ppo.critic_init: expected reward_model_trunk or sft where no rewarded scorer is the chain's reward model, got reward_model",
+        ),
+        (
+            {"rl.ppo.critic_init": "reward_model", "rl.reward.scorers.0.normalization": "running"},
+            "rl.ppo.critic_init: expected reward_model_trunk or sft with normalization running of ['reward_model'], got reward_model",
+        ),
+        (
+            {"rl.ppo.critic_init": "reward_model", "rl.reward.scorers.0.members": 2, "rl.reward.scorers.0.std_coef": 0.5},
+            "rl.ppo.critic_init: expected reward_model_trunk or sft with several members of ['reward_model'], got reward_model",
+        ),
+        ({"rl.trainer.ranks": 3}, "rl.minibatch_size: expected a multiple of trainer.ranks=3, got 256"),
+        (
+            {"rl.trainer.ranks": 2, "rl.ptx.coef": 0.1, "rl.ptx.batch_size": 31},
+            "rl.ptx.batch_size: expected a multiple of trainer.ranks=2, got 31",
+        ),
+        (
+            {"rl.trainer.ranks": 3, "rl.trainer.sequence_parallel": 2},
+            "rl.trainer.sequence_parallel: expected a divisor of ranks=3, got 2; change one of them",
+        ),
+        (
+            {"rl.trainer.ranks": 12, "rl.trainer.sequence_parallel": 4},
+            "rl.minibatch_size: expected a multiple of trainer.ranks=12 / trainer.sequence_parallel=4, got 256",
+        ),
+        (
+            {"rl.trainer.ranks": 2, "rl.trainer.sequence_parallel": 2, "rl.moe_aux_coef": 0.1},
+            "rl.moe_aux_coef: expected 0 with trainer.sequence_parallel=2, got 0.1",
+        ),
+        (
+            {"rl.policy_loss": "gspo", "rl.loss_aggregation": "token_mean"},
+            "rl.loss_aggregation: expected sequence_mean or auto with policy_loss gspo, got token_mean",
+        ),
+        ({"rl.policy_loss": "cispo", "rl.dual_clip": 3.0}, "rl.dual_clip: expected null with policy_loss cispo, got 3.0"),
+        ({"rl.lora": LORA | {"dropout": 0.1}}, "rl.lora.dropout: expected 0 in rl, got 0.1"),
+        (
+            {"rl.algorithm": "remax", "rl.remax.group_size": 256, "rl.trainer.ranks": 2},
+            "rl.remax.group_size: expected at least trainer.ranks=2 prompts a step, got 1; lower it, because each rank computes the KL",
+        ),
+        ({"rl.dynamic_sampling.enabled": True}, "rl.dynamic_sampling: expected ppo.group_size of at least 2, got 1"),
+        (
+            {"rl.reward.overlong": {"buffer": 33, "penalty": 1.0}},
+            "rl.reward.overlong.buffer: expected at most rollout.max_new_tokens=32, got 33; lower it",
+        ),
+        ({"rl.evaluation.metric": "judge"}, "rl.evaluation.metric: expected one of ['score', 'reward_model'], got 'judge'"),
+        ({"rl.prompt_weights": {"clerk": 0.0}}, "rl.prompt_weights: expected weights above 0, got {'clerk': 0.0}"),
+        ({"rl.prompt_weights": {"clark": 1.0}}, "rl.prompt_weights: expected sources of prompts, ['clerk'], got ['clark']; correct"),
+        ({"reward.ensemble": 3}, "rl.reward.scorers: expected members=3 of reward_model, as reward.ensemble (the gate"),
+        ({"gate.slices": ["source", "source"]}, "gate.slices: expected different names, got ['source', 'source']; take one out"),
+        (
+            {"reward.enabled": False},
+            "rl.reward.scorers: expected none of kind reward_model without a path while reward.enabled is false, got ['reward_model']",
+        ),
+        (
+            {"reward.enabled": False, "rl.reward.scorers": [JUDGE]},
+            "rl.ppo.critic_init: expected sft while reward.enabled is false, got reward_model_trunk",
+        ),
+        (
+            {"rl.reward.scorers": [JUDGE], "data.sources.0.kind": "file", "data.sources.0.path": "x", "data.sources.0.format": "preference",
+             "data.sources.0.uses": ["prompt"]},
+            "rl.reward.scorers: expected no judge for prompts of sources ['clerk'], which have none; give those sources a rule as `judge`",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_together_in_rl_is_refused(changes, message):
+    tree = read_yaml(DEFAULT)
+    tree["data"]["sources"][0] |= {"path": None, "format": None}
+    for key, value in changes.items():
+        set_key(tree, key, value)
+    with pytest.raises(ConfigError) as error:
+        parse_params(tree)
+    assert f"params: {message}" in str(error.value)
+
+
+def refused(changes: dict[str, Any], **how: Any) -> list[str]:
+    """The lines of the message with which overrides of the default are refused."""
+    with pytest.raises(ConfigError) as error:
+        check(DEFAULT, changes, **how)
+    return str(error.value).splitlines()
+
+
+NO_REWARD_MODEL = {"reward.enabled": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        (NO_REWARD_MODEL, ["rl.ppo.critic_init", "rl.reward.scorers"]),
+        (NO_REWARD_MODEL | {"alignment.method": "rejection_sampling"}, ["rejection_sampling.scorers"]),
+        (NO_REWARD_MODEL | {"alignment.method": "conditional_sft"}, ["conditional_sft.label_by"]),
+        ({"rl.trainer.ranks": 3, "rl.kl.placement": "loss", "model.max_length": 32, "gate.slices": ["source", "source"]},
+         ["evaluation.max_new_tokens", "gate.slices", "rl.kl.estimator", "rl.minibatch_size", "rl.rollout.max_new_tokens"]),
+        ({"rl.stepz": 3, "rl.algorithm": "gropo", "data.validation_fraction": 0.45, "data.test_fraction": 0.45,
+          "data.promotion_fraction": 0.45}, ["data.validation_fraction, test_fraction and promotion_fraction", "rl.algorithm", "rl.stepz"]),
+    ],
+)  # fmt: skip
+def test_all_conflicts_are_listed_sorted_by_key(changes, keys):
+    lines = refused(changes)
+    assert [line.removeprefix("override").lstrip(": ").partition(": ")[0] for line in lines] == keys
+    assert all("; " in line for line in lines)  # what to do
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_a_method_that_learns_from_data_asks_nothing_of_other_sections(method):
+    others = {"rl.kl.placement": "loss", "rl.reward.scorers": [], "rl.rollout.max_new_tokens": 500, "gate.slices": ["source", "source"]}
+    others |= {"rejection_sampling.sampling.max_new_tokens": 500, "rl.prompt_weights": {"nobody": 1.0}, "iterative.scorers": [JUDGE, JUDGE]}
+    params = check(DEFAULT, NO_REWARD_MODEL | others | {"alignment.method": method})
+    assert params.evaluation_scorers == []
+
+
+def test_without_a_reward_model_the_evaluation_scores_by_the_scorers_that_are_left():
+    reward_model = JUDGE | {"name": "reward_model", "kind": "reward_model"}
+    scorers = [reward_model, reward_model | {"name": "other", "path": "a/folder"}, JUDGE]
+    params = check(DEFAULT, NO_REWARD_MODEL | {"alignment.method": "dpo", "rl.reward.scorers": scorers})
+    assert [s.name for s in params.evaluation_scorers] == ["other", "judge"]
+    params = check(DEFAULT, {"alignment.method": "dpo", "rl.reward.scorers": scorers})
+    assert [s.name for s in params.evaluation_scorers] == ["reward_model", "other", "judge"]
+
+
+def test_rl_without_anything_to_be_rewarded_is_refused():
+    (line,) = refused({"rl.reward.scorers": []})
+    assert line.startswith("override: rl.reward.scorers: expected one with a weight other than 0, got none")
+
+
+PREFERENCES = [("preference", "test"), ("preference", "train")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "pairs"),
+    [
+        ({}, [*PREFERENCES, ("prompt", "test"), ("prompt", "train"), ("sft", "train")], True),
+        ({"alignment.method": "dpo"}, [*PREFERENCES, ("prompt", "test"), ("sft", "train")], True),
+        (NO_REWARD_MODEL | {"alignment.method": "dpo"}, [("preference", "train"), ("prompt", "test"), ("sft", "train")], True),
+        (NO_REWARD_MODEL | {"alignment.method": "kto"}, [("preference", "train"), ("prompt", "test"), ("sft", "train")], False),
+        (
+            NO_REWARD_MODEL | {"rl.reward.scorers": [JUDGE], "rl.ppo.critic_init": "sft"},
+            [("prompt", "test"), ("prompt", "train"), ("sft", "train")],
+            False,
+        ),
+    ],
+)
+def test_data_must_have_the_rows_that_the_method_reads(changes, rows, pairs):
+    params = check(DEFAULT, changes)
+    assert (list(rows_needed(params)), needs_pairs(params)) == (rows, pairs)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("rl.max_new_tokens", "rl.rollout.max_new_tokens"),
+        ("rollout.backend", "rl.rollout.backend"),
+        ("rl.lerning_rate", "rl.learning_rate"),
+        ("alignement.method", "alignment.method"),
+        ("reward.scorers", "rl.reward.scorers"),
+        ("data.sources.0.wieght", "data.sources.0.weight"),
+    ],
+)
+def test_an_unknown_key_of_an_override_gets_the_nearest_one(key, meant):
+    (line,) = refused({key: 1})
+    assert line.endswith(f"; did you mean {meant}?") and len(line) < 200
+
+
+def test_a_key_of_several_sections_gets_them_all_and_a_strange_one_none():
+    (line,) = refused({"max_new_tokens": 1})
+    assert line.endswith("did you mean rl.rollout.max_new_tokens, rejection_sampling.sampling.max_new_tokens, "
+                         "iterative.sampling.max_new_tokens or evaluation.max_new_tokens?")  # fmt: skip
+    assert refused({"xyzzy": 1}) == ["override xyzzy: expected a key of params.yaml, got 'xyzzy'; see params.yaml"]
+    (line,) = refused({"rl.xyzzy": 1})
+    assert line.endswith("got 'xyzzy'; the keys of rl are in params.yaml")
+
+
+def test_an_unknown_key_of_the_file_gets_one_that_the_file_need_not_have():
+    tree = read_yaml(DEFAULT)
+    tree["data"]["sources"][0]["judg"] = "a:b"
+    tree["rollout"] = {}
+    with pytest.raises(ConfigError) as error:
+        parse_params(tree)
+    lines = str(error.value).splitlines()
+    assert [line.partition("; ")[2] for line in lines] == ["did you mean data.sources.0.judge?", "did you mean rl.rollout?"]
+
+
+def test_a_word_that_is_almost_one_of_several_gets_that():
+    (line,) = refused({"alignment.method": "rejektion-sampling"})
+    assert line.endswith("got 'rejektion-sampling'; did you mean rejection_sampling?")
+    (line,) = refused({"alignment.method": "sarsa"})
+    assert line.endswith("got 'sarsa'; correct it there or in the override")
