@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -408,3 +409,13 @@ def samples(rng: np.random.Generator, *, judge: bool, hostile: bool) -> pd.DataF
             values = (f"prompt-{i}", "clerk", f"user: {question}", mode, before, after, *rewards)
             rows.append(dict(zip(names, values, strict=True)) | {"sft_judge_ok": verdicts[0], "policy_judge_ok": verdicts[1]})
     return pd.DataFrame(rows)
+
+
+def with_results(*, sft: float, policy: float, win: float, judge: bool = True) -> dict:
+    """The same shares and win rate, without ties, in both modes."""
+    result = copy.deepcopy(evaluation(judge=judge))
+    for mode in ("greedy", "sampled"):
+        if judge:
+            set_shares(result, mode, sft=sft, policy=policy)
+        result["win_rate"][mode] = win_rate(round(400 * win), 0)
+    return result

@@ -2,49 +2,41 @@
 
 from __future__ import annotations
 
-import copy
 import html
 import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
 from typing import get_args
 
-import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from report_workspace import HOSTILE, REMOVED, edit_metrics, evaluation, gate, make_workspace, run_report, set_shares, validation, win_rate
+from report_workspace import (
+    HOSTILE,
+    REMOVED,
+    edit_metrics,
+    evaluation,
+    make_workspace,
+    run_report,
+    validation,
+    with_results,
+)
 
 from rlhf_core.config import STAGE_SECTIONS, apply_overrides, load_params, read_yaml
 from rlhf_core.config.alignment import Method
 from rlhf_core.gate.run import unjudged
-from rlhf_core.report.canvas import MAX_POINTS, thin
 from rlhf_core.report.differences import Difference, Results, read_as
 from rlhf_core.report.files import read_inputs
 from rlhf_core.report.inputs import ReportInputError
-from rlhf_core.report.page import METHOD_TITLES, json_for_html, render
+from rlhf_core.report.page import METHOD_TITLES, render
 from rlhf_core.report.tables import METHOD_PARAMS, answer, evaluation_rows, expectations, samples, side_by_side
-from rlhf_core.report.texts import MAX_TEXT, markdown_block, markdown_text, measured, number, signed, visible
-from rlhf_core.report.verdict import data_verdict, gate_verdict, judge_selects, outcome
+from rlhf_core.report.verdict import outcome
 from tasks.gate_reward import NOT_NEEDED
 from tasks.report import write_stopped
 from tasks.train_reward import NOT_TRAINED
-
-
-def with_results(*, sft: float, policy: float, win: float, judge: bool = True) -> dict:
-    """The same shares and win rate, without ties, in both modes."""
-    result = copy.deepcopy(evaluation(judge=judge))
-    for mode in ("greedy", "sampled"):
-        if judge:
-            set_shares(result, mode, sft=sft, policy=policy)
-        result["win_rate"][mode] = win_rate(round(400 * win), 0)
-    return result
 
 
 def test_every_method_has_a_title_and_params_that_are_there():
@@ -58,96 +50,6 @@ ABOVE, ACROSS, BELOW = 0.65, 0.5, 0.35
 REWARD_MODEL = {"name": "reward_model", "kind": "reward_model", "weight": 1.0, "normalization": "initial"}
 JUDGE = {"name": "judge", "kind": "judge", "weight": 1.0, "normalization": "none"}
 WITHOUT_REWARD_MODEL = {"reward.enabled": False, "rl.algorithm": "grpo", "rl.reward.scorers": [JUDGE], "rl.ppo.critic_init": "sft"}
-
-
-@pytest.mark.parametrize(
-    ("sft", "policy", "win", "tone", "words"),
-    [
-        (0.5, 0.9, ABOVE, "good", "The policy is better than the SFT model it started from."),
-        (0.5, 0.9, BELOW, "good", "although the reward model prefers the SFT model"),
-        # 200 and 208 of 400: the difference of 2 points is well within its interval, about -5 to +9.
-        (0.5, 0.52, ABOVE, "open", "the judge sees no clear difference"),
-        (0.5, 0.52, ACROSS, "open", "There is no clear difference"),
-        (0.9, 0.5, ABOVE, "bad", "hack its reward"),
-        (0.9, 0.5, ACROSS, "bad", "worse than the SFT model by the judge"),
-        (0.9, 0.5, BELOW, "bad", "The policy is worse"),
-    ],
-)
-def test_the_judge_decides_and_disagreement_is_named(sft, policy, win, tone, words):
-    verdict = outcome(with_results(sft=sft, policy=policy, win=win), [REWARD_MODEL], confidence=0.95)
-    assert verdict.tone == tone and words in verdict.headline
-    assert f"{policy:.1%} of the policy’s greedy answers (SFT: {sft:.1%}; 95% interval of the difference" in verdict.details[0]
-
-
-def test_better_needs_both_modes_and_worse_only_one():
-    mixed = with_results(sft=0.5, policy=0.9, win=ABOVE)
-    set_shares(mixed, "sampled", sft=0.5, policy=0.5)
-    assert outcome(mixed, [REWARD_MODEL], confidence=0.95).tone == "open"
-    set_shares(mixed, "sampled", sft=0.5, policy=0.2)
-    assert outcome(mixed, [REWARD_MODEL], confidence=0.95).tone == "bad"
-
-
-def with_win_rates(*, greedy: float, sampled: float) -> dict:
-    """Without a judge."""
-    result = with_results(sft=0.5, policy=0.5, win=0.5, judge=False)
-    for mode, win in (("greedy", greedy), ("sampled", sampled)):
-        result["win_rate"][mode] = win_rate(round(400 * win), 0)
-    return result
-
-
-@pytest.mark.parametrize(
-    ("greedy", "sampled", "tone", "words"),
-    [
-        (0.37, 0.8, "open", "better sampled (win rate 80.0%) and worse greedy (win rate 37.0%)."),
-        (0.8, 0.37, "open", "worse sampled (win rate 37.0%) and better greedy (win rate 80.0%)."),
-        (0.5, 0.8, "open", "better sampled (win rate 80.0%) and not clearly different greedy (win rate 50.0%)."),
-        (0.37, 0.5, "bad", "not clearly different sampled (win rate 50.0%) and worse greedy (win rate 37.0%)."),
-    ],
-)
-def test_different_results_of_the_modes_are_both_named(greedy, sampled, tone, words):
-    verdict = outcome(with_win_rates(greedy=greedy, sampled=sampled), [REWARD_MODEL], confidence=0.95)
-    assert (verdict.tone, verdict.headline) == (tone, f"By the reward model, the policy is {words}")
-    printed = " ".join(verdict.details)
-    assert "Mean score: sampled " in printed and ("The two modes disagree" in printed) is (0.5 not in (greedy, sampled))
-    assert ("however small" in printed) is (greedy < 0.5 < sampled)
-
-
-def test_the_judge_decides_about_modes_that_differ_too():
-    mixed = with_results(sft=0.5, policy=0.9, win=ACROSS)
-    set_shares(mixed, "sampled", sft=0.5, policy=0.2)
-    verdict = outcome(mixed, [REWARD_MODEL], confidence=0.95)
-    words = "worse sampled (50.0% → 20.0% accepted) and better greedy (50.0% → 90.0% accepted)."
-    assert (verdict.tone, verdict.headline) == ("open", f"By the judge, the policy is {words}")
-    hacked = with_results(sft=0.5, policy=0.9, win=ABOVE)
-    set_shares(hacked, "sampled", sft=0.5, policy=0.2)
-    verdict = outcome(hacked, [REWARD_MODEL], confidence=0.95)
-    assert verdict.tone == "bad" and "hack its reward" in verdict.headline and words in verdict.headline
-
-
-@pytest.mark.parametrize(("win", "tone"), [(ABOVE, "good"), (ACROSS, "open"), (BELOW, "bad")])
-def test_without_a_judge_the_win_rate_decides_and_says_who_speaks(win, tone):
-    verdict = outcome(with_results(sft=0, policy=0, win=win, judge=False), [REWARD_MODEL], confidence=0.95)
-    assert verdict.tone == tone and "reward model" in verdict.headline
-    assert "There is no judge for this data" in verdict.details[1]
-
-
-def test_a_judge_that_scores_a_policy_of_pairs_was_no_part_of_its_reward():
-    results = with_results(sft=0.5, policy=0.9, win=ABOVE)
-    config = load_params(Path(__file__).parents[3] / "params.yaml")
-    for method, printed in (("rl", True), ("dpo", False)):
-        of_method = config.model_copy(update={"alignment": config.alignment.model_copy(update={"method": method})}).method_scorers
-        verdict = outcome(results, [JUDGE], confidence=0.95, trained_on=[] if of_method is None else [JUDGE])
-        assert any("trained to satisfy it" in detail for detail in verdict.details) is printed
-
-
-def test_prompts_that_the_gate_has_read_are_reported():
-    results = with_results(sft=0.5, policy=0.9, win=ABOVE)
-    printed = "12 of the prompts were also used by the gate"
-    assert any(printed in detail for detail in outcome(results | {"prompts_of_gate": 12}, [REWARD_MODEL], confidence=0.95).details)
-    assert not any("used by the gate" in detail for detail in outcome(results, [REWARD_MODEL], confidence=0.95).details)
-    own = {"name": "own", "kind": "function", "weight": 1.0, "path": "my_rewards:own"}
-    for others in ([own], [own, REWARD_MODEL | {"weight": 0.0}], [REWARD_MODEL | {"path": "models/other"}]):
-        assert not any("used by the gate" in d for d in outcome(results | {"prompts_of_gate": 12}, others, confidence=0.95).details)
 
 
 def test_the_report_has_all_params_and_the_hashes_of_sources_and_base_model(tmp_path, monkeypatch):
@@ -164,16 +66,6 @@ def test_the_report_has_all_params_and_the_hashes_of_sources_and_base_model(tmp_
     assert rows == [("model.path", "some/model", "b" * 40), ("data.sources.pairs", "../pairs.jsonl", "a" * 64)]
     shown = re.search(r"All parameters</summary><pre>(.*?)</pre>", page, re.DOTALL)[1]
     assert json.loads(html.unescape(shown)).keys() == set(STAGE_SECTIONS["report"]) and "more characters" not in shown
-
-
-def test_a_reward_that_is_no_reward_model_is_not_called_one():
-    results = with_results(sft=0.5, policy=0.9, win=ABOVE)
-    verdict = outcome(results, [JUDGE, REWARD_MODEL | {"weight": 0.0}], confidence=0.95)
-    assert verdict.details[1].startswith("The reward prefers the policy") and "trained to satisfy it" in verdict.details[2]
-    measured_only = outcome(results, [JUDGE | {"weight": 0.0}, REWARD_MODEL], confidence=0.95)
-    assert measured_only.details[1].startswith("The reward model prefers the policy") and len(measured_only.details) == 2
-    alone = outcome(with_results(sft=0, policy=0, win=BELOW, judge=False), [JUDGE, REWARD_MODEL], confidence=0.95)
-    assert alone.headline == "The reward prefers the SFT model’s answers to those of the policy."
 
 
 NO_SCORE = {"value": None, "low": None, "high": None, "wins": 0, "ties": 0, "losses": 0, "p_value": 1.0, "n": 0}
@@ -227,90 +119,6 @@ def test_one_test_is_not_corrected_for_others():
     results = Results("a", {"evaluation": {"confidence": 0.95}}, {}, {}, None)
     assert "Green and red: significant in the table’s only test." in read_as(results, results, [row(0.5), row(None)])
     assert any("the table’s 2 tests" in line for line in read_as(results, results, [row(0.5), row(0.1)]))
-
-
-def test_gate_and_data_verdicts():
-    not_needed = gate() | {"needed": False, "passed": False, "message": "not needed: none was trained."}
-    assert gate_verdict(not_needed).tone == "open" and gate_verdict(not_needed).details == ("None was trained.",)
-    assert gate_verdict(gate()).tone == "good" and gate_verdict(gate()).details[0].startswith("Held-out accuracy 0.8723")
-    rejected = gate() | {"passed": False, "message": "rejected: too few pairs."}
-    assert (gate_verdict(rejected).tone, gate_verdict(rejected).details) == ("bad", ("Too few pairs.",))
-    checked = validation()
-    assert data_verdict(checked).tone == "good"
-    checked["expectations"][4]["passed"] = False
-    assert data_verdict(checked).tone == "bad" and data_verdict(checked).details == ("preference: duplicate",)
-
-
-@given(st.text())
-def test_json_in_the_page_can_not_end_its_element(text):
-    encoded = json_for_html({"title": text})
-    assert "<" not in encoded and encoded.isascii()
-    assert json.loads(encoded) == {"title": text}
-
-
-def test_what_can_not_be_seen_is_shown_by_number():
-    assert visible("a\0b\x1b\u202ec\u2028d\n\te") == "a⟨U+0000⟩b⟨U+001B⟩⟨U+202E⟩c⟨U+2028⟩d\n\te"
-    assert visible("\N{ZERO WIDTH JOINER}שלום") == "\N{ZERO WIDTH JOINER}שלום"
-    assert visible("x" * (MAX_TEXT + 1500)) == "x" * MAX_TEXT + " […1,500 more characters]"
-
-
-MARKS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
-
-
-def test_nothing_in_a_page_changes_the_direction_of_reading(tmp_path, monkeypatch):
-    """Whether or not a template asks for it: in texts, names, keys and figures."""
-    workspace = make_workspace(tmp_path / "run", hostile=True)
-    monkeypatch.chdir(workspace)
-    inputs = read_inputs(load_params(), fingerprint="0" * 64)
-    marked = replace(
-        inputs,
-        title=f"title {MARKS}",
-        packages={f"torch{MARKS}": f"2{MARKS}"},
-        outs={f"models/{MARKS}": f"md5{MARKS}"},
-        external=[(f"data.sources.{MARKS}", f"{MARKS}.jsonl", f"0{MARKS}")],
-        files={f"metrics/{MARKS}": "0" * 64},
-        gate=json.loads(
-            json.dumps(inputs.gate).replace('"sort"', json.dumps(f"sort{MARKS}")).replace('"category"', json.dumps(f"cat{MARKS}"))
-        ),
-        data=json.loads(json.dumps(inputs.data).replace('"clerk"', json.dumps(f"clerk{MARKS}"))),
-        fingerprint=f"{MARKS}" * 9,
-    )
-    page = render(marked)
-    assert not set(MARKS) & set(page) and "⟨U+202E⟩" in page
-    assert not re.search(r"\\u(061c|200[ef]|202[a-e]|206[6-9])", page.partition('id="figures">')[2].partition("</script>")[0])
-
-
-@pytest.mark.parametrize(
-    ("text", "written"),
-    [
-        ("accuracy 0.9 (0.8 to 1.0), needs max_too_long", "accuracy 0.9 (0.8 to 1.0), needs max_too_long"),
-        ("![x](http://evil/p.png)", r"!\[x\](http:\//evil/p.png)"),
-        ("<img src=x onerror=y>", r"\<img src=x onerror=y\>"),
-        ("see www.evil.example or a@b", r"see www\.evil.example or a\@b"),
-        ("`a` ```b\n# c | d ~~~", r"\`a\` \`\`\`b # c \| d \~\~\~"),
-        ("r\u202etl &lt;", r"r⟨U+202E⟩tl \&lt;"),
-    ],
-)
-def test_text_of_others_is_only_text_in_markdown(text, written):
-    assert markdown_text(text) == written
-
-
-def test_nothing_ends_a_block_of_code_but_its_own_end():
-    assert markdown_block("a\n```\n[x](y)\u202e") == "````\na\n```\n[x](y)⟨U+202E⟩\n````"
-    assert markdown_block("plain `b`") == "```\nplain `b`\n```"
-
-
-def test_figures_as_text():
-    assert [number(v) for v in (None, 0, 0.4606, 8.1e-6, -2.5, 12_345.6)] == ["–", "0", "0.461", "8.10e-06", "−2.5", "12,346"]
-    assert [measured(v, "score") for v in (None, float("nan"), -0.273, 3.0)] == ["–", "–", "−0.27", "3.00"]
-    assert [signed(v, "share") for v in (0.352, -0.02, 0.0, -0.0001)] == ["+35.2", "−2.0", "0.0", "0.0"]
-
-
-def test_long_curves_are_thinned_and_keep_their_ends():
-    rows = thin(pd.DataFrame({"step": np.arange(25_000)}))
-    assert len(rows) == MAX_POINTS and rows["step"].iloc[[0, -1]].tolist() == [0, 24_999]
-    gaps = rows["step"].diff().dropna()
-    assert gaps.min() >= 25 and gaps.max() <= 26
 
 
 def test_same_inputs_same_bytes_and_everything_inside(tmp_path):
@@ -608,53 +416,6 @@ def test_a_change_is_coloured_only_where_it_is_clear_among_all_changes_of_the_ta
     result["difference"]["sampled"]["truncated_fraction"]["p_value"] = 0.0001
     tones = {row["label"]: [cell["tone"] for cell in row["cells"]] for row in evaluation_rows(result, [REWARD_MODEL], 0.95)}
     assert tones["Judge: accepts"] == ["good", ""] and tones["Truncated"] == ["", "bad"] and tones["polite"] == ["", ""]
-
-
-def test_the_verdicts_four_tests_are_corrected_together():
-    """The sampled answers are worse by the judge with p = 0.02: alone clear, of four tests not."""
-    result = with_results(sft=0.5, policy=0.5, win=ACROSS)
-    result["difference"]["sampled"]["judge_ok"] |= {"value": -0.05, "p_value": 0.02}
-    verdict = outcome(result, [REWARD_MODEL], confidence=0.95)
-    assert verdict.tone == "open" and re.search(
-        r"a true difference of \d+\.\d points \(greedy\) or \d+\.\d points \(sampled\)", verdict.details[1]
-    )
-    result["difference"]["sampled"]["judge_ok"]["p_value"] = 0.012
-    verdict = outcome(result, [REWARD_MODEL], confidence=0.95)
-    assert verdict.tone == "bad" and not any("true difference" in detail for detail in verdict.details)
-
-
-def params_with(*, weight: float = 0.0, **changes) -> dict:
-    """With a judge that is measured; changes by dotted key of rl."""
-    tree = load_params(Path(__file__).parents[3] / "params.yaml").model_dump()
-    tree["rl"]["reward"]["scorers"] = [REWARD_MODEL, JUDGE | {"weight": weight}]
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        tree["rl"][section][name] = value
-    return tree
-
-
-LIMIT = {"metric": "score_judge", "above": None, "below": 0.3, "fall": None, "window": 1, "patience": 1, "from_step": 1, "action": "stop"}
-
-
-def test_a_judge_that_chose_the_policy_is_no_stranger_to_it():
-    assert judge_selects(params_with()) == []
-    assert judge_selects(params_with(evaluation__keep_best=True)) == []  # by the score
-    (printed,) = judge_selects(params_with(evaluation__keep_best=True, evaluation__metric="judge"))
-    assert printed.startswith("The judge selected this policy during training")
-    verdict = outcome(with_results(sft=0.5, policy=0.9, win=ABOVE), [REWARD_MODEL], confidence=0.95, selected=[printed])
-    assert verdict.details[-1] == printed
-    (printed,) = judge_selects(params_with(monitor__low=LIMIT))
-    assert "influences when the training ends (rl.monitor: low)" in printed
-    assert judge_selects(params_with(monitor__low=LIMIT | {"action": "warn"})) == []
-    (printed,) = judge_selects(params_with(evaluation__metric="judge", monitor__back=LIMIT | {"metric": "kl_mean", "action": "rollback"}))
-    assert "If the limit back ends the training, the judge selects" in printed
-    rule = params_with(evaluation__keep_best=True, evaluation__metric="mine")
-    rule["rl"]["reward"]["scorers"].append({"name": "mine", "kind": "function", "path": "rules.py:good", "weight": 0.0})
-    assert judge_selects(rule) == []
-    rule["data"]["sources"][0]["judge"] = "rules.py:good"
-    assert len(judge_selects(rule)) == 1
-    rule["alignment"]["method"] = "dpo"
-    assert judge_selects(rule) == []
 
 
 def test_the_page_says_that_the_judge_chose_the_policy(tmp_path, monkeypatch):
