@@ -12,7 +12,6 @@ from rlhf_core.algorithms.advantages import (
     dr_grpo,
     gae,
     grpo,
-    overlong_penalty,
     reinforce_pp,
     reinforce_pp_baseline,
     remax,
@@ -435,25 +434,3 @@ def test_whitened_advantages_have_mean_zero_and_std_one_whatever_the_scale_and_p
     assert white[kept].mean().item() == pytest.approx(0.0, abs=1e-12)
     assert white[kept].std().item() == pytest.approx(1.0, abs=1e-12)
     same(whiten(rows([shift + scale * v for v in values] + [7.0] * padding), kept), white, atol=1e-10)
-
-
-# Length penalty
-
-
-def test_overlong_penalty_by_hand():
-    # Limit 20, buffer 4: it starts after 16 tokens. 17: 1/4, 18: 2/4, 20: all, of a penalty of 2.
-    lengths = torch.tensor([0, 1, 15, 16, 17, 18, 20])
-    penalty = overlong_penalty(lengths, max_new_tokens=20, buffer=4, penalty=2.0)
-    torch.testing.assert_close(penalty, torch.tensor([0, 0, 0, 0, 0.5, 1.0, 2.0]), rtol=0, atol=0)
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(limit=st.integers(1, 200), share=st.floats(0, 1), penalty=st.floats(0.1, 5), length=st.integers(0, 199))
-def test_overlong_penalty_never_falls_with_length_and_stays_within_its_bounds(limit, share, penalty, length):
-    buffer = max(1, round(share * limit))
-    here, next_one, full = overlong_penalty(
-        torch.tensor([length, length + 1, limit]).double(), max_new_tokens=limit, buffer=buffer, penalty=penalty
-    ).tolist()
-    assert 0 <= here <= next_one <= penalty
-    assert (here == 0) == (length <= limit - buffer)
-    assert full == pytest.approx(penalty, abs=1e-12)
