@@ -32,7 +32,7 @@ ORDER = (
     ),
     *("test_flow_deployment.py", "test_rollouts.py", "test_compact.py", "test_trl_curves.py"),
     *("test_concurrent_flows.py", "test_report.py", "test_validation.py"),
-    *("test_ray_head.py", "test_two_ranks.py", "test_supervised_ranks.py", "test_rl_rank.py"),
+    *("test_ray_head.py", "test_two_ranks.py", "test_supervised_ranks.py", "test_rl_update.py", "test_rl_rank.py"),
     *("test_flow_stages.py", "test_gate.py"),
 )
 
