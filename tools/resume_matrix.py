@@ -221,7 +221,7 @@ def _be_stage(workspace: Path, module: str) -> None:
         code = 0
     except SystemExit as end:
         code = int(end.code or 0)
-    except BaseException:
+    except BaseException:  # of a forked process, which must not return
         traceback.print_exc()
     finally:
         sys.stdout.flush()
