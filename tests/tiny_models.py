@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -232,3 +233,10 @@ def assert_weights_agree(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor],
     assert beyond <= len(apart) / 1000, (
         f"{beyond} of {len(apart)} numbers differ by more than {step / 100}, at most by {float(apart.max())}"
     )
+
+
+def tensor_bytes() -> int:
+    """Of all tensors' storages."""
+    gc.collect()
+    storages = [o.untyped_storage() for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -22,6 +22,7 @@ from torch import nn
 
 from rlhf_core.checkpoint.saved_state import OPTIMIZER_NAMES
 from rlhf_core.checkpoint.saving import without_crc32
+from rlhf_core.engines.freeing import free
 from rlhf_core.engines.optimizers import OPTIMIZERS, WeightAverage, refresh_module
 from rlhf_core.engines.sequence_parallel import split_sequences
 from rlhf_core.models.build import disable_dropout
@@ -323,6 +324,10 @@ class TrainEngine:
             yield
         finally:
             self.exchange_average()
+
+    def close(self) -> None:
+        """Free the memory of the engine and its module, neither of which can be used afterwards."""
+        free(self._engine)
 
     def exchange_average(self) -> None:
         """Exchange the module's weights and their average. Training can't continue until a second call has exchanged them back."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rlhf_core.engines.deepspeed_engine import device, gathered_weights, on_host, precision, shard
+from rlhf_core.engines.freeing import free
 from rlhf_core.engines.sequence_parallel import split_sequences
 from rlhf_core.models.build import frozen
 
@@ -51,6 +52,11 @@ class FrozenModel:
         finally:
             for tensor, data in zip(self._on_host, host, strict=True):
                 tensor.data = data
+
+    def close(self) -> None:
+        """Free the memory of a model that isn't used any more; where it is whole, deleting it suffices."""
+        if self.sharded:
+            free(vars(self.module)["sharded_by"])
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -68,12 +68,14 @@ def train_ensemble(
     """
     metrics: dict[str, Any] = {}
     scores: list[Scores] = []
+    engine: TrainEngine | None = None
     how = {"max_length": model.max_length, "begin": in_background}
     begun = {split: begin_comparisons(read_pairs(split), tokenizer, **how) for split in ("train", *HELDOUT_SPLITS)}
     encoded: dict[str, tuple[Sequence[Comparison], int]] = {}
     for member in range(config.ensemble):
-        if member:
-            engine = scalar_model = None  # frees the member before
+        if engine is not None:
+            engine.close()  # the member before
+            engine = scalar_model = None
             release_memory()
         member_seed = seed + MEMBER_SEEDS * member
         scalar_model = new_scalar_model(start, tokenizer, trust_remote_code=model.trust_remote_code, training_dtype=model.dtype)

@@ -112,7 +112,7 @@ def pretrain(
     model_config: ModelConfig,
     loop: TrainLoop,
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """A short pretraining on plain text of a model with random weights. The engine leaves its hooks on the model, which is not used again.
+    """A short pretraining on plain text of a model with random weights, which can't be used afterwards.
 
     Returns:
         The trained weights, on every rank, and the number of steps.
@@ -124,7 +124,9 @@ def pretrain(
     settings = engine_settings(config, steps=steps, learning_rate=config.pretrain.learning_rate, dtype=model_config.dtype, seed=loop.seed)
     engine = TrainEngine(PolicyModule(model), settings)
     train_phase(engine, phase, replace(loop, keep_best=False))
-    return engine.state_dict(every_rank=True), steps
+    weights = engine.state_dict(every_rank=True)
+    engine.close()
+    return weights, steps
 
 
 def begin_demonstrations(

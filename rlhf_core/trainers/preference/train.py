@@ -227,15 +227,15 @@ def _forward_and_reference(
     shares = shares_prefixes(model, device=device(), max_length=run.model.max_length)
     forward = ResponseForward(tokenizer.pad_token_id, shares, config.microbatch_tokens)
 
-    def load_reference() -> PolicyModule:
+    def load_reference() -> FrozenModel:
         start = run.load_model()
         quantize_base(start, config.lora)
-        return FrozenModel(PolicyModule(start), dtype=run.model.dtype, zero_stage=config.zero_stage, offload=False).module
+        return FrozenModel(PolicyModule(start), dtype=run.model.dtype, zero_stage=config.zero_stage, offload=False)
 
     if kind == "none":
         return forward, no_reference
     if kind == "live":
-        return forward, live_reference(load_reference(), forward)
+        return forward, live_reference(load_reference().module, forward)
     return forward, precomputed_reference(load_reference, items, forward, path=run.scratch / "reference.pt")
 
 
@@ -250,13 +250,13 @@ def live_reference(module: nn.Module, forward: ResponseForward) -> Reference:
 
 
 def precomputed_reference(
-    load_module: Callable[[], PolicyModule], items: Iterable[Continuation], forward: ResponseForward, *, path: Path
+    load: Callable[[], FrozenModel], items: Iterable[Continuation], forward: ResponseForward, *, path: Path
 ) -> Reference:
     """Log-probabilities of all distinct items, computed once, spread over ranks, and kept in `path`; a file with the same items is read
     instead.
 
     Args:
-        load_module: called only if there is something to compute.
+        load: called only if there is something to compute; the model is freed then.
         path: in a folder for one reference model only: the file identifies its items, not its model.
     """
     distinct: dict[bytes, Continuation] = {}
@@ -278,7 +278,10 @@ def precomputed_reference(
     if kept is not None:
         log.info("reference: reusing the log-probabilities of %d responses from an earlier start", len(distinct))
     else:
-        kept = {"items": of_items, "logprobs": _compute(load_module(), list(distinct.values()), forward)}
+        reference = load()
+        kept = {"items": of_items, "logprobs": _compute(reference.module, list(distinct.values()), forward)}
+        reference.close()
+        del reference
         on_first(write, subject="reference")
     table = dict(zip(distinct, kept["logprobs"].tolist(), strict=True))
     del distinct  # the table's keys are all that is needed of it

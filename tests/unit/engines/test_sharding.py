@@ -16,6 +16,7 @@ from tiny_models import (
     rl_job,
     scalar_engine,
     sequences,
+    tensor_bytes,
 )
 
 from rlhf_core.config import LoraConfig
@@ -200,3 +201,27 @@ def test_a_reward_model_that_is_offloaded_scores_as_before(reward_folder: Path):
     with module.in_use():
         pass
     assert {name: p.data_ptr() for name, p in module.module.named_parameters()} == host
+
+
+# Engines that aren't used any more
+
+
+@pytest.mark.parametrize("changes", [{"zero_stage": 0}, {"zero_stage": 1}, {"zero_stage": 2}, *OFFLOADED, {"zero_stage": 3}], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_closed_engine_keeps_no_memory(sft_folder: Path, changes: dict, dtype: str):
+    before = tensor_bytes()
+    engine = policy_engine(sft_folder, dtype=dtype, ema_decay=0.9, **changes)
+    train(engine, BATCHES[:1])
+    used = tensor_bytes() - before
+    engine.close()
+    del engine
+    assert tensor_bytes() - before < 0.01 * used
+
+
+def test_a_closed_frozen_model_that_is_sharded_keeps_no_memory(sft_folder: Path):
+    before = tensor_bytes()
+    reference = FrozenModel(PolicyModule(load_language_model(sft_folder)), dtype="float32", zero_stage=3, offload=False)
+    used = tensor_bytes() - before
+    reference.close()
+    del reference
+    assert tensor_bytes() - before < 0.01 * used

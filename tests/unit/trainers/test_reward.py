@@ -5,16 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import supervised_ranks
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import PAD, assert_weights_agree, scalar_engine, sequences
+from tiny_models import PAD, assert_weights_agree, scalar_engine, sequences, tensor_bytes, tiny_params
 
+from rlhf_core.checkpoint.store import CheckpointStore, StoreSettings
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_scalar_model, scalar_head
 from rlhf_core.models.forward import ScalarModule
-from rlhf_core.models.tokenizer import encode_conversation
+from rlhf_core.models.tokenizer import encode_conversation, load_tokenizer
+from rlhf_core.trainers.ensemble import train_ensemble
 from rlhf_core.trainers.reward import Comparison, encode_comparisons, reward_phase, score_heldout
+from rlhf_core.trainers.supervised import TrainLoop
 
 pytestmark = pytest.mark.usefixtures("world")
 PAIRS = [[(0, 1), (0, 2), (2, 1)], [(1, 0)], [(0, 3), (3, 1), (2, 0), (1, 2)], [(0, 1)], [(1, 0), (1, 0)], [(0, 0)]]
@@ -184,3 +188,29 @@ def test_unpaired_rows_are_left_out_and_not_counted_as_too_long(tokenizer):
         [row("a", "14", None), row("b", None, "41"), row("c", "14", "41")], tokenizer, max_length=64, max_shared_tokens=1000
     )
     assert ([c.row_ids for c in comparisons], dropped) == ([["c"]], 0)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_each_member_of_an_ensemble_is_freed_before_the_next(sft_folder: Path, tmp_path: Path, zero_stage: int):
+    taken: list[int] = []
+
+    def loop(*, first_step: int, seed: int) -> TrainLoop:
+        return TrainLoop(
+            seed=seed,
+            checkpoint_every=100,
+            eval_every=100,
+            first_step=first_step,
+            checkpoints=lambda phase: CheckpointStore(tmp_path / phase, StoreSettings(zero_stage=zero_stage)),
+            metrics_log=lambda step: supervised_ranks.Curves(),
+            stop_requested=lambda: False,
+        )
+
+    def save(*_: object, part: str) -> None:
+        taken.append(tensor_bytes() - before)
+
+    config = supervised_ranks.Case("reward", str(tmp_path), {"ensemble": 3, "zero_stage": zero_stage}).config
+    splits = {split: supervised_ranks.rows(16) for split in ("train", "validation", "test")}
+    tokenizer = load_tokenizer(str(sft_folder), trust_remote_code=False)
+    before = tensor_bytes()
+    train_ensemble(sft_folder, splits.__getitem__, tokenizer, config, model=tiny_params().model, seed=0, loop=loop, save=save)
+    assert len(taken) == 3 and max(taken) < 1.05 * taken[0]

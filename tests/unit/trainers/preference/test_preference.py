@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from preference_runs import TRAIN, config, rows, run_of
-from tiny_models import MAX_LENGTH, PAD, largest_difference, sequences, tiny_params
+from tiny_models import MAX_LENGTH, PAD, largest_difference, sequences, tensor_bytes, tiny_params
 
 from rlhf_core.algorithms.preference_losses import PREFERENCE_LOSSES, PairLogprobs, kto
+from rlhf_core.engines.frozen import FrozenModel
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
@@ -69,6 +70,10 @@ def reference_module(folder: Path) -> PolicyModule:
         for parameter in model.parameters():
             parameter.mul_(0.8)
     return PolicyModule(model).requires_grad_(False)
+
+
+def whole_reference(module: PolicyModule) -> FrozenModel:
+    return FrozenModel(module, dtype="float32", zero_stage=0, offload=False)
 
 
 def naive_sum(module: PolicyModule, item: Continuation) -> torch.Tensor:
@@ -152,10 +157,20 @@ def test_metrics_of_pairs_by_hand(sft_folder: Path):
 # The reference
 
 
+def test_a_sharded_reference_is_freed_once_its_logprobs_are_known(sft_folder: Path, tmp_path: Path):
+    def sharded() -> FrozenModel:
+        return FrozenModel(PolicyModule(load_language_model(sft_folder)), dtype="float32", zero_stage=3, offload=False)
+
+    weights = sum(p.nbytes for p in load_language_model(sft_folder).parameters())
+    before = tensor_bytes()
+    precomputed_reference(sharded, [side for pair in PAIRS for side in pair], forward(), path=tmp_path / "reference.pt")
+    assert tensor_bytes() - before < 0.1 * weights
+
+
 def test_reference_logprobs_precomputed_are_those_of_the_live_model(sft_folder: Path, tmp_path: Path):
     module, how = reference_module(sft_folder), forward(70)
     items = [side for pair in PAIRS for side in pair]
-    precomputed = precomputed_reference(lambda: module, items, forward(40), path=tmp_path / "a" / "reference.pt")
+    precomputed = precomputed_reference(lambda: whole_reference(module), items, forward(40), path=tmp_path / "a" / "reference.pt")
     for part, _ in how.microbatches(items, together=2):
         expected = torch.stack([naive_sum(module, item) for group in part for item in group.items])
         torch.testing.assert_close(live_reference(module, how)(part), expected, rtol=0, atol=2e-5)
@@ -166,9 +181,9 @@ def test_reference_logprobs_precomputed_are_those_of_the_live_model(sft_folder: 
 def test_precomputed_logprobs_are_kept_for_the_same_items_and_no_others(sft_folder: Path, tmp_path: Path):
     path, requested = tmp_path / "reference.pt", []
 
-    def make() -> PolicyModule:
+    def make() -> FrozenModel:
         requested.append(1)
-        return reference_module(sft_folder)
+        return whole_reference(reference_module(sft_folder))
 
     items = [side for pair in PAIRS for side in pair]
     first = precomputed_reference(make, items, forward(), path=path)
