@@ -45,6 +45,7 @@ NAMED = "RLHF_ENVIRONMENT"  # the names in flow.environment, for processes that 
 WITHHELD = "RLHF_WITHHELD"  # names of removed variables, without values, for hints
 TRAINING = ("train_sft", "train_reward", "train_policy", "train_round")  # stages that write curves
 MODEL_READERS = ("hash_inputs", "prepare_data", "check_model", "train_sft")  # stages that read model.path
+INFERENCE_STAGES = ("gate_reward", "evaluate", "sample_round", "evaluate_round")  # stages on cluster.inference_ranks ranks
 
 
 def is_listed(name: str) -> bool:
@@ -64,7 +65,7 @@ def of_stage(params: Params, stage: str | None, environment: Mapping[str, str]) 
         names.add("WANDB_API_KEY")
     if stage in (None, *MODEL_READERS) and _asks_the_hub(params, environment):
         names |= {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
-    if params.cluster.address is not None and stage in (None, *TRAINING):
+    if params.cluster.address is not None and stage in (None, *TRAINING, *(INFERENCE_STAGES if params.cluster.inference_ranks > 1 else ())):
         names.add("RAY_AUTH_TOKEN")
     return names
 

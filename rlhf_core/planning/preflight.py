@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.config import Params, ScorerConfig, Section
+from rlhf_core.environment import INFERENCE_STAGES
 from rlhf_core.paths import POLICY_MODEL, REWARD_MODEL, SFT_MODEL
 from rlhf_core.planning.hardware import GIB
 from rlhf_core.planning.machine import Gpu, Machine, here
@@ -36,7 +37,6 @@ GPU_HOST = 3 * GIB  # of a process on a GPU: libraries and pinned buffers
 LORA = {"rank": 16, "alpha": 32.0, "dropout": 0.0, "target_modules": "all-linear"}
 SHOWN_PARTS = 6
 STAGES = ("train_sft", "train_reward", "gate_reward", "train_policy", "evaluate")
-INFERENCE_STAGES = ("gate_reward", "evaluate", "sample_round", "evaluate_round")  # on cluster.inference_ranks ranks
 PATIENCE = 20.0  # seconds
 
 log = logging.getLogger("rlhf")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -69,20 +70,20 @@ def chain(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> FinishedC
 
 @pytest.fixture(scope="module")
 def cluster(chain: FinishedChain, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict]:
-    """A running Ray head for all jobs of a module: params with its address; its token is in the environment."""
+    """A running Ray head for all jobs of a module: params with its address. As on Kubernetes its token is a variable, not a file."""
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     known = tmp_path_factory.mktemp("head") / "head.json"
     command = [sys.executable, standing_head.__file__, str(known)]
     with (
         known.with_name("log").open("w") as log,
-        subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT) as head,
+        subprocess.Popen(command, env=environment(**token), stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT) as head,
         pytest.MonkeyPatch.context() as ours,
     ):
         wait_until(lambda: known.exists() or head.poll() is not None, 120, "a Ray head")
         assert head.poll() is None, known.with_name("log").read_text()
-        found = json.loads(known.read_text())
-        ours.setenv("RAY_AUTH_MODE", "token")
-        ours.setenv("RAY_AUTH_TOKEN_PATH", found["token"])
-        yield {"cluster": {"address": found["address"]}}
+        for name, value in token.items():
+            ours.setenv(name, value)
+        yield {"cluster": {"address": json.loads(known.read_text())["address"]}}
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,11 @@
 """A Ray head for `cluster.address`: python standing_head.py <file>; it runs until its standard input ends.
 
-Its own process, because Ray reads the environment once and a head changes it. The file gets the head's address and token path as JSON.
+Its own process, because Ray reads the environment once and a head changes it. The file gets the head's address as JSON.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -17,7 +16,7 @@ def main() -> None:
     known = Path(sys.argv[1])
     with local_head(cpus=4, start_timeout=120) as address:
         aside = known.with_suffix(".tmp")
-        aside.write_text(json.dumps({"address": address, "token": os.environ["RAY_AUTH_TOKEN_PATH"]}))
+        aside.write_text(json.dumps({"address": address}))
         aside.rename(known)
         sys.stdin.read()
 

@@ -88,6 +88,11 @@ def test_a_name_that_can_be_none_of_a_variable_is_refused(name):
         ({"model__path": "org/model"}, "1", {}),
         ({"model__path": str(ROOT)}, "0", {}),
         ({"cluster__address": "http://head:8265"}, "1", {"RAY_AUTH_TOKEN": rules.TRAINING}),
+        (
+            {"cluster__address": "http://head:8265", "cluster__inference_ranks": 2},
+            "1",
+            {"RAY_AUTH_TOKEN": rules.TRAINING + rules.INFERENCE_STAGES},
+        ),
     ],
 )
 def test_a_key_is_seen_by_the_stages_that_use_it(changes, online, names):

@@ -34,7 +34,8 @@ def main() -> int:
     job = RlJob.read(Path(sys.argv[1]))
     forget_refusal(Path(job.work))
     name_stage("train_policy")
-    keep_visible(named() | ({"WANDB_API_KEY"} if job.tracking.wandb_project is not None else set()))
+    keys = {"WANDB_API_KEY": job.tracking.wandb_project is not None, "RAY_AUTH_TOKEN": job.checks_cluster}
+    keep_visible(named() | {name for name, used in keys.items() if used})
     try:
         with beat(job.pulse), Actors(job) as actors:
             signal.signal(signal.SIGTERM, stop.request)  # again: connecting to Ray installs Ray's handler, which ends the process
