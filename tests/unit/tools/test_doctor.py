@@ -176,3 +176,10 @@ def test_a_driver_that_does_not_answer_leaves_the_cpu(site, monkeypatch):
     assert [f.level for f in find_cuda()] == ["note"]
     monkeypatch.setattr(cuda_part, "version_of", {"vllm": "0.32.0"}.get)
     assert "it runs on a GPU only; install the cpu extra" in reported(find_cuda())["broken vllm"]
+
+
+def test_an_installation_for_other_machines_needs_no_gpu_here(site, monkeypatch):
+    monkeypatch.setenv("PATH", str(site))
+    packages(monkeypatch, site, cuda="13.0", vllm="0.32.0")
+    assert "broken vllm" in reported(find_cuda()) and "broken vllm" not in reported(find_cuda(elsewhere=True))
+    assert {"note CUDA", "broken C compiler"} <= reported(find_cuda(elsewhere=True)).keys()
