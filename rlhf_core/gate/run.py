@@ -57,7 +57,7 @@ def read_heldout(path: Path, prepared: Path, split: str) -> Heldout:
     """The pairs of a split.
 
     Raises:
-        ValueError: a column is missing, a score isn't finite, or a pair is none of the prepared data's.
+        ValueError: a column is missing, a score isn't finite, or a pair isn't in the prepared data.
     """
     present = pq.read_schema(path).names
     missing = [c for c in COLUMNS if c not in present]

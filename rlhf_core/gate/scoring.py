@@ -89,7 +89,7 @@ class LoadedModel:
 
 
 def score_external(config: ExternalPairsConfig, model: LoadedModel, *, confidence: float) -> dict[str, Any]:
-    """An entry of `external` in gate.json. Records that are no pair, and pairs too long for the model, are counted and left out.
+    """An entry of `external` in gate.json. Records without a pair, and pairs too long for the model, are counted and left out.
 
     Raises:
         ValueError, FileNotFoundError: the file is missing, or doesn't have the configured columns.
