@@ -6,12 +6,19 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from rlhf_core.config import LoraConfig, Params, RolloutBackend, ScorerConfig
-from rlhf_core.engines.deepspeed_engine import join_world
-from rlhf_core.model_check.miniature import cut_config, random_model
-from rlhf_core.model_check.ready_made import try_ready_made
-from rlhf_core.model_check.trial import Finding, Trial, TrialSettings
+import torch
+from transformers import AutoConfig
+
+from rlhf_core.config import LoraConfig, ModelConfig, Params, RolloutBackend, ScorerConfig
+from rlhf_core.engines.deepspeed_engine import device, join_world
+from rlhf_core.model_check.miniature import cut_config, random_model, smaller
+from rlhf_core.model_check.trial import Finding, Trial, TrialSettings, judged, largest, random_sequences, refused
+from rlhf_core.models.build import classifier
+from rlhf_core.models.folder import check_model_folder, refusals
+from rlhf_core.models.forward import ScalarModule
 from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.scorers.needs import check_ready_made, ready_made_folder
+from rlhf_core.scorers.reward_model import score_sequences
 
 SEED = 0  # of the copy's weights: the check is of the architecture and not of a run
 ENGINES = "rollout.backend: "  # prefix of an engine's own refusal
@@ -61,6 +68,35 @@ def run_trials(params: Params, tokenizer_folder: Path, scratch: Path) -> tuple[s
         else:
             findings.append(trial.run(backend))
     return type(language_model).__name__, findings
+
+
+def try_ready_made(scorer: ScorerConfig, model: ModelConfig) -> Finding:
+    """The largest difference between a reward model's scores here and its own forward pass of each sequence alone, on a small copy of it;
+    or why there is no score.
+    """
+    column = f"scorer {scorer.name}"
+    try:
+        return judged(column, _score_difference(scorer, ready_made_folder(scorer), model))
+    except Exception as error:  # libraries raise anything on a model that they can't compute
+        return refused(column, error)
+
+
+def _score_difference(scorer: ScorerConfig, folder: Path, model: ModelConfig) -> float:
+    check_model_folder(folder)
+    check_ready_made(scorer, folder)
+    load_tokenizer(str(folder), trust_remote_code=model.trust_remote_code, template_date=model.template_date, scores=True)
+    with refusals(folder):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+    cut = smaller(config, kind=classifier(type(config)), trust_remote_code=model.trust_remote_code)
+    copy = random_model(cut, seed=0, labels=cut.num_labels, trust_remote_code=model.trust_remote_code).to(device()).eval()
+    module = ScalarModule(copy, label=scorer.label)
+    longest = min(model.max_length, module.score_head.max_tokens or model.max_length)
+    sequences = random_sequences(cut.get_text_config().vocab_size, longest, seed=0)
+    ours = score_sequences(module, sequences, pad_id=0, microbatch_tokens=4 * longest, device=device())
+    with torch.no_grad():
+        rows = [copy(input_ids=torch.tensor([ids], device=device())).logits[0].float().cpu() for ids in sequences]
+    number = {str(name): i for i, name in copy.config.id2label.items()}.get(str(scorer.label), scorer.label or 0)
+    return largest(ours, torch.stack(rows)[:, number])
 
 
 def adapters(params: Params) -> tuple[LoraConfig, ...]:

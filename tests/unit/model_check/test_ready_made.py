@@ -10,7 +10,7 @@ from classifiers import save_classifier
 from tiny_models import tiny_params
 
 from rlhf_core.config import ScorerConfig
-from rlhf_core.model_check.ready_made import try_ready_made
+from rlhf_core.model_check.check import try_ready_made
 from rlhf_core.model_check.trial import LIMIT
 
 
