@@ -1,0 +1,60 @@
+"""Wait until a Ray cluster is complete: python -m rlhf_core.engines.ray_wait <dashboard's address> <nodes> <seconds>.
+
+Exit code 0: the cluster has at least so many nodes; 1: it hasn't by the deadline. Needs the cluster's token (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from ray.exceptions import AuthenticationError
+from ray.util.state import list_nodes
+from ray.util.state.common import NodeState
+from ray.util.state.exception import RayStateApiException
+
+from rlhf_core.engines.ray_cluster import ClusterError
+
+POLL_SECONDS = 2.0
+ANSWER_SECONDS = 10
+
+
+def wait_for_nodes(address: str, count: int, timeout: float) -> list[NodeState]:
+    """The living nodes, once there are `count`.
+
+    Args:
+        address: of the dashboard, as in `cluster.address`. timeout: seconds.
+    Raises:
+        ClusterError: there are fewer by the deadline, the dashboard doesn't answer, or it refuses the token.
+    """
+    until = time.monotonic() + timeout
+    found, answer = [], "no answer"
+    while time.monotonic() < until:
+        try:
+            found = list_nodes(address, filters=[("state", "=", "ALIVE")], limit=10_000, timeout=ANSWER_SECONDS, detail=True)
+        except AuthenticationError as error:
+            raise ClusterError(f"cluster at {address}: expected it to accept the token, got: {error}") from error
+        except (OSError, RuntimeError, RayStateApiException) as error:  # the head isn't up yet
+            answer = str(error) or type(error).__name__
+        else:
+            answer = f"{len(found)}: {', '.join(node.node_name for node in found)}"
+            if len(found) >= count:
+                return found
+        time.sleep(POLL_SECONDS)
+    raise ClusterError(f"cluster at {address}: expected {count} nodes within {timeout:.0f} s, got {answer}; see the output of `ray start`")
+
+
+def main() -> int:
+    address, count, timeout = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+    try:
+        nodes = wait_for_nodes(address, count, timeout)
+    except ClusterError as error:
+        print(error, file=sys.stderr)
+        return 1
+    total = {name: sum((node.resources_total or {}).get(name, 0) for node in nodes) for name in ("GPU", "CPU")}
+    print(f"cluster at {address}: {len(nodes)} nodes, {total['GPU']:g} GPUs, {total['CPU']:g} CPUs", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

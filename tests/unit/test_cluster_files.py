@@ -1,0 +1,164 @@
+"""What recipes/cluster has for Kubernetes, Docker and Slurm: against KubeRay's fields, and against what it names of this repository."""
+
+from __future__ import annotations
+
+import copy
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator, ValidationError
+from kuberay import SCHEMAS
+from packaging.specifiers import SpecifierSet
+from ruamel.yaml import YAML
+
+from flows.chain.overrides import parse_assignment
+from flows.full_pipeline import parse_arguments
+from rlhf_core.config import Params, overridden, read_recipe, read_text
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "recipes/cluster"
+MANIFESTS = {path.stem: YAML(typ="safe", pure=True).load(path.read_text()) for path in sorted((FOLDER / "kubernetes").glob("*.yaml"))}
+DOCKERFILE = (FOLDER / "Dockerfile").read_text()
+SCRIPT = (FOLDER / "slurm.sh").read_text()
+GI = {"Gi": 1.0, "Ti": 1024.0}
+
+
+def validate(manifest: dict[str, Any]) -> None:
+    Draft202012Validator(SCHEMAS[manifest["kind"]]).validate(manifest)
+
+
+def cluster_of(manifest: dict[str, Any]) -> dict[str, Any]:
+    return manifest["spec"].get("rayClusterSpec", manifest["spec"])
+
+
+def pods() -> dict[str, dict[str, Any]]:
+    """The pods of nodes, by manifest and group."""
+    found = {}
+    for name, manifest in MANIFESTS.items():
+        if manifest["kind"].startswith("Ray"):
+            cluster = cluster_of(manifest)
+            groups = {"head": cluster["headGroupSpec"]} | {group["groupName"]: group for group in cluster.get("workerGroupSpecs", [])}
+            found |= {f"{name} {group}": spec["template"]["spec"] for group, spec in groups.items()}
+    return found
+
+
+def gib(quantity: str) -> float:
+    return float(quantity[:-2]) * GI[quantity[-2:]]
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_manifest_has_only_kuberays_fields(name):
+    validate(MANIFESTS[name])
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("spec", "rayClusterSpec", "workerGroupSpec"), []),  # as KubeRay spells no field
+        (("spec", "rayClusterSpec", "authOptions", "mode"), "Token"),
+        (("spec", "backoffLimit"), "2"),
+        (("spec", "shutdownAfterJobFinishes"), False),
+        (("spec", "rayClusterSpec", "headGroupSpec", "template", "spec", "volumes", 1, "emptyDir", "sizeLimit"), "64 GB"),
+    ],
+)
+def test_a_field_that_kuberay_would_drop_or_refuse_is_seen(path, value):
+    changed = copy.deepcopy(MANIFESTS["rayjob"])
+    node = changed
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    with pytest.raises(ValidationError):
+        validate(changed)
+
+
+def test_clusters_have_the_pinned_ray_and_a_token():
+    pinned = re.search(r"^ray==(.+)$", (ROOT / "constraints-gpu.txt").read_text(), re.MULTILINE)[1]
+    for name in ("raycluster", "rayjob"):
+        cluster = cluster_of(MANIFESTS[name])
+        assert (cluster["rayVersion"], cluster["authOptions"]["mode"]) == (pinned, "token")
+
+
+@pytest.mark.parametrize("pod", pods().values(), ids=pods())
+def test_a_node_has_shared_memory_whole_gpus_and_no_root(pod):
+    (node,) = pod["containers"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in node["volumeMounts"]}
+    shared = mounts["/dev/shm"]["emptyDir"]
+    assert shared["medium"] == "Memory" and gib(shared["sizeLimit"]) < gib(node["resources"]["limits"]["memory"]) / 2
+    assert node["resources"]["requests"] == node["resources"]["limits"] and node["resources"]["limits"]["nvidia.com/gpu"] == "8"
+    assert pod["securityContext"]["runAsUser"] == int(re.search(r"useradd .*--uid (\d+)", DOCKERFILE)[1])
+    assert not node["securityContext"]["allowPrivilegeEscalation"]
+    assert {container["image"] for container in (node, *pod.get("initContainers", ()))} == {node["image"]}
+    claim = volumes["workspace"]["persistentVolumeClaim"]["claimName"] if "workspace" in volumes else None
+    assert claim in (None, MANIFESTS["workspace"]["metadata"]["name"])
+    assert [v["name"] for v in node["env"] if re.search("TOKEN|KEY|SECRET|PASSWORD", v["name"]) and "value" in v] == []
+
+
+def test_a_stage_has_the_time_for_its_checkpoint_before_its_job_is_killed():
+    (grace,) = {v["value"] for p in pods().values() for v in p["containers"][0]["env"] if v["name"] == "RAY_JOB_STOP_WAIT_TIME_S"}
+    given = dict(word.split("=", 1) for word in shlex.split(MANIFESTS["rayjob"]["spec"]["entrypoint"]) if "=" in word)
+    assert int(grace) == int(given["flow.stop_grace"]) - 5
+    assert all(int(grace) <= pod["terminationGracePeriodSeconds"] for pod in pods().values())
+    in_script = int(re.search(r"STOP_GRACE:-(\d+)", SCRIPT)[1])
+    assert int(re.search(r"--signal=B:USR1@(\d+)", SCRIPT)[1]) == in_script + 30
+
+
+def test_the_job_runs_a_recipe_for_its_gpus():
+    job = MANIFESTS["rayjob"]["spec"]
+    command = shlex.split(job["entrypoint"])
+    at = command.index("-m")
+    options = parse_arguments(command[at + 2 :])
+    assert command[at + 1] == "flows.full_pipeline" and options.run
+    params = params_of(options.recipes[0], options.assignments)
+    gpus = 8 * (1 + sum(group["replicas"] for group in job["rayClusterSpec"]["workerGroupSpecs"]))
+    assert params.training.ranks == params.rl.trainer.ranks + params.rl.rollout.engines == gpus
+    assert params.cluster.address == "http://127.0.0.1:8265"
+
+
+def params_of(recipe: Path, assignments: list[str]) -> Params:
+    given = read_recipe(ROOT / recipe) | dict(map(parse_assignment, assignments))
+    return overridden(read_text(ROOT / "params.yaml"), given, subject=recipe.name)[1]
+
+
+# The image
+
+
+def instructions() -> list[tuple[str, str]]:
+    text = re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.MULTILINE).replace("\\\n", " ")
+    return [(line.split()[0], line.partition(" ")[2].strip()) for line in text.splitlines() if line.strip()]
+
+
+def test_the_image_copies_and_makes_what_is_there():
+    steps = instructions()
+    for kind, rest in steps:
+        if kind == "COPY":
+            assert all((ROOT / source).exists() for source in [word for word in rest.split() if not word.startswith("--")][:-1])
+    made = re.search(r"make (\w+) EXTRAS=(\S+) DOCTOR_ARGS=(\S+)", next(rest for kind, rest in steps if "make setup" in rest))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(made[2].split(",")) <= project["optional-dependencies"].keys()
+    asked = subprocess.run(["make", "-n", "install", *made[0].split()[2:]], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "-c constraints-gpu.txt -e '.[gpu]'" in asked and f"tools.doctor --fix {made[3]}" in asked
+    (base,) = [rest for kind, rest in steps if kind == "FROM"]
+    assert SpecifierSet(project["requires-python"]).contains(re.fullmatch(r"python:(3\.\d+)-slim-bookworm", base)[1])
+
+
+def test_the_image_runs_as_a_user_and_has_no_secret():
+    steps = instructions()
+    kinds = [kind for kind, _ in steps]
+    assert [rest for kind, rest in steps if kind == "USER"] == ["rlhf"]
+    assert kinds.index("USER") < kinds.index("COPY") and "ADD" not in kinds and "ARG" not in kinds
+    assert not re.search(r"(TOKEN|KEY|SECRET|PASSWORD)\w*=", DOCKERFILE)
+    left_out = set((FOLDER / "Dockerfile.dockerignore").read_text().splitlines())
+    assert {".git/config", ".dvc/config.local", ".prefect", ".venv", "**/.env"} <= left_out
+    ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if re.fullmatch(r"/[a-z]+/", line)}
+    assert ignored <= left_out
+
+
+def test_the_image_has_python_and_ray_on_its_path():
+    folders = [rest for kind, rest in instructions() if kind == "WORKDIR"]
+    assert f"PATH={folders[0]}/.venv/bin:$PATH" in DOCKERFILE
