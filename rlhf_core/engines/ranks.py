@@ -3,7 +3,8 @@
 Ranks that share each sequence (rlhf_core/engines/sequence_parallel.py) have the same micro-batches and the same results; the first of them
 contributes to sums.
 
-Every function but `rank`, `world_size`, `threads_of_rank`, `data_parallel_size` and `own_parts` is a collective: all ranks call it.
+Every function but `rank`, `world_size`, `threads_of_rank`, `data_parallel_size`, `own_parts` and `total` is a collective: all ranks call
+it.
 """
 
 from __future__ import annotations
@@ -52,6 +53,14 @@ def own_parts(lengths: Sequence[int], *, max_tokens: int, rows: Sequence[int] | 
 def merged(values: torch.Tensor) -> torch.Tensor:
     """A tensor of which each rank has filled its own part and left the rest 0: the sum over ranks, on the CPU."""
     return values if world_size() == 1 else sum_over_ranks(_contribution(values)).cpu()
+
+
+def total(values: Sequence[torch.Tensor]) -> float:
+    """The sum of numbers of this rank's micro-batches, in their order.
+
+    To be called after all passes: reading a number waits for the GPU, which would then be idle while the next micro-batch is made.
+    """
+    return sum(torch.stack(list(values)).tolist(), 0.0) if values else 0.0
 
 
 def summed(*values: float) -> list[float]:

@@ -20,7 +20,7 @@ from rlhf_core.data.batching import Part
 from rlhf_core.data.schema import Message
 from rlhf_core.data.tokens import Examples
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
-from rlhf_core.engines.ranks import merged, own_parts, summed
+from rlhf_core.engines.ranks import merged, own_parts, summed, total
 from rlhf_core.models.batch import Branches, collate_branches, share_prefix
 from rlhf_core.models.tokenizer import encode_scored_turns
 from rlhf_core.trainers.encoding import Begin, at_once
@@ -118,21 +118,21 @@ def reward_phase(
     def train_batch(engine: TrainEngine, chosen: list[int]) -> Metrics:
         batch = [train[i] for i in chosen]
         num_pairs = sum(len(c.pairs) for c in batch)
-        loss, points = 0.0, 0.0
+        shares, points = [], []
         for part in _own_parts(batch, microbatch_tokens):
             chosen_scores, rejected_scores = score_pairs(engine, [batch[i] for i in part.positions], pad_id=pad_id)
             share = bradley_terry(chosen_scores, rejected_scores, margin=margin, centering_coef=centering_coef).sum() / num_pairs
             engine.backward(share if part.counts else 0.0 * share)
             if part.counts:
-                loss += float(share.detach())
-                points += _points(chosen_scores.detach(), rejected_scores.detach())
-        loss, points = summed(loss, points)
-        return {"loss": loss, "accuracy": points / num_pairs, "tokens": float(sum(len(s) for c in batch for s in c.sequences))}
+                shares.append(share.detach())
+                points.append(_points(chosen_scores.detach(), rejected_scores.detach()))
+        loss, right = summed(total(shares), total(points))
+        return {"loss": loss, "accuracy": right / num_pairs, "tokens": float(sum(len(s) for c in batch for s in c.sequences))}
 
     def evaluate(engine: TrainEngine) -> Metrics:
         chosen_scores, rejected_scores = score_heldout(engine, heldout, pad_id=pad_id, microbatch_tokens=microbatch_tokens)
         loss = bradley_terry(chosen_scores, rejected_scores, margin=margin, centering_coef=0.0).mean()
-        return {"heldout_loss": float(loss), "heldout_accuracy": _points(chosen_scores, rejected_scores) / len(chosen_scores)}
+        return {"heldout_loss": float(loss), "heldout_accuracy": float(_points(chosen_scores, rejected_scores)) / len(chosen_scores)}
 
     return Phase(name, steps, batch_size, len(train), train_batch, evaluate if heldout else None)
 
@@ -167,6 +167,6 @@ def _own_parts(comparisons: Sequence[Comparison], microbatch_tokens: int) -> lis
     return own_parts([c.longest for c in comparisons], max_tokens=microbatch_tokens, rows=[len(c.rows) for c in comparisons])
 
 
-def _points(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> float:
+def _points(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> torch.Tensor:
     """Number of pairs in the right order; a tie counts half."""
-    return float((chosen_scores > rejected_scores).sum() + 0.5 * (chosen_scores == rejected_scores).sum())
+    return (chosen_scores > rejected_scores).sum() + 0.5 * (chosen_scores == rejected_scores).sum()

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config import ConditionalSftConfig, ModelConfig, RejectionSamplingConfig, SftConfig
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
-from rlhf_core.engines.ranks import own_parts, summed
+from rlhf_core.engines.ranks import own_parts, summed, total
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.lora import add_adapters
@@ -43,12 +43,12 @@ def sft_phase(
 
     def train_batch(engine: TrainEngine, chosen: list[int]) -> Metrics:
         examples = [train[i] for i in chosen]
-        num_loss_tokens, total = sum(e.num_trained for e in examples), 0.0
+        num_loss_tokens, shares = sum(e.num_trained for e in examples), []
         for part, counts in _own_parts(examples, microbatch_tokens):
             loss = _negative_logprob(engine, part, pad_id) / num_loss_tokens
             engine.backward(loss if counts else 0.0 * loss)
-            total += float(loss.detach()) if counts else 0.0
-        return {"loss": summed(total)[0], "tokens": float(sum(len(e.ids) for e in examples))}
+            shares += [loss.detach()] if counts else []
+        return {"loss": summed(total(shares))[0], "tokens": float(sum(len(e.ids) for e in examples))}
 
     def evaluate(engine: TrainEngine) -> Metrics:
         return {"heldout_loss": heldout_loss(engine, heldout, pad_id=pad_id, microbatch_tokens=microbatch_tokens)}
@@ -58,8 +58,8 @@ def sft_phase(
 
 def heldout_loss(engine: TrainEngine, examples: Sequence[Demonstration], *, pad_id: int, microbatch_tokens: int) -> float:
     """Mean negative log-probability per trained token, in nats."""
-    total = sum(float(_negative_logprob(engine, part, pad_id)) * counts for part, counts in _own_parts(examples, microbatch_tokens))
-    return summed(total)[0] / sum(e.num_trained for e in examples)
+    losses = [_negative_logprob(engine, part, pad_id) * counts for part, counts in _own_parts(examples, microbatch_tokens)]
+    return summed(total(losses))[0] / sum(e.num_trained for e in examples)
 
 
 def _own_parts(examples: Sequence[Demonstration], microbatch_tokens: int) -> list[tuple[list[Demonstration], bool]]:

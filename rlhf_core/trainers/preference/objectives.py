@@ -20,7 +20,7 @@ from torch import nn
 from rlhf_core.algorithms.preference_losses import PREFERENCE_LOSSES, UNPAIRED_LOSSES, PairLogprobs, PairLosses, kto_baseline
 from rlhf_core.config import DpoConfig, KtoConfig
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
-from rlhf_core.engines.ranks import data_parallel_size, gathered, own_parts, summed
+from rlhf_core.engines.ranks import data_parallel_size, gathered, own_parts, summed, total
 from rlhf_core.models.batch import Branches, collate_branches, continue_prefix
 from rlhf_core.trainers.supervised import Metrics
 
@@ -201,7 +201,7 @@ class PairObjective:
         options: dict[str, Any] = {"label_smoothing": config.label_smoothing} if config.loss in ("sigmoid", "robust") else {}
         options |= {"simpo_margin": config.simpo_margin} if config.loss == "simpo" else {}
         num_chosen_tokens = sum(len(pair.chosen.response_ids) for pair in pairs)
-        results, positions, loss = [], [], 0.0
+        results, positions, shares = [], [], []
         for part, counts in self.forward.microbatches([side for pair in pairs for side in pair], together=2):
             lengths = torch.tensor([len(item.response_ids) for group in part for item in group.items], device=device())
             of_items = (self.forward.logprobs(engine, part).float(), self.reference(part), lengths)
@@ -214,12 +214,12 @@ class PairObjective:
                 share = share - config.nll_coef * logprobs.chosen_logprobs.sum() / num_chosen_tokens
             if learn:
                 engine.backward(share if counts else 0.0 * share)
-            loss += float(share.detach()) if counts else 0.0
+            shares += [share.detach()] if counts else []
             results.append(_kept([*logprobs, *losses], counts))
             positions += [i // 2 for group in part for i in group.positions[::2]] if counts else []
         columns = _joined(results, positions, len(pairs))
         split = len(PairLogprobs._fields)
-        return PairLogprobs(*columns[:split]), PairLosses(*columns[split:]), summed(loss)[0]
+        return PairLogprobs(*columns[:split]), PairLosses(*columns[split:]), summed(total(shares))[0]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from rlhf_core.algorithms.policy_losses import POLICY_LOSSES, aggregate, expert_
 from rlhf_core.config import RlConfig
 from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, sum_over_ranks
-from rlhf_core.engines.ranks import summed
+from rlhf_core.engines.ranks import summed, total
 from rlhf_core.models.backend import Backend
 from rlhf_core.models.batch import Branches, TokenBatch
 from rlhf_core.models.forward import PolicyOutput
@@ -185,21 +185,25 @@ class RlUpdate:
         """
         losses: Totals = defaultdict(float)
         statistics: Totals = {}
+        found: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []  # losses and statistics of each micro-batch
         by_row: dict[int, torch.Tensor] = {}  # with from_update
         for part in parts:
             batch = minibatch.batch.select(part.rows).to(self.device)
             output = self._policy_output(part, batch, routed=None if counts is None else real_tokens(batch))
             logprobs = unflatten(output.logprobs.float(), batch.response_mask)
             loss, stats = self._policy_loss(batch, logprobs, output, minibatch)
-            losses["policy_loss"] += float(loss.detach())
+            of_part = {"policy_loss": loss.detach()}
             if counts is not None:
                 balance = load_balancing_loss(output.router_logits, counts, top_k=self.experts_per_token)
-                losses["moe_aux_loss"] += float(balance.detach())
+                of_part["moe_aux_loss"] = balance.detach()
                 loss = loss + self.rl.moe_aux_coef * balance
             self.policy.backward(loss)
-            add_totals(statistics, stats)
+            found.append((of_part, stats))
             if batch.old_logprobs is None:
                 by_row.update(zip(part.rows, logprobs.detach().cpu(), strict=True))
+        for of_part, stats in found:
+            add_totals(losses, numbers(of_part))
+            add_totals(statistics, numbers(stats))
         in_order = [by_row[row] for row in sorted(by_row)]
         return PolicyGradients(losses, statistics, pad_sequence(in_order, batch_first=True) if in_order else None)
 
@@ -212,7 +216,7 @@ class RlUpdate:
 
     def _policy_loss(
         self, batch: TrainBatch, logprobs: torch.Tensor, output: PolicyOutput, minibatch: Minibatch
-    ) -> tuple[torch.Tensor, Totals]:
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """A micro-batch's share of the step's policy loss, KL and entropy terms included; and sums over its tokens."""
         rl, mask = self.rl, batch.response_mask
         old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -227,11 +231,11 @@ class RlUpdate:
         if rl.entropy_coef:
             token_loss = token_loss - rl.entropy_coef * unflatten(output.entropy.float(), mask)
         return self._aggregate(token_loss, batch, minibatch), {
-            "entropy_sum": float(output.entropy.detach().sum()),
-            "clip_frac_sum": float(stats["clip_frac_sum"]),
-            "approx_kl_sum": float(stats["approx_kl_sum"]),
-            "policy_ratio_max": float(stats["ratio_max"]),
-            "policy_ratio_min": float(stats["ratio_min"]),
+            "entropy_sum": output.entropy.detach().sum(),
+            "clip_frac_sum": stats["clip_frac_sum"],
+            "approx_kl_sum": stats["approx_kl_sum"],
+            "policy_ratio_max": stats["ratio_max"],
+            "policy_ratio_min": stats["ratio_min"],
         }
 
     def _too_far(self, approx_kl_sum: float, num_loss_tokens: int) -> bool:
@@ -239,8 +243,8 @@ class RlUpdate:
         limit = self.rl.max_approx_kl
         if limit is None:
             return False
-        (total,) = summed(approx_kl_sum)
-        return not total / max(num_loss_tokens, 1) <= limit
+        (of_all,) = summed(approx_kl_sum)
+        return not of_all / max(num_loss_tokens, 1) <= limit
 
     @torch.no_grad()
     def _expert_counts(self, batch: TrainBatch, parts: list[Microbatch]) -> torch.Tensor:
@@ -259,20 +263,19 @@ class RlUpdate:
         """
         if not self.rl.ptx.coef:
             return {}
-        losses: Totals = defaultdict(float)
-        examples = minibatch.ptx
+        found, examples = [], minibatch.ptx
         for rows in equal_count(microbatches([len(e.ids) for e in examples], max_tokens=self.rl.trainer.microbatch_tokens)):
             batch = collate_demonstrations([examples[i] for i in rows], pad_id=self.pad_id)
             loss = -self.policy(batch.to(self.device)).logprobs.float().sum() / max(minibatch.num_ptx_tokens, 1)
             self.policy.backward(self.rl.ptx.coef * loss)
-            losses["ptx_loss"] += float(loss.detach())
-        return losses
+            found.append(loss.detach())
+        return {"ptx_loss": total(found)} if found else {}
 
     # Critic
 
     def _critic_gradients(self, minibatch: Minibatch, parts: list[Microbatch]) -> Totals:
         """Accumulate the gradients of the value loss over the micro-batches."""
-        ppo, losses = self.rl.ppo, defaultdict(float)
+        ppo, found = self.rl.ppo, []
         for part in parts:
             batch = minibatch.batch.select(part.rows).to(self.device)
             if part.graphs is not None:
@@ -283,8 +286,8 @@ class RlUpdate:
             token_loss = value_loss(values, batch.old_values, batch.returns, batch.response_mask, value_clip=ppo.value_clip)
             loss = ppo.value_coef * self._aggregate(token_loss, batch, minibatch)
             self.critic.backward(loss)
-            losses["value_loss"] += float(loss.detach())
-        return losses
+            found.append(loss.detach())
+        return {"value_loss": total(found)} if found else {}
 
     def _aggregate(self, token_loss: torch.Tensor, batch: TrainBatch, minibatch: Minibatch) -> torch.Tensor:
         return aggregate(
@@ -295,6 +298,10 @@ class RlUpdate:
             num_sequences=minibatch.num_sequences,
             horizon=self.rl.rollout.max_new_tokens,
         )
+
+
+def numbers(values: dict[str, torch.Tensor]) -> Totals:
+    return {name: float(value) for name, value in values.items()}
 
 
 def policy_arguments(rl: RlConfig) -> dict[str, Any]:
