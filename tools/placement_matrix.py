@@ -80,12 +80,15 @@ class Lab:
         ]  # fmt: skip
         write_rows(folder / "prepared", "prompt", rows)
 
-    def run(self, cell: Cell, **changes: Any) -> Trained:
+    def run(self, cell: Cell, *, name: str | None = None, **changes: Any) -> Trained:
         """
+        Args:
+            name: of the job and its folder; None: the cell's.
         Raises:
             RuntimeError: the job's exit code isn't 0.
         """
-        work = self._folder / cell.name
+        name = name or cell.name
+        work = self._folder / name
         work.mkdir()
         wanted = {"rl.algorithm": cell.algorithm, "rl.trainer.zero_stage": cell.zero_stage}
         wanted["rl.placement"] = TWO_AND_ONE if cell.placement == "two_and_one" else cell.placement
@@ -98,7 +101,7 @@ class Lab:
         code = run_job(
             self._address,
             f"cd {shlex.quote(str(ROOT))} && exec {sys.executable} -m rlhf_core.trainers.rl.driver {work / 'job.json'}",
-            fingerprint=cell.name,
+            name=name,
             environment={"PYTHONPATH": python_path(ROOT)},
             start_timeout=300.0,
             silence_timeout=300.0,
@@ -107,7 +110,7 @@ class Lab:
             stop_requested=lambda: False,
         )
         if code:
-            raise RuntimeError(f"{cell.name}: expected exit code 0, got {code}:\n{''.join(printed)[-3000:]}")
+            raise RuntimeError(f"{name}: expected exit code 0, got {code}:\n{''.join(printed)[-3000:]}")
         curves, seconds = columns(work / "curves.csv"), sorted(columns(work / "timings.csv")["seconds"])
         return Trained(curves, read_state_dict(work / "policy"), seconds[len(seconds) // 2])
 
