@@ -62,6 +62,16 @@ def sft_steps(engine: TrainEngine, batches: list[list[list[int]]], *, rank: int,
     ]
 
 
+def turning_steps(engine: TrainEngine, *, rank: int) -> list[tuple[float, float]]:
+    """Two steps, and the engine on the host before each."""
+    steps = []
+    for batch in BATCHES[:2]:
+        engine.keep("nothing")
+        engine.keep("all")
+        steps += sft_steps(engine, [batch], rank=rank, ranks=2)
+    return steps
+
+
 def alone(address: Address) -> Address:
     """One rank needs no other's address."""
     return address
@@ -183,12 +193,13 @@ def rank_main(rank: int, addresses: multiprocessing.Queue, folders: tuple[Path, 
         addresses.put(address)
         return address
 
-    results: dict = {"rl": {}, "sft": {}, "resumed": {}, "grown": {}}
+    results: dict = {"rl": {}, "sft": {}, "resumed": {}, "grown": {}, "turns": {}}
     for stage in STAGES:
         results["rl"][stage] = {case: rl_case(case, folders, stage=stage, rank=rank, ranks=2, agree=agree) for case in CASES}
         engine = policy_engine(folders[0], zero_stage=stage)
         steps = sft_steps(engine, BATCHES[:2], rank=rank, ranks=2)
         engine.save(out / "engines", f"stage-{stage}")
+        results["turns"][stage] = turning_steps(policy_engine(folders[0], zero_stage=stage), rank=rank)
         steps += sft_steps(engine, BATCHES[2:], rank=rank, ranks=2)
         results["sft"][stage] = (steps, engine.state_dict(every_rank=True))
         again = policy_engine(folders[0], zero_stage=stage)

@@ -116,6 +116,8 @@ class RolloutConfig(Section):
     recomputed_fraction: share of the samples whose log-probabilities the trainer computes before the update; the others keep the engine's.
     dispatch: equal hands each engine its share of the prompts at once; dynamic hands prompts out as engines become free, so that their
     batches, and with them rounding, depend on time; auto: dynamic on GPUs.
+    take_turns: engines free their memory while the trainer works, and trainer ranks theirs while engines work; auto: where an engine and a
+    rank share a GPU, except with one_step_off_policy.
     """
 
     backend: RolloutBackend
@@ -136,6 +138,7 @@ class RolloutConfig(Section):
     recomputed_fraction: float = Field(gt=0, le=1)
     one_step_off_policy: bool
     dispatch: Literal["auto", "equal", "dynamic"] = "auto"
+    take_turns: Literal["auto"] | bool = "auto"
 
     @property
     def samples_any_token(self) -> bool:
@@ -158,6 +161,11 @@ class RolloutConfig(Section):
             yield (
                 "dispatch: expected auto or equal with one_step_off_policy, got dynamic; change one, because the driver, which would hand "
                 "out prompts, waits for the update at that time"
+            )
+        if self.take_turns is True and self.one_step_off_policy:
+            yield (
+                "take_turns: expected auto or false with one_step_off_policy, got true; change one, because engines then work at the same "
+                "time as the trainer"
             )
         if self.min_new_tokens >= self.max_new_tokens:
             yield (

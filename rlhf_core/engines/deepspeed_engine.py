@@ -23,6 +23,7 @@ from torch import nn
 from rlhf_core.checkpoint.saved_state import OPTIMIZER_NAMES
 from rlhf_core.checkpoint.saving import without_crc32
 from rlhf_core.engines.freeing import free
+from rlhf_core.engines.offload import OnDevice, Stays, tensors_in, weights_of
 from rlhf_core.engines.optimizers import OPTIMIZERS, WeightAverage, refresh_module
 from rlhf_core.engines.sequence_parallel import split_sequences
 from rlhf_core.models.build import disable_dropout
@@ -204,7 +205,15 @@ class TrainEngine:
         if self._clips_itself:
             self._torch_optimizer.register_step_pre_hook(self._clip)
         split_sequences(module)
+        self._on_device = OnDevice(device(), lambda: weights_of(module), lambda: tensors_in((self._optim, self._torch_optimizer)))
         self.train()
+
+    def keep(self, stays: Stays) -> None:
+        """Keep all, the module's weights or nothing on the device, and the rest on the host: the GPU is free for another process.
+
+        Without `all` there is no backward pass, step, saving or loading; without `weights` nothing else either.
+        """
+        self._on_device.keep(stays)
 
     def _optimizer(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
         s = self._settings
@@ -248,14 +257,17 @@ class TrainEngine:
         self._grad_norm = float(nn.utils.clip_grad_norm_(parameters, self._settings.max_grad_norm))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._on_device.need("weights", "forward")
         return self._engine(*args, **kwargs)
 
     def backward(self, loss_share: torch.Tensor) -> None:
         """Accumulate gradients of this micro-batch's share of the step's loss; the engine's average over ranks is turned into a sum."""
+        self._on_device.need("all", "backward")
         self._engine.backward(loss_share * self._world_size, scale_wrt_gas=False)
 
     def step(self) -> float:
         """Reduce over ranks, clip, update, advance the schedule. Returns the gradient norm before clipping."""
+        self._on_device.need("all", "step")
         self._engine.step()
         return self._grad_norm if self._clips_itself else float(self._engine.get_global_grad_norm())
 
@@ -300,6 +312,7 @@ class TrainEngine:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `gathered_weights`."""
+        self._on_device.need("weights", "weights")
         return gathered_weights(self.module)
 
     def state_dict(self, *, every_rank: bool = False) -> dict[str, torch.Tensor]:
@@ -332,11 +345,13 @@ class TrainEngine:
     def exchange_average(self) -> None:
         """Exchange the module's weights and their average. Training can't continue until a second call has exchanged them back."""
         if self._average is not None:
+            self._on_device.need("all", "average of the weights")
             self._average.exchange()
             refresh_module(self._optim)
 
     def save(self, folder: Path, name: str) -> None:
         """Parameters, optimizer, schedule and counters of this rank. Every rank calls it."""
+        self._on_device.need("all", "saving")
         names = {p: name for name, p in self.module.named_parameters()}
         trained = [names[p] for p in self._trained]
         facts = {OPTIMIZER_NAMES: trained, OPTIMIZER: self._settings.optimizer}
@@ -349,6 +364,7 @@ class TrainEngine:
         Raises:
             ValueError: the checkpoint belongs to another engine, model or optimizer.
         """
+        self._on_device.need("all", "loading")
         subject, optimizer = f"checkpoint {folder.name}/{name}", self._settings.optimizer
         try:
             loaded, facts = self._engine.load_checkpoint(str(folder), tag=name) if any((folder / name).glob("*.pt")) else (None, {})

@@ -11,6 +11,7 @@ from torch import nn
 
 from rlhf_core.engines.deepspeed_engine import device, gathered_weights, on_host, precision, shard
 from rlhf_core.engines.freeing import free
+from rlhf_core.engines.offload import OnDevice, Stays, weights_of
 from rlhf_core.engines.sequence_parallel import split_sequences
 from rlhf_core.models.build import frozen
 
@@ -38,12 +39,18 @@ class FrozenModel:
             for tensor in self._on_host:
                 tensor.data = tensor.data.pin_memory()
         self.module = module
+        self._on_device = OnDevice(device(), lambda: weights_of(module), tuple)
         with self.in_use():
             split_sequences(module)
+
+    def keep(self, stays: Stays) -> None:
+        """Keep the weights on the device, or, with `nothing`, on the host until the next `keep`: the GPU is free for another process."""
+        self._on_device.keep(stays)
 
     @contextmanager
     def in_use(self) -> Iterator[nn.Module]:
         """The module, with its weights where it computes."""
+        self._on_device.need("weights", "forward")
         host = [tensor.data for tensor in self._on_host]
         for tensor in self._on_host:
             tensor.data = tensor.data.to(device(), non_blocking=True)

@@ -14,6 +14,18 @@ LOGIT_COPIES = 4  # in float32: logits, the sampler's copy, log-probabilities, a
 BLOCK = 128  # tokens; no backend of vLLM has larger blocks
 
 
+def memory_in_use() -> dict[str, int]:
+    """Bytes that this process has allocated and that torch has reserved for it, and those in use on the GPU by all processes; empty without
+    one.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    return {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved(), "used": total - free}
+
+
 def cache_bytes(
     model_path: str,
     *,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core.engines.gpu_memory import memory_in_use
 from rlhf_core.engines.weights import PackedTensor, unpack
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def open_here(
     kv_cache_gib: int = 1,
     shares_gpu: bool = False,
     reads_text: bool = False,
+    sleeps: bool = False,
 ) -> VllmEngine | PytorchEngine:
     """An engine in this process. See the engines for the arguments; only vLLM uses `seed`."""
     shared = {
@@ -64,15 +66,27 @@ def open_here(
         return PytorchEngine(model_path, **shared)
     from rlhf_core.engines.vllm_engine import VllmEngine
 
-    return VllmEngine(model_path, **shared, seed=seed)
+    return VllmEngine(model_path, **shared, seed=seed, sleeps=sleeps)
 
 
 class RolloutActor:
-    """An engine as one actor of a group. Args: settings: of `open_here`."""
+    """An engine as one actor of a group. Args: settings: of `open_here`; one that `sleeps` is asleep after its start."""
 
     def __init__(self, rank: int, **settings: Any):
         self.rank = rank
         self._engine = open_here(**settings)
+        if settings.get("sleeps"):
+            self._engine.sleep()
+
+    def sleep(self, level: int) -> dict[str, int]:
+        """As the engine does. Returns the memory in use on its GPU afterwards."""
+        self._engine.sleep(level)
+        return memory_in_use()
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> dict[str, int]:
+        """As the engine does. Returns the memory in use on its GPU afterwards."""
+        self._engine.wake_up(tags)
+        return memory_in_use()
 
     def generate(self, *args: Any, **kwargs: Any) -> list[list[Sample]]:
         """As the engine does."""
@@ -86,6 +100,6 @@ class RolloutActor:
         """As the engine does."""
         return self._engine.probe(ids)
 
-    def load_weights(self, weights: dict[str, PackedTensor], version: int, ids: Sequence[int]) -> tuple[int, list[float]]:
-        """As the engine does, with packed weights from another process; returns the version and log-probabilities of the ids."""
-        return self._engine.load_weights(unpack(weights), version), self._engine.probe(ids)
+    def load_weights(self, weights: dict[str, PackedTensor], version: int, ids: Sequence[int] = ()) -> tuple[int, list[float]]:
+        """As the engine does, with packed weights from another process; returns the version and log-probabilities of the ids, if any."""
+        return self._engine.load_weights(unpack(weights), version), self._engine.probe(ids) if ids else []

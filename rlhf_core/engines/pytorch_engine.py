@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from rlhf_core.algorithms.logprobs import left_logits
+from rlhf_core.engines.offload import Offloaded, storages_of
+from rlhf_core.engines.sleep import Awake
 from rlhf_core.models.build import frozen, kv_cache_bytes, load_language_model, with_weights
 from rlhf_core.models.decoding import Decoder
 from rlhf_core.models.forward import backend_of
@@ -61,6 +63,27 @@ class PytorchEngine:
         self._shares_gpu = shares_gpu and device.type == "cuda"
         self._tokenizer = load_tokenizer(model_path, trust_remote_code=trust_remote_code) if reads_text else None
         self.version = 0
+        self._awake, self._offloaded = Awake(), Offloaded()
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the device's memory: of the weights, which level 1 copies to the host and level 2 forgets."""
+        if self._awake.is_half_awake:
+            self.wake_up()
+        if not self._awake.falls_asleep(level):
+            return
+        self._decoder = None  # it may have joined weights
+        weights = storages_of((p.data for p in self._model.parameters()), device=self._model.device).values()
+        if level == 1:
+            self._offloaded.offload(weights)
+        else:
+            self._offloaded.discard(weights)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory for weights and for keys and values, or for these tags; the latter is allocated by each call anyway."""
+        if "weights" in self._awake.wakes_up(tags):
+            self._offloaded.reload()
+            if self._awake.has_weights:
+                self._decoder = backend_of(self._model).decoder(self._model, probed=True)
 
     def generate(
         self, prompts: list[list[int]], seeds: list[int], settings: SamplingSettings, *, stop_ids: tuple[int, ...], group_size: int
@@ -71,7 +94,9 @@ class PytorchEngine:
             stop_ids: tokens of which each ends a response.
         Raises:
             ValueError: a prompt leaves no room for a response.
+            RuntimeError: the engine is asleep.
         """
+        self._awake.need("generate")
         longest = max(map(len, prompts), default=0)
         if longest >= self._max_length:
             raise ValueError(f"prompts: expected fewer tokens than model.max_length={self._max_length}, got {longest}; leave them out")
@@ -104,12 +129,14 @@ class PytorchEngine:
     @torch.inference_mode()
     def probe(self, ids: Sequence[int]) -> list[float]:
         """Log-probability [len(ids) - 1] of each token but the first, given those before it, at temperature 1."""
+        self._awake.need("probe")
         given = torch.tensor([list(ids)], device=self._model.device)
         logprobs = self._model(input_ids=given, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         return logprobs.gather(-1, given[0, 1:, None]).squeeze(-1).tolist()
 
     def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> int:
         """Replace the weights. Returns `version`."""
+        self._awake.loads_weights()
         self._model = with_weights(self._model, state_dict)
         self._decoder = backend_of(self._model).decoder(self._model, probed=True)
         self.version = version

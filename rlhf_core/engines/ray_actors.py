@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from rlhf_core.environment import keep_visible, named, passed_on
 from rlhf_core.process import collect_rarely, freeze_gc
 
 PEER_SECONDS = 5.0  # seconds until the death that made another rank's call fail is known
+END_SECONDS = 0.2  # between two looks at a process that ends
 LOOK_SECONDS = 15.0  # seconds to inspect or kill a process on another node, including a worker's start
 
 Pending = ray.ObjectRef  # a pending answer, which may be an argument of another call
@@ -330,6 +332,16 @@ class ActorGroup:
         with suppress(RayError):
             return ray.get(self._places[rank], timeout=0)
         return None
+
+    def end(self, *, deadline: float) -> None:
+        """End all processes, and wait until they have freed their memory."""
+        until = time.monotonic() + deadline
+        places = [self._whereabouts(rank) for rank in range(len(self))]
+        for rank in range(len(self)):
+            self._end(rank)
+        for place in filter(None, places):
+            while _on_node(place, _state, place.pid) not in (None, "gone", psutil.STATUS_ZOMBIE) and time.monotonic() < until:
+                time.sleep(END_SECONDS)
 
     def close(self) -> None:
         for rank in range(len(self)):

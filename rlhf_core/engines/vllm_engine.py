@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rlhf_core.engines.gpu_memory import cache_bytes
+from rlhf_core.engines.sleep import Awake
 from rlhf_core.engines.weights import pack_experts_at_next_load, pack_tied_weights, replace_weights
 from rlhf_core.process import freeze_gc
 from rlhf_core.sampling.requests import Sample, SamplingSettings
@@ -44,8 +45,9 @@ class VllmEngine:
         shares_gpu: another process uses the GPU too. The cache's size is then computed from the fraction (gpu_memory.py), since vLLM's own
             measurement would include the other process's allocations.
         reads_text: responses may end with a stop string, for which every token is decoded.
+        sleeps: `sleep` and `wake_up` are called.
     Raises:
-        ValueError: vLLM's CPU build can't run the model, or vLLM can't update its weights.
+        ValueError: vLLM's CPU build can't run the model or can't sleep, or vLLM can't update its weights.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class VllmEngine:
         gpu_memory_fraction: float,
         shares_gpu: bool = False,
         reads_text: bool = False,
+        sleeps: bool = False,
     ):
         _refuse_what_is_not_reloaded(model_path, trust_remote_code)
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -77,6 +80,11 @@ class VllmEngine:
         freeze_gc()  # vLLM collects garbage five times during its start
         self._set_num_threads = torch.set_num_threads  # on the CPU the engine replaces it by one that does nothing
         on_cpu = current_platform.is_cpu()
+        if sleeps and not current_platform.is_sleep_mode_available():
+            raise ValueError(
+                "rl.rollout.take_turns: expected auto or false with this build of vLLM, which has no sleep mode, got true; change it, or "
+                "set rl.rollout.backend to pytorch"
+            )
         if on_cpu:
             # Avoids compilation at the first generate. Set here since PyTorch has already read the environment variable.
             torch._dynamo.config.disable = os.environ.setdefault("TORCH_COMPILE_DISABLE", "1") == "1"
@@ -86,6 +94,7 @@ class VllmEngine:
         self.version = 0
         self._on_cpu = on_cpu
         self._unfinished: dict[str, int] = {}  # vLLM's id of a request -> the caller's number
+        self._awake = Awake()
         settings = dict(
             model=model_path,
             skip_tokenizer_init=not reads_text,
@@ -117,13 +126,26 @@ class VllmEngine:
                     batched_tokens=settings["max_num_batched_tokens"],
                     trust_remote_code=trust_remote_code,
                 )
-            self._llm = LLM(**settings, **shared)
+            self._llm = LLM(**settings, **shared, enable_sleep_mode=sleeps)
             return
         with _told_as_a_refusal(model_path, trust_remote_code):
             cache = _cpu_cache(model_path, max_length, max_concurrent_sequences, kv_cache_gib, trust_remote_code)
             # A seeded request with a chunked prompt rewinds its generator, which PyTorch's CPU generator can't.
             self._llm = LLM(**settings, **cache, enable_chunked_prefill=False)
             self.probe(TRIAL_IDS)  # only the first forward pass refuses some shapes
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the GPU's memory: of the cache, and of the weights, which level 1 copies to the host and level 2 forgets."""
+        if self._awake.is_half_awake:  # vLLM puts both to sleep or none
+            self.wake_up()
+        if self._awake.falls_asleep(level):
+            assert not self._unfinished, "sleep would abort requests"
+            self._llm.sleep(level=level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory for weights and cache, or for these tags."""
+        if woken := self._awake.wakes_up(tags):
+            self._llm.wake_up(tags=list(woken))
 
     def generate(
         self, prompts: list[list[int]], seeds: list[int], settings: SamplingSettings, *, stop_ids: tuple[int, ...], group_size: int
@@ -154,7 +176,10 @@ class VllmEngine:
             numbers: by which the caller knows the prompts.
         Returns:
             Number of each prompt that finished in this call -> its responses.
+        Raises:
+            RuntimeError: the engine is asleep.
         """
+        self._awake.need("generate")
         from vllm import SamplingParams
 
         parameters = [
@@ -190,6 +215,7 @@ class VllmEngine:
 
     def probe(self, ids: Sequence[int]) -> list[float]:
         """The log-probability of each token but the first given those before it, at temperature 1. [len(ids) - 1]"""
+        self._awake.need("probe")
         from vllm import SamplingParams
 
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
@@ -201,13 +227,15 @@ class VllmEngine:
 
         Returns `version`.
         """
+        self._awake.loads_weights()
         if not self._on_cpu:
             self._reload(state_dict)
         elif not all(self._llm.apply_model(partial(replace_weights, state_dict=state_dict))):
             self._llm.apply_model(pack_experts_at_next_load)
             self._reload(state_dict)
             self._llm.apply_model(pack_tied_weights)
-        self._llm.reset_prefix_cache()
+        if self._awake.is_awake:  # sleep has emptied the cache
+            self._llm.reset_prefix_cache()
         self.version = version
         return version
 

@@ -57,6 +57,9 @@ def stages_text(plans: list[Plan], machine: Machine, problems: dict[str, str]) -
             if process.peak:
                 what = f"{process.peak} (most of {len(process.phases)} phases)"
                 lines.append(f"    {what:<44} {process.phases[process.peak] / GIB:9.3g} GiB")
+        if plan.turns:
+            lines.append("  on a GPU by turns, the largest counts:")
+            lines += [f"    {turn:<44} {size / GIB:9.3g} GiB" for turn, size in plan.turns.items()]
     lines += [f"\n{stage}: not predicted: {why}" for stage, why in problems.items()]
     return "\n".join(lines)
 
@@ -66,7 +69,12 @@ def stages_values(plans: list[Plan], problems: dict[str, str]) -> dict[str, Any]
     found: dict[str, Any] = {stage: {"problem": why} for stage, why in problems.items()}
     for plan in plans:
         processes = [asdict(process) | {"needed": process.needed} for moment in plan.moments for process in moment]
-        found[plan.stage] = {"fits": not plan.shortages, "processes": processes, "shortages": [asdict(s) for s in plan.shortages]}
+        found[plan.stage] = {
+            "fits": not plan.shortages,
+            "processes": processes,
+            "shortages": [asdict(s) for s in plan.shortages],
+            "turns": dict(plan.turns),
+        }
     return found
 
 

@@ -73,12 +73,24 @@ def _check(work: Workload, placement: Placement, cluster: Cluster) -> None:
 def phase_seconds(work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency, at_a_time: float) -> dict[str, float]:
     """Seconds by phase. at_a_time: concurrent responses per engine."""
     arguments = (work, placement, cluster, efficiency)
+    turns = {"turns": seconds} if (seconds := turn_seconds(*arguments)) else {}
     return {
         "generate": generate_seconds(*arguments, at_a_time),
+        **turns,
         "score": max(score_seconds(group, *arguments) for group in placement.groups),
         "update": max(update_seconds(group, *arguments) for group in placement.groups),
         "sync": sync_seconds(*arguments),
     }
+
+
+def turn_seconds(work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency) -> float:
+    """Seconds to bring what the roles beside an engine hold to the host and back, once a step; the engine forgets its weights."""
+    group = placement.group_of(ENGINE)
+    if len(group.roles) == 1 or not placement.sleep:
+        return 0.0
+    parts = group_memory(work, group, placement, cluster).parts
+    moved = sum(size for name, size in parts.items() if ": " in name and not name.startswith(ENGINE))
+    return 2 * moved / (cluster.host_link * efficiency.network)
 
 
 def generate_seconds(work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency, at_a_time: float) -> float:

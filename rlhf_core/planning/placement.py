@@ -47,6 +47,20 @@ class Placement:
         """Other groups with a rank on a GPU of this one."""
         return [k for k, gpus in enumerate(self.ranks) if k != group and set(gpus) & set(self.ranks[group])]
 
+    def takes_turns(self, rl: RlConfig) -> bool:
+        """`rl.rollout.take_turns` with auto resolved."""
+        if rl.rollout.take_turns != "auto":
+            return rl.rollout.take_turns
+        beside = any(map(self.engines_beside_ranks, range(len(self.ranks))))
+        return beside and not rl.rollout.one_step_off_policy
+
+    def engine_share(self, rl: RlConfig) -> float:
+        """Of a GPU's memory that an engine may take a fraction of: by turns all of it, which engines on one GPU divide."""
+        if not self.gpus:
+            return 1.0
+        most = max(map(self.engines.count, self.engines))
+        return 1.0 / most if self.takes_turns(rl) else self.per_engine
+
     @property
     def shares_engine_gpus(self) -> bool:
         """Whether an engine shares its GPU with other actors."""

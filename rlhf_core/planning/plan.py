@@ -79,7 +79,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Placement:
-    """sleep: engines that share GPUs free their memory while others compute. max_concurrent: concurrent responses per engine.
+    """sleep: engines and roles that share GPUs take turns: the others' memory is on the host.
+    max_concurrent: concurrent responses per engine.
     sequence_parallel: GPUs that share each sequence in training and scoring.
     """
 
@@ -98,12 +99,7 @@ class Placement:
 
 def lacking(placement: Placement) -> list[str]:
     """Features of a placement that this pipeline lacks (docs/gpu.md)."""
-    engines, trainer = placement.group_of(ENGINE), placement.group_of(POLICY)
-    needs = {
-        "an engine on several GPUs": placement.tensor_parallel > 1,
-        "engines that sleep while the trainer works": engines is trainer and placement.sleep,
-    }
-    return [what for what, needed in needs.items() if needed]
+    return ["an engine on several GPUs"] * (placement.tensor_parallel > 1)
 
 
 @dataclass(frozen=True)
@@ -134,13 +130,17 @@ def group_memory(work: Workload, group: Group, placement: Placement, cluster: Cl
     static = sum(parts.values())
     if working:
         parts["one pass or optimizer step"] = working
-    resident = static if placement.sleep else static + working
+    shared = ENGINE in group.roles and len(group.roles) > 1
+    resident = 0.0 if shared and placement.sleep else static + working
     room = cluster.gpu.memory - cluster.reserve - resident
     engine = _engine_minimum(work, placement) if ENGINE in group.roles else 0.0
     if engine:
         parts[f"{ENGINE}: weights"] = work.policy.parameters * element_bytes(work.dtype) / placement.tensor_parallel
         parts[f"{ENGINE}: one response"] = engine - parts[f"{ENGINE}: weights"]
-    needed = max(static + working, resident + engine)
+    sent = parts.get(f"{POLICY}: weights", 0.0) + parts.get(f"{ENGINE}: weights", 0.0)  # both are there while weights are sent
+    needed = max(static + working, resident + engine, sent)
+    if shared and placement.sleep:
+        host += static
     available = cluster.gpu.memory - cluster.reserve
     cache = max(0.0, room - parts.get(f"{ENGINE}: weights", 0.0)) if engine else 0.0
     return GroupMemory(group, parts, needed, max(0.0, needed - available), cache, host)

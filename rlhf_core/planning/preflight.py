@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhf_core.config import Params, ScorerConfig, Section
@@ -17,9 +17,10 @@ from rlhf_core.environment import INFERENCE_STAGES
 from rlhf_core.paths import POLICY_MODEL, REWARD_MODEL, SFT_MODEL
 from rlhf_core.planning.hardware import GIB
 from rlhf_core.planning.machine import Gpu, Machine, here
+from rlhf_core.planning.memory import ENGINE_PROCESS
 from rlhf_core.planning.models import Model, base_model, read_model
 from rlhf_core.planning.online import rl_engine, rl_ranks
-from rlhf_core.planning.placement import place
+from rlhf_core.planning.placement import Placement, place
 from rlhf_core.planning.stages import (
     ALLOCATOR,
     PLANS,
@@ -68,11 +69,15 @@ class Shortage:
 
 @dataclass(frozen=True)
 class Plan:
-    """Of a stage on a machine: its processes, moment by moment, and what is missing, the worst first."""
+    """Of a stage on a machine: its processes, moment by moment, and what is missing, the worst first.
+
+    turns: of processes that take turns on a GPU: bytes on it in each turn, of which the largest counts.
+    """
 
     stage: str
     moments: Moments
     shortages: list[Shortage]
+    turns: Mapping[str, float] = field(default_factory=dict)
 
 
 def check(stage: str, params: Params, models: Models, machine: Machine) -> Plan:
@@ -97,7 +102,9 @@ def _check_rl(params: Params, models: Models, machine: Machine) -> Plan:
     rl, on_gpu = params.rl, bool(machine.gpus)
     placement = place(rl, len(machine.gpus))
     ranks = rl_ranks(rl, params.model, models, on_gpu=on_gpu)
-    rollouts = rl_engine(rl, params.model, models, on_gpu=on_gpu, per_engine=placement.per_engine)
+    rollouts = rl_engine(rl, params.model, models, on_gpu=on_gpu, per_engine=placement.engine_share(rl))
+    if on_gpu and placement.takes_turns(rl):
+        return _check_turns(placement, ranks, rollouts, machine)
     moment = [*ranks, rollouts]
     if not on_gpu:
         weights = rollouts.parts["engine: weights"]
@@ -110,6 +117,35 @@ def _check_rl(params: Params, models: Models, machine: Machine) -> Plan:
     return Plan("train_policy", [moment], sorted(found, key=lambda s: -s.ratio))
 
 
+def _check_turns(placement: Placement, ranks: list[Process], engines: Process, machine: Machine) -> Plan:
+    """Engines and ranks that take turns on GPUs: each process leaves its context only, and the ranks' parts go to the host."""
+    ranks = [replace(rank, host=rank.host + sum(rank.parts.values())) for rank in ranks]
+    policy = next(rank for rank in ranks if "policy: weights" in rank.parts)
+    at_once = max(map(placement.engines_beside_ranks, range(len(ranks))))
+    contexts = TRAINER_GPU * max(sum(gpu in group for group in placement.ranks) for gpu in placement.engines)
+    beside, turns = {engines.name: contexts}, {}
+    for number, rank in enumerate(ranks):
+        others = sum(ranks[other].needed + TRAINER_GPU for other in placement.groups_beside(number))
+        beside[rank.name] = placement.engines_beside_ranks(number) * ENGINE_PROCESS + others
+        turns[f"the turn of {rank.name}"] = rank.needed + TRAINER_GPU + beside[rank.name]
+    weights = {
+        "policy: weights": policy.parts["policy: weights"],
+        "engine: weights": at_once * engines.parts["engine: weights"],
+        "processes": contexts + at_once * ENGINE_PROCESS,
+    }
+    sent = sum(weights.values())
+    turns = {"the engines' turn": at_once * engines.needed + contexts, "weights on their way": sent, **turns}
+    where = {
+        p.name: f"its GPU, in {turn}," for p, turn in ((engines, "the engines' turn"), *((rank, "the trainer's turn") for rank in ranks))
+    }
+    found = _shortages([*ranks, engines], machine, beside=beside, where=where)
+    free = _usable(min(gpu.free for gpu in machine.gpus))
+    if sent > free:
+        name = "train_policy: weights on their way to the engines"
+        found.append(Shortage(name, "rl.rollout", sent, free, "a GPU of engine and rank", weights))
+    return Plan("train_policy", [[*ranks, engines]], sorted(found, key=lambda s: -s.ratio), turns)
+
+
 def _ray(stage: str, weights: float = 0.0) -> Process:
     """
     Args:
@@ -118,11 +154,15 @@ def _ray(stage: str, weights: float = 0.0) -> Process:
     return Process(f"{stage}: Ray", "cluster", {"Ray: weights on their way to the engines": weights} if weights else {}, base=RAY_HOST)
 
 
-def _shortages(moment: list[Process], machine: Machine, *, beside: Mapping[str, float] | None = None) -> list[Shortage]:
+def _shortages(
+    moment: list[Process], machine: Machine, *, beside: Mapping[str, float] | None = None, where: Mapping[str, str] | None = None
+) -> list[Shortage]:
     """
     Args:
         beside: a process's name -> bytes that others take of its GPU.
+        where: a process's name -> its GPU, for messages.
     """
+    beside, where = beside or {}, where or {}
     if not machine.gpus:
         parts = {f"{p.count} x {p.name}" if p.count > 1 else p.name: p.count * (p.needed + p.base + ALLOCATOR) for p in moment}
         largest = max(moment, key=lambda p: p.count * p.needed)
@@ -134,12 +174,13 @@ def _shortages(moment: list[Process], machine: Machine, *, beside: Mapping[str, 
     smallest = min(machine.gpus, key=lambda gpu: gpu.free)
     for process in moment:
         if process.share is not None:
-            beside = TRAINER_GPU if process.count > 1 and process.ranks_key is not None else 0.0  # the rank's own process
-            available, needed = _usable(min(process.share * smallest.total, smallest.free - beside)), process.needed
+            own = TRAINER_GPU if process.count > 1 and process.ranks_key is not None else 0.0  # the rank's own process
+            left = smallest.free - own - beside.get(process.name, 0.0)
+            available, needed = _usable(min(process.share * smallest.total, left)), process.needed
         else:
-            available, needed = _usable(smallest.free - (beside or {}).get(process.name, 0.0)), process.needed + TRAINER_GPU
+            available, needed = _usable(smallest.free - beside.get(process.name, 0.0)), process.needed + TRAINER_GPU
         if needed > available:
-            found.append(Shortage(process.name, process.section, needed, available, "its GPU", _parts(process)))
+            found.append(Shortage(process.name, process.section, needed, available, where.get(process.name, "its GPU"), _parts(process)))
         if process.count > len(machine.gpus) and (process.share is None or process.ranks_key is not None):
             key, there = process.ranks_key or f"{process.section}.ranks", len(machine.gpus)
             why = "because two ranks can't share a GPU"

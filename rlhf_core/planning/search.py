@@ -68,6 +68,6 @@ def propose(
     Args:
         only_built: try only what this pipeline supports.
     """
-    tried = candidates(work, cluster, checkpointing=checkpointing, sleep=sleep and not only_built, max_concurrent=max_concurrent)
+    tried = candidates(work, cluster, checkpointing=checkpointing, sleep=sleep, max_concurrent=max_concurrent)
     wanted = (placement for placement in tried if not (only_built and lacking(placement)))
     return min((predict(work, placement, cluster, efficiency) for placement in wanted), key=lambda found: (found.missing, found.step))

@@ -16,6 +16,7 @@ from rlhf_core.scorers.text import ScoreItem
 from rlhf_core.trainers.rl.groups import TrainerGroup
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.recovery import Replacements
+from rlhf_core.trainers.rl.turns import Turns
 
 log = logging.getLogger("rlhf")
 
@@ -30,9 +31,10 @@ class ActorScorers(Scorers):
         RoleLost: a trainer rank fails. The run ends.
     """
 
-    def __init__(self, job: RlJob, ranks: TrainerGroup | None, replacements: Replacements):
+    def __init__(self, job: RlJob, ranks: TrainerGroup | None, replacements: Replacements, turns: Turns):
         super().__init__(job.rl.reward.scorers, {name: Path(folder) for name, folder in job.scorer_models.items()}, job.model)
         self._ranks, self._replacements, self._deadline = ranks, replacements, job.rl.deadlines.step
+        self._turns = turns
         by_text = [config for config in self.configs if config.kind != "reward_model"]
         self._text_scorers: ActorGroup | None = None
         if by_text:
@@ -53,6 +55,7 @@ class ActorScorers(Scorers):
 
     def submit_sequences(self, name: str, sequences: list[list[int] | None]) -> Callable[[], torch.Tensor]:
         """Sequences are dealt out in turn, so that each rank gets its share of long and short ones."""
+        self._turns.trainers()
         group = self._ranks
         size = group.trainer.data_parallel_size
         shards = [list(range(len(sequences)))[number::size] for number in range(size)]

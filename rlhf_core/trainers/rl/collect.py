@@ -73,6 +73,7 @@ def collect_rollouts(
     else:
         rollouts = workers.rollouts.generate(prompts.take(prompts_drawn, rl.rollout_batch_size), step=step)
         clock.lap("generate")
+        workers.turns.trainers(forget=rl.algorithm != "remax")
         scores = workers.submit_scores(rollouts)
         forward = workers.submit_forward(rollouts, **how)
         scored = workers.collect_scores(scores, measured)

@@ -32,11 +32,22 @@ class Dispatcher:
         replace: starts engines in place of lost ones, or raises.
         at_a_time: prompts that an engine samples at the same time.
         deadline: seconds until one of the engines must have finished some prompts.
+        drain: `replace` is called when no engine has prompts, since all of them get new weights.
     """
 
-    def __init__(self, engines: ActorGroup, replace: Callable[[RoleLost], None], requests: Requests, *, at_a_time: int, deadline: float):
+    def __init__(
+        self,
+        engines: ActorGroup,
+        replace: Callable[[RoleLost], None],
+        requests: Requests,
+        *,
+        at_a_time: int,
+        deadline: float,
+        drain: bool = False,
+    ):
         self._engines, self._replace, self._requests = engines, replace, requests
-        self._at_a_time, self._deadline = at_a_time, deadline
+        self._at_a_time, self._deadline, self._drain = at_a_time, deadline, drain
+        self._lost: list[RoleLost] = []  # to be replaced, with `drain`
         count = len(requests.prompts)
         self._most = min(at_a_time + max(1, at_a_time // AHEAD), -(-count // len(engines)))  # prompts that an engine has
         self._waiting = deque(range(count))
@@ -54,7 +65,10 @@ class Dispatcher:
         finished: dict[int, list[Sample]] = {}
         for rank in self._taken:
             self._hand_out(rank)
-        while self._pending:
+        while self._pending or self._lost:
+            if not self._pending:
+                self._replace_lost()
+                continue
             try:
                 answers = self._engines.wait_any(self._pending, deadline=self._deadline, what="generate")
             except RoleLost as lost:
@@ -70,11 +84,12 @@ class Dispatcher:
     def _hand_out(self, rank: int) -> None:
         """Fill an engine up and let it generate; nothing if it would have no prompts."""
         taken, requests = self._taken[rank], self._requests
-        numbers = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._most - len(taken)))]
+        room = 0 if self._lost else self._most - len(taken)
+        numbers = [self._waiting.popleft() for _ in range(min(len(self._waiting), room))]
         taken.update(numbers)
         if taken:
             arguments = (numbers, [requests.prompts[n] for n in numbers], [requests.seeds[n] for n in numbers])
-            leave = min(self._at_a_time, len(taken) - 1) if self._waiting else 0
+            leave = min(self._at_a_time, len(taken) - 1) if self._waiting and not self._lost else 0
             self._pending[rank] = self._engines.submit_one(rank, "serve", *arguments, leave=leave, **requests.how)
 
     def _take_back(self, lost: RoleLost) -> None:
@@ -84,6 +99,17 @@ class Dispatcher:
             self._taken[rank].clear()
         if not lost.ranks:
             raise lost
+        if self._drain:
+            self._lost.append(lost)
+            return
         self._replace(lost)
         for rank in lost.ranks:
+            self._hand_out(rank)
+
+    def _replace_lost(self) -> None:
+        """Replace the engines that were lost, now that the others have finished what they had, and hand out prompts to all."""
+        lost = RoleLost("; ".join(map(str, self._lost)), sorted({rank for one in self._lost for rank in one.ranks}))
+        self._lost = []
+        self._replace(lost)
+        for rank in self._taken:
             self._hand_out(rank)

@@ -60,6 +60,7 @@ class Actors:
     def __init__(self, job: RlJob):
         gpus = join_cluster()
         self._job, self._placement = job, place(job.rl, gpus)
+        self.take_turns = self._placement.takes_turns(job.rl)
         if job.checks_cluster:
             check_cluster("train_policy", load_params(), gpus)
         _record(self._placement, job)
@@ -119,8 +120,9 @@ class Actors:
                 "max_concurrent_sequences": rl.rollout.max_concurrent_sequences,
                 "threads": threads,
                 "trust_remote_code": job.model.trust_remote_code,
-                "gpu_memory_fraction": rl.rollout.gpu_memory_fraction * (placement.per_engine or 1.0),
-                "shares_gpu": placement.shares_engine_gpus,
+                "gpu_memory_fraction": rl.rollout.gpu_memory_fraction * placement.engine_share(rl),
+                "shares_gpu": placement.shares_engine_gpus or self.take_turns,
+                "sleeps": self.take_turns,
                 "reads_text": bool(rl.rollout.stop),
             },
             together=False,

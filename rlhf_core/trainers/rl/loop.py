@@ -110,11 +110,12 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
     bar = Bar("rl step", rl.steps, done=progress.step)
     stopping = False
     while not progress.finished(rl) and not stopping:
-        clock = Clock()
+        clock = Clock(apart=workers.turns.seconds)
         try:
             result = train_step(run, progress, stop, clock)
         except StepAbandoned:
             log.info("rl: SIGTERM: step %d abandoned, no state changed", progress.step + 1)
+            workers.turns.end_engines()
             workers.snapshot(progress, run.normalizer, score=None)
             workers.store.publish()
             break
@@ -125,7 +126,8 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
             workers.snapshot(progress, run.normalizer, score=row.get(f"eval_{rl.evaluation.metric}"))
         clock.lap("checkpoint")
         # The curve is written before the checkpoint: a run that is killed between the two repeats the step, and overwrites its row.
-        timings = clock.timings(samples=rl.samples_per_step) | {"replacements": workers.replacements.count}
+        timings = clock.timings(samples=rl.samples_per_step) | {"replacements": workers.replacements.count} | workers.turns.memory
+        workers.turns.log_order()
         curves.log(row, timings, result.collected.scorer_metrics)
         workers.store.publish()
         bar.step(**progress_figures(row, rl, clock))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 
 import torch
 
@@ -103,16 +104,23 @@ def check_scored(batch: RolloutBatch, rl: RlConfig, *, step: int) -> None:
 
 
 class Clock:
-    """Seconds of a step per phase; a repeated phase adds up."""
+    """Seconds of a step per phase; a repeated phase adds up.
 
-    def __init__(self):
+    Args:
+        apart: growing seconds of what happens within phases and isn't counted in them, but by its own name.
+    """
+
+    def __init__(self, apart: Mapping[str, float] | None = None):
         self._start = self._last = time.perf_counter()
-        self._laps: dict[str, float] = {}
+        self._apart, self._before = apart or {}, dict(apart or {})
+        self._laps: dict[str, float] = dict.fromkeys(self._apart, 0.0)
 
     def lap(self, phase: str) -> None:
         now = time.perf_counter()
-        self._laps[phase] = self._laps.get(phase, 0.0) + now - self._last
-        self._last = now
+        spent = {name: seconds - self._before[name] for name, seconds in self._apart.items()}
+        for name, seconds in {phase: max(0.0, now - self._last - sum(spent.values())), **spent}.items():
+            self._laps[name] = self._laps.get(name, 0.0) + seconds
+        self._last, self._before = now, dict(self._apart)
 
     @property
     def total(self) -> float:

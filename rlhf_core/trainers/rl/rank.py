@@ -18,6 +18,8 @@ from rlhf_core.checkpoint.manifest import damage
 from rlhf_core.checkpoint.parts import hand_in
 from rlhf_core.data.batching import even_microbatches
 from rlhf_core.engines.deepspeed_engine import device, equal_count, join_world, most_over_ranks
+from rlhf_core.engines.gpu_memory import memory_in_use
+from rlhf_core.engines.offload import Stays
 from rlhf_core.engines.rendezvous import join_store, open_store
 from rlhf_core.engines.sequence_parallel import share_sequences
 from rlhf_core.engines.weights import PackedTensor, pack, unpack
@@ -97,6 +99,11 @@ class TrainerRank:
         """What computes all of these modules. The general backend with other ranks or ZeRO, where the order of collectives counts."""
         alone = self._world_size == 1 and self._job.rl.trainer.zero_stage == 0 and bool(modules)
         return common_backend(*modules) if alone else GENERAL
+
+    def keep(self, stays: Stays) -> dict[str, int]:
+        """See `HostedRoles.keep`. Returns the memory in use on the GPU afterwards."""
+        self.roles.keep(stays)
+        return memory_in_use()
 
     def set_value_units(self, units: ValueUnits) -> None:
         """Set the units of the critic's output. They follow from the reward normalizer, and aren't saved."""

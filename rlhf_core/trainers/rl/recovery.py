@@ -10,6 +10,7 @@ from typing import Any
 from rlhf_core.engines.ray_actors import ActorGroup, Pending, RoleLost
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.mismatch import WeightSyncCheck
+from rlhf_core.trainers.rl.turns import Turns
 
 log = logging.getLogger("rlhf")
 
@@ -54,6 +55,8 @@ class RolloutRecovery:
         replacements: how many actors may be replaced.
         sync_check: what the probe must show of a new engine's weights.
         packed_weights: the trainer's policy, packed for an engine.
+        turns: of engines and trainer ranks.
+        renew: sends every engine the weights of `version` again.
 
     version: of the policy that every engine has.
     loaded: that policy's weights, where the trainer's policy may be newer than the engines' (rollout.one_step_off_policy).
@@ -68,11 +71,15 @@ class RolloutRecovery:
         replacements: Replacements,
         sync_check: WeightSyncCheck,
         packed_weights: Callable[[], Pending],
+        turns: Turns,
+        renew: Callable[[], None],
     ):
         self.engines, self.version = engines, 0
         self.loaded: Pending | None = None
         self.background: EngineCall | None = None
         self._replacements, self._sync_check, self._packed_weights = replacements, sync_check, packed_weights
+        self._turns, self._renew = turns, renew
+        turns.start = self._start
         self._deadline, self._one_step_off_policy = job.rl.deadlines.step, job.rl.rollout.one_step_off_policy
 
     def submit(self, method: str, per_rank: list[tuple], **kwargs: Any) -> EngineCall:
@@ -110,11 +117,20 @@ class RolloutRecovery:
         """
         if not self._replacements.allow(lost):
             raise lost
-        self.engines.replace(lost.ranks)
+        with self._turns.room():
+            self.engines.replace(lost.ranks)
+        try:
+            self._turns.join(lost.ranks)
+        except RoleLost as again:
+            self._start(again)
 
     def replace(self, lost: RoleLost) -> None:
         """Start new engines, load the weights that the other engines have, and repeat the background call."""
         self._start(lost)
+        if self._turns.on:  # the trainer's turn, in which all engines forget their weights
+            self._renew()
+            log.warning("rollout rank %s: replaced; all engines have policy version %d", lost.ranks, self.version)
+            return
         weights = self.loaded if self._one_step_off_policy else self._packed_weights()
         for rank in lost.ranks:
             version, probe = self._load(rank, weights)

@@ -15,6 +15,7 @@ from rlhf_core.checkpoint.saving import without_crc32
 from rlhf_core.config import RlConfig
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, device
 from rlhf_core.engines.frozen import FrozenModel
+from rlhf_core.engines.offload import Stays
 from rlhf_core.engines.universal import convert_engines, load_converted
 from rlhf_core.models.build import load_language_model, load_scalar_model, new_scalar_model, scalar_head
 from rlhf_core.models.forward import PolicyModule, ScalarModule
@@ -88,6 +89,18 @@ class HostedRoles:
     def _frozen(self, module: torch.nn.Module) -> FrozenModel:
         trainer = self._job.rl.trainer
         return FrozenModel(module, dtype=self._job.model.dtype, zero_stage=trainer.zero_stage, offload=trainer.offload_frozen)
+
+    def keep(self, stays: Stays) -> None:
+        """Keep all, the policy's weights or nothing on the device, and the rest on the host."""
+        for engine in self.learning.values():
+            engine.keep(stays if engine is self.policy or stays == "all" else "nothing")
+        for model in self.frozen:
+            model.keep("all" if stays == "all" else "nothing")
+
+    @property
+    def frozen(self) -> list[FrozenModel]:
+        reference = [] if self.reference is None else [self.reference]
+        return [*reference, *(member for members in self.scorers.values() for member in members)]
 
     @property
     def learning(self) -> dict[str, TrainEngine]:

@@ -14,6 +14,7 @@ from rlhf_core.trainers.rl.dispatch import Dispatcher, Requests
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.mismatch import WeightSyncCheck
 from rlhf_core.trainers.rl.recovery import EngineCall, Replacements, RolloutRecovery
+from rlhf_core.trainers.rl.turns import Turns
 from rlhf_core.types import Prompt, Rollout
 
 # Step numbers for seeds of responses that belong to no step.
@@ -46,6 +47,8 @@ class RolloutEngines:
     Args:
         stop_ids: tokens of which each ends a response.
         packed_weights: the trainer's policy, packed for an engine.
+        turns: of engines and trainer ranks.
+        renew: sends every engine the weights of its version again.
         vocabulary: number of tokens that the model knows.
     Raises:
         RoleLost: an engine doesn't start, or rl.max_replacements is reached.
@@ -59,11 +62,22 @@ class RolloutEngines:
         stop_ids: tuple[int, ...],
         replacements: Replacements,
         packed_weights: Callable[[], Pending],
+        turns: Turns,
+        renew: Callable[[], None],
         vocabulary: int,
     ):
+        self._turns, self._renew = turns, renew
         self._job, self._engines, self._stop_ids = job, engines, stop_ids
         self.sync_check = WeightSyncCheck(job, vocabulary=vocabulary)
-        self.recovery = RolloutRecovery(job, engines, replacements=replacements, sync_check=self.sync_check, packed_weights=packed_weights)
+        self.recovery = RolloutRecovery(
+            job,
+            engines,
+            replacements=replacements,
+            sync_check=self.sync_check,
+            packed_weights=packed_weights,
+            turns=turns,
+            renew=renew,
+        )
         self._sampling = sampling_settings(job.rl)
         self._prefetching: tuple[int, Generation] | None = None
         self._prefetched: Prefetched | None = None
@@ -74,8 +88,12 @@ class RolloutEngines:
 
     def start(self, trainer_probe: list[float]) -> None:
         """Compare the initial model of the engines with the trainer's: see `WeightSyncCheck.start`."""
-        probes = self.recovery.wait(self.recovery.submit("probe", [(self.sync_check.probe_ids,)] * len(self._engines)))
-        self.sync_check.start(probes, trainer_probe)
+        self._turns.engines()
+        self.sync_check.start(self._probes(), trainer_probe)
+
+    def _probes(self) -> list[list[float]]:
+        """Each engine's log-probabilities of the probe."""
+        return self.recovery.wait(self.recovery.submit("probe", [(self.sync_check.probe_ids,)] * len(self._engines)))
 
     # Responses
 
@@ -102,6 +120,9 @@ class RolloutEngines:
 
     def _generate(self, prompts: Sequence[Prompt], seeds: list[int], sampling: SamplingSettings, *, group_size: int) -> list[Rollout]:
         """Rollouts of each prompt, in order."""
+        self._turns.engines()
+        if self._turns.stale:
+            self._renew()
         if not self._hands_out_prompts:
             return self._wait(self._submit(prompts, seeds, sampling, group_size=group_size))
         rl, how = self._job.rl, {"settings": sampling, "stop_ids": self._stop_ids, "group_size": group_size}
@@ -111,6 +132,7 @@ class RolloutEngines:
             Requests([p.prompt_ids for p in prompts], seeds, how),
             at_a_time=max(1, rl.rollout.max_concurrent_sequences // group_size),
             deadline=rl.deadlines.step,
+            drain=self._turns.on,
         )
         return self._rollouts(prompts, dispatcher.run())
 
@@ -193,8 +215,7 @@ class RolloutEngines:
 
     def load_weights(self, weights: Pending, *, version: int, given_by: ActorGroup) -> list[list[float]]:
         """Load weights into every engine. Returns each engine's log-probabilities of the probe."""
-        per_rank = [(weights, version, self.sync_check.probe_ids)] * len(self._engines)
-        results = self.recovery.wait(self.recovery.submit("load_weights", per_rank), given_by=given_by)
+        results = self._load_by_turns(weights, version, given_by) if self._turns.on else self._load(weights, version, given_by)
         versions = [loaded for loaded, _ in results]
         if versions != [version] * len(versions):
             raise RuntimeError(f"rollout engines: expected policy version {version} everywhere, got {versions}")
@@ -202,6 +223,21 @@ class RolloutEngines:
         if self._job.rl.rollout.one_step_off_policy:
             self.recovery.loaded = weights
         return [probe for _, probe in results]
+
+    def _load(self, weights: Pending, version: int, given_by: ActorGroup, *, probes: bool = True) -> list[tuple[int, list[float]]]:
+        per_rank = [(weights, version, self.sync_check.probe_ids if probes else ())] * len(self._engines)
+        return self.recovery.wait(self.recovery.submit("load_weights", per_rank), given_by=given_by)
+
+    def _load_by_turns(self, weights: Pending, version: int, given_by: ActorGroup) -> list[tuple[int, list[float]]]:
+        """The probe needs the cache, which the engines have in their turn. All get the weights again if one is lost before that."""
+        while True:
+            self._turns.transfer()
+            self._turns.stale = False
+            loaded = self._load(weights, version, given_by, probes=False)
+            self._turns.engines()
+            probes = self._probes()
+            if not self._turns.stale:
+                return [(found, probe) for (found, _), probe in zip(loaded, probes, strict=True)]
 
 
 def sampling_settings(rl: RlConfig) -> SamplingSettings:

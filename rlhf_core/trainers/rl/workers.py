@@ -30,6 +30,7 @@ from rlhf_core.trainers.rl.minibatch import Minibatch, Totals, add_totals
 from rlhf_core.trainers.rl.recovery import Replacements
 from rlhf_core.trainers.rl.rollouts import RolloutEngines
 from rlhf_core.trainers.rl.state import Progress, RunStore
+from rlhf_core.trainers.rl.turns import Turns
 from rlhf_core.trainers.rl.update import RankUpdate
 from rlhf_core.types import Rollout, RolloutBatch, ScoredRollout, UpdateResult
 
@@ -82,19 +83,24 @@ class Workers:
         self.pad_id = tokenizer.pad_token_id
         self._updated: Pending | None = None  # weights of the last update, until their sync
         self.replacements = Replacements(job.rl.max_replacements)
+        self.turns = Turns(actors.rollouts, actors.trainers, on=actors.take_turns, deadline=job.rl.deadlines.step)
         self.rollouts = RolloutEngines(
             job,
             actors.rollouts,
             stop_ids=self._stops,
             replacements=self.replacements,
             packed_weights=self._packed_weights,
+            turns=self.turns,
+            renew=lambda: self.sync_weights(version=self.rollouts.recovery.version),
             vocabulary=min(len(tokenizer), vocabulary_size(job.sft_model, trust_remote_code=job.model.trust_remote_code)),
         )
 
     def __enter__(self) -> Workers:
         start, trainers = self._job.rl.deadlines.start, self._trainers
         self._actors.check_gpus(engines=False)
-        self._scorers = ActorScorers(self._job, trainers.find("reward_models"), self.replacements)
+        if self.turns.on:  # an engine takes all of its memory until it falls asleep
+            self.rollouts.wait_ready()
+        self._scorers = ActorScorers(self._job, trainers.find("reward_models"), self.replacements, self.turns)
         self._scorer = ResponseScorer(self._scorers, self._tokenizer, stops=self._stops)
         addresses = {id(group): found[0] for group, found in zip(trainers.all, trainers.call("address", deadline=start), strict=True)}
         trainers.call("connect", lambda group, _: (addresses[id(group)],), deadline=start)
@@ -135,6 +141,7 @@ class Workers:
             recomputed_fraction: of each rank's rollouts, from the first on, for which the policy's log-probabilities are computed.
             keep_graphs: the next update takes all of these rollouts in one optimizer step, and may continue from these passes.
         """
+        self.turns.trainers()
         sequences, starts = sequences_of(rollouts)
         of_prompts = [[i for i, _ in group] for _, group in groupby(enumerate(rollouts), key=lambda item: item[1].group_id)]
         submitted = []
@@ -174,6 +181,7 @@ class Workers:
             plans: for each of rl.learning_groups, each rank's minibatches.
             batch: the rollouts that they were made from.
         """
+        self.turns.trainers()
         (policy, *critic), (plan, *critic_plan) = self._trainers.learning, plans
         can_end_early = train_policy and self._job.rl.max_approx_kl is not None and batch.old_logprobs is not None
         how = {"kl_coef": kl_coef, "train_policy": train_policy}
@@ -206,6 +214,7 @@ class Workers:
 
     def refresh_reference(self) -> None:
         """The current policy becomes the reference."""
+        self.turns.trainers()
         group = self._trainers.find("reference")
         if group is self._trainers.policy:
             group.call("refresh_reference", deadline=self._job.rl.deadlines.step)
@@ -224,6 +233,7 @@ class Workers:
         Raises:
             LogprobMismatch: the weights didn't arrive, or engine and trainer compute different log-probabilities with them.
         """
+        self.turns.transfer()
         weights, self._updated = self._updated or self._packed_weights(), None
         probed = self._probe()  # computed while engines load
         engines = self.rollouts.load_weights(weights, version=version, given_by=self._trainers.policy.actors)
@@ -241,6 +251,7 @@ class Workers:
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""
+        self.turns.trainers()
         policy = self._trainers.policy
         policy.call("export", [(str(folder),)] * len(policy), deadline=self._job.checkpoints.save_timeout)
 
@@ -253,6 +264,8 @@ class Workers:
             score: of the policy by rl.evaluation.metric, if it was evaluated after this step.
         """
         ranks = range(self._trainers.ranks) if self._trainers.ranks > 1 else ()  # see TrainerRank.save
+
+        self.turns.trainers()
 
         def save(folder: Path) -> None:
             try:
@@ -293,6 +306,7 @@ class Workers:
         self._load_trainers(found)
 
     def _load_trainers(self, found: Found) -> None:
+        self.turns.trainers()
         universal, step = Path(self._job.work) / "universal", found.manifest["step"]
         converted: dict[str, tuple[str, ...]] = {}  # a group's name -> further arguments of `load`
         ranks_of, world_size = found.manifest.get("engine_ranks", {}), found.manifest["world_size"]

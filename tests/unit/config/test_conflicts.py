@@ -65,6 +65,10 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
             "rl.rollout.recomputed_fraction: expected 1 with a correction, got 0.5",
         ),
         (
+            {"rl.rollout.one_step_off_policy": True, "rl.rollout.take_turns": True},
+            "rl.rollout.take_turns: expected auto or false with one_step_off_policy, got true",
+        ),
+        (
             {"rl.rollout.one_step_off_policy": True, "rl.algorithm": "grpo", "rl.dynamic_sampling.enabled": True},
             "rl.rollout.one_step_off_policy: expected false with dynamic_sampling, got true",
         ),

@@ -383,3 +383,33 @@ def test_frequencies_are_the_probabilities(tmp_path):
     spread = (400 * probabilities * (1 - probabilities)).sqrt()
     likely = probabilities.topk(5).indices
     assert ((counts - 400 * probabilities).abs() <= 5 * spread + 1)[likely].all()
+
+
+def test_an_engine_that_wakes_up_samples_as_before(tmp_path: Path):
+    of_model = engine(llama(tmp_path))
+    expected = of_model.generate(PROMPTS, SEEDS, PLAIN, stop_ids=(EOS,), group_size=2)
+    for tags in (None, ["weights"]):
+        of_model.sleep(1)
+        of_model.sleep(1)
+        of_model.wake_up(tags)
+        if tags:
+            of_model.wake_up(["kv_cache"])
+        assert of_model.generate(PROMPTS, SEEDS, PLAIN, stop_ids=(EOS,), group_size=2) == expected
+
+
+def test_an_engine_that_forgot_its_weights_gets_them_anew(tmp_path: Path):
+    of_model, other = engine(llama(tmp_path / "a")), llama(tmp_path / "b", seed=1)
+    fresh = engine(other).generate(PROMPTS, SEEDS, PLAIN, stop_ids=(EOS,), group_size=2)
+    of_model.load_weights(read_state_dict(other), 1)  # memory of the process, not of the file
+    of_model.sleep(2)
+    assert of_model._model.lm_head.weight.untyped_storage().nbytes() in (0, 4 * 300 * 32)
+    with pytest.raises(RuntimeError, match="expected it to be awake for new weights, got an engine that sleeps"):
+        of_model.load_weights(read_state_dict(other), 2)
+    of_model.wake_up(["weights"])
+    with pytest.raises(RuntimeError, match="rollout engine: expected it to be awake for generate, got an engine that sleeps; call wake_up"):
+        of_model.generate(PROMPTS, SEEDS, PLAIN, stop_ids=(EOS,), group_size=2)
+    of_model.wake_up(["kv_cache"])
+    with pytest.raises(RuntimeError, match="expected weights for probe, got none since a sleep of level 2; load them first"):
+        of_model.probe([5, 6, 7])
+    of_model.load_weights(read_state_dict(other), 2)
+    assert of_model.generate(PROMPTS, SEEDS, PLAIN, stop_ids=(EOS,), group_size=2) == fresh

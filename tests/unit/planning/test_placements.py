@@ -33,8 +33,10 @@ def test_a_colocated_group_holds_everything():
     # policy's pass of 14 tokens: the trunk, the head and the two buckets of ZeRO 2
     working = 2 * 14 * 152 + 2 * 14 * 24 + 2 * 14 * 4 + 4 * 14 * 10 + 14 * 10 * 8 + 2 * 10**9
     engine = 776 + 14 * 16
-    assert memory.needed == static + max(working, engine)
-    assert memory.missing == memory.needed - 20_000 and memory.cache == 20_000 - static - 776
+    assert memory.needed == static + working > engine
+    assert memory.missing == memory.needed - 20_000
+    # by turns: the engine may fill the GPU while all of the others' states are on the host
+    assert memory.cache == 20_000 - 776 and memory.host == static
 
 
 def test_without_sleep_the_engine_adds_to_the_pass():
@@ -108,10 +110,7 @@ def test_where_nothing_fits_the_proposal_says_what_is_missing():
 def test_only_what_is_built_is_proposed_on_request():
     found = propose(real("llama3-8b", critic=None), Cluster(GPUS["h200"], 8), Efficiency(), only_built=True)
     assert found.fits and lacking(found.placement) == []
-    assert lacking(Placement(colocated(GRPO, 4), tensor_parallel=2)) == [
-        "an engine on several GPUs",
-        "engines that sleep while the trainer works",
-    ]
+    assert lacking(Placement(colocated(GRPO, 4), tensor_parallel=2)) == ["an engine on several GPUs"]
 
 
 def test_more_gpus_are_never_predicted_to_be_slower():

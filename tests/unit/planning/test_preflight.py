@@ -14,12 +14,14 @@ import torch
 from safetensors.torch import save_file
 
 from rlhf_core.config import Params, RoleGroup, load_params
+from rlhf_core.config.model import LoraConfig
 from rlhf_core.config.rl_parts import named_placement
 from rlhf_core.planning import preflight as module
 from rlhf_core.planning.hardware import GIB
 from rlhf_core.planning.machine import Gpu, Machine
+from rlhf_core.planning.memory import ENGINE_PROCESS
 from rlhf_core.planning.models import Model, of_shape, read_model
-from rlhf_core.planning.preflight import PATIENCE, Plan, Shortage, changed, check, preflight, remedy, runs_elsewhere, smallest
+from rlhf_core.planning.preflight import LORA, PATIENCE, Plan, Shortage, changed, check, preflight, remedy, runs_elsewhere, smallest
 from rlhf_core.planning.shape import SIZES, ModelShape
 from rlhf_core.planning.stages import RAY_HOST, TRAINER_GPU, TRAINER_HOST, Models, Unpredictable
 
@@ -166,12 +168,50 @@ def test_an_unknown_architecture_is_never_refused(caplog):
 
 def test_engines_beside_a_rank_take_their_share_of_its_gpu():
     grpo = {"rl__algorithm": "grpo", "rl__trainer__zero_stage": 3, "rl__trainer__gradient_checkpointing": True}
-    grpo |= {"rl__rollout__engines": 8, "rl__trainer__ranks": 8}
+    grpo |= {"rl__rollout__engines": 8, "rl__trainer__ranks": 8, "rl__rollout__take_turns": False}
     beside = params(**grpo, rl__rollout__gpu_memory_fraction=0.85)
     assert not lacks("train_policy", beside, NODE)  # 16 GiB of states and 0.4 * 0.85 of 79 GiB
     thin = changed(beside, {"rl.rollout.gpus_per_engine": 0.05, "rl.trainer.gpus_per_rank": 0.9})
     shortages = check("train_policy", thin, MODELS, NODE).shortages
     assert [s.name for s in shortages] == ["train_policy: rollout engine"]  # 0.05 * 0.85 of 79 GiB hold no 15 GiB of weights
+
+
+def by_turns(**changes) -> Params:
+    """GRPO on eight GPUs, an engine beside each rank."""
+    grpo = {"rl__algorithm": "grpo", "rl__rollout__engines": 8, "rl__trainer__ranks": 8, "rl__trainer__gradient_checkpointing": True}
+    return params(**grpo | {"rl__trainer__zero_stage": 3, "rl__rollout__gpu_memory_fraction": 0.85} | changes)
+
+
+def of_memory(size: float) -> Machine:
+    return Machine(2000 * GIB, (Gpu(size * GIB, size * GIB),) * 8)
+
+
+def test_by_turns_the_largest_turn_counts_and_not_the_sum():
+    plan = check("train_policy", by_turns(), MODELS, of_memory(46))
+    (rank, engine), turns = plan.moments[0], plan.turns
+    assert plan.shortages == [] and list(turns) == ["the engines' turn", "weights on their way", "the turn of train_policy: trainer rank"]
+    # 27 GiB of the rank and 18 of the engine, and the contexts of both processes
+    assert turns["the turn of train_policy: trainer rank"] == rank.needed + TRAINER_GPU + ENGINE_PROCESS
+    assert turns["the engines' turn"] == engine.needed + TRAINER_GPU
+    assert engine.share == 0.85 and rank.needed + engine.needed > 0.97 * 46 * GIB
+    together = by_turns(rl__rollout__take_turns=False, rl__rollout__gpus_per_engine=0.5, rl__trainer__gpus_per_rank=0.5)
+    assert lacks("train_policy", together, of_memory(46))
+    # states on the host: bfloat16 weights and gradients, float32 weights and moments of an eighth, reference and reward model
+    assert rank.host > 16 * EIGHT.parameters / 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "where"),
+    [
+        ({"rl__trainer__microbatch_tokens": 65536}, 46, "its GPU, in the trainer's turn,"),
+        ({"rl__rollout__gpu_memory_fraction": 0.3}, 46, "its GPU, in the engines' turn,"),
+        ({"rl__trainer__zero_stage": 2, "rl__lora": LoraConfig(**LORA)}, 29, "a GPU of engine and rank"),
+    ],
+)
+def test_a_turn_that_does_not_fit_is_named(changes, size, where):
+    found, models = by_turns(**changes), Models(EIGHT)  # without a reward model, which would need the most
+    assert {shortage.where for shortage in check("train_policy", found, models, of_memory(size)).shortages} == {where}
+    assert f"GiB that {where} has left" in preflight("train_policy", found, of_memory(size), models)
 
 
 def groups(placement: str) -> list[RoleGroup]:
@@ -196,6 +236,7 @@ def test_a_rank_takes_the_bytes_of_its_roles_only(placement, roles):
 
 def test_groups_that_share_a_gpu_add_up():
     shares = {"rl__trainer__gpus_per_rank": 0.4, "rl__rollout__gpus_per_engine": 0.2, "rl__rollout__engines": 1}
+    shares["rl__rollout__take_turns"] = False
     halves = params(rl__placement=groups("two_groups"), rl__trainer__gradient_checkpointing=True, **shares)
     free = 300 * GIB
     one = Machine(2000 * GIB, (Gpu(free, free),))

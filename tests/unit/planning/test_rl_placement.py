@@ -186,3 +186,33 @@ def test_a_placement_leaves_out_roles_that_the_run_does_not_have():
     grpo = apart.model_copy(update={"algorithm": "grpo", "kl": apart.kl.model_copy(update={"coef": 0.0, "measure": False})})
     assert [(group.name, group.ranks) for group in grpo.role_groups] == [("policy", 1), ("reward_models", 1)]
     assert [group.name for group in grpo.learning_groups] == ["policy"]
+
+
+def turning(turns, **changes) -> RlConfig:
+    off_policy = changes.pop("one_step_off_policy", False)
+    config = rl(**changes)
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"take_turns": turns, "one_step_off_policy": off_policy})})
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "taken", "share"),
+    [
+        ({}, 0, False, 1.0),
+        ({}, 1, True, 0.5),  # two engines divide the GPU in their turn
+        ({"engines": 1}, 1, True, 1.0),
+        ({"ranks": 8, "engines": 8}, 8, True, 1.0),
+        ({"engines": 3}, 2, False, 0.3333),  # on a GPU without a rank
+        ({"ranks": 4, "engines": 4}, 8, False, 1.0),
+        ({"engines": 1, "one_step_off_policy": True}, 1, False, 0.4),
+    ],
+)
+def test_engines_and_ranks_take_turns_where_they_share_a_gpu(changes, gpus, taken, share):
+    found = place(turning("auto", **changes), gpus)
+    assert found.takes_turns(turning("auto", **changes)) is taken
+    assert found.engine_share(turning("auto", **changes)) == share
+
+
+def test_what_is_set_decides_whether_they_take_turns():
+    apart, together = place(rl(), 3), place(rl(), 1)
+    assert apart.takes_turns(turning(True)) and not together.takes_turns(turning(False))
+    assert together.engine_share(turning(False)) == together.per_engine == 0.2

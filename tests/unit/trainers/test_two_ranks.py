@@ -124,6 +124,12 @@ def test_resume_on_two_ranks_equals_an_uninterrupted_run_bit_for_bit(ranks: list
         assert largest_difference(resumed_weights, weights) == 0
 
 
+@at_every_stage
+def test_two_ranks_whose_states_go_to_the_host_and_back_take_the_same_steps_bit_for_bit(ranks: list[dict], stage: int):
+    for rank in ranks:
+        assert rank["turns"][stage] == rank["sft"][stage][0][:2]
+
+
 def test_the_state_digests_of_what_two_ranks_saved_and_saved_again_are_equal_and_name_the_ranks(ranks: list[dict], out: Path):
     found = []
     for name in ("engines", "again"):

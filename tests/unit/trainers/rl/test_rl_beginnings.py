@@ -69,7 +69,7 @@ def workers(request, model_folders: tuple[Path, Path], tmp_path: Path) -> Worker
         0, backend="pytorch", model_path=job.sft_model, max_length=job.model.max_length, dtype="float32", max_concurrent_sequences=32,
         threads=1, seed=0, trust_remote_code=False, gpu_memory_fraction=0.3,
     )  # fmt: skip
-    return Workers(job, SimpleNamespace(trainers=TrainerGroups(job.rl, [Here(rank)]), rollouts=Here(engine)))
+    return Workers(job, SimpleNamespace(trainers=TrainerGroups(job.rl, [Here(rank)]), rollouts=Here(engine), take_turns=False))
 
 
 def test_the_same_policy_passes_and_another_one_ends_the_run(workers: Workers):

@@ -103,6 +103,20 @@ def test_prompts_of_a_lost_engine_are_handed_out_again():
     assert engines.calls[1] > 3
 
 
+def test_a_lost_engine_is_replaced_when_the_others_have_finished_what_they_had():
+    engines, unfinished = SimulatedEngines(3, dies=1), []
+
+    class Watched(Replacing):
+        def __call__(self, lost: RoleLost) -> None:
+            unfinished.append([len(engines.unfinished[rank]) for rank in (0, 2)])
+            super().__call__(lost)
+
+    ticks = [3, 9, 1, 30] * 20
+    requests = Requests([[n] for n in ticks], list(range(80)), {})
+    found = Dispatcher(engines, Watched(engines), requests, at_a_time=SLOTS, deadline=1.0, drain=True).run()
+    assert found == [[n] for n in range(80)] and unfinished == [[0, 0]] and min(engines.calls) > 3
+
+
 def test_a_loss_beyond_the_limit_ends_the_step():
     with pytest.raises(RoleLost, match="rollout rank 1: dead"):
         run(SimulatedEngines(2, dies=1), [3, 9, 1, 30] * 20, limit=0)

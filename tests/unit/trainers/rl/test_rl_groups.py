@@ -36,7 +36,7 @@ def workers(folders: tuple[Path, Path], work: Path, placement: str | list, chang
     ranks = [TrainerRank(0, 1, job, group.roles) for group in job.rl.role_groups]
     for rank in ranks:
         rank.connect(rank.address())
-    made = Workers(job, SimpleNamespace(trainers=TrainerGroups(job.rl, [Here(rank) for rank in ranks]), rollouts=None))
+    made = Workers(job, SimpleNamespace(trainers=TrainerGroups(job.rl, [Here(rank) for rank in ranks]), rollouts=None, take_turns=False))
     if job.rl.starts_rounded and made._trainers.find("reference") is not made._trainers.policy:
         made.refresh_reference()  # as at the start of a job
     return made
@@ -56,7 +56,7 @@ def forward(made: Workers, fraction: float = 1.0) -> dict[str, torch.Tensor]:
 
 
 def scores(made: Workers) -> torch.Tensor:
-    scorers = ActorScorers(made._job, made._trainers.find("reward_models"), Replacements(0))
+    scorers = ActorScorers(made._job, made._trainers.find("reward_models"), Replacements(0), made.turns)
     return scorers.submit_sequences("reward_model", [*sequences(4, seed=5), None])()
 
 

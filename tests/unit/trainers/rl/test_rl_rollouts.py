@@ -12,6 +12,7 @@ from rlhf_core.engines.ray_actors import ActorGroup, RoleLost
 from rlhf_core.trainers.rl.mismatch import WeightSyncCheck
 from rlhf_core.trainers.rl.recovery import Replacements
 from rlhf_core.trainers.rl.rollouts import PREFETCHED, Prefetched, RolloutEngines
+from rlhf_core.trainers.rl.turns import Turns
 from rlhf_core.types import Prompt, Rollout
 
 PROMPTS = [Prompt(f"p{i}", "made", [{"role": "user", "content": "Sort 21."}], [5, 6, 7 + i], None) for i in range(2)]
@@ -27,7 +28,9 @@ def engines(folders: tuple[Path, Path], **changes) -> RolloutEngines:
     """Without an actor: none is asked here."""
     changes = {"rl.algorithm": "rloo", "rl.rollout.one_step_off_policy": True, **changes}
     job = rl_job(*folders, **changes)
-    made = RolloutEngines(job, None, stop_ids=(1,), replacements=Replacements(0), packed_weights=None, vocabulary=300)
+    turns = Turns(None, None, on=False, deadline=1.0)
+    how = {"stop_ids": (1,), "replacements": Replacements(0), "packed_weights": None, "turns": turns, "renew": None, "vocabulary": 300}
+    made = RolloutEngines(job, None, **how)
     made.sync_check.start([TRAINER], TRAINER)
     return made
 

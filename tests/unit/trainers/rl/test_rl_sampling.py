@@ -12,6 +12,7 @@ from rlhf_core.config import RlConfig, curve_columns
 from rlhf_core.sampling.scoring import DISAGREEMENT, RewardNormalizer, ScorerMetrics
 from rlhf_core.trainers.rl.collect import Collected, collect_rollouts, have_variance, resample_groups
 from rlhf_core.trainers.rl.metrics import Clock
+from rlhf_core.trainers.rl.turns import Turns
 from rlhf_core.types import Prompt, Rollout, ScoredRollout
 
 NAN = math.nan
@@ -126,7 +127,7 @@ class RecordingWorkers:
 
     def __init__(self):
         self.calls: list[str] = []
-        self.rollouts = self
+        self.rollouts, self.turns = self, Turns(None, None, on=False, deadline=1.0)
 
     def generate(self, prompts: list[Prompt], **_) -> list[Rollout]:
         self.calls.append("generate")
