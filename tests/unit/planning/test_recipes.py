@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import Params, overridden, read_recipe, read_text
-from rlhf_core.planning.hardware import GIB, GPUS
+from rlhf_core.planning.hardware import GIB, GPUS, Cluster, Efficiency
 from rlhf_core.planning.machine import Gpu, Machine
 from rlhf_core.planning.models import of_shape
+from rlhf_core.planning.phases import predict
+from rlhf_core.planning.plan import Placement, Workload
 from rlhf_core.planning.preflight import plan_stages
+from rlhf_core.planning.search import apart, colocated
 from rlhf_core.planning.shape import SIZES
 
 ROOT = Path(__file__).parents[3]
@@ -19,6 +22,9 @@ EIGHT, SEVENTY = of_shape(SIZES["llama3-8b"]), of_shape(SIZES["llama3-70b"])
 NODE = Machine(512 * GIB, (Gpu(GPUS["h100"].memory, GPUS["h100"].memory),) * 8, gpus_per_host=8)
 B200 = Machine(1000 * GIB, (Gpu(GPUS["b200"].memory, GPUS["b200"].memory),) * 32, gpus_per_host=8)
 H100 = Machine(1000 * GIB, NODE.gpus * 4, gpus_per_host=8)
+
+
+BY_TURNS = ("grpo_8b", "ppo_8b")
 
 
 def params_of(recipe: Path) -> Params:
@@ -43,7 +49,33 @@ def test_every_stage_fits_the_gpus_that_the_recipe_names(recipe):
     params = params_of(recipe)
     plans, problems = plan_stages(params, machine, start, [EIGHT])
     assert problems == {} and [plan.stage for plan in plans if plan.shortages] == []
-    assert params.rl.trainer.ranks + params.rl.rollout.engines == len(machine.gpus)
+    ranks, engines, gpus = params.rl.trainer.ranks, params.rl.rollout.engines, len(machine.gpus)
+    by_turns = recipe.stem in BY_TURNS
+    assert (ranks, engines) == (gpus, gpus) if by_turns else ranks + engines == gpus
+    assert any(plan.turns for plan in plans) == by_turns
+
+
+@pytest.mark.parametrize("recipe", BY_TURNS)
+def test_turns_are_taken_where_a_step_is_predicted_to_be_faster_by_them(recipe):
+    rl, gpus = params_of(ROOT / f"recipes/cluster/{recipe}.yaml").rl, len(NODE.gpus)
+    work = Workload(
+        policy=SIZES["llama3-8b"],
+        critic=SIZES["llama3-8b"] if rl.algorithm == "ppo" else None,
+        reference=True,
+        reward_models=(SIZES["llama3-8b"],),
+        samples=rl.samples_per_step,
+        group_size=rl.group_size,
+        minibatch=rl.minibatch_size,
+        epochs=rl.epochs,
+        prompt_length=512,
+        response_length=700,
+        longest=rl.rollout.max_new_tokens,
+        microbatch_tokens=rl.trainer.microbatch_tokens,
+    )
+    how = {"zero_stage": rl.trainer.zero_stage, "checkpointing": rl.trainer.gradient_checkpointing}
+    placements = [Placement(groups, **how) for groups in (colocated(work, gpus), *(apart(work, gpus, n) for n in (2, 4)))]
+    turns, *others = (predict(work, placement, Cluster(GPUS["h100"], gpus), Efficiency()) for placement in placements)
+    assert turns.fits and 1.2 * turns.step < min(other.step for other in others)
 
 
 @pytest.mark.parametrize("recipe", [path for path in RECIPES if "70b" in path.stem], ids=lambda p: p.stem)
