@@ -28,15 +28,17 @@ def wait_for_nodes(address: str, count: int, timeout: float) -> list[NodeState]:
         ClusterError: there are fewer by the deadline, the dashboard doesn't answer, or it refuses the token.
     """
     until = time.monotonic() + timeout
-    found, answer = [], "no answer"
+    answer = "no answer"
     while time.monotonic() < until:
         try:
-            found = list_nodes(address, filters=[("state", "=", "ALIVE")], limit=10_000, timeout=ANSWER_SECONDS, detail=True)
+            # Ray's own filter fails once a node has died, and so does its check for nodes that are left out.
+            nodes = list_nodes(address, limit=10_000, timeout=ANSWER_SECONDS, detail=True, raise_on_missing_output=False)
         except AuthenticationError as error:
             raise ClusterError(f"cluster at {address}: expected it to accept the token, got: {error}") from error
         except (OSError, RuntimeError, RayStateApiException) as error:  # the head isn't up yet
             answer = str(error) or type(error).__name__
         else:
+            found = [node for node in nodes if node.state == "ALIVE"]
             answer = f"{len(found)}: {', '.join(node.node_name for node in found)}"
             if len(found) >= count:
                 return found

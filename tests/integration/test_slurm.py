@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -53,16 +54,18 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_a_flow_runs_on_all_nodes_and_its_job_is_queued_again_when_time_is_up(slurm, tmp_path):
+def test_a_flow_runs_on_all_nodes_outlives_one_and_is_queued_again_when_time_is_up(slurm, tmp_path):
     seen, log = tmp_path / "seen.json", tmp_path / "log"
     with log.open("w") as output, subprocess.Popen([SCRIPT, "slurm_probe", seen], env=slurm, stdout=output, stderr=output) as script:
         try:
             wait_until(lambda: seen.exists() or script.poll() is not None, DEADLINE, "the flow on two nodes")
             assert seen.exists(), log.read_text()
+            lost = after_the_loss_of_a_node(slurm, tmp_path)
             script.send_signal(signal.SIGUSR1)
             assert script.wait(DEADLINE) == 143, log.read_text()
         finally:
             script.terminate()
+    assert re.search(r"expected 2 nodes within 1 s, got 1: \S+; see", lost) and "Ray on " in log.read_text()
     found = json.loads(seen.read_text())
     assert len(found["nodes"]) == 2 and found["ran_on"] == found["nodes"]
     address = f"http://127.0.0.1:{slurm['DASHBOARD_PORT']}"
@@ -70,6 +73,17 @@ def test_a_flow_runs_on_all_nodes_and_its_job_is_queued_again_when_time_is_up(sl
     assert found["told"] == {"RAY_AUTH_TOKEN": False, "RAY_AUTH_TOKEN_PATH": True}
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
     wait_until(lambda: not (processes(slurm["RAY_PORT"]) or list(tmp_path.glob("rlhf-*"))), 30, "the end of Ray and of its token")
+
+
+def after_the_loss_of_a_node(slurm: dict[str, str], folder: Path) -> str:
+    """What is said of two nodes once the second has ended, by somebody with the flow's token."""
+    (second,) = [line.split()[0] for line in processes(slurm["RAY_PORT"]) if "python -m ray.scripts" in line and "--address=" in line]
+    os.kill(int(second), signal.SIGTERM)
+    wait_until(lambda: not Path(f"/proc/{second}").exists(), 60, "the end of a node")
+    (token,) = folder.glob("rlhf-flow-*/token")
+    command = [sys.executable, "-m", "rlhf_core.engines.ray_wait", f"http://127.0.0.1:{slurm['DASHBOARD_PORT']}", "2", "1"]
+    told = {**slurm, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    return subprocess.run(command, env=told, capture_output=True, text=True, timeout=60, check=False).stderr
 
 
 def processes(port: str) -> list[str]:
