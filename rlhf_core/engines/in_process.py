@@ -70,13 +70,11 @@ def open_here(
 
 
 class RolloutActor:
-    """An engine as one actor of a group. Args: settings: of `open_here`; one that `sleeps` is asleep after its start."""
+    """An engine as one actor of a group. Args: settings: of `open_here`."""
 
     def __init__(self, rank: int, **settings: Any):
         self.rank = rank
         self._engine = open_here(**settings)
-        if settings.get("sleeps"):
-            self._engine.sleep()
 
     def sleep(self, level: int) -> dict[str, int]:
         """As the engine does. Returns the memory in use on its GPU afterwards."""

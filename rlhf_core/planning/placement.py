@@ -70,7 +70,7 @@ class Placement:
         of = f" ({', '.join(f'{group.ranks} {group.name}' for group in rl.role_groups)})" * (len(rl.role_groups) > 1)
         return (
             f"{self.gpus} GPU{'s' * (self.gpus != 1)}: {self.per_rank:g} for each of {rl.ranks} trainer ranks{of}, "
-            f"{self.per_engine:g} for each of {rl.rollout.engines} rollout engines"
+            f"{self.per_engine:g} for each of {rl.rollout.engines} rollout engines{', by turns' * self.takes_turns(rl)}"
         )
 
     def as_json(self, rl: RlConfig) -> dict[str, float | int | dict[str, int]]:

@@ -235,9 +235,51 @@ def test_an_engine_that_shares_a_gpu_takes_its_share_and_no_more(folder):
         torch.cuda.empty_cache()
 
 
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_nothing_of_a_training_engine_is_on_the_gpu_while_it_is_on_the_host(folder, zero_stage):
+    import gc
+
+    gc.collect()
+    before, tokens = torch.cuda.memory_allocated(), batch(folder).to(torch.device("cuda"))
+    turning, undisturbed = (engine(folder, "bfloat16", zero_stage=zero_stage) for _ in range(2))
+    for _ in range(3):
+        for trained in (turning, undisturbed):
+            trained.backward(-trained(tokens).logprobs.mean())
+            trained.step()
+        held = torch.cuda.memory_allocated()
+        turning.keep("nothing")
+        assert held - torch.cuda.memory_allocated() > 0.4 * (held - before)  # the other half is the other engine's
+        turning.keep("all")
+    weights = turning.state_dict(), undisturbed.state_dict()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleeping_engine_gives_the_gpu_back_and_wakes_up_with_its_weights(folder, level):
+    """In this process: nothing else makes models of vLLM's classes after it."""
+    from rlhf_core.engines.vllm_engine import VllmEngine
+    from rlhf_core.models.build import read_state_dict
+
+    how = {"dtype": "bfloat16", "gpu_memory_fraction": 0.3, "shares_gpu": True, "sleeps": True, "kv_cache_gib": 1}
+    opened = VllmEngine(str(folder), **PLAIN, **how)
+    try:
+        expected, free = opened.probe([5, 6, 7]), torch.cuda.mem_get_info()[0]
+        opened.sleep(level)
+        assert torch.cuda.mem_get_info()[0] > free
+        with pytest.raises(RuntimeError, match="expected it to be awake for probe"):
+            opened.probe([5, 6, 7])
+        opened.wake_up(["weights"])
+        if level == 2:
+            opened.load_weights(read_state_dict(folder), 1)
+        opened.wake_up(["kv_cache"])
+        assert opened.probe([5, 6, 7]) == expected
+    finally:
+        opened.close()
+
+
 @pytest.mark.parametrize(("backend", "dtype"), [("vllm", "bfloat16"), ("pytorch", "float32")])
 def test_the_default_job_runs_with_trainer_and_engines_on_one_gpu(folder, tmp_path, monkeypatch, backend, dtype):
-    """Two steps of the RL job on its own Ray head, with gpus_per_rank and gpus_per_engine auto."""
+    """Two steps of the RL job on its own Ray head, with gpus_per_rank and gpus_per_engine auto, by turns."""
     import json
     import os
     import sys

@@ -117,11 +117,12 @@ class RolloutRecovery:
         """
         if not self._replacements.allow(lost):
             raise lost
-        with self._turns.room():
-            self.engines.replace(lost.ranks)
         try:
-            self._turns.join(lost.ranks)
+            with self._turns.room(lost.ranks):
+                self.engines.replace(lost.ranks)
         except RoleLost as again:
+            if not (self._turns.on and again.ranks):
+                raise
             self._start(again)
 
     def replace(self, lost: RoleLost) -> None:

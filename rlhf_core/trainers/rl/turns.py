@@ -41,12 +41,18 @@ class Turns:
         self.on, self.stale = on, False
         self.start: Callable[[RoleLost], None]
         self._engines, self._trainers, self._deadline = engines, trainers, deadline
-        self._turn: Turn | None = "trainers" if on else None  # None: unknown, since a switch was interrupted
-        self._stays: Stays | None = "all"
+        self._turn: Turn | None = None  # None: before the start, within a switch, or where one was interrupted
+        self._stays: Stays | None = "nothing"
         self._ended = False
         self.seconds: dict[str, float] = dict.fromkeys(SWITCHES, 0.0) if on else {}
         self.memory: dict[str, int] = {}
         self._order: list[str] | None = []  # of the first round, for the log
+
+    def begin(self) -> None:
+        """Engines have started, and the trainer ranks are about to load their models."""
+        if self.on:
+            self._call_engines("sleep", "sleep", 1)
+            self._turn, self._stays = "trainers", "all"
 
     def engines(self) -> None:
         """The engines work with the weights that they have; where `stale`, they need new ones first."""
@@ -87,21 +93,27 @@ class Turns:
         self._call_engines("sleep", "sleep", 2 if forget else 1)
 
     @contextmanager
-    def room(self) -> Iterator[None]:
-        """Context in which engines may be started in place of lost ones: a new one allocates all of its memory, and falls asleep."""
-        self.stale = self.on
-        stays = self._stays
-        if self.on:
-            self._keep("nothing")
-        yield
-        if self.on and stays is not None:
-            self._keep(stays)
+    def room(self, ranks: list[int]) -> Iterator[None]:
+        """Context in which these engines are started in place of lost ones. A new one takes all of its memory, until it does as the others
+        do.
 
-    def join(self, ranks: list[int]) -> None:
-        """Wake new engines as the others are."""
-        if self.on and self._turn in ("engines", "transfer"):
-            for rank in ranks:
-                self._engines.call_one(rank, "wake_up", None if self._turn == "engines" else ["weights"], deadline=self._deadline)
+        Raises:
+            RoleLost: an engine is lost again.
+        """
+        if not self.on:
+            yield
+            return
+        stays, self.stale = self._stays, True
+        self._keep("nothing")
+        yield
+        if self._turn == "engines":
+            return
+        for rank in ranks:
+            self._engines.call_one(rank, "sleep", 1, deadline=self._deadline)
+        if stays is not None:
+            self._keep(stays)
+        for rank in ranks if self._turn == "transfer" else ():
+            self._engines.call_one(rank, "wake_up", ["weights"], deadline=self._deadline)
 
     def end_engines(self) -> None:
         """End the engines' processes, whatever they are doing: the trainer ranks work once more, and then the job ends."""

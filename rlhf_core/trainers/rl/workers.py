@@ -100,6 +100,7 @@ class Workers:
         self._actors.check_gpus(engines=False)
         if self.turns.on:  # an engine takes all of its memory until it falls asleep
             self.rollouts.wait_ready()
+            self.turns.begin()
         self._scorers = ActorScorers(self._job, trainers.find("reward_models"), self.replacements, self.turns)
         self._scorer = ResponseScorer(self._scorers, self._tokenizer, stops=self._stops)
         addresses = {id(group): found[0] for group, found in zip(trainers.all, trainers.call("address", deadline=start), strict=True)}

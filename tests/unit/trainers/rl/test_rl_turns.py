@@ -67,6 +67,7 @@ def made(model_folders: tuple[Path, Path], tmp_path: Path) -> SimpleNamespace:
     engines = Recorded(new(), calls, new)
     workers = Workers(job, SimpleNamespace(trainers=TrainerGroups(job.rl, [Recorded(rank, calls)]), rollouts=engines, take_turns=True))
     workers.rollouts.recovery._replacements = Replacements(1)
+    workers.turns.begin()
     workers.rollouts.start(rank.probe(workers.rollouts.sync_check.probe_ids))
     calls.clear()
     return SimpleNamespace(workers=workers, rank=rank, engines=engines, calls=calls)
