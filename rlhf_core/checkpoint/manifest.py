@@ -37,9 +37,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         ValueError: there is none, it is torn, or its content isn't what was written.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        content = (folder / MANIFEST).read_bytes()
+    except OSError as error:
+        raise ValueError(f"expected a readable {MANIFEST}, got {type(error).__name__}") from error
+    return parse_manifest(content)
+
+
+def parse_manifest(content: bytes) -> dict[str, Any]:
+    """
+    Raises:
+        ValueError: see `read_manifest`.
+    """
+    try:
+        manifest = json.loads(content.decode("utf-8"))
         written = manifest.pop("sha256")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"expected a readable {MANIFEST}, got {type(error).__name__}") from error
     if written != _hash(manifest) or manifest["format"] != FORMAT or manifest["complete"] is not True:
         raise ValueError(f"expected {MANIFEST} as it was written, got other content")

@@ -1,7 +1,7 @@
 """The part of each rank in a checkpoint: a rank hashes the files that it has written and syncs them to disk, while training continues.
 
 Ranks may be on other machines than the process that publishes the checkpoint. They leave their results as files in the checkpoint's
-folder, which `gather` removes.
+folder, which `gather` removes; where they share no disk, in its counterpart in the job's storage, with the files themselves.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from typing import Any
 from rlhf_core.checkpoint.hashing import rank_of
 from rlhf_core.checkpoint.manifest import fsync
 from rlhf_core.checkpoint.saved_state import SavedFile, SavedFiles
+from rlhf_core.checkpoint.stored import StoredCheckpoint, forget_copies
 
 POLL_SECONDS = 0.02
+STORAGE_POLL_SECONDS = 0.5
 _PART = re.compile(r"part-\d+\.json(\.tmp)?")
 
 log = logging.getLogger("rlhf")
@@ -42,6 +44,8 @@ def hand_in(folder: Path, rank: int, names: Iterable[str], *, part: int | None =
     """
     found = [path for name in names for path in _files(folder / name, rank)]
     own, number = [path.relative_to(folder).as_posix() for path in found], rank if part is None else part
+    if StoredCheckpoint.of(folder) is not None:
+        forget_copies(folder)
     _write(folder, number, {"names": own})
     thread = threading.Thread(target=_hand_in, args=(folder, number, own), name=f"checkpoint part {number}")
     thread.start()
@@ -51,6 +55,8 @@ def hand_in(folder: Path, rank: int, names: Iterable[str], *, part: int | None =
 def _hand_in(folder: Path, rank: int, names: list[str]) -> None:
     try:
         saved = describe(folder, names)
+        if (stored := StoredCheckpoint.of(folder)) is not None:
+            stored.upload(folder, {name: found.hash for name, found in saved.items()})
         content: dict[str, Any] = {"saved": {name: found.as_json() for name, found in saved.items()}}
     except OSError as error:
         content = {"error": str(error), "errno": error.errno}
@@ -88,8 +94,9 @@ def gather(folder: Path, ranks: Collection[int], *, deadline: float) -> dict[str
     saved = describe(folder, rest - claimed)
     for part in _wait(folder, ranks, "saved", deadline=deadline).values():
         saved |= {name: SavedFile.from_json(entry) for name, entry in part["saved"].items()}
-    for rank in ranks:
-        _place(folder, rank).unlink()
+    if StoredCheckpoint.of(folder) is None:  # publishing removes those in a storage
+        for rank in ranks:
+            _place(folder, rank).unlink()
     return saved
 
 
@@ -106,7 +113,7 @@ def _wait(folder: Path, ranks: Collection[int], key: str, *, deadline: float) ->
         if len(found) < len(ranks):
             if time.monotonic() > deadline:
                 raise PartsOverdue(f"rank {', '.join(str(rank) for rank in ranks if rank not in found)}: no hashes of its files")
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_SECONDS if StoredCheckpoint.of(folder) is None else STORAGE_POLL_SECONDS)
     return found
 
 
@@ -121,6 +128,8 @@ def _place(folder: Path, rank: int) -> Path:
 
 
 def _read(folder: Path, rank: int) -> dict[str, Any]:
+    if (stored := StoredCheckpoint.of(folder)) is not None:
+        return json.loads(stored.note(_place(folder, rank).name) or b"{}")
     try:
         return json.loads(_place(folder, rank).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -130,6 +139,8 @@ def _read(folder: Path, rank: int) -> dict[str, Any]:
 def _write(folder: Path, rank: int, content: dict[str, Any]) -> None:
     """Atomically, since `gather` may be reading."""
     path = _place(folder, rank)
+    if (stored := StoredCheckpoint.of(folder)) is not None:
+        return stored.put_note(path.name, json.dumps(content).encode())
     aside = path.with_name(path.name + ".tmp")
     aside.write_text(json.dumps(content), encoding="utf-8")
     os.replace(aside, path)

@@ -20,9 +20,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.checkpoint.manifest import damage, fsync, read_manifest, write_manifest
+from rlhf_core.checkpoint.manifest import fsync, read_manifest, write_manifest
 from rlhf_core.checkpoint.parts import PartsOverdue, describe, gather
 from rlhf_core.checkpoint.saved_state import Item
+from rlhf_core.checkpoint.stored import StoredCheckpoint, check_checkpoint, take_stock
+from rlhf_core.storage.address import StorageFailed
 
 log = logging.getLogger("rlhf")
 
@@ -132,6 +134,7 @@ class CheckpointStore:
                 shutil.rmtree(replaced)
             else:
                 replaced.rename(step)
+        take_stock(folder)
 
     def save(self, step: int, write: Callable[[Path], None], *, score: float | None = None) -> Path:
         """`write`, `publish` and `wait` in one. Returns the checkpoint's folder."""
@@ -215,11 +218,11 @@ class CheckpointStore:
         except OSError as error:
             log.error("%s", error)
 
-    def latest(self, check: Callable[[Path], str | None] = damage) -> Found | None:
+    def latest(self, check: Callable[[Path], str | None] = check_checkpoint) -> Found | None:
         """The newest checkpoint whose files match its manifest. A damaged one is logged and skipped.
 
         Args:
-            check: returns the problem of a checkpoint's folder, or None. Several ranks can check it together, see `damage`.
+            check: returns the problem of a checkpoint's folder, or None. Several ranks can check it together, see `check_checkpoint`.
         Raises:
             ValueError: the checkpoint was made by other work, or with another ZeRO stage.
         """
@@ -238,7 +241,7 @@ class CheckpointStore:
             log.warning("checkpoint of step %d: %s; going back to the one before", step, problem)
         return None
 
-    def of_step(self, step: int, check: Callable[[Path], str | None] = damage) -> Found:
+    def of_step(self, step: int, check: Callable[[Path], str | None] = check_checkpoint) -> Found:
         """The existing checkpoint of a step.
 
         Args:
@@ -279,6 +282,11 @@ class CheckpointStore:
                 },
                 hashes,
             )
+            if (stored := StoredCheckpoint.of(aside)) is not None:
+                try:
+                    stored.publish(aside, hashes)
+                except StorageFailed as error:
+                    raise SaveFailed(f"checkpoint of step {step}: {error}") from error
             final, replaced = self.folder / f"step-{step}", self.folder / f"replaced-{step}"
             if final.exists():
                 final.rename(replaced)
@@ -294,6 +302,8 @@ class CheckpointStore:
         kept = {*candidates[: self._settings.keep_last], *self._by_score(candidates)[: self._settings.keep_best]}
         needed = {self._manifest(s).get("best") for s in kept}
         for superseded in set(candidates) - kept - needed | (set(steps) - set(candidates)):
+            if (stored := StoredCheckpoint.of(self.folder / f"step-{superseded}")) is not None:
+                stored.remove()
             shutil.rmtree(self.folder / f"step-{superseded}")
 
     def _by_score(self, steps: list[int]) -> list[int]:

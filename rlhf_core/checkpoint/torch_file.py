@@ -22,6 +22,7 @@ from rlhf_core.checkpoint.hashing import Span
 
 _WIDTHS = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4, "bfloat16": 2, "float16": 2, "int16": 2}  # else 1
 _STORAGES = {"Double": "float64", "Float": "float32", "BFloat16": "bfloat16", "Half": "float16", "Long": "int64", "Int": "int32"}
+ZIP = b"PK\x03\x04"  # how torch tells its zip format
 _VALUES = {"float64": "<d", "float32": "<f", "int64": "<q", "int32": "<i", "bool": "<?", "uint8": "<B"}
 
 
@@ -100,11 +101,34 @@ def read_torch_file(path: Path) -> Any:
 
     The archive holds data.pkl, which refers to storages, and each storage's bytes as one record.
     """
+    return _read(path, _Unpickler)
+
+
+def check_torch_file(path: Path) -> None:
+    """Check that torch.load runs no code with a file that others could have written: it names no class but those of a checkpoint.
+
+    Raises:
+        ValueError: it names another, or Python and torch could read different things in it.
+    """
+    with path.open("rb") as file:
+        if file.read(len(ZIP)) != ZIP:  # torch would read a plain pickle
+            raise ValueError(f"{path.name}: expected a file of torch.save, got another")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+        if len(set(names)) < len(names) or len({name.partition("/")[0] for name in names}) > 1:
+            raise ValueError(f"{path.name}: expected each record once, got some twice")
+        _read(path, _Strict)
+    except (zipfile.BadZipFile, pickle.UnpicklingError, struct.error, KeyError, AttributeError, TypeError, EOFError) as error:
+        raise ValueError(f"{path.name}: expected a file of torch.save, got {type(error).__name__}: {error}") from error
+
+
+def _read(path: Path, unpickler: type[_Unpickler]) -> Any:
     with path.open("rb") as file:
         mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         with zipfile.ZipFile(file) as archive:
             records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            return _Unpickler(io.BytesIO(_content(mapped, records["data.pkl"])[1]), mapped, records).load()
+            return unpickler(io.BytesIO(_content(mapped, records["data.pkl"])[1]), mapped, records).load()
 
 
 def _content(mapped: memoryview, info: zipfile.ZipInfo) -> tuple[int, memoryview]:
@@ -157,6 +181,17 @@ _KNOWN = {
 }
 
 
+# Classes of plain values in DeepSpeed's files.
+_OF_ENGINES = {
+    ("torch", "Tensor"),
+    ("torch.nn.parameter", "Parameter"),
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
+    ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
+    ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
+    ("deepspeed.utils.tensor_fragment", "fragment_address"),
+}
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, mapped: memoryview, records: Mapping[str, zipfile.ZipInfo]):
         super().__init__(file)
@@ -174,3 +209,11 @@ class _Unpickler(pickle.Unpickler):
         _, kind, key, *_ = reference
         start, content = _content(self._mapped, self._records[f"data/{key}"])
         return kind.name, content, start
+
+
+class _Strict(_Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if (module, name) in _KNOWN or (module, name) in _OF_ENGINES or isinstance(found, _Kind):
+            return found
+        raise ValueError(f"expected only the classes of a checkpoint, got {module}.{name}; remove the checkpoint")

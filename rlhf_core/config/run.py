@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -45,7 +46,10 @@ class ClusterConfig(Section):
     rank_timeout: seconds that a rank waits for the others, at the start, in a step, for a checkpoint or for their share of samples.
     inference_ranks: processes, with a GPU each where there are some, among which gate, evaluation, rejection sampling, rounds and
         conditional SFT divide what they sample and score.
-    network_interface: of the connections between ranks, for NCCL and gloo; null: they choose one.
+    network_interface: of the connections between ranks, for NCCL and gloo; null: NCCL chooses one, and gloo that of the node's address.
+    storage: address through which inputs, checkpoints and outputs travel, such as s3://bucket/prefix; null: a folder that all nodes
+        see at the same path has the project. storage_timeout: seconds for a transfer.
+    node_folder, node_gib: where a node keeps what it has fetched (null: its folder for temporary files), and how much of it.
     """
 
     address: str | None
@@ -53,8 +57,16 @@ class ClusterConfig(Section):
     silence_timeout: float = Field(default=60.0, gt=0)
     rank_timeout: float = Field(default=1800.0, ge=1)
     network_interface: str | None = Field(default=None, pattern=r"^[\w.:@-]+$")
+    storage: str | None = Field(default=None, pattern=r"^[a-z][a-z0-9+.-]*://\S+$")
+    storage_timeout: float = Field(default=1800.0, ge=1)
+    node_folder: str | None = Field(default=None, pattern=r"^/")
+    node_gib: float = Field(default=200.0, gt=0)
     threads: int = Field(gt=0)
     inference_ranks: int = Field(default=1, ge=1)
+
+    def conflicts(self) -> Iterator[str]:
+        if self.storage is not None and self.address is None:
+            yield f"storage: expected null with address: null, which runs jobs on this machine, got {self.storage}; set address"
 
 
 class TrackingConfig(Section):

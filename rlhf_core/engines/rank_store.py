@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rlhf_core.checkpoint.manifest import damage
 from rlhf_core.checkpoint.parts import hand_in
 from rlhf_core.checkpoint.store import CheckpointStore, Found
+from rlhf_core.checkpoint.stored import check_checkpoint
 from rlhf_core.engines.ranks import from_first, is_first, of_all, on_first, rank, world_size
 
 
@@ -39,14 +39,14 @@ class RankStore:
     def _checked(self, find: Callable[[Callable[[Path], str | None]], Found | None]) -> Found | None:
         """Call `find(check)` on rank 0; all ranks check the folders that it asks about."""
         if world_size() == 1:
-            return find(damage)
+            return find(check_checkpoint)
         if not is_first():
             while (folder := from_first(None)) is not None:
-                of_all(damage(folder, rank=rank(), ranks=world_size()))
+                of_all(check_checkpoint(folder, rank=rank(), ranks=world_size()))
             return on_first(lambda: None, subject="checkpoint")
 
         def check(folder: Path) -> str | None:
-            return next(filter(None, of_all(damage(from_first(folder), ranks=world_size()))), None)
+            return next(filter(None, of_all(check_checkpoint(from_first(folder), ranks=world_size()))), None)
 
         found, failed = None, None
         try:
@@ -113,6 +113,7 @@ def _save(folder: Path, save: Callable[[Path], list[str]]) -> None:
     names: list[str] = []
     failed: Exception | None = None
     try:
+        folder.mkdir(parents=True, exist_ok=True)  # another node's, where ranks share no disk
         names = save(folder)
     except Exception as error:
         failed = error

@@ -18,9 +18,10 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayE
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rlhf_core.engines.ray_places import Bundle, RoleLost, release, reserve
+from rlhf_core.engines.ray_places import Bundle, RoleLost, release, reserve, use_node_interface
 from rlhf_core.environment import keep_visible, named, passed_on
 from rlhf_core.process import collect_rarely, freeze_gc
+from rlhf_core.storage.node import enter
 
 PEER_SECONDS = 5.0  # seconds until the death that made another rank's call fail is known
 END_SECONDS = 0.2  # between two looks at a process that ends
@@ -64,6 +65,8 @@ class Hosted:
 
     def __init__(self, factory: str, **kwargs: Any):
         keep_visible(named())  # a reward function sees the same environment on a remote cluster as in a stage
+        enter()
+        use_node_interface()
         collect_rarely()
         module, _, name = factory.partition(":")
         made_by = getattr(importlib.import_module(module), name)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -31,6 +31,12 @@ TAKEN = ("address already in use", "already occupied")  # Ray's error about a po
 SMALLEST_STORE = 300_000_000
 MARK = "RLHF_RAY_HEAD"  # environment variable of a head's processes: the head's folder
 POLL_SECONDS = 0.5  # polling costs the head's dashboard and agent CPU time
+
+
+class Readable(Protocol):
+    """A file, or what is read as one."""
+
+    def read_bytes(self) -> bytes: ...
 
 
 class ClusterError(RuntimeError):
@@ -170,9 +176,10 @@ def run_job(
     *,
     name: str,
     environment: dict[str, str],
+    code: Path | None = None,
     start_timeout: float,
     silence_timeout: float,
-    pulse: Path,
+    pulse: Readable,
     on_output: Callable[[str], None],
     stop_requested: Callable[[], bool],
 ) -> int:
@@ -181,8 +188,9 @@ def run_job(
     Args:
         entrypoint: the shell command of the driver. It names the job's folder: other folders may do the same work on the cluster.
         name: with which the job's id begins.
+        code: a folder that Ray brings to every node, where it is the working folder and on Python's path; None: nodes see the project's.
         silence_timeout: seconds without an answer of the head, or without a change of `pulse`, after which it counts as lost.
-        pulse: a file that the driver changes regularly (rlhf_core/stage/job.py: beat).
+        pulse: what the driver changes regularly (rlhf_core/stage/job.py: beat).
         on_output: gets the driver's output in chunks.
         stop_requested: once True, the job gets SIGTERM; the head's grace lets it write a checkpoint.
     Returns:
@@ -201,7 +209,7 @@ def run_job(
             time.monotonic() + start_timeout,
             submission_id=f"rlhf-{name}-{secrets.token_hex(4)}",
             entrypoint=entrypoint,
-            runtime_env={"env_vars": environment},
+            runtime_env={"env_vars": environment} | ({} if code is None else {"working_dir": str(code)}),
         )
     else:
         log.info("Ray job %s: already at work on this; following it", job)
@@ -284,7 +292,7 @@ def _within(seconds: float, question: Callable[[], Any]) -> Any:
 class _Pulse:
     """Whether a driver is alive, by a file that it changes regularly. Only changes count, so no clocks are compared."""
 
-    def __init__(self, path: Path, seconds: float, start_seconds: float):
+    def __init__(self, path: Readable, seconds: float, start_seconds: float):
         self._path, self._seconds, self._start_seconds = path, seconds, start_seconds
         self._last: bytes | None = None
         self._until = 0.0

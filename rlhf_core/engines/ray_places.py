@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayError
+from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlhf_core.planning.machine import Machine, whole
+from rlhf_core.storage.packages import differences, found_here, refusal
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class RoleLost(RuntimeError):
@@ -50,14 +58,60 @@ def cluster_memory(timeout: float) -> list[Machine]:
         RoleLost: a node doesn't answer within `timeout` seconds.
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    look = ray.remote(num_cpus=0, max_retries=0)(whole)
-    where = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
-    try:
-        found = ray.get([look.options(scheduling_strategy=there).remote() for there in where], timeout=timeout)
-    except RayError as error:
-        raise RoleLost(f"cluster: expected {len(nodes)} nodes to tell their memory within {timeout:.0f} s, got {error}") from error
+    found = _of_nodes(nodes, whole, "their memory", timeout)
     counts = [int(node["Resources"].get("GPU", 0)) for node in nodes]
     return [replace(machine, gpus=machine.gpus[:count]) for machine, count in zip(found, counts, strict=True)]
+
+
+def check_nodes(packages: Mapping[str, str], interface: str | None, *, timeout: float) -> None:
+    """Check every node that actors may be placed on, before any is.
+
+    Args:
+        packages: versions that a node must have; empty: nothing is checked.
+        interface: of the network, that a node must have; None: any.
+    Raises:
+        ValueError: a node lacks a package or the interface, or has another version.
+        RoleLost: a node doesn't answer within `timeout` seconds.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
+    found = _of_nodes(nodes, partial(_looked_at, tuple(packages)), "their packages", timeout) if packages or interface else []
+    for node, (versions, interfaces) in zip(nodes, found, strict=False):
+        name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+        if lines := differences(packages, versions):
+            raise ValueError(refusal(name, lines))
+        if interface is not None and interface not in interfaces:
+            raise ValueError(
+                f"cluster.network_interface: expected one that every node has, got {interface}, where node {name} has "
+                f"{', '.join(interfaces)}; correct it, or set it to null"
+            )
+
+
+def _looked_at(packages: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
+    return found_here(packages), sorted(psutil.net_if_addrs())
+
+
+def _of_nodes(nodes: Sequence[Mapping[str, Any]], look: Callable[[], Any], what: str, timeout: float) -> list[Any]:
+    """What `look` returns on each node.
+
+    Raises:
+        RoleLost: a node doesn't answer within `timeout` seconds.
+    """
+    task = ray.remote(num_cpus=0, max_retries=0)(lambda: look())
+    where = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+    try:
+        return ray.get([task.options(scheduling_strategy=there).remote() for there in where], timeout=timeout)
+    except RayError as error:
+        raise RoleLost(f"cluster: expected {len(nodes)} nodes to tell {what} within {timeout:.0f} s, got {error}") from error
+
+
+def use_node_interface() -> None:
+    """Have gloo listen at the address that Ray knows this node by, unless an interface is set. By itself it listens where the host's name
+    points, which is 127.0.1.1 on a stock Debian.
+    """
+    address = get_node_ip_address()
+    names = [name for name, bound in psutil.net_if_addrs().items() if any(a.address == address for a in bound)]
+    if names and not os.environ.get(GLOO_INTERFACE):
+        os.environ[GLOO_INTERFACE] = names[0]
 
 
 def leave_cluster() -> None:

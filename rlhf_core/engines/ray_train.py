@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import logging
 import os
-import shutil
 import sys
 import threading
 import time
@@ -22,14 +21,17 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch.config import _TorchBackend
 
+from rlhf_core.engines.ray_places import use_node_interface
 from rlhf_core.environment import passed_on
 from rlhf_core.process import collect_rarely
+from rlhf_core.storage.board import Board, open_board
+from rlhf_core.storage.node import enter, work_of_job
 
 POLL_SECONDS = 0.5
 PEER_SECONDS = 5.0  # that a rank waits with an error of communication, which a peer's death causes, until that death is known
 START_MISSED = 75  # exit code of a driver whose ranks don't start; EX_TEMPFAIL of sysexits.h
-OUTPUT = "rank-0.log"  # in the folder of the ranks' files: what rank 0 prints
 # Parts of Ray Train: a working folder, metrics, a replacement of `print`, log files, and actors that look for reclaimed nodes and state.
 _SWITCHED_OFF = (
     "RAY_CHDIR_TO_TRIAL_DIR",
@@ -61,7 +63,7 @@ class RankGroup:
 
     gpus: whether each rank gets a GPU; without, each gets a CPU.
     threads: OMP_NUM_THREADS of each rank.
-    folder: for files of the ranks; on a file system that every node sees.
+    folder: for files of the ranks; on a file system that every node sees, or, with a storage, a name in it.
     start_timeout: seconds for the cluster to have room for all ranks.
     rank_timeout: seconds that a rank waits for others: until all have started, in a collective.
     """
@@ -83,12 +85,12 @@ def run_on_ranks(function: str, argument: Any, group: RankGroup) -> None:
         RankFailed: a rank raised an error, died, or didn't start in time.
     """
     _configure(group)
-    shutil.rmtree(group.folder, ignore_errors=True)
-    group.folder.mkdir(parents=True)
+    board = open_board(group.folder)
+    board.clear()
     trainer = TorchTrainer(
         _run_rank,
         train_loop_config={"function": function, "argument": argument, "folder": str(group.folder)},
-        torch_config=TorchConfig(backend="nccl" if group.gpus else "gloo", timeout_s=max(1, int(group.rank_timeout))),
+        torch_config=_NodeConfig(backend="nccl" if group.gpus else "gloo", timeout_s=max(1, int(group.rank_timeout))),
         scaling_config=ScalingConfig(
             num_workers=group.size,
             use_gpu=group.gpus,
@@ -96,17 +98,39 @@ def run_on_ranks(function: str, argument: Any, group: RankGroup) -> None:
         ),
         run_config=RunConfig(
             name="ranks",
-            storage_path=str(group.folder),
+            **_storage_of_ray(group.folder),
             failure_config=FailureConfig(max_failures=0, controller_failure_limit=0, max_preemption_failures=0),
             worker_runtime_env={"env_vars": {"OMP_NUM_THREADS": str(group.threads), **passed_on()}},
             logging_config=LoggingConfig(log_level="ERROR"),
         ),
     )
-    with _passing_on(group.folder / OUTPUT), _start_deadline(group):
+    with _passing_on(board), _start_deadline(group, board):
         try:
             trainer.fit()
         except TrainingFailedError as error:
             raise _failure(error, group) from error
+
+
+class _NodeBackend(_TorchBackend):
+    """Chooses the network interface of each rank before torch does."""
+
+    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        worker_group.execute(use_node_interface)
+        super().on_start(worker_group, backend_config)
+
+
+@dataclass
+class _NodeConfig(TorchConfig):
+    @property
+    def backend_cls(self) -> type[_NodeBackend]:
+        return _NodeBackend
+
+
+def _storage_of_ray(folder: Path) -> dict[str, Any]:
+    """Where Ray Train writes its own state, which every node must see."""
+    if (work := work_of_job()) is None:
+        return {"storage_path": str(folder)}
+    return {"storage_path": f"{work.storage.folder}/{work.prefix_of(folder)}/ray", "storage_filesystem": work.storage.filesystem}
 
 
 def _configure(group: RankGroup) -> None:
@@ -123,17 +147,19 @@ def _run_rank(config: dict[str, Any]) -> None:
     """On each rank, in a thread of its process."""
     from ray.train import get_context
 
-    rank, folder = get_context().get_world_rank(), Path(config["folder"])
-    (folder / f"started-{rank}").touch()
+    enter()
+    rank, board = get_context().get_world_rank(), open_board(Path(config["folder"]))
+    board.write(f"started-{rank}", "")
     collect_rarely()
-    output = (folder / OUTPUT).open("a", buffering=1, encoding="utf-8") if rank == 0 else None
+    output = board.open_output() if rank == 0 else None
     if output is not None:
         sys.stdout = output
     module, _, name = config["function"].partition(":")
     try:
         getattr(importlib.import_module(module), name)(config["argument"])
     except Exception as error:
-        (folder / f"traceback-{rank}").write_text(traceback.format_exc(), encoding="utf-8")
+        with contextlib.suppress(OSError):
+            board.write(f"traceback-{rank}", traceback.format_exc())
         if isinstance(error, RuntimeError):
             time.sleep(PEER_SECONDS)
         raise
@@ -161,8 +187,7 @@ def _failure(error: TrainingFailedError, group: RankGroup) -> RankFailed:
         late = f"no answer within cluster.rank_timeout={group.rank_timeout:.0f} s; it was stopped, or its node is overloaded"
         return RankFailed(f"rank {which}: expected to finish its work, got {'a dead process' if dead else late}; run the stage again")
     rank, cause = min((refused or own).items())
-    where = group.folder / f"traceback-{rank}"
-    told = where.read_text(encoding="utf-8") if where.exists() else ""
+    told = open_board(group.folder).read(f"traceback-{rank}") or ""
     return RankFailed(f"rank {rank}: expected to finish its work, got {type(cause).__name__}: {_first_line(cause)}", cause, told)
 
 
@@ -175,21 +200,17 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _passing_on(path: Path) -> Iterator[None]:
-    """Print what is appended to a file, from a thread."""
+def _passing_on(board: Board) -> Iterator[None]:
+    """Print what rank 0 prints, from a thread."""
     done = threading.Event()
 
     def run() -> None:
-        seen = 0
         ended = False
         while not ended:
-            ended = done.wait(POLL_SECONDS)  # the file is read once more after the end
-            if path.exists():
-                with path.open(encoding="utf-8", errors="replace") as file:
-                    file.seek(seen)
-                    sys.stdout.write(file.read())
-                    sys.stdout.flush()
-                    seen = file.tell()
+            ended = done.wait(POLL_SECONDS)  # the output is read once more after the end
+            with contextlib.suppress(OSError):
+                sys.stdout.write(board.new_output())
+                sys.stdout.flush()
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -201,14 +222,14 @@ def _passing_on(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _start_deadline(group: RankGroup) -> Iterator[None]:
+def _start_deadline(group: RankGroup, board: Board) -> Iterator[None]:
     """End this process, which ends the job, unless every rank starts in time: Ray Train has no deadline between placing and starting."""
     done = threading.Event()
 
     def run() -> None:
         if done.wait(group.start_timeout + group.rank_timeout):
             return
-        missing = [rank for rank in range(group.size) if not (group.folder / f"started-{rank}").exists()]
+        missing = [rank for rank in range(group.size) if board.read(f"started-{rank}") is None]
         if missing:
             seconds = group.start_timeout + group.rank_timeout
             log.error("rank %s: expected to start within %.0f s, got no sign of it", ", ".join(map(str, missing)), seconds)

@@ -10,8 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhf_core.storage.node import work_of_job
+from rlhf_core.storage.work import PULSE, REFUSAL
+
 if TYPE_CHECKING:
     from rlhf_core.config import Params
+    from rlhf_core.storage.work import Work
 
 log = logging.getLogger("rlhf")
 
@@ -25,44 +29,52 @@ BEAT_SECONDS = 2.0
 
 def pulse_file(work: Path) -> Path:
     """File of the driver's heartbeat in the job's folder."""
-    return work / "pulse"
+    return work / PULSE
 
 
 def refuse(work: Path, error: BaseException) -> int:
     """Log why the job can't be done, and leave the reason for the stage. Returns the exit code."""
     log.error("%s", error)
+    reason = " ".join(str(error).split())
     with contextlib.suppress(OSError):  # the log has the reason
-        _refusal_file(work).write_text(" ".join(str(error).split()), encoding="utf-8")
+        (work / REFUSAL).write_text(reason, encoding="utf-8")
+        if (stored := work_of_job()) is not None:
+            stored.put_note(REFUSAL, reason.encode())
     return REFUSED
 
 
 def forget_refusal(work: Path) -> None:
     """Remove the reason of an earlier driver."""
     with contextlib.suppress(OSError):
-        _refusal_file(work).unlink(missing_ok=True)
+        (work / REFUSAL).unlink(missing_ok=True)
+        if (stored := work_of_job()) is not None:
+            stored.remove_notes(REFUSAL)
 
 
-def refusal_of(work: Path) -> str:
-    """The reason of a driver that exited with REFUSED, on one line."""
+def refusal_of(work: Path, stored: Work | None = None) -> str:
+    """The reason of a driver that exited with REFUSED, on one line.
+
+    Args:
+        stored: the job's part of the storage; None: it shares the folder with this machine.
+    """
     with contextlib.suppress(OSError):
-        if reason := _refusal_file(work).read_text(encoding="utf-8"):
-            return reason
+        reason = (work / REFUSAL).read_bytes() if stored is None else stored.note(REFUSAL)
+        if reason:
+            return reason.decode(errors="replace")
     return "expected to be able to train, got a refusal in its output; change what that names"
-
-
-def _refusal_file(work: Path) -> Path:
-    return work / "refusal.txt"
 
 
 @contextlib.contextmanager
 def beat(path: Path) -> Iterator[None]:
     """Write a heartbeat file every BEAT_SECONDS from a thread; it stops with the process, not while the main thread waits."""
-    done = threading.Event()
+    done, stored = threading.Event(), work_of_job()
 
     def run() -> None:
         for count in itertools.count():
             with contextlib.suppress(OSError):  # a full disk is reported where it matters
                 path.write_text(str(count))
+                if stored is not None:
+                    stored.put_note(PULSE, f"{count}".encode())
             if done.wait(BEAT_SECONDS):
                 return
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_core.config import reordering_shown
@@ -13,7 +14,10 @@ from rlhf_core.environment import passed_on
 from rlhf_core.process import PROCESS_ENVIRONMENT, Interrupted
 from rlhf_core.progress import STATUS
 from rlhf_core.stage.job import REFUSED, pulse_file, refusal_of
+from rlhf_core.stage.luggage import Luggage
 from rlhf_core.stage.run import STOPPED_BY_SIGNAL, Stage, StageFailed
+from rlhf_core.stage.stored_job import StoredJob, uses_storage
+from rlhf_core.storage.work import OUTPUTS
 
 HEAD_GRACE = 5.0  # seconds of the stage's stop_grace in which the Ray head ends, after the job
 
@@ -22,7 +26,18 @@ class JobCrashed(RuntimeError):
     """The job or one of its actors died. A rerun resumes from the last checkpoint."""
 
 
-def submit_job(stage: Stage, *, subject: str, driver: str, description: Path, actors: int, model: Path | None = None) -> None:
+def submit_job(
+    stage: Stage,
+    *,
+    subject: str,
+    driver: str,
+    description: Path,
+    actors: int,
+    model: Path | None = None,
+    luggage: Luggage | None = None,
+    engines: Sequence[str] = (),
+    results: Sequence[str] = (OUTPUTS,),
+) -> None:
     """Submit the job, or follow it if it already runs, and print its output.
 
     Args:
@@ -30,6 +45,9 @@ def submit_job(stage: Stage, *, subject: str, driver: str, description: Path, ac
         driver: module of the job's driver, which gets the path of the description. A stage that runs again follows a live job of that path.
         actors: CPUs that the job needs.
         model: folder of the model whose weights the actors exchange; None: they exchange none.
+        luggage: inputs that nodes without the project's folder need besides the stage's dependencies.
+        engines: modules that such nodes must have besides.
+        results: sets of files that the job leaves in the storage (rlhf_core/storage/work.py).
     Raises:
         Interrupted: SIGTERM; the job has written its checkpoint.
         StageFailed: the job refused its input.
@@ -39,6 +57,7 @@ def submit_job(stage: Stage, *, subject: str, driver: str, description: Path, ac
     from rlhf_core.models.folder import weight_files
 
     params = stage.params
+    stored = StoredJob(stage) if uses_storage(params) else None
     with contextlib.ExitStack() as stack:
         address = params.cluster.address
         if address is None:
@@ -52,29 +71,42 @@ def submit_job(stage: Stage, *, subject: str, driver: str, description: Path, ac
             address = stack.enter_context(head)
         if stage.stop_requested:
             raise Interrupted
-        command = [sys.executable, "-m", driver, str(description.resolve())]
+        environment = {
+            "PYTHONUNBUFFERED": "1",
+            **{name: os.environ[name] for name in PROCESS_ENVIRONMENT if name in os.environ},  # a node of a cluster inherits nothing
+            **network(params.cluster.network_interface),
+            **passed_on(),
+        }
+        code_folder: Path | None = None
+        if stored is None:
+            environment["PYTHONPATH"] = python_path(Path.cwd())
+            command = [sys.executable, "-m", driver, str(description.resolve())]
+            entrypoint = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
+        else:
+            luggage = luggage or Luggage()
+            code_folder, files = stack.enter_context(stored.sent(luggage, description, luggage.on_node(params), engines))
+            environment |= files
+            entrypoint = f"exec python -m rlhf_core.storage.start {shlex.join([stored.work.prefix, driver, description.as_posix()])}"
         code = run_job(
             address,
-            f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}",
+            entrypoint,
             name=stage.fingerprint[:12],
-            environment={
-                "PYTHONPATH": python_path(Path.cwd()),
-                "PYTHONUNBUFFERED": "1",
-                **{name: os.environ[name] for name in PROCESS_ENVIRONMENT if name in os.environ},  # a node of a cluster inherits nothing
-                **network(params.cluster.network_interface),
-                **passed_on(),
-            },
+            environment=environment,
+            code=code_folder,
             start_timeout=params.cluster.start_timeout,
             silence_timeout=params.cluster.silence_timeout,
-            pulse=pulse_file(stage.scratch),
+            pulse=pulse_file(stage.scratch) if stored is None else stored.pulse,
             on_output=print_output,
             stop_requested=lambda: stage.stop_requested,
         )
     print_output("", ended=True)
+    if stored is not None:
+        stored.take_back(results, complete=code == 0 and not stage.stop_requested)
+        stage.at_success(stored.remove)
     if stage.stop_requested or code == STOPPED_BY_SIGNAL:
         raise Interrupted
     if code == REFUSED:
-        raise StageFailed(f"{subject}: {refusal_of(stage.scratch)}")
+        raise StageFailed(f"{subject}: {refusal_of(stage.scratch, stored and stored.work)}")
     if code != 0:
         told = "its output above ends with the reason"
         raise JobCrashed(f"{subject}: expected exit code 0, got {code}; {told}; run the stage again to resume")

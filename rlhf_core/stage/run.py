@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +90,7 @@ class Stage:
         self._round_number = round_number
         self._resumable = resumable
         self._stop = threading.Event()
+        self._at_success: list[Callable[[], None]] = []
         configure_process()
         show_own_log()
 
@@ -119,6 +120,8 @@ class Stage:
         if error is None:
             self._note_where_it_began()
             self._keep_digests()
+            for call in self._at_success:
+                call()
             shutil.rmtree(self.scratch, ignore_errors=True)
         self._lock.close()
         if error is None:
@@ -164,6 +167,10 @@ class Stage:
         """Raise Interrupted after SIGTERM, for work without a checkpoint to write."""
         if self.stop_requested:
             raise Interrupted
+
+    def at_success(self, call: Callable[[], None]) -> None:
+        """Call a function once the stage has succeeded."""
+        self._at_success.append(call)
 
     @property
     def fingerprint(self) -> str:

@@ -24,8 +24,10 @@ from rlhf_core.checkpoint.store import Origin, checkpoint_steps
 from rlhf_core.config import CheckpointsConfig, ConfigError, read_stages, read_yaml
 from rlhf_core.provenance.file_hashes import FileHashes, dvc_folder_md5
 from rlhf_core.rounds.pins import read_round_stages
+from rlhf_core.storage.address import Storage, StorageFailed
 
 WORK = "work.json"  # in a scratch folder: command, params and hashes of its work
+STORED = "stored.json"  # in a scratch folder: where a storage has the work's files
 RESUMED_FROM = "resumed_from.json"  # in a scratch folder: the other work that it resumed from, oldest first
 TAKING_OVER = "taking-over-"
 CODE = ("tasks", "rlhf_core", "flows", "rewards")
@@ -207,9 +209,30 @@ def _clear(scratch: Path, older: list[Path], keep: int, *, spared: Path | None) 
     without = [folder for folder in _older(scratch) if folder not in older]
     for folder in {*older[keep:], *without[keep:]} - {spared}:
         log.info("%s: removed, the scratch folder of abandoned work", folder)
+        _remove_stored(folder)
         shutil.rmtree(folder)
     for left_over in scratch.parent.glob(f"{TAKING_OVER}*"):
         shutil.rmtree(left_over)
+
+
+def stored_work(scratch: Path) -> dict[str, Any] | None:
+    """Where a storage has the files of a scratch folder's work: url, work and timeout. None: no storage has."""
+    path = scratch / STORED
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def write_stored_work(scratch: Path, **known: Any) -> dict[str, Any]:
+    write_aside(scratch / STORED, known)
+    return known
+
+
+def _remove_stored(folder: Path) -> None:
+    if (known := stored_work(folder)) is None:
+        return
+    try:
+        Storage(known["url"], timeout=known["timeout"]).remove_folder(known["work"])
+    except StorageFailed as error:
+        log.warning("%s; its folder %s is left", error, known["work"])
 
 
 def _older(scratch: Path) -> list[Path]:

@@ -13,7 +13,7 @@ import pickle
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ from rlhf_core.paths import TIMINGS
 from rlhf_core.process import Interrupted, configure_process, show_own_log
 from rlhf_core.progress import name_stage
 from rlhf_core.stage.run import Stage, StageFailed
+from rlhf_core.storage.node import enter
+from rlhf_core.storage.work import DONE, OUTPUTS, STOP, RemoteNote
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,7 +38,8 @@ Metrics = dict[str, Any]
 
 @dataclass(frozen=True)
 class TrainJob:
-    """What the ranks need to know of the stage. Paths are relative to `root`, which every node sees under this path.
+    """What the ranks need to know of the stage. Paths are relative to `root`, which every node sees under this path, or, with a storage, to
+    each node's copy of it (rlhf_core/storage/node.py).
 
     function: "module:name", called on every rank with a TrainRun and `arguments`, which are pickled.
     work: the stage's scratch folder, for checkpoints, curves and the trained model.
@@ -225,11 +228,19 @@ def _join(job: TrainJob) -> None:
 
 
 def _run_on_ray(stage: Stage, job: TrainJob, *, subject: str, part: str = "") -> Metrics:
+    from rlhf_core.stage.luggage import Luggage
     from rlhf_core.stage.ray_job import submit_job
+    from rlhf_core.stage.stored_job import uses_storage
 
+    luggage = Luggage()
+    if uses_storage(stage.params):
+        judged = {i: luggage.judges_on_node(a) for i, a in enumerate(job.arguments) if isinstance(a, dict)}
+        arguments = tuple(judged.get(i, luggage.on_node(a)) for i, a in enumerate(job.arguments))
+        job = replace(job, params=luggage.on_node(job.params), arguments=arguments)
     description = job.work / f"job{part}.pkl"
     job.write(description)
-    submit_job(stage, subject=subject, driver="rlhf_core.stage.training_driver", description=description, actors=job.ranks)
+    driver = "rlhf_core.stage.training_driver"
+    submit_job(stage, subject=subject, driver=driver, description=description, actors=job.ranks, luggage=luggage)
     return json.loads(job.result_file.read_text(encoding="utf-8"))
 
 
@@ -237,21 +248,31 @@ def run_rank(description: str) -> None:
     """One rank of the job described in a file; its process group exists. A stop leaves no result."""
     from rlhf_core.engines.ranks import is_first
 
+    stored = enter()
     job = TrainJob.read(Path(description))
-    os.chdir(job.root)
+    enter(job.root)
     configure_process()
     keep_visible(of_stage(job.params, job.stage, os.environ), named=job.params.flow.environment)
     _join(job)
     if is_first():
         show_own_log()
         name_stage(job.stage)
+    if stored is not None and is_first():
+        stored.outputs[:] = [job.work, TIMINGS]
+        stored.pull(OUTPUTS)  # curves up to the last checkpoint, from whichever node wrote it
+    stop = RemoteNote(stored, STOP) if stored is not None else job.stop_file
     module, _, name = job.function.partition(":")
     function = getattr(importlib.import_module(module), name)
     try:
-        result = function(TrainRun(job, lambda: is_first() and job.stop_file.exists()), *job.arguments)
+        result = function(TrainRun(job, lambda: is_first() and stop.exists()), *job.arguments)
     except Interrupted:
+        if stored is not None and is_first():
+            stored.push_outputs()
         return
     if is_first():
         aside = job.result_file.with_suffix(".tmp")
         aside.write_text(json.dumps(result), encoding="utf-8")
         aside.replace(job.result_file)
+        if stored is not None:
+            stored.push_outputs(job.work / "model")
+            stored.put_note(DONE, b"")

@@ -9,16 +9,19 @@ import logging
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 from rlhf_core.checkpoint.store import SaveFailed
-from rlhf_core.engines.ray_places import join_cluster, leave_cluster
+from rlhf_core.engines.ray_places import RoleLost, check_nodes, join_cluster, leave_cluster
 from rlhf_core.engines.ray_train import RankFailed, RankGroup, run_on_ranks
 from rlhf_core.environment import keep_visible, of_stage
 from rlhf_core.process import configure_process, show_own_log
 from rlhf_core.progress import name_stage
 from rlhf_core.stage.job import FULL, LOST, STOPPED, beat, check_cluster, forget_refusal, pulse_file, refuse
 from rlhf_core.stage.training import TrainJob
+from rlhf_core.storage.node import JobFiles, enter, work_of_job
+from rlhf_core.storage.work import DONE, STOP
 
 log = logging.getLogger("rlhf")
 
@@ -27,11 +30,15 @@ def main() -> int:
     show_own_log()
     configure_process()
     description = Path(sys.argv[1])
+    stored = enter()
     job = TrainJob.read(description)
-    os.chdir(job.root)
+    enter(job.root)
+    job.work.mkdir(parents=True, exist_ok=True)
     forget_refusal(job.work)
     for left_over in (job.stop_file, job.result_file):
         left_over.unlink(missing_ok=True)
+    if stored is not None:
+        stored.remove_notes(STOP, DONE)
     _stop_ranks_on_sigterm(job)
     name_stage(job.stage)
     keep_visible(of_stage(job.params, job.stage, os.environ), named=job.params.flow.environment)
@@ -42,12 +49,20 @@ def main() -> int:
             return refuse(job.work, refused)
         except RankFailed as failed:
             return _code_of(failed, job)
+        except RoleLost as lost:
+            log.error("%s", lost)
+            return LOST
         finally:
             leave_cluster()
 
 
 def _stop_ranks_on_sigterm(job: TrainJob) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: job.stop_file.touch())
+    def stop(*_: object) -> None:
+        job.stop_file.touch()
+        if (stored := work_of_job()) is not None:  # in a thread, since this one may be within a call to the storage
+            threading.Thread(target=stored.put_note, args=(STOP, b""), daemon=True).start()
+
+    signal.signal(signal.SIGTERM, stop)
 
 
 def _run(job: TrainJob, description: Path) -> int:
@@ -63,18 +78,22 @@ def _run(job: TrainJob, description: Path) -> int:
             f"ranks (training.ranks, cluster.inference_ranks): expected at most the cluster's {gpus} GPUs, one for each rank, got "
             f"{job.ranks}; lower it or add nodes"
         )
+    cluster, files = job.params.cluster, JobFiles.read()
+    if cluster.address is not None:
+        check_nodes(files.packages if files else {}, cluster.network_interface, timeout=cluster.start_timeout)
     check_cluster(job.stage, job.params, gpus)
-    cluster = job.params.cluster
     group = RankGroup(
         job.ranks,
         gpus=gpus > 0,
         threads=job.threads_of_rank,
-        folder=(job.work / "ranks").resolve(),
+        folder=(job.work / "ranks").absolute(),
         start_timeout=cluster.start_timeout,
         rank_timeout=cluster.rank_timeout,
     )
-    run_on_ranks("rlhf_core.stage.training:run_rank", str(description.resolve()), group)
-    return 0 if job.result_file.exists() else STOPPED
+    stored = work_of_job()
+    run_on_ranks("rlhf_core.stage.training:run_rank", str(description if stored else description.resolve()), group)
+    finished = job.result_file.exists() if stored is None else stored.note(DONE) is not None
+    return 0 if finished else STOPPED
 
 
 def _code_of(failed: RankFailed, job: TrainJob) -> int:

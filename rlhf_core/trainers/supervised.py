@@ -6,7 +6,6 @@ import functools
 import logging
 import math
 import random
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 
 from rlhf_core.algorithms.schedules import learning_rate_factor
 from rlhf_core.checkpoint.store import CheckpointStore, Found
+from rlhf_core.checkpoint.stored import share, take, withdraw
 from rlhf_core.config import TrainingConfig
 from rlhf_core.data.batching import batch_indices
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine
@@ -267,10 +267,16 @@ def load_state(engine: TrainEngine, found: Found, subject: str) -> None:
             log.warning("%s", of_other_ranks(subject, found.step, key="ranks", saved_by=saved_by, ranks=world_size()))
         engine.check_redistributable()
         universal = found.folder.parent / "universal"
-        on_first(lambda: convert_engines(found.folder, [ENGINE], universal), subject=subject)
+
+        def convert() -> None:
+            convert_engines(found.folder, [ENGINE], universal)
+            share(universal)
+
+        on_first(convert, subject=subject)
+        take(universal)
         load_converted(engine, found.folder, ENGINE, universal)
         wait_for_all()
-        on_first(lambda: shutil.rmtree(universal, ignore_errors=True), subject=subject)
+        on_first(lambda: withdraw(universal), subject=subject)
     load_random_state(random_state_of(found.folder, rank()))
 
 

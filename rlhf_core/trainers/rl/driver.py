@@ -14,12 +14,14 @@ from pathlib import Path
 
 from rlhf_core.config import load_params
 from rlhf_core.engines.ray_actors import ActorGroup
-from rlhf_core.engines.ray_places import Bundle, RoleLost, join_cluster, leave_cluster, release, reserve_gpus
+from rlhf_core.engines.ray_places import Bundle, RoleLost, check_nodes, join_cluster, leave_cluster, release, reserve_gpus
 from rlhf_core.environment import keep_visible, named
 from rlhf_core.planning.placement import Placement, check_gpus, place
 from rlhf_core.process import configure_process, show_own_log
 from rlhf_core.progress import name_stage
 from rlhf_core.stage.job import LOST, beat, check_cluster, forget_refusal, refuse
+from rlhf_core.storage.node import JobFiles, enter
+from rlhf_core.storage.work import OUTPUTS
 from rlhf_core.trainers.rl.groups import TrainerGroups
 from rlhf_core.trainers.rl.job import PLACEMENT, RlJob, Stop
 
@@ -31,7 +33,9 @@ def main() -> int:
     configure_process()
     stop = Stop()
     signal.signal(signal.SIGTERM, stop.request)
+    stored = enter()
     job = RlJob.read(Path(sys.argv[1]))
+    Path(job.work).mkdir(parents=True, exist_ok=True)
     forget_refusal(Path(job.work))
     name_stage("train_policy")
     keys = {"WANDB_API_KEY": job.tracking.wandb_project is not None, "RAY_AUTH_TOKEN": job.checks_cluster}
@@ -41,7 +45,13 @@ def main() -> int:
             signal.signal(signal.SIGTERM, stop.request)  # again: connecting to Ray installs Ray's handler, which ends the process
             from rlhf_core.trainers.rl.loop import run
 
-            return run(job, actors, stop)
+            if stored is not None:
+                stored.outputs[:] = [Path(job.work), Path(job.timings).parent]
+                stored.pull(OUTPUTS)  # curves up to the last checkpoint, from whichever node wrote them
+            code = run(job, actors, stop)
+            if stored is not None:
+                stored.push_outputs()
+            return code
     except ValueError as refused:  # more GPUs than the cluster has
         return refuse(Path(job.work), refused)
     except RoleLost as lost:
@@ -62,7 +72,9 @@ class Actors:
         self._job, self._placement = job, place(job.rl, gpus)
         self.take_turns = self._placement.takes_turns(job.rl)
         if job.checks_cluster:
-            check_cluster("train_policy", load_params(), gpus)
+            params, files = load_params(), JobFiles.read()
+            check_nodes(files.packages if files else {}, params.cluster.network_interface, timeout=job.rl.deadlines.start)
+            check_cluster("train_policy", params, gpus)
         _record(self._placement, job)
         self._reserved = []
         if actors := self._placement.actors:

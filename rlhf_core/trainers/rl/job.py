@@ -13,11 +13,12 @@ from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import ModelConfig, RlConfig, Section, TrackingConfig
 from rlhf_core.stage.job import pulse_file
 
+POLICY = "policy"  # in the storage, if there is one: the set of the exported policy's files
 PLACEMENT = "placement.json"  # in the job's folder, if the cluster has GPUs
 
 
 class RlJob(Section):
-    """Paths are absolute; on a cluster they are on a file system that every node sees.
+    """Paths are absolute, on a file system that every node sees; with a storage, those of each node's copy of the project's folder.
 
     prepared: folder of the canonical data.
     train_on, train_on_thoughts: of the section sft, for rl.ptx.

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rlhf_core.checkpoint.manifest import damage
 from rlhf_core.checkpoint.parts import hand_in
+from rlhf_core.checkpoint.stored import check_checkpoint, share, take
 from rlhf_core.data.batching import even_microbatches
 from rlhf_core.engines.deepspeed_engine import device, equal_count, join_world, most_over_ranks
 from rlhf_core.engines.gpu_memory import memory_in_use
@@ -31,8 +31,9 @@ from rlhf_core.models.lora import without_adapters
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.process import collect_by_default
 from rlhf_core.scorers.reward_model import score_sequences
+from rlhf_core.storage.node import work_of_job
 from rlhf_core.trainers.rl.advantages import ValueUnits
-from rlhf_core.trainers.rl.job import RlJob
+from rlhf_core.trainers.rl.job import POLICY, RlJob
 from rlhf_core.trainers.rl.minibatch import Minibatch, before
 from rlhf_core.trainers.rl.roles import HostedRoles
 from rlhf_core.trainers.rl.update import ForwardGraphs, RankUpdate, RlUpdate, policy_arguments
@@ -263,6 +264,8 @@ class TrainerRank:
             state = self.roles.policy.state_dict()
         if self._rank == 0:
             save_model(self.roles.language_model, state, self._tokenizer, Path(folder))
+            if (work := work_of_job()) is not None:
+                work.push(POLICY, [Path(folder)])
 
     def save(self, folder: str, part: int | None = None) -> None:
         """Write the state that training resumes from. Every rank calls it.
@@ -270,18 +273,23 @@ class TrainerRank:
         Args:
             part: the number of this rank's part in the checkpoint, whose hashes it begins to compute; None: the driver hashes all.
         """
+        Path(folder).mkdir(parents=True, exist_ok=True)  # another node's, where ranks share no disk
         names = self.roles.save(Path(folder), self._rank)
         if part is not None:
             hand_in(Path(folder), self._rank, names, part=part)
 
     def damage(self, folder: str, part: int = 0, parts: int = 1) -> str | None:
         """What is wrong with this rank's share of a checkpoint's files, or None."""
-        return damage(Path(folder), rank=part, ranks=parts)
+        return check_checkpoint(Path(folder), rank=part, ranks=parts)
 
     def load(self, folder: str, universal: str | None = None) -> None:
         """Load what `save` wrote; see `HostedRoles.load`."""
+        if universal is not None:
+            take(Path(universal))
         self.roles.load(Path(folder), self._rank, None if universal is None else Path(universal))
 
     def convert(self, folder: str, universal: str) -> None:
         """See `HostedRoles.convert`."""
         self.roles.convert(Path(folder), Path(universal), self._rank)
+        if self._rank == 0:
+            share(Path(universal))

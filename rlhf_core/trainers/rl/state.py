@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rlhf_core.algorithms.kl import adaptive_kl_coef
 from rlhf_core.checkpoint.digest import write_digest
-from rlhf_core.checkpoint.manifest import damage
 from rlhf_core.checkpoint.store import CheckpointStore, Found, StoreSettings
+from rlhf_core.checkpoint.stored import check_checkpoint
 from rlhf_core.config import RlConfig
 from rlhf_core.sampling.scoring import Moments, RewardNormalizer
 from rlhf_core.trainers.rl.monitor import MonitorState
@@ -98,7 +98,7 @@ class RunStore:
         check: what is wrong with a checkpoint's folder, or None.
     """
 
-    def __init__(self, work: Path, settings: StoreSettings | None = None, *, check: Callable[[Path], str | None] = damage):
+    def __init__(self, work: Path, settings: StoreSettings | None = None, *, check: Callable[[Path], str | None] = check_checkpoint):
         self._checkpoints = CheckpointStore(work / "checkpoints", settings, write_digest=write_digest)
         self._check = check
 

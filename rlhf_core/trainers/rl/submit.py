@@ -12,9 +12,12 @@ from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import PREPARED, REWARD_MODEL, SFT_MODEL, TIMINGS
 from rlhf_core.scorers.needs import check_scorers, model_folders, uses_own_reward_model
 from rlhf_core.stage.files import has_labels, read_json, source_judges
+from rlhf_core.stage.luggage import Luggage
 from rlhf_core.stage.ray_job import submit_job
 from rlhf_core.stage.run import Stage, check_gate, steps_at_the_end
-from rlhf_core.trainers.rl.job import PLACEMENT, RlJob
+from rlhf_core.stage.stored_job import uses_storage
+from rlhf_core.storage.work import OUTPUTS
+from rlhf_core.trainers.rl.job import PLACEMENT, POLICY, RlJob
 
 
 def check_rewards(rl: RlConfig, gate: dict) -> str | None:
@@ -50,8 +53,8 @@ def run_rl(stage: Stage, output: Path) -> None:
         StageFailed: the job refused its input.
         JobCrashed: the job failed otherwise.
     """
-    description = stage.scratch / "job.json"
-    job = describe_job(stage, output)
+    description, luggage = stage.scratch / "job.json", Luggage() if uses_storage(stage.params) else None
+    job = describe_job(stage, output, luggage)
     job.write(description)
     submit_job(
         stage,
@@ -59,13 +62,26 @@ def run_rl(stage: Stage, output: Path) -> None:
         driver="rlhf_core.trainers.rl.driver",
         description=description,
         actors=job.rl.ranks + job.rl.rollout.engines,
-        model=Path(job.sft_model),
+        model=SFT_MODEL,
+        luggage=luggage,
+        engines=["vllm"] if job.rl.rollout.backend == "vllm" else [],
+        results=(OUTPUTS, POLICY),
     )
 
 
-def describe_job(stage: Stage, output: Path) -> RlJob:
+def describe_job(stage: Stage, output: Path, luggage: Luggage | None = None) -> RlJob:
+    """
+    Args:
+        luggage: takes the inputs along, for nodes that don't see this folder.
+    """
     params = stage.params
-    rl = with_absolute_paths(params.rl)
+    rl = with_absolute_paths(params.rl) if luggage is None else luggage.on_node(params.rl)
+    judges, models = source_judges(), model_folders(params.rl.reward.scorers, REWARD_MODEL)
+    timings = TIMINGS / "train_policy.csv"
+
+    def place(path: Path) -> str:
+        return str(path.resolve()) if luggage is None else luggage.take(path)
+
     return RlJob(
         seed=params.seed,
         model=params.model,
@@ -75,15 +91,15 @@ def describe_job(stage: Stage, output: Path) -> RlJob:
         tracking=params.tracking,
         threads=params.cluster.threads,
         run_name=f"train_policy-{stage.fingerprint[:8]}",
-        prepared=str(PREPARED.resolve()),
-        sft_model=str(SFT_MODEL.resolve()),
-        scorer_models={name: str(folder.resolve()) for name, folder in model_folders(rl.reward.scorers, REWARD_MODEL).items()},
-        source_judges={name: absolute_function(judge) for name, judge in source_judges().items()},
-        reward_model=str(REWARD_MODEL.resolve()) if critic_starts_from_reward_model(rl) else None,
-        work=str(stage.scratch.resolve()),
+        prepared=place(PREPARED),
+        sft_model=place(SFT_MODEL),
+        scorer_models={name: place(folder) for name, folder in models.items()},
+        source_judges={n: absolute_function(j) for n, j in judges.items()} if luggage is None else luggage.judges_on_node(judges),
+        reward_model=place(REWARD_MODEL) if critic_starts_from_reward_model(rl) else None,
+        work=str(stage.scratch.resolve() if luggage is None else stage.scratch),
         checkpoints=checkpoint_settings(stage, rl),
-        output=str(output.resolve()),
-        timings=str((TIMINGS / "train_policy.csv").resolve()),
+        output=str(output.resolve() if luggage is None else output),
+        timings=str(timings.resolve() if luggage is None else timings),
         checks_cluster=params.cluster.address is not None,
     )
 

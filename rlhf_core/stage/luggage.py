@@ -1,0 +1,106 @@
+"""What a job takes to nodes that don't see the project's folder: code, inputs, and params that name them by their paths there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlhf_core.checkpoint.store import size
+from rlhf_core.config import ModelConfig, Params, ScorerConfig, Section
+from rlhf_core.data.places import locate
+from rlhf_core.models.folder import locate_model
+from rlhf_core.storage.files import below
+
+CODE = ("rlhf_core", "tasks", "rewards")
+MAX_CODE = 64 << 20  # bytes; Ray keeps the code in the memory of its head
+OUTSIDE = "outside"  # folder of a node's workspace for what isn't below the project's folder
+_FILE_FUNCTION = re.compile(r".*\.py:\w+")
+_MODULE_FUNCTION = re.compile(r"(\w+)(\.\w+)*:\w+")
+
+Value = TypeVar("Value")
+
+
+@dataclass
+class Luggage:
+    """files: path in a node's workspace -> path here, of every input. A path below the project's folder is the same on a node."""
+
+    root: Path = field(default_factory=Path.cwd)
+    files: dict[str, Path] = field(default_factory=dict)
+
+    def take(self, path: Path | str) -> str:
+        """Take a file or folder along. Returns its path on a node."""
+        here = Path(os.path.abspath(self.root / path))  # links stay: a node has them as folders
+        there = (
+            here.relative_to(self.root).as_posix()
+            if here.is_relative_to(self.root)
+            else f"{OUTSIDE}/{hashlib.sha256(str(here).encode()).hexdigest()[:8]}-{here.name}"
+        )
+        self.files |= {(Path(there) / name).as_posix(): file for name, file in below([here], here).items()}
+        return there
+
+    def take_function(self, name: str) -> str:
+        """The same for `file.py:name`; other names of functions are those of modules, which are code."""
+        file, _, function = name.rpartition(":")
+        return f"{self.take(file)}:{function}" if _FILE_FUNCTION.fullmatch(name) else name
+
+    def on_node(self, value: Value) -> Value:
+        """A value with paths as they are on a node. What they lead to is taken along: paths, models, scorers, also within others."""
+        if isinstance(value, Path):
+            return Path(self.take(value))
+        if isinstance(value, ScorerConfig) and value.path is not None:
+            path = self.take(locate(value.path)) if value.kind == "reward_model" else self.take_function(value.path)
+            return value.model_copy(update={"path": path})
+        if isinstance(value, ModelConfig) and value.path is not None:
+            folder = Path(locate_model(value.path, value.revision))
+            return value.model_copy(update={"path": self.take(folder)}) if folder.is_dir() else value
+        if isinstance(value, Section):
+            fields = {name: getattr(value, name) for name in type(value).model_fields}
+            changed = {name: moved for name, of in fields.items() if (moved := self.on_node(of)) is not of and moved != of}
+            return value.model_copy(update=changed) if changed else value
+        if isinstance(value, list) and any(isinstance(item, Section | Path) for item in value):
+            return [self.on_node(item) for item in value]
+        if isinstance(value, dict) and any(isinstance(item, Path) for item in value.values()):
+            return {name: self.on_node(item) for name, item in value.items()}
+        return value
+
+    def judges_on_node(self, judges: dict[str, str]) -> dict[str, str]:
+        return {source: self.take_function(judge) for source, judge in judges.items()}
+
+
+def pack_code(folder: Path, params: Params, root: Path) -> None:
+    """Copy the project's code and these params into a folder, with the modules beside it that params name.
+
+    Raises:
+        ValueError: it is too large for Ray.
+    """
+    named = {root / f"{name}{ending}" for name in _modules(params.model_dump()) for ending in ("", ".py")}
+    parts = [root / name for name in CODE] + sorted(path for path in named if path.exists() and path.name not in CODE)
+    for part in parts:
+        if part.is_dir():
+            shutil.copytree(part, folder / part.name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+        elif part.exists():
+            shutil.copy(part, folder)
+    (folder / "params.yaml").write_text(json.dumps(params.model_dump(mode="json")), encoding="utf-8")
+    sizes = {part.name: sum(file.stat().st_size for file in below([folder / part.name], folder).values()) for part in parts}
+    if (total := sum(sizes.values())) > MAX_CODE:
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise ValueError(
+            f"code: expected at most {size(MAX_CODE)} for Ray to bring to every node, got {size(total)}, of which {largest}/ has "
+            f"{size(sizes[largest])}; move data out of it"
+        )
+
+
+def _modules(node: Any) -> Iterator[str]:
+    """First parts of the names of functions in modules."""
+    if isinstance(node, Mapping | list | tuple):
+        for value in node.values() if isinstance(node, Mapping) else node:
+            yield from _modules(value)
+    elif isinstance(node, str) and (found := _MODULE_FUNCTION.fullmatch(node)):
+        yield found[1]

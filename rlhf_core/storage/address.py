@@ -1,0 +1,240 @@
+"""A storage address: a folder of files in an object store or a file system, by its URL. Every call has a deadline.
+
+pyarrow reads s3://, gs://, abfs:// and file://, fsspec the rest. Credentials come from their usual environment variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
+
+BLOCK = 64 << 20  # bytes of a read from the storage
+CHUNK = 4 << 20  # bytes of a write to it
+THREADS = 8  # transfers at the same time
+NOTE_SECONDS = 60.0  # for a small file, or a listing
+
+Value = TypeVar("Value")
+
+
+class StorageFailed(OSError):
+    """The storage refused, failed or didn't answer in time. The message names the address, which holds no credentials."""
+
+
+class Storage:
+    """Files below an address, by their path with slashes.
+
+    Args:
+        url: such as s3://bucket/prefix or file:///mnt/shared.
+        timeout: seconds for a transfer of files.
+    Raises:
+        StorageFailed: no library reads such an address.
+    """
+
+    def __init__(self, url: str, *, timeout: float):
+        self.url, self._timeout = url.partition("?")[0], timeout
+        self.filesystem, self.folder = _opened(url)
+
+    def put(self, files: Iterable[tuple[Path, str]]) -> None:
+        """Write local files under the given paths. Each is there as a whole or not at all.
+
+        Raises:
+            StorageFailed: not all of them are written within the timeout.
+        """
+        self._all([lambda local=local, path=path: self._write(path, local) for local, path in files], "files written")
+
+    def get(self, files: Iterable[tuple[str, int, Path]]) -> None:
+        """Read files of these sizes in bytes into local ones.
+
+        Raises:
+            StorageFailed: one is missing or has another size, or not all are read within the timeout.
+        """
+        calls = []
+        for path, size, local in files:
+            with local.open("wb") as file:
+                file.truncate(size)
+            calls += [
+                lambda path=path, size=size, local=local, start=start: self._read(path, size, local, start)
+                for start in range(0, max(size, 1), BLOCK)
+            ]
+        self._all(calls, "files read")
+
+    def put_note(self, path: str, content: bytes) -> None:
+        """Write a small file."""
+        self._within(NOTE_SECONDS, lambda: self._write(path, content), f"{path} written")
+
+    def note(self, path: str) -> bytes | None:
+        """Content of a small file; None: there is none."""
+
+        def read() -> bytes | None:
+            try:
+                with self.filesystem.open_input_stream(self._at(path)) as file:
+                    return file.read()
+            except FileNotFoundError:
+                return None
+
+        return self._within(NOTE_SECONDS, read, f"{path} read")
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Bytes of every file below a folder, by its path below it."""
+        from pyarrow.fs import FileSelector, FileType
+
+        start = self._at(folder)
+
+        def look() -> dict[str, int]:
+            found = self.filesystem.get_file_info(FileSelector(start, allow_not_found=True, recursive=True))
+            below = {os.path.relpath(info.path, start): info.size for info in found if info.type == FileType.File}
+            return {path: size for path, size in below.items() if not path.endswith(".writing")}
+
+        return self._within(NOTE_SECONDS, look, f"{folder} listed")
+
+    def remove(self, paths: Iterable[str]) -> None:
+        """Remove files; one that isn't there is no error."""
+
+        def remove(path: str) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self.filesystem.delete_file(self._at(path))
+
+        self._all([lambda path=path: remove(path) for path in paths], "files removed")
+
+    def copy(self, paths: Iterable[tuple[str, str]]) -> None:
+        """Copy files within the storage."""
+
+        def copy(source: str, target: str) -> None:
+            if self._is_local:
+                Path(self._at(target)).parent.mkdir(parents=True, exist_ok=True)
+            self.filesystem.copy_file(self._at(source), self._at(target))
+
+        self._all([lambda source=source, target=target: copy(source, target) for source, target in paths], "files copied")
+
+    def remove_folder(self, folder: str) -> None:
+        """Remove a folder with everything in it; one that isn't there is no error."""
+
+        from pyarrow.fs import FileType
+
+        def remove() -> None:
+            if self.filesystem.get_file_info(self._at(folder)).type == FileType.Directory:
+                self.filesystem.delete_dir(self._at(folder))
+
+        self._within(self._timeout, remove, f"{folder} removed")
+
+    @property
+    def _is_local(self) -> bool:
+        from pyarrow.fs import LocalFileSystem
+
+        return isinstance(self.filesystem, LocalFileSystem)
+
+    def _at(self, path: str) -> str:
+        return f"{self.folder}/{path}"
+
+    def _write(self, path: str, source: Path | bytes) -> None:
+        target = self._at(path)
+        if self._is_local:
+            _write_local(Path(target), source)
+            return
+        with self.filesystem.open_output_stream(target) as out:  # an object exists once it is closed
+            if isinstance(source, bytes):
+                out.write(source)
+                return
+            with source.open("rb") as file:
+                while chunk := file.read(CHUNK):
+                    out.write(chunk)
+
+    def _read(self, path: str, size: int, local: Path, start: int) -> None:
+        """One block of a file."""
+        with self.filesystem.open_input_file(self._at(path)) as source:
+            if source.size() != size:
+                raise OSError(f"{path}: expected {size} bytes, got {source.size()}")
+            content = source.read_at(min(BLOCK, size - start), start)
+        with local.open("r+b") as file:
+            file.seek(start)
+            file.write(content)
+
+    def _all(self, calls: list[Callable[[], None]], what: str) -> None:
+        """Make calls in threads, and raise the first error."""
+
+        def run() -> None:
+            with ThreadPoolExecutor(THREADS) as pool:
+                pending: list[Future[None]] = [pool.submit(call) for call in calls]
+                try:
+                    for future in pending:
+                        future.result()
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
+
+        if calls:
+            self._within(self._timeout, run, f"{len(calls)} {what}")
+
+    def _within(self, seconds: float, call: Callable[[], Value], what: str) -> Value:
+        """Result of a call in a daemon thread: a process can end although the storage doesn't answer."""
+        answers: queue.SimpleQueue[tuple[Value | None, BaseException | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                answers.put((call(), None))
+            except BaseException as error:  # raised in the waiting thread
+                answers.put((None, error))
+
+        threading.Thread(target=run, name="storage", daemon=True).start()
+        try:
+            answer, error = answers.get(timeout=seconds)
+        except queue.Empty:
+            raise StorageFailed(
+                f"storage {self.url}: expected {what} within {seconds:.0f} s, got no answer; raise cluster.storage_timeout or check it"
+            ) from None
+        if isinstance(error, OSError):
+            raise StorageFailed(f"storage {self.url}: expected {what}, got {type(error).__name__}: {error}; check it") from error
+        if error is not None:
+            raise error
+        return answer
+
+
+def _opened(url: str) -> tuple[FileSystem, str]:
+    import pyarrow
+    from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
+
+    subject = f"cluster.storage: expected an address that pyarrow or fsspec reads, got {url.partition('?')[0]}"
+    try:
+        filesystem, folder = FileSystem.from_uri(url)
+        return filesystem, folder.rstrip("/")
+    except pyarrow.ArrowInvalid:
+        pass
+    except OSError as error:
+        raise StorageFailed(f"{subject}, which fails: {error}; correct it") from error
+    import fsspec
+
+    try:
+        opened, folder = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise StorageFailed(f"{subject}, which fails: {error}; correct it, or install what reads it here and on every node") from error
+    return PyFileSystem(FSSpecHandler(opened)), folder.rstrip("/")
+
+
+def _write_local(target: Path, source: Path | bytes) -> None:
+    """Written aside, synced and renamed: on a file system a file exists before its content does."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f"{target.name}.{secrets.token_hex(4)}.writing")
+    try:
+        with aside.open("wb") as out:
+            if isinstance(source, bytes):
+                out.write(source)
+            else:
+                with source.open("rb") as file:
+                    while chunk := file.read(CHUNK):
+                        out.write(chunk)
+            out.flush()
+            os.fsync(out.fileno())
+        aside.replace(target)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,125 @@
+"""The part of a storage that one stage's work has: notes, which are small files, and sets of files with an index."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlhf_core.storage.address import Storage, StorageFailed
+from rlhf_core.storage.files import below, download, hash_files, index_bytes, intact, read_index, upload
+
+INDEX = "index.json"
+# Notes, each of which is also a file in the work's folder.
+PULSE = "pulse"  # the driver's heartbeat
+REFUSAL = "refusal.txt"  # why the driver refused the job
+STOP = "stop"  # the ranks of a training job are to stop
+DONE = "done"  # they have finished
+OUTPUTS = "outputs"  # the set of what a job leaves: curves, figures, timings, and in training the model
+
+
+@dataclass(frozen=True)
+class Work:
+    """prefix: of the work's files in the storage. Names of local files are relative to `root`, on each node another folder.
+
+    outputs: folders whose files, without those in their subfolders, this process pushes as OUTPUTS with each checkpoint and at its end.
+    """
+
+    storage: Storage
+    prefix: str
+    root: Path
+    outputs: list[Path] = field(default_factory=list)
+
+    def put_note(self, name: str, content: bytes) -> None:
+        self.storage.put_note(f"{self.prefix}/{name}", content)
+
+    def note(self, name: str) -> bytes | None:
+        return self.storage.note(f"{self.prefix}/{name}")
+
+    def remove_notes(self, *names: str) -> None:
+        self.storage.remove(f"{self.prefix}/{name}" for name in names)
+
+    def push(self, name: str, paths: Iterable[Path]) -> None:
+        """Write files and folders below `root` as the set of this name; a set of this name that is there is replaced at once.
+
+        Raises:
+            OSError: a file can't be read or written.
+        """
+        files = below((self.root / path for path in paths), self.root)
+        index, prefix = hash_files(files), f"{self.prefix}/{name}"
+        upload(self.storage, prefix, files, index)
+        self.storage.put_note(f"{prefix}/{INDEX}", index_bytes(index))
+        kept = {of.sha256 for of in index.values()} | {INDEX}
+        self.storage.remove(f"{prefix}/{found}" for found in self.storage.sizes(prefix) if found not in kept)
+
+    def push_outputs(self, *folders: Path) -> None:
+        """
+        Args:
+            folders: pushed with all that is in them.
+        """
+        if self.outputs:
+            files = [path for folder in self.outputs for path in sorted((self.root / folder).glob("*")) if _is_output(path)]
+            self.push(OUTPUTS, [*files, *folders])
+
+    def pull(self, name: str) -> bool:
+        """Bring the files of a set to their places below `root`, verified. Returns whether there is such a set.
+
+        Raises:
+            StorageFailed: a file is missing or damaged.
+        """
+        prefix = f"{self.prefix}/{name}"
+        if (content := self.storage.note(f"{prefix}/{INDEX}")) is None:
+            return False
+        try:
+            index = read_index(content)
+        except ValueError as error:
+            raise StorageFailed(f"storage {self.storage.url}: {prefix}/{INDEX}: {error}; remove {prefix}") from error
+        there = intact(self.root, index)
+        download(self.storage, prefix, {file: of for file, of in index.items() if file not in there}, self.root)
+        return True
+
+    def remove_set(self, name: str) -> None:
+        self.storage.remove_folder(f"{self.prefix}/{name}")
+
+    def prefix_of(self, folder: Path) -> str:
+        """Where a folder below `root` has its counterpart in the storage."""
+        path = folder.absolute().relative_to(self.root.absolute()).as_posix()
+        return f"{self.prefix}/{path}"
+
+
+def _is_output(path: Path) -> bool:
+    """Whether a file is one that the job has made; its inputs are links."""
+    return path.is_file() and path.stat().st_nlink == 1 and path.name not in (PULSE, REFUSAL, STOP) and path.suffix != ".tmp"
+
+
+@dataclass
+class RemoteNote:
+    """A note that is read as a file is, at most every `seconds`; between, and while the storage fails, it is as it was."""
+
+    work: Work
+    name: str
+    seconds: float = 2.0
+    _content: bytes | None = None
+    _due: float = 0.0
+
+    def exists(self) -> bool:
+        try:
+            self.read_bytes()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def read_bytes(self) -> bytes:
+        """
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        if time.monotonic() >= self._due:
+            with contextlib.suppress(StorageFailed):
+                self._content = self.work.note(self.name)
+            self._due = time.monotonic() + self.seconds
+        if self._content is None:
+            raise FileNotFoundError(self.name)
+        return self._content
