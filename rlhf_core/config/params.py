@@ -87,6 +87,7 @@ class Params(Section):
         """Values of different sections that don't fit together; `conflicts` below leaves out those of sections that aren't read."""
         yield from self._length_conflicts()
         yield from self._sample_conflicts()
+        yield from self._divided_conflicts()
         if self.alignment.method == "rl":
             yield from (f"rl.reward.{conflict}" for conflict in weight_conflicts(self.rl.reward.scorers))
         lists = [("rl.reward.scorers", self.evaluation_scorers), ("iterative.scorers", self.iterative.scorers)]
@@ -110,6 +111,16 @@ class Params(Section):
                     f"{key}.max_new_tokens: expected less than model.max_length={self.model.max_length}, got {new}; "
                     "no token would be left for the prompt"
                 )
+
+    def _divided_conflicts(self) -> Iterator[str]:
+        ranks = self.cluster.inference_ranks_per_model
+        for key, backend in (
+            ("rl.rollout", self.rl.rollout.backend),
+            ("rejection_sampling.sampling", self.rejection_sampling.sampling.backend),
+            ("iterative.sampling", self.iterative.sampling.backend),
+        ):
+            if ranks > 1 and backend != "vllm":
+                yield f"{key}.backend: expected vllm with cluster.inference_ranks_per_model={ranks}, got {backend}; change one of them"
 
     def _sample_conflicts(self) -> Iterator[str]:
         sources = [source for source in self.data.sources if source.kind == "samples"]

@@ -32,6 +32,8 @@ from rlhf_core.config.rl_parts import (
 )
 from rlhf_core.config.scorers import ScoreConfig
 
+CACHE_BLOCK = 16  # tokens of a block of vLLM's cache on a GPU
+
 Algorithm = Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"]
 
 
@@ -146,6 +148,16 @@ class RlConfig(OptimizerConfig):
         if self.policy_loss == "gspo":
             return "sequence_mean"
         return "constant_horizon" if self.algorithm == "dr_grpo" else "token_mean"
+
+    def caches_prefixes(self, max_length: int, *, on_gpu: bool) -> bool:
+        """`rollout.prefix_caching` with auto resolved. A prompt can be shared if it fills a block of the cache.
+
+        Args:
+            max_length: tokens of prompt and response together.
+        """
+        if self.rollout.prefix_caching != "auto":
+            return self.rollout.prefix_caching
+        return on_gpu and self.rollout.backend == "vllm" and self.group_size > 1 and max_length - self.rollout.max_new_tokens > CACHE_BLOCK
 
     @property
     def one_optimizer_step(self) -> bool:

@@ -118,6 +118,9 @@ class RolloutConfig(Section):
     batches, and with them rounding, depend on time; auto: dynamic on GPUs.
     take_turns: engines free their memory while the trainer works, and trainer ranks theirs while engines work; auto: where an engine and a
     rank share a GPU, except with one_step_off_policy.
+    tensor_parallel_size: GPUs of one node that an engine's layers are divided over; gpus_per_engine is its share of each.
+    prefix_caching: whether vLLM computes the common beginning of a group's samples, and of other prompts, once; auto: on GPUs, where groups
+    have several samples and prompts may fill a block of the cache.
     """
 
     backend: RolloutBackend
@@ -139,6 +142,8 @@ class RolloutConfig(Section):
     one_step_off_policy: bool
     dispatch: Literal["auto", "equal", "dynamic"] = "auto"
     take_turns: Literal["auto"] | bool = "auto"
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    prefix_caching: Literal["auto"] | bool = "auto"
 
     @property
     def samples_any_token(self) -> bool:
@@ -151,7 +156,16 @@ class RolloutConfig(Section):
         return self.samples_any_token and self.min_new_tokens == 0
 
     def conflicts(self) -> Iterator[str]:
-        yield from share_conflicts("gpus_per_engine", self.gpus_per_engine, "a rollout engine", "engines")
+        yield from share_conflicts(
+            "gpus_per_engine",
+            self.gpus_per_engine,
+            "raise engines instead, or tensor_parallel_size, of whose GPUs a rollout engine uses this part each",
+        )
+        if self.backend == "pytorch" and (self.tensor_parallel_size > 1 or self.prefix_caching is True):
+            key, value, wanted = ("tensor_parallel_size", self.tensor_parallel_size, "1")
+            if self.tensor_parallel_size == 1:
+                key, value, wanted = "prefix_caching", "true", "auto or false"
+            yield f"{key}: expected {wanted} with backend pytorch, got {value}; change it or the backend, since only vllm has this"
         if self.recomputed_fraction < 1 and not self.samples_whole_distribution:
             yield (
                 f"recomputed_fraction: expected 1 with top_p, top_k or min_new_tokens, got {self.recomputed_fraction}; "
@@ -228,13 +242,9 @@ def completed_limits(monitor: dict[str, Any]) -> dict[str, Any]:
     return completed
 
 
-def share_conflicts(key: str, share: float | str, actor: str, count: str) -> Iterator[str]:
-    """
-    Args:
-        actor: what gets the share. count: the key of the number of such actors.
-    """
+def share_conflicts(key: str, share: float | str, todo: str) -> Iterator[str]:
     if share != "auto" and share > 1:
-        yield f"{key}: expected auto or at most 1, got {share:g}; raise {count} instead, because {actor} uses one GPU only"
+        yield f"{key}: expected auto or at most 1, got {share:g}; {todo}"
 
 
 Role = Literal["policy", "critic", "reference", "reward_models"]
@@ -301,7 +311,7 @@ class TrainerConfig(Section):
     def conflicts(self) -> Iterator[str]:
         yield from sequence_conflicts(self.ranks, self.sequence_parallel)
         yield from offload_conflicts(self.zero_stage, offload_optimizer=self.offload_optimizer, offload_parameters=self.offload_parameters)
-        yield from share_conflicts("gpus_per_rank", self.gpus_per_rank, "a rank", "ranks")
+        yield from share_conflicts("gpus_per_rank", self.gpus_per_rank, "raise ranks instead, because a rank uses one GPU only")
 
 
 class DeadlineConfig(Section):

@@ -46,6 +46,8 @@ class ClusterConfig(Section):
     rank_timeout: seconds that a rank waits for the others, at the start, in a step, for a checkpoint or for their share of samples.
     inference_ranks: processes, with a GPU each where there are some, among which gate, evaluation, rejection sampling, rounds and
         conditional SFT divide what they sample and score.
+    inference_ranks_per_model: so many consecutive ones of them, on one node, hold a policy together: a vLLM engine over their GPUs, and for
+        log-probabilities a part of the weights each.
     network_interface: of the connections between ranks, for NCCL and gloo; null: NCCL chooses one, and gloo that of the node's address.
     storage: address through which inputs, checkpoints and outputs travel, such as s3://bucket/prefix; null: a folder that all nodes
         see at the same path has the project. storage_timeout: seconds for a transfer.
@@ -63,8 +65,14 @@ class ClusterConfig(Section):
     node_gib: float = Field(default=200.0, gt=0)
     threads: int = Field(gt=0)
     inference_ranks: int = Field(default=1, ge=1)
+    inference_ranks_per_model: int = Field(default=1, ge=1)
 
     def conflicts(self) -> Iterator[str]:
+        if self.inference_ranks % self.inference_ranks_per_model:
+            yield (
+                f"inference_ranks: expected a multiple of inference_ranks_per_model={self.inference_ranks_per_model}, got "
+                f"{self.inference_ranks}; change one of them"
+            )
         if self.storage is not None and self.address is None:
             yield f"storage: expected null with address: null, which runs jobs on this machine, got {self.storage}; set address"
 

@@ -15,6 +15,7 @@ import signal
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.engines.weights import pack, unpack
@@ -41,16 +42,19 @@ class EngineApart:
 
     Args:
         open_here: called in the new process; a function of a module.
-        settings: its arguments.
+        gpus: of a rank of several, from its own on.
+        settings: arguments of `open_here`.
     Raises:
         ValueError: the engine refuses the model or the settings.
         EngineLost: the process has ended.
     """
 
-    def __init__(self, open_here: Callable[..., Any], **settings: Any):
+    def __init__(self, open_here: Callable[..., Any], *, gpus: int = 1, **settings: Any):
         started = multiprocessing.get_context("spawn")  # a process that has used CUDA can't be forked
         self._pipe, theirs = started.Pipe()
-        self._process = started.Process(target=_serve, args=(theirs, os.getpid(), own_gpu(), open_here, settings), name="rollout engine")
+        self._process = started.Process(
+            target=_serve, args=(theirs, os.getpid(), own_gpus(gpus), open_here, settings), name="rollout engine"
+        )
         self._process.start()
         atexit.register(self._process.kill)  # otherwise a stage that fails before `close` and this process would wait for each other
         theirs.close()
@@ -68,6 +72,11 @@ class EngineApart:
     def probe(self, ids: Sequence[int]) -> list[float]:
         """As the engine does."""
         return self._call("probe", ids)
+
+    def load_folder(self, folder: str | Path, version: int) -> int:
+        """As the engine does."""
+        self.version = self._call("load_folder", str(folder), version)
+        return self.version
 
     def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> int:
         """As the engine does. Weights are sent one at a time."""
@@ -116,9 +125,21 @@ class EngineApart:
         return EngineLost(f"rollout engine: expected an answer, got {got}; see its output above")
 
 
-def own_gpu() -> str | None:
-    """The GPU of this rank of several, as CUDA_VISIBLE_DEVICES names it, since Ray shows a rank all GPUs of its node's ranks. None: the
-    engine may see what this process sees.
+class EngineElsewhere:
+    """Stands for the engine of another rank, which computes this rank's share too."""
+
+    version = 0
+
+    def load_folder(self, folder: str | Path, version: int) -> int:
+        self.version = version
+        return version
+
+    def close(self) -> None: ...
+
+
+def own_gpus(count: int) -> str | None:
+    """The GPU of this rank of several and of the ranks after it, as CUDA_VISIBLE_DEVICES names them, since Ray shows a rank all GPUs of its
+    node's ranks. None: the engine may see what this process sees.
     """
     import torch
 
@@ -128,15 +149,16 @@ def own_gpu() -> str | None:
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     current = torch.cuda.current_device()
-    return visible.split(",")[current] if visible else str(current)
+    chosen = visible.split(",")[current : current + count] if visible else map(str, range(current, current + count))
+    return ",".join(chosen)
 
 
-def _serve(pipe: Connection, parent: int, gpu: str | None, open_here: Callable[..., Any], settings: dict[str, Any]) -> None:
+def _serve(pipe: Connection, parent: int, gpus: str | None, open_here: Callable[..., Any], settings: dict[str, Any]) -> None:
     """Main loop of the engine's process: a (refusal, answer) for each message, until an empty message or the end of the parent."""
     for name in OF_RANKS:
         os.environ.pop(name, None)
-    if gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # CUDA isn't initialised yet
+    if gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # CUDA isn't initialised yet
     for number in (signal.SIGTERM, signal.SIGINT):  # the stage gets the signal too and ends the engine when done
         signal.signal(number, signal.SIG_IGN)
     end_with_parent(parent, signal.SIGKILL)  # frees the GPU if the parent is killed

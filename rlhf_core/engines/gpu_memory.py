@@ -35,11 +35,13 @@ def cache_bytes(
     sequences: int,
     batched_tokens: int,
     trust_remote_code: bool,
+    tensor_parallel_size: int = 1,
 ) -> int:
-    """Bytes of the KV cache: the engine's share less weights and a forward pass, limited to what all sequences can fill.
+    """Bytes of the KV cache on each GPU: the engine's share less weights and a forward pass, limited to what all sequences can fill.
 
     Args:
-        share: bytes of GPU memory for the engine.
+        share: bytes of each GPU's memory for the engine.
+        tensor_parallel_size: GPUs over which weights, layers' inner activations, and heads of keys and values are divided.
         batched_tokens: of a forward pass.
         sequences: sampled concurrently.
     Raises:
@@ -52,10 +54,13 @@ def cache_bytes(
     from rlhf_core.models.folder import count_parameters
 
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-    weights = count_parameters(model_path) * dtype.itemsize
-    working = pass_bytes(config, element_bytes=dtype.itemsize, tokens=batched_tokens, sequences=sequences)
+    weights = count_parameters(model_path) * dtype.itemsize // tensor_parallel_size
+    working = pass_bytes(
+        config, element_bytes=dtype.itemsize, tokens=batched_tokens, sequences=sequences, tensor_parallel_size=tensor_parallel_size
+    )
     left = share - weights - working
-    of_sequence = kv_cache_bytes(config, element_bytes=dtype.itemsize) * BLOCK * (math.ceil(max_length / BLOCK) + 1)
+    per_token = math.ceil(kv_cache_bytes(config, element_bytes=dtype.itemsize) / min(tensor_parallel_size, kv_heads(config)))
+    of_sequence = per_token * BLOCK * (math.ceil(max_length / BLOCK) + 1)
     if left < of_sequence:
         needed = weights + working + of_sequence
         raise ValueError(
@@ -67,14 +72,20 @@ def cache_bytes(
     return left if len(layer_kinds(config.get_text_config())) > 1 else min(left, sequences * of_sequence)
 
 
-def pass_bytes(config: PretrainedConfig, *, element_bytes: int, tokens: int, sequences: int) -> int:
+def kv_heads(config: PretrainedConfig) -> int:
+    shape = config.get_text_config()
+    return getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+
+
+def pass_bytes(config: PretrainedConfig, *, element_bytes: int, tokens: int, sequences: int, tensor_parallel_size: int = 1) -> int:
     """Bytes of a forward pass without gradients: hidden states, queries, keys and values (8 hidden sizes), the widest layer's gate, up and
-    product (3 intermediate sizes for each expert of a token), logits; plus a constant for the process.
+    product (3 intermediate sizes for each expert of a token), logits; plus a constant for the process. Of several GPUs each has a part of
+    the inner ones only.
     """
     shape = config.get_text_config()
     experts = getattr(shape, "num_experts_per_tok", None) or 1
     inner = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size
-    activations = tokens * (8 * shape.hidden_size + 3 * experts * inner) * element_bytes
+    activations = tokens * (8 * shape.hidden_size + 3 * experts * inner // tensor_parallel_size) * element_bytes
     return OWN_BYTES + activations + sequences * shape.vocab_size * 4 * LOGIT_COPIES
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,21 +11,40 @@ from rlhf_core.engines.weights import PackedTensor, unpack
 
 if TYPE_CHECKING:
     from rlhf_core.config import RolloutBackend
-    from rlhf_core.engines.apart import EngineApart
+    from rlhf_core.engines.apart import EngineApart, EngineElsewhere
     from rlhf_core.engines.pytorch_engine import PytorchEngine
     from rlhf_core.engines.vllm_engine import VllmEngine
     from rlhf_core.sampling.requests import Sample
 
 
-def open_engine(backend: RolloutBackend, model_path: str, **settings: Any) -> VllmEngine | PytorchEngine | EngineApart:
-    """An engine for a stage with other models. Arguments as for `open_here`.
+def open_engine(
+    backend: RolloutBackend, model_path: str, *, ranks_per_model: int = 1, **settings: Any
+) -> VllmEngine | PytorchEngine | EngineApart | EngineElsewhere:
+    """An engine for a stage with other models. Other arguments as for `open_here`.
 
     vLLM gets a separate process on a GPU, and on one of several ranks, whose process group it would take for its own.
+
+    Args:
+        ranks_per_model: so many consecutive ranks have one engine over all their GPUs, which the first of them opens.
+    Raises:
+        ValueError: such ranks are on several nodes.
     """
     import torch
 
-    from rlhf_core.engines.ranks import world_size
+    from rlhf_core.engines.ranks import rank, world_size
 
+    if ranks_per_model > 1:
+        from rlhf_core.engines.apart import EngineApart, EngineElsewhere
+
+        if (there := int(os.environ["LOCAL_WORLD_SIZE"])) % ranks_per_model:
+            raise ValueError(
+                f"cluster.inference_ranks_per_model: expected a divisor of each node's ranks, got {ranks_per_model} with {there} ranks on "
+                "one; change it or cluster.inference_ranks"
+            )
+        if rank() % ranks_per_model:
+            return EngineElsewhere()
+        divided = {"gpus": ranks_per_model, "tensor_parallel_size": ranks_per_model}
+        return EngineApart(open_here, backend=backend, model_path=model_path, **divided, **settings)
     if backend == "vllm" and (torch.cuda.is_available() or world_size() > 1):
         from rlhf_core.engines.apart import EngineApart
 
@@ -47,8 +67,10 @@ def open_here(
     shares_gpu: bool = False,
     reads_text: bool = False,
     sleeps: bool = False,
+    tensor_parallel_size: int = 1,
+    prefix_caching: bool = False,
 ) -> VllmEngine | PytorchEngine:
-    """An engine in this process. See the engines for the arguments; only vLLM uses `seed`."""
+    """An engine in this process. See the engines for the arguments; only vLLM uses `seed` and those after `reads_text`."""
     shared = {
         "max_length": max_length,
         "dtype": dtype,
@@ -66,7 +88,8 @@ def open_here(
         return PytorchEngine(model_path, **shared)
     from rlhf_core.engines.vllm_engine import VllmEngine
 
-    return VllmEngine(model_path, **shared, seed=seed, sleeps=sleeps)
+    own = {"sleeps": sleeps, "tensor_parallel_size": tensor_parallel_size, "prefix_caching": prefix_caching}
+    return VllmEngine(model_path, **shared, seed=seed, **own)
 
 
 class RolloutActor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from rlhf_core.algorithms.logprobs import left_logits
 from rlhf_core.engines.offload import Offloaded, storages_of
 from rlhf_core.engines.sleep import Awake
-from rlhf_core.models.build import frozen, kv_cache_bytes, load_language_model, with_weights
+from rlhf_core.models.build import frozen, kv_cache_bytes, load_language_model, read_state_dict, with_weights
 from rlhf_core.models.decoding import Decoder
 from rlhf_core.models.forward import backend_of
 from rlhf_core.models.tokenizer import load_tokenizer
@@ -133,6 +134,10 @@ class PytorchEngine:
         given = torch.tensor([list(ids)], device=self._model.device)
         logprobs = self._model(input_ids=given, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         return logprobs.gather(-1, given[0, 1:, None]).squeeze(-1).tolist()
+
+    def load_folder(self, folder: str | Path, version: int) -> int:
+        """As `load_weights`, with those of a Hugging Face folder."""
+        return self.load_weights(read_state_dict(Path(folder)), version)
 
     def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> int:
         """Replace the weights. Returns `version`."""

@@ -119,16 +119,18 @@ def of_all(value: Value) -> list[Value]:
     return values
 
 
-def in_shares(items: Sequence[Item], compute: Callable[[list[Item]], Sequence[Value]]) -> list[Value]:
+def in_shares(items: Sequence[Item], compute: Callable[[list[Item]], Sequence[Value]], *, ranks_per_share: int = 1) -> list[Value]:
     """One result for each item, on every rank and in the items' order. Of N ranks each computes every Nth item; with one rank all.
 
     Args:
         items: the same on every rank.
-        compute: no collective. Returns as many results as it gets items, which are pickled; it gets at least one item.
+        compute: a collective only where all ranks get equally many items. Returns as many results as it gets items, which are pickled; it
+            gets at least one item.
+        ranks_per_share: so many consecutive ranks have one share, which the first of them computes.
     """
-    ranks = world_size()
-    own = list(items[rank() :: ranks])
-    found = of_all(list(compute(own)) if own else [])
+    ranks = world_size() // ranks_per_share
+    own = list(items[rank() // ranks_per_share :: ranks]) if rank() % ranks_per_share == 0 else []
+    found = of_all(list(compute(own)) if own else [])[::ranks_per_share]
     return [found[i % ranks][i // ranks] for i in range(len(items))]
 
 

@@ -134,13 +134,14 @@ class ActorGroup:
     def _start(self, rank: int) -> None:
         """Start a new actor for a rank in place of the old one."""
         bundle = self._bundles[rank]
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(bundle.visible)} if bundle and bundle.visible else {}
         actor = (
             ray.remote(type(self._factory.rpartition(":")[2], (Hosted,), {}))  # the process's name
             .options(
                 num_cpus=self._cpus,
                 num_gpus=bundle.gpus if bundle else 0,
                 max_restarts=0,
-                runtime_env={"env_vars": self._environment},
+                runtime_env={"env_vars": self._environment | visible},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(bundle.group, placement_group_bundle_index=bundle.index)
                 if bundle
                 else "DEFAULT",
@@ -155,7 +156,7 @@ class ActorGroup:
 
     @property
     def has_gpus(self) -> bool:
-        return any(bundle is not None and bundle.gpus > 0 for bundle in self._bundles)
+        return any(bundle is not None and (bundle.gpus > 0 or bundle.visible) for bundle in self._bundles)
 
     def wait_ready(self, what: str = "start") -> None:
         """Wait until every rank has finished its start and all calls so far.
@@ -371,7 +372,8 @@ def _is_dead(reference: Pending, patience: float) -> bool:
 def _place_of_process(_: Any) -> Place:
     """To be called in an actor."""
     context = ray.get_runtime_context()
-    return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), tuple(context.get_accelerator_ids().get("GPU", ())))
+    gpus = context.get_accelerator_ids().get("GPU") or [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), tuple(gpus))
 
 
 def _on_node(place: Place, look: Callable[[int], str], pid: int) -> str | None:

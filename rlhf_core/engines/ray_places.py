@@ -12,7 +12,7 @@ import psutil
 import ray
 from ray.exceptions import RayError
 from ray.util import get_node_ip_address
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlhf_core.planning.machine import Machine, whole
@@ -34,11 +34,15 @@ class RoleLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Bundle:
-    """Where an actor is placed: a bundle of a placement group, and the actor's share of the bundle's GPU."""
+    """Where an actor is placed: a bundle of a placement group, and how much of the bundle's GPUs Ray counts for the actor.
+
+    visible: ids of the GPUs that the actor gets in place of that.
+    """
 
     group: PlacementGroup
     index: int
     gpus: float
+    visible: tuple[str, ...] = ()
 
 
 def join_cluster(*, output: bool = True) -> int:
@@ -127,29 +131,12 @@ def reserve(what: str, bundles: list[dict[str, float]], *, deadline: float) -> P
     group = placement_group(bundles, strategy="PACK")
     if not group.wait(timeout_seconds=deadline):
         remove_placement_group(group)
+        wanted = " and ".join(f"{bundles.count(bundle)} x {bundle}" for k, bundle in enumerate(bundles) if bundle not in bundles[:k])
         raise RoleLost(
-            f"{what}: expected room for {len(bundles)} x {bundles[0]} within {deadline:.0f} s, got none "
+            f"{what}: expected room for {wanted} within {deadline:.0f} s, got none "
             f"(cluster has {ray.cluster_resources()}, free {ray.available_resources()}); add nodes or lower its ranks"
         )
     return group
-
-
-def reserve_gpus(what: str, count: int, *, cpus: int, deadline: float) -> list[tuple[PlacementGroup, int]]:
-    """Reserve whole GPUs in one placement group. Returns the bundle of each; those of a node are adjacent.
-
-    Args:
-        cpus: beside each GPU.
-    Raises:
-        ValueError: the nodes don't have them, free or not.
-        RoleLost: no room within `deadline` seconds.
-    """
-    nodes = [(node["NodeManagerHostname"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
-    if sum(int(min(has.get("GPU", 0), has.get("CPU", 0) // cpus)) for _, has in nodes) < count:
-        there = ", ".join(f"{name} with {has.get('GPU', 0):g} GPUs and {has.get('CPU', 0):g} CPUs" for name, has in nodes)
-        raise ValueError(f"{what}: expected nodes with {count} times a GPU and {cpus} CPUs, got {there}; add nodes, or lower its ranks")
-    group = reserve(what, [{"GPU": 1.0, "CPU": float(cpus)}] * count, deadline=deadline)
-    node_of = list(placement_group_table(group)["bundles_to_node_id"].values())
-    return [(group, index) for index in sorted(range(count), key=lambda k: (-node_of.count(node_of[k]), node_of.index(node_of[k]), k))]
 
 
 def release(bundles: Sequence[tuple[PlacementGroup, int]]) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import partial, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from rlhf_core.engines.gpu_memory import cache_bytes
 from rlhf_core.engines.sleep import Awake
@@ -18,6 +20,9 @@ from rlhf_core.sampling.requests import Sample, SamplingSettings
 
 if TYPE_CHECKING:
     import torch
+
+P, Result = ParamSpec("P"), TypeVar("Result")
+log = logging.getLogger("rlhf")
 
 TRIAL_IDS = (0, 1, 0)  # which every vocabulary has
 # Architectures whose expert loading bypasses `reload_weights`: the old experts stay, and on the CPU the kernel is lost.
@@ -34,6 +39,22 @@ LACKS = (ValueError, NotImplementedError, AssertionError, KeyError, AttributeErr
 LACKS_WORDS = ("unsupported", "head_dim", "not supported", "not implemented", "dispatch")
 
 
+def _needs_all_workers(method: Callable[P, Result]) -> Callable[P, Result]:
+    """Kill this process where a call fails because one of the engine's own processes has died, so that whoever waits sees a lost engine."""
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+        try:
+            return method(*args, **kwargs)
+        except Exception:
+            if args[0].has_lost_a_process:
+                log.exception("rollout engine: one of its processes has died")
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise
+
+    return call
+
+
 class VllmEngine:
     """A vLLM engine in this process.
 
@@ -46,6 +67,10 @@ class VllmEngine:
             measurement would include the other process's allocations.
         reads_text: responses may end with a stop string, for which every token is decoded.
         sleeps: `sleep` and `wake_up` are called.
+        tensor_parallel_size: GPUs over which layers and cache are divided; those that this process sees, or processes of the CPU build.
+            Each has a process of its own, which ends with this one. If one of them dies, this process is killed, at once or at the next
+            call, since the engine can't go on; so it must be one that only serves the engine.
+        prefix_caching: keep the keys and values of prompts, until the weights change, for others with the same beginning.
     Raises:
         ValueError: vLLM's CPU build can't run the model or can't sleep, or vLLM can't update its weights.
     """
@@ -65,11 +90,15 @@ class VllmEngine:
         shares_gpu: bool = False,
         reads_text: bool = False,
         sleeps: bool = False,
+        tensor_parallel_size: int = 1,
+        prefix_caching: bool = False,
     ):
         _refuse_what_is_not_reloaded(model_path, trust_remote_code)
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))
-        os.environ["OMP_NUM_THREADS"] = str(threads)
+        if tensor_parallel_size > 1:
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its processes are this one's
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, kv_cache_gib // tensor_parallel_size)))  # of each of its processes
+        os.environ["OMP_NUM_THREADS"] = str(max(1, threads // tensor_parallel_size))
         for name, value in ON_A_GPU.items():
             os.environ.setdefault(name, value)
         logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)  # avoids a warning on CPUs, which have no Triton
@@ -92,7 +121,7 @@ class VllmEngine:
             _spare_transformers_classes()
 
         self.version = 0
-        self._on_cpu = on_cpu
+        self._on_cpu, self._is_divided = on_cpu, tensor_parallel_size > 1
         self._unfinished: dict[str, int] = {}  # vLLM's id of a request -> the caller's number
         self._awake = Awake()
         settings = dict(
@@ -100,7 +129,7 @@ class VllmEngine:
             skip_tokenizer_init=not reads_text,
             enforce_eager=on_cpu,
             dtype=dtype,
-            enable_prefix_caching=False,
+            enable_prefix_caching=prefix_caching,
             generation_config="vllm",
             max_model_len=max_length,
             max_num_seqs=max_concurrent_sequences,
@@ -112,6 +141,7 @@ class VllmEngine:
             trust_remote_code=trust_remote_code,
             load_format="safetensors",  # or it would unpickle other files of the folder
             gpu_memory_utilization=gpu_memory_fraction,
+            **_divided(tensor_parallel_size),
         )
         if not on_cpu:
             shared = {}
@@ -125,6 +155,7 @@ class VllmEngine:
                     sequences=max_concurrent_sequences,
                     batched_tokens=settings["max_num_batched_tokens"],
                     trust_remote_code=trust_remote_code,
+                    tensor_parallel_size=tensor_parallel_size,
                 )
             self._llm = LLM(**settings, **shared, enable_sleep_mode=sleeps)
             return
@@ -134,6 +165,11 @@ class VllmEngine:
             self._llm = LLM(**settings, **cache, enable_chunked_prefill=False)
             self.probe(TRIAL_IDS)  # only the first forward pass refuses some shapes
 
+    @property
+    def has_lost_a_process(self) -> bool:
+        return self._is_divided and self._llm.llm_engine.model_executor.is_failed
+
+    @_needs_all_workers
     def sleep(self, level: int = 1) -> None:
         """Free the GPU's memory: of the cache, and of the weights, which level 1 copies to the host and level 2 forgets."""
         if self._awake.is_half_awake:  # vLLM puts both to sleep or none
@@ -142,6 +178,7 @@ class VllmEngine:
             assert not self._unfinished, "sleep would abort requests"
             self._llm.sleep(level=level)
 
+    @_needs_all_workers
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory for weights and cache, or for these tags."""
         if woken := self._awake.wakes_up(tags):
@@ -159,6 +196,7 @@ class VllmEngine:
         found = self.serve(list(numbers), prompts, seeds, settings, stop_ids=stop_ids, group_size=group_size, leave=0)
         return [found[number] for number in numbers]
 
+    @_needs_all_workers
     def serve(
         self,
         numbers: list[int],
@@ -213,6 +251,7 @@ class VllmEngine:
                     finished[self._unfinished.pop(request.request_id)] = samples
         return finished
 
+    @_needs_all_workers
     def probe(self, ids: Sequence[int]) -> list[float]:
         """The log-probability of each token but the first given those before it, at temperature 1. [len(ids) - 1]"""
         self._awake.need("probe")
@@ -222,25 +261,40 @@ class VllmEngine:
         (output,) = self._llm.generate([{"prompt_token_ids": list(ids)}], parameters, use_tqdm=False)
         return [seen[token].logprob for token, seen in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
 
+    @_needs_all_workers
     def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> int:
         """Replace the weights, named as in the model's Hugging Face folder, in place and drop the prefix cache of the old ones.
 
         Returns `version`.
         """
         self._awake.loads_weights()
-        if not self._on_cpu:
-            self._reload(state_dict)
-        elif not all(self._llm.apply_model(partial(replace_weights, state_dict=state_dict))):
-            self._llm.apply_model(pack_experts_at_next_load)
-            self._reload(state_dict)
-            self._llm.apply_model(pack_tied_weights)
-        if self._awake.is_awake:  # sleep has emptied the cache
-            self._llm.reset_prefix_cache()
+        if not self._on_cpu or self._is_divided or not all(self._llm.apply_model(partial(replace_weights, state_dict=state_dict))):
+            self._reload(weights_iterator=iter(state_dict.items()))
+        return self._has_weights(version)
+
+    @_needs_all_workers
+    def load_folder(self, folder: str | Path, version: int) -> int:
+        """As `load_weights`, with those of a Hugging Face folder, of which each process of an engine on several GPUs reads its own."""
+        from rlhf_core.models.build import read_state_dict
+
+        if not self._is_divided:
+            return self.load_weights(read_state_dict(Path(folder)), version)
+        self._awake.loads_weights()
+        self._reload(weights_path=str(folder))
+        return self._has_weights(version)
+
+    def _has_weights(self, version: int) -> int:
+        if self._awake.is_awake and not self._llm.reset_prefix_cache():  # sleep has emptied the cache
+            raise RuntimeError("rollout engine: expected no request while weights are loaded, got some; what is cached of them is stale")
         self.version = version
         return version
 
-    def _reload(self, state_dict: dict[str, torch.Tensor]) -> None:
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(state_dict.items())})
+    def _reload(self, **source: Any) -> None:
+        if self._on_cpu:
+            self._llm.apply_model(pack_experts_at_next_load)
+        self._llm.collective_rpc("reload_weights", kwargs=source)
+        if self._on_cpu:
+            self._llm.apply_model(pack_tied_weights)
 
     def close(self) -> None:
         """Free weights, cache, process group and torch's threads as far as possible; the engine can't be used afterwards."""
@@ -251,6 +305,18 @@ class VllmEngine:
         del self._llm
         gc.collect()
         torch.set_num_threads = self._set_num_threads
+
+
+def _divided(size: int) -> dict[str, Any]:
+    """vLLM's settings for an engine on several GPUs of this node. Its workers are started anew (a process that has used CUDA can't be
+    forked), and as processes: inside a Ray placement group vLLM would choose Ray's.
+    """
+    if size == 1:
+        return {}
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # there may be fewer cores than processes
+    extension = "rlhf_core.engines.vllm_worker.WorkerExtension"
+    return {"tensor_parallel_size": size, "distributed_executor_backend": "mp", "worker_extension_cls": extension}
 
 
 def _sample(output) -> Sample:

@@ -21,12 +21,13 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.config import EvaluationConfig, ModelConfig, RolloutBackend
 from rlhf_core.data.batching import microbatches
 from rlhf_core.data.hashing import conversation_text, distinct_prompts
-from rlhf_core.engines.deepspeed_engine import device, release_memory
+from rlhf_core.engines.deepspeed_engine import device, most_over_ranks, release_memory
+from rlhf_core.engines.frozen import FrozenModel
 from rlhf_core.engines.in_process import open_engine
-from rlhf_core.engines.ranks import in_shares, threads_of_rank
+from rlhf_core.engines.ranks import in_shares, threads_of_rank, wait_for_all, world_size
 from rlhf_core.evaluation.figures import Answer, judged
 from rlhf_core.models.batch import collate_tokens
-from rlhf_core.models.build import frozen, load_language_model, read_state_dict
+from rlhf_core.models.build import frozen, load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.tokenizer import encode_prompt, stop_ids
 from rlhf_core.progress import Bar, drawing
@@ -97,6 +98,7 @@ def sample_answers(
     seed: int,
     seeds: Sequence[int],
     stop: tuple[str, ...] = (),
+    ranks_per_model: int = 1,
 ) -> Samples:
     """One response per prompt, model and mode. Ranks share the prompts.
 
@@ -105,14 +107,16 @@ def sample_answers(
     Args:
         seed: of the engine. seeds: of the prompts, in order, the same for every model and mode.
         stop: strings that end a response, in addition to the models' end tokens.
+        ranks_per_model: ranks that have an engine together.
     """
     engine = open_engine(
         backend,
         str(next(iter(models.values())).folder),
+        ranks_per_model=ranks_per_model,
         max_length=model.max_length,
         dtype=model.dtype,
         max_concurrent_sequences=max_concurrent_sequences,
-        threads=threads_of_rank(threads),
+        threads=threads_of_rank(threads) * ranks_per_model,
         seed=seed,
         trust_remote_code=model.trust_remote_code,
         gpu_memory_fraction=config.gpu_memory_fraction,
@@ -123,15 +127,16 @@ def sample_answers(
         with drawing("answer", len(models) * len(MODES) * len(seeds)) as bar:
             for version, (name, evaluated) in enumerate(models.items()):
                 if version:
-                    engine.load_weights(read_state_dict(evaluated.folder), version=version)
+                    engine.load_folder(evaluated.folder, version)
                 requests = [(p.prompt_ids, own_seed) for p, own_seed in zip(evaluated.prompts, seeds, strict=True)]
                 for mode in MODES:
                     settings = SamplingSettings(config.max_new_tokens, 0.0 if mode == "greedy" else config.temperature, stop=stop)
                     generate = partial(_generate, engine, settings=settings, stop_ids=evaluated.stops)
-                    samples[mode][name] = in_shares(requests, generate)
+                    samples[mode][name] = in_shares(requests, generate, ranks_per_share=ranks_per_model)
                     bar.reach(len(seeds) * sum(map(len, samples.values())))
     finally:
         engine.close()
+    wait_for_all()  # an engine's GPUs are other ranks' too
     return samples
 
 
@@ -160,23 +165,43 @@ def with_prompts_of(answers: list[Answer], others: list[Answer]) -> list[Answer]
     return [replace(answer, prompt=other.prompt) for answer, other in zip(answers, others, strict=True)]
 
 
-def load_policy(folder: str | Path, model: ModelConfig) -> PolicyModule:
-    """A frozen policy in model.dtype, on the GPU where there is one. Models that were loaded before should have no references left."""
+def load_policy(folder: str | Path, model: ModelConfig, *, ranks_per_model: int = 1) -> PolicyModule:
+    """A frozen policy in model.dtype, on the GPU where there is one. Models that were loaded before should have no references left.
+
+    Args:
+        ranks_per_model: above 1 the weights are divided over all ranks, and every forward pass is a collective.
+    """
     release_memory()
     language_model = load_language_model(folder, trust_remote_code=model.trust_remote_code, training_dtype=model.dtype)
+    if ranks_per_model > 1:
+        return FrozenModel(PolicyModule(language_model), dtype=model.dtype, zero_stage=3, offload=False).module
     return frozen(PolicyModule(language_model), device=device(), dtype=getattr(torch, model.dtype))
 
 
 def response_logprobs(
-    module: PolicyModule, answers: list[Answer], *, pad_id: int, temperature: float, microbatch_tokens: int = MICROBATCH_TOKENS
+    module: PolicyModule,
+    answers: list[Answer],
+    *,
+    pad_id: int,
+    temperature: float,
+    microbatch_tokens: int = MICROBATCH_TOKENS,
+    ranks_per_model: int = 1,
 ) -> torch.Tensor:
-    """Summed log-probability [len(answers)] of each response given its prompt's ids. Ranks share the answers."""
-    own = partial(_own_logprobs, module, pad_id=pad_id, temperature=temperature, microbatch_tokens=microbatch_tokens)
-    return torch.tensor(in_shares(answers, lambda part: own(part).tolist()))
+    """Summed log-probability [len(answers)] of each response given its prompt's ids. Ranks share the answers.
+
+    Args:
+        ranks_per_model: as for `load_policy`; above 1 ranks with fewer answers repeat some.
+    """
+    settings = {"pad_id": pad_id, "temperature": temperature, "microbatch_tokens": microbatch_tokens, "collective": ranks_per_model > 1}
+    count = len(answers) if ranks_per_model == 1 else -(-len(answers) // world_size()) * world_size()
+    items = [answers[i % len(answers)] for i in range(count)]
+    return torch.tensor(in_shares(items, lambda part: _own_logprobs(module, part, **settings).tolist())[: len(answers)])
 
 
 @torch.no_grad()
-def _own_logprobs(module: PolicyModule, answers: list[Answer], *, pad_id: int, temperature: float, microbatch_tokens: int) -> torch.Tensor:
+def _own_logprobs(
+    module: PolicyModule, answers: list[Answer], *, pad_id: int, temperature: float, microbatch_tokens: int, collective: bool
+) -> torch.Tensor:
     sequences = [[*a.prompt.prompt_ids, *a.response_ids] for a in answers]
     sums = torch.zeros(len(answers))
 
@@ -186,5 +211,8 @@ def _own_logprobs(module: PolicyModule, answers: list[Answer], *, pad_id: int, t
         for i, logprobs in zip(part, flat.cpu().split([len(answers[i].response_ids) for i in part]), strict=True):
             sums[i] = logprobs.sum()
 
-    module.backend.map(forward, microbatches([len(s) for s in sequences], max_tokens=microbatch_tokens))
+    parts = list(microbatches([len(s) for s in sequences], max_tokens=microbatch_tokens))
+    if collective:
+        parts += [parts[-1]] * (most_over_ranks(len(parts)) - len(parts))
+    module.backend.map(forward, parts)
     return sums

@@ -80,6 +80,7 @@ def answer_prompts(
         seed=params.seed,
         seeds=request_seeds(params.seed, 0, len(prompts["sft"])),
         stop=tuple(params.rl.rollout.stop),
+        ranks_per_model=params.cluster.inference_ranks_per_model,
     )
     scorers = LocalScorers(params.evaluation_scorers, reward_model=reward_model, source_judges=source_judges, model=params.model)
     return score_answers(models, samples, scorers, source_judges)
@@ -91,14 +92,15 @@ def measure(params: Params, answers: Answers, folders: dict[str, Path], *, gate_
     The KL is estimated on the policy's answers. Each model sees a prompt as its own template renders it.
     """
     confidence = params.evaluation.confidence
-    logprobs = {}
+    logprobs, divided = {}, {"ranks_per_model": params.cluster.inference_ranks_per_model}
     pad_id = load_tokenizer(str(folders["sft"]), trust_remote_code=params.model.trust_remote_code).pad_token_id
     with Bar("pass for log-probabilities", len(folders) * len(MODES)) as bar:
         for name, folder in folders.items():
-            module = load_policy(folder, params.model)
+            module = load_policy(folder, params.model, **divided)
             for mode in MODES:
                 rendered = with_prompts_of(answers[mode]["policy"], answers[mode][name])
-                logprobs[name, mode] = response_logprobs(module, rendered, pad_id=pad_id, temperature=params.evaluation.temperature)
+                how = {"pad_id": pad_id, "temperature": params.evaluation.temperature, **divided}
+                logprobs[name, mode] = response_logprobs(module, rendered, **how)
                 bar.step()
             del module  # before the next one is loaded
     return {

@@ -112,7 +112,6 @@ def plan(work: Workload, params: Params, arguments: argparse.Namespace) -> dict[
         checkpointing=arguments.checkpointing,
         sleep=arguments.sleep,
         max_concurrent=at_a_time,
-        only_built=arguments.only_built,
     )
     return found
 
@@ -258,7 +257,6 @@ def _placement_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--sleep", action=argparse.BooleanOptionalAction, default=True, help="engines free their memory while others compute"
     )
-    group.add_argument("--only-built", action="store_true", help="propose only what this pipeline supports")
     group.add_argument("--max-concurrent", type=_count, help="concurrent responses per engine")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_core.config import Params
 from rlhf_core.planning.hardware import GIB, Cluster
 from rlhf_core.planning.machine import Machine
-from rlhf_core.planning.plan import ENGINE, Placement, Prediction, Workload, lacking
+from rlhf_core.planning.plan import ENGINE, Placement, Prediction, Workload
 from rlhf_core.planning.preflight import Plan
 
 
@@ -35,8 +35,6 @@ def text(found: Prediction, cluster: Cluster) -> str:
     if found.fits:
         phases = {**found.seconds, "step": found.step}
         lines += ["", *(f"  {phase:<10} {seconds:10.3g} s" for phase, seconds in phases.items())]
-    if missing := lacking(found.placement):
-        lines += ["", f"  Not supported by this pipeline: {', '.join(missing)}."]
     return "\n".join(lines)
 
 
@@ -94,7 +92,6 @@ def values(found: Prediction) -> dict[str, Any]:
             {"gpus": m.group.gpus, "roles": list(m.group.roles), "parts": m.parts, "needed": m.needed, "missing": m.missing, "host": m.host}
             for m in found.memory
         ],
-        "lacking": lacking(p),
     }
 
 

@@ -36,6 +36,12 @@ class Machine:
     gpus_per_host: int | None = None
 
     @property
+    def nodes(self) -> list[int]:
+        """GPUs of each host."""
+        per_host = self.gpus_per_host or len(self.gpus)
+        return [min(per_host, len(self.gpus) - first) for first in range(0, len(self.gpus), per_host)] if self.gpus else []
+
+    @property
     def empty(self) -> Machine:
         """The machine without the processes that take memory of it now."""
         host = max(self.host, self.host_total)

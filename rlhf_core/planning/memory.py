@@ -291,10 +291,15 @@ def kv_capacity(shape: ModelShape, memory: float, *, tensor_parallel: int, dtype
         memory: bytes of each of its GPUs, weights included.
     """
     weights = shape.parameters * element_bytes(dtype) / tensor_parallel
-    return max(0.0, memory - weights) * tensor_parallel / kv_bytes_per_token(shape, dtype)
+    return max(0.0, memory - weights) * kv_parts(shape, tensor_parallel) / kv_bytes_per_token(shape, dtype)
 
 
-def engine_pass(shape: ModelShape, tokens: float, sequences: int, dtype: str) -> float:
-    """Bytes of an engine's forward pass, as rlhf_core/engines/gpu_memory.py counts them."""
-    inner = 8 * shape.hidden + 3 * shape.active_experts * shape.intermediate
+def kv_parts(shape: ModelShape, tensor_parallel: int) -> int:
+    """Parts of keys and values on an engine's GPUs: a head is on one, or on several where there are fewer heads."""
+    return min(tensor_parallel, shape.kv_heads)
+
+
+def engine_pass(shape: ModelShape, tokens: float, sequences: int, dtype: str, *, tensor_parallel: int = 1) -> float:
+    """Bytes of an engine's forward pass on each of its GPUs, as rlhf_core/engines/gpu_memory.py counts them."""
+    inner = 8 * shape.hidden + 3 * shape.active_experts * shape.intermediate / tensor_parallel
     return tokens * inner * element_bytes(dtype) + sequences * shape.vocab * 4 * ENGINE_LOGITS

@@ -94,4 +94,5 @@ def rl_engine(rl: RlConfig, config: ModelConfig, models: Models, *, on_gpu: bool
         fraction=rollout.gpu_memory_fraction * (per_engine or 1.0),
         kv_cache_gib=rollout.kv_cache_gib,
         count=rollout.engines,
+        gpus=rollout.tensor_parallel_size,
     )

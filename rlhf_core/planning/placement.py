@@ -1,15 +1,21 @@
 """The GPU of each actor of an RL job, and the share of it that the actor gets.
 
-rl.trainer.gpus_per_rank and rl.rollout.gpus_per_engine set the shares, at most 1: a rank and an engine use one GPU each. `auto` gives each
-actor a GPU if there are enough. With fewer GPUs, each rank has one and engines share the rest; without a rest, each rank shares its GPU
-with engines. Ranks of different groups share a GPU only where gpus_per_rank says so; two ranks of a group never do: NCCL refuses that.
+rl.trainer.gpus_per_rank and rl.rollout.gpus_per_engine set the shares, at most 1. A rank uses one GPU, an engine
+rl.rollout.tensor_parallel_size of one node, with its share of each. `auto` gives each actor whole GPUs if there are enough. With fewer,
+each rank has one and engines share the rest; without a rest, each rank shares its GPU with engines. Ranks of different groups share a GPU
+only where gpus_per_rank says so; two ranks of a group never do: NCCL refuses that.
+
+GPUs are numbered, those of a node one after the other. An engine on several has a block of them: each node is divided into blocks of
+tensor_parallel_size. Such a block is reserved as a whole, since that alone keeps it on one node.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from rlhf_core.config import RlConfig
 
@@ -20,7 +26,8 @@ UNITS = 10_000  # Ray counts ten-thousandths of a GPU
 @dataclass(frozen=True)
 class Placement:
     """gpus: of the cluster.    per_rank, per_engine: share of each actor; 0 without GPUs.
-    ranks: number of the GPU of each rank, group by group.    engines: of each rollout engine. Empty without GPUs.
+    ranks: number of the GPU of each rank, group by group.    engines: of each rollout engine's first GPU. Empty without GPUs.
+    tensor_parallel_size: GPUs of an engine, numbered from its first one on.
     """
 
     gpus: int
@@ -28,20 +35,45 @@ class Placement:
     per_engine: float
     ranks: tuple[tuple[int, ...], ...] = ()
     engines: tuple[int, ...] = ()
+    tensor_parallel_size: int = 1
+
+    def engine_gpus(self, first: int) -> tuple[int, ...]:
+        """The GPUs of an engine with this first one."""
+        return tuple(range(first, first + self.tensor_parallel_size))
 
     @property
-    def actors(self) -> list[int]:
+    def _on_gpus(self) -> list[int]:
+        """The GPU of each rank, and each GPU of each engine."""
+        return [gpu for group in (*self.ranks, *map(self.engine_gpus, self.engines)) for gpu in group]
+
+    @property
+    def actors(self) -> dict[int, int]:
         """Number of actors on each GPU that is used."""
-        where = [*(gpu for group in self.ranks for gpu in group), *self.engines]
-        return [where.count(gpu) for gpu in range(max(where, default=-1) + 1)]
+        return dict(sorted(Counter(self._on_gpus).items()))
+
+    @property
+    def bundles(self) -> list[tuple[int, ...]]:
+        """GPUs that are reserved together, on one node: those of an engine on several, and each other one by itself."""
+        blocks = dict.fromkeys(map(self.engine_gpus, self.engines))
+        of_engines = {gpu for block in blocks for gpu in block}
+        return sorted([*blocks, *((gpu,) for gpu in self.actors if gpu not in of_engines)])
 
     def share(self, gpu: int, wanted: float) -> float:
-        """An actor's share of its GPU: all of it where it is alone."""
+        """What Ray counts of a GPU for one of its actors: all of it where the actor is alone, or beside engines on several GPUs."""
+        if self.tensor_parallel_size > 1:
+            return 1.0 if sum(group.count(gpu) for group in self.ranks) == 1 else wanted
         return 1.0 if self.actors[gpu] == 1 else wanted
+
+    def is_alone(self, first: int) -> bool:
+        """Whether an engine with this first GPU shares none of its GPUs."""
+        return all(self.actors[gpu] == 1 for gpu in self.engine_gpus(first))
+
+    def engines_on(self, gpu: int) -> int:
+        return sum(gpu in self.engine_gpus(first) for first in self.engines)
 
     def engines_beside_ranks(self, group: int = 0) -> int:
         """The most engines on a GPU that has a rank of this group too."""
-        return max((self.engines.count(gpu) for gpu in self.ranks[group]), default=0) if self.ranks else 0
+        return max(map(self.engines_on, self.ranks[group]), default=0) if self.ranks else 0
 
     def groups_beside(self, group: int) -> list[int]:
         """Other groups with a rank on a GPU of this one."""
@@ -68,25 +100,34 @@ class Placement:
 
     def describe(self, rl: RlConfig) -> str:
         of = f" ({', '.join(f'{group.ranks} {group.name}' for group in rl.role_groups)})" * (len(rl.role_groups) > 1)
+        several = f", of {self.tensor_parallel_size} GPUs each" * (self.tensor_parallel_size > 1)
         return (
             f"{self.gpus} GPU{'s' * (self.gpus != 1)}: {self.per_rank:g} for each of {rl.ranks} trainer ranks{of}, "
-            f"{self.per_engine:g} for each of {rl.rollout.engines} rollout engines{', by turns' * self.takes_turns(rl)}"
+            f"{self.per_engine:g} for each of {rl.rollout.engines} rollout engines{several}{', by turns' * self.takes_turns(rl)}"
         )
 
     def as_json(self, rl: RlConfig) -> dict[str, float | int | dict[str, int]]:
         shares = {"gpus": self.gpus, "per_rank": self.per_rank, "per_engine": self.per_engine}
-        return {**shares, "ranks": rl.ranks, "engines": rl.rollout.engines}
+        return {**shares, "ranks": rl.ranks, "engines": rl.rollout.engines, "tensor_parallel_size": rl.rollout.tensor_parallel_size}
 
 
-def place(rl: RlConfig, gpus: int) -> Placement:
+def place(rl: RlConfig, gpus: int, nodes: Sequence[int] = ()) -> Placement:
     """Where the actors of a job go on a cluster with this number of GPUs.
 
+    Args:
+        nodes: GPUs of each node; without, there is one.
     Raises:
-        ValueError: the job needs more GPUs.
+        ValueError: the job needs more GPUs, or more on a node.
     """
-    groups, engines = [group.ranks for group in rl.role_groups], rl.rollout.engines
+    groups, engines, size = [group.ranks for group in rl.role_groups], rl.rollout.engines, rl.rollout.tensor_parallel_size
     if not gpus:
-        return Placement(0, 0.0, 0.0)
+        return Placement(0, 0.0, 0.0, tensor_parallel_size=size)
+    nodes = sorted(filter(None, nodes)) or [gpus]  # ranks fill the small ones
+    if size > nodes[-1]:
+        raise ValueError(
+            f"rl.rollout.tensor_parallel_size: expected at most the {nodes[-1]} GPUs of the largest node, got {size}; lower it, since an "
+            "engine's GPUs are on one node"
+        )
     if rl.most_ranks > gpus:
         raise ValueError(
             f"rl.trainer.ranks: expected at most the cluster's {gpus} GPUs, got {rl.most_ranks}; two ranks can't share one: lower it or "
@@ -94,15 +135,25 @@ def place(rl: RlConfig, gpus: int) -> Placement:
         )
     tried = list(_candidates(rl, gpus))
     for per_rank, per_engine in tried:
-        if (found := _places(groups, per_rank, engines, per_engine, gpus)) is not None:
-            return Placement(gpus, per_rank, per_engine, *found)
+        if (found := _places(groups, per_rank, engines, per_engine, _blocks(nodes, size), sum(nodes))) is not None:
+            return Placement(gpus, per_rank, per_engine, *found, size)
     per_rank, per_engine = tried[-1]
     hint = "put roles together in rl.placement, let groups share GPUs by gpus_per_rank, " if len(groups) > 1 else ""
+    several, counted = (f" x {size}", " x tensor_parallel_size") if size > 1 else ("", "")
+    on_nodes = f" on nodes of {', '.join(map(str, nodes))}" if size > 1 and len(nodes) > 1 else ""
     raise ValueError(
-        f"rl: expected a cluster with room for {rl.ranks} x {per_rank:g} (rl.trainer.ranks x gpus_per_rank) and {engines} x {per_engine:g} "
-        f"(rl.rollout.engines x gpus_per_engine) GPUs, got {gpus}; that is {rl.ranks * per_rank + engines * per_engine:g} together: lower "
-        f"one of these, set gpus_per_rank and gpus_per_engine to auto, {hint}or add GPUs"
+        f"rl: expected a cluster with room for {rl.ranks} x {per_rank:g} (rl.trainer.ranks x gpus_per_rank) and {engines} x {per_engine:g}"
+        f"{several} (rl.rollout.engines x gpus_per_engine{counted}) GPUs, got {gpus}{on_nodes}; that is "
+        f"{rl.ranks * per_rank + engines * per_engine * size:g} together: lower one of these, set gpus_per_rank and gpus_per_engine to "
+        f"auto, {hint}or add GPUs"
     )
+
+
+def _blocks(nodes: Sequence[int], size: int) -> list[tuple[int, ...]]:
+    """The blocks of so many GPUs that engines may have. The rest of a node is its first GPUs, which ranks take first."""
+    starts = [sum(nodes[:k]) for k in range(len(nodes))]
+    firsts = (first for start, count in zip(starts, nodes, strict=True) for first in range(start + count % size, start + count, size))
+    return [tuple(range(first, first + size)) for first in firsts]
 
 
 def _candidates(rl: RlConfig, gpus: int) -> Iterator[tuple[float, float]]:
@@ -112,7 +163,7 @@ def _candidates(rl: RlConfig, gpus: int) -> Iterator[tuple[float, float]]:
     if rank == "auto":
         per_rank = [1.0, RANK_SHARE]
         if engine != "auto":
-            left = 1 - engine * math.ceil(engines / gpus)
+            left = 1 - engine * math.ceil(engines * rl.rollout.tensor_parallel_size / gpus)
             per_rank += [left] * (left > 0.5 or (rl.ranks == 1 and left > 0))
     for share in per_rank:
         if engine != "auto":
@@ -128,50 +179,60 @@ def _rounded(share: float) -> float:
 
 
 def _places(
-    groups: Sequence[int], per_rank: float, engines: int, per_engine: float, gpus: int
+    groups: Sequence[int], per_rank: float, engines: int, per_engine: float, blocks: Sequence[tuple[int, ...]], gpus: int
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]] | None:
-    """GPUs of the ranks, group by group, and of the engines; None: one finds no room."""
+    """GPUs of the ranks, group by group, and the first one of each engine; None: one finds no room.
+
+    An engine on several GPUs isn't put where several groups have a rank: Ray doesn't say which of a block's GPUs a part is of.
+    """
     free = [UNITS] * gpus
     ranks = []
     for count in groups:
         taken: list[int] = []
         for _ in range(count):
-            if (gpu := _take(free, per_rank, apart_from=taken)) is None:
+            if (gpu := _take(free, per_rank, [(gpu,) for gpu in range(gpus) if gpu not in taken])) is None:
                 return None
             taken.append(gpu)
         ranks.append(tuple(taken))
-    found = [_take(free, per_engine) for _ in range(engines)]
+    on_gpu = Counter(gpu for taken in ranks for gpu in taken)
+    fit = [block for block in blocks if len(block) == 1 or max(on_gpu[gpu] for gpu in block) <= 1]
+    found = [_take(free, per_engine, fit) for _ in range(engines)]
     return None if None in found else (tuple(ranks), tuple(gpu for gpu in found if gpu is not None))
 
 
-def _take(free: list[int], share: float, *, apart_from: Sequence[int] = ()) -> int | None:
-    """Take a share of the emptiest GPU in use that has room, or else of a new one."""
+def _take(free: list[int], share: float, blocks: Iterable[tuple[int, ...]]) -> int | None:
+    """Take a share of each GPU of the emptiest block in use that has room, or else of a new one. Returns its first GPU."""
     units = round(share * UNITS)
-    room = [gpu for gpu, left in enumerate(free) if left >= units and gpu not in apart_from]
-    used = [gpu for gpu in room if free[gpu] < UNITS]
+    left = {block: min(free[gpu] for gpu in block) for block in blocks}
+    room = [block for block in left if left[block] >= units]
+    used = [block for block in room if left[block] < UNITS]
     if not room:
         return None
-    gpu = max(used, key=lambda gpu: free[gpu]) if used else room[0]
-    free[gpu] -= units
-    return gpu
+    chosen = max(used, key=lambda block: left[block]) if used else room[0]
+    for gpu in chosen:
+        free[gpu] -= units
+    return chosen[0]
 
 
-def check_gpus(planned: Mapping[str, int], found: Mapping[str, Sequence[str]]) -> None:
-    """Check that processes share a GPU only where that is planned.
+def check_gpus(planned: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[str]]) -> None:
+    """Check that each process has as many GPUs as planned, and that processes share one only where that is planned.
 
     Args:
-        planned: a process's name -> the number of its GPU in the placement.
+        planned: a process's name -> the numbers of its GPUs in the placement.
         found: a process's name -> the GPUs that it sees.
     Raises:
-        ValueError: two processes have one GPU, or one has none or several.
+        ValueError: two processes have one GPU, or one has more or fewer than planned.
     """
     by_gpu: dict[str, list[str]] = {}
     for name, gpus in found.items():
-        if len(gpus) != 1:
-            raise ValueError(f"{name}: expected one GPU, got {list(gpus) or 'none'}; is CUDA_VISIBLE_DEVICES set on its node?")
-        by_gpu.setdefault(gpus[0], []).append(name)
+        count = len(planned[name])
+        if len(set(gpus)) != count or len(gpus) != count:
+            wanted = "one GPU" if count == 1 else f"{count} GPUs"
+            raise ValueError(f"{name}: expected {wanted}, got {list(gpus) or 'none'}; is CUDA_VISIBLE_DEVICES set on its node?")
+        for gpu in gpus:
+            by_gpu.setdefault(gpu, []).append(name)
     for gpu, names in by_gpu.items():
-        if len({planned[name] for name in names}) > 1:
+        if any(not set(planned[one]) & set(planned[other]) for one, other in combinations(names, 2)):
             raise ValueError(
                 f"{gpu}: expected processes that the placement puts on one GPU, got {' and '.join(names)}; does Ray know each GPU of the "
                 "node once (ray start --num-gpus)?"

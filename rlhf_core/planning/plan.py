@@ -16,6 +16,7 @@ from rlhf_core.planning.memory import (
     head_training,
     kv_bytes_per_token,
     kv_capacity,
+    kv_parts,
     training_states,
     trunk_activations,
 )
@@ -95,11 +96,6 @@ class Placement:
 
     def group_of(self, role: str) -> Group:
         return next(group for group in self.groups if role in group.roles)
-
-
-def lacking(placement: Placement) -> list[str]:
-    """Features of a placement that this pipeline lacks (docs/gpu.md)."""
-    return ["an engine on several GPUs"] * (placement.tensor_parallel > 1)
 
 
 @dataclass(frozen=True)
@@ -197,7 +193,8 @@ def _engine_minimum(work: Workload, placement: Placement) -> float:
     """Bytes on each GPU of an engine that holds only the longest response."""
     tokens = work.prompt_length + work.longest
     weights = work.policy.parameters * element_bytes(work.dtype)
-    return (weights + tokens * kv_bytes_per_token(work.policy, work.dtype)) / placement.tensor_parallel
+    cache = tokens * kv_bytes_per_token(work.policy, work.dtype)
+    return weights / placement.tensor_parallel + cache / kv_parts(work.policy, placement.tensor_parallel)
 
 
 def concurrency(work: Workload, placement: Placement, memory: GroupMemory) -> float:

@@ -100,7 +100,7 @@ def check(stage: str, params: Params, models: Models, machine: Machine) -> Plan:
 
 def _check_rl(params: Params, models: Models, machine: Machine) -> Plan:
     rl, on_gpu = params.rl, bool(machine.gpus)
-    placement = place(rl, len(machine.gpus))
+    placement = place(rl, len(machine.gpus), machine.nodes)
     ranks = rl_ranks(rl, params.model, models, on_gpu=on_gpu)
     rollouts = rl_engine(rl, params.model, models, on_gpu=on_gpu, per_engine=placement.engine_share(rl))
     if on_gpu and placement.takes_turns(rl):
@@ -184,14 +184,20 @@ def _shortages(
         if process.count > len(machine.gpus) and (process.share is None or process.ranks_key is not None):
             key, there = process.ranks_key or f"{process.section}.ranks", len(machine.gpus)
             why = "because two ranks can't share a GPU"
-            raise ValueError(f"{key}: expected at most the {there} GPUs that are there, got {process.count}; lower it, {why}")
+            count = process.count * process.gpus
+            raise ValueError(f"{key}: expected at most the {there} GPUs that are there, got {count}; lower it, {why}")
     per_host = machine.gpus_per_host or len(machine.gpus)
-    parts = {p.name: min(p.count, per_host) * (p.host + GPU_HOST) + p.once for p in moment}
+    parts = {p.name: min(p.count, per_host // p.gpus) * (p.host + GPU_HOST * _processes(p)) + p.once for p in moment}
     needed, available = sum(parts.values()), _usable(machine.host)
     if needed > available:
         largest = max(moment, key=lambda p: parts[p.name])
         found.append(Shortage(largest.name, largest.section, needed, available, "a host of the GPUs", parts))
     return found
+
+
+def _processes(process: Process) -> int:
+    """An engine on several GPUs has one for each beside its own."""
+    return 1 + process.gpus if process.gpus > 1 else 1
 
 
 def _usable(available: float) -> float:
@@ -246,6 +252,8 @@ def _changes(stage: str, params: Params, machine: Machine) -> Iterator[dict[str,
     is_rl = stage == "train_policy" and method == "rl"
     key = {"train_sft": "sft", "train_reward": "reward", "train_round": "dpo", "train_policy": method}.get(stage)
     yield from _engine_changes(stage, params, is_rl=is_rl, on_gpu=bool(machine.gpus))
+    if is_rl and params.rl.rollout.backend == "vllm":
+        yield from _divided_engines(params, max(machine.nodes, default=0))
     if key is None:
         return
     section = params.rl.trainer if is_rl else getattr(params, key)
@@ -290,6 +298,15 @@ def _engine_changes(stage: str, params: Params, *, is_rl: bool, on_gpu: bool) ->
         yield {"rl.rollout.kv_cache_gib": 1}
     if on_gpu and is_rl:
         yield from ({f"{key}.gpu_memory_fraction": fraction} for fraction in (0.4, 0.25))
+
+
+def _divided_engines(params: Params, gpus: int) -> Iterator[dict[str, Any]]:
+    """Engines on several of so many GPUs of a node, and as many fewer of them."""
+    rollout = params.rl.rollout
+    for size in (2, 4, 8):
+        if rollout.tensor_parallel_size < size <= gpus:
+            engines = max(1, rollout.engines * rollout.tensor_parallel_size // size)
+            yield {"rl.rollout.tensor_parallel_size": size, "rl.rollout.engines": engines}
 
 
 def changed(params: Params, changes: Mapping[str, Any]) -> Params:

@@ -7,7 +7,7 @@ from itertools import product
 
 from rlhf_core.planning.hardware import Cluster, Efficiency
 from rlhf_core.planning.phases import predict
-from rlhf_core.planning.plan import CRITIC, ENGINE, POLICY, REFERENCE, REWARD, Group, Placement, Prediction, Workload, lacking
+from rlhf_core.planning.plan import CRITIC, ENGINE, POLICY, REFERENCE, REWARD, Group, Placement, Prediction, Workload
 
 SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # of the GPUs for engines, if they don't share the trainer's
 TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -61,13 +61,7 @@ def propose(
     checkpointing: bool | None = None,
     sleep: bool = True,
     max_concurrent: int = 256,
-    only_built: bool = False,
 ) -> Prediction:
-    """The fastest placement that fits, or else the one that lacks least memory; of equal ones the simplest.
-
-    Args:
-        only_built: try only what this pipeline supports.
-    """
+    """The fastest placement that fits, or else the one that lacks least memory; of equal ones the simplest."""
     tried = candidates(work, cluster, checkpointing=checkpointing, sleep=sleep, max_concurrent=max_concurrent)
-    wanted = (placement for placement in tried if not (only_built and lacking(placement)))
-    return min((predict(work, placement, cluster, efficiency) for placement in wanted), key=lambda found: (found.missing, found.step))
+    return min((predict(work, placement, cluster, efficiency) for placement in tried), key=lambda found: (found.missing, found.step))

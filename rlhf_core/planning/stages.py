@@ -19,6 +19,7 @@ from rlhf_core.planning.memory import (
     head_forward,
     head_training,
     kv_bytes_per_token,
+    kv_parts,
     mask_bytes,
     training_states,
     trunk_activations,
@@ -49,6 +50,7 @@ class Process:
     once: further ones on a host, whatever the number of processes: whole weights on their way to a file or to the engines.
     base: bytes of the process without models, on a CPU.
     share: of a GPU's memory that a rollout engine may take; None: the process takes what it needs.
+    gpus: over which it is divided; bytes are those on each, and on a CPU all of them.
     section: of params.yaml, whose keys change what it takes.
     ranks_key: of the number of ranks, each of which needs a GPU of its own. None: `ranks` of the section, or it is no rank.
     """
@@ -62,6 +64,7 @@ class Process:
     count: int = 1
     base: float = TRAINER_HOST
     share: float | None = None
+    gpus: int = 1
     ranks_key: str | None = None
 
     @property
@@ -134,6 +137,27 @@ def check_heads(shape: ModelShape, ranks: int) -> None:
         raise ValueError(
             f"sequence_parallel: expected a divisor of the model's {shape.heads} heads, and a divisor or a multiple of its "
             f"{shape.kv_heads} heads of keys and values, got {ranks}; change it"
+        )
+
+
+def check_engine(shape: ModelShape, gpus: int, *, key: str) -> None:
+    """
+    Args:
+        key: of the number of GPUs.
+    Raises:
+        ValueError: vLLM can't divide the model's layers over so many GPUs.
+    """
+
+    def divides(size: int) -> bool:
+        heads = shape.heads % size == 0 and (shape.kv_heads % size == 0 or size % shape.kv_heads == 0)
+        return heads and shape.intermediate % size == 0
+
+    if not divides(gpus):
+        nearest = min(filter(divides, range(1, shape.heads + 1)), key=lambda size: abs(size - gpus))
+        raise ValueError(
+            f"{key}: expected a divisor of the model's {shape.heads} heads and of its MLP's width "
+            f"{shape.intermediate}, and a divisor or a multiple of its {shape.kv_heads} heads of keys and values, got {gpus}; set it to "
+            f"{nearest}"
         )
 
 
@@ -244,18 +268,22 @@ def engine(
     fraction: float,
     kv_cache_gib: int = 1,
     count: int = 1,
+    gpus: int = 1,
     ranks_key: str | None = None,
 ) -> Process:
     """A rollout engine. On a GPU it takes `fraction` of the memory, which must hold weights, a pass and one sequence.
 
     Args:
+        gpus: over which it is divided; on a CPU processes.
         ranks_key: of the number of ranks that have an engine each; a rank of several has a process of its own beside vLLM's.
     """
-    several = {"count": count, "ranks_key": ranks_key}
-    base = ENGINE_HOST + (TRAINER_HOST if ranks_key is not None and count > 1 else 0)
+    several = {"count": count, "ranks_key": ranks_key, "gpus": gpus}
+    base = ENGINE_HOST * (1 + gpus if gpus > 1 else 1) + (gpus * TRAINER_HOST if ranks_key is not None and count * gpus > 1 else 0)
     shape, dtype, length = shape_of(model), config.dtype, config.max_length
-    e, per_token = element_bytes(dtype), kv_bytes_per_token(shape, dtype)
-    weights = e * model.parameters
+    check_engine(shape, gpus, key="rl.rollout.tensor_parallel_size" if ranks_key is None else "cluster.inference_ranks_per_model")
+    divided = gpus if on_gpu else 1
+    e, per_token = element_bytes(dtype), kv_bytes_per_token(shape, dtype) / kv_parts(shape, divided)
+    weights = e * model.parameters / divided
     one = per_token * BLOCK * (math.ceil(length / BLOCK) + 1)
     all_of_them = min(sequences * one, sequences * per_token * (length + BLOCK))
     parts = {"engine: weights": weights}
@@ -263,7 +291,7 @@ def engine(
         parts["engine: keys and values"] = per_token * sequences * length
         phases = {"engine: a pass": forward_activations(shape, sequences, dtype) + 2 * 4 * sequences * shape.vocab}
         return Process(name, key, parts, phases, **several)
-    pass_bytes = engine_pass(shape, max(BATCHED_TOKENS, length), sequences, dtype)
+    pass_bytes = engine_pass(shape, max(BATCHED_TOKENS, length), sequences, dtype, tensor_parallel=divided)
     if on_gpu:
         parts |= {"engine: process": ENGINE_PROCESS, "engine: one sequence": one}
         return Process(name, key, parts, {"engine: a pass": pass_bytes}, base=base, share=fraction, **several)
@@ -272,8 +300,18 @@ def engine(
 
 
 def _inference(params: Params) -> dict:
-    """How many ranks sample or score, and the key that says so."""
+    """How many ranks score, and the key that says so."""
     return {"count": params.cluster.inference_ranks, "ranks_key": RANKS_KEY}
+
+
+def _sampling(params: Params) -> dict:
+    """How many engines the ranks have, over how many of their GPUs each."""
+    cluster = params.cluster
+    return {
+        "count": cluster.inference_ranks // cluster.inference_ranks_per_model,
+        "gpus": cluster.inference_ranks_per_model,
+        "ranks_key": RANKS_KEY,
+    }
 
 
 def scorer(name: str, key: str, members: list[Model], params: Params, *, dtype: str | None = None) -> Process:
@@ -337,7 +375,7 @@ def plan_rejection(params: Params, models: Models, *, on_gpu: bool) -> Moments:
     model, section = known(models.start, "the SFT model"), params.rejection_sampling
     sampling = section.sampling
     how = {"backend": sampling.backend, "sequences": sampling.max_concurrent_sequences, "fraction": sampling.gpu_memory_fraction}
-    how |= _inference(params)
+    how |= _sampling(params)
     moments = [[engine("train_policy: rollout engine", "rejection_sampling.sampling", model, params.model, on_gpu=on_gpu, **how)]]
     if models.scorers:
         members = [known(found, "a reward model") for found in models.scorers]
@@ -360,20 +398,22 @@ def plan_evaluate(params: Params, models: Models, *, on_gpu: bool) -> Moments:
     model, dtype = known(models.start, "the model"), params.model.dtype
     config = params.evaluation
     how = {"backend": params.rl.rollout.backend, "sequences": 256, "fraction": config.gpu_memory_fraction}
-    how |= _inference(params)
+    how |= _sampling(params)
     moments = [[engine("evaluate: rollout engine", "evaluation", model, params.model, on_gpu=on_gpu, **how)]]
     if models.scorers:
         members = [known(found, "a reward model") for found in models.scorers]
         moments.append([scorer("evaluate: reward models", "evaluation", members, params)])
     tokens = max(SCORED_TOKENS, params.model.max_length)
-    parts, phases = {"model: weights": element_bytes(dtype) * model.parameters}, {"a pass": frozen_pass(model, tokens, dtype)}
+    ranks, is_divided = params.cluster.inference_ranks, params.cluster.inference_ranks_per_model > 1
+    frozen = frozen_model(model.parameters, Training(dtype, ranks, zero_stage=3 if is_divided else 0, on_gpu=on_gpu))
+    parts, phases = {"model: weights": frozen.weights}, {"a pass": frozen.passing + frozen_pass(model, tokens, dtype)}
     return [*moments, [Process("evaluate: log-probabilities", "evaluation", parts, phases, **_inference(params))]]
 
 
 def plan_sampling_round(params: Params, models: Models, *, on_gpu: bool) -> Moments:
     model, sampling = known(models.start, "the policy"), params.iterative.sampling
     how = {"backend": sampling.backend, "sequences": sampling.max_concurrent_sequences, "fraction": sampling.gpu_memory_fraction}
-    how |= _inference(params)
+    how |= _sampling(params)
     return [[engine("sample_round: rollout engine", "iterative.sampling", model, params.model, on_gpu=on_gpu, **how)]]
 
 

@@ -32,6 +32,7 @@ def compare(
     tokenizer = load_tokenizer(str(before), trust_remote_code=params.model.trust_remote_code)
     prompts = promotion_prompts(rows, tokenizer, params, number=number)
     models = {name: EvaluatedModel(folder, tokenizer, prompts) for name, folder in (("before", before), ("after", policy))}
+    divided = {"ranks_per_model": params.cluster.inference_ranks_per_model}
     samples = sample_answers(
         models,
         config,
@@ -41,6 +42,7 @@ def compare(
         threads=params.cluster.threads,
         seed=params.seed,
         seeds=promotion_seeds(params.seed, number, len(prompts)),
+        **divided,
     )
     scorers = LocalScorers(params.iterative.scorers, reward_model=reward_model, source_judges=source_judges, model=params.model)
     answers = score_answers(models, samples, scorers, source_judges)
@@ -55,8 +57,9 @@ def compare(
         }
 
     def logprobs(folder: Path):
-        module = load_policy(folder, params.model)
-        return response_logprobs(module, answers[DECIDES]["after"], pad_id=tokenizer.pad_token_id, temperature=config.temperature)
+        module = load_policy(folder, params.model, **divided)
+        how = {"pad_id": tokenizer.pad_token_id, "temperature": config.temperature, **divided}
+        return response_logprobs(module, answers[DECIDES]["after"], **how)
 
     own = logprobs(policy)
     others = {"before": before, "origin": Path(entry.origin.path)}

@@ -59,6 +59,7 @@ def sample_and_score(
         seed=params.seed,
         draw=entry.prompts.first,  # differs from round to round, as the prompts do
         check_stop=run.check_stop,
+        ranks_per_model=params.cluster.inference_ranks_per_model,
     )
     scorers = LocalScorers(config.scorers, reward_model=reward_model, source_judges=source_judges, model=params.model)
     tokenizer = load_tokenizer(policy, trust_remote_code=params.model.trust_remote_code)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from rlhf_core.config import ModelConfig, SamplingConfig
 from rlhf_core.engines.in_process import open_engine
-from rlhf_core.engines.ranks import in_shares, threads_of_rank, world_size
+from rlhf_core.engines.ranks import in_shares, threads_of_rank, wait_for_all, world_size
 from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
 from rlhf_core.progress import drawing
 from rlhf_core.sampling.requests import Sample, SamplingSettings, request_seeds
@@ -29,6 +29,7 @@ def sample_responses(
     seed: int,
     draw: int = 0,
     check_stop: Callable[[], None],
+    ranks_per_model: int = 1,
 ) -> list[list[Sample]]:
     """`config.samples_per_prompt` responses to each prompt, in the prompts' order. Ranks share the prompts.
 
@@ -40,6 +41,7 @@ def sample_responses(
         threads: CPU threads of all ranks' engines.
         seed, draw: with a prompt's position, they determine its responses. Rounds of one series differ in `draw`.
         check_stop: called between requests; it raises on every rank once a stop was requested.
+        ranks_per_model: ranks that have an engine together.
     """
     ends = stop_ids(load_tokenizer(model_path, trust_remote_code=model.trust_remote_code), model_path)
     settings = SamplingSettings(config.max_new_tokens, config.temperature, top_p=config.top_p)
@@ -51,7 +53,8 @@ def sample_responses(
         max_length=model.max_length,
         dtype=model.dtype,
         max_concurrent_sequences=config.max_concurrent_sequences,
-        threads=threads_of_rank(threads),
+        ranks_per_model=ranks_per_model,
+        threads=threads_of_rank(threads) * ranks_per_model,
         seed=seed,
         trust_remote_code=model.trust_remote_code,
         gpu_memory_fraction=config.gpu_memory_fraction,
@@ -66,8 +69,9 @@ def sample_responses(
         with drawing("response", len(prompts) * config.samples_per_prompt) as bar:
             for start in range(0, len(prompts), per_request):
                 check_stop()
-                samples += in_shares(range(start, min(start + per_request, len(prompts))), draw_own)
+                samples += in_shares(range(start, min(start + per_request, len(prompts))), draw_own, ranks_per_share=ranks_per_model)
                 bar.reach(len(samples) * config.samples_per_prompt)
     finally:
         engine.close()
+    wait_for_all()  # an engine's GPUs are other ranks' too
     return samples

@@ -81,6 +81,7 @@ def sample_and_score(
     def sample() -> list[list[Sample]]:
         log.info("train_policy: sampling %d responses to each of %d prompts", sampling.samples_per_prompt, len(prompts))
         how = {"model": model, "threads": params.cluster.threads, "seed": params.seed, "check_stop": run.check_stop}
+        how["ranks_per_model"] = params.cluster.inference_ranks_per_model
         return sample_responses(str(policy), prompts, sampling, **how)
 
     samples = [[Sample(**fields) for fields in group] for group in saved(run.scratch / "samples.json", sample)]

@@ -9,14 +9,14 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_core.config import load_params
 from rlhf_core.engines.ray_actors import ActorGroup
-from rlhf_core.engines.ray_places import Bundle, RoleLost, check_nodes, join_cluster, leave_cluster, release, reserve_gpus
+from rlhf_core.engines.ray_gpus import ReservedGpus, node_gpus
+from rlhf_core.engines.ray_places import RoleLost, check_nodes, join_cluster, leave_cluster
 from rlhf_core.environment import keep_visible, named
-from rlhf_core.planning.placement import Placement, check_gpus, place
+from rlhf_core.planning.placement import Placement, place
 from rlhf_core.process import configure_process, show_own_log
 from rlhf_core.progress import name_stage
 from rlhf_core.stage.job import LOST, beat, check_cluster, forget_refusal, refuse
@@ -69,16 +69,14 @@ class Actors:
 
     def __init__(self, job: RlJob):
         gpus = join_cluster()
-        self._job, self._placement = job, place(job.rl, gpus)
+        self._job, self._placement = job, place(job.rl, gpus, node_gpus())
         self.take_turns = self._placement.takes_turns(job.rl)
         if job.checks_cluster:
             params, files = load_params(), JobFiles.read()
             check_nodes(files.packages if files else {}, params.cluster.network_interface, timeout=job.rl.deadlines.start)
             check_cluster("train_policy", params, gpus)
         _record(self._placement, job)
-        self._reserved = []
-        if actors := self._placement.actors:
-            self._reserved = reserve_gpus("rl", len(actors), cpus=max(actors), deadline=job.rl.deadlines.start)
+        self._reserved = ReservedGpus(self._placement, deadline=job.rl.deadlines.start)
         self.rollouts = self._rollout_engines()  # first: they start slowest
         names = [f"trainer.{group.name}" if len(job.rl.role_groups) > 1 else "trainer" for group in job.rl.role_groups]
         self.trainers = TrainerGroups(job.rl, [self._trainer_ranks(number, name) for number, name in enumerate(names)])
@@ -89,7 +87,7 @@ class Actors:
     def __exit__(self, *_: object) -> None:
         self.trainers.close()
         self.rollouts.close()
-        release(self._reserved)
+        self._reserved.release()
         leave_cluster()
 
     def check_gpus(self, *, engines: bool) -> None:
@@ -98,18 +96,9 @@ class Actors:
         Args:
             engines: of the rollout engines too, which start more slowly than the ranks.
         """
-        if not self._reserved:
-            return
-        groups = [group.actors for group in self.trainers.all] + [self.rollouts] * engines
-        where = [*self._placement.ranks, self._placement.engines]
-        found = [group.gpus() for group in groups]
-        planned = {name: gpu for names, gpus in zip(found, where, strict=False) for name, gpu in zip(names, gpus, strict=True)}
-        check_gpus(planned, {name: ids for names in found for name, ids in names.items()})
-        if engines:
-            log.info("rl: %s", "; ".join(f"{name}: {ids[0]}" for names in found for name, ids in names.items()))
-
-    def _bundles(self, gpus: Sequence[int], share: float) -> list[Bundle] | None:
-        return [Bundle(*self._reserved[gpu], self._placement.share(gpu, share)) for gpu in gpus] if self._reserved else None
+        found = self._reserved.check([group.actors for group in self.trainers.all], self.rollouts if engines else None)
+        if engines and found:
+            log.info("rl: %s", "; ".join(f"{name}: {' and '.join(ids)}" for name, ids in found.items()))
 
     def _rollout_engines(self) -> ActorGroup:
         job, rl, placement = self._job, self._job.rl, self._placement
@@ -119,7 +108,7 @@ class Actors:
             "rlhf_core.engines.in_process:RolloutActor",
             rl.rollout.engines,
             cpus=1,
-            bundles=self._bundles(placement.engines, placement.per_engine),
+            bundles=self._reserved.of_engines(),
             threads=threads,
             start_deadline=rl.deadlines.start,
             kwargs={
@@ -136,6 +125,8 @@ class Actors:
                 "shares_gpu": placement.shares_engine_gpus or self.take_turns,
                 "sleeps": self.take_turns,
                 "reads_text": bool(rl.rollout.stop),
+                "tensor_parallel_size": rl.rollout.tensor_parallel_size,
+                "prefix_caching": rl.caches_prefixes(job.model.max_length, on_gpu=placement.gpus > 0),
             },
             together=False,
         )
@@ -148,7 +139,7 @@ class Actors:
             "rlhf_core.trainers.rl.rank:TrainerRank",
             group.ranks,
             cpus=1,
-            bundles=self._bundles(self._placement.ranks[number], self._placement.per_rank) if self._reserved else None,
+            bundles=self._reserved.of_ranks(number),
             threads=self._threads(among=rl.ranks),
             start_deadline=rl.deadlines.start,
             kwargs={"world_size": group.ranks, "job": job, "roles": group.roles},

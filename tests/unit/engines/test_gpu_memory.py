@@ -41,6 +41,12 @@ def test_the_cache_is_what_weights_and_a_pass_leave(folder):
     assert ask(folder, share) == SEQUENCE + 1000
 
 
+def test_of_several_gpus_each_has_a_part_of_weights_layers_and_heads(folder):
+    inner = 8192 * (8 * 64 + 3 * 256 // 4) * 2 + 16 * 1000 * 4 * 4
+    share = OWN_BYTES + inner + 2 * PARAMETERS // 4 + SEQUENCE // 2 + 1000  # two heads of keys and values: each on two GPUs
+    assert ask(folder, share, tensor_parallel_size=4) == SEQUENCE // 2 + 1000
+
+
 def test_the_cache_is_no_larger_than_all_sequences_can_fill(folder):
     assert ask(folder, 8 << 30) == 16 * SEQUENCE
 

@@ -1,4 +1,4 @@
-"""Ranks and engines on two Ray nodes with four logical GPUs each: each gets the GPU that the placement gives it."""
+"""Ranks and engines on two Ray nodes with four logical GPUs each: each gets the GPUs that the placement gives it."""
 
 from __future__ import annotations
 
@@ -7,66 +7,97 @@ import os
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[3]
-# The actors host nothing: where Ray puts them is all that is looked at.
+SIZES = (1, 2, 4)
+# Two ranks of each group that fits, and two engines where there is room. Whole GPUs, but for the last: ranks and engines share them.
+JOBS = {
+    f"{name}, {size}": {"placement": name, "tensor_parallel_size": size}
+    for name, size in product(("together", "two_groups", "apart"), SIZES)
+}
+JOBS |= {"shared": {"placement": "two_groups", "tensor_parallel_size": 1, "ranks": 3, "gpus_per_rank": 0.6, "gpus_per_engine": 0.4}}
+JOBS |= {"shared, 2": {"placement": "together", "tensor_parallel_size": 2, "ranks": 6, "gpus_per_rank": 0.6, "gpus_per_engine": 0.4}}
+# Where Ray puts processes is all that is looked at. Actors, which host nothing, are started where GPUs are shared; elsewhere a task in each
+# one's place does, since its bundle's GPUs are its own.
 PROGRAM = """
 import json, sys
 import ray
+from pathlib import Path
 from ray.cluster_utils import Cluster
 from rlhf_core.config import RlConfig, read_yaml
 from rlhf_core.engines.ray_actors import ActorGroup
-from rlhf_core.engines.ray_places import Bundle, release, reserve_gpus
-from rlhf_core.planning.placement import check_gpus, place
-from pathlib import Path
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from rlhf_core.engines.ray_gpus import ReservedGpus, node_gpus, reserve_gpus
+from rlhf_core.planning.placement import place
+
+DEADLINE = 200.0
 
 size = {"num_gpus": 4, "num_cpus": 8, "object_store_memory": 80_000_000}
 cluster = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False, "temp_dir": sys.argv[1]})
 cluster.add_node(**size)
 ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+BASE = read_yaml(Path("params.yaml"))["rl"]
 
 
-def job(**changes):
-    tree = read_yaml(Path("params.yaml"))["rl"]
-    tree["trainer"] |= changes.pop("trainer")
-    tree["rollout"] |= changes.pop("rollout")
-    return RlConfig.model_validate(tree | changes)
+def job(placement, tensor_parallel_size, ranks=None, engines=None, gpus_per_rank="auto", gpus_per_engine="auto"):
+    ranks = ranks or (1 if placement == "apart" else 2)
+    trainer = BASE["trainer"] | {"ranks": ranks, "gpus_per_rank": gpus_per_rank}
+    engines = engines or (1 if tensor_parallel_size == 4 else 2)
+    rollout = {"engines": engines, "gpus_per_engine": gpus_per_engine, "tensor_parallel_size": tensor_parallel_size}
+    sizes = {"samples_per_step": ranks, "minibatch_size": ranks}
+    return RlConfig.model_validate(BASE | sizes | {"placement": placement, "trainer": trainer, "rollout": BASE["rollout"] | rollout})
 
 
-def start(role, gpus, share, reserved, placement):
-    bundles = [Bundle(*reserved[gpu], placement.share(gpu, share)) for gpu in gpus]
-    return ActorGroup(role, "types:SimpleNamespace", len(gpus), cpus=1, bundles=bundles, threads=1, start_deadline=60.0, kwargs={})
+def where():
+    context = ray.get_runtime_context()
+    return [f"{context.get_node_id()} GPU {gpu}" for gpu in context.get_accelerator_ids()["GPU"]]
 
 
-rl = job(
-    placement="two_groups", samples_per_step=6, minibatch_size=6, trainer={"ranks": 3, "gpus_per_rank": 0.6},
-    rollout={"engines": 2, "gpus_per_engine": 0.4},
-)
-placement = place(rl, 8)
-reserved = reserve_gpus("rl", len(placement.actors), cpus=max(placement.actors), deadline=60.0)
-groups = [start(f"trainer.{g.name}", gpus, placement.per_rank, reserved, placement) for g, gpus in zip(rl.role_groups, placement.ranks)]
-groups.append(start("rollout", placement.engines, placement.per_engine, reserved, placement))
-found = [group.gpus() for group in groups]
-planned = {name: gpu for names, gpus in zip(found, [*placement.ranks, placement.engines]) for name, gpu in zip(names, gpus)}
-found = {name: gpus for names in found for name, gpus in names.items()}
-check_gpus(planned, found)
-groups[-1].replace([1])  # a new process, in the bundle of the lost one
-again = groups[-1].gpus()
-on_cpus = ActorGroup("scorer", "types:SimpleNamespace", 1, cpus=1, threads=1, start_deadline=60.0, kwargs={})
-have_gpus = [groups[-1].has_gpus, on_cpus.has_gpus]
+def look(role, bundles):
+    places = [PlacementGroupSchedulingStrategy(b.group, placement_group_bundle_index=b.index) for b in bundles]
+    tasks = [ray.remote(where).options(num_cpus=1, num_gpus=b.gpus, scheduling_strategy=p).remote() for b, p in zip(bundles, places)]
+    return {f"{role} rank {k}": gpus for k, gpus in enumerate(ray.get(tasks, timeout=DEADLINE))}
+
+
+def start(role, bundles):
+    return ActorGroup(role, "types:SimpleNamespace", len(bundles), cpus=1, bundles=bundles, threads=1, start_deadline=DEADLINE, kwargs={})
+
+
+def land(rl, is_shared):
+    placement = place(rl, 8, node_gpus())
+    reserved = ReservedGpus(placement, deadline=DEADLINE)
+    names = [f"trainer.{group.name}" for group in rl.role_groups]
+    seen, groups = {}, []
+    if is_shared:
+        engines = start("rollout", reserved.of_engines())
+        ranks = [start(name, reserved.of_ranks(k)) for k, name in enumerate(names)]
+        groups = [*ranks, engines]
+        seen = {"found": reserved.check(ranks, engines), "has_gpus": engines.has_gpus}
+        engines.replace([1])  # a new process, in the bundle of the lost one
+        seen["again"] = engines.gpus()
+    else:
+        found = [look(name, reserved.of_ranks(k)) for k, name in enumerate(names)] + [look("rollout", reserved.of_engines())]
+        seen = {"found": {name: gpus for names in found for name, gpus in names.items()}}
+    for group in groups:
+        group.close()
+    reserved.release()
+    return seen
+
+
+seen = {name: land(job(**changes), name.startswith("shared")) for name, changes in json.loads(sys.argv[2]).items()}
 refused = []
-for count, cpus in ((9, 1), (8, 5)):
+for sizes, cpus in (([1] * 9, 1), ([1] * 8, 5), ([3, 3, 1, 1], 1), ([3, 3, 2], 1)):
     try:
-        reserve_gpus("rl", count, cpus=cpus, deadline=60.0)
+        reserve_gpus("rl", sizes, cpus=cpus, deadline=DEADLINE)
+        refused.append(None)
     except ValueError as error:
         refused.append(str(error))
-for group in [*groups, on_cpus]:
-    group.close()
-release(reserved)
-print(json.dumps({"found": found, "planned": planned, "again": again, "refused": refused, "have_gpus": have_gpus}))
+alone = ActorGroup("scorer", "types:SimpleNamespace", 1, cpus=0, threads=1, start_deadline=DEADLINE, kwargs={})
+print(json.dumps({"jobs": seen, "refused": refused, "has_gpus": alone.has_gpus}))
 ray.shutdown()
 cluster.shutdown()
 """
@@ -77,34 +108,56 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict:
     home = tmp_path_factory.mktemp("home")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0"}
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as sockets:  # whose names may have 107 characters
-        command = [sys.executable, "-c", PROGRAM, sockets]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+        command = [sys.executable, "-c", PROGRAM, sockets, json.dumps(JOBS)]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_each_rank_has_a_gpu_of_its_own_and_engines_are_beside_the_first(seen):
-    found = {name: gpu for name, (gpu,) in seen["found"].items()}
-    assert list(found) == [f"trainer.{group} rank {k}" for group in ("policy+reference", "critic+reward_models") for k in range(3)] + [
-        "rollout rank 0",
-        "rollout rank 1",
-    ]
+def node(gpu: str) -> str:
+    return gpu.partition(" GPU")[0]
+
+
+def of(found: dict, role: str) -> list[list[str]]:
+    return [gpus for name, gpus in found.items() if name.startswith(role)]
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if not name.startswith("shared")])
+def test_each_rank_and_engine_has_whole_gpus_of_its_own(seen, name):
+    found, size = seen["jobs"][name]["found"], JOBS[name]["tensor_parallel_size"]
+    ranks, engines = of(found, "trainer"), of(found, "rollout")
+    assert [len(ranks), len(engines)] == [2 if "together" in name else 4, 1 if size == 4 else 2]
+    assert {len(gpus) for gpus in ranks} == {1} and {len(gpus) for gpus in engines} == {size}
+    every = [gpu for gpus in (*ranks, *engines) for gpu in gpus]
+    assert len(set(every)) == len(every)
+    assert all(len({node(gpu) for gpu in gpus}) == 1 for gpus in engines)
+
+
+def test_engines_share_the_gpus_of_the_first_ranks(seen):
+    found = {name: gpu for name, (gpu,) in seen["jobs"]["shared"]["found"].items()}
     ranks = [gpu for name, gpu in found.items() if name.startswith("trainer")]
-    assert len(set(ranks)) == 6
+    assert len(ranks) == len(set(ranks)) == 6 and seen["jobs"]["shared"]["has_gpus"]
     assert [found[f"rollout rank {k}"] for k in range(2)] == [found[f"trainer.policy+reference rank {k}"] for k in range(2)]
-    nodes = [gpu.partition(" GPU")[0] for gpu in ranks]
-    assert [len(set(nodes[:3])), len(set(nodes))] == [1, 2]  # a group stays on one node while it has room
+    assert [len(set(map(node, ranks[:3]))), len(set(map(node, ranks)))] == [1, 2]  # a group stays on one node while it has room
 
 
-def test_a_replaced_engine_gets_the_gpu_of_the_lost_one(seen):
-    assert seen["again"] == {name: gpus for name, gpus in seen["found"].items() if name.startswith("rollout")}
+def test_engines_on_several_gpus_share_them_with_one_rank_each(seen):
+    found = seen["jobs"]["shared, 2"]["found"]
+    ranks, engines = [gpu for (gpu,) in of(found, "trainer")], of(found, "rollout")
+    assert len(ranks) == len(set(ranks)) == 6 and [len(gpus) for gpus in engines] == [2, 2]
+    assert all(set(gpus) <= set(ranks) and len(set(map(node, gpus))) == 1 for gpus in engines)
+    assert not set(engines[0]) & set(engines[1]) and seen["jobs"]["shared, 2"]["has_gpus"] and not seen["has_gpus"]
 
 
-def test_a_group_knows_whether_its_actors_have_gpus(seen):
-    assert seen["have_gpus"] == [True, False]
+@pytest.mark.parametrize("name", ["shared", "shared, 2"])
+def test_a_replaced_engine_gets_the_gpus_of_the_lost_one(seen, name):
+    job = seen["jobs"][name]
+    assert job["again"] == {name: gpus for name, gpus in job["found"].items() if name.startswith("rollout")}
 
 
 def test_what_no_node_has_is_refused_at_once(seen):
-    gpus, cpus = seen["refused"]
+    gpus, cpus, fits, together = seen["refused"]
     assert "rl: expected nodes with 9 times a GPU and 1 CPUs, got " in gpus and gpus.count("with 4 GPUs and 8 CPUs") == 2
     assert "expected nodes with 8 times a GPU and 5 CPUs" in cpus
+    assert fits is None
+    assert "expected nodes with 1 times 2 GPUs and 2 CPUs and 2 times 3 GPUs and 3 CPUs, got" in together

@@ -184,8 +184,10 @@ def test_the_head_projects_some_rows_at_a_time():
 def test_logits_and_cache():
     assert head_forward(TINY, 3) == 3 * 10 * (2 + 8)
     assert kv_bytes_per_token(SIZES["llama2-7b"]) == 2 * 32 * 4096 * 2 == 524_288
-    # 2 GPUs of 1000 bytes, weights 776 in all, cache 2 * 2 * 2 * 2 = 16 a token: (2000 - 776) / 16
-    assert kv_capacity(TINY, 1000, tensor_parallel=2) == 76.5
+    # 2 GPUs of 1000 bytes, weights 776 in all, cache 2 * 2 * 2 * 2 = 16 a token, whose only head is on both: (1000 - 388) / 16
+    assert kv_capacity(TINY, 1000, tensor_parallel=2) == 38.25
+    two = replace(TINY, kv_heads=2)  # a head on each GPU: half of 2 * 2 * 4 * 2 = 32 a token, and of 2 bytes a weight
+    assert kv_capacity(two, 1000, tensor_parallel=2) == (1000 - two.parameters) / 16
     assert kv_capacity(TINY, 100, tensor_parallel=1) == 0
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_core.planning.hardware import GIB, GPUS, Cluster, Efficiency, Gpu
 from rlhf_core.planning.phases import predict, score_seconds, sync_seconds, update_seconds
-from rlhf_core.planning.plan import Group, Placement, Workload, group_memory, lacking
+from rlhf_core.planning.plan import Group, Placement, Workload, group_memory
 from rlhf_core.planning.published import CALIBRATES, rows
 from rlhf_core.planning.search import apart, colocated, propose, three_parts
 from rlhf_core.planning.shape import SIZES, ModelShape
@@ -105,12 +105,6 @@ def test_where_nothing_fits_the_proposal_says_what_is_missing():
     found = propose(real("llama2-70b"), Cluster(GPUS["h100"], 8), Efficiency())
     # weights alone: policy, critic, reference and reward model, 2 bytes of 69 billion over 8 GPUs each, are 64 GiB of 76
     assert not found.fits and 1 * GIB < found.missing < 60 * GIB
-
-
-def test_only_what_is_built_is_proposed_on_request():
-    found = propose(real("llama3-8b", critic=None), Cluster(GPUS["h200"], 8), Efficiency(), only_built=True)
-    assert found.fits and lacking(found.placement) == []
-    assert lacking(Placement(colocated(GRPO, 4), tensor_parallel=2)) == ["an engine on several GPUs"]
 
 
 def test_more_gpus_are_never_predicted_to_be_slower():

@@ -214,6 +214,55 @@ def test_a_turn_that_does_not_fit_is_named(changes, size, where):
     assert f"GiB that {where} has left" in preflight("train_policy", found, of_memory(size), models)
 
 
+SEVENTY = of_shape(SIZES["llama3-70b"])
+LARGE = {"rl__trainer__ranks": 4, "rl__trainer__zero_stage": 3, "rl__trainer__gpus_per_rank": 1.0, "rl__algorithm": "grpo"}
+
+
+def engine_of(size: int, count: int = 1, **settings):
+    found = params(rl__rollout__tensor_parallel_size=size, rl__rollout__engines=count, **LARGE, **settings)
+    return check("train_policy", found, Models(SEVENTY, SEVENTY, ()), NODE).moments[0][-1]
+
+
+def test_weights_cache_and_a_pass_of_an_engine_are_divided_over_its_gpus():
+    whole, four = engine_of(1), engine_of(4)
+    assert four.parts["engine: weights"] == whole.parts["engine: weights"] / 4 == 2 * SEVENTY.parameters / 4
+    assert four.parts["engine: one sequence"] == whole.parts["engine: one sequence"] / 4
+    # of 8 hidden sizes and 3 MLP widths the latter
+    assert whole.phases["engine: a pass"] - four.phases["engine: a pass"] == 8192 * 2 * 3 * 28672 * 3 / 4
+    assert [whole.gpus, four.gpus, four.count] == [1, 4, 1]
+
+
+@pytest.mark.parametrize(("shape", "size", "nearest"), [("llama3-70b", 3, 2), ("llama3-70b", 6, 4), ("qwen3-32b", 7, 8)])
+def test_an_engine_that_cannot_be_divided_is_refused_with_the_nearest_size(shape, size, nearest):
+    models = Models(of_shape(SIZES[shape]))
+    found = params(
+        rl__rollout__tensor_parallel_size=size, rl__rollout__engines=1, alignment__method="rl", rl__placement=[RoleGroup(roles=["policy"])]
+    )
+    with pytest.raises(
+        ValueError, match=rf"tensor_parallel_size: expected a divisor of the model's 64 heads .*, got {size}; set it to {nearest}$"
+    ):
+        preflight("train_policy", found, NODE, models)
+
+
+def test_a_model_larger_than_a_gpu_gets_engines_on_several():
+    settings = {"rl__rollout__engines": 4, "rl__rollout__gpu_memory_fraction": 0.9, "rl__lora": module.LORA}
+    settings["rl__trainer__gradient_checkpointing"] = True
+    found, models = params(**LARGE, **settings), Models(SEVENTY, SEVENTY, ())
+    lacking = check("train_policy", found, models, NODE).shortages
+    assert [s.name for s in lacking] == ["train_policy: rollout engine"]
+    # half of the weights, 66 GiB, leaves no room for a pass
+    assert remedy("train_policy", found, models, NODE) == {"rl.rollout.tensor_parallel_size": 4, "rl.rollout.engines": 1}
+
+
+def test_the_processes_of_an_engine_take_memory_of_their_host():
+    def host(size: int) -> float:
+        found = params(rl__rollout__tensor_parallel_size=size, rl__rollout__engines=1, **LARGE)
+        (shortage,) = (s for s in check("train_policy", found, MODELS, Machine(GIB, (H100,) * 8)).shortages if s.where.startswith("a host"))
+        return shortage.parts["train_policy: rollout engine"]
+
+    assert host(4) - host(1) == 4 * module.GPU_HOST
+
+
 def groups(placement: str) -> list[RoleGroup]:
     return [RoleGroup(**group) for group in named_placement(placement)]
 

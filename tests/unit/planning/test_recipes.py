@@ -12,7 +12,7 @@ from rlhf_core.planning.machine import Gpu, Machine
 from rlhf_core.planning.models import of_shape
 from rlhf_core.planning.phases import predict
 from rlhf_core.planning.plan import Placement, Workload
-from rlhf_core.planning.preflight import plan_stages
+from rlhf_core.planning.preflight import changed, plan_stages
 from rlhf_core.planning.search import apart, colocated
 from rlhf_core.planning.shape import SIZES
 
@@ -31,13 +31,20 @@ def params_of(recipe: Path) -> Params:
     return overridden(read_text(ROOT / "params.yaml"), read_recipe(recipe), subject=recipe.name)[1]
 
 
+def machine_of(name: str) -> Machine:
+    if not name.endswith("80gb"):
+        return B200
+    return Machine((2000 if name.startswith("ppo") else 1000) * GIB, H100.gpus, gpus_per_host=8)
+
+
 def test_there_is_one_for_each_size_algorithm_and_way_of_training():
     names = {f"{algorithm}_{size}{lora}" for algorithm in ("ppo", "grpo") for size in ("8b", "70b") for lora in ("", "_lora")}
+    names |= {"ppo_70b_80gb", "grpo_70b_80gb"}
     assert {path.stem for path in RECIPES} == names
     for path in RECIPES:
         params = params_of(path)
-        algorithm, size, *lora = path.stem.split("_")
-        assert (params.rl.algorithm, params.rl.lora is not None) == (algorithm, bool(lora))
+        algorithm, size, *kind = path.stem.split("_")
+        assert (params.rl.algorithm, params.rl.lora is not None) == (algorithm, kind == ["lora"])
         assert params.model.path.lower().endswith(f"{size}-instruct")
         text = path.read_text()
         assert "Has not run." in text and f"recipes/cluster/{path.name}" in text
@@ -45,11 +52,12 @@ def test_there_is_one_for_each_size_algorithm_and_way_of_training():
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
 def test_every_stage_fits_the_gpus_that_the_recipe_names(recipe):
-    start, machine = (SEVENTY, B200) if "70b" in recipe.stem else (EIGHT, NODE)
+    start, machine = (SEVENTY, machine_of(recipe.stem)) if "70b" in recipe.stem else (EIGHT, NODE)
     params = params_of(recipe)
     plans, problems = plan_stages(params, machine, start, [EIGHT])
     assert problems == {} and [plan.stage for plan in plans if plan.shortages] == []
-    ranks, engines, gpus = params.rl.trainer.ranks, params.rl.rollout.engines, len(machine.gpus)
+    rollout, ranks, gpus = params.rl.rollout, params.rl.trainer.ranks, len(machine.gpus)
+    engines = rollout.engines * rollout.tensor_parallel_size
     by_turns = recipe.stem in BY_TURNS
     assert (ranks, engines) == (gpus, gpus) if by_turns else ranks + engines == gpus
     assert any(plan.turns for plan in plans) == by_turns
@@ -78,11 +86,21 @@ def test_turns_are_taken_where_a_step_is_predicted_to_be_faster_by_them(recipe):
     assert turns.fits and 1.2 * turns.step < min(other.step for other in others)
 
 
-@pytest.mark.parametrize("recipe", [path for path in RECIPES if "70b" in path.stem], ids=lambda p: p.stem)
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if "70b" in path.stem and "80gb" not in path.stem], ids=lambda p: p.stem)
 def test_70b_is_refused_on_gpus_that_no_rollout_engine_fits(recipe):
     plans, _ = plan_stages(params_of(recipe), H100, SEVENTY, [EIGHT])
     lacking = {plan.stage: {s.name for s in plan.shortages} for plan in plans if plan.shortages}
     assert "train_policy: rollout engine" in lacking["train_policy"] and "train_sft" not in lacking
+
+
+@pytest.mark.parametrize("stage", ["train_policy", "evaluate"])
+def test_70b_fits_gpus_of_80_gb_only_with_several_to_an_engine(stage):
+    params = params_of(ROOT / "recipes/cluster/grpo_70b_80gb.yaml")
+    whole = {"rl.rollout.tensor_parallel_size": 1, "cluster.inference_ranks_per_model": 1}
+    plans, _ = plan_stages(changed(params, whole), H100, SEVENTY, [EIGHT])
+    (plan,) = (plan for plan in plans if plan.stage == stage)
+    lacking = {"train_policy": {"rollout engine"}, "evaluate": {"rollout engine", "log-probabilities"}}[stage]
+    assert {s.name.removeprefix(f"{stage}: ") for s in plan.shortages} == lacking
 
 
 def test_8b_in_full_on_one_gpu_is_refused():

@@ -13,7 +13,7 @@ from rlhf_core.planning.placement import Placement, check_gpus, place
 def rl(placement: str = "together", **changes) -> RlConfig:
     config = load_params().rl.model_copy(update={"placement": RlConfig.model_validate(tree(placement)).placement})
     trainer = {k: v for k, v in changes.items() if k in ("ranks", "gpus_per_rank")}
-    rollout = {k: v for k, v in changes.items() if k in ("engines", "gpus_per_engine")}
+    rollout = {k: v for k, v in changes.items() if k in ("engines", "gpus_per_engine", "tensor_parallel_size")}
     return config.model_copy(
         update={"trainer": config.trainer.model_copy(update=trainer), "rollout": config.rollout.model_copy(update=rollout)}
     )
@@ -129,7 +129,7 @@ def test_each_rank_and_engine_has_its_gpu(placement, changes, gpus, ranks, engin
     config = rl(placement, **{"engines": 2} | changes)
     found = place(config, gpus)
     assert (found.ranks, found.engines) == (ranks, engines)
-    for number in range(len(found.actors)):
+    for number in found.actors:
         taken = found.per_rank * sum(group.count(number) for group in ranks) + found.per_engine * engines.count(number)
         assert 0 < taken <= 1 and found.share(number, 0.3) == (1.0 if found.actors[number] == 1 else 0.3)
 
@@ -148,13 +148,96 @@ def test_groups_that_find_no_gpus_are_refused_with_what_is_missing(placement, ch
 
 
 def test_two_processes_on_a_gpu_are_refused_unless_they_were_placed_there():
-    planned = {"trainer rank 0": 0, "trainer rank 1": 1, "rollout rank 0": 0}
+    planned = {"trainer rank 0": (0,), "trainer rank 1": (1,), "rollout rank 0": (0,)}
     right = {"trainer rank 0": ["a GPU 3"], "trainer rank 1": ["b GPU 3"], "rollout rank 0": ["a GPU 3"]}
     check_gpus(planned, right)
     with pytest.raises(ValueError, match=r"a GPU 3: expected processes .* got trainer rank 0 and trainer rank 1 and rollout rank 0; "):
         check_gpus(planned, right | {"trainer rank 1": ["a GPU 3"]})
     with pytest.raises(ValueError, match=r"trainer rank 1: expected one GPU, got none"):
         check_gpus(planned, right | {"trainer rank 1": []})
+
+
+def test_an_engine_on_several_gpus_has_all_of_them_and_shares_what_is_planned():
+    planned = {"trainer rank 0": (0,), "trainer rank 1": (1,), "rollout rank 0": (0, 1), "rollout rank 1": (2, 3)}
+    right = {"trainer rank 0": ["a 1"], "trainer rank 1": ["a 0"], "rollout rank 0": ["a 0", "a 1"], "rollout rank 1": ["b 0", "b 1"]}
+    check_gpus(planned, right)  # which of a block's GPUs a rank has is Ray's choice
+    for wrong in (["b 0"], ["b 0", "b 0"], ["b 0", "b 1", "b 2"]):
+        with pytest.raises(ValueError, match=r"rollout rank 1: expected 2 GPUs, got \['b 0'"):
+            check_gpus(planned, right | {"rollout rank 1": wrong})
+    with pytest.raises(ValueError, match=r"a 1: expected processes .* got trainer rank 0 and rollout rank 0 and rollout rank 1; "):
+        check_gpus(planned, right | {"rollout rank 1": ["a 1", "b 1"]})
+
+
+@pytest.mark.parametrize(
+    ("placement", "changes", "nodes", "ranks", "engines", "bundles"),
+    [
+        # whole GPUs for each: ranks first, engines on a node
+        ("together", {"ranks": 2}, [8], ((0, 1),), (2, 4), [1, 1, 2, 2]),
+        ("together", {"ranks": 3}, [4, 4], ((0, 1, 2),), (4, 6), [1, 1, 1, 2, 2]),
+        ("two_groups", {"ranks": 2}, [4, 4], ((0, 1), (2, 3)), (4, 6), [1, 1, 1, 1, 2, 2]),
+        ("together", {"ranks": 4, "tensor_parallel_size": 4, "engines": 1}, [2, 6], ((0, 1, 2, 3),), (4,), [1, 1, 1, 1, 4]),
+        ("together", {"ranks": 2, "tensor_parallel_size": 4, "engines": 1}, [6, 2], ((0, 1),), (4,), [1, 1, 4]),
+        ("together", {"ranks": 1}, [3], ((0,),), (1, 1), [1, 2]),
+        # engines share the GPUs that ranks leave, or those of the ranks
+        ("together", {"ranks": 2}, [4], ((0, 1),), (2, 2), [1, 1, 2]),
+        ("together", {"ranks": 4}, [4], ((0, 1, 2, 3),), (0, 2), [2, 2]),
+        ("two_groups", {"ranks": 2, "tensor_parallel_size": 4, "engines": 1}, [4], ((0, 1), (2, 3)), (0,), [4]),
+        # not where several groups have a rank on a GPU
+        ("two_groups", {"ranks": 2, "gpus_per_rank": 0.5}, [4], ((0, 1), (0, 1)), (2, 2), [1, 1, 2]),
+        ("two_groups", {"ranks": 2, "gpus_per_rank": 0.4}, [2], (), (), None),
+    ],
+)
+def test_an_engine_on_several_gpus_has_them_on_one_node(placement, changes, nodes, ranks, engines, bundles):
+    config = rl(placement, **{"engines": 2, "tensor_parallel_size": 2} | changes)
+    if bundles is None:
+        with pytest.raises(ValueError, match=r"expected a cluster with room for .* x tensor_parallel_size\) GPUs, got"):
+            place(config, sum(nodes), nodes)
+        return
+    found = place(config, sum(nodes), nodes)
+    assert (found.ranks, found.engines, list(map(len, found.bundles))) == (ranks, engines, bundles)
+    for gpu in found.actors:
+        assert sum(gpu in group for group in ranks) * found.per_rank + found.engines_on(gpu) * found.per_engine <= 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor_parallel_size": 2, "backend": "pytorch"}, r"tensor_parallel_size: expected 1 with backend pytorch, got 2; .*only vllm"),
+        ({"prefix_caching": True, "backend": "pytorch"}, r"prefix_caching: expected auto or false with backend pytorch, got true; "),
+        ({"gpus_per_engine": 2.0}, r"gpus_per_engine: expected auto or at most 1, got 2; raise engines instead, or tensor_parallel_size"),
+        ({"tensor_parallel_size": 0}, r"tensor_parallel_size: expected .* got 0"),
+    ],
+)
+def test_engines_that_do_not_exist_are_refused(changes, message):
+    params = read_yaml(Path("params.yaml"))
+    params["rl"]["rollout"] |= changes
+    with pytest.raises(ConfigError, match=rf"rl\.rollout\.{message}"):
+        parse_params(params)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "prefix_caching", "max_length", "on_gpu", "expected"),
+    [
+        ("grpo", "auto", 512, True, True),
+        ("grpo", "auto", 512, False, False),
+        ("ppo", "auto", 512, True, False),  # one sample a prompt
+        ("grpo", "auto", 48, True, False),  # prompts of at most 16 tokens
+        ("grpo", False, 512, True, False),
+        ("ppo", True, 48, False, True),
+    ],
+)
+def test_prefixes_are_cached_where_samples_share_them(algorithm, prefix_caching, max_length, on_gpu, expected):
+    config = rl().model_copy(update={"algorithm": algorithm})
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"prefix_caching": prefix_caching})})
+    assert config.rollout.max_new_tokens == 32
+    assert config.caches_prefixes(max_length, on_gpu=on_gpu) is expected
+
+
+def test_an_engine_larger_than_every_node_is_refused():
+    with pytest.raises(
+        ValueError, match=r"rl\.rollout\.tensor_parallel_size: expected at most the 4 GPUs of the largest node, got 8; lower"
+    ):
+        place(rl(tensor_parallel_size=8), 16, [4, 4, 4, 4])
 
 
 @pytest.mark.parametrize(

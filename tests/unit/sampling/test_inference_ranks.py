@@ -46,7 +46,11 @@ def test_each_rank_computes_every_third_item_and_all_get_every_result_in_order(r
     assert [found["shares"] for found in ranks] == [expected] * RANKS
 
 
-@pytest.mark.parametrize("kind", ["rejection all", "rejection one", "comparison", "rated", "gate", "nothing"])
+def test_ranks_with_one_share_leave_it_to_the_first(ranks):
+    assert [found["shares of all"] for found in ranks] == [[[item, 0, 5] for item in "abcde"]] * RANKS
+
+
+@pytest.mark.parametrize("kind", ["answers", "logprobs", "rejection all", "rejection one", "comparison", "rated", "gate", "nothing"])
 def test_three_ranks_sample_and_score_as_one(ranks, alone, kind: str):
     assert all(same(found[kind], alone[kind]) for found in ranks), (ranks[0][kind], alone[kind])
 

@@ -1,0 +1,187 @@
+"""A vLLM engine over two processes in a Ray actor, beside the trainer's own modules: python divided_engine_probe.py <folder>
+
+Prints its results as one line of JSON for test_divided_engine.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlhf_core.engines.ray_actors import ActorGroup
+from rlhf_core.engines.ray_places import RoleLost
+from rlhf_core.engines.weights import pack
+from rlhf_core.models.batch import collate_tokens
+from rlhf_core.models.forward import PolicyModule
+from rlhf_core.process import configure_process
+from rlhf_core.sampling.requests import SamplingSettings, request_seeds
+
+EOS, VOCABULARY, LONGEST, BLOCK = 1, 101, 320, 128
+PROBE = list(range(2, 34))
+BEGINNING = [3 + i % 90 for i in range(BLOCK + 20)]  # longer than a block of the cache
+PROMPTS = [[*BEGINNING, 7, 8], [*BEGINNING, 9], [4, 5, 6]]
+DEADLINE = 400.0
+
+
+def main() -> None:
+    configure_process()
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=100_000_000)
+    first, second = model(0), model(1)
+    first.save_pretrained(folder)
+    engine = start(str(folder))
+    try:
+        engine.wait_ready()
+        seen = compare(engine, first, second)
+        seen["lost_worker"] = lose_a_worker(engine, second)
+        seen["left_after_a_kill"] = left_after_a_kill(engine)
+    finally:
+        engine.close()
+        ray.shutdown()
+    print(json.dumps(seen))
+
+
+def model(seed: int) -> LlamaForCausalLM:
+    """A random model with a tied head, and one head of keys and values, which both processes have."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        max_position_embeddings=LONGEST, tie_word_embeddings=True, eos_token_id=EOS, pad_token_id=0, initializer_range=0.2, dtype="float32",
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def start(folder: str) -> ActorGroup:
+    settings = {
+        "backend": "vllm", "model_path": folder, "max_length": LONGEST, "dtype": "float32", "kv_cache_gib": 1, "threads": 2, "seed": 0,
+        "max_concurrent_sequences": 8, "trust_remote_code": False, "gpu_memory_fraction": 0.3, "tensor_parallel_size": 2,
+        "prefix_caching": True,
+    }  # fmt: skip
+    return ActorGroup(
+        "rollout",
+        "rlhf_core.engines.in_process:RolloutActor",
+        1,
+        cpus=1,
+        threads=2,
+        start_deadline=DEADLINE,
+        kwargs=settings,
+        together=False,
+    )
+
+
+def compare(engine: ActorGroup, first: LlamaForCausalLM, second: LlamaForCausalLM) -> dict[str, Any]:
+    call, weights = (
+        partial(engine.call_one, 0, deadline=DEADLINE),
+        {name: pack(m.state_dict()) for name, m in (("a", first), ("b", second))},
+    )
+    seen = {"started": [probe_difference(first, call("probe", PROBE)), sampled_difference(first, call)], "cached": cached(engine)}
+    version, probe = call("load_weights", weights["b"], 7, PROBE)
+    seen |= {"version": version, "synced": [probe_difference(second, probe), sampled_difference(second, call)]}
+    seen["old_after_sync"] = probe_difference(first, probe)
+    keep_cache(engine, keep=True)
+    _, probe = call("load_weights", weights["a"], 8, PROBE)
+    seen["kept_cache"] = [probe_difference(first, probe), sampled_difference(first, call)]
+    keep_cache(engine, keep=False)
+    _, probe = call("load_weights", weights["a"], 9, PROBE)
+    return seen | {"back": [probe_difference(first, probe), sampled_difference(first, call)]}
+
+
+@torch.no_grad()
+def probe_difference(policy: LlamaForCausalLM, found: list[float]) -> float:
+    logprobs = policy(torch.tensor([PROBE])).logits[0, :-1].log_softmax(-1)
+    return float((logprobs.gather(1, torch.tensor(PROBE[1:])[:, None])[:, 0] - torch.tensor(found)).abs().max())
+
+
+@torch.no_grad()
+def sampled_difference(policy: LlamaForCausalLM, call) -> float:
+    """Largest difference over sampled tokens, three responses to each prompt."""
+    groups = call("generate", PROMPTS, request_seeds(1, 0, len(PROMPTS)), SamplingSettings(12, 1.0), stop_ids=(EOS,), group_size=3)
+    pairs = [(prompt, sample) for prompt, group in zip(PROMPTS, groups, strict=True) for sample in group]
+    batch = collate_tokens([[*p, *s.response_ids] for p, s in pairs], [len(p) for p, _ in pairs], pad_id=0)
+    theirs = torch.tensor([x for _, sample in pairs for x in sample.logprobs])
+    return float((PolicyModule(policy)(batch, temperature=1.0).logprobs - theirs).abs().max())
+
+
+def cached(engine: ActorGroup) -> int:
+    """Tokens of a prompt that the engine takes from its cache."""
+
+    def look(hosted) -> int:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(max_tokens=1, detokenize=False)
+        (output,) = hosted._object._engine._llm.generate([{"prompt_token_ids": PROMPTS[0]}], parameters, use_tqdm=False)
+        return output.num_cached_tokens
+
+    return ray.get(engine.actors[0].__ray_call__.remote(look), timeout=DEADLINE)
+
+
+def keep_cache(engine: ActorGroup, *, keep: bool) -> None:
+    """Whether the engine keeps its cache when it loads weights, which is wrong."""
+
+    def change(hosted) -> None:
+        llm = hosted._object._engine._llm
+        if keep:
+            llm.reset_prefix_cache = lambda: True
+        else:
+            del llm.reset_prefix_cache
+
+    ray.get(engine.actors[0].__ray_call__.remote(change), timeout=DEADLINE)
+
+
+def processes(engine: ActorGroup) -> list[psutil.Process]:
+    """The actor's process, and those of its vLLM engine."""
+    actor = psutil.Process(ray.get(engine.actors[0].__ray_call__.remote(lambda _: os.getpid()), timeout=DEADLINE))
+    return [actor, *(child for child in actor.children() if "resource_tracker" not in " ".join(child.cmdline()))]
+
+
+def left(those: list[psutil.Process]) -> int:
+    """How many of the processes still run after some seconds; one whose parent doesn't ask for its exit code has ended too."""
+    deadline = time.monotonic() + 20
+    while (running := sum(map(runs, those))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return running
+
+
+def runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def lose_a_worker(engine: ActorGroup, policy: LlamaForCausalLM) -> dict[str, Any]:
+    """Kill one process of the engine, and replace the engine."""
+    actor, *workers = processes(engine)
+    workers[1].kill()
+    try:
+        message = f"no loss: {engine.call_one(0, 'probe', PROBE, deadline=DEADLINE)}"
+    except RoleLost as lost:
+        message = str(lost)
+    ended_late = left([actor, *workers])
+    engine.replace([0])
+    _, probe = engine.call_one(0, "load_weights", pack(policy.state_dict()), 10, PROBE, deadline=DEADLINE)
+    return {"workers": len(workers), "message": message, "left": ended_late, "replaced": probe_difference(policy, probe)}
+
+
+def left_after_a_kill(engine: ActorGroup) -> int:
+    """Processes that are left of an engine whose actor was killed."""
+    actor, *workers = processes(engine)
+    workers[0].send_signal(signal.SIGSTOP)  # as if it hung
+    actor.kill()
+    return left([actor, *workers])
+
+
+if __name__ == "__main__":
+    main()
