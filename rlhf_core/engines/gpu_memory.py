@@ -15,12 +15,12 @@ BLOCK = 128  # tokens; no backend of vLLM has larger blocks
 
 
 def memory_in_use() -> dict[str, int]:
-    """Bytes that this process has allocated and that torch has reserved for it, and those in use on the GPU by all processes; empty without
-    one.
+    """Bytes that this process has allocated and that torch has reserved for it, and those in use on the GPU by all processes; empty where
+    this process uses none.
     """
     import torch
 
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_initialized():
         return {}
     free, total = torch.cuda.mem_get_info()
     return {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved(), "used": total - free}

@@ -90,7 +90,7 @@ class Placement:
         """Of a GPU's memory that an engine may take a fraction of: by turns all of it, which engines on one GPU divide."""
         if not self.gpus:
             return 1.0
-        most = max(map(self.engines.count, self.engines))
+        most = max(map(self.engines_on, self.engines))
         return 1.0 / most if self.takes_turns(rl) else self.per_engine
 
     @property

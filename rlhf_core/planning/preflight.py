@@ -120,16 +120,16 @@ def _check_rl(params: Params, models: Models, machine: Machine) -> Plan:
 def _check_turns(placement: Placement, ranks: list[Process], engines: Process, machine: Machine) -> Plan:
     """Engines and ranks that take turns on GPUs: each process leaves its context only, and the ranks' parts go to the host."""
     ranks = [replace(rank, host=rank.host + sum(rank.parts.values())) for rank in ranks]
-    policy = next(rank for rank in ranks if "policy: weights" in rank.parts)
     at_once = max(map(placement.engines_beside_ranks, range(len(ranks))))
-    contexts = TRAINER_GPU * max(sum(gpu in group for group in placement.ranks) for gpu in placement.engines)
+    of_engines = {gpu for first in placement.engines for gpu in placement.engine_gpus(first)}
+    contexts = TRAINER_GPU * max(sum(gpu in group for group in placement.ranks) for gpu in of_engines)
     beside, turns = {engines.name: contexts}, {}
     for number, rank in enumerate(ranks):
         others = sum(ranks[other].needed + TRAINER_GPU for other in placement.groups_beside(number))
         beside[rank.name] = placement.engines_beside_ranks(number) * ENGINE_PROCESS + others
         turns[f"the turn of {rank.name}"] = rank.needed + TRAINER_GPU + beside[rank.name]
     weights = {
-        "policy: weights": policy.parts["policy: weights"],
+        "policy: weights": max(rank.parts.get("policy: weights", 0.0) for rank in ranks),
         "engine: weights": at_once * engines.parts["engine: weights"],
         "processes": contexts + at_once * ENGINE_PROCESS,
     }

@@ -79,6 +79,8 @@ def land(rl, is_shared):
         seen = {"found": reserved.check(ranks, engines), "has_gpus": engines.has_gpus}
         engines.replace([1])  # a new process, in the bundle of the lost one
         seen["again"] = engines.gpus()
+        engines.end(deadline=DEADLINE)
+        seen["ended"] = engines._look(0)
     else:
         found = [look(name, reserved.of_ranks(k)) for k, name in enumerate(names)] + [look("rollout", reserved.of_engines())]
         seen = {"found": {name: gpus for names in found for name, gpus in names.items()}}
@@ -153,6 +155,10 @@ def test_engines_on_several_gpus_share_them_with_one_rank_each(seen):
 def test_a_replaced_engine_gets_the_gpus_of_the_lost_one(seen, name):
     job = seen["jobs"][name]
     assert job["again"] == {name: gpus for name, gpus in job["found"].items() if name.startswith("rollout")}
+
+
+def test_a_group_that_is_ended_has_no_process_any_more(seen):
+    assert seen["jobs"]["shared"]["ended"].endswith((": gone", ": zombie"))
 
 
 def test_what_no_node_has_is_refused_at_once(seen):

@@ -11,9 +11,11 @@ from tiny_models import rl_job, train_batch, whole
 
 from rlhf_core.engines.in_process import RolloutActor
 from rlhf_core.engines.ray_places import RoleLost
+from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl.groups import TrainerGroups
 from rlhf_core.trainers.rl.rank import TrainerRank
 from rlhf_core.trainers.rl.recovery import Replacements
+from rlhf_core.trainers.rl.state import Progress
 from rlhf_core.trainers.rl.workers import Workers
 from rlhf_core.types import Prompt, UpdateResult
 
@@ -123,6 +125,31 @@ def test_a_lost_engine_is_replaced_with_the_policys_weights_at_any_time(made, di
     undisturbed = workers.rollouts._probes()[0]
     workers.turns.trainers()
     assert made.rank.probe(workers.rollouts.sync_check.probe_ids) == pytest.approx(undisturbed, abs=1e-5)
+
+
+def test_a_checkpoint_is_saved_and_loaded_in_the_trainers_turn_and_engines_get_its_weights(made):
+    workers, calls, normalizer = made.workers, made.calls, RewardNormalizer(made.workers._job.rl.reward)
+    update(workers)
+    workers.sync_weights(version=0)
+    expected = workers.rollouts.generate(PROMPTS, step=0)
+    workers.snapshot(Progress.start(workers._job.rl), normalizer, score=None)
+    workers.store.publish()
+    workers.store.wait()
+    update(workers)
+    workers.sync_weights(version=1)
+    assert workers.rollouts.generate(PROMPTS, step=0) != expected
+    calls.clear()
+    assert workers.resume(normalizer).step == 0
+    assert calls[:2] == ["sleep 1", "keep all"] and calls[-3:] == ["keep nothing", "wake_up", "probe"]
+    assert workers.rollouts.generate(PROMPTS, step=0) == expected
+
+
+def test_an_abandoned_step_ends_the_engines_before_the_trainer_saves(made):
+    ended = []
+    made.engines.end = lambda *, deadline: ended.append(deadline)
+    made.workers.turns.end_engines()
+    made.workers.turns.trainers()
+    assert made.calls == ["keep all"] and len(ended) == 1
 
 
 def test_who_is_not_at_turn_refuses_to_work(made):
