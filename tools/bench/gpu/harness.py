@@ -54,6 +54,7 @@ PARTS = (
     Part("vllm", "rollouts, beside bare vLLM", 120, 480, "tools.bench.gpu.rollouts"),
     Part("rl", "the steps of RL jobs", 180, 540),
     Part("trl", "GRPO by us and by TRL", 120, 540, "tools.bench.gpu.peer"),
+    Part("turns", "engines and trainer by turns on a GPU", 150, 540),
     Part("lora", "steps with adapters", 90, 420),
     Part("memory", "where the memory goes", 90, 300),
 )

@@ -41,7 +41,8 @@ class Case:
     """A job's sizes.
 
     prompts: per step. group: responses per prompt. prompt: tokens, least and most. response: tokens.
-    warmup: first steps, which aren't timed.
+    warmup: first steps, which aren't timed. turns: trainer and engine take turns on the GPU.
+    transfer: rl.rollout.weight_transfer; None: auto. tensor_parallel: GPUs of the engine.
     """
 
     algorithm: Literal["grpo", "ppo"]
@@ -55,6 +56,10 @@ class Case:
     response: int
     microbatch_tokens: int
     threads: int
+    backend: Literal["vllm", "pytorch"] = "vllm"
+    turns: bool = False
+    transfer: Literal["gloo", "ipc", "nccl"] | None = None
+    tensor_parallel: int = 1
 
     @property
     def samples(self) -> int:
@@ -62,7 +67,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.algorithm.upper()}, {shape_name(self.shape)}, {self.dtype}, {self.samples} samples a step of {self.response} tokens"
+        how = ", by turns" * self.turns
+        how += f", weights by {self.transfer}" if self.transfer else ""
+        how += f", engine on {self.tensor_parallel} GPUs" if self.tensor_parallel > 1 else ""
+        size = f"{self.samples} samples a step of {self.response} tokens"
+        return f"{self.algorithm.upper()}, {shape_name(self.shape)}, {self.dtype}, {size}{how}"
 
     @property
     def max_length(self) -> int:
@@ -79,6 +88,8 @@ class Case:
             "minibatch_size": self.samples,
             "steps": self.steps,
             "rollout.engines": 1,
+            "rollout.backend": self.backend,
+            "rollout.take_turns": self.turns,
             "rollout.max_new_tokens": self.response,
             "rollout.min_new_tokens": 0,
             "rollout.max_concurrent_sequences": self.samples,
@@ -87,6 +98,8 @@ class Case:
             "deadlines": DEADLINES,
             "monitor": dict.fromkeys(DEFAULT_LIMITS),
         }
+        rl |= {} if self.transfer is None else {"rollout.weight_transfer": self.transfer}
+        rl |= {} if self.tensor_parallel == 1 else {"rollout.tensor_parallel_size": self.tensor_parallel}
         rl |= {"kl.placement": "loss", "kl.estimator": "k3"} if self.algorithm == "grpo" else {"reward.scorers": REWARD_MODEL}
         settings = {f"rl.{key}": value for key, value in rl.items()} | SHARED | UNLIMITED
         settings |= {"model.dtype": self.dtype, "model.max_length": self.max_length, "cluster.threads": self.threads}
@@ -105,6 +118,7 @@ class Outcome:
     """A job's results. Lists have a value per step.
 
     start: seconds from its submission to its first step. seconds: of each step, and of its phases as seconds_<phase>.
+    memory: bytes in use on the GPU of engine and trainer after each switch between them, by turns; otherwise empty.
     tokens: response tokens. entropy: of the policy, nats per token. mismatch: see tools.bench.gpu.job.
     """
 
@@ -114,6 +128,7 @@ class Outcome:
     entropy: list[float]
     mismatch: list[dict[str, float]]
     peaks: Peaks
+    memory: list[dict[str, float]]
 
     def of(self, phase: str, *, warmup: int) -> list[float]:
         """Seconds of a phase; of whole steps if empty."""
@@ -183,6 +198,7 @@ def read(case: Case, job: RlJob, began: float, peaks: Peaks) -> Outcome:
         entropy=[row["entropy"] for row in curves],
         mismatch=seen["mismatch"],
         peaks=peaks,
+        memory=read_csv(Path(job.timings), "engine_", "trainer_"),
     )
 
 

@@ -40,9 +40,16 @@ class Side:
 def main() -> None:
     arguments = begin(__doc__)
     case, rounds = (REHEARSED, 1) if arguments.rehearse else (replace(GRPO, steps=8), ROUNDS)
-    budget, record, failures, ratios = Budget(BUDGET_SECONDS), Record(arguments.out), [], []
-    with models_folder(arguments.models) as models, tempfile.TemporaryDirectory(prefix="peer-", dir=models) as folder:
-        longest = 0.0
+    with models_folder(arguments.models) as models:
+        failures = compare(case, rounds, models, Record(arguments.out), Budget(BUDGET_SECONDS))
+    sys.exit("\n".join(failures) or 0)
+
+
+def compare(case: Case, rounds: int, models: Path, record: Record, budget: Budget) -> list[str]:
+    """As many rounds as the budget allows, at most `rounds`. Returns failures with reasons."""
+    failures: list[str] = []
+    ratios, longest = [], 0.0
+    with tempfile.TemporaryDirectory(prefix="peer-", dir=models) as folder:
         for number in range(1, rounds + 1):
             began = time.monotonic()
             if failures or budget.left < 1.2 * longest:
@@ -54,7 +61,7 @@ def main() -> None:
                 ratios.append(medians["ours"] / medians["TRL"])
             longest = max(longest, time.monotonic() - began)
     record.add(f"{case.name}: our speed over TRL's", "ratio", ratios, "of each round's medians")
-    sys.exit("\n".join(failures) or 0)
+    return failures
 
 
 def in_turn(case: Case, number: int, models: Path, folder: Path, record: Record, budget: Budget, failures: list[str]) -> dict[str, float]:

@@ -99,6 +99,7 @@ def arguments(case: Case) -> dict:
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": ENGINE_MEMORY,
+        "vllm_enable_sleep_mode": case.turns and torch.cuda.is_available(),
         "vllm_max_model_length": case.max_length,
         "vllm_importance_sampling_correction": False,  # rl.correction.kind is none
         "bf16": case.dtype == "bfloat16" and torch.cuda.is_available(),
