@@ -56,6 +56,7 @@ PARTS = (
     Part("trl", "GRPO by us and by TRL", 120, 540, "tools.bench.gpu.peer"),
     Part("turns", "engines and trainer by turns on a GPU", 150, 540),
     Part("lora", "steps with adapters", 90, 420),
+    Part("tensor_parallel", "an engine on two GPUs", 60, 480),
     Part("memory", "where the memory goes", 90, 300),
 )
 
