@@ -121,6 +121,8 @@ class RolloutConfig(Section):
     tensor_parallel_size: GPUs of one node that an engine's layers are divided over; gpus_per_engine is its share of each.
     prefix_caching: whether vLLM computes the common beginning of a group's samples, and of other prompts, once; auto: on GPUs, where groups
     have several samples and prompts may fill a block of the cache.
+    weight_transfer: how engines get the policy's weights: gloo through the hosts' memory, ipc on the ranks' GPUs, nccl between GPUs; auto:
+    ipc, else nccl, else gloo, whichever is possible.
     """
 
     backend: RolloutBackend
@@ -144,6 +146,7 @@ class RolloutConfig(Section):
     take_turns: Literal["auto"] | bool = "auto"
     tensor_parallel_size: int = Field(default=1, ge=1)
     prefix_caching: Literal["auto"] | bool = "auto"
+    weight_transfer: Literal["auto", "gloo", "ipc", "nccl"] = "auto"
 
     @property
     def samples_any_token(self) -> bool:
@@ -180,6 +183,13 @@ class RolloutConfig(Section):
             yield (
                 "take_turns: expected auto or false with one_step_off_policy, got true; change one, because engines then work at the same "
                 "time as the trainer"
+            )
+        if self.weight_transfer in ("ipc", "nccl") and self.backend == "pytorch":
+            yield f"weight_transfer: expected auto or gloo with backend pytorch, got {self.weight_transfer}; change one of them"
+        if self.weight_transfer == "ipc" and self.one_step_off_policy:
+            yield (
+                "weight_transfer: expected auto, gloo or nccl with one_step_off_policy, got ipc; change one, because the weights for a "
+                "replaced engine are kept on rank 0 only"
             )
         if self.min_new_tokens >= self.max_new_tokens:
             yield (

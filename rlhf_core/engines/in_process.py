@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.engines.gpu_memory import memory_in_use
-from rlhf_core.engines.weights import PackedTensor, unpack
 
 if TYPE_CHECKING:
     from rlhf_core.config import RolloutBackend
@@ -69,6 +68,7 @@ def open_here(
     sleeps: bool = False,
     tensor_parallel_size: int = 1,
     prefix_caching: bool = False,
+    weight_transfer: str | None = None,
 ) -> VllmEngine | PytorchEngine:
     """An engine in this process. See the engines for the arguments; only vLLM uses `seed` and those after `reads_text`."""
     shared = {
@@ -89,15 +89,25 @@ def open_here(
     from rlhf_core.engines.vllm_engine import VllmEngine
 
     own = {"sleeps": sleeps, "tensor_parallel_size": tensor_parallel_size, "prefix_caching": prefix_caching}
-    return VllmEngine(model_path, **shared, seed=seed, **own)
+    return VllmEngine(model_path, **shared, seed=seed, **own, weight_transfer=weight_transfer)
 
 
 class RolloutActor:
-    """An engine as one actor of a group. Args: settings: of `open_here`."""
+    """An engine as one actor of a group.
 
-    def __init__(self, rank: int, **settings: Any):
+    Args:
+        weight_transfer: how each engine of the group gets the trainer's weights.
+        settings: of `open_here`.
+    """
+
+    def __init__(self, rank: int, *, weight_transfer: Sequence[str] | None = None, **settings: Any):
         self.rank = rank
-        self._engine = open_here(**settings)
+        self._engine: Any = open_here(**settings, weight_transfer=weight_transfer and weight_transfer[rank])
+        self._transfer = self._engine
+        if settings["backend"] == "pytorch":
+            from rlhf_core.engines.pytorch_transfer import PytorchTransfer
+
+            self._transfer = PytorchTransfer(self._engine)
 
     def sleep(self, level: int) -> dict[str, int]:
         """As the engine does. Returns the memory in use on its GPU afterwards."""
@@ -121,6 +131,22 @@ class RolloutActor:
         """As the engine does."""
         return self._engine.probe(ids)
 
-    def load_weights(self, weights: dict[str, PackedTensor], version: int, ids: Sequence[int] = ()) -> tuple[int, list[float]]:
-        """As the engine does, with packed weights from another process; returns the version and log-probabilities of the ids, if any."""
-        return self._engine.load_weights(unpack(weights), version), self._engine.probe(ids) if ids else []
+    def connect_weights(self, info: dict[str, Any]) -> None:
+        """As the engine does."""
+        self._transfer.connect_weights(info)
+
+    def receive_weights(self, updates: Sequence[dict[str, Any]], version: int, ids: Sequence[int]) -> tuple[int, list[float]]:
+        """As the engine does. Returns the version and log-probabilities of the ids, if any."""
+        return self._transfer.receive_weights(updates, version), self._engine.probe(ids) if ids else []
+
+    def start_weight_update(self) -> None:
+        """As the engine does."""
+        self._transfer.start_weight_update()
+
+    def update_weights(self, update: dict[str, Any]) -> None:
+        """As the engine does."""
+        self._transfer.update_weights(update)
+
+    def finish_weights(self, version: int, ids: Sequence[int]) -> tuple[int, list[float]]:
+        """As the engine does. Returns the version and log-probabilities of the ids, if any."""
+        return self._transfer.finish_weights(version), self._engine.probe(ids) if ids else []

@@ -143,6 +143,21 @@ class PytorchEngine:
         """Replace the weights. Returns `version`."""
         self._awake.loads_weights()
         self._model = with_weights(self._model, state_dict)
+        return self.renew(version)
+
+    def start_weight_update(self) -> None:
+        """
+        Raises:
+            RuntimeError: the engine is asleep.
+        """
+        self._awake.loads_weights()
+
+    def own_weights(self) -> dict[str, torch.Tensor]:
+        """The model's weights under its own names, to be written to before a call of `renew`."""
+        return {name: tensor for name, tensor in self._model.state_dict().items() if name not in self._model.all_tied_weights_keys}
+
+    def renew(self, version: int) -> int:
+        """The weights are those of a version now. Returns it."""
         self._decoder = backend_of(self._model).decoder(self._model, probed=True)
         self.version = version
         return version

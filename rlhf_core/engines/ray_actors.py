@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,43 @@ class Hosted:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.ready()
         return getattr(self._object, method)(*args, **kwargs)
+
+
+class PeerLost(RuntimeError):
+    """Another actor has died, or, if `late`, doesn't answer in time."""
+
+    def __init__(self, *, late: bool):
+        super().__init__("no answer" if late else "a dead process")
+        self.late = late
+
+
+@dataclass(frozen=True)
+class RayPeer:
+    """An actor that another actor calls: see `weight_sender.Peer`."""
+
+    role: str
+    actor: Any
+
+    @property
+    def key(self) -> str:
+        return self.actor._actor_id.hex()
+
+    def submit(self, method: str, *args: Any) -> Future:
+        return self.actor.call.options(name=f"{self.role}.{method}").remote(method, *args).future()
+
+    def answer(self, call: Future, timeout: float) -> Any:
+        """
+        Raises:
+            PeerLost: the actor has died, or doesn't answer in time.
+        """
+        try:
+            return call.result(timeout)
+        except RayTaskError:
+            raise
+        except RayActorError as error:
+            raise PeerLost(late=False) from error
+        except TimeoutError as error:
+            raise PeerLost(late=True) from error
 
 
 class ActorGroup:
@@ -199,7 +237,6 @@ class ActorGroup:
         *,
         deadline: float,
         replace: Callable[[RoleLost], None],
-        given_by: ActorGroup | None = None,
         **kwargs: Any,
     ) -> list[Any]:
         """As `wait`, for independent ranks: calls to lost ranks are repeated after `replace` has started new actors.
@@ -208,15 +245,12 @@ class ActorGroup:
             references: of `submit` with the same method and arguments.
             deadline: seconds of each wait.
             replace: calls `self.replace`, or raises.
-            given_by: the actors whose answers are among the arguments; their loss isn't counted as a loss of these ranks.
         """
         while True:
             try:
                 return self.wait(references, deadline=deadline, what=method)
-            except (RoleLost, RayTaskError) as lost:
-                if given_by is not None:
-                    given_by.wait_ready("its answer")
-                if not isinstance(lost, RoleLost) or not lost.ranks:
+            except RoleLost as lost:
+                if not lost.ranks:
                     raise
                 replace(lost)
                 self.submit_again(lost.ranks, references, method, per_rank, **kwargs)
@@ -275,6 +309,23 @@ class ActorGroup:
             f"{self.role} rank {_listed(late)}: expected {what} to finish, got no answer within {deadline:.0f} s ({states}); "
             "its log is in the Ray session's folder",
             late,
+        )
+
+    def peer(self, rank: int) -> RayPeer:
+        """An actor, for another actor that calls it."""
+        return RayPeer(self.role, self.actors[rank])
+
+    def given_up(self, reasons: dict[int, str], what: str) -> RoleLost:
+        """The loss of ranks that another actor found out.
+
+        Args:
+            reasons: by rank.
+        """
+        self._late.update(reasons)  # they may hang
+        found = "; ".join(f"{reason} (rank {rank}: {self._look(rank)})" for rank, reason in reasons.items())
+        ranks = list(reasons)
+        return RoleLost(
+            f"{self.role} rank {_listed(ranks)}: expected {what} to finish, got {found}; its log is in the Ray session's folder", ranks
         )
 
     def wait_any(self, references: dict[int, Pending], *, deadline: float, what: str) -> dict[int, Any]:

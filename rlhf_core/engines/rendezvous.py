@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ray.util import get_node_ip_address
 
 
-def open_store(world_size: int, *, timeout: float) -> dist.TCPStore:
+def open_store(world_size: int | None, *, timeout: float) -> dist.TCPStore:
     """The store of rank 0, at `store.host` and `store.port`. The system chooses the port, which stays bound.
 
     Args:
@@ -17,7 +17,7 @@ def open_store(world_size: int, *, timeout: float) -> dist.TCPStore:
     return dist.TCPStore(get_node_ip_address(), 0, world_size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
 
 
-def join_store(host: str, port: int, world_size: int, *, timeout: float) -> dist.TCPStore:
+def join_store(host: str, port: int, world_size: int | None, *, timeout: float) -> dist.TCPStore:
     """The same store on another rank.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Sampling with vLLM: the only file that imports it."""
+"""Sampling with vLLM."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ class VllmEngine:
             Each has a process of its own, which ends with this one. If one of them dies, this process is killed, at once or at the next
             call, since the engine can't go on; so it must be one that only serves the engine.
         prefix_caching: keep the keys and values of prompts, until the weights change, for others with the same beginning.
+        weight_transfer: how a trainer's weights arrive: gloo, ipc or nccl; None: by `load_weights` only.
     Raises:
         ValueError: vLLM's CPU build can't run the model or can't sleep, or vLLM can't update its weights.
     """
@@ -92,6 +93,7 @@ class VllmEngine:
         sleeps: bool = False,
         tensor_parallel_size: int = 1,
         prefix_caching: bool = False,
+        weight_transfer: str | None = None,
     ):
         _refuse_what_is_not_reloaded(model_path, trust_remote_code)
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -121,7 +123,7 @@ class VllmEngine:
             _spare_transformers_classes()
 
         self.version = 0
-        self._on_cpu, self._is_divided = on_cpu, tensor_parallel_size > 1
+        self._on_cpu, self._is_divided, self._is_connected = on_cpu, tensor_parallel_size > 1, False
         self._unfinished: dict[str, int] = {}  # vLLM's id of a request -> the caller's number
         self._awake = Awake()
         settings = dict(
@@ -141,7 +143,7 @@ class VllmEngine:
             trust_remote_code=trust_remote_code,
             load_format="safetensors",  # or it would unpickle other files of the folder
             gpu_memory_utilization=gpu_memory_fraction,
-            **_divided(tensor_parallel_size),
+            **(_divided(tensor_parallel_size) | _transfer_settings(weight_transfer)),
         )
         if not on_cpu:
             shared = {}
@@ -289,6 +291,45 @@ class VllmEngine:
         self.version = version
         return version
 
+    @_needs_all_workers
+    def connect_weights(self, info: dict[str, Any]) -> None:
+        """Connect every worker to the sender of weights.
+
+        Args:
+            info: of the sender's link to this engine.
+        """
+        if self._is_connected and hasattr(self._llm, "shutdown_weight_transfer_engine"):  # vLLM 0.32
+            self._llm.shutdown_weight_transfer_engine()
+        self._llm.init_weight_transfer_engine({"init_info": info})
+        self._is_connected = True
+
+    @_needs_all_workers
+    def receive_weights(self, updates: Sequence[dict[str, Any]], version: int) -> int:
+        """Replace the weights by those that the sender sends, one part for each update. Returns the version that vLLM has then."""
+        self.start_weight_update()
+        for update in updates:
+            self.update_weights(update)
+        return self.finish_weights(version)
+
+    @_needs_all_workers
+    def start_weight_update(self) -> None:
+        self._awake.loads_weights()
+        self._llm.start_weight_update()
+
+    @_needs_all_workers
+    def update_weights(self, update: dict[str, Any]) -> None:
+        self._llm.update_weights({"update_info": update})
+
+    @_needs_all_workers
+    def finish_weights(self, version: int) -> int:
+        """The new weights are complete: drop the prefix cache of the old ones. Returns the version that vLLM has then."""
+        if hasattr(self._llm, "get_weight_version"):
+            self._llm.finish_weight_update(str(version))
+            version = int(self._llm.get_weight_version())
+        else:  # vLLM 0.26
+            self._llm.finish_weight_update()
+        return self._has_weights(version)
+
     def _reload(self, **source: Any) -> None:
         if self._on_cpu:
             self._llm.apply_model(pack_experts_at_next_load)
@@ -317,6 +358,16 @@ def _divided(size: int) -> dict[str, Any]:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # there may be fewer cores than processes
     extension = "rlhf_core.engines.vllm_worker.WorkerExtension"
     return {"tensor_parallel_size": size, "distributed_executor_backend": "mp", "worker_extension_cls": extension}
+
+
+def _transfer_settings(backend: str | None) -> dict[str, Any]:
+    """Arguments of `LLM` for weight transfer by this backend."""
+    if backend is None:
+        return {}
+    from vllm.config import WeightTransferConfig
+
+    own = {"worker_extension_cls": "rlhf_core.engines.vllm_transfer.WorkerExtension"} if backend == "gloo" else {}
+    return {"weight_transfer_config": WeightTransferConfig(backend=backend), **own}
 
 
 def _sample(output) -> Sample:

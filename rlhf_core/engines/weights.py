@@ -1,8 +1,9 @@
-"""Transfer of a policy's weights from the trainer to a rollout engine."""
+"""Weights packed for another process, and written into a vLLM model on the CPU."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,22 +42,55 @@ def unpack(packed: dict[str, PackedTensor]) -> dict[str, torch.Tensor]:
         return {name: torch.from_numpy(p.data).view(getattr(torch, p.dtype)).reshape(p.shape) for name, p in packed.items()}
 
 
-def replace_weights(model: torch.nn.Module, state_dict: dict[str, torch.Tensor]) -> bool:
-    """Write weights with Hugging Face names to a vLLM model on the CPU. Returns False, without a change, if only vLLM's reload can do it.
+@dataclass(frozen=True, eq=False)
+class Written:
+    """A parameter of a vLLM model on the CPU: `name` in `module`, and the names of the weights that are stacked into it."""
 
-    vLLM's reload is slower for a small model. Here each layer gets its weights and packs them again for its matrix products, as at loading.
-    """
-    if type(model).__name__ not in STACKING_MODELS:
+    module: torch.nn.Module
+    name: str
+    weights: tuple[str, ...]
+
+
+def replace_weights(model: torch.nn.Module, state_dict: dict[str, torch.Tensor]) -> bool:
+    """Write weights with Hugging Face names to a vLLM model on the CPU. False, without a change, if only vLLM's reload can do it."""
+    written = direct_writes(model, {name: tuple(tensor.shape) for name, tensor in state_dict.items()})
+    if written is None:
         return False
-    sources = _sources(model, state_dict)
-    if sources is None:
-        return False
-    for module, name, tensors in sources:
-        _set(module, name, tensors)
-    for module in dict.fromkeys(module for module, _, _ in sources):
-        process_weights(module)
+    write_weights(written, state_dict)
     pack_tied_weights(model)
     return True
+
+
+def direct_writes(model: torch.nn.Module, shapes: dict[str, tuple[int, ...]]) -> list[Written] | None:
+    """The parameters into which weights of these names and shapes can be written as they are, each of them once. None: only vLLM's reload
+    can load them, which is slower for a small model.
+    """
+    if type(model).__name__ not in STACKING_MODELS:
+        return None
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    found, left = [], set(shapes) - tied
+    for path, module in model.named_modules():
+        parent, _, leaf = path.rpartition(".")
+        pieces = model.packed_modules_mapping.get(leaf, [leaf])
+        for name, _ in module.named_parameters(recurse=False):
+            if f"{path}.{name}" in tied:
+                continue
+            names = tuple(".".join(filter(None, (parent, piece, name))) for piece in pieces)
+            if not left.issuperset(names) or not _fits(module, name, [shapes[n] for n in names]):
+                return None
+            left.difference_update(names)
+            found.append(Written(module, name, names))
+    return None if left else found
+
+
+def write_weights(written: Iterable[Written], tensors: dict[str, torch.Tensor]) -> None:
+    """Write the tensors into these parameters. Each layer packs its weights again for its matrix products, as at loading."""
+    modules = []
+    for parameter in written:
+        _set(parameter.module, parameter.name, [tensors[name] for name in parameter.weights])
+        modules.append(parameter.module)
+    for module in dict.fromkeys(modules):
+        process_weights(module)
 
 
 def pack_experts_at_next_load(model: torch.nn.Module) -> None:
@@ -90,37 +124,14 @@ def process_weights(module: torch.nn.Module) -> None:
         method.process_weights_after_loading(module)
 
 
-Source = tuple["torch.nn.Module", str, "list[torch.Tensor]"]
-
-
-def _sources(model: torch.nn.Module, state_dict: dict[str, torch.Tensor]) -> list[Source] | None:
-    """For each parameter its module, its name there, and the weights stacked into it. None: a parameter or weight is unmatched or has
-    another shape."""
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    sources, left = [], set(state_dict) - tied
-    for path, module in model.named_modules():
-        parent, _, leaf = path.rpartition(".")
-        pieces = model.packed_modules_mapping.get(leaf, [leaf])
-        for name, _ in module.named_parameters(recurse=False):
-            if f"{path}.{name}" in tied:
-                continue
-            names = [".".join(filter(None, (parent, piece, name))) for piece in pieces]
-            if not left.issuperset(names) or not _fits(module, name, [state_dict[n] for n in names]):
-                return None
-            left.difference_update(names)
-            sources.append((module, name, [state_dict[n] for n in names]))
-    return None if left else sources
-
-
-def _fits(module: torch.nn.Module, name: str, tensors: list[torch.Tensor]) -> bool:
+def _fits(module: torch.nn.Module, name: str, shapes: list[tuple[int, ...]]) -> bool:
     """Whether the vertically stacked tensors have a parameter's shape. A layer may keep its weight in packed form only."""
     shape = getattr(module, name).shape
     if name == "weight" and hasattr(module, "output_partition_sizes"):
         shape = (module.output_size_per_partition, module.input_size_per_partition)
         if hasattr(module, "org_vocab_size"):  # padding rows follow, which belong to no token
             shape = (module.org_vocab_size, shape[1])
-    rows = sum(len(t) for t in tensors)
-    return all(t.ndim and t.shape[1:] == tuple(shape[1:]) for t in tensors) and rows == shape[0]
+    return all(s and s[1:] == tuple(shape[1:]) for s in shapes) and sum(s[0] for s in shapes) == shape[0]
 
 
 def _set(module: torch.nn.Module, name: str, tensors: list[torch.Tensor]) -> None:

@@ -79,10 +79,12 @@ def quantize_base(model: PreTrainedModel, config: LoraConfig | None) -> None:
 class WeightUnit(NamedTuple):
     """A part of a module's weights that depends on no other part.
 
+    name: of its layer or module.
     parameters: those that must be whole for it.
     weights: gives the part of the state dict, with corrections added, without a copy of what isn't adapted or quantized.
     """
 
+    name: str
     parameters: list[nn.Parameter]
     weights: Callable[[], dict[str, torch.Tensor]]
 
@@ -105,7 +107,7 @@ def weight_units(module: nn.Module) -> Iterator[WeightUnit]:
         inside = None if layer is None else f"{name}."
         parameters = list(part.parameters(recurse=layer is not None))
         if parameters or any(True for _ in part.buffers(recurse=False)):
-            yield WeightUnit(parameters, partial(_merged, part, f"{name}." if name else "", saved, dtype, adapted=layer is not None))
+            yield WeightUnit(name, parameters, partial(_merged, part, f"{name}." if name else "", saved, dtype, adapted=layer is not None))
 
 
 def _merged(part: nn.Module, prefix: str, saved: set[str], dtype: torch.dtype, *, adapted: bool) -> dict[str, torch.Tensor]:

@@ -49,7 +49,8 @@ def _rl_rank(rl: RlConfig, roles: Sequence[str], config: ModelConfig, models: Mo
         model = known(found, "a reward model")
         one = frozen_pass(model, scored, dtype, scalar=True)
         host += _add_frozen(parts, phases, f"reward model {number}", model.scalar_parameters, plain, one, offload=trainer.offload_frozen)
-    once = 2 * how.element * policy.parameters if on_gpu and "policy" in roles else 0.0  # gathered, and in Ray's object store
+    copies = 1 + rl.rollout.one_step_off_policy  # for the exported policy, and for a replaced rollout engine
+    once = copies * how.element * policy.parameters if on_gpu and "policy" in roles else 0.0
     name = "trainer rank" if len(rl.role_groups) == 1 else f"rank of {'+'.join(roles)}"
     return Process(f"train_policy: {name}", "rl.trainer", parts, phases, host=host, once=once, count=trainer.ranks)
 

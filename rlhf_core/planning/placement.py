@@ -214,6 +214,35 @@ def _take(free: list[int], share: float, blocks: Iterable[tuple[int, ...]]) -> i
     return chosen[0]
 
 
+def transfer_ways(rl: RlConfig, placement: Placement) -> list[str]:
+    """How each engine gets weights: rl.rollout.weight_transfer, with auto resolved.
+
+    Raises:
+        ValueError: the way that is set isn't possible where the engines are.
+    """
+    wanted, engines = rl.rollout.weight_transfer, rl.rollout.engines
+    if not placement.engines:
+        if wanted not in ("auto", "gloo"):
+            raise ValueError(f"rl.rollout.weight_transfer: expected auto or gloo on a cluster without GPUs, got {wanted}; change it")
+        return ["gloo"] * engines
+    (group,) = [k for k, group in enumerate(rl.role_groups) if "policy" in group.roles]
+    ranks, found = placement.ranks[group], []
+    for engine, gpus in enumerate(map(placement.engine_gpus, placement.engines)):
+        # NCCL refuses two processes on one GPU, and only rank 0 sends. By ipc the engine reads the buffer of the rank on its GPU.
+        possible = ["gloo"]
+        if rl.rollout.backend == "vllm":
+            possible += ["ipc"] if set(gpus) <= set(ranks) and not rl.rollout.one_step_off_policy else []
+            possible += ["nccl"] if ranks[0] not in gpus else []
+        if wanted not in ("auto", *possible):
+            raise ValueError(
+                f"rl.rollout.weight_transfer: expected auto or one of {possible} for rollout engine {engine} on GPU {list(gpus)}, with the "
+                f"policy's ranks on {list(ranks)}, got {wanted}; change one of them"
+            )
+        best = next(way for way in ("ipc", "nccl", "gloo") if way in possible)
+        found.append(best if wanted == "auto" else wanted)
+    return found
+
+
 def check_gpus(planned: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[str]]) -> None:
     """Check that each process has as many GPUs as planned, and that processes share one only where that is planned.
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import functools
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from transfers import new_sender, send, source_of
 
 from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.config import load_params
@@ -179,6 +185,52 @@ def test_engine_and_trainer_agree_before_and_after_a_weight_sync(folder, backend
 
 
 PLAIN = {"max_length": 96, "max_concurrent_sequences": 64, "threads": 1, "seed": 0, "trust_remote_code": False}
+
+
+class ApartPeer:
+    """An engine in another process, as a trainer rank calls it."""
+
+    def __init__(self, engine):
+        self._engine, self._thread, self.key = engine, ThreadPoolExecutor(1), "apart"
+
+    def submit(self, method: str, *args):
+        return self._thread.submit(self._engine._call, method, *args)
+
+    def answer(self, call, timeout: float):
+        return call.result(timeout)
+
+
+@pytest.mark.parametrize("way", ["gloo", "ipc", "nccl"])
+def test_an_engine_computes_with_weights_that_were_sent_to_it(folder, way, monkeypatch):
+    from rlhf_core.engines.apart import EngineApart
+    from rlhf_core.engines.deepspeed_engine import join_world
+    from rlhf_core.engines.gpu_transfer import IpcBuffer
+    from rlhf_core.engines.in_process import RolloutActor
+    from rlhf_core.engines.weight_sender import Target
+    from rlhf_core.models.build import checkpoint_names, load_language_model
+
+    if way == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs two GPUs")
+    join_world()
+    model, ids = load_language_model(folder).cuda(), [5, 6, 7, 8, 9]
+    source = source_of(model, functools.partial(checkpoint_names, model))
+    if way == "nccl":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # of the engine; this process has its GPUs
+    settings = {"backend": "vllm", "model_path": str(folder), "dtype": "float32", "gpu_memory_fraction": 0.3}
+    opened = EngineApart(RolloutActor, rank=0, weight_transfer=[way], **settings, **PLAIN)
+    try:
+        sender, target = new_sender(timeout=60.0), Target(0, ApartPeer(opened), way, 1)
+        shared = IpcBuffer(source.specs) if way == "ipc" else None
+        for version in (1, 2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.02 * torch.randn_like(parameter))
+                logprobs = model(torch.tensor([ids]).cuda()).logits[0].log_softmax(-1)
+            answers, lost = send(sender, [target], source, version=version, ids=ids, shared=shared)
+            expected = [float(logprobs[t, token]) for t, token in enumerate(ids[1:])]
+            assert not lost and answers[0] == (version, pytest.approx(expected, abs=1e-3))
+    finally:
+        opened.close()
 
 
 def test_an_engine_of_a_stage_gives_the_gpu_back_when_it_is_closed(folder):

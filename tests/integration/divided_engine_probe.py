@@ -19,10 +19,14 @@ import ray
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from transfers import new_sender, send, source_of
+
 from rlhf_core.engines.ray_actors import ActorGroup
 from rlhf_core.engines.ray_places import RoleLost
-from rlhf_core.engines.weights import pack
+from rlhf_core.engines.weight_sender import Answer, Target, WeightSender
 from rlhf_core.models.batch import collate_tokens
+from rlhf_core.models.build import checkpoint_names
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.process import configure_process
 from rlhf_core.sampling.requests import SamplingSettings, request_seeds
@@ -67,7 +71,7 @@ def start(folder: str) -> ActorGroup:
     settings = {
         "backend": "vllm", "model_path": folder, "max_length": LONGEST, "dtype": "float32", "kv_cache_gib": 1, "threads": 2, "seed": 0,
         "max_concurrent_sequences": 8, "trust_remote_code": False, "gpu_memory_fraction": 0.3, "tensor_parallel_size": 2,
-        "prefix_caching": True,
+        "prefix_caching": True, "weight_transfer": ["gloo"],
     }  # fmt: skip
     return ActorGroup(
         "rollout",
@@ -82,20 +86,24 @@ def start(folder: str) -> ActorGroup:
 
 
 def compare(engine: ActorGroup, first: LlamaForCausalLM, second: LlamaForCausalLM) -> dict[str, Any]:
-    call, weights = (
-        partial(engine.call_one, 0, deadline=DEADLINE),
-        {name: pack(m.state_dict()) for name, m in (("a", first), ("b", second))},
-    )
+    call, sender = partial(engine.call_one, 0, deadline=DEADLINE), new_sender()
     seen = {"started": [probe_difference(first, call("probe", PROBE)), sampled_difference(first, call)], "cached": cached(engine)}
-    version, probe = call("load_weights", weights["b"], 7, PROBE)
+    version, probe = sent(sender, engine, second, 7)
     seen |= {"version": version, "synced": [probe_difference(second, probe), sampled_difference(second, call)]}
     seen["old_after_sync"] = probe_difference(first, probe)
     keep_cache(engine, keep=True)
-    _, probe = call("load_weights", weights["a"], 8, PROBE)
+    _, probe = sent(sender, engine, first, 8)
     seen["kept_cache"] = [probe_difference(first, probe), sampled_difference(first, call)]
     keep_cache(engine, keep=False)
-    _, probe = call("load_weights", weights["a"], 9, PROBE)
+    _, probe = sent(sender, engine, first, 9)
     return seen | {"back": [probe_difference(first, probe), sampled_difference(first, call)]}
+
+
+def sent(sender: WeightSender, engine: ActorGroup, policy: LlamaForCausalLM, version: int) -> Answer:
+    """Send weights to both processes of the engine. Returns its version, and its log-probabilities of the probe."""
+    target = Target(0, engine.peer(0), "gloo", 2)
+    answers, _ = send(sender, [target], source_of(policy, partial(checkpoint_names, policy)), version=version, ids=PROBE)
+    return answers[0]
 
 
 @torch.no_grad()
@@ -171,7 +179,7 @@ def lose_a_worker(engine: ActorGroup, policy: LlamaForCausalLM) -> dict[str, Any
         message = str(lost)
     ended_late = left([actor, *workers])
     engine.replace([0])
-    _, probe = engine.call_one(0, "load_weights", pack(policy.state_dict()), 10, PROBE, deadline=DEADLINE)
+    _, probe = sent(new_sender(), engine, policy, 10)
     return {"workers": len(workers), "message": message, "left": ended_late, "replaced": probe_difference(policy, probe)}
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -23,10 +25,16 @@ from transformers import (
     Qwen2Config,
 )
 
+from rlhf_core.engines.in_process import RolloutActor
 from rlhf_core.engines.vllm_engine import VllmEngine
+from rlhf_core.engines.weight_sender import Target
 from rlhf_core.models.build import checkpoint_names
 from rlhf_core.process import configure_process
 from rlhf_core.sampling.requests import SamplingSettings
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from actors_here import HerePeer
+from transfers import new_sender, send, source_of
 
 VOCABULARY, LONGEST, WINDOW = 128, 384, 16
 SHAPE = {
@@ -74,17 +82,25 @@ def engine_for(folder: Path, **changes) -> VllmEngine:
     return VllmEngine(str(folder), **settings | changes)
 
 
-def look(folder: Path, config: PreTrainedConfig) -> dict[str, list[float]]:
-    """Largest differences between engine and transformers, as loaded and after each of two updates, and between the models."""
+def look(folder: Path, config: PreTrainedConfig) -> dict[str, Any]:
+    """Largest differences between engine and transformers, as loaded and after each of two updates, and between the models. Updates come by
+    weight transfer; then the second one is loaded as a whole.
+    """
     first, *updates = (model(config, seed) for seed in range(3))
     first.save_pretrained(folder)
-    engine = engine_for(folder)
-    found = [float((torch.tensor(engine.probe(IDS)) - plain_logprobs(first)).abs().max())]
+    actor = RolloutActor(
+        0, backend="vllm", model_path=str(folder), weight_transfer=["gloo"], max_length=LONGEST, dtype="float32", threads=1, seed=0,
+        max_concurrent_sequences=256, trust_remote_code=False, gpu_memory_fraction=0.3,
+    )  # fmt: skip
+    found = [float((torch.tensor(actor.probe(IDS)) - plain_logprobs(first)).abs().max())]
+    sender, target = new_sender(), Target(0, HerePeer(actor), "gloo", 1)
     for version, update in enumerate(updates, start=1):
-        engine.load_weights(checkpoint_names(update, update.state_dict()), version)
-        found.append(float((torch.tensor(engine.probe(IDS)) - plain_logprobs(update)).abs().max()))
+        source = source_of(update, partial(checkpoint_names, update))
+        answers, _ = send(sender, [target], source, version=version, ids=IDS)
+        found.append(float((torch.tensor(answers[0][1]) - plain_logprobs(update)).abs().max()))
     apart = [float((plain_logprobs(a) - plain_logprobs(b)).abs().max()) for a, b in ((first, updates[0]), tuple(updates))]
-    return {"differences": found, "apart": apart}
+    actor._engine.load_weights(checkpoint_names(update, update.state_dict()), 3)
+    return {"differences": found, "apart": apart, "version": answers[0][0], "same_as_loaded": actor.probe(IDS) == answers[0][1]}
 
 
 def draw_long_prompts(folder: Path, config: PreTrainedConfig) -> dict[str, bool]:

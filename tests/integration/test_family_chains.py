@@ -31,6 +31,12 @@ def seen(tmp_path_factory) -> dict:
 def test_after_each_update_the_engine_computes_what_transformers_does(seen: dict, family: str):
     assert max(seen[family]["differences"]) < BUDGET
     assert min(seen[family]["apart"]) > 1.0  # weights that stay would show
+    assert seen[family]["version"] == 2
+
+
+@pytest.mark.parametrize("family", families_probe.FAMILIES)
+def test_weights_sent_a_layer_at_a_time_compute_as_those_loaded_at_once(seen: dict, family: str):
+    assert seen[family]["same_as_loaded"]
 
 
 def test_seeded_prompts_beyond_one_forward_pass_are_drawn_by_their_seeds(seen: dict):

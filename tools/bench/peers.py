@@ -47,6 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 MODELS = {
     "small": ArchitectureConfig(hidden_size=96, intermediate_size=256, layers=3, heads=3, vocab_size=390),  # 0.4 M parameters
     "medium": ArchitectureConfig(hidden_size=256, intermediate_size=704, layers=6, heads=4, vocab_size=390),  # 5 M
+    "large": ArchitectureConfig(hidden_size=640, intermediate_size=1760, layers=10, heads=10, vocab_size=390),  # 51 M
 }
 ROWS = 2048
 LONGEST_RESPONSE = 60  # characters; with the prompt at most model.max_length tokens

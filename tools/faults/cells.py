@@ -107,6 +107,33 @@ def of_ray() -> list[Cell]:
         Cell(rl, "vLLM", "SIGSTOP", "rollout " + late.format(0) + replaced, faults.send(SIGSTOP, "rollout"), survives=True),
         Cell(
             rl,
+            *("vLLM, in a weight transfer", "SIGKILL"),
+            "rollout rank 0: expected receive_weights to finish, got a dead process" + replaced,
+            faults.send_during(SIGKILL, "rollout", "receive_weights"),
+            survives=True,
+        ),
+        Cell(
+            rl,
+            *("vLLM, in a weight transfer", "SIGSTOP"),
+            "rollout rank 0: expected receive_weights to finish, got no answer within" + replaced,
+            faults.send_during(SIGSTOP, "rollout", "receive_weights"),
+            survives=True,
+        ),
+        Cell(
+            rl,
+            *("trainer, in a weight transfer", "SIGKILL"),
+            "trainer rank 0: expected send_weights to finish, got a dead process",
+            faults.send_during(SIGKILL, "trainer", "send_weights"),
+        ),
+        Cell(
+            rl,
+            *("trainer, 2 ranks, in a weight transfer", "SIGKILL"),
+            "trainer " + dead.format(any_rank),
+            faults.send_during(SIGKILL, "trainer", "send_weights"),
+            variant="two",
+        ),
+        Cell(
+            rl,
             *("vLLM, 2 engines", "SIGKILL"),
             "rollout " + dead.format(any_rank) + replaced,
             faults.send(SIGKILL, "rollout"),

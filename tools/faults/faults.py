@@ -39,16 +39,30 @@ def send(number: signal.Signals, role: str | None = None, *, checkpointed: bool 
 
     def strike(scene: Scene) -> Undo:
         scene.after_checkpoint() if checkpointed else scene.at_work(role or scene.stage)
-        process = scene.process(role or scene.stage)
-        process.send_signal(number)
-        if number != signal.SIGSTOP:
-            return nothing
+        return sent(scene.process(role or scene.stage), number)
 
-        def resume() -> None:
-            with suppress(psutil.Error):
-                process.send_signal(signal.SIGCONT)
+    return strike
 
-        return resume
+
+def sent(process: psutil.Process, number: signal.Signals) -> Undo:
+    """Send a signal to a process."""
+    process.send_signal(number)
+    if number != signal.SIGSTOP:
+        return nothing
+
+    def resume() -> None:
+        with suppress(psutil.Error):
+            process.send_signal(signal.SIGCONT)
+
+    return resume
+
+
+def send_during(number: signal.Signals, role: str, call: str) -> Strike:
+    """Send a signal to an actor as soon as it works on a call, after the next checkpoint."""
+
+    def strike(scene: Scene) -> Undo:
+        scene.after_checkpoint()
+        return sent(scene.process_at(role, call), number)
 
     return strike
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import random
 import re
 import shutil
@@ -273,6 +274,8 @@ class Scene:
     stage: str
     child: Popen
     chance: random.Random
+    _found: list[psutil.Process] = field(default_factory=list, init=False)
+    _looked: float = field(default=-math.inf, init=False)
 
     def at_work(self, role: str) -> None:
         """Wait until a process of a role runs, and for a random moment more."""
@@ -288,15 +291,33 @@ class Scene:
         self._until(lambda: processes(self.workspace, role), f"a process of role {role}")
         return self.chance.choice(processes(self.workspace, role))
 
+    def process_at(self, role: str, call: str) -> psutil.Process:
+        """A process of an actor's role as soon as it works on a call, which its title names."""
+        found: list[psutil.Process] = []
+
+        def is_at_call() -> bool:
+            found[:] = [p for p in self._known(role) if call in _line(p)]
+            return bool(found)
+
+        self._until(is_at_call, f"{role} at {call}", every=0.0)
+        return self.chance.choice(found)
+
+    def _known(self, role: str) -> list[psutil.Process]:
+        """The processes of a role, searched for once a second only."""
+        now = time.monotonic()
+        if now - self._looked > 1.0:
+            self._found, self._looked = processes(self.workspace, role), now
+        return self._found
+
     def newest_checkpoint(self) -> Path:
         found = sorted((self.workspace / "scratch" / self.stage).glob("*/*/step-*/manifest.json"), key=lambda p: p.stat().st_mtime)
         return found[-1].parent
 
-    def _until(self, condition, what: str) -> None:
+    def _until(self, condition, what: str, *, every: float = 0.05) -> None:
         until = time.monotonic() + DEADLINE
         while not condition():
             if self.child.poll() is not None or time.monotonic() > until:
                 raise RuntimeError(
                     f"{what}: expected before the end, got exit code {self.child.poll()}:\n{output_of(self.workspace)[-2000:]}"
                 )
-            time.sleep(0.05)
+            time.sleep(every)

@@ -244,7 +244,7 @@ def train_rl(case: Case, folder: Path, scratch: Path) -> None:
         trainer.score_by_reward_model("reward_model", sequences)
         outputs = trainer.forward(sequences, [PROMPT] * case.own_rows, keep_graphs=job.rl.one_optimizer_step)
         trainer.update([minibatch(case, prompts, responses, outputs)], kl_coef=0.1, train_policy=True)
-        trainer.packed_weights()
+        trainer.send_weights([], version=1, ids=[5, 6, 7])
     (scratch / "checkpoint").mkdir(exist_ok=True)
     trainer.save(str(scratch / "checkpoint"))
     trainer.export(str(scratch / "policy"))

@@ -16,7 +16,7 @@ from rlhf_core.engines.ray_actors import ActorGroup
 from rlhf_core.engines.ray_gpus import ReservedGpus, node_gpus
 from rlhf_core.engines.ray_places import RoleLost, check_nodes, join_cluster, leave_cluster
 from rlhf_core.environment import keep_visible, named
-from rlhf_core.planning.placement import Placement, place
+from rlhf_core.planning.placement import Placement, place, transfer_ways
 from rlhf_core.process import configure_process, show_own_log
 from rlhf_core.progress import name_stage
 from rlhf_core.stage.job import LOST, beat, check_cluster, forget_refusal, refuse
@@ -75,6 +75,7 @@ class Actors:
             params, files = load_params(), JobFiles.read()
             check_nodes(files.packages if files else {}, params.cluster.network_interface, timeout=job.rl.deadlines.start)
             check_cluster("train_policy", params, gpus)
+        self.ways = transfer_ways(job.rl, self._placement)  # by which weights reach each engine
         _record(self._placement, job)
         self._reserved = ReservedGpus(self._placement, deadline=job.rl.deadlines.start)
         self.rollouts = self._rollout_engines()  # first: they start slowest
@@ -127,6 +128,7 @@ class Actors:
                 "reads_text": bool(rl.rollout.stop),
                 "tensor_parallel_size": rl.rollout.tensor_parallel_size,
                 "prefix_caching": rl.caches_prefixes(job.model.max_length, on_gpu=placement.gpus > 0),
+                "weight_transfer": self.ways,
             },
             together=False,
         )

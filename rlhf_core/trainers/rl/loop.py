@@ -110,7 +110,7 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
     bar = Bar("rl step", rl.steps, done=progress.step)
     stopping = False
     while not progress.finished(rl) and not stopping:
-        clock = Clock(apart=workers.turns.seconds)
+        clock, sent_before = Clock(apart=workers.turns.seconds), workers.transfer.nbytes
         try:
             result = train_step(run, progress, stop, clock)
         except StepAbandoned:
@@ -126,7 +126,11 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
             workers.snapshot(progress, run.normalizer, score=row.get(f"eval_{rl.evaluation.metric}"))
         clock.lap("checkpoint")
         # The curve is written before the checkpoint: a run that is killed between the two repeats the step, and overwrites its row.
-        timings = clock.timings(samples=rl.samples_per_step) | {"replacements": workers.replacements.count} | workers.turns.memory
+        timings = clock.timings(samples=rl.samples_per_step) | {
+            "replacements": workers.replacements.count,
+            "sync_bytes": workers.transfer.nbytes - sent_before,
+            **workers.turns.memory,
+        }
         workers.turns.log_order()
         curves.log(row, timings, result.collected.scorer_metrics)
         workers.store.publish()

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from rlhf_core.engines.gpu_memory import memory_in_use
 from rlhf_core.engines.offload import Stays
 from rlhf_core.engines.rendezvous import join_store, open_store
 from rlhf_core.engines.sequence_parallel import share_sequences
+from rlhf_core.engines.weight_sender import Sent, Target, WeightSender
+from rlhf_core.engines.weight_source import KeptSource, PolicySource, TensorSpec
 from rlhf_core.engines.weights import PackedTensor, pack, unpack
 from rlhf_core.models.backend import Backend
 from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, collate_tokens, continue_prefix, group_by_prefix
@@ -38,6 +41,11 @@ from rlhf_core.trainers.rl.minibatch import Minibatch, before
 from rlhf_core.trainers.rl.roles import HostedRoles
 from rlhf_core.trainers.rl.update import ForwardGraphs, RankUpdate, RlUpdate, policy_arguments
 from rlhf_core.trainers.supervised import seed_generators
+
+if TYPE_CHECKING:
+    from rlhf_core.engines.gpu_transfer import IpcBuffer
+
+GIVE_UP = 3.0  # an engine that takes no weights is given up after this part of rl.deadlines.step, in which the rank must answer
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,9 @@ class TrainerRank:
         self._hosted = job.rl.roles if roles is None else roles
         self._tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
         self._store: dist.TCPStore | None = None
+        self._sender = WeightSender(partial(open_store, None, timeout=job.rl.deadlines.step), timeout=job.rl.deadlines.step / GIVE_UP)
+        self._kept = KeptSource()
+        self._shared: IpcBuffer | None = None
 
     def address(self) -> tuple[str, int] | None:
         """Host and port of the store at which several ranks meet, on rank 0; None on other ranks, and for one alone."""
@@ -92,6 +103,8 @@ class TrainerRank:
         # The sampler's distribution takes the sorted logits of all tokens, which are too large to keep.
         self._can_keep_graphs = bool(learning) and self._common_backend(learning).keeps_graphs and job.rl.rollout.samples_any_token
         self._graphs: list[ForwardGraphs] = []  # for the next update
+        if self.roles.policy is not None:
+            self._source = PolicySource(self.roles.policy.module, self._engine_names)
         self._value_units = ValueUnits()
         seed_generators(job.seed + self._rank)
         collect_by_default()
@@ -248,10 +261,56 @@ class TrainerRank:
         state = self.roles.policy.state_dict()
         return checkpoint_names(self.roles.language_model, state) if self._rank == 0 else None
 
-    def packed_weights(self) -> dict[str, PackedTensor] | None:
-        """The same, packed for another process."""
-        weights = self.weights()
-        return None if weights is None else pack(weights)
+    @torch.no_grad()
+    def send_weights(self, targets: list[Target], *, version: int, ids: list[int], engines_probe: bool = True, kept: bool = False) -> Sent:
+        """Send the policy's weights to rollout engines. Every rank calls it; rank 0 sends.
+
+        Args:
+            ids: of the probe.
+            engines_probe: engines compute the probe too.
+            kept: send what was sent last, of which one step off policy a copy is kept.
+        """
+        sends, by_ipc = self._rank == 0, any(target.backend == "ipc" for target in targets)
+        source = self._kept if kept else self._source
+        specs = source.specs
+        transfer = self._sender.begin(targets, specs, version=version, ids=ids if engines_probe else []) if sends else None
+        if not kept:
+            self._kept = KeptSource()
+        keeps = sends and not kept and self._job.rl.rollout.one_step_off_policy
+        shared = self._shared_buffer(specs) if by_ipc else None
+        for layer in source.layers(needed=sends or by_ipc):
+            update = None
+            if shared is not None and layer:
+                update = shared.fill(layer, before=transfer and transfer.flush)
+            if transfer is not None and layer:
+                transfer.send(layer, update)
+            if keeps:
+                self._kept.keep(layer)
+        if transfer is not None:
+            transfer.flush()
+        probe = self.probe(ids)
+        if transfer is None:
+            return Sent()
+        answers, lost = transfer.answers()
+        self._sender.forget(lost)
+        return Sent(probe, answers, lost, transfer.nbytes)
+
+    def _shared_buffer(self, specs: list[list[TensorSpec]]) -> IpcBuffer:
+        from rlhf_core.engines.gpu_transfer import IpcBuffer
+
+        if self._shared is None:
+            self._shared = IpcBuffer(specs)
+        self._shared.export()
+        return self._shared
+
+    def _engine_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Weights under the names by which rollout engines know them: those of the Hugging Face folder, or for PyTorch's engine, which has
+        the same model, the model's own.
+        """
+        model = self.roles.language_model
+        if self._job.rl.rollout.backend == "pytorch":
+            return {name: tensor for name, tensor in weights.items() if name not in model.all_tied_weights_keys}
+        return checkpoint_names(model, weights)
 
     def policy_weights(self) -> dict[str, PackedTensor] | None:
         """The policy's full weights under the model's own names, packed for a reference elsewhere; None on ranks other than 0."""

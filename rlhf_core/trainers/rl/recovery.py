@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.engines.ray_actors import ActorGroup, Pending, RoleLost
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.mismatch import WeightSyncCheck
+from rlhf_core.trainers.rl.transfer import WeightTransfer
 from rlhf_core.trainers.rl.turns import Turns
 
 log = logging.getLogger("rlhf")
@@ -54,12 +55,12 @@ class RolloutRecovery:
     Args:
         replacements: how many actors may be replaced.
         sync_check: what the probe must show of a new engine's weights.
-        packed_weights: the trainer's policy, packed for an engine.
+        transfer: sends the trainer's policy to engines.
         turns: of engines and trainer ranks.
         renew: sends every engine the weights of `version` again.
 
     version: of the policy that every engine has.
-    loaded: that policy's weights, where the trainer's policy may be newer than the engines' (rollout.one_step_off_policy).
+    loaded: whether engines have another policy than the initial model.
     background: a call that runs while others are waited for; a new engine gets it too.
     """
 
@@ -70,14 +71,13 @@ class RolloutRecovery:
         *,
         replacements: Replacements,
         sync_check: WeightSyncCheck,
-        packed_weights: Callable[[], Pending],
+        transfer: WeightTransfer,
         turns: Turns,
         renew: Callable[[], None],
     ):
-        self.engines, self.version = engines, 0
-        self.loaded: Pending | None = None
+        self.engines, self.version, self.loaded = engines, 0, False
         self.background: EngineCall | None = None
-        self._replacements, self._sync_check, self._packed_weights = replacements, sync_check, packed_weights
+        self._replacements, self._sync_check, self._transfer = replacements, sync_check, transfer
         self._turns, self._renew = turns, renew
         turns.start = self._start
         self._deadline, self._one_step_off_policy = job.rl.deadlines.step, job.rl.rollout.one_step_off_policy
@@ -86,28 +86,55 @@ class RolloutRecovery:
         """Call every engine, without waiting."""
         return EngineCall(method, per_rank, kwargs, self.engines.submit(method, per_rank, **kwargs))
 
-    def wait(self, call: EngineCall, *, given_by: ActorGroup | None = None) -> list[Any]:
-        """Results of a call that needs no weights: the probe of the initial model, or the weights themselves.
-
-        Args:
-            given_by: the actors whose results are among the arguments; if one of them is lost, the engines are not to blame.
-        Raises:
-            RoleLost: an engine is lost, and may not be replaced.
-        """
-        return self._wait(call, self._start, given_by)
-
     def wait_with_weights(self, call: EngineCall) -> list[Any]:
         """Results of a call that needs the policy's weights, which a new engine gets first.
 
         Raises:
             RoleLost: an engine is lost, and may not be replaced; or the probe shows that a new engine's weights aren't the trainer's.
         """
-        return self._wait(call, self.replace, None)
+        return self._wait(call, self.replace)
 
-    def _wait(self, call: EngineCall, replace: Callable[[RoleLost], None], given_by: ActorGroup | None) -> list[Any]:
+    def _wait(self, call: EngineCall, replace: Callable[[RoleLost], None]) -> list[Any]:
         return self.engines.wait_and_replace(
-            call.pending, call.method, call.per_rank, deadline=self._deadline, replace=replace, given_by=given_by, **call.kwargs
+            call.pending, call.method, call.per_rank, deadline=self._deadline, replace=replace, **call.kwargs
         )
+
+    def load_weights(self, *, version: int) -> tuple[list[list[float]], list[float]]:
+        """Send the trainer's policy to every engine. One that is lost in the meantime is replaced, and the new one gets it.
+
+        Returns:
+            Log-probabilities of the probe: each engine's, and the trainer's.
+        Raises:
+            RoleLost: an engine is lost, and may not be replaced; or a trainer rank is lost.
+        """
+        while True:
+            self._turns.transfer()
+            probes, trainer = self._send(range(len(self.engines)), version=version)
+            self.version, self.loaded, self._turns.stale = version, True, False
+            if not self._turns.on:
+                return [probes[rank] for rank in sorted(probes)], trainer
+            self._turns.engines()
+            found = self.probes()
+            if not self._turns.stale:
+                return found, trainer
+
+    def probes(self) -> list[list[float]]:
+        """Each engine's log-probabilities of the probe, with the weights that it has."""
+        return self._wait(self.submit("probe", [(self._sync_check.probe_ids,)] * len(self.engines)), self._start)
+
+    def _send(self, ranks: Sequence[int], *, version: int, kept: bool = False) -> tuple[dict[int, list[float]], list[float]]:
+        """Send weights to some engines, and to the new ones of those that are lost. Returns the probes, by rank, and the trainer's.
+
+        Where engines and trainer take turns, engines have no cache yet and no probe.
+        """
+        ids, probes = self._sync_check.probe_ids, {}
+        while True:
+            sent, lost = self._transfer.send(ranks, version=version, ids=ids, engines_probe=not self._turns.on, kept=kept)
+            probes |= {rank: probe for rank, (_, probe) in sent.answers.items()}
+            if lost is None:
+                return probes, sent.probe
+            self._start(lost)
+            ranks = lost.ranks
 
     def _start(self, lost: RoleLost) -> None:
         """Start new engines, which load the initial model.
@@ -132,30 +159,25 @@ class RolloutRecovery:
             self._renew()
             log.warning("rollout rank %s: replaced; all engines have policy version %d", lost.ranks, self.version)
             return
-        weights = self.loaded if self._one_step_off_policy else self._packed_weights()
-        for rank in lost.ranks:
-            version, probe = self._load(rank, weights)
-            reason = self._sync_check.disagreement(probe)
-            if version != self.version or reason:
-                raise RoleLost(
-                    f"{lost}; rollout rank {rank}: expected a new engine with policy version {self.version} and the trainer's "
-                    f"log-probabilities, got version {version}{' and ' + reason if reason else ''}"
-                )
-            log.warning("rollout rank %d: replaced; it has policy version %d and gives the trainer's log-probabilities", rank, version)
+        for rank, probe in self._load(lost.ranks).items():
+            if reason := self._sync_check.disagreement(probe):
+                raise RoleLost(f"{lost}; rollout rank {rank}: expected a new engine with the trainer's log-probabilities, got {reason}")
+            log.warning("rollout rank %d: replaced; it has policy version %d and gives the trainer's log-probabilities", rank, self.version)
         if (call := self.background) is not None:
             self.engines.submit_again(lost.ranks, call.pending, call.method, call.per_rank, **call.kwargs)
 
-    def _load(self, rank: int, weights: Pending | None) -> tuple[int, list[float]]:
-        """Load weights into a new engine; None: the initial model's, which it has. An engine that is lost here is replaced in turn.
+    def _load(self, ranks: Sequence[int]) -> dict[int, list[float]]:
+        """Give new engines the weights that the other engines have. Returns their log-probabilities of the probe.
 
-        Returns:
-            The version of its weights, and the probe's log-probabilities.
+        One step off policy the trainer's policy may be newer than the engines'.
         """
-        ids = self._sync_check.probe_ids
-        while True:
-            try:
-                if weights is None:
-                    return self.version, self.engines.call_one(rank, "probe", ids, deadline=self._deadline)
-                return self.engines.call_one(rank, "load_weights", weights, self.version, ids, deadline=self._deadline)
-            except RoleLost as lost:
-                self._start(lost)
+        if self.loaded or not self._one_step_off_policy:
+            return self._send(ranks, version=self.version, kept=self._one_step_off_policy)[0]
+        found: dict[int, list[float]] = {}
+        for rank in ranks:
+            while rank not in found:
+                try:
+                    found[rank] = self.engines.call_one(rank, "probe", self._sync_check.probe_ids, deadline=self._deadline)
+                except RoleLost as lost:
+                    self._start(lost)
+        return found

@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rlhf_core.config import RlConfig
-from rlhf_core.engines.ray_actors import ActorGroup, Pending
+from rlhf_core.engines.ray_actors import ActorGroup
 from rlhf_core.sampling.requests import Sample, SamplingSettings, request_seeds
 from rlhf_core.trainers.rl.dispatch import Dispatcher, Requests
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.mismatch import WeightSyncCheck
 from rlhf_core.trainers.rl.recovery import EngineCall, Replacements, RolloutRecovery
+from rlhf_core.trainers.rl.transfer import WeightTransfer
 from rlhf_core.trainers.rl.turns import Turns
 from rlhf_core.types import Prompt, Rollout
 
@@ -46,7 +47,7 @@ class RolloutEngines:
 
     Args:
         stop_ids: tokens of which each ends a response.
-        packed_weights: the trainer's policy, packed for an engine.
+        transfer: sends the trainer's policy to engines.
         turns: of engines and trainer ranks.
         renew: sends every engine the weights of its version again.
         vocabulary: number of tokens that the model knows.
@@ -61,7 +62,7 @@ class RolloutEngines:
         *,
         stop_ids: tuple[int, ...],
         replacements: Replacements,
-        packed_weights: Callable[[], Pending],
+        transfer: WeightTransfer,
         turns: Turns,
         renew: Callable[[], None],
         vocabulary: int,
@@ -74,7 +75,7 @@ class RolloutEngines:
             engines,
             replacements=replacements,
             sync_check=self.sync_check,
-            packed_weights=packed_weights,
+            transfer=transfer,
             turns=turns,
             renew=renew,
         )
@@ -89,11 +90,7 @@ class RolloutEngines:
     def start(self, trainer_probe: list[float]) -> None:
         """Compare the initial model of the engines with the trainer's: see `WeightSyncCheck.start`."""
         self._turns.engines()
-        self.sync_check.start(self._probes(), trainer_probe)
-
-    def _probes(self) -> list[list[float]]:
-        """Each engine's log-probabilities of the probe."""
-        return self.recovery.wait(self.recovery.submit("probe", [(self.sync_check.probe_ids,)] * len(self._engines)))
+        self.sync_check.start(self.recovery.probes(), trainer_probe)
 
     # Responses
 
@@ -213,31 +210,15 @@ class RolloutEngines:
 
     # Weights
 
-    def load_weights(self, weights: Pending, *, version: int, given_by: ActorGroup) -> list[list[float]]:
-        """Load weights into every engine. Returns each engine's log-probabilities of the probe."""
-        results = self._load_by_turns(weights, version, given_by) if self._turns.on else self._load(weights, version, given_by)
-        versions = [loaded for loaded, _ in results]
-        if versions != [version] * len(versions):
-            raise RuntimeError(f"rollout engines: expected policy version {version} everywhere, got {versions}")
-        self.recovery.version = version
-        if self._job.rl.rollout.one_step_off_policy:
-            self.recovery.loaded = weights
-        return [probe for _, probe in results]
+    def load_weights(self, *, version: int) -> None:
+        """Send the trainer's policy to every engine, and compare log-probabilities of the probe.
 
-    def _load(self, weights: Pending, version: int, given_by: ActorGroup, *, probes: bool = True) -> list[tuple[int, list[float]]]:
-        per_rank = [(weights, version, self.sync_check.probe_ids if probes else ())] * len(self._engines)
-        return self.recovery.wait(self.recovery.submit("load_weights", per_rank), given_by=given_by)
-
-    def _load_by_turns(self, weights: Pending, version: int, given_by: ActorGroup) -> list[tuple[int, list[float]]]:
-        """The probe needs the cache, which the engines have in their turn. All get the weights again if one is lost before that."""
-        while True:
-            self._turns.transfer()
-            self._turns.stale = False
-            loaded = self._load(weights, version, given_by, probes=False)
-            self._turns.engines()
-            probes = self._probes()
-            if not self._turns.stale:
-                return [(found, probe) for (found, _), probe in zip(loaded, probes, strict=True)]
+        Raises:
+            LogprobMismatch: the weights didn't arrive, or engine and trainer compute different log-probabilities with them.
+            RoleLost: a trainer rank is lost, or an engine that may not be replaced.
+        """
+        engines, trainer = self.recovery.load_weights(version=version)
+        self.sync_check.check(engines, trainer, version=version)
 
 
 def sampling_settings(rl: RlConfig) -> SamplingSettings:

@@ -31,6 +31,7 @@ from rlhf_core.trainers.rl.minibatch import Minibatch, Totals, add_totals
 from rlhf_core.trainers.rl.recovery import Replacements
 from rlhf_core.trainers.rl.rollouts import RolloutEngines
 from rlhf_core.trainers.rl.state import Progress, RunStore
+from rlhf_core.trainers.rl.transfer import WeightTransfer
 from rlhf_core.trainers.rl.turns import Turns
 from rlhf_core.trainers.rl.update import RankUpdate
 from rlhf_core.types import Rollout, RolloutBatch, ScoredRollout, UpdateResult
@@ -82,15 +83,16 @@ class Workers:
         tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
         self._tokenizer, self._stops = tokenizer, stop_ids(tokenizer, job.sft_model)
         self.pad_id = tokenizer.pad_token_id
-        self._updated: Pending | None = None  # weights of the last update, until their sync
         self.replacements = Replacements(job.rl.max_replacements)
         self.turns = Turns(actors.rollouts, actors.trainers, on=actors.take_turns, deadline=job.rl.deadlines.step)
+        how = {"workers": job.rl.rollout.tensor_parallel_size, "deadline": job.rl.deadlines.step}
+        self.transfer = WeightTransfer(self._trainers.policy, actors.rollouts, actors.ways, **how)
         self.rollouts = RolloutEngines(
             job,
             actors.rollouts,
             stop_ids=self._stops,
             replacements=self.replacements,
-            packed_weights=self._packed_weights,
+            transfer=self.transfer,
             turns=self.turns,
             renew=lambda: self.sync_weights(version=self.rollouts.recovery.version),
             vocabulary=min(len(tokenizer), vocabulary_size(job.sft_model, trust_remote_code=job.model.trust_remote_code)),
@@ -196,7 +198,6 @@ class Workers:
 
         pending = submit(policy, plan)
         learning = [] if can_end_early else list(map(submit, critic, critic_plan))
-        self._updated = self._packed_weights()  # rank 0 packs them while the results are transferred
         results = wait(policy, pending)
         totals = summed(results)
         if can_end_early:
@@ -230,26 +231,12 @@ class Workers:
         group.call("refresh_reference", [(weights,)] * len(group), deadline=self._job.rl.deadlines.step)
 
     def sync_weights(self, *, version: int) -> None:
-        """Load the policy's weights into every rollout engine.
-
-        Raises:
-            LogprobMismatch: the weights didn't arrive, or engine and trainer compute different log-probabilities with them.
-        """
-        self.turns.transfer()
-        weights, self._updated = self._updated or self._packed_weights(), None
-        probed = self._probe()  # computed while engines load
-        engines = self.rollouts.load_weights(weights, version=version, given_by=self._trainers.policy.actors)
-        trainer, *_ = self._trainers.policy.wait(probed, deadline=self._job.rl.deadlines.step, what="probe")
-        self.rollouts.sync_check.check(engines, trainer, version=version)
+        """Send the policy's weights to every rollout engine: see `RolloutEngines.load_weights`."""
+        self.rollouts.load_weights(version=version)
 
     def _probe(self) -> list[Pending]:
         policy = self._trainers.policy
         return policy.submit("probe", [(self.rollouts.sync_check.probe_ids,)] * len(policy))
-
-    def _packed_weights(self) -> Pending:
-        """Current policy weights, for the rollout engines."""
-        weights, *_ = self._trainers.policy.submit("packed_weights")
-        return weights
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""

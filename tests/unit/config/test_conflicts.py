@@ -80,6 +80,14 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
             {"rl.rollout.one_step_off_policy": True, "rl.rollout.top_k": 5},
             "rl.rollout.one_step_off_policy: expected false with top_p, top_k or min_new_tokens and without a correction, got true",
         ),
+        (
+            {"rl.rollout.weight_transfer": "nccl", "rl.rollout.backend": "pytorch"},
+            "rl.rollout.weight_transfer: expected auto or gloo with backend pytorch, got nccl",
+        ),
+        (
+            {"rl.rollout.weight_transfer": "ipc", "rl.rollout.one_step_off_policy": True},
+            "rl.rollout.weight_transfer: expected auto, gloo or nccl with one_step_off_policy, got ipc",
+        ),
         ({"rl.rollout.min_new_tokens": 32}, "rl.rollout.min_new_tokens: expected less than max_new_tokens=32, got 32; lower it"),
         (
             {"rl.ppo.critic_init": "reward_model", "rl.reward.scorers": [JUDGE]},

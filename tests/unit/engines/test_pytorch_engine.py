@@ -19,9 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rlhf_core.engines.in_process import RolloutActor
 from rlhf_core.engines.pytorch_engine import PROMPT_TOKENS, PytorchEngine, sample_tokens
-from rlhf_core.engines.weights import pack
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import checkpoint_names, load_language_model, read_state_dict, save_model, with_weights
 from rlhf_core.models.cpu.decoder import LlamaDecoder
@@ -356,20 +354,6 @@ def test_the_decoder_is_probed_once_and_not_at_each_sync(tmp_path, monkeypatch):
     for version in (1, 2):
         made.load_weights({name: 2 * w for name, w in read_state_dict(tmp_path).items()}, version)
     assert len(probes) == 1 and sample(made) != before
-
-
-def test_an_actor_takes_packed_weights(tmp_path):
-    settings = {"max_length": LONGEST, "dtype": "float32", "kv_cache_gib": 1, "max_concurrent_sequences": 64, "threads": 1}
-    settings["gpu_memory_fraction"] = 0.5
-    actor = RolloutActor(0, backend="pytorch", seed=0, model_path=str(llama(tmp_path / "a")), trust_remote_code=False, **settings)
-    other = llama(tmp_path / "b", seed=5)
-    ids = [5, 6, 7, 8]
-    version, message = actor.load_weights(pack(read_state_dict(other)), 3, ids)
-    with torch.no_grad():
-        logprobs = load_language_model(other)(torch.tensor([ids])).logits[0].log_softmax(-1)
-    assert version == 3 and message == actor.probe(ids)
-    assert message == pytest.approx([float(logprobs[t, i]) for t, i in enumerate(ids[1:])], abs=1e-5)
-    assert sample(actor) == sample(engine(other))
 
 
 def test_frequencies_are_the_probabilities(tmp_path):

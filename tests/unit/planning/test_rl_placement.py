@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import ConfigError, RlConfig, load_params, parse_params, read_yaml, set_key
-from rlhf_core.planning.placement import Placement, check_gpus, place
+from rlhf_core.planning.placement import Placement, check_gpus, place, transfer_ways
 
 
 def rl(placement: str = "together", **changes) -> RlConfig:
@@ -299,3 +299,37 @@ def test_what_is_set_decides_whether_they_take_turns():
     apart, together = place(rl(), 3), place(rl(), 1)
     assert apart.takes_turns(turning(True)) and not together.takes_turns(turning(False))
     assert together.engine_share(turning(False)) == together.per_engine == 0.2
+
+
+def ways(engines: tuple[int, ...], *, ranks: tuple[int, ...] = (0, 1), **rollout) -> list[str]:
+    config = rl(ranks=len(ranks), engines=len(engines))
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update=rollout)})
+    return transfer_ways(config, Placement(4, 1.0, 1.0, (ranks,), engines, config.rollout.tensor_parallel_size))
+
+
+def test_weights_stay_on_a_gpu_or_go_to_another_one_or_through_the_host():
+    assert ways((0, 1, 2)) == ["ipc", "ipc", "nccl"]
+    assert ways((0, 1, 2), weight_transfer="gloo") == ["gloo"] * 3
+    assert ways((1, 2), weight_transfer="nccl") == ["nccl"] * 2
+    assert ways((0, 2), backend="pytorch") == ["gloo"] * 2
+    assert ways((0, 1, 2), one_step_off_policy=True) == ["gloo", "nccl", "nccl"]
+    assert ways((0, 2), tensor_parallel_size=2) == ["ipc", "nccl"]
+    assert ways((0, 2), ranks=(0,), tensor_parallel_size=2) == ["gloo", "nccl"]  # the rank is on one of the engine's GPUs only
+    assert transfer_ways(rl(), place(rl(), 0)) == ["gloo", "gloo"]
+
+
+@pytest.mark.parametrize(("way", "engine", "possible"), [("nccl", 0, ["gloo", "ipc"]), ("ipc", 2, ["gloo", "nccl"])])
+def test_a_way_that_the_gpus_do_not_allow_is_refused(way: str, engine: int, possible: list[str]):
+    with pytest.raises(
+        ValueError, match=f"rl.rollout.weight_transfer: expected auto or one of .* on GPU .{engine}., .*got {way}"
+    ) as refused:
+        ways((engine,), weight_transfer=way)
+    assert str(possible) in str(refused.value)
+
+
+@pytest.mark.parametrize("way", ["ipc", "nccl"])
+def test_without_gpus_no_way_between_gpus_is_accepted(way: str):
+    config = rl()
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"weight_transfer": way})})
+    with pytest.raises(ValueError, match=f"rl.rollout.weight_transfer: expected auto or gloo on a cluster without GPUs, got {way}"):
+        transfer_ways(config, place(config, 0))

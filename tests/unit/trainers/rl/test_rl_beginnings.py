@@ -12,7 +12,6 @@ from tiny_models import rl_job
 
 from rlhf_core.engines.in_process import RolloutActor
 from rlhf_core.engines.ray_actors import RoleLost
-from rlhf_core.engines.weights import pack
 from rlhf_core.trainers.rl.data import collate
 from rlhf_core.trainers.rl.groups import TrainerGroups
 from rlhf_core.trainers.rl.loop import Run, check_engine
@@ -69,7 +68,8 @@ def workers(request, model_folders: tuple[Path, Path], tmp_path: Path) -> Worker
         0, backend="pytorch", model_path=job.sft_model, max_length=job.model.max_length, dtype="float32", max_concurrent_sequences=32,
         threads=1, seed=0, trust_remote_code=False, gpu_memory_fraction=0.3,
     )  # fmt: skip
-    return Workers(job, SimpleNamespace(trainers=TrainerGroups(job.rl, [Here(rank)]), rollouts=Here(engine), take_turns=False))
+    groups = TrainerGroups(job.rl, [Here(rank)])
+    return Workers(job, SimpleNamespace(trainers=groups, rollouts=Here(engine), take_turns=False, ways=["gloo"]))
 
 
 def test_the_same_policy_passes_and_another_one_ends_the_run(workers: Workers):
@@ -78,7 +78,7 @@ def test_the_same_policy_passes_and_another_one_ends_the_run(workers: Workers):
     assert checked(workers, step=0) == workers.rollouts.sync_check.difference == 0.0  # nothing was drawn since
     (rank,), (engine,) = workers._trainers.policy.actors.actors, workers.rollouts._engines.actors
     torch.manual_seed(0)
-    engine.load_weights(pack({name: w + 0.02 * torch.randn_like(w) for name, w in rank.weights().items()}), 1, [5, 6])
+    engine._engine.load_weights({name: w + 0.02 * torch.randn_like(w) for name, w in rank.weights().items()}, 1)
     workers.rollouts.prefetch(PROMPTS, step=2)
     with pytest.raises(LogprobMismatch, match=r"step 1: expected the rollout engine's .* a largest difference of"):
         checked(workers, step=1)

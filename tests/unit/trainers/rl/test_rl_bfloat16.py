@@ -8,7 +8,6 @@ import pytest
 import torch
 from tiny_models import demonstrations, rl_job, sequences, train_batch, whole
 
-from rlhf_core.engines.weights import unpack
 from rlhf_core.trainers.rl.rank import TrainerRank
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -53,7 +52,7 @@ def test_a_rank_computes_in_bfloat16_what_it_does_in_float32_up_to_its_precision
     for name in half:
         assert half[name].dtype == full[name].dtype, name
         torch.testing.assert_close(half[name].float(), full[name].float(), rtol=0.05, atol=0.1, msg=lambda m, name=name: f"{name}: {m}")
-    weights = unpack(rank.packed_weights())
+    weights = rank.weights()
     assert {t.dtype for t in weights.values()} == {torch.bfloat16}
     before = torch.tensor(rank.probe(sequences(1, seed=5)[0]))
     rank.save(str(tmp_path))

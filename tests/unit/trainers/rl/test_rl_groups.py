@@ -36,7 +36,8 @@ def workers(folders: tuple[Path, Path], work: Path, placement: str | list, chang
     ranks = [TrainerRank(0, 1, job, group.roles) for group in job.rl.role_groups]
     for rank in ranks:
         rank.connect(rank.address())
-    made = Workers(job, SimpleNamespace(trainers=TrainerGroups(job.rl, [Here(rank) for rank in ranks]), rollouts=None, take_turns=False))
+    groups = TrainerGroups(job.rl, [Here(rank) for rank in ranks])
+    made = Workers(job, SimpleNamespace(trainers=groups, rollouts=None, take_turns=False, ways=[]))
     if job.rl.starts_rounded and made._trainers.find("reference") is not made._trainers.policy:
         made.refresh_reference()  # as at the start of a job
     return made

@@ -35,7 +35,7 @@ def test_ids_are_known_to_the_model_where_its_tokenizer_knows_more(model_folders
     shutil.copytree(model_folders[0], tmp_path / "small")
     config = json.loads((tmp_path / "small/config.json").read_text())
     (tmp_path / "small/config.json").write_text(json.dumps(config | {"vocab_size": 40}))
-    nobody = SimpleNamespace(trainers=None, rollouts=None, take_turns=False)
+    nobody = SimpleNamespace(trainers=SimpleNamespace(policy=None), rollouts=None, take_turns=False, ways=["gloo"])
     job = rl_job(tmp_path / "small", model_folders[1])
     made = Workers(job.model_copy(update={"work": str(tmp_path / "work")}), nobody)
     assert made.rollouts.sync_check.probe_ids == probe_ids(40, longest=job.model.max_length)

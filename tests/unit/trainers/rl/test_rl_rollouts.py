@@ -9,8 +9,9 @@ import pytest
 from tiny_models import rl_job
 
 from rlhf_core.engines.ray_actors import ActorGroup, RoleLost
+from rlhf_core.engines.weight_sender import Sent
 from rlhf_core.trainers.rl.mismatch import WeightSyncCheck
-from rlhf_core.trainers.rl.recovery import Replacements
+from rlhf_core.trainers.rl.recovery import Replacements, RolloutRecovery
 from rlhf_core.trainers.rl.rollouts import PREFETCHED, Prefetched, RolloutEngines
 from rlhf_core.trainers.rl.turns import Turns
 from rlhf_core.types import Prompt, Rollout
@@ -29,7 +30,7 @@ def engines(folders: tuple[Path, Path], **changes) -> RolloutEngines:
     changes = {"rl.algorithm": "rloo", "rl.rollout.one_step_off_policy": True, **changes}
     job = rl_job(*folders, **changes)
     turns = Turns(None, None, on=False, deadline=1.0)
-    how = {"stop_ids": (1,), "replacements": Replacements(0), "packed_weights": None, "turns": turns, "renew": None, "vocabulary": 300}
+    how = {"stop_ids": (1,), "replacements": Replacements(0), "transfer": None, "turns": turns, "renew": None, "vocabulary": 300}
     made = RolloutEngines(job, None, **how)
     made.sync_check.start([TRAINER], TRAINER)
     return made
@@ -66,32 +67,39 @@ def test_a_run_that_samples_in_another_way_or_not_ahead_does_not_take_them(model
 
 
 class DyingActors:
-    """Stands in for a group on Ray, whose new actors die so many times before one lives."""
+    """Stands in for a group on Ray and for the transfer to it: new actors die so many times before one lives."""
 
     def __init__(self, deaths: int, says: list[float]):
-        self.deaths, self.started, self.says = deaths, 0, says
+        self.deaths, self.started, self.says, self.kept = deaths, 0, says, []
 
     def replace(self, ranks: list[int]) -> None:
         self.started += len(ranks)
 
-    def call_one(self, rank: int, method: str, *_, **__) -> tuple[int, list[float]]:
+    def send(self, ranks: list[int], *, kept: bool, **_) -> tuple[Sent, RoleLost | None]:
+        self.kept.append(kept)
         if self.deaths:
             self.deaths -= 1
-            raise RoleLost(f"rollout rank {rank}: dead", [rank])
-        return 0, self.says
+            return Sent(), RoleLost(f"rollout rank {ranks[0]}: dead", ranks)
+        return Sent(answers={rank: (0, self.says) for rank in ranks}), None
+
+
+def recovery(folders: tuple[Path, Path], actors: DyingActors, *, limit: int) -> RolloutRecovery:
+    made = engines(folders).recovery
+    made.engines = made._transfer = actors
+    made._replacements, made.loaded = Replacements(limit), True
+    return made
 
 
 @pytest.mark.parametrize(("deaths", "limit", "lives"), [(0, 1, True), (2, 3, True), (2, 2, False)])
 def test_a_new_engine_that_dies_too_is_replaced_in_its_turn_up_to_the_limit(model_folders: tuple[Path, Path], deaths, limit, lives):
-    made = engines(model_folders)
-    made = made.recovery
-    made.engines, made._replacements, made.loaded = DyingActors(deaths, TRAINER), Replacements(limit), object()
+    made = recovery(model_folders, DyingActors(deaths, TRAINER), limit=limit)
     if lives:
         made.replace(RoleLost("rollout rank 1: dead", [1]))
     else:
         with pytest.raises(RoleLost, match="rollout rank 1: dead"):
             made.replace(RoleLost("rollout rank 1: dead", [1]))
     assert made.engines.started == made._replacements.count == min(deaths + 1, limit)
+    assert all(made.engines.kept)  # one step off policy the trainer's weights are newer
 
 
 class LosesOneAtFirst(ActorGroup):
@@ -131,8 +139,6 @@ def test_an_engine_that_is_lost_before_the_first_sync_is_replaced_up_to_the_limi
 
 @pytest.mark.parametrize("says", [[-1.0, -2.5, -0.2], [-1.0, math.nan, -0.25]])
 def test_a_new_engine_with_other_weights_ends_the_run(model_folders: tuple[Path, Path], says: list[float]):
-    made = engines(model_folders)
-    made = made.recovery
-    made.engines, made._replacements, made.loaded = DyingActors(0, says), Replacements(1), object()
+    made = recovery(model_folders, DyingActors(0, says), limit=1)
     with pytest.raises(RoleLost, match=r"rollout rank 1: expected a new engine .*largest difference of .*max_logprob_difference"):
         made.replace(RoleLost("rollout rank 1: dead", [1]))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from actors_here import Here
+from actors_here import Here, HerePeer
 from tiny_models import rl_job, train_batch, whole
 
 from rlhf_core.engines.in_process import RolloutActor
+from rlhf_core.engines.ray_actors import PeerLost
 from rlhf_core.engines.ray_places import RoleLost
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl.groups import TrainerGroups
@@ -21,7 +23,7 @@ from rlhf_core.types import Prompt, UpdateResult
 
 pytestmark = pytest.mark.usefixtures("world")
 PROMPTS = [Prompt(f"p{i}", "made", [{"role": "user", "content": "Sort 21."}], [5, 6, 7 + i], None) for i in range(3)]
-GPUS = {"wake_up", "sleep", "keep", "generate", "probe", "load_weights", "forward", "update"}
+GPUS = {"wake_up", "sleep", "keep", "generate", "probe", "send_weights", "forward", "update"}
 
 
 class Recorded(Here):
@@ -40,6 +42,18 @@ class Recorded(Here):
         if method == self.dies_at:
             self.dies_at, self.lost = None, True
         return None if self.lost else getattr(self.actors[rank], method)(*args, **kwargs)
+
+    def peer(self, rank: int) -> HerePeer:
+        found = super().peer(rank)
+        if self.dies_at == "receive_weights":
+            self.dies_at = None
+            found.submit = self._dead
+        return found
+
+    def _dead(self, method: str, *args) -> Future:
+        call: Future = Future()
+        call.set_exception(PeerLost(late=False))
+        return call
 
     def wait(self, references: list, **_) -> list:
         if self.lost:
@@ -67,7 +81,8 @@ def made(model_folders: tuple[Path, Path], tmp_path: Path) -> SimpleNamespace:
 
     calls: list[str] = []
     engines = Recorded(new(), calls, new)
-    workers = Workers(job, SimpleNamespace(trainers=TrainerGroups(job.rl, [Recorded(rank, calls)]), rollouts=engines, take_turns=True))
+    groups = TrainerGroups(job.rl, [Recorded(rank, calls)])
+    workers = Workers(job, SimpleNamespace(trainers=groups, rollouts=engines, take_turns=True, ways=["gloo"]))
     workers.rollouts.recovery._replacements = Replacements(1)
     workers.turns.begin()
     workers.rollouts.start(rank.probe(workers.rollouts.sync_check.probe_ids))
@@ -91,7 +106,7 @@ def test_a_step_switches_once_to_the_trainer_and_once_back(made):
         workers.sync_weights(version=step + 1)
         assert calls == [
             *("generate", "sleep 2", "keep all", "forward", "update"),
-            *("keep weights", "wake_up ['weights']", "probe", "load_weights"),
+            *("keep weights", "wake_up ['weights']", "send_weights"),
             *("keep nothing", "wake_up", "probe"),
         ]
         calls.clear()
@@ -105,7 +120,7 @@ def test_weights_stay_where_engines_work_again_before_a_sync(made):
     assert made.calls == ["generate", "sleep 1", "keep all", "forward", "keep nothing", "wake_up", "generate"]
 
 
-@pytest.mark.parametrize("dies_at", ["wake_up", "load_weights", "probe", "sleep", "generate"])
+@pytest.mark.parametrize("dies_at", ["wake_up", "receive_weights", "probe", "sleep", "generate"])
 def test_a_lost_engine_is_replaced_with_the_policys_weights_at_any_time(made, dies_at):
     """The trainer gives the GPU to the start of a new engine, whatever it was doing."""
     workers, (engine,) = made.workers, made.engines.actors
@@ -115,14 +130,14 @@ def test_a_lost_engine_is_replaced_with_the_policys_weights_at_any_time(made, di
         workers.sync_weights(version=1)
     made.engines.dies_at = dies_at
     workers.turns.trainers() if dies_at == "sleep" else None
-    if dies_at in ("wake_up", "load_weights", "probe"):
+    if dies_at in ("wake_up", "receive_weights", "probe"):
         workers.sync_weights(version=1)
     rollouts = workers.rollouts.generate(PROMPTS, step=1)
     assert made.engines.actors != [engine] and workers.replacements.count == 0 and workers.rollouts.recovery._replacements.count == 1
     begun = made.calls.index("start")
     assert [call for call in made.calls[:begun] if call.startswith("keep")][-1] == "keep nothing"
     assert {rollout.policy_version for rollout in rollouts} == {1}
-    undisturbed = workers.rollouts._probes()[0]
+    undisturbed = workers.rollouts.recovery.probes()[0]
     workers.turns.trainers()
     assert made.rank.probe(workers.rollouts.sync_check.probe_ids) == pytest.approx(undisturbed, abs=1e-5)
 

@@ -1,0 +1,106 @@
+"""Transfers of weights without a trainer: a model's own weights, sent to engines."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhf_core.engines.gloo_transfer import GlooReceiver
+from rlhf_core.engines.ray_actors import PeerLost
+from rlhf_core.engines.rendezvous import open_store
+from rlhf_core.engines.weight_sender import Answer, Target, WeightSender
+from rlhf_core.engines.weight_source import PolicySource
+
+# Processes that are forked from one without threads: a copy of a process that has sent over gloo may hang.
+CLEAN = multiprocessing.get_context("forkserver")
+CLEAN.set_forkserver_preload(["torch", "transfers"])
+
+
+def source_of(model: nn.Module, names: Callable[[dict], dict] = lambda weights: weights) -> PolicySource:
+    return PolicySource(nn.ModuleDict({"model": model}), names)
+
+
+def new_sender(timeout: float = 20.0) -> WeightSender:
+    return WeightSender(partial(open_store, None, timeout=30), timeout=timeout)
+
+
+@torch.no_grad()
+def send(
+    sender: WeightSender, targets: Sequence[Target], source: PolicySource, *, version: int, ids: Sequence[int], shared: Any = None
+) -> tuple[dict[int, Answer], dict[int, str]]:
+    """As `TrainerRank.send_weights`. Returns the answers, and the engines that are lost.
+
+    Args:
+        shared: an IpcBuffer for engines by ipc.
+    """
+    transfer = sender.begin(targets, source.specs, version=version, ids=ids)
+    if shared is not None:
+        shared.export()
+    for layer in source.layers():
+        transfer.send(layer, None if shared is None else shared.fill(layer, before=transfer.flush))
+    transfer.flush()
+    answers, lost = transfer.answers()
+    sender.forget(lost)
+    return answers, lost
+
+
+class ReceiverPeer:
+    """A process that receives weights, and sends a signal to itself before it takes the layer `number`.
+
+    Its answer is the version and the sum of each layer.
+    """
+
+    def __init__(self, number: int | None = None, signal_number: int = signal.SIGKILL):
+        self._pipe, theirs = CLEAN.Pipe()
+        self.process = CLEAN.Process(target=_receive, args=(theirs, number, signal_number), daemon=True)
+        self.process.start()
+        theirs.close()
+        self._pipe.recv()  # it has started
+        self.key = str(self.process.pid)
+        self._thread = ThreadPoolExecutor(1)
+
+    def submit(self, method: str, *args: Any) -> Future:
+        return self._thread.submit(self._call, method, args)
+
+    def _call(self, method: str, args: tuple) -> Any:
+        self._pipe.send((method, args))
+        return self._pipe.recv()
+
+    def answer(self, call: Future, timeout: float) -> Any:
+        try:
+            return call.result(timeout)
+        except (EOFError, OSError) as error:
+            if isinstance(error, TimeoutError):
+                raise PeerLost(late=True) from error
+            raise PeerLost(late=False) from error
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def _receive(pipe: Any, number: int | None, signal_number: int) -> None:
+    receiver = None
+    pipe.send(None)
+    while True:
+        method, args = pipe.recv()
+        if method == "connect_weights":
+            receiver = GlooReceiver(args[0], worker=0)
+            pipe.send(None)
+            continue
+        updates, version, _ = args
+        sums = []
+        for update in updates:
+            if update["layer"] == number:
+                os.kill(os.getpid(), signal_number)
+            layer = receiver.receive(update["layer"])
+            sums.append(float(sum(tensor.double().sum() for tensor in layer.values())))
+        pipe.send((version, sums))
