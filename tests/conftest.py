@@ -1,7 +1,7 @@
 """The environment of all tests: offline and without library output, set before anything reads it.
 
-Child processes behave as on a user's machine: they react to SIGINT, which background jobs and CI runners often ignore, and write bytecode,
-which hundreds of processes would otherwise compile again.
+Child processes behave as on a user's machine: they react to SIGINT and SIGHUP, which background jobs and CI runners often ignore, and write
+bytecode, which hundreds of processes would otherwise compile again.
 """
 
 import gc
@@ -12,6 +12,7 @@ from rlhf_core.process import configure_process
 
 configure_process()
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Workers take files in this order: long files first, so that no worker is left with one at the end; then files that mostly wait for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -9,12 +10,17 @@ from ray.util import get_node_ip_address
 
 
 def open_store(world_size: int | None, *, timeout: float) -> dist.TCPStore:
-    """The store of rank 0, at `store.host` and `store.port`. The system chooses the port, which stays bound.
+    """The store of rank 0, at `store.host` and `store.port`. It listens at that address only, where Torch's own socket would at all of the
+    node's. The system chooses the port.
 
     Args:
         timeout: seconds that a rank waits for the others.
     """
-    return dist.TCPStore(get_node_ip_address(), 0, world_size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    address = get_node_ip_address()
+    listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    host, port = listening.getsockname()[:2]
+    own = {"is_master": True, "master_listen_fd": listening.detach(), "wait_for_workers": False}
+    return dist.TCPStore(host, port, world_size, timeout=timedelta(seconds=timeout), **own)
 
 
 def join_store(host: str, port: int, world_size: int | None, *, timeout: float) -> dist.TCPStore:

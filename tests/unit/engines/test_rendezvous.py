@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 
+import psutil
 import pytest
 import torch.distributed as dist
 from ray.util import get_node_ip_address
@@ -19,10 +20,16 @@ def test_a_rank_joins_the_store_at_rays_address_of_the_node():
     assert first.get("from") == b"second"
 
 
+def test_no_other_address_of_the_node_is_listened_to():
+    store = open_store(2, timeout=30)
+    listening = {c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN and c.laddr.port == store.port}
+    assert listening == {get_node_ip_address()}
+
+
 def test_the_port_stays_bound():
     store = open_store(2, timeout=30)
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
-        other.bind(("", store.port))
+        other.bind((store.host, store.port))
 
 
 def test_a_missing_rank_0_is_an_error_after_the_timeout():

@@ -78,7 +78,7 @@ def test_warm_up_steps_do_not_count(tmp_path):
     seconds = [{"seconds": s, **row} for s in (9.0, 2.0, 4.0)]
     apart = [{"mean": 0.1, "max": 0.2}] * 3
     peaks = Peaks(host={"trainer": 2 << 30}, device={"engine": 3 << 30}, whole=5 << 30)
-    rl.add(Record(tmp_path / "found.json"), case, Outcome(1.0, seconds, [90.0, 80.0, 40.0], [7.0] * 3, apart, peaks), 7)
+    rl.add(Record(tmp_path / "found.json"), case, Outcome(1.0, seconds, [90.0, 80.0, 40.0], [7.0] * 3, apart, peaks, []), 7)
     found = {figure.what.removeprefix(f"{case.name}: "): figure for figure in read(tmp_path / "found.json")}
     assert found["a step"].values == (2.0, 4.0)
     assert found["samples"].values == (8.0, 4.0)  # 16 samples in 2 and 4 s
