@@ -61,7 +61,7 @@ class EngineApart:
         self.version = 0
         try:
             self._answer()
-        except BaseException:
+        except BaseException:  # also an interrupt leaves no process behind
             self.close()
             raise
 
@@ -177,7 +177,7 @@ def _answered(pipe: Connection, work: Callable[[], Any], *, tell: bool = True) -
     except ValueError as error:
         pipe.send((ValueError(str(error)), None))
         return None
-    except Exception as error:
+    except Exception as error:  # of any kind: the caller waits for an answer
         log.exception("rollout engine")
         pipe.send((RuntimeError(f"rollout engine: {type(error).__name__}: {error}"), None))
         return None

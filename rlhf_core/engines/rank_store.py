@@ -51,7 +51,7 @@ class RankStore:
         found, failed = None, None
         try:
             found = find(check)
-        except Exception as error:
+        except Exception as error:  # raised below, on all ranks, which wait for this one
             failed = error
         from_first(None)  # no further folder
 
@@ -84,7 +84,7 @@ class RankStore:
 
         try:
             self._store.write(step, save_all, score=score, best=best, ranks=range(world_size()) if world_size() > 1 else ())
-        except Exception as error:
+        except Exception as error:  # of any kind: the other ranks wait for an answer
             if not begun:
                 from_first(f"{type(error).__name__}: {error}")
             raise
@@ -115,7 +115,7 @@ def _save(folder: Path, save: Callable[[Path], list[str]]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)  # another node's, where ranks share no disk
         names = save(folder)
-    except Exception as error:
+    except Exception as error:  # raised below, on all ranks, which wait for this one
         failed = error
     outcomes = of_all(None if failed is None else f"{type(failed).__name__}: {failed}")
     if failed is not None:

@@ -148,7 +148,7 @@ def on_first(call: Callable[[], Value], *, subject: str) -> Value:
     if is_first():
         try:
             result = call()
-        except Exception as error:
+        except Exception as error:  # raised below, on all ranks, which wait for this one
             failed = error
     problem, result = from_first((None if failed is None else f"{type(failed).__name__}: {failed}", result))
     if failed is not None:

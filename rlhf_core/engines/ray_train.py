@@ -157,7 +157,7 @@ def _run_rank(config: dict[str, Any]) -> None:
     module, _, name = config["function"].partition(":")
     try:
         getattr(importlib.import_module(module), name)(config["argument"])
-    except Exception as error:
+    except Exception as error:  # of any kind: its traceback is kept and it is raised again
         with contextlib.suppress(OSError):
             board.write(f"traceback-{rank}", traceback.format_exc())
         if isinstance(error, RuntimeError):

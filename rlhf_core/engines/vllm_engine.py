@@ -46,7 +46,7 @@ def _needs_all_workers(method: Callable[P, Result]) -> Callable[P, Result]:
     def call(*args: P.args, **kwargs: P.kwargs) -> Result:
         try:
             return method(*args, **kwargs)
-        except Exception:
+        except Exception:  # vLLM has no type of its own for a dead worker
             if args[0].has_lost_a_process:
                 log.exception("rollout engine: one of its processes has died")
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -393,7 +393,7 @@ def _told_as_a_refusal(model_path: str, trust_remote_code: bool) -> Iterator[Non
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # the build refuses models by errors of many types
         reason = (str(error).strip().splitlines() or [""])[-1].strip()
         lacks = isinstance(error, LACKS) or (isinstance(error, RuntimeError) and any(w in str(error).lower() for w in LACKS_WORDS))
         if not lacks or "memory" in reason.lower():

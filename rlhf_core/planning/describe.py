@@ -10,7 +10,7 @@ from rlhf_core.config import Params
 from rlhf_core.planning.hardware import GIB, Cluster
 from rlhf_core.planning.machine import Machine
 from rlhf_core.planning.plan import ENGINE, Placement, Prediction, Workload
-from rlhf_core.planning.preflight import Plan
+from rlhf_core.planning.shortages import Plan
 
 
 def headline(placement: Placement) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_core.config import Params, load_params
 from rlhf_core.planning.models import of_shape
 from rlhf_core.planning.online import rl_ranks
-from rlhf_core.planning.preflight import changed
+from rlhf_core.planning.remedy import changed
 from rlhf_core.planning.shape import ModelShape
 from rlhf_core.planning.stages import PLANS, Models
 

@@ -107,11 +107,6 @@ class HostedRoles:
         return {name: engine for name, engine in (("policy", self.policy), ("critic", self.critic)) if engine is not None}
 
     @property
-    def computes_tokens(self) -> bool:
-        """Whether a role has an output for each token of a response."""
-        return bool(self.learning) or self.computes_reference
-
-    @property
     def _reference_moves(self) -> bool:
         return self.computes_reference and self._job.rl.kl.refresh_reference_every is not None
 

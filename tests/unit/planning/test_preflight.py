@@ -21,8 +21,10 @@ from rlhf_core.planning.hardware import GIB
 from rlhf_core.planning.machine import Gpu, Machine
 from rlhf_core.planning.memory import ENGINE_PROCESS
 from rlhf_core.planning.models import Model, of_shape, read_model
-from rlhf_core.planning.preflight import LORA, PATIENCE, Plan, Shortage, changed, check, preflight, remedy, runs_elsewhere, smallest
+from rlhf_core.planning.preflight import PATIENCE, preflight, runs_elsewhere, smallest
+from rlhf_core.planning.remedy import LORA, changed, remedy
 from rlhf_core.planning.shape import SIZES, ModelShape
+from rlhf_core.planning.shortages import GPU_HOST, Plan, Shortage, check
 from rlhf_core.planning.stages import RAY_HOST, TRAINER_GPU, TRAINER_HOST, Models, Unpredictable
 
 ROOT = Path(__file__).parents[3]
@@ -245,7 +247,7 @@ def test_an_engine_that_cannot_be_divided_is_refused_with_the_nearest_size(shape
 
 
 def test_a_model_larger_than_a_gpu_gets_engines_on_several():
-    settings = {"rl__rollout__engines": 4, "rl__rollout__gpu_memory_fraction": 0.9, "rl__lora": module.LORA}
+    settings = {"rl__rollout__engines": 4, "rl__rollout__gpu_memory_fraction": 0.9, "rl__lora": LORA}
     settings["rl__trainer__gradient_checkpointing"] = True
     found, models = params(**LARGE, **settings), Models(SEVENTY, SEVENTY, ())
     lacking = check("train_policy", found, models, NODE).shortages
@@ -254,13 +256,20 @@ def test_a_model_larger_than_a_gpu_gets_engines_on_several():
     assert remedy("train_policy", found, models, NODE) == {"rl.rollout.tensor_parallel_size": 4, "rl.rollout.engines": 1}
 
 
+def test_turns_that_were_switched_off_are_the_first_remedy_of_a_shared_gpu():
+    switched_off = by_turns(rl__rollout__take_turns=False, rl__rollout__gpus_per_engine=0.5, rl__trainer__gpus_per_rank=0.5)
+    machine = of_memory(46)
+    assert check("train_policy", switched_off, MODELS, machine).shortages
+    assert remedy("train_policy", switched_off, MODELS, machine) == {"rl.rollout.take_turns": "auto"}
+
+
 def test_the_processes_of_an_engine_take_memory_of_their_host():
     def host(size: int) -> float:
         found = params(rl__rollout__tensor_parallel_size=size, rl__rollout__engines=1, **LARGE)
         (shortage,) = (s for s in check("train_policy", found, MODELS, Machine(GIB, (H100,) * 8)).shortages if s.where.startswith("a host"))
         return shortage.parts["train_policy: rollout engine"]
 
-    assert host(4) - host(1) == 4 * module.GPU_HOST
+    assert host(4) - host(1) == 4 * GPU_HOST
 
 
 def groups(placement: str) -> list[RoleGroup]:

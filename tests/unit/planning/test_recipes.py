@@ -12,7 +12,8 @@ from rlhf_core.planning.machine import Gpu, Machine
 from rlhf_core.planning.models import of_shape
 from rlhf_core.planning.phases import predict
 from rlhf_core.planning.plan import Placement, Workload
-from rlhf_core.planning.preflight import changed, plan_stages
+from rlhf_core.planning.preflight import plan_stages
+from rlhf_core.planning.remedy import changed
 from rlhf_core.planning.search import apart, colocated
 from rlhf_core.planning.shape import SIZES
 
