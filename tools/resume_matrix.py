@@ -57,6 +57,8 @@ RL = {  # everything that has a state is on: an adaptive coefficient, running st
 SHORT = {"steps": 14, "batch_size": 8, "checkpoint_every": 3, "eval_every": 4}
 PRETRAIN = {"pretrain": {"steps": 8, "batch_size": 8}}
 AVERAGED = {"gradient_checkpointing": True, "ema_decay": 0.9, "keep_best": True}
+LABELLED = {"label_by": "preference", "levels": 2, "wanted": 1}
+SAMPLED = {"sampling": {"backend": "pytorch", "prompts": 64, "samples_per_prompt": 2, "max_new_tokens": 16}}
 Victim = Literal["stage", "driver", "rank"]
 JOB_PROCESSES = {"driver": r"-m rlhf_core\.(trainers\.rl\.driver|stage\.training_driver) ", "rank": "RayTrainWorker"}
 
@@ -108,9 +110,8 @@ def all_cells() -> list[Cell]:
     supervised.append(sft_cell("ZeRO 2, optimizer on the host", {"zero_stage": 2, "offload_optimizer": True}))
     ensemble, members = reward_cell("ensemble of 2", {"ensemble": 2}), {"rl": {"reward": {"scorers": {0: {"members": 2}}}}}
     supervised.append(replace(ensemble, changes=ensemble.changes | members, steps=2 * ensemble.steps))
-    supervised.append(policy_cell("conditional_sft", "by preference", {"label_by": "preference", "levels": 2, "wanted": 1}))
-    sampling = {"backend": "pytorch", "prompts": 64, "samples_per_prompt": 2, "max_new_tokens": 16}
-    supervised.append(policy_cell("rejection_sampling", "keep_best", {"sampling": sampling, "keep_best": True}))
+    supervised.append(policy_cell("conditional_sft", "by preference", LABELLED))
+    supervised.append(policy_cell("rejection_sampling", "keep_best", SAMPLED | {"keep_best": True}))
     scores = {"ppo": {"critic_init": "reward_model"}, "reward": {"scorers": {0: {"normalization": "initial"}}}}
     alone = rl_cell("ppo", 1, 0)
     rl = [rl_cell("ppo", 2, 2), rl_cell("grpo", 1, 0), alone, rl_cell("ppo", 2, 0), rl_cell("ppo", 2, 3)]
@@ -137,6 +138,8 @@ def on_two_ranks() -> list[Cell]:
         ("stage", reward_cell("ZeRO 2", zero[2])),
         ("driver", policy_cell("dpo", "ZeRO 3", zero[3])),
         ("rank", policy_cell("kto", "ZeRO 2", zero[2])),
+        ("stage", policy_cell("conditional_sft", "ZeRO 2", zero[2] | LABELLED)),
+        ("rank", policy_cell("rejection_sampling", "ZeRO 3", zero[3] | SAMPLED)),
     ]
     return [replace(c, name=c.name.replace(", ", ", 2 ranks, ", 1), victim=victim, job=True) for victim, c in cells]
 
