@@ -30,7 +30,7 @@ ACTIVE := $(if $(VIRTUAL_ENV),$(wildcard $(VIRTUAL_ENV)/bin/python))
 CONDA := $(if $(CONDA_PREFIX),$(wildcard $(CONDA_PREFIX)/bin/python))
 HERE := $(firstword $(NAMED) $(ACTIVE) $(wildcard $(VENV)/bin/python) $(CONDA) python3)
 
-.PHONY: setup run stories test server bench gpu-check lint clean
+.PHONY: setup run stories test test-long server bench gpu-check lint clean
 .DEFAULT_GOAL := run
 
 # The stamp holds a checksum of the requirements, so that touching a file doesn't reinstall.
@@ -61,6 +61,9 @@ stories: setup
 
 test: setup
 	$(VENV)/bin/python -m pytest tests -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
+
+test-long: setup
+	$(VENV)/bin/python -m pytest tests -m long $(TEST_ARGS)
 
 server: setup
 	$(VENV)/bin/python -m flows.server --port $(PORT)

@@ -302,14 +302,22 @@ def test_another_algorithm_reruns_only_what_follows_and_back_is_restored(chain, 
     assert (workspace / "dvc.lock").read_text() == (chain.workspace / "dvc.lock").read_text() and results(workspace) == before
 
 
-def test_responses_drawn_ahead_are_of_the_policy_before_and_survive_a_kill(chain, cluster, tmp_path):
-    ahead = trained(train(chain, cluster, tmp_path / "ahead", AHEAD))
+@pytest.fixture(scope="module")
+def ahead(chain, cluster, tmp_path_factory):
+    return trained(train(chain, cluster, tmp_path_factory.mktemp("rl") / "ahead", AHEAD))
+
+
+def test_responses_drawn_ahead_are_of_the_policy_before(ahead):
     rows = ahead.curves
     assert list(rows["policy_lag"]) == [0, *[1] * 39]
     # The ratio is to the policy that sampled, which in step 1 is the trained one.
     assert rows["policy_ratio_max"].iloc[1:].gt(1.01).all() and abs(rows["policy_ratio_max"].iloc[0] - 1) < 1e-4
     assert rows["approx_kl"].iloc[1:].gt(rows["approx_kl"].iloc[0]).mean() > 0.5
     assert rows["logprob_difference"].between(0, 1e-4).all() and "mismatch_mean" not in rows
+
+
+@pytest.mark.long
+def test_responses_drawn_ahead_survive_a_kill(chain, cluster, ahead, tmp_path):
     assert_same_results(trained_though_killed(train(chain, cluster, tmp_path / "killed", AHEAD), steps=40), ahead)
 
 

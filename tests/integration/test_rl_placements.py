@@ -13,9 +13,15 @@ from small_workspace import ROOT
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_placements_train_the_same_policy(tmp_path: Path):
-    """Together, in two groups, apart, and two groups of which one has two ranks."""
-    command = [sys.executable, "-m", "tools.placement_matrix", "--only", "ppo", "zero0-1", "--steps", "3", "--table"]
+@pytest.mark.parametrize(
+    ("only", "placements"),
+    [
+        pytest.param("ppo-two_and_one", ["together", "two_and_one"], id="two groups of which one has two ranks"),
+        pytest.param("ppo", ["together", "two_groups", "apart", "two_and_one"], id="all", marks=pytest.mark.long),
+    ],
+)
+def test_placements_train_the_same_policy(tmp_path: Path, only: str, placements: list[str]):
+    command = [sys.executable, "-m", "tools.placement_matrix", "--only", only, "zero0-1", "--steps", "3", "--table"]
     done = subprocess.run(
         [*command, str(tmp_path / "table.csv")],
         cwd=ROOT,
@@ -28,4 +34,4 @@ def test_placements_train_the_same_policy(tmp_path: Path):
     assert done.returncode == 0, done.stdout
     with (tmp_path / "table.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["placement"] for row in rows if row["algorithm"] == "ppo"] == ["together", "two_groups", "apart", "two_and_one"]
+    assert [row["placement"] for row in rows if row["algorithm"] == "ppo"] == placements

@@ -38,6 +38,7 @@ BRIEF = {
 pytestmark = pytest.mark.timeout(900)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not MODEL.is_dir(), reason="the pretrained model is not here: ../shared/data/stories260k, beside the checkout")
 def test_a_pretrained_model_is_aligned_to_a_rule_on_its_own_samples(tmp_path):
     (tmp_path / "shared").symlink_to(MODEL.resolve().parents[1])

@@ -7,6 +7,7 @@ import random
 import re
 from pathlib import Path
 
+import pytest
 from small_chain import PYTORCH_ROLLOUTS, SMALL, make_chain, run
 
 STEPS = {"steps": 8, "batch_size": 16, "checkpoint_every": 4, "eval_every": 4}
@@ -24,6 +25,7 @@ def records(count: int) -> list[dict]:
     return made
 
 
+@pytest.mark.long
 def test_kto_on_unpaired_rows_reports_what_was_not_measured(tmp_path: Path):
     data = tmp_path / "sums.jsonl"
     data.write_text("\n".join(map(json.dumps, records(400))))

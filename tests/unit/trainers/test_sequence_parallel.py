@@ -52,6 +52,7 @@ def test_ranks_that_share_sequences_have_losses_norms_and_weights_of_one(results
     assert others and {key: second[name]["metrics"][key] for key in others} == pytest.approx(others, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.long
 def test_two_groups_of_two_ranks_train_on_parts_of_their_own_micro_batches(results, sft_folder: Path, tmp_path: Path):
     alone = results[0]
     shared = {name: case for name, case in cases(tmp_path, sequence_parallel=2).items() if name in FOUR}
