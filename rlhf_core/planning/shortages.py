@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from rlhf_core.config import Params
 from rlhf_core.planning.hardware import GIB
 from rlhf_core.planning.machine import Machine
-from rlhf_core.planning.memory import ENGINE_PROCESS
+from rlhf_core.planning.memory import ENGINE_PROCESS, element_bytes
 from rlhf_core.planning.online import rl_engine, rl_ranks
 from rlhf_core.planning.placement import Placement, place
 from rlhf_core.planning.stages import ALLOCATOR, PLANS, RAY_HOST, TRAINER_GPU, Models, Moments, Process
@@ -83,7 +83,7 @@ def _check_rl(params: Params, models: Models, machine: Machine) -> Plan:
     ranks = rl_ranks(rl, params.model, models, on_gpu=on_gpu)
     rollouts = rl_engine(rl, params.model, models, on_gpu=on_gpu, per_engine=placement.engine_share(rl))
     if on_gpu and placement.takes_turns(rl):
-        return _check_turns(placement, ranks, rollouts, machine)
+        return _check_turns(placement, ranks, rollouts, machine, layer=_largest_layer(params, models))
     moment = [*ranks, rollouts]
     if not on_gpu:
         weights = rollouts.parts["engine: weights"]
@@ -96,8 +96,18 @@ def _check_rl(params: Params, models: Models, machine: Machine) -> Plan:
     return Plan("train_policy", [moment], sorted(found, key=lambda s: -s.ratio))
 
 
-def _check_turns(placement: Placement, ranks: list[Process], engines: Process, machine: Machine) -> Plan:
-    """Engines and ranks that take turns on GPUs: each process leaves its context only, and the ranks' parts go to the host."""
+def _largest_layer(params: Params, models: Models) -> float:
+    """Bytes of the weights that are gathered and sent at once: a decoder layer, or the token embedding and the head, each by itself."""
+    shape = models.start.shape
+    return element_bytes(params.model.dtype) * max(shape.embedding, shape.trunk / shape.layers)
+
+
+def _check_turns(placement: Placement, ranks: list[Process], engines: Process, machine: Machine, *, layer: float) -> Plan:
+    """Engines and ranks that take turns on GPUs: each process leaves its context only, and the ranks' parts go to the host.
+
+    Args:
+        layer: bytes of the largest layer of the policy, which is gathered and in the buffer that engines read.
+    """
     ranks = [replace(rank, host=rank.host + sum(rank.parts.values())) for rank in ranks]
     at_once = max(map(placement.engines_beside_ranks, range(len(ranks))))
     of_engines = {gpu for first in placement.engines for gpu in placement.engine_gpus(first)}
@@ -110,6 +120,7 @@ def _check_turns(placement: Placement, ranks: list[Process], engines: Process, m
     weights = {
         "policy: weights": max(rank.parts.get("policy: weights", 0.0) for rank in ranks),
         "engine: weights": at_once * engines.parts["engine: weights"],
+        "a layer, gathered and sent": 2 * layer,
         "processes": contexts + at_once * ENGINE_PROCESS,
     }
     sent = sum(weights.values())

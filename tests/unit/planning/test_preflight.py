@@ -195,6 +195,10 @@ def test_by_turns_the_largest_turn_counts_and_not_the_sum():
     # 27 GiB of the rank and 18 of the engine, and the contexts of both processes
     assert turns["the turn of train_policy: trainer rank"] == rank.needed + TRAINER_GPU + ENGINE_PROCESS
     assert turns["the engines' turn"] == engine.needed + TRAINER_GPU
+    # the embedding is larger than a layer; it is gathered, and in the buffer that the engine reads
+    layer = 2 * 128256 * 4096
+    sent = rank.parts["policy: weights"] + engine.parts["engine: weights"] + 2 * layer + TRAINER_GPU + ENGINE_PROCESS
+    assert turns["weights on their way"] == pytest.approx(sent)
     assert engine.share == 0.85 and rank.needed + engine.needed > 0.97 * 46 * GIB
     together = by_turns(rl__rollout__take_turns=False, rl__rollout__gpus_per_engine=0.5, rl__trainer__gpus_per_rank=0.5)
     assert lacks("train_policy", together, of_memory(46))
