@@ -55,6 +55,24 @@ def join_cluster(*, output: bool = True) -> int:
     return int(ray.cluster_resources().get("GPU", 0))
 
 
+def cluster_cpus() -> float:
+    """CPUs that Ray has for actors, on all nodes."""
+    return ray.cluster_resources().get("CPU", 0.0)
+
+
+def check_cpus(actors: int, cpus: float) -> None:
+    """Check that each rollout engine and trainer rank of a cluster without GPUs gets a CPU; Ray would wait for one without a word.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    if cpus < actors:
+        raise ValueError(
+            f"rl: expected a CPU of the Ray cluster for each of the {actors} rollout engines and trainer ranks, got {cpus:g}; lower "
+            "rl.rollout.engines or the ranks of rl.placement and rl.trainer, or start Ray with more (--num-cpus)"
+        )
+
+
 def cluster_memory(timeout: float) -> list[Machine]:
     """Memory of each node, and of the GPUs that it has for Ray's actors.
 

@@ -49,6 +49,8 @@ def read_model(folder: str | Path) -> Model:
         shape = from_folder(folder)
     except ValueError:
         shape = None
+    if shape is not None and shape.tied and abs(parameters - shape.parameters - shape.embedding) < abs(parameters - shape.parameters):
+        parameters -= shape.embedding  # the files have the tied head too
     if shape is not None and not any(abs(n - parameters) <= KNOWN_WITHIN * parameters for n in (shape.parameters, shape.scalar_parameters)):
         shape = None
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))

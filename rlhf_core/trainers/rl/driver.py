@@ -14,7 +14,7 @@ from pathlib import Path
 from rlhf_core.config import load_params
 from rlhf_core.engines.ray_actors import ActorGroup
 from rlhf_core.engines.ray_gpus import ReservedGpus, node_gpus
-from rlhf_core.engines.ray_places import RoleLost, check_nodes, join_cluster, leave_cluster
+from rlhf_core.engines.ray_places import RoleLost, check_cpus, check_nodes, cluster_cpus, join_cluster, leave_cluster
 from rlhf_core.environment import keep_visible, named
 from rlhf_core.planning.placement import Placement, place, transfer_ways
 from rlhf_core.process import configure_process, show_own_log
@@ -71,6 +71,8 @@ class Actors:
         gpus = join_cluster()
         self._job, self._placement = job, place(job.rl, gpus, node_gpus())
         self.take_turns = self._placement.takes_turns(job.rl)
+        if not gpus:
+            check_cpus(job.rl.rollout.engines + job.rl.ranks, cluster_cpus())
         if job.checks_cluster:
             params, files = load_params(), JobFiles.read()
             check_nodes(files.packages if files else {}, params.cluster.network_interface, timeout=job.rl.deadlines.start)

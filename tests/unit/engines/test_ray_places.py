@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_core.engines.ray_places import check_cpus
+
 ROOT = Path(__file__).parents[3]
 SIZES = (1, 2, 4)
 # Two ranks of each group that fits, and two engines where there is room. Whole GPUs, but for the last: ranks and engines share them.
@@ -167,3 +169,9 @@ def test_what_no_node_has_is_refused_at_once(seen):
     assert "expected nodes with 8 times a GPU and 5 CPUs" in cpus
     assert fits is None
     assert "expected nodes with 1 times 2 GPUs and 2 CPUs and 2 times 3 GPUs and 3 CPUs, got" in together
+
+
+def test_too_few_cpus_are_refused_with_what_to_lower():
+    check_cpus(5, 5.0)
+    with pytest.raises(ValueError, match=r"for each of the 5 rollout engines and trainer ranks, got 4; lower rl\.rollout\.engines"):
+        check_cpus(5, 4.0)

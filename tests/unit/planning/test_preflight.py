@@ -387,6 +387,12 @@ def test_a_folder_is_counted_from_its_headers(tmp_path):
     assert scored.shape is not None and scored.stored is None  # 420 - 40 + 4
 
 
+def test_a_tied_head_that_is_in_the_files_too_counts_once(tmp_path):
+    tied = DECODER | {"tie_word_embeddings": True}
+    once, twice = (read_model(write_model(tmp_path / str(count), tied, {"all": torch.zeros(count)})) for count in (380, 420))
+    assert once == twice and twice.parameters == 380 and twice.shape.tied
+
+
 def test_a_folder_with_other_parameters_than_its_shape_has_is_unknown(tmp_path):
     found = read_model(write_model(tmp_path / "m", DECODER, {"all": torch.zeros(600)}))
     assert found == Model(600, None, "float32")
