@@ -213,10 +213,14 @@ def find_scalar_head(model: PreTrainedModel) -> torch.nn.Linear | None:
 
 
 def save_model(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a Hugging Face folder: config, safetensors, tokenizer with its chat template; for a language model also its stop tokens."""
+    """Write a Hugging Face folder: config, safetensors, tokenizer with its chat template; for a language model also its stop tokens.
+
+    A tied head isn't written. transformers finds ties by the tensors' memory, and `state_dict` may hold copies.
+    """
     if model.config.model_type == "deepseek_v3":  # vLLM tells its router from DeepSeek-V2's by these keys
         model.config.update({"topk_method": "noaux_tc", "scoring_func": "sigmoid"})
-    model.save_pretrained(folder, state_dict=state_dict, safe_serialization=True)
+    own = {name: tensor for name, tensor in state_dict.items() if name not in model.all_tied_weights_keys}
+    model.save_pretrained(folder, state_dict=own, safe_serialization=True)
     tokenizer.save_pretrained(folder)
     if model.can_generate():
         write_ends(folder, stop_ids(tokenizer, folder))

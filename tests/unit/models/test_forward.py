@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import save_tiny_experts, sequences, tiny_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.models.batch import TokenBatch, collate_tokens
 from rlhf_core.models.build import (
@@ -214,6 +215,18 @@ def test_a_saved_model_comes_back_with_its_tokenizer_and_template(tmp_path: Path
     assert back.keys() == state.keys() == written.keys()
     assert all(torch.equal(back[name], state[name]) and torch.equal(written[name], state[name]) for name in state)
     assert load_tokenizer(str(tmp_path), trust_remote_code=False).chat_template == tokenizer.chat_template
+
+
+def test_copies_of_a_tied_head_are_written_once_and_come_back_tied(tmp_path: Path, tokenizer):
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 300}
+    model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True))
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}  # as a training engine returns them
+    assert "lm_head.weight" in state
+    save_model(model, state, tokenizer, tmp_path)
+    assert read_state_dict(tmp_path).keys() == state.keys() - {"lm_head.weight"}
+    back = load_language_model(tmp_path)
+    assert back.lm_head.weight is back.model.embed_tokens.weight
+    assert all(torch.equal(tensor, state[name]) for name, tensor in back.state_dict().items())
 
 
 def test_initial_weights_follow_from_the_seed(tokenizer):
