@@ -42,8 +42,13 @@ class TokenBatch:
     segments: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> TokenBatch:
-        moved = (getattr(self, f.name) for f in fields(self))
-        return TokenBatch(*(x if x is None else x.to(device) for x in moved))
+        """The batch on a device. On a GPU the copies queue behind the batch that it works on, and the next one is collated meanwhile: copies
+        from memory that isn't pinned would wait for it.
+        """
+        given = (getattr(self, f.name) for f in fields(self))
+        if device.type == "cuda":
+            return TokenBatch(*(x if x is None else x.pin_memory().to(device, non_blocking=True) for x in given))
+        return TokenBatch(*(x if x is None else x.to(device) for x in given))
 
     @property
     def length(self) -> int:

@@ -66,6 +66,20 @@ def batch(folder):
     return collate_tokens(ids, [1] * len(ids), pad_id=tokenizer.pad_token_id)
 
 
+def test_a_batch_is_copied_while_the_gpu_works_and_arrives_whole(folder):
+    factor, device = torch.randn(8192, 8192, device="cuda"), torch.device("cuda")
+    batch(folder).to(device)  # the first pinned memory is made here
+    torch.cuda.synchronize()
+    for _ in range(40):
+        factor @ factor
+    worked = torch.cuda.Event()
+    worked.record()
+    copies = [batch(folder).to(device) for _ in range(3)]
+    waited = worked.query()
+    assert not waited
+    assert all(torch.equal(copy.input_ids.cpu(), batch(folder).input_ids) for copy in copies)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_steps_on_the_gpu_lower_the_loss(folder, dtype):
     trained, tokens = engine(folder, dtype), batch(folder).to(torch.device("cuda"))
