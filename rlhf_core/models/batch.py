@@ -42,9 +42,7 @@ class TokenBatch:
     segments: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> TokenBatch:
-        """The batch on a device. On a GPU the copies queue behind the batch that it works on, and the next one is collated meanwhile: copies
-        from memory that isn't pinned would wait for it.
-        """
+        """The batch on a device. A GPU may still work on the batch before: copies from pinned memory queue behind it, others would wait."""
         given = (getattr(self, f.name) for f in fields(self))
         if device.type == "cuda":
             return TokenBatch(*(x if x is None else x.pin_memory().to(device, non_blocking=True) for x in given))
