@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from rlhf_core.engines.ray_actors import ActorGroup, PeerLost, RoleLost
+from rlhf_core.engines.ray.actors import ActorGroup, PeerLost, RoleLost
 
 
 class HerePeer:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rlhf_core.engines.gloo_transfer import GlooReceiver
-from rlhf_core.engines.ray_actors import PeerLost
+from rlhf_core.engines.ray.actors import PeerLost
 from rlhf_core.engines.rendezvous import open_store
 from rlhf_core.engines.weight_sender import Answer, Target, WeightSender
 from rlhf_core.engines.weight_source import PolicySource

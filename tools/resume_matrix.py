@@ -347,7 +347,7 @@ def main() -> int:
             address = None
             for cell in (c for c in cells if c.name not in rows):
                 if cell.job and address is None:
-                    from rlhf_core.engines.ray_cluster import local_head
+                    from rlhf_core.engines.ray.cluster import local_head
 
                     address = stack.enter_context(local_head(cpus=16, start_timeout=120))
                 place = folder / "cells" / cell.name.replace(", ", "-").replace(" ", "")

@@ -57,7 +57,7 @@ start_ray() {
 
 # wait_for <nodes>: until they are in the cluster; ends this script if they aren't in time or a step ends.
 wait_for() {
-    "$PYTHON" -m rlhf_core.engines.ray_wait "$address" "$1" "$start_timeout" &
+    "$PYTHON" -m rlhf_core.engines.ray.wait "$address" "$1" "$start_timeout" &
     local waiting=$! code=0
     wait -n "$waiting" "${steps[@]}" || code=$?
     if kill "$waiting" 2>/dev/null || ((code > 0)); then # a step has ended first, or time is up

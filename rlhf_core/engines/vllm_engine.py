@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from rlhf_core.engines.gpu_memory import cache_bytes
 from rlhf_core.engines.sleep import Awake
+from rlhf_core.engines.vllm_refusals import refuse_without_reload, refusing_unsupported
 from rlhf_core.engines.weights import pack_experts_at_next_load, pack_tied_weights, replace_weights
 from rlhf_core.process import freeze_gc
 from rlhf_core.sampling.requests import Sample, SamplingSettings
@@ -25,18 +26,12 @@ P, Result = ParamSpec("P"), TypeVar("Result")
 log = logging.getLogger("rlhf")
 
 TRIAL_IDS = (0, 1, 0)  # which every vocabulary has
-# Architectures whose expert loading bypasses `reload_weights`: the old experts stay, and on the CPU the kernel is lost.
-NOT_RELOADED = ("GptOssForCausalLM",)
 
 # Environment of vLLM and Triton on a GPU; a user's settings take precedence. By default Triton, which computes vLLM's float32 attention,
 # uses TF32 with 10 bits of mantissa. FlashInfer's sampler returns no log-probabilities, which every request here needs, and requires a
 # CUDA compiler.
 ON_A_GPU = {"TRITON_F32_DEFAULT": "ieee", "VLLM_FLOAT32_MATMUL_PRECISION": "highest", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 BATCHED_TOKENS = 8192  # of a forward pass, or those of the longest sequence
-
-# Errors of the CPU build for unsupported shapes and architectures; a RuntimeError counts if it contains one of these words.
-LACKS = (ValueError, NotImplementedError, AssertionError, KeyError, AttributeError)
-LACKS_WORDS = ("unsupported", "head_dim", "not supported", "not implemented", "dispatch")
 
 
 def _needs_all_workers(method: Callable[P, Result]) -> Callable[P, Result]:
@@ -95,7 +90,7 @@ class VllmEngine:
         prefix_caching: bool = False,
         weight_transfer: str | None = None,
     ):
-        _refuse_what_is_not_reloaded(model_path, trust_remote_code)
+        refuse_without_reload(model_path, trust_remote_code)
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         if tensor_parallel_size > 1:
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its processes are this one's
@@ -161,7 +156,7 @@ class VllmEngine:
                 )
             self._llm = LLM(**settings, **shared, enable_sleep_mode=sleeps)
             return
-        with _told_as_a_refusal(model_path, trust_remote_code):
+        with refusing_unsupported(model_path, trust_remote_code):
             cache = _cpu_cache(model_path, max_length, max_concurrent_sequences, kv_cache_gib, trust_remote_code)
             # A seeded request with a chunked prompt rewinds its generator, which PyTorch's CPU generator can't.
             self._llm = LLM(**settings, **cache, enable_chunked_prefill=False)
@@ -382,45 +377,6 @@ def _without_collections() -> Iterator[None]:
         yield
     finally:
         gc.collect = collect
-
-
-@contextmanager
-def _told_as_a_refusal(model_path: str, trust_remote_code: bool) -> Iterator[None]:
-    """Convert errors of vLLM's CPU build about unsupported models. Out-of-memory, file and transient errors are re-raised unchanged.
-
-    Raises:
-        ValueError: the build doesn't support the model; the reason is the last line of the original error.
-    """
-    try:
-        yield
-    except Exception as error:  # the build refuses models by errors of many types
-        reason = (str(error).strip().splitlines() or [""])[-1].strip()
-        lacks = isinstance(error, LACKS) or (isinstance(error, RuntimeError) and any(w in str(error).lower() for w in LACKS_WORDS))
-        if not lacks or "memory" in reason.lower():
-            raise
-        raised = type(error).__name__
-        why = f"{raised}: {reason}" if reason else f"{raised}, for which vLLM gave no reason"
-        raise ValueError(
-            f"rollout.backend: expected a model that vLLM's CPU build can run, got {_architecture(model_path, trust_remote_code)} with "
-            f"{why}; set rollout.backend to pytorch"
-        ) from error
-
-
-def _refuse_what_is_not_reloaded(model_path: str, trust_remote_code: bool) -> None:
-    """Raises: ValueError: the model is of NOT_RELOADED."""
-    name = _architecture(model_path, trust_remote_code)
-    if name in NOT_RELOADED:
-        raise ValueError(
-            f"rollout.backend: expected a model whose weights vLLM can update, got {name}, whose experts its reload leaves unchanged; "
-            "set rollout.backend to pytorch"
-        )
-
-
-def _architecture(model_path: str, trust_remote_code: bool) -> str:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-    return ", ".join(config.architectures or [type(config).__name__])
 
 
 def _spare_transformers_classes() -> None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from rlhf_core.engines.gloo_transfer import GlooLink
-from rlhf_core.engines.ray_actors import PeerLost
+from rlhf_core.engines.ray.actors import PeerLost
 from rlhf_core.engines.weight_source import Tensors, TensorSpec
 
 LOOK_SECONDS = 0.2  # between two looks at whether an engine that takes no layer still works

@@ -96,7 +96,7 @@ def check_cluster(stage: str, params: Params, gpus: int) -> None:
     Raises:
         ValueError: naming the role that lacks memory.
     """
-    from rlhf_core.engines.ray_places import RoleLost, cluster_memory
+    from rlhf_core.engines.ray.places import RoleLost, cluster_memory
     from rlhf_core.planning.preflight import preflight, runs_elsewhere, smallest
 
     if params.flow.preflight == "off" or not runs_elsewhere(stage, params):

@@ -53,7 +53,7 @@ def submit_job(
         StageFailed: the job refused its input.
         JobCrashed: the job failed otherwise.
     """
-    from rlhf_core.engines.ray_cluster import local_head, python_path, run_job
+    from rlhf_core.engines.ray.cluster import local_head, python_path, run_job
     from rlhf_core.models.folder import weight_files
 
     params = stage.params

@@ -13,8 +13,8 @@ import threading
 from pathlib import Path
 
 from rlhf_core.checkpoint.store import SaveFailed
-from rlhf_core.engines.ray_places import RoleLost, check_nodes, join_cluster, leave_cluster
-from rlhf_core.engines.ray_train import RankFailed, RankGroup, run_on_ranks
+from rlhf_core.engines.ray.places import RoleLost, check_nodes, join_cluster, leave_cluster
+from rlhf_core.engines.ray.train import RankFailed, RankGroup, run_on_ranks
 from rlhf_core.environment import keep_visible, of_stage
 from rlhf_core.process import configure_process, show_own_log
 from rlhf_core.progress import name_stage

@@ -351,7 +351,7 @@ def test_the_default_job_runs_with_trainer_and_engines_on_one_gpu(folder, tmp_pa
     import sys
 
     from rlhf_core.data.schema import write_rows
-    from rlhf_core.engines.ray_cluster import local_head, run_job
+    from rlhf_core.engines.ray.cluster import local_head, run_job
     from rlhf_core.models.build import new_scalar_model, save_model
     from rlhf_core.models.tokenizer import load_tokenizer
     from rlhf_core.trainers.rl.job import PLACEMENT

@@ -22,8 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from transfers import new_sender, send, source_of
 
-from rlhf_core.engines.ray_actors import ActorGroup
-from rlhf_core.engines.ray_places import RoleLost
+from rlhf_core.engines.ray.actors import ActorGroup
+from rlhf_core.engines.ray.places import RoleLost
 from rlhf_core.engines.weight_sender import Answer, Target, WeightSender
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import checkpoint_names

@@ -15,7 +15,7 @@ import urllib.request
 
 import psutil
 
-from rlhf_core.engines import ray_cluster
+from rlhf_core.engines.ray import cluster
 
 
 def metrics_shown(last: int) -> list[str]:
@@ -42,7 +42,7 @@ def metrics_shown(last: int) -> list[str]:
 
 
 def main() -> None:
-    free, handed, left = ray_cluster.free_ports, [], int(sys.argv[1])
+    free, handed, left = cluster.free_ports, [], int(sys.argv[1])
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -53,15 +53,15 @@ def main() -> None:
                 handed[-1][1] = taken.getsockname()[1]
             return handed[-1]
 
-        ray_cluster.free_ports = ports
+        cluster.free_ports = ports
         seen = {"address": None, "error": "", "running": []}
         try:
-            with ray_cluster.local_head(cpus=1, start_timeout=120) as seen["address"]:
+            with cluster.local_head(cpus=1, start_timeout=120) as seen["address"]:
                 for process in psutil.Process().children(recursive=True):
                     with contextlib.suppress(psutil.Error):
                         seen["running"].append(" ".join(process.cmdline()))
                 seen["metrics"] = metrics_shown(handed[-1][2])
-        except ray_cluster.ClusterError as error:
+        except cluster.ClusterError as error:
             seen["error"] = str(error)
     seen |= {"dashboards": [p[1] for p in handed], "children": len(psutil.Process().children(recursive=True))}
     print(json.dumps(seen))

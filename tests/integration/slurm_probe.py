@@ -16,7 +16,7 @@ from pathlib import Path
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlhf_core.engines.ray_cluster import run_job
+from rlhf_core.engines.ray.cluster import run_job
 
 
 def job(seen: Path) -> None:

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from rlhf_core.engines.ray_cluster import local_head
+from rlhf_core.engines.ray.cluster import local_head
 
 
 def main() -> None:

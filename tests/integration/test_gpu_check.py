@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhf_core.engines.ray_cluster import MARK
+from rlhf_core.engines.ray.cluster import MARK
 from tools.bench.gpu.cases import ROOT
 from tools.bench.gpu.harness import PARTS, RAN, Result, read_result
 from tools.bench.gpu.record import Figure

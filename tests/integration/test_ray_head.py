@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from small_workspace import ROOT
 
-from rlhf_core.engines.ray_cluster import HEAD_STARTS
+from rlhf_core.engines.ray.cluster import HEAD_STARTS
 
 pytestmark = pytest.mark.timeout(300)
 

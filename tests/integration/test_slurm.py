@@ -81,7 +81,7 @@ def after_the_loss_of_a_node(slurm: dict[str, str], folder: Path) -> str:
     os.kill(int(second), signal.SIGTERM)
     wait_until(lambda: not Path(f"/proc/{second}").exists(), 60, "the end of a node")
     (token,) = folder.glob("rlhf-flow-*/token")
-    command = [sys.executable, "-m", "rlhf_core.engines.ray_wait", f"http://127.0.0.1:{slurm['DASHBOARD_PORT']}", "2", "1"]
+    command = [sys.executable, "-m", "rlhf_core.engines.ray.wait", f"http://127.0.0.1:{slurm['DASHBOARD_PORT']}", "2", "1"]
     told = {**slurm, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     return subprocess.run(command, env=told, capture_output=True, text=True, timeout=60, check=False).stderr
 

@@ -36,7 +36,7 @@ def main() -> int:
             measure(given.engines, given.prompts, given.rounds)
         return 0
     configure_process()
-    from rlhf_core.engines.ray_cluster import local_head, run_job
+    from rlhf_core.engines.ray.cluster import local_head, run_job
 
     root = Path(__file__).parents[2]
     with tempfile.TemporaryDirectory() as folder, local_head(cpus=given.engines + 1, start_timeout=120) as address:
@@ -56,8 +56,8 @@ def main() -> int:
 
 def measure(engines: int, prompts: int, rounds: int) -> None:
     """Start the engines, and compare on them. Runs in the Ray job."""
-    from rlhf_core.engines.ray_actors import ActorGroup
-    from rlhf_core.engines.ray_places import join_cluster, leave_cluster
+    from rlhf_core.engines.ray.actors import ActorGroup
+    from rlhf_core.engines.ray.places import join_cluster, leave_cluster
 
     join_cluster(output=False)
     with tempfile.TemporaryDirectory() as folder:

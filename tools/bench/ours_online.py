@@ -15,7 +15,7 @@ from typing import Any
 from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import Params
 from rlhf_core.data.schema import write_rows
-from rlhf_core.engines.ray_cluster import local_head, python_path, run_job
+from rlhf_core.engines.ray.cluster import local_head, python_path, run_job
 from rlhf_core.trainers.rl.job import RlJob
 from tools.bench.driver import CLOCK
 from tools.bench.work import Run, Work

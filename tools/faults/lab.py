@@ -161,7 +161,7 @@ def same_result(workspace: Path, undisturbed: Path, stage: str) -> str | None:
 
 ROLES = {  # regular expression that matches the command line of each role's processes
     "dvc": " dvc repro",
-    "keeper": "rlhf_core.engines.ray_head",
+    "keeper": "rlhf_core.engines.ray.head",
     "driver": r"-m rlhf_core\.(trainers\.rl\.driver|stage\.training_driver) ",
     "rank": "RayTrainWorker",
     **ACTOR_TITLES,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from rlhf_core.config import ScorerConfig
-from rlhf_core.engines.ray_actors import ActorGroup, RoleLost
+from rlhf_core.engines.ray.actors import ActorGroup, RoleLost
 from rlhf_core.sampling.scoring import Scorers
 from rlhf_core.scorers.text import ScoreItem
 from rlhf_core.trainers.rl.groups import TrainerGroup

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.engines.ray_actors import ActorGroup, Pending, RoleLost
+from rlhf_core.engines.ray.actors import ActorGroup, Pending, RoleLost
 from rlhf_core.sampling.requests import Sample
 
 AHEAD = 8  # an engine has one waiting prompt for so many that it samples

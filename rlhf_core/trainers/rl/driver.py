@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 from rlhf_core.config import load_params
-from rlhf_core.engines.ray_actors import ActorGroup
-from rlhf_core.engines.ray_gpus import ReservedGpus, node_gpus
-from rlhf_core.engines.ray_places import RoleLost, check_cpus, check_nodes, cluster_cpus, join_cluster, leave_cluster
+from rlhf_core.engines.ray.actors import ActorGroup
+from rlhf_core.engines.ray.gpus import ReservedGpus, node_gpus
+from rlhf_core.engines.ray.places import RoleLost, check_cpus, check_nodes, cluster_cpus, join_cluster, leave_cluster
 from rlhf_core.environment import keep_visible, named
 from rlhf_core.planning.placement import Placement, place, transfer_ways
 from rlhf_core.process import configure_process, show_own_log

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_core.config import RlConfig, RoleGroup
 from rlhf_core.config.rl_parts import TrainerConfig
-from rlhf_core.engines.ray_actors import ActorGroup, Pending
+from rlhf_core.engines.ray.actors import ActorGroup, Pending
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.engines.ray_actors import ActorGroup, Pending, RoleLost
+from rlhf_core.engines.ray.actors import ActorGroup, Pending, RoleLost
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.mismatch import WeightSyncCheck
 from rlhf_core.trainers.rl.transfer import WeightTransfer

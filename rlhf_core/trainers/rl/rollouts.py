@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rlhf_core.config import RlConfig
-from rlhf_core.engines.ray_actors import ActorGroup
+from rlhf_core.engines.ray.actors import ActorGroup
 from rlhf_core.sampling.requests import Sample, SamplingSettings, request_seeds
 from rlhf_core.trainers.rl.dispatch import Dispatcher, Requests
 from rlhf_core.trainers.rl.job import RlJob

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_core.engines.ray_actors import ActorGroup
-from rlhf_core.engines.ray_places import RoleLost
+from rlhf_core.engines.ray.actors import ActorGroup
+from rlhf_core.engines.ray.places import RoleLost
 from rlhf_core.engines.weight_sender import Sent, Target
 from rlhf_core.trainers.rl.groups import TrainerGroup
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import Literal
 
 from rlhf_core.engines.offload import Stays
-from rlhf_core.engines.ray_actors import ActorGroup
-from rlhf_core.engines.ray_places import RoleLost
+from rlhf_core.engines.ray.actors import ActorGroup
+from rlhf_core.engines.ray.places import RoleLost
 from rlhf_core.trainers.rl.groups import TrainerGroups
 
 log = logging.getLogger("rlhf")

@@ -15,7 +15,7 @@ import torch
 from rlhf_core.checkpoint.store import Found, size
 from rlhf_core.checkpoint.stored import bring_for_driver, withdraw
 from rlhf_core.data.batching import deal_out_groups
-from rlhf_core.engines.ray_actors import Pending, RoleLost
+from rlhf_core.engines.ray.actors import Pending, RoleLost
 from rlhf_core.engines.universal import of_other_ranks
 from rlhf_core.models.build import vocabulary_size
 from rlhf_core.models.tokenizer import load_tokenizer, stop_ids

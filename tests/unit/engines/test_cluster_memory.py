@@ -18,7 +18,7 @@ import json, sys
 import ray
 ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR", _temp_dir=sys.argv[1])
 from dataclasses import asdict
-from rlhf_core.engines.ray_places import cluster_memory
+from rlhf_core.engines.ray.places import cluster_memory
 from rlhf_core.planning.preflight import smallest
 found = cluster_memory(60.0)
 print(json.dumps([asdict(machine) for machine in [*found, smallest(found)]]))

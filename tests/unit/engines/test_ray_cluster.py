@@ -14,7 +14,7 @@ import pytest
 import requests
 from ray.job_submission import JobDetails, JobStatus, JobType
 
-from rlhf_core.engines.ray_cluster import (
+from rlhf_core.engines.ray.cluster import (
     SMALLEST_STORE,
     ClusterError,
     _live_job,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.engines.ray_places import check_cpus
+from rlhf_core.engines.ray.places import check_cpus
 
 ROOT = Path(__file__).parents[3]
 SIZES = (1, 2, 4)
@@ -31,9 +31,9 @@ import ray
 from pathlib import Path
 from ray.cluster_utils import Cluster
 from rlhf_core.config import RlConfig, read_yaml
-from rlhf_core.engines.ray_actors import ActorGroup
+from rlhf_core.engines.ray.actors import ActorGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from rlhf_core.engines.ray_gpus import ReservedGpus, node_gpus, reserve_gpus
+from rlhf_core.engines.ray.gpus import ReservedGpus, node_gpus, reserve_gpus
 from rlhf_core.planning.placement import place
 
 DEADLINE = 200.0
@@ -112,6 +112,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict:
     home = tmp_path_factory.mktemp("home")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0"}
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as sockets:  # whose names may have 107 characters
+        (Path(sockets) / "ray").mkdir()  # for Ray's note of the newest cluster, which other programs must not read
+        environment["RAY_TMPDIR"] = sockets
         command = [sys.executable, "-c", PROGRAM, sockets, json.dumps(JOBS)]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr

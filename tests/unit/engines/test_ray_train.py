@@ -10,7 +10,7 @@ from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckTimeoutError
 
 from rlhf_core.config import ConfigError, parse_params, read_yaml, set_key
-from rlhf_core.engines.ray_train import RankGroup, _failure
+from rlhf_core.engines.ray.train import RankGroup, _failure
 from rlhf_core.stage.ray_job import network
 
 ROOT = Path(__file__).parents[3]

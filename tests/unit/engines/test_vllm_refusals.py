@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.engines.vllm_engine import _told_as_a_refusal
+from rlhf_core.engines.vllm_refusals import refusing_unsupported
 
 CAN_RUN = r"rollout\.backend: expected a model that vLLM's CPU build can run, got LlamaForCausalLM with "
 
@@ -23,7 +23,7 @@ CAN_RUN = r"rollout\.backend: expected a model that vLLM's CPU build can run, go
 def test_what_the_build_lacks_is_a_refusal_with_its_reason(sft_folder: Path, error: Exception, message: str):
     with (
         pytest.raises(ValueError, match=f"{CAN_RUN}{message}.*; set rollout.backend to pytorch"),
-        _told_as_a_refusal(str(sft_folder), False),
+        refusing_unsupported(str(sft_folder), False),
     ):
         raise error
 
@@ -40,6 +40,6 @@ def test_what_the_build_lacks_is_a_refusal_with_its_reason(sft_folder: Path, err
     ids=repr,
 )
 def test_what_another_start_may_not_meet_goes_through(sft_folder: Path, error: Exception):
-    with pytest.raises(type(error)) as raised, _told_as_a_refusal(str(sft_folder), False):
+    with pytest.raises(type(error)) as raised, refusing_unsupported(str(sft_folder), False):
         raise error
     assert raised.value is error

@@ -120,7 +120,7 @@ def test_engines_beside_a_rank_are_counted():
         ("two_groups", {"ranks": 2}, 5, ((0, 1), (2, 3)), (4, 4)),
         ("apart", {"ranks": 1, "engines": 4}, 8, ((0,), (1,), (2,), (3,)), (4, 5, 6, 7)),
         ([{"roles": ["policy"], "ranks": 2}, {"roles": ["critic", "reference", "reward_models"]}], {}, 5, ((0, 1), (2,)), (3, 4)),
-        # where it is asked for, groups share GPUs, but never two ranks of a group
+        # if the settings say so, groups share GPUs, but never two ranks of a group
         ("two_groups", {"ranks": 2, "gpus_per_rank": 0.5}, 4, ((0, 1), (0, 1)), (2, 3)),
         ("two_groups", {"ranks": 2, "gpus_per_rank": 0.3}, 2, ((0, 1), (0, 1)), (0, 1)),
     ],

@@ -1,4 +1,4 @@
-"""What the GPU check's RL jobs, engines and TRL's trainer are asked for, and how what they said becomes figures."""
+"""What the GPU check's RL jobs, engines and TRL's trainer run, and how their output becomes figures."""
 
 from __future__ import annotations
 

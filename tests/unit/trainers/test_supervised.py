@@ -82,7 +82,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, sft_folder: Path) ->
 
 
 def after(steps: int) -> Callable[[], bool]:
-    """A stop that is asked for during the given step, counted over both phases."""
+    """A stop that is requested during the given step, counted over both phases."""
     requested = itertools.count(1)
     return lambda: next(requested) >= steps
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_core.config import DEFAULT_LIMITS, Params, parse_params, read_yaml, set_key
-from rlhf_core.engines.ray_cluster import local_head, python_path, run_job
+from rlhf_core.engines.ray.cluster import local_head, python_path, run_job
 from rlhf_core.trainers.rl.job import RlJob
 from tools.bench.gpu.job import SEEN
 from tools.bench.gpu.lively import lively_folder

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core.engines.ray_actors import RoleLost
+from rlhf_core.engines.ray.actors import RoleLost
 from rlhf_core.trainers.rl.dispatch import Dispatcher, Requests
 from rlhf_core.trainers.rl.recovery import Replacements
 

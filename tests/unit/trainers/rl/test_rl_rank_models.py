@@ -36,7 +36,7 @@ def test_a_critic_with_a_new_head_starts_at_0_and_learns(model_folders: tuple[Pa
 
 @pytest.mark.parametrize("learn", [False, True])
 def test_values_are_in_the_units_of_the_rewards_before_the_update_and_in_it(model_folders: tuple[Path, Path], learn: bool):
-    """Whether the update goes on from the passes before it or not: returns that are the values leave nothing to learn."""
+    """Whether or not the update continues from earlier passes: returns that are the values leave nothing to learn."""
     raw, scaled, batch = connected(model_folders), connected(model_folders), train_batch()
     scaled.set_value_units(ValueUnits(scale=0.25, offset=-3.0))
     spoken, values = (rank.forward(*sampled(batch), keep_graphs=learn)["values"] for rank in (raw, scaled))

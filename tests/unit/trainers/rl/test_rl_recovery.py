@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf_core.engines.ray_actors import RoleLost
+from rlhf_core.engines.ray.actors import RoleLost
 from rlhf_core.trainers.rl.recovery import Replacements
 
 

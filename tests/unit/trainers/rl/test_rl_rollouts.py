@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_models import rl_job
 
-from rlhf_core.engines.ray_actors import ActorGroup, RoleLost
+from rlhf_core.engines.ray.actors import ActorGroup, RoleLost
 from rlhf_core.engines.weight_sender import Sent
 from rlhf_core.trainers.rl.mismatch import WeightSyncCheck
 from rlhf_core.trainers.rl.recovery import Replacements, RolloutRecovery
@@ -26,7 +26,7 @@ ROLLOUTS = [
 
 
 def engines(folders: tuple[Path, Path], **changes) -> RolloutEngines:
-    """Without an actor: none is asked here."""
+    """Without an actor: no test here calls one."""
     changes = {"rl.algorithm": "rloo", "rl.rollout.one_step_off_policy": True, **changes}
     job = rl_job(*folders, **changes)
     turns = Turns(None, None, on=False, deadline=1.0)

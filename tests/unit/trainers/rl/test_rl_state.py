@@ -13,7 +13,7 @@ from tiny_models import tiny_params
 
 from rlhf_core.checkpoint.manifest import damage
 from rlhf_core.checkpoint.store import SaveFailed
-from rlhf_core.engines.ray_actors import RoleLost
+from rlhf_core.engines.ray.actors import RoleLost
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl.monitor import Finding, MonitorState, Track
 from rlhf_core.trainers.rl.state import Best, Progress, RunStore

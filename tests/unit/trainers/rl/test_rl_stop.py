@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from rlhf_core.engines.ray_actors import ActorGroup
+from rlhf_core.engines.ray.actors import ActorGroup
 from rlhf_core.trainers.rl.job import StepAbandoned, Stop
 
 
@@ -40,7 +40,7 @@ def test_sigterm_is_deferred_during_rank_submit(stop):
     requested = []
 
     class Rank:
-        """An actor as Ray gives it, whose driver is told to stop while it is asked."""
+        """An actor as Ray gives it, whose driver is told to stop during a call."""
 
         def __init__(self):
             self.call = self

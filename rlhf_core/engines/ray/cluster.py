@@ -81,7 +81,7 @@ def local_head(
         deadline = time.monotonic() + start_timeout
         for attempt in range(1, HEAD_STARTS + 1):
             dashboard, command = _head_command(folder, cpus, store_bytes(weights))
-            keeper = [sys.executable, "-m", "rlhf_core.engines.ray_head", str(folder), str(os.getpid()), *command]
+            keeper = [sys.executable, "-m", "rlhf_core.engines.ray.head", str(folder), str(os.getpid()), *command]
             head = subprocess.Popen(keeper, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=keep_open)
             try:
                 _wait_until_up(f"http://127.0.0.1:{dashboard}", head, folder / "head.log", deadline - time.monotonic())
@@ -118,7 +118,7 @@ def _head_command(folder: Path, cpus: int, store: int) -> tuple[int, list[str]]:
     """The dashboard's port, and the command of a head that listens on loopback only, on currently free ports."""
     port, dashboard, agent, client, metrics = free_ports(5)
     return dashboard, [
-        sys.executable, "-m", "rlhf_core.engines.ray_start", "start", "--head", "--block", "--disable-usage-stats", "--log-style=record",
+        sys.executable, "-m", "rlhf_core.engines.ray.start", "start", "--head", "--block", "--disable-usage-stats", "--log-style=record",
         f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
         f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}",
         f"--metrics-export-port={metrics}", f"--temp-dir={folder / 'r'}", f"--num-cpus={cpus}", f"--object-store-memory={store}",

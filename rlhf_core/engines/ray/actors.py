@@ -17,16 +17,16 @@ import psutil
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlhf_core.engines.ray_places import Bundle, RoleLost, release, reserve, use_node_interface
+from rlhf_core.engines.ray.places import Bundle, RoleLost, release, reserve, use_node_interface
+from rlhf_core.engines.ray.processes import Place, kill_worker, on_node, place_of_process, process_state
 from rlhf_core.environment import keep_visible, named, passed_on
 from rlhf_core.process import collect_rarely, freeze_gc
 from rlhf_core.storage.node import enter
 
 PEER_SECONDS = 5.0  # seconds until the death that made another rank's call fail is known
 END_SECONDS = 0.2  # between two looks at a process that ends
-LOOK_SECONDS = 15.0  # seconds to inspect or kill a process on another node, including a worker's start
 
 Pending = ray.ObjectRef  # a pending answer, which may be an argument of another call
 
@@ -46,16 +46,6 @@ def held(number: int) -> Iterator[None]:
         signal.signal(number, handler)
         if came:
             signal.raise_signal(number)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Node and id of an actor's process, and the ids of its GPUs on the node."""
-
-    node: str
-    host: str
-    pid: int
-    gpus: tuple[str, ...]
 
 
 class Hosted:
@@ -187,7 +177,7 @@ class ActorGroup:
             .remote(self._factory, rank=rank, **self._kwargs)
         )
         self.actors[rank : rank + 1] = [actor]
-        self._places[rank : rank + 1] = [actor.__ray_call__.remote(_place_of_process)]
+        self._places[rank : rank + 1] = [actor.__ray_call__.remote(place_of_process)]
 
     def __len__(self) -> int:
         return len(self.actors)
@@ -365,14 +355,14 @@ class ActorGroup:
         ray.kill(self.actors[rank])
         place = self._whereabouts(rank) if rank in self._late else None
         if place is not None:
-            _on_node(place, _kill, place.pid)
+            on_node(place, kill_worker, place.pid)
 
     def _look(self, rank: int) -> str:
         """Location and state of an actor's process, for a message."""
         place = self._whereabouts(rank)
         if place is None:
             return "process unknown"
-        return f"process {place.pid} on {place.host}: {_on_node(place, _state, place.pid) or 'its node does not answer'}"
+        return f"process {place.pid} on {place.host}: {on_node(place, process_state, place.pid) or 'its node does not answer'}"
 
     def gpus(self) -> dict[str, list[str]]:
         """The GPUs of each rank's process, each with its node, by the rank's name in messages.
@@ -395,7 +385,7 @@ class ActorGroup:
         for rank in range(len(self)):
             self._end(rank)
         for place in filter(None, places):
-            while _on_node(place, _state, place.pid) not in (None, "gone", psutil.STATUS_ZOMBIE) and time.monotonic() < until:
+            while on_node(place, process_state, place.pid) not in (None, "gone", psutil.STATUS_ZOMBIE) and time.monotonic() < until:
                 time.sleep(END_SECONDS)
 
     def close(self) -> None:
@@ -418,35 +408,3 @@ def _is_dead(reference: Pending, patience: float) -> bool:
     except (RayActorError, ObjectLostError):  # the latter: the node with its answer is gone
         return True
     return False
-
-
-def _place_of_process(_: Any) -> Place:
-    """To be called in an actor."""
-    context = ray.get_runtime_context()
-    gpus = context.get_accelerator_ids().get("GPU") or [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
-    return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), tuple(gpus))
-
-
-def _on_node(place: Place, look: Callable[[int], str], pid: int) -> str | None:
-    """Result of `look` for a process on a node; None: the node doesn't answer in time."""
-    if place.node == ray.get_runtime_context().get_node_id():
-        return look(pid)
-    there = NodeAffinitySchedulingStrategy(place.node, soft=False)
-    with suppress(RayError):
-        return ray.get(ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(pid), timeout=LOOK_SECONDS)
-    return None
-
-
-def _state(pid: int) -> str:
-    try:
-        return psutil.Process(pid).status()
-    except psutil.NoSuchProcess:
-        return "gone"
-
-
-def _kill(pid: int) -> str:
-    """SIGKILL a process if it is a Ray worker, since its id may have been reused."""
-    with suppress(psutil.NoSuchProcess, ProcessLookupError):
-        if psutil.Process(pid).cmdline()[:1] and psutil.Process(pid).cmdline()[0].startswith("ray::"):
-            os.kill(pid, signal.SIGKILL)
-    return _state(pid)

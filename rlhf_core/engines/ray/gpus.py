@@ -10,8 +10,8 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlhf_core.engines.ray_actors import ActorGroup
-from rlhf_core.engines.ray_places import Bundle, RoleLost, release, reserve
+from rlhf_core.engines.ray.actors import ActorGroup
+from rlhf_core.engines.ray.places import Bundle, RoleLost, release, reserve
 from rlhf_core.planning.placement import Placement, check_gpus
 
 

@@ -1,6 +1,6 @@
 """Keeper of a Ray head: starts it, and ends all its processes on SIGTERM or when its stage is gone.
 
-    python -m rlhf_core.engines.ray_head <folder> <pid of the stage> <command of the head>
+    python -m rlhf_core.engines.ray.head <folder> <pid of the stage> <command of the head>
 
 It is a separate process because the stage may be killed at any time: Ray's processes, including the job's driver and the actors,
 mustn't outlive the stage, and the keeper also removes the folder. File descriptors inherited by the keeper stay open until all processes

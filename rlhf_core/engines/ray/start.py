@@ -1,6 +1,6 @@
 """Ray's command line without parts that the head of one job doesn't need.
 
-    python -m rlhf_core.engines.ray_start start --head ...
+    python -m rlhf_core.engines.ray.start start --head ...
 
 `ray` imports all of its commands, including Ray Serve's, and a head starts a server for Ray's client. Both are skipped to start faster.
 """

@@ -23,7 +23,7 @@ from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, Tr
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _TorchBackend
 
-from rlhf_core.engines.ray_places import use_node_interface
+from rlhf_core.engines.ray.places import use_node_interface
 from rlhf_core.environment import passed_on
 from rlhf_core.process import collect_rarely
 from rlhf_core.storage.board import Board, open_board

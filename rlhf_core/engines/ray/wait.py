@@ -1,4 +1,4 @@
-"""Wait until a Ray cluster is complete: python -m rlhf_core.engines.ray_wait <dashboard's address> <nodes> <seconds>.
+"""Wait until a Ray cluster is complete: python -m rlhf_core.engines.ray.wait <dashboard's address> <nodes> <seconds>.
 
 Exit code 0: the cluster has at least so many nodes; 1: it hasn't by the deadline. Needs the cluster's token (docs/security.md).
 """
@@ -13,7 +13,7 @@ from ray.util.state import list_nodes
 from ray.util.state.common import NodeState
 from ray.util.state.exception import RayStateApiException
 
-from rlhf_core.engines.ray_cluster import ClusterError
+from rlhf_core.engines.ray.cluster import ClusterError
 
 POLL_SECONDS = 2.0
 ANSWER_SECONDS = 10

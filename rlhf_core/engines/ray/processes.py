@@ -1,0 +1,59 @@
+"""Processes of actors, on whichever node they are: where they are, their state, and their end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+LOOK_SECONDS = 15.0  # seconds to inspect or kill a process on another node, including a worker's start
+
+
+@dataclass(frozen=True)
+class Place:
+    """Node and id of an actor's process, and the ids of its GPUs on the node."""
+
+    node: str
+    host: str
+    pid: int
+    gpus: tuple[str, ...]
+
+
+def place_of_process(_: Any) -> Place:
+    """To be called in an actor."""
+    context = ray.get_runtime_context()
+    gpus = context.get_accelerator_ids().get("GPU") or [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), tuple(gpus))
+
+
+def on_node(place: Place, look: Callable[[int], str], pid: int) -> str | None:
+    """Result of `look` for a process on a node; None: the node doesn't answer in time."""
+    if place.node == ray.get_runtime_context().get_node_id():
+        return look(pid)
+    there = NodeAffinitySchedulingStrategy(place.node, soft=False)
+    with suppress(RayError):
+        return ray.get(ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(pid), timeout=LOOK_SECONDS)
+    return None
+
+
+def process_state(pid: int) -> str:
+    try:
+        return psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return "gone"
+
+
+def kill_worker(pid: int) -> str:
+    """SIGKILL a process if it is a Ray worker, since its id may have been reused."""
+    with suppress(psutil.NoSuchProcess, ProcessLookupError):
+        if psutil.Process(pid).cmdline()[:1] and psutil.Process(pid).cmdline()[0].startswith("ray::"):
+            os.kill(pid, signal.SIGKILL)
+    return process_state(pid)

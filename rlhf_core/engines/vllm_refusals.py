@@ -1,0 +1,52 @@
+"""Models that vLLM, or its CPU build, can't serve: refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# Architectures whose expert loading bypasses `reload_weights`: the old experts stay, and on the CPU the kernel is lost.
+NOT_RELOADED = ("GptOssForCausalLM",)
+
+# Errors of the CPU build for unsupported shapes and architectures; a RuntimeError counts if it contains one of these words.
+LACKS = (ValueError, NotImplementedError, AssertionError, KeyError, AttributeError)
+LACKS_WORDS = ("unsupported", "head_dim", "not supported", "not implemented", "dispatch")
+
+
+@contextmanager
+def refusing_unsupported(model_path: str, trust_remote_code: bool) -> Iterator[None]:
+    """Convert errors of vLLM's CPU build about unsupported models. Out-of-memory, file and transient errors are re-raised unchanged.
+
+    Raises:
+        ValueError: the build doesn't support the model; the reason is the last line of the original error.
+    """
+    try:
+        yield
+    except Exception as error:  # the build refuses models by errors of many types
+        reason = (str(error).strip().splitlines() or [""])[-1].strip()
+        lacks = isinstance(error, LACKS) or (isinstance(error, RuntimeError) and any(w in str(error).lower() for w in LACKS_WORDS))
+        if not lacks or "memory" in reason.lower():
+            raise
+        raised = type(error).__name__
+        why = f"{raised}: {reason}" if reason else f"{raised}, for which vLLM gave no reason"
+        raise ValueError(
+            f"rollout.backend: expected a model that vLLM's CPU build can run, got {_architecture(model_path, trust_remote_code)} with "
+            f"{why}; set rollout.backend to pytorch"
+        ) from error
+
+
+def refuse_without_reload(model_path: str, trust_remote_code: bool) -> None:
+    """Raises: ValueError: the model is of NOT_RELOADED."""
+    name = _architecture(model_path, trust_remote_code)
+    if name in NOT_RELOADED:
+        raise ValueError(
+            f"rollout.backend: expected a model whose weights vLLM can update, got {name}, whose experts its reload leaves unchanged; "
+            "set rollout.backend to pytorch"
+        )
+
+
+def _architecture(model_path: str, trust_remote_code: bool) -> str:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    return ", ".join(config.architectures or [type(config).__name__])
