@@ -6,8 +6,6 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.engines.gpu_memory import memory_in_use
-
 if TYPE_CHECKING:
     from rlhf_core.config import RolloutBackend
     from rlhf_core.engines.apart import EngineApart, EngineElsewhere
@@ -112,12 +110,12 @@ class RolloutActor:
     def sleep(self, level: int) -> dict[str, int]:
         """As the engine does. Returns the memory in use on its GPU afterwards."""
         self._engine.sleep(level)
-        return memory_in_use()
+        return self._engine.memory_in_use()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> dict[str, int]:
         """As the engine does. Returns the memory in use on its GPU afterwards."""
         self._engine.wake_up(tags)
-        return memory_in_use()
+        return self._engine.memory_in_use()
 
     def generate(self, *args: Any, **kwargs: Any) -> list[list[Sample]]:
         """As the engine does."""

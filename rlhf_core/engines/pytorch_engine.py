@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from rlhf_core.algorithms.logprobs import left_logits
+from rlhf_core.engines.gpu_memory import memory_in_use
 from rlhf_core.engines.offload import Offloaded, storages_of
 from rlhf_core.engines.sleep import Awake
 from rlhf_core.models.build import frozen, kv_cache_bytes, load_language_model, read_state_dict, with_weights
@@ -65,6 +66,10 @@ class PytorchEngine:
         self._tokenizer = load_tokenizer(model_path, trust_remote_code=trust_remote_code) if reads_text else None
         self.version = 0
         self._awake, self._offloaded = Awake(), Offloaded()
+
+    def memory_in_use(self) -> dict[str, int]:
+        """See `gpu_memory.memory_in_use`."""
+        return memory_in_use()
 
     def sleep(self, level: int = 1) -> None:
         """Free the device's memory: of the weights, which level 1 copies to the host and level 2 forgets."""

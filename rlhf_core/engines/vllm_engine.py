@@ -12,7 +12,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from rlhf_core.engines.gpu_memory import cache_bytes
+from rlhf_core.engines.gpu_memory import cache_bytes, memory_in_use
 from rlhf_core.engines.sleep import Awake
 from rlhf_core.engines.vllm_refusals import refuse_without_reload, refusing_unsupported
 from rlhf_core.engines.weights import pack_experts_at_next_load, pack_tied_weights, replace_weights
@@ -180,6 +180,14 @@ class VllmEngine:
         """Take memory for weights and cache, or for these tags."""
         if woken := self._awake.wakes_up(tags):
             self._llm.wake_up(tags=list(woken))
+
+    @_needs_all_workers
+    def memory_in_use(self) -> dict[str, int]:
+        """See `gpu_memory.memory_in_use`; of an engine on several GPUs, the largest figures of any."""
+        if not self._is_divided:
+            return memory_in_use()
+        of_workers = self._llm.collective_rpc("memory_in_use")
+        return {name: max(of_worker[name] for of_worker in of_workers) for name in of_workers[0]}
 
     def generate(
         self, prompts: list[list[int]], seeds: list[int], settings: SamplingSettings, *, stop_ids: tuple[int, ...], group_size: int

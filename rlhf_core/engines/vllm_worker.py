@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 
+from rlhf_core.engines.gpu_memory import memory_in_use
 from rlhf_core.process import end_with_parent
 
 # The process ends with its engine's. vLLM notices that end too, but not while it loads a model or waits for another process of the engine.
@@ -13,4 +14,8 @@ if (engine := multiprocessing.parent_process()) is not None:
 
 
 class WorkerExtension:
-    """Base class that vLLM gives to its workers; it adds nothing."""
+    """Base class that vLLM gives to its workers."""
+
+    def memory_in_use(self) -> dict[str, int]:
+        """See `gpu_memory.memory_in_use`."""
+        return memory_in_use()

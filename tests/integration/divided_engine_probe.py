@@ -87,7 +87,9 @@ def start(folder: str) -> ActorGroup:
 
 def compare(engine: ActorGroup, first: LlamaForCausalLM, second: LlamaForCausalLM) -> dict[str, Any]:
     call, sender = partial(engine.call_one, 0, deadline=DEADLINE), new_sender()
-    seen = {"started": [probe_difference(first, call("probe", PROBE)), sampled_difference(first, call)], "cached": cached(engine)}
+    memory = engine.actors[0].__ray_call__.remote(lambda hosted: hosted._object._engine.memory_in_use())
+    seen = {"memory": ray.get(memory, timeout=DEADLINE)}
+    seen |= {"started": [probe_difference(first, call("probe", PROBE)), sampled_difference(first, call)], "cached": cached(engine)}
     version, probe = sent(sender, engine, second, 7)
     seen |= {"version": version, "synced": [probe_difference(second, probe), sampled_difference(second, call)]}
     seen["old_after_sync"] = probe_difference(first, probe)

@@ -27,6 +27,10 @@ def seen(tmp_path_factory) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def test_the_memory_of_both_processes_can_be_read(seen):
+    assert seen["memory"] == {}  # of a GPU, which neither uses
+
+
 def test_log_probabilities_are_the_trainers_in_both_processes(seen):
     assert max(seen["started"]) < BUDGET
 
