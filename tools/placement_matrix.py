@@ -1,8 +1,10 @@
-"""Placements of an RL job's roles: python -m tools.placement_matrix [--only WORD ...] [--backend B] [--steps N] [--table FILE].
+"""Placements of an RL job's roles: python -m tools.placement_matrix [--only WORD ...] [--steps N] [--table FILE].
 
 Trains tiny models through Ray with every named placement and with groups of two ranks and of one, by PPO and GRPO, with ZeRO 0 and 3 and
-one and two rollout engines. Curves and final weights must be those of all roles together, without ZeRO, on one engine. Writes
-docs/tables/placements.csv; docs/rl.md describes it. Exits with 1 if a difference exceeds its limit.
+one and two of PyTorch's rollout engines; and with a vLLM engine in one process and in two (tensor parallelism). Curves and final weights
+must be those of all roles together, without ZeRO, on one engine in one process; and an engine's log-probabilities after a sync the
+trainer's. Writes docs/tables/placements.csv, in which rows of other cells stay; docs/rl.md describes it. Exits with 1 if a difference
+exceeds its limit.
 """
 
 from __future__ import annotations
@@ -36,8 +38,10 @@ WORDS = ("sort", "add", "turn", "keep", "drop", "find")
 CURVES = ("score_mean", "kl_mean", "entropy", "response_length", "policy_loss", "value_loss", "grad_norm", "critic_grad_norm")
 MAX_CURVE_DIFFERENCE = 1e-4  # of a value, or of 1 where the values are smaller
 MAX_WEIGHT_DIFFERENCE = 3e-5
+MAX_LOGPROB_DIFFERENCE = 1e-4  # nats, of engine and trainer
 TWO_AND_ONE = [{"roles": ["policy", "reference"], "ranks": 2}, {"roles": ["critic", "reward_models"]}]
-COLUMNS = ("algorithm", "placement", "zero_stage", "engines", "curve_difference", "weight_difference", "seconds_step")
+OF_CELL = ("algorithm", "placement", "zero_stage", "backend", "engines", "tensor_parallel_size")
+COLUMNS = (*OF_CELL, "curve_difference", "weight_difference", "logprob_difference", "seconds_step")
 SETTINGS = {
     **{"rl.samples_per_step": 16, "rl.minibatch_size": 8, "rl.max_approx_kl": 5.0, "rl.checkpoint_every": 100, "rl.evaluation.every": None},
     **{"rl.reward.normalization_samples": 16, "rl.rollout.max_concurrent_sequences": 16},
@@ -52,26 +56,29 @@ class Cell:
     placement: str
     zero_stage: int = 0
     engines: int = 1
+    backend: str = "pytorch"
+    tensor_parallel_size: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.algorithm}-{self.placement}-zero{self.zero_stage}-{self.engines}"
+        return f"{self.algorithm}-{self.placement}-zero{self.zero_stage}-{self.engines}-{self.backend}-{self.tensor_parallel_size}"
 
 
 @dataclass(frozen=True)
 class Trained:
-    """curves: column -> values, step by step.    seconds: of a step, the median."""
+    """curves: column -> values, step by step.    logprob_difference: the largest.    seconds: of a step, the median."""
 
     curves: dict[str, list[float]]
     weights: dict[str, Any]
+    logprob_difference: float
     seconds: float
 
 
 class Lab:
     """A Ray head and tiny models, for as many jobs as wanted."""
 
-    def __init__(self, folder: Path, address: str, *, backend: str, steps: int):
-        self._folder, self._address, self._backend, self._steps = folder, address, backend, steps
+    def __init__(self, folder: Path, address: str, *, steps: int):
+        self._folder, self._address, self._steps = folder, address, steps
         self._sft, self._reward = save_tiny_models(folder, tiny_tokenizer())
         rows = [
             {"id": str(i), "source": "made", "split": "train" if i % 4 else "validation", "label": None,
@@ -92,7 +99,7 @@ class Lab:
         work.mkdir()
         wanted = {"rl.algorithm": cell.algorithm, "rl.trainer.zero_stage": cell.zero_stage}
         wanted["rl.placement"] = TWO_AND_ONE if cell.placement == "two_and_one" else cell.placement
-        wanted |= {"rl.rollout.engines": cell.engines, "rl.rollout.backend": self._backend}
+        wanted |= {f"rl.rollout.{name}": getattr(cell, name) for name in ("engines", "backend", "tensor_parallel_size")}
         paths = {"prepared": self._folder / "prepared", "work": work, "output": work / "policy", "timings": work / "timings.csv"}
         job = rl_job(self._sft, self._reward, **SETTINGS | wanted | {"rl.steps": self._steps} | changes)
         job = job.model_copy(update={name: str(path) for name, path in paths.items()})
@@ -112,19 +119,21 @@ class Lab:
         if code:
             raise RuntimeError(f"{name}: expected exit code 0, got {code}:\n{''.join(printed)[-3000:]}")
         curves, seconds = columns(work / "curves.csv"), sorted(columns(work / "timings.csv")["seconds"])
-        return Trained(curves, read_state_dict(work / "policy"), seconds[len(seconds) // 2])
+        difference = max(x for x in curves["logprob_difference"] if not math.isnan(x))
+        return Trained(curves, read_state_dict(work / "policy"), difference, seconds[len(seconds) // 2])
 
 
 @contextmanager
-def lab(folder: Path, *, backend: str, steps: int, cpus: int) -> Iterator[Lab]:
+def lab(folder: Path, *, steps: int, cpus: int) -> Iterator[Lab]:
     with local_head(cpus=cpus, start_timeout=300.0) as address:
-        yield Lab(folder, address, backend=backend, steps=steps)
+        yield Lab(folder, address, steps=steps)
 
 
 def columns(path: Path) -> dict[str, list[float]]:
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    return {name: [float(row[name] or "nan") for row in rows] for name in rows[0] if name in (*CURVES, "seconds", "skipped_steps")}
+    wanted = (*CURVES, "seconds", "skipped_steps", "logprob_difference")
+    return {name: [float(row[name] or "nan") for row in rows] for name in rows[0] if name in wanted}
 
 
 def curve_difference(a: Trained, b: Trained) -> float:
@@ -140,45 +149,63 @@ def curve_difference(a: Trained, b: Trained) -> float:
 
 def cells(only: Sequence[str]) -> list[Cell]:
     """The baselines of the wanted cells, and these."""
-    every = product(("ppo", "grpo"), (0, 3), (1, 2), (*PLACEMENTS, "two_and_one"))
-    wanted = [Cell(algorithm, placement, stage, engines) for algorithm, stage, engines, placement in every]
+    places = list(product(("ppo", "grpo"), (*PLACEMENTS, "two_and_one"), (0, 3)))
+    wanted = [Cell(*place, engines) for engines in (1, 2) for place in places]
+    wanted += [Cell(*place, backend="vllm", tensor_parallel_size=size) for size in (1, 2) for place in places]
     wanted = [cell for cell in wanted if all(word in cell.name for word in only)]
-    return list(dict.fromkeys([*(Cell(cell.algorithm, "together") for cell in wanted), *wanted]))
+    return list(dict.fromkeys([*map(baseline, wanted), *wanted]))
+
+
+def baseline(cell: Cell) -> Cell:
+    """With what a cell is compared."""
+    return Cell(cell.algorithm, "together", backend=cell.backend)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--only", nargs="+", default=[], help="parts of a cell's name, such as ppo-apart or zero3")
-    parser.add_argument("--backend", choices=("pytorch", "vllm"), default="pytorch", help="of the rollout engines")
+    parser.add_argument("--only", nargs="+", default=[], help="parts of a cell's name, such as ppo-apart, zero3 or vllm-2")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--table", type=Path, default=TABLE, help="CSV file of the differences")
     given = parser.parse_args()
     configure_process()
-    rows, baselines = [], {}
-    with tempfile.TemporaryDirectory() as folder, lab(Path(folder), backend=given.backend, steps=given.steps, cpus=8) as here:
+    found: dict[Cell, Trained] = {}
+    with tempfile.TemporaryDirectory() as folder, lab(Path(folder), steps=given.steps, cpus=8) as here:
         for cell in cells(given.only):
             began = time.monotonic()
-            found = here.run(cell)
-            expected = baselines.setdefault(cell.algorithm, found)
-            rows.append(
-                {
-                    **{name: getattr(cell, name) for name in ("algorithm", "placement", "zero_stage", "engines")},
-                    "curve_difference": f"{curve_difference(expected, found):.1e}",
-                    "weight_difference": f"{largest_difference(expected.weights, found.weights):.1e}",
-                    "seconds_step": f"{found.seconds:.2f}",
-                }
-            )
-            print(rows[-1], f"{time.monotonic() - began:.0f} s", flush=True)
-    given.table.parent.mkdir(parents=True, exist_ok=True)
-    with given.table.open("w", newline="", encoding="utf-8") as file:
+            found[cell] = here.run(cell)
+            print(row_of(cell, found[cell], found[baseline(cell)]), f"{time.monotonic() - began:.0f} s", flush=True)
+    rows = [row_of(cell, trained, found[baseline(cell)]) for cell, trained in found.items()]
+    write_table(given.table, rows)
+    return 0 if all(map(within, rows)) else 1
+
+
+def row_of(cell: Cell, found: Trained, expected: Trained) -> dict[str, str]:
+    return {
+        **{name: str(getattr(cell, name)) for name in OF_CELL},
+        "curve_difference": f"{curve_difference(expected, found):.1e}",
+        "weight_difference": f"{largest_difference(expected.weights, found.weights):.1e}",
+        "logprob_difference": f"{found.logprob_difference:.1e}",
+        "seconds_step": f"{found.seconds:.2f}",
+    }
+
+
+def write_table(table: Path, rows: list[dict[str, str]]) -> None:
+    """New rows take the places of older ones of the same cells."""
+    kept: list[dict[str, str]] = []
+    if table.exists():
+        with table.open(encoding="utf-8", newline="") as file:
+            kept = list(csv.DictReader(file))
+    by_cell = {tuple(row[name] for name in OF_CELL): row for row in (*kept, *rows)}
+    table.parent.mkdir(parents=True, exist_ok=True)
+    with table.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
-    return 1 if [row for row in rows if not within(row)] else 0
+        writer.writerows(by_cell.values())
 
 
-def within(row: dict[str, Any]) -> bool:
-    return float(row["curve_difference"]) <= MAX_CURVE_DIFFERENCE and float(row["weight_difference"]) <= MAX_WEIGHT_DIFFERENCE
+def within(row: dict[str, str]) -> bool:
+    limits = (MAX_CURVE_DIFFERENCE, MAX_WEIGHT_DIFFERENCE, MAX_LOGPROB_DIFFERENCE)
+    return all(float(row[name]) <= limit for name, limit in zip(COLUMNS[len(OF_CELL) : -1], limits, strict=True))
 
 
 if __name__ == "__main__":

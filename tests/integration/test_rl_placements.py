@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(600)
     ],
 )
 def test_placements_train_the_same_policy(tmp_path: Path, only: str, placements: list[str]):
-    command = [sys.executable, "-m", "tools.placement_matrix", "--only", only, "zero0-1", "--steps", "3", "--table"]
+    command = [sys.executable, "-m", "tools.placement_matrix", "--only", only, "zero0-1-pytorch", "--steps", "3", "--table"]
     done = subprocess.run(
         [*command, str(tmp_path / "table.csv")],
         cwd=ROOT,

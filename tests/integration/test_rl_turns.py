@@ -24,7 +24,7 @@ from tools.placement_matrix import Cell, curve_difference, lab, largest_differen
 configure_process()
 settings = {"dynamic_sampling.enabled": True, "kl.refresh_reference_every": 1, "evaluation.every": 1, "checkpoint_every": 1}
 cell = Cell("grpo", "two_groups", zero_stage=3, engines=2)
-with lab(Path(sys.argv[1]), backend="pytorch", steps=2, cpus=8) as here:
+with lab(Path(sys.argv[1]), steps=2, cpus=8) as here:
     found = []
     for turns in (False, True):
         changes = {f"rl.{key}": value for key, value in (settings | {"rollout.take_turns": turns}).items()}

@@ -21,7 +21,7 @@ def main() -> None:
     configure_process()
     from tools.placement_matrix import Cell, lab
 
-    with lab(Path(sys.argv[1]), backend="pytorch", steps=60, cpus=4) as here, ThreadPoolExecutor(1) as pool:
+    with lab(Path(sys.argv[1]), steps=60, cpus=4) as here, ThreadPoolExecutor(1) as pool:
         job = pool.submit(here.run, Cell("grpo", "together", engines=2))
         while_busy(job, "rollout.receive_weights").kill()
         time.sleep(2.0)  # the new engine starts
