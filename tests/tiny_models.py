@@ -58,9 +58,10 @@ def tiny_params(**overrides: Any) -> Params:
     return parse_params(tree)
 
 
-def save_tiny_models(folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed: int = 1) -> tuple[Path, Path]:
-    """Folders of a language model and of a reward model on the same trunk."""
-    return _save_with_reward_model(lively(new_language_model(tiny_params().model, tokenizer, seed=seed)), tokenizer, folder)
+def save_tiny_models(folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed: int = 1, hidden_size: int = 16) -> tuple[Path, Path]:
+    """Folders of a language model with two heads and of a reward model on the same trunk. vLLM's CPU build needs heads of 32."""
+    shape = tiny_params(model__architecture__hidden_size=hidden_size).model
+    return _save_with_reward_model(lively(new_language_model(shape, tokenizer, seed=seed)), tokenizer, folder)
 
 
 def _save_with_reward_model(language_model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> tuple[Path, Path]:

@@ -1,8 +1,8 @@
 """Placements of an RL job's roles: python -m tools.placement_matrix [--only WORD ...] [--steps N] [--table FILE].
 
 Trains tiny models through Ray with every named placement and with groups of two ranks and of one, by PPO and GRPO, with ZeRO 0 and 3 and
-one and two of PyTorch's rollout engines; and with a vLLM engine in one process and in two (tensor parallelism). Curves and final weights
-must be those of all roles together, without ZeRO, on one engine in one process; and an engine's log-probabilities after a sync the
+one and two of PyTorch's rollout engines; and with a vLLM engine in two processes (tensor parallelism). Curves and final weights must be
+those of all roles together, without ZeRO, on one engine of the same kind in one process; and an engine's log-probabilities after a sync the
 trainer's. Writes docs/tables/placements.csv, in which rows of other cells stay; docs/rl.md describes it. Exits with 1 if a difference
 exceeds its limit.
 """
@@ -39,6 +39,7 @@ CURVES = ("score_mean", "kl_mean", "entropy", "response_length", "policy_loss", 
 MAX_CURVE_DIFFERENCE = 1e-4  # of a value, or of 1 where the values are smaller
 MAX_WEIGHT_DIFFERENCE = 3e-5
 MAX_LOGPROB_DIFFERENCE = 1e-4  # nats, of engine and trainer
+HIDDEN_SIZES = {"pytorch": 16, "vllm": 64}
 TWO_AND_ONE = [{"roles": ["policy", "reference"], "ranks": 2}, {"roles": ["critic", "reward_models"]}]
 OF_CELL = ("algorithm", "placement", "zero_stage", "backend", "engines", "tensor_parallel_size")
 COLUMNS = (*OF_CELL, "curve_difference", "weight_difference", "logprob_difference", "seconds_step")
@@ -79,7 +80,7 @@ class Lab:
 
     def __init__(self, folder: Path, address: str, *, steps: int):
         self._folder, self._address, self._steps = folder, address, steps
-        self._sft, self._reward = save_tiny_models(folder, tiny_tokenizer())
+        self._models = {backend: save_tiny_models(folder / backend, tiny_tokenizer(), hidden_size=h) for backend, h in HIDDEN_SIZES.items()}
         rows = [
             {"id": str(i), "source": "made", "split": "train" if i % 4 else "validation", "label": None,
              "messages": [{"role": "user", "content": f"{WORDS[i % 6]} {WORDS[i // 6 % 6]} {i}."}]}
@@ -101,7 +102,7 @@ class Lab:
         wanted["rl.placement"] = TWO_AND_ONE if cell.placement == "two_and_one" else cell.placement
         wanted |= {f"rl.rollout.{name}": getattr(cell, name) for name in ("engines", "backend", "tensor_parallel_size")}
         paths = {"prepared": self._folder / "prepared", "work": work, "output": work / "policy", "timings": work / "timings.csv"}
-        job = rl_job(self._sft, self._reward, **SETTINGS | wanted | {"rl.steps": self._steps} | changes)
+        job = rl_job(*self._models[cell.backend], **SETTINGS | wanted | {"rl.steps": self._steps} | changes)
         job = job.model_copy(update={name: str(path) for name, path in paths.items()})
         job.write(work / "job.json")
         printed: list[str] = []
@@ -151,7 +152,7 @@ def cells(only: Sequence[str]) -> list[Cell]:
     """The baselines of the wanted cells, and these."""
     places = list(product(("ppo", "grpo"), (*PLACEMENTS, "two_and_one"), (0, 3)))
     wanted = [Cell(*place, engines) for engines in (1, 2) for place in places]
-    wanted += [Cell(*place, backend="vllm", tensor_parallel_size=size) for size in (1, 2) for place in places]
+    wanted += [Cell(*place, backend="vllm", tensor_parallel_size=2) for place in places]
     wanted = [cell for cell in wanted if all(word in cell.name for word in only)]
     return list(dict.fromkeys([*map(baseline, wanted), *wanted]))
 
