@@ -296,7 +296,7 @@ class ActorGroup:
             if not dead:
                 raise
             raise RoleLost(
-                f"{self.role} rank {_listed(dead)}: expected {what} to finish, got a dead process ({self._look(dead[0])}); "
+                f"{self.role} rank {_listed(dead)}: expected {what} to finish, got a dead process ({self._look(dead)[0]}); "
                 "its log is in the Ray session's folder",
                 dead,
             ) from error
@@ -304,7 +304,7 @@ class ActorGroup:
     def _overdue(self, late: list[int], what: str, deadline: float) -> RoleLost:
         """The loss of ranks that didn't answer by the deadline."""
         self._late.update(late)
-        states = "; ".join(f"rank {rank}: {self._look(rank)}" for rank in late)
+        states = "; ".join(f"rank {rank}: {state}" for rank, state in zip(late, self._look(late), strict=True))
         return RoleLost(
             f"{self.role} rank {_listed(late)}: expected {what} to finish, got no answer within {deadline:.0f} s ({states}); "
             "its log is in the Ray session's folder",
@@ -322,8 +322,8 @@ class ActorGroup:
             reasons: by rank.
         """
         self._late.update(reasons)  # they may hang
-        found = "; ".join(f"{reason} (rank {rank}: {self._look(rank)})" for rank, reason in reasons.items())
         ranks = list(reasons)
+        found = "; ".join(f"{reasons[rank]} (rank {rank}: {state})" for rank, state in zip(ranks, self._look(ranks), strict=True))
         return RoleLost(
             f"{self.role} rank {_listed(ranks)}: expected {what} to finish, got {found}; its log is in the Ray session's folder", ranks
         )
@@ -350,8 +350,8 @@ class ActorGroup:
         Raises:
             RoleLost: the cluster has no room for an actor, or it failed to start.
         """
+        self._end(ranks)
         for rank in ranks:
-            self._end(rank)
             self._late.discard(rank)
             bundle = self._bundles[rank]
             if bundle is not None and self._own_bundles:  # placed anew, since its node may be gone too; Ray does it for the others
@@ -360,19 +360,20 @@ class ActorGroup:
             self._start(rank)
         self._wait_ready(ranks, "start")
 
-    def _end(self, rank: int) -> None:
-        """End an actor's process. A late process may never react to Ray's request, so it is killed by its id."""
-        ray.kill(self.actors[rank])
-        place = self._whereabouts(rank) if rank in self._late else None
-        if place is not None:
-            _on_node(place, _kill, place.pid)
+    def _end(self, ranks: Sequence[int]) -> None:
+        """End actors' processes. A late process may never react to Ray's request, so it is killed by its id."""
+        for rank in ranks:
+            ray.kill(self.actors[rank])
+        _on_nodes(_kill, [self._whereabouts(rank) for rank in ranks if rank in self._late])
 
-    def _look(self, rank: int) -> str:
-        """Location and state of an actor's process, for a message."""
-        place = self._whereabouts(rank)
-        if place is None:
-            return "process unknown"
-        return f"process {place.pid} on {place.host}: {_on_node(place, _state, place.pid) or 'its node does not answer'}"
+    def _look(self, ranks: Sequence[int]) -> list[str]:
+        """Location and state of each actor's process, for a message."""
+        places = [self._whereabouts(rank) for rank in ranks]
+        states = _on_nodes(_state, places)
+        return [
+            "process unknown" if place is None else f"process {place.pid} on {place.host}: {state or 'its node does not answer'}"
+            for place, state in zip(places, states, strict=True)
+        ]
 
     def gpus(self) -> dict[str, list[str]]:
         """The GPUs of each rank's process, each with its node, by the rank's name in messages.
@@ -392,15 +393,12 @@ class ActorGroup:
         """End all processes, and wait until they have freed their memory."""
         until = time.monotonic() + deadline
         places = [self._whereabouts(rank) for rank in range(len(self))]
-        for rank in range(len(self)):
-            self._end(rank)
-        for place in filter(None, places):
-            while _on_node(place, _state, place.pid) not in (None, "gone", psutil.STATUS_ZOMBIE) and time.monotonic() < until:
-                time.sleep(END_SECONDS)
+        self._end(range(len(self)))
+        while not set(_on_nodes(_state, places)) <= {None, "gone", psutil.STATUS_ZOMBIE} and time.monotonic() < until:
+            time.sleep(END_SECONDS)
 
     def close(self) -> None:
-        for rank in range(len(self)):
-            self._end(rank)
+        self._end(range(len(self)))
         if self._own_bundles:
             release([(bundle.group, bundle.index) for bundle in self._bundles if bundle is not None])
 
@@ -427,14 +425,20 @@ def _place_of_process(_: Any) -> Place:
     return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), tuple(gpus))
 
 
-def _on_node(place: Place, look: Callable[[int], str], pid: int) -> str | None:
-    """Result of `look` for a process on a node; None: the node doesn't answer in time."""
-    if place.node == ray.get_runtime_context().get_node_id():
-        return look(pid)
-    there = NodeAffinitySchedulingStrategy(place.node, soft=False)
-    with suppress(RayError):
-        return ray.get(ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(pid), timeout=LOOK_SECONDS)
-    return None
+def _on_nodes(look: Callable[[int], str], places: Sequence[Place | None]) -> list[str | None]:
+    """Result of `look` for the process at each place, at the same time; None: there is no place, or its node doesn't answer in time."""
+    here, asked = ray.get_runtime_context().get_node_id(), {}
+    for number, place in enumerate(places):
+        if place is not None and place.node != here:
+            there = NodeAffinitySchedulingStrategy(place.node, soft=False)
+            asked[number] = ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(place.pid)
+    if asked:
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=LOOK_SECONDS)
+    found: list[str | None] = [look(place.pid) if place is not None and place.node == here else None for place in places]
+    for number, reference in asked.items():
+        with suppress(RayError):
+            found[number] = ray.get(reference, timeout=0)
+    return found
 
 
 def _state(pid: int) -> str:
