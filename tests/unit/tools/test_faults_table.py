@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
 from tools.faults import nodes_matrix
 from tools.faults.__main__ import write_table
 from tools.faults.cells import all_cells
