@@ -109,10 +109,10 @@ class WeightSender:
         deadline = time.monotonic() + min(CONNECT_SECONDS, self._timeout)
         for target in targets:
             call, opened = opening[target.engine]
-            wait([call, opened], max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
+            wait([call, opened], _left(deadline), FIRST_EXCEPTION)
             try:
-                target.peer.answer(call, max(END_SECONDS, deadline - time.monotonic()))
-                opened.result(max(END_SECONDS, deadline - time.monotonic()))
+                target.peer.answer(call, _left(deadline + END_SECONDS))
+                opened.result(_left(deadline + END_SECONDS))
             except (RuntimeError, TimeoutError) as error:
                 self.forget([target.engine])
                 transfer.broken[target.engine] = _one_line(error) or "no connection in time"
@@ -204,11 +204,11 @@ class Transfer:
         for engine, (target, link, _) in self._open.items():
             if not link.receives and engine not in self.broken:
                 self._open[engine] = (target, link, target.peer.submit("finish_weights", self._version, self._ids))
-        deadline = time.monotonic() + self._timeout
+        now = time.monotonic()
         for engine, (target, _, call) in self._open.items():
-            patience = deadline - time.monotonic() if engine not in self.broken else 0.0
+            patience = END_SECONDS if engine in self.broken else max(END_SECONDS, self._timeout)
             try:
-                found[engine] = target.peer.answer(call, max(END_SECONDS, patience))
+                found[engine] = target.peer.answer(call, _left(now + patience))
                 lost.pop(engine, None)
             except PeerLost as error:
                 lost[engine] = f"no answer within {self._timeout:.0f} s" if error.late else str(error)
@@ -220,6 +220,11 @@ class Transfer:
         if refused:
             raise refused[0]
         return found, lost
+
+
+def _left(deadline: float) -> float:
+    """Seconds until a time of the monotonic clock, at least 0: lost engines are waited for at the same time, not one after the other."""
+    return max(0.0, deadline - time.monotonic())
 
 
 def _one_line(error: BaseException) -> str:

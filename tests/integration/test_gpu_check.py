@@ -28,6 +28,7 @@ FIGURES = {
     "tests": ("test_", 0),
     "training": ("DPO, a tiny shape", 1),
     "turns": ("PPO, a tiny shape, float32, 16 samples a step of 16 tokens, by turns: offload", 1),
+    "transfer": ("weights by gloo, a tiny shape, float32: speed", 1),
     "lora": ("SFT with QLoRA, a tiny shape", 1),
     "memory": ("PPO trainer, a tiny shape, bfloat16: policy: gradients", 1),
 }
@@ -134,6 +135,17 @@ def test_trl_does_the_same_steps(whole):
     assert len(values(figures, "tokens by ours")) == len(values(figures, "tokens by TRL")) == 1
     (ratio,) = values(figures, "our speed over TRL's")
     assert ratio == pytest.approx(values(figures, "tokens by ours")[0] / values(figures, "tokens by TRL")[0])
+
+
+@pytest.mark.long
+def test_weights_by_gloo_are_timed_and_the_engine_computes_with_them(whole):
+    figures = whole.results["transfer"].figures
+    seconds, speeds = values(figures, "by gloo", ": a sync"), values(figures, "by gloo", ": speed")
+    assert len(seconds) == 5 and min(seconds) > 0
+    assert 0.4 < speeds[0] * seconds[0] == pytest.approx(speeds[1] * seconds[1])  # MB: 100,000 weights of float32, and more
+    assert values(figures, "by gloo", "apart, max")[0] < BUDGET
+    (ipc,) = (figure for figure in figures if "by ipc" in figure.what and not figure.values)
+    assert ipc.note == "left out: no GPU here"
 
 
 def test_a_part_that_is_killed_with_its_group_leaves_no_process_of_its_head(tmp_path, models, rehearsal):

@@ -1,18 +1,22 @@
-"""An RL job of which first an engine and then the trainer rank is killed while weights travel: python transfer_probe.py <folder>
+"""An RL job of which first an engine and then the trainer rank is killed in a weight transfer: python transfer_probe.py <folder>
 
 Prints what the job has printed, for test_rl_transfer.py.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
+from small_chain import ACTOR_TITLES
+from small_workspace import command_line
 
 from rlhf_core.process import configure_process
+from tools.faults.transfer import held_transfer
 
 DEADLINE = 120.0
 
@@ -23,24 +27,17 @@ def main() -> None:
 
     with lab(Path(sys.argv[1]), steps=60, cpus=4) as here, ThreadPoolExecutor(1) as pool:
         job = pool.submit(here.run, Cell("grpo", "together", engines=2))
-        while_busy(job, "rollout.receive_weights").kill()
+        with held_transfer(actors, ended=job.done, deadline=DEADLINE) as held:
+            held.engines[0].kill()
         time.sleep(2.0)  # the new engine starts
-        while_busy(job, "trainer.send_weights").kill()
+        with held_transfer(actors, ended=job.done, deadline=DEADLINE) as held:
+            held.ranks[0].kill()
         print(job.exception(timeout=DEADLINE))
 
 
-def while_busy(job: Future, call: str) -> psutil.Process:
-    """A process of the job, as soon as it works on a call of an actor."""
-    until = time.monotonic() + DEADLINE
-    while time.monotonic() < until and not job.done():
-        for process in psutil.Process().children(recursive=True):
-            try:
-                title = process.cmdline()[:1]
-            except psutil.Error:
-                continue
-            if title and call in title[0]:
-                return process
-    raise RuntimeError(f"expected a process at {call}, got {job.exception() if job.done() else 'none in time'}")
+def actors(role: str) -> list[psutil.Process]:
+    """The job's actors of a role."""
+    return [p for p in psutil.Process().children(recursive=True) if re.search(ACTOR_TITLES[role], " ".join(command_line(p)))]
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -114,16 +115,24 @@ def first_match(workspace: Path, pattern: str) -> str | None:
     return None
 
 
-def write_table(results: Path, table: Path, cells: list[str]) -> None:
-    """The newest row of each cell, in the order of `cells`; process, host and job ids differ from run to run and are replaced."""
-    rows = {row["cell"]: row for row in map(json.loads, results.read_text().splitlines())}
+def write_table(results: Path, table: Path, cells: Sequence[Cell | ServerCell]) -> None:
+    """The newest row of each cell, in the order of `cells`, of which those without results keep the row that the table has.
+
+    Process, host and job ids differ from run to run and are replaced.
+    """
+    newest = {row["cell"]: row for row in map(json.loads, results.read_text().splitlines())}
+    rows: dict[tuple[str, ...], list[str]] = {}
+    if table.exists():
+        with table.open(encoding="utf-8", newline="") as file:
+            rows = {tuple(row[:3]): row for row in csv.reader(file)}
+    for row in newest.values():
+        printed = re.sub(r"process \d+ on [0-9.]+", "process N on HOST", re.sub(r"rlhf-[0-9a-f]{12}-[0-9a-f]{8}", "ID", row["printed"]))
+        shown = (row["stage"], row["process"], row["fault"])
+        rows[shown] = [*shown, str(row["exit_code"]), printed, row["left"], row["result"], "; ".join(row["problems"])]
     with table.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["stage", "process or file", "fault", "exit code", "printed", "left", "next run", "problems"])
-        for row in (rows[name] for name in cells if name in rows):
-            printed = re.sub(r"process \d+ on [0-9.]+", "process N on HOST", re.sub(r"rlhf-[0-9a-f]{12}-[0-9a-f]{8}", "ID", row["printed"]))
-            shown = [row[key] for key in ("stage", "process", "fault", "exit_code")]
-            writer.writerow([*shown, printed, row["left"], row["result"], "; ".join(row["problems"])])
+        writer.writerows(row for cell in cells if (row := rows.get((cell.stage, cell.process, cell.fault))))
 
 
 def main() -> int:
@@ -132,7 +141,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="decides when a fault happens, and in which of several processes")
     parser.add_argument("--list", action="store_true", help="print the cells' names and end")
     parser.add_argument("--folder", type=Path, default=Path("scratch/faults"), help="for the workspaces (default: %(default)s)")
-    parser.add_argument("--table", type=Path, help="run no cell; write the newest results in --folder into this CSV file")
+    parser.add_argument("--table", type=Path, help="run no cell; write the newest results in --folder into this CSV file; other rows stay")
     parser.add_argument("--keep", action="store_true", help="keep the workspaces of cells that passed")
     arguments = parser.parse_args()
     cells = [cell for cell in [*all_cells(), *server_cells()] if all(word in cell.name for word in arguments.only)]
@@ -162,7 +171,7 @@ def main() -> int:
         if not row.problems and not arguments.keep:
             shutil.rmtree(folder / cell.name)
     if arguments.table:
-        write_table(folder / "results.jsonl", arguments.table, [cell.name for cell in cells])
+        write_table(folder / "results.jsonl", arguments.table, cells)
     return 1 if failed else 0
 
 

@@ -36,7 +36,7 @@ class Cell:
     strike: Strike
     survives: bool = False
     flow: bool = False
-    variant: Literal["one", "two", "none", "ranks", "inference"] = "one"
+    variant: Literal["one", "two", "none", "ranks", "sharded", "inference"] = "one"
     prepare: Callable[[Path, str], Undo] | None = None
     again: bool = True
     timeout: float | None = None  # flow.stage_timeout
@@ -107,33 +107,6 @@ def of_ray() -> list[Cell]:
         Cell(rl, "vLLM", "SIGSTOP", "rollout " + late.format(0) + replaced, faults.send(SIGSTOP, "rollout"), survives=True),
         Cell(
             rl,
-            *("vLLM, in a weight transfer", "SIGKILL"),
-            "rollout rank 0: expected receive_weights to finish, got a dead process" + replaced,
-            faults.send_during(SIGKILL, "rollout", "receive_weights"),
-            survives=True,
-        ),
-        Cell(
-            rl,
-            *("vLLM, in a weight transfer", "SIGSTOP"),
-            "rollout rank 0: expected receive_weights to finish, got no answer within" + replaced,
-            faults.send_during(SIGSTOP, "rollout", "receive_weights"),
-            survives=True,
-        ),
-        Cell(
-            rl,
-            *("trainer, in a weight transfer", "SIGKILL"),
-            "trainer rank 0: expected send_weights to finish, got a dead process",
-            faults.send_during(SIGKILL, "trainer", "send_weights"),
-        ),
-        Cell(
-            rl,
-            *("trainer, 2 ranks, in a weight transfer", "SIGKILL"),
-            "trainer " + dead.format(any_rank),
-            faults.send_during(SIGKILL, "trainer", "send_weights"),
-            variant="two",
-        ),
-        Cell(
-            rl,
             *("vLLM, 2 engines", "SIGKILL"),
             "rollout " + dead.format(any_rank) + replaced,
             faults.send(SIGKILL, "rollout"),
@@ -149,6 +122,27 @@ def of_ray() -> list[Cell]:
         ),
         Cell(rl, "scorer", "SIGKILL", "scorer " + dead.format(0) + replaced, faults.send(SIGKILL, "scorer"), survives=True),
         Cell(rl, "scorer", "SIGSTOP", "scorer " + late.format(0) + replaced, faults.send(SIGSTOP, "scorer"), survives=True),
+    ]
+
+
+def of_transfers() -> list[Cell]:
+    """Actors of the RL job that are lost between the first and the last layer of a weight transfer."""
+    rl, kill, stop = "train_policy", "SIGKILL", "SIGSTOP"
+    engine = "rollout rank [01]: expected receive_weights to finish, got {}.*and the call is repeated"
+    rank = "trainer rank [01]: expected send_weights to finish, got a dead process"
+    killed, hangs = engine.format("a dead process"), engine.format("no answer within")
+    kill_engine, kill_rank = faults.send_in_transfer(SIGKILL, "rollout"), faults.send_in_transfer(SIGKILL, "trainer")
+    return [
+        Cell(rl, "vLLM, in a weight transfer", kill, killed, kill_engine, survives=True),
+        Cell(rl, "vLLM, in a weight transfer", stop, hangs, faults.send_in_transfer(SIGSTOP, "rollout"), survives=True),
+        Cell(
+            *(rl, "vLLM, 2 engines, in a weight transfer", kill, killed, faults.kill_one_of_the_engines),
+            survives=True,
+            variant="two",
+        ),
+        Cell(rl, "trainer, in a weight transfer", kill, rank, kill_rank),
+        Cell(rl, "trainer, 2 ranks, in a weight transfer", kill, rank, kill_rank, variant="two"),
+        Cell(rl, "trainer, 2 ranks, ZeRO 3, in a weight transfer", kill, rank, kill_rank, variant="sharded"),
     ]
 
 
@@ -236,4 +230,4 @@ def of_nodes() -> list[Cell]:
 
 
 def all_cells() -> list[Cell]:
-    return [*of_stages(), *around_stages(), *of_ray(), *of_ranks(), *of_nodes(), *of_files(), *of_clocks()]
+    return [*of_stages(), *around_stages(), *of_ray(), *of_transfers(), *of_ranks(), *of_nodes(), *of_files(), *of_clocks()]

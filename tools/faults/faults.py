@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -57,14 +57,39 @@ def sent(process: psutil.Process, number: signal.Signals) -> Undo:
     return resume
 
 
-def send_during(number: signal.Signals, role: str, call: str) -> Strike:
-    """Send a signal to an actor as soon as it works on a call, after the next checkpoint."""
+def send_in_transfer(number: signal.Signals, role: str) -> Strike:
+    """Send a signal to an actor in the middle of a weight transfer, after the next checkpoint."""
 
     def strike(scene: Scene) -> Undo:
         scene.after_checkpoint()
-        return sent(scene.process_at(role, call), number)
+        with scene.held_transfer() as held:
+            return sent(scene.chance.choice(held.ranks if role == "trainer" else held.engines), number)
 
     return strike
+
+
+def kill_one_of_the_engines(scene: Scene) -> Undo:
+    """Kill an engine in the middle of a weight transfer.
+
+    Raises:
+        RuntimeError: another engine's connections to the trainer's ranks are others afterwards.
+    """
+    scene.after_checkpoint()
+    with scene.held_transfer() as held:
+        lost = scene.chance.choice(held.engines)
+        before = {engine: connections(engine, held.ranks) for engine in held.engines if engine != lost}
+        lost.kill()
+    scene.after_checkpoint()
+    for engine, expected in before.items():
+        if not expected or expected - (got := connections(engine, held.ranks)):
+            raise RuntimeError(f"engine that wasn't killed: expected it to keep its connections {expected}, got {got}")
+    return nothing
+
+
+def connections(process: psutil.Process, others: Sequence[psutil.Process]) -> set[tuple]:
+    """TCP connections of a process to some others: its own address, and theirs."""
+    theirs = {(c.raddr, c.laddr) for other in others for c in other.net_connections("tcp") if c.raddr}
+    return {(c.laddr, c.raddr) for c in process.net_connections("tcp") if c.raddr} & theirs
 
 
 def send_to_command(number: signal.Signals, *, seconds: float = 0.0) -> Strike:

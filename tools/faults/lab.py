@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import json
-import math
 import random
 import re
 import shutil
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import Popen
@@ -37,6 +36,8 @@ from small_chain import (
     temporary,
 )
 from small_workspace import command_line, git, processes_in
+
+from tools.faults.transfer import Held, held_transfer
 
 FAULTS = {  # changes to the small chain: short deadlines, and a scorer with its own actor
     "rl": {
@@ -69,6 +70,7 @@ class Variant:
 VARIANTS = {
     "one": Variant("train_policy", {}),
     "two": Variant("train_policy", {"rl": {"trainer": {"ranks": 2}, "rollout": {"engines": 2}}}, ranks=2),
+    "sharded": Variant("train_policy", {"rl": {"trainer": {"ranks": 2, "zero_stage": 3}}}, ranks=2),
     "none": Variant("train_policy", {"rl": {"max_replacements": 0}}),
     "ranks": Variant("train_sft", {"sft": {"ranks": 2, "zero_stage": 2}, "cluster": {"rank_timeout": 40}}, ranks=2),
     "inference": Variant("evaluate", {"cluster": {"inference_ranks": 2, "rank_timeout": 120}}, ranks=2),
@@ -274,8 +276,6 @@ class Scene:
     stage: str
     child: Popen
     chance: random.Random
-    _found: list[psutil.Process] = field(default_factory=list, init=False)
-    _looked: float = field(default=-math.inf, init=False)
 
     def at_work(self, role: str) -> None:
         """Wait until a process of a role runs, and for a random moment more."""
@@ -291,33 +291,19 @@ class Scene:
         self._until(lambda: processes(self.workspace, role), f"a process of role {role}")
         return self.chance.choice(processes(self.workspace, role))
 
-    def process_at(self, role: str, call: str) -> psutil.Process:
-        """A process of an actor's role as soon as it works on a call, which its title names."""
-        found: list[psutil.Process] = []
-
-        def is_at_call() -> bool:
-            found[:] = [p for p in self._known(role) if call in _line(p)]
-            return bool(found)
-
-        self._until(is_at_call, f"{role} at {call}", every=0.0)
-        return self.chance.choice(found)
-
-    def _known(self, role: str) -> list[psutil.Process]:
-        """The processes of a role, searched for once a second only."""
-        now = time.monotonic()
-        if now - self._looked > 1.0:
-            self._found, self._looked = processes(self.workspace, role), now
-        return self._found
+    def held_transfer(self) -> AbstractContextManager[Held]:
+        """The next weight transfer, held in the middle."""
+        return held_transfer(lambda role: processes(self.workspace, role), ended=lambda: self.child.poll() is not None, deadline=DEADLINE)
 
     def newest_checkpoint(self) -> Path:
         found = sorted((self.workspace / "scratch" / self.stage).glob("*/*/step-*/manifest.json"), key=lambda p: p.stat().st_mtime)
         return found[-1].parent
 
-    def _until(self, condition, what: str, *, every: float = 0.05) -> None:
+    def _until(self, condition, what: str) -> None:
         until = time.monotonic() + DEADLINE
         while not condition():
             if self.child.poll() is not None or time.monotonic() > until:
                 raise RuntimeError(
                     f"{what}: expected before the end, got exit code {self.child.poll()}:\n{output_of(self.workspace)[-2000:]}"
                 )
-            time.sleep(every)
+            time.sleep(0.05)

@@ -96,6 +96,7 @@ class Nodes:
     def replace(self, number: int) -> None:
         """Start a lost node anew, with nothing that it had."""
         self._starts += 1
+        _run("ip", "link", "set", self._link(number), "up")
         self.processes[number] = self._start(number)
         self._wait(number)
 
@@ -108,13 +109,18 @@ class Nodes:
         subprocess.run(["ip", "link", "del", self.name], capture_output=True)
 
     def lose(self, number: int) -> None:
-        """Kill every process of a node."""
-        listed = subprocess.run(["ip", "netns", "pids", f"{self.name}-{number}"], capture_output=True, text=True)
-        for pid in listed.stdout.split():
+        """Cut a node off, and kill every process of it: the others get no word of that, as after a power failure."""
+        _run("ip", "link", "set", self._link(number), "down")
+        for pid in self.pids(number):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
         self.processes[number].kill()
         self.processes[number].wait(20)
+
+    def pids(self, number: int) -> list[int]:
+        """Of a node's processes."""
+        listed = subprocess.run(["ip", "netns", "pids", f"{self.name}-{number}"], capture_output=True, text=True)
+        return [int(pid) for pid in listed.stdout.split()]
 
     def output(self, number: int) -> str:
         path = self.folder / f"node-{number}.log"
@@ -127,8 +133,12 @@ class Nodes:
     def _ip(self, number: int) -> str:
         return f"{self._network}.{number + 1}"
 
+    def _link(self, number: int) -> str:
+        """The end of a node's cable at the others."""
+        return f"{self.name}v{number}"
+
     def _connect(self, number: int) -> None:
-        space, end = f"{self.name}-{number}", f"{self.name}v{number}"
+        space, end = f"{self.name}-{number}", self._link(number)
         _run("ip", "netns", "add", space)
         _run("ip", "link", "add", end, "type", "veth", "peer", "name", "eth0", "netns", space)
         _run("ip", "link", "set", end, "master", self.name, "up")

@@ -10,23 +10,39 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from small_chain import PYTORCH_ROLLOUTS, SMALL, SMALL_CLERK, begin, change_params, copy_chain, log_of, make_chain, output_of, run
-from small_workspace import wait_until
+import psutil
+from small_chain import (
+    ACTOR_TITLES,
+    PYTORCH_ROLLOUTS,
+    SMALL,
+    SMALL_CLERK,
+    begin,
+    change_params,
+    copy_chain,
+    log_of,
+    make_chain,
+    output_of,
+    run,
+)
+from small_workspace import command_line, wait_until
 
 from rlhf_core.stage.run import CRASHED
 from tools.faults.namespaces import PYTHON, Nodes, unavailable
+from tools.faults.transfer import Held, held_transfer
 
 TABLE = Path(__file__).parents[2] / "docs/tables/nodes.csv"
 FOLDER = Path(__file__).parents[2] / "scratch/nodes"
@@ -35,6 +51,7 @@ MAX_DIFFERENCE = 1e-3  # of a value of the curves, or of 1 where the values are 
 SFT = {"sft": {"steps": 12, "checkpoint_every": 4, "zero_stage": 2, "ranks": 2, "pretrain": {"steps": 4}}}
 RL = {"rl": {"steps": 6, "checkpoint_every": 2, "max_replacements": 2, "trainer": {"ranks": 2, "zero_stage": 2}}}
 LONG = {"sft": {"steps": 80}}  # a node is lost in the middle
+ENGINE, RANK = ACTOR_TITLES["rollout"], ACTOR_TITLES["trainer"]
 ONE_RANK = {"rl": {"trainer": {"ranks": 1, "zero_stage": 0}, "steps": 30}}
 
 
@@ -43,7 +60,8 @@ class Cell:
     """One thing to show.
 
     changes: of the params of the stage `module`. alone: changes of the run on one machine. cpus: of each node.
-    lose: the node with a process whose command line has this word is lost after a checkpoint. ends: by then expected exit code.
+    lose: the node with a process whose command line matches this expression is lost after a checkpoint, and with in_transfer between the
+    first and the last layer of a weight transfer. ends: by then expected exit code.
     told: what the stage's output must have.
     """
 
@@ -53,6 +71,7 @@ class Cell:
     alone: Sequence[dict[str, Any]] = ()
     cpus: Sequence[int] = (1, 1)
     lose: str | None = None
+    in_transfer: bool = False
     ends: int = 0
     told: str = ""
     missing: Sequence[Path] = ()
@@ -62,8 +81,19 @@ CELLS = (
     Cell("SFT: a rank on each of two nodes", "tasks.train_sft", [SFT], [{"sft": {"ranks": 1, "zero_stage": 0}}]),
     Cell("PPO: two ranks and an engine on three nodes", "tasks.train_rl", [RL], [], (1, 1, 1)),
     Cell("SFT: a rank's node is lost, and another one comes", "tasks.train_sft", [SFT, LONG], [], lose="RayTrainWorker", ends=CRASHED),
-    Cell("PPO: the engine's node is lost, and another is free", "tasks.train_rl", [RL, ONE_RANK], [], (1, 1, 1), lose="Rollout"),
-    Cell("PPO: the rank's node is lost, and another one comes", "tasks.train_rl", [RL, ONE_RANK], [], lose="Trainer", ends=CRASHED),
+    Cell("PPO: the engine's node is lost, and another is free", "tasks.train_rl", [RL, ONE_RANK], [], (1, 1, 1), lose=ENGINE),
+    Cell("PPO: the rank's node is lost, and another one comes", "tasks.train_rl", [RL, ONE_RANK], [], lose=RANK, ends=CRASHED),
+    Cell(
+        *("PPO: the engine's node is lost in a weight transfer, and another is free", "tasks.train_rl", [RL, ONE_RANK], [], (0, 1, 1, 1)),
+        lose=ENGINE,
+        in_transfer=True,
+    ),
+    Cell(
+        *("PPO: the rank's node is lost in a weight transfer, and another one comes", "tasks.train_rl", [RL, ONE_RANK], [], (0, 1, 1)),
+        lose=RANK,
+        in_transfer=True,
+        ends=CRASHED,
+    ),
     Cell(
         *("a node lacks a package", "tasks.train_sft", [SFT]),
         ends=1,
@@ -164,8 +194,9 @@ def lose(cell: Cell, nodes: Nodes, workspace: Path, result: Result) -> None:
     try:
         manifests = lambda: list(nodes.storage.glob(f"train_*/*/scratch/*/*/{phase}/step-*/manifest.json"))  # noqa: E731
         wait_until(lambda: bool(manifests()) or stage.poll() is not None, DEADLINE, "a checkpoint")
-        number = next(n for n in range(len(cell.cpus)) if n != 0 and cell.lose in commands(nodes, n))
-        nodes.lose(number)
+        with in_transfer(nodes, stage) if cell.in_transfer else nullcontext():
+            number = next(n for n in range(1, len(cell.cpus)) if processes(nodes, cell.lose, [n]))
+            nodes.lose(number)
         if (code := stage.wait(DEADLINE)) != cell.ends:
             result.problems.append(f"expected exit code {cell.ends} after the loss, got {code}")
     finally:
@@ -178,10 +209,23 @@ def lose(cell: Cell, nodes: Nodes, workspace: Path, result: Result) -> None:
             result.problems.append("expected to resume from the storage's checkpoint")
 
 
-def commands(nodes: Nodes, number: int) -> str:
-    """Command lines of a node's processes."""
-    pids = subprocess.run(["ip", "netns", "pids", f"{nodes.name}-{number}"], capture_output=True, text=True).stdout.split()
-    return "\n".join(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in pids)
+def in_transfer(nodes: Nodes, stage: subprocess.Popen) -> AbstractContextManager[Held]:
+    """The stage's next weight transfer, held in the middle."""
+    everywhere = range(len(nodes.cpus))
+    return held_transfer(
+        lambda role: processes(nodes, ACTOR_TITLES[role], everywhere), ended=lambda: stage.poll() is not None, deadline=DEADLINE
+    )
+
+
+def processes(nodes: Nodes, expression: str, numbers: Iterable[int]) -> list[psutil.Process]:
+    """Processes of some nodes whose command lines match."""
+    found = []
+    for pid in (pid for number in numbers for pid in nodes.pids(number)):
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if re.search(expression, " ".join(command_line(process))):
+                found.append(process)
+    return found
 
 
 def compare(workspace: Path, alone: Path, cell: Cell, result: Result) -> None:
@@ -196,20 +240,28 @@ def compare(workspace: Path, alone: Path, cell: Cell, result: Result) -> None:
         result.problems.append(f"expected curves within {MAX_DIFFERENCE}, got a difference of {difference:.2g}")
 
 
-def write_table(path: Path, results: Sequence[Result]) -> None:
+def write_table(path: Path, results: Sequence[Result], cells: Sequence[Cell]) -> None:
+    """Write the results as rows in the order of `cells`, of which those without a result keep the row that they have."""
+    rows: dict[str, list[str]] = {}
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = {row[0]: row for row in csv.reader(file)}
+    for r in results:
+        told = "; ".join(r.problems) or "passed"
+        rows[r.cell.name] = [r.cell.name, str(len(r.cell.cpus)), r.curve_difference, f"{r.seconds:.0f}", told]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["cell", "nodes", "curve_difference", "seconds", "result"])
-        for r in results:
-            writer.writerow([r.cell.name, len(r.cell.cpus), r.curve_difference, f"{r.seconds:.0f}", "; ".join(r.problems) or "passed"])
+        writer.writerows(rows[cell.name] for cell in cells if cell.name in rows)
 
 
 def main(arguments: Sequence[str] | None = None, *, cells: Sequence[Cell] = CELLS, show: Callable[[str], None] = print) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--only", nargs="+", metavar="WORD", help="cells whose name has one of these words")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of all files; default: scratch/nodes")
-    parser.add_argument("--table", type=Path, help=f"write the results there, such as {TABLE}")
+    parser.add_argument("--table", type=Path, help=f"write the results there, such as {TABLE}; other rows stay")
     chosen = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     if (reason := unavailable()) is not None:
         parser.error(f"this machine: expected network namespaces, got none: {reason}")
     lab, results = Lab(chosen.folder), []
@@ -218,7 +270,7 @@ def main(arguments: Sequence[str] | None = None, *, cells: Sequence[Cell] = CELL
             results.append(try_out(cell, lab))
             show(f"{cell.name}: {'; '.join(results[-1].problems) or 'passed'} {results[-1].curve_difference} ({results[-1].seconds:.0f} s)")
     if chosen.table is not None:
-        write_table(chosen.table, results)
+        write_table(chosen.table, results, cells)
     return int(any(r.problems for r in results))
 
 

@@ -20,7 +20,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_core.engines.ray.places import Bundle, RoleLost, release, reserve, use_node_interface
-from rlhf_core.engines.ray.processes import Place, kill_worker, on_node, place_of_process, process_state
+from rlhf_core.engines.ray.processes import Place, kill_worker, on_nodes, place_of_process, process_state
 from rlhf_core.environment import keep_visible, named, passed_on
 from rlhf_core.process import collect_rarely, freeze_gc
 from rlhf_core.storage.node import enter
@@ -286,7 +286,7 @@ class ActorGroup:
             if not dead:
                 raise
             raise RoleLost(
-                f"{self.role} rank {_listed(dead)}: expected {what} to finish, got a dead process ({self._look(dead[0])}); "
+                f"{self.role} rank {_listed(dead)}: expected {what} to finish, got a dead process ({self._look(dead)[0]}); "
                 "its log is in the Ray session's folder",
                 dead,
             ) from error
@@ -294,7 +294,7 @@ class ActorGroup:
     def _overdue(self, late: list[int], what: str, deadline: float) -> RoleLost:
         """The loss of ranks that didn't answer by the deadline."""
         self._late.update(late)
-        states = "; ".join(f"rank {rank}: {self._look(rank)}" for rank in late)
+        states = "; ".join(f"rank {rank}: {state}" for rank, state in zip(late, self._look(late), strict=True))
         return RoleLost(
             f"{self.role} rank {_listed(late)}: expected {what} to finish, got no answer within {deadline:.0f} s ({states}); "
             "its log is in the Ray session's folder",
@@ -312,8 +312,8 @@ class ActorGroup:
             reasons: by rank.
         """
         self._late.update(reasons)  # they may hang
-        found = "; ".join(f"{reason} (rank {rank}: {self._look(rank)})" for rank, reason in reasons.items())
         ranks = list(reasons)
+        found = "; ".join(f"{reasons[rank]} (rank {rank}: {state})" for rank, state in zip(ranks, self._look(ranks), strict=True))
         return RoleLost(
             f"{self.role} rank {_listed(ranks)}: expected {what} to finish, got {found}; its log is in the Ray session's folder", ranks
         )
@@ -340,8 +340,8 @@ class ActorGroup:
         Raises:
             RoleLost: the cluster has no room for an actor, or it failed to start.
         """
+        self._end(ranks)
         for rank in ranks:
-            self._end(rank)
             self._late.discard(rank)
             bundle = self._bundles[rank]
             if bundle is not None and self._own_bundles:  # placed anew, since its node may be gone too; Ray does it for the others
@@ -350,19 +350,20 @@ class ActorGroup:
             self._start(rank)
         self._wait_ready(ranks, "start")
 
-    def _end(self, rank: int) -> None:
-        """End an actor's process. A late process may never react to Ray's request, so it is killed by its id."""
-        ray.kill(self.actors[rank])
-        place = self._whereabouts(rank) if rank in self._late else None
-        if place is not None:
-            on_node(place, kill_worker, place.pid)
+    def _end(self, ranks: Sequence[int]) -> None:
+        """End actors' processes. A late process may never react to Ray's request, so it is killed by its id."""
+        for rank in ranks:
+            ray.kill(self.actors[rank])
+        on_nodes(kill_worker, [self._whereabouts(rank) for rank in ranks if rank in self._late])
 
-    def _look(self, rank: int) -> str:
-        """Location and state of an actor's process, for a message."""
-        place = self._whereabouts(rank)
-        if place is None:
-            return "process unknown"
-        return f"process {place.pid} on {place.host}: {on_node(place, process_state, place.pid) or 'its node does not answer'}"
+    def _look(self, ranks: Sequence[int]) -> list[str]:
+        """Location and state of each actor's process, for a message."""
+        places = [self._whereabouts(rank) for rank in ranks]
+        states = on_nodes(process_state, places)
+        return [
+            "process unknown" if place is None else f"process {place.pid} on {place.host}: {state or 'its node does not answer'}"
+            for place, state in zip(places, states, strict=True)
+        ]
 
     def gpus(self) -> dict[str, list[str]]:
         """The GPUs of each rank's process, each with its node, by the rank's name in messages.
@@ -382,15 +383,12 @@ class ActorGroup:
         """End all processes, and wait until they have freed their memory."""
         until = time.monotonic() + deadline
         places = [self._whereabouts(rank) for rank in range(len(self))]
-        for rank in range(len(self)):
-            self._end(rank)
-        for place in filter(None, places):
-            while on_node(place, process_state, place.pid) not in (None, "gone", psutil.STATUS_ZOMBIE) and time.monotonic() < until:
-                time.sleep(END_SECONDS)
+        self._end(range(len(self)))
+        while not set(on_nodes(process_state, places)) <= {None, "gone", psutil.STATUS_ZOMBIE} and time.monotonic() < until:
+            time.sleep(END_SECONDS)
 
     def close(self) -> None:
-        for rank in range(len(self)):
-            self._end(rank)
+        self._end(range(len(self)))
         if self._own_bundles:
             release([(bundle.group, bundle.index) for bundle in self._bundles if bundle is not None])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -34,14 +34,20 @@ def place_of_process(_: Any) -> Place:
     return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), tuple(gpus))
 
 
-def on_node(place: Place, look: Callable[[int], str], pid: int) -> str | None:
-    """Result of `look` for a process on a node; None: the node doesn't answer in time."""
-    if place.node == ray.get_runtime_context().get_node_id():
-        return look(pid)
-    there = NodeAffinitySchedulingStrategy(place.node, soft=False)
-    with suppress(RayError):
-        return ray.get(ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(pid), timeout=LOOK_SECONDS)
-    return None
+def on_nodes(look: Callable[[int], str], places: Sequence[Place | None]) -> list[str | None]:
+    """Result of `look` for the process at each place, at the same time; None: there is no place, or its node doesn't answer in time."""
+    here, pending = ray.get_runtime_context().get_node_id(), {}
+    for number, place in enumerate(places):
+        if place is not None and place.node != here:
+            there = NodeAffinitySchedulingStrategy(place.node, soft=False)
+            pending[number] = ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(place.pid)
+    if pending:
+        ray.wait(list(pending.values()), num_returns=len(pending), timeout=LOOK_SECONDS)
+    found: list[str | None] = [look(place.pid) if place is not None and place.node == here else None for place in places]
+    for number, reference in pending.items():
+        with suppress(RayError):
+            found[number] = ray.get(reference, timeout=0)
+    return found
 
 
 def process_state(pid: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from transfers import ReceiverPeer, new_sender, send, source_of
 from rlhf_core.config import LoraConfig
 from rlhf_core.engines.gloo_transfer import pack_layer, unpack_layer
 from rlhf_core.engines.in_process import RolloutActor
-from rlhf_core.engines.weight_sender import Target
+from rlhf_core.engines.weight_sender import END_SECONDS, Target
 from rlhf_core.engines.weight_source import by_size, layer_of, specs_of
 from rlhf_core.models.build import checkpoint_names, load_language_model
 from rlhf_core.models.lora import add_adapters, weight_units
@@ -154,6 +155,18 @@ def test_an_engine_lost_in_a_transfer_is_named_and_the_next_one_gets_all(
     assert send(sender, [Target(1, processes[2], "gloo", 1)], source_of(large), version=1, ids=[]) == ({1: (1, sums(large))}, {})
     targets[1] = Target(1, processes[2], "gloo", 1)
     assert send(sender, targets, source_of(large), version=2, ids=[]) == ({k: (2, sums(large)) for k in (0, 1)}, {})
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["in the transfer", "before it"])
+def test_engines_that_hang_are_waited_for_at_the_same_time(large: nn.Module, processes, begun: bool):
+    processes += [ReceiverPeer(5 if begun else None, signal.SIGSTOP) for _ in range(4)]
+    for peer in [] if begun else processes:
+        os.kill(peer.process.pid, signal.SIGSTOP)
+    targets = [Target(k, peer, "gloo", 1) for k, peer in enumerate(processes)]
+    began = time.monotonic()
+    answers, lost = send(new_sender(timeout=2.0), targets, source_of(large), version=1, ids=[])
+    assert time.monotonic() - began < 2.0 + 2 * END_SECONDS < 4 * END_SECONDS
+    assert answers == {} and list(lost) == [0, 1, 2, 3]
 
 
 def test_an_engine_that_is_dead_before_the_transfer_is_named(large: nn.Module, processes):

@@ -55,6 +55,7 @@ PARTS = (
     Part("rl", "the steps of RL jobs", 180, 540),
     Part("trl", "GRPO by us and by TRL", 120, 540, "tools.bench.gpu.peer"),
     Part("turns", "engines and trainer by turns on a GPU", 150, 540),
+    Part("transfer", "weights for an engine on the same GPU", 120, 440),
     Part("lora", "steps with adapters", 90, 420),
     Part("tensor_parallel", "an engine on two GPUs", 60, 480),
     Part("memory", "where the memory goes", 90, 300),

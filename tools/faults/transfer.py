@@ -1,0 +1,137 @@
+"""A weight transfer that is held between its first and its last layer, so that a fault strikes in the middle.
+
+A small model's transfer takes milliseconds. The trainer's ranks are stopped as soon as one of them works on `send_weights`, and from then
+on run in slices of a fraction of a millisecond. Between two slices the stacks of the engines, which py-spy reads from outside, tell for
+which layer each of them waits.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGCONT, SIGSTOP
+
+import psutil
+from small_workspace import command_line
+
+log = logging.getLogger("faults")
+SLICE_SECONDS = 2e-4
+LOOK_SECONDS = 1.0  # between two searches for the processes
+SETTLE_SECONDS = 2.0  # until engines have taken what the ranks sent in a slice
+HOLD_SECONDS = 8.0  # of a transfer; well below the deadlines of its processes
+SPY = Path(sys.prefix) / "bin/py-spy"
+
+Find = Callable[[str], Sequence[psutil.Process]]  # the processes of a role, such as "rollout"
+
+
+@dataclass(frozen=True)
+class Held:
+    """A transfer in the middle.
+
+    ranks: of the trainer, stopped at work on it.    engines: each waits for a layer that isn't the first.
+    """
+
+    ranks: Sequence[psutil.Process]
+    engines: Sequence[psutil.Process]
+
+
+@contextmanager
+def held_transfer(find: Find, *, ended: Callable[[], bool], deadline: float) -> Iterator[Held]:
+    """Hold the next transfer that can be; the ranks run again at the end of the block.
+
+    Args:
+        ended: whether the job has.
+        deadline: seconds.
+    Raises:
+        RuntimeError: there was no such moment.
+    """
+    until, looked, count = time.monotonic() + deadline, -math.inf, 0
+    while not ended() and time.monotonic() < until:
+        if time.monotonic() - looked > LOOK_SECONDS:
+            ranks, looked = find("trainer"), time.monotonic()
+        if not at_work(ranks, "send_weights"):
+            time.sleep(SLICE_SECONDS)
+            continue
+        count += 1
+        with stopped(ranks):
+            engines = find("rollout")
+            if (layers := _advance(ranks, engines)) is not None:
+                log.info("transfer %d: held where engines wait for layers %s, the first being 0", count, sorted(layers))
+                yield Held(at_work(ranks, "send_weights"), engines)
+                return
+        while at_work(ranks, "send_weights"):
+            time.sleep(SLICE_SECONDS)
+    raise RuntimeError(f"expected an engine in the middle of a transfer, got none in {count} transfers")
+
+
+def at_work(actors: Sequence[psutil.Process], call: str) -> list[psutil.Process]:
+    """Those of Ray's actors that work on a call, which their titles name."""
+    return [actor for actor in actors if call in " ".join(command_line(actor))]
+
+
+@contextmanager
+def stopped(processes: Sequence[psutil.Process]) -> Iterator[None]:
+    _signal(processes, SIGSTOP)
+    try:
+        yield
+    finally:
+        _signal(processes, SIGCONT)
+
+
+def _signal(processes: Sequence[psutil.Process], number: int) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def _advance(ranks: Sequence[psutil.Process], engines: Sequence[psutil.Process]) -> list[int] | None:
+    """Run stopped ranks until every engine waits for a layer after the first. Returns these layers; None: the transfer went on too far."""
+    until = time.monotonic() + HOLD_SECONDS
+    while at_work(ranks, "send_weights") and time.monotonic() < until:
+        layers = [settled_layer(engine) for engine in at_work(engines, "receive_weights")]
+        if len(layers) == len(engines) > 0 and all(layers):
+            return layers
+        _signal(ranks, SIGCONT)
+        time.sleep(SLICE_SECONDS)
+        _signal(ranks, SIGSTOP)
+    return None
+
+
+def settled_layer(engine: psutil.Process) -> int | None:
+    """The layer for which an engine waits, once no thread of it has anything to do; None: it doesn't wait for one."""
+    until = time.monotonic() + SETTLE_SECONDS
+    while time.monotonic() < until:
+        if is_asleep(engine):
+            layer = awaited_layer(engine)
+            if is_asleep(engine):
+                return layer
+    return None
+
+
+def awaited_layer(engine: psutil.Process) -> int | None:
+    """The argument of `GlooReceiver.receive` on an engine's stack; None: the engine isn't in it."""
+    dump = [SPY, "dump", "--pid", str(engine.pid), "--locals", "--json", "--nonblocking"]
+    done = subprocess.run(dump, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:  # a stack that changed while it was read
+        return None
+    for frame in (frame for thread in json.loads(done.stdout) for frame in thread["frames"]):
+        if frame["filename"].endswith("gloo_transfer.py") and frame["name"].endswith("receive"):
+            return int(next(local["repr"] for local in frame["locals"] or () if local["name"] == "number"))
+    return None
+
+
+def is_asleep(process: psutil.Process) -> bool:
+    """Whether no thread of a process runs or could."""
+    states = []
+    for path in Path(f"/proc/{process.pid}/task").glob("*/stat"):
+        with suppress(OSError):  # a thread that has ended
+            states.append(path.read_text().rpartition(")")[2].split()[0])
+    return "R" not in states
