@@ -59,9 +59,17 @@ def configure_process() -> None:
     """
     for name, value in PROCESS_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    hush_libraries()
     collect_rarely()
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)
+
+
+def hush_libraries() -> None:
+    """Silence bitsandbytes' warning on CPUs with AVX-512 in bfloat16 that a kernel of its own for 4 bits is missing, which nothing here
+    calls: PEFT imports it for every adapter, and rlhf_core/models/lora.py multiplies by dequantized weights.
+    """
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def collect_rarely() -> None:

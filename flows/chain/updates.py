@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from flows.chain.overrides import check
@@ -102,6 +103,9 @@ def _flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _change_list(changes: list[tuple[str, Any, Any]]) -> str:
+    """A change of `training` stands for the same one of each section that takes it over."""
+    shared = {(key.partition(".")[2], str(old), str(new)) for key, old, new in changes if key.startswith("training.")}
+    changes = [c for c in changes if c[0].startswith("training.") or (c[0].partition(".")[2], str(c[1]), str(c[2])) not in shared]
     parts = [f"{key} {_value(old)} -> {_value(new)}" for key, old, new in changes[:MAX_KEYS]]
     return ", ".join(parts) + (f" and {len(changes) - MAX_KEYS} more" if len(changes) > MAX_KEYS else "")
 
@@ -110,14 +114,16 @@ def _value(value: Any) -> str:
     return shown(json.dumps(value, ensure_ascii=False), 60)
 
 
-def own_params(root: Path, name: str, params: Params) -> list[tuple[str, Any, Any]]:
+def own_params(root: Path, name: str, params: Params, given: Mapping[str, Any] = MappingProxyType({})) -> list[tuple[str, Any, Any]]:
     """(key, value in the run's base commit, value in the run), without the keys pinned from the registry.
 
+    Args:
+        given: overrides of the base commit's params, whose values don't count as the run's own.
     Raises:
-        ConfigError: this code can't read that commit's params.
+        ConfigError: this code can't read that commit's params, or they lack a given key.
     """
     base = _made_from(root, name)
-    made_from = overridden(git(root, "show", f"{base}:params.yaml"), {}, subject=f"params.yaml of {base[:9]}")[1]
+    made_from = overridden(git(root, "show", f"{base}:params.yaml"), dict(given), subject=f"params.yaml of {base[:9]}")[1]
     return [change for change in differences(made_from, params) if not change[0].startswith(OF_THE_REGISTRY)]
 
 
@@ -134,7 +140,5 @@ def _made_from(root: Path, name: str) -> str:
 def _log_kept_params(root: Path, name: str, params: Params, overrides: dict[str, Any]) -> None:
     """Log params that the run keeps although they aren't given now, for example because a recipe changed."""
     with suppress(ConfigError):
-        given = tuple(overrides)
-        kept = [change for change in own_params(root, name, params) if not f"{change[0]}.".startswith(tuple(f"{key}." for key in given))]
-        if kept:
+        if kept := own_params(root, name, params, overrides):
             log.info("run %s: resumes and keeps params that were not given: %s", name, _change_list(kept))

@@ -95,6 +95,9 @@ def _problem(key: str, wanted: str, in_root: str | None, root: Path, name: str |
     place = "in the project's folder" if name is None else f"in the worktree {RUNS}/{name}"
     if name is None or in_root is None:
         return f"{key}: expected {shown(wanted)} {place}, got no such file; correct the path, relative to the project's folder"
+    here = Path(os.path.normpath(root.absolute() / in_root))
+    if not here.is_relative_to(root.absolute()):
+        return f"{key}: expected {shown(wanted)} {place}, got a path out of the project's folder; write it absolute, {shown(str(here))}"
     advice = "commit it: a named run's worktree starts from the last commit"
     if worktree_path(root, name).exists():
         advice += (

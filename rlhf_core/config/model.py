@@ -65,10 +65,10 @@ class LoraConfig(Section):
     quantize: nf4 rounds the frozen linear layers to 4 bits (QLoRA); None keeps them.
     """
 
-    rank: int = Field(gt=0)
-    alpha: float = Field(gt=0)
-    dropout: float = Field(ge=0, lt=1)
-    target_modules: Literal["all-linear"] | list[str]
+    rank: int = Field(default=8, gt=0)
+    alpha: float = Field(default=16.0, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
     quantize: Literal["nf4"] | None = None
 
 

@@ -31,6 +31,7 @@ from rlhf_core.report.tables import (
     key_params,
     method_name,
     samples,
+    setup_rows,
     source_rows,
     tiles,
 )
@@ -84,6 +85,7 @@ def render(inputs: ReportInputs) -> str:
         "sources": [] if inputs.data is None else source_rows(inputs.data),
         "expectations": None if inputs.validation is None else expectations(inputs.validation),
         "facts": {stage: list(facts(tree)) for stage in ("sft", "reward", "policy") if (tree := getattr(inputs, stage)) is not None},
+        "setups": setup_rows({"SFT": inputs.sft, "Reward model": inputs.reward, "Policy": inputs.policy}),
         "key_params": list(key_params(inputs.params)),
         "all_params": json.dumps(inputs.params, indent=2, ensure_ascii=False),
         "sections": SECTIONS,

@@ -53,6 +53,12 @@ LABELS = {
     "truncated_fraction": "share truncated",
     "logprob_difference_max": "largest log-probability difference",
 }
+# Keys of a stage's `setup` that the report names where they are true.
+SHARDING = {
+    "offload_optimizer": "optimizer on the host",
+    "offload_parameters": "parameters on the host",
+    "gradient_checkpointing": "gradient checkpointing",
+}
 CLERK_ASPECTS = ("correct", "polite", "brief", "safe")
 MODEL_NAMES = {"sft": "SFT", "policy": "Policy"}
 # Label, key of a model's figures, format, and whether more is better (None: neither).
@@ -133,6 +139,46 @@ def facts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield LABELS.get(key, key.replace("_", " ")), shown
         elif isinstance(value, str):
             yield key.replace("_", " "), value
+
+
+def setup_rows(trained: Mapping[str, Mapping[str, Any] | None]) -> list[dict[str, str]]:
+    """How each stage was trained: ranks, ZeRO, adapters, and of RL rollout engines and the way of the weights to them.
+
+    Args:
+        trained: label -> the stage's metrics.
+    """
+    setups = {label: metrics["setup"] for label, metrics in trained.items() if metrics is not None and "setup" in metrics}
+    return [
+        {
+            "stage": label,
+            "ranks": _ranks(setup),
+            "zero": ", ".join([str(setup["zero_stage"]), *(words for key, words in SHARDING.items() if setup[key])]),
+            "adapters": _adapters(setup["lora"]),
+            "engines": _engines(setup) if "engines" in setup else "",
+            "transfer": ", ".join(dict.fromkeys(setup.get("weight_transfer", ()))),
+        }
+        for label, setup in setups.items()
+    ]
+
+
+def _ranks(setup: Mapping[str, Any]) -> str:
+    groups = [f"{group['ranks']} for {', '.join(group['roles']).replace('_', ' ')}" for group in setup.get("groups", ())]
+    shared = f"; {setup['sequence_parallel']} share each sequence" if setup["sequence_parallel"] > 1 else ""
+    gpus = f"; {setup['gpus']['per_rank']:g} GPU each" if setup.get("gpus") else ""
+    return ("; ".join(groups) if len(groups) > 1 else str(setup["ranks"])) + shared + gpus
+
+
+def _engines(setup: Mapping[str, Any]) -> str:
+    backend = {"vllm": "vLLM", "pytorch": "PyTorch"}[setup["backend"]]
+    gpus = f"; {setup['gpus']['per_engine']:g} GPU each" if setup["gpus"] else ""
+    return f"{setup['engines']} {backend}, tensor parallel {setup['tensor_parallel_size']}{gpus}"
+
+
+def _adapters(lora: Mapping[str, Any] | None) -> str:
+    if lora is None:
+        return "none"
+    modules = lora["target_modules"] if isinstance(lora["target_modules"], str) else " ".join(lora["target_modules"])
+    return f"rank {lora['rank']}, alpha {lora['alpha']:g}, {modules}" + (f", {lora['quantize']}" if lora["quantize"] else "")
 
 
 def key_params(params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -24,6 +24,7 @@ from rlhf_core.paths import TIMINGS
 from rlhf_core.process import Interrupted, configure_process, show_own_log
 from rlhf_core.progress import name_stage
 from rlhf_core.stage.run import Stage, StageFailed
+from rlhf_core.stage.setup import training_setup
 from rlhf_core.storage.node import enter
 from rlhf_core.storage.work import DONE, OUTPUTS, STOP, RemoteNote
 
@@ -160,15 +161,17 @@ def train(stage: Stage, config: TrainingConfig, function: Callable[..., Metrics]
     """Call `function(run, *arguments)` on `config.ranks` ranks.
 
     Returns:
-        The result of rank 0, which JSON can hold.
+        The result of rank 0, which JSON can hold, and how it was trained as `setup`.
     Raises:
         Interrupted: a stop was requested; the state is saved.
     """
     job = _job(stage, function, arguments, ranks=config.ranks, zero_stage=config.zero_stage, sequence_parallel=config.sequence_parallel)
     if config.ranks == 1:
         _join(job)
-        return function(TrainRun(job, lambda: stage.stop_requested), *arguments)
-    return _run_on_ray(stage, job, subject=f"training on {job.ranks} ranks")
+        metrics = function(TrainRun(job, lambda: stage.stop_requested), *arguments)
+    else:
+        metrics = _run_on_ray(stage, job, subject=f"training on {job.ranks} ranks")
+    return metrics | {"setup": training_setup(config)}
 
 
 def infer(stage: Stage, function: Callable[..., Metrics], *arguments: Any) -> Metrics:

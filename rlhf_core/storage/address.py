@@ -85,7 +85,7 @@ class Storage:
         return self._within(NOTE_SECONDS, read, f"{path} read")
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Bytes of every file below a folder, by its path below it."""
+        """Bytes of every file below a folder, "" being all of the storage, by its path below it."""
         from pyarrow.fs import FileSelector, FileType
 
         start = self._at(folder)
@@ -134,7 +134,7 @@ class Storage:
         return isinstance(self.filesystem, LocalFileSystem)
 
     def _at(self, path: str) -> str:
-        return f"{self.folder}/{path}"
+        return f"{self.folder}/{path}".removesuffix("/")
 
     def _write(self, path: str, source: Path | bytes) -> None:
         target = self._at(path)

@@ -135,7 +135,7 @@ def test_each_way_to_the_policy_without_rl_trains_one_that_is_evaluated_and_repo
         printed
     )
     metrics = json.loads((workspace / "metrics/train_policy.json").read_text())
-    assert (metrics["method"], metrics["steps"]) == (method, 8)
+    assert (metrics["method"], metrics["steps"], metrics["setup"]["ranks"]) == (method, 8, 1)
     curves = pd.read_csv(workspace / "plots/train_policy.csv")
     assert len(curves) == 8 and curves["loss"].notna().all() and curves["heldout_loss"].notna().sum() == 2
     if last == "train_policy":

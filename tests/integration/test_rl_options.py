@@ -288,6 +288,9 @@ def test_a_stop_string_ends_a_response_the_greedy_one_is_the_baseline_and_adapte
     monitor = greedy.metrics["monitor"]
     assert (monitor["stopped"]["limit"], monitor["stopped"]["step"]) == ("always", 4) and monitor["chosen_step"] in (0, 2)
     assert "back to the best by score" in greedy.printed
+    setup = greedy.metrics["setup"]
+    assert setup["lora"]["quantize"] == "nf4" and setup["weight_transfer"] == ["gloo"] * setup["engines"]
+    assert ", nf4</td>" in (greedy.workspace / "reports/report.html").read_text(encoding="utf-8")
     assert_nothing_left(greedy.workspace)
 
 

@@ -62,7 +62,9 @@ def test_two_ranks_end_with_the_losses_of_one(chain, undisturbed, tmp_path):
     for name in ("loss", "heldout_loss", "grad_norm"):
         assert mine[name].dropna().tolist() == pytest.approx(theirs[name].dropna().tolist(), rel=1e-3)  # 144 steps; six digits
     figures = [json.loads((workspace / "metrics/train_sft.json").read_text()) for workspace in (undisturbed, alone)]
+    setups = [of.pop("setup") for of in figures]
     assert figures[0] == pytest.approx(figures[1], rel=1e-4)
+    assert [(setup["ranks"], setup["zero_stage"]) for setup in setups] == [(2, 2), (1, 0)]
 
 
 def test_a_stopped_and_a_killed_run_on_two_ranks_end_with_the_bits_of_an_undisturbed_one(chain, undisturbed, cluster, tmp_path):

@@ -50,3 +50,23 @@ def test_a_line_of_the_log_is_read_as_it_stands():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "source a⟨U+202E⟩b⟨U+200F⟩\n"
+
+
+CONFIGURED = "from rlhf_core.process import configure_process\nconfigure_process()"
+
+
+@pytest.mark.parametrize(("first", "printed"), [("", True), (CONFIGURED, False)])
+def test_a_missing_kernel_of_bitsandbytes_that_nothing_calls_is_not_mentioned(first, printed):
+    """Its import as on a CPU with AVX-512 in bfloat16, where it asks for the package kernels."""
+    program = f"""
+{first}
+import sys
+import bitsandbytes, bitsandbytes._ops, bitsandbytes.functional
+bitsandbytes.functional.has_avx512bf16 = lambda: True
+bitsandbytes._ops.register_kernel = lambda *_: lambda function: function
+sys.modules["kernels"] = None
+del sys.modules["bitsandbytes.backends.cpu.ops"]
+import bitsandbytes.backends.cpu.ops
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
+    assert ("gemm_4bit_forward" in done.stderr) is printed, done.stderr

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlhf_core.engines.ray.places import Bundle, RoleLost, release, reserve, use_node_interface
 from rlhf_core.engines.ray.processes import Place, kill_worker, on_nodes, place_of_process, process_state
 from rlhf_core.environment import keep_visible, named, passed_on
-from rlhf_core.process import collect_rarely, freeze_gc
+from rlhf_core.process import collect_rarely, freeze_gc, hush_libraries
 from rlhf_core.storage.node import enter
 
 PEER_SECONDS = 5.0  # seconds until the death that made another rank's call fail is known
@@ -58,6 +58,7 @@ class Hosted:
         keep_visible(named())  # a reward function sees the same environment on a remote cluster as in a stage
         enter()
         use_node_interface()
+        hush_libraries()
         collect_rarely()
         module, _, name = factory.partition(":")
         made_by = getattr(importlib.import_module(module), name)

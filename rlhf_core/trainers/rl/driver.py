@@ -78,7 +78,7 @@ class Actors:
             check_nodes(files.packages if files else {}, params.cluster.network_interface, timeout=job.rl.deadlines.start)
             check_cluster("train_policy", params, gpus)
         self.ways = transfer_ways(job.rl, self._placement)  # by which weights reach each engine
-        _record(self._placement, job)
+        _record(self._placement, self.ways, job)
         self._reserved = ReservedGpus(self._placement, deadline=job.rl.deadlines.start)
         self.rollouts = self._rollout_engines()  # first: they start slowest
         names = [f"trainer.{group.name}" if len(job.rl.role_groups) > 1 else "trainer" for group in job.rl.role_groups]
@@ -155,14 +155,11 @@ class Actors:
         return max(1, self._job.threads // together // among)
 
 
-def _record(placement: Placement, job: RlJob) -> None:
-    """Log the placement and write it into the job's folder, if the cluster has GPUs."""
-    path = Path(job.work) / PLACEMENT
+def _record(placement: Placement, ways: list[str], job: RlJob) -> None:
+    """Write the placement into the job's folder, and log it if the cluster has GPUs."""
     if placement.gpus:
         log.info("rl: %s", placement.describe(job.rl))
-        path.write_text(json.dumps(placement.as_json(job.rl)))
-    else:
-        path.unlink(missing_ok=True)
+    (Path(job.work) / PLACEMENT).write_text(json.dumps(placement.as_json(job.rl) | {"weight_transfer": ways}))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from rlhf_core.config import ModelConfig, RlConfig, Section, TrackingConfig
 from rlhf_core.stage.job import pulse_file
 
 POLICY = "policy"  # in the storage, if there is one: the set of the exported policy's files
-PLACEMENT = "placement.json"  # in the job's folder, if the cluster has GPUs
+PLACEMENT = "placement.json"  # in the job's folder: shares of the cluster's GPUs, and how each engine gets weights
 
 
 class RlJob(Section):

@@ -15,6 +15,7 @@ from rlhf_core.stage.files import has_labels, read_json, source_judges
 from rlhf_core.stage.luggage import Luggage
 from rlhf_core.stage.ray_job import submit_job
 from rlhf_core.stage.run import Stage, check_gate, steps_at_the_end
+from rlhf_core.stage.setup import rl_setup
 from rlhf_core.stage.stored_job import uses_storage
 from rlhf_core.storage.work import OUTPUTS
 from rlhf_core.trainers.rl.job import PLACEMENT, POLICY, RlJob
@@ -127,8 +128,8 @@ def absolute_function(path: str) -> str:
 
 
 def final_figures(work: Path, rl: RlConfig) -> dict[str, Any]:
-    """The stage's metrics: means over the last steps, the largest log-probability difference, the monitor's findings, the exported step
-    and the actors' GPUs, if any.
+    """The stage's metrics: means over the last steps, the largest log-probability difference, the monitor's findings, the exported step,
+    and how it was trained.
     """
     import pandas as pd
 
@@ -146,5 +147,5 @@ def final_figures(work: Path, rl: RlConfig) -> dict[str, Any]:
         "logprob_difference_max": float(rows["logprob_difference"].max()),
         "monitor": read_json(work / "monitor.json"),
         **({f"best_{name}": value for name, value in read_json(work / "best.json").items()} if rl.evaluation.keep_best else {}),
-        **({"gpus": read_json(work / PLACEMENT)} if (work / PLACEMENT).exists() else {}),
+        "setup": rl_setup(rl, read_json(work / PLACEMENT)),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from flows.chain.overrides import check
 from rlhf_core.config import (
     DEFAULT_LIMITS,
     ConfigError,
+    LoraConfig,
     SharedTrainingConfig,
     TrainingConfig,
     apply_overrides,
@@ -20,6 +22,7 @@ from rlhf_core.config import (
     load_params,
     overridden,
     parse_params,
+    parse_yaml,
     read_yaml,
     set_key,
 )
@@ -224,3 +227,11 @@ def test_a_batch_needs_an_example_for_each_group_that_shares_sequences():
     changes = {"sft.ranks": 8, "sft.sequence_parallel": 4, "sft.batch_size": 2}
     _, params = overridden(DEFAULT.read_text(), changes, subject="params.yaml")
     assert params.sft.data_parallel_size == 2
+
+
+def test_adapters_have_the_documented_defaults(params_file):
+    documented = re.search(r"lora: (\{.*?\}) +# the defaults", (DEFAULT.parent / "docs/lora.md").read_text(encoding="utf-8"))[1]
+    assert LoraConfig() == LoraConfig(**parse_yaml(documented, "docs/lora.md"))
+    params = apply_overrides(params_file, {"training.lora": {}, "rl.lora": {"rank": 4}})
+    assert params.dpo.lora == LoraConfig() and params.rl.lora == LoraConfig(rank=4)
+    assert apply_overrides(params_file, {"rl.lora.alpha": 2.0}).rl.lora == LoraConfig(rank=4, alpha=2.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import struct
@@ -112,6 +113,16 @@ def test_files_outside_of_git_are_found_as_the_stage_finds_them(root, tmp_path_f
         check_user_files(root, name, scored_by("linked/mine.py:score"))
     git(root, "worktree", "add", "--quiet", "runs/made")
     check_user_files(root, "made", scored_by("linked/mine.py:score"))
+
+
+def test_a_file_beside_the_project_is_to_be_named_by_its_absolute_path(root, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("beside")
+    (outside / "mine.py").write_text("")
+    path = os.path.relpath(outside / "mine.py", root)
+    check_user_files(root, None, scored_by(f"{path}:score"))
+    with refused(f"in the worktree runs/new, got a path out of the project's folder; write it absolute, {outside}/mine.py"):
+        check_user_files(root, "new", scored_by(f"{path}:score"))
+    check_user_files(root, "new", scored_by(f"{outside}/mine.py:score"))
 
 
 def lay_out_model(folder: Path, name: str = "any") -> Path:

@@ -34,6 +34,7 @@ from rlhf_core.report.inputs import ReportInputError
 from rlhf_core.report.page import METHOD_TITLES, render
 from rlhf_core.report.tables import METHOD_PARAMS, answer, evaluation_rows, expectations, samples, side_by_side
 from rlhf_core.report.verdict import outcome
+from rlhf_core.stage.setup import rl_setup, training_setup
 from tasks.gate_reward import NOT_NEEDED
 from tasks.report import write_stopped
 from tasks.train_reward import NOT_TRAINED
@@ -208,6 +209,30 @@ def test_a_run_without_a_reward_model(tmp_path, monkeypatch):
     assert "Win rate by the reward<" in page and "The judge was part of the reward" in page
     assert not any(f'data-figure="{name}"' in page for name in ("reward_loss", "reward_accuracy", "gate_accuracy", "gate_scores"))
     assert "reward.epochs</dt>" not in page
+
+
+def test_the_training_part_says_how_each_model_was_trained(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    assert "Ranks, engines and adapters" not in render_in(workspace, monkeypatch)  # metrics of an older version
+    changes = {"sft.ranks": 2, "sft.zero_stage": 2, "rl.placement": "two_groups", "rl.trainer.ranks": 2, "rl.trainer.zero_stage": 3}
+    changes |= {"rl.trainer.offload_optimizer": True, "rl.lora": {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": ["q_proj"]}}
+    params = apply_overrides(workspace / "params.yaml", changes)
+    placed = {"gpus": 8, "per_rank": 1.0, "per_engine": 0.5, "weight_transfer": ["ipc", "nccl"]}
+    edit_metrics(workspace, "train_sft", {"setup": training_setup(params.sft)})
+    edit_metrics(workspace, "train_policy", {"setup": rl_setup(params.rl, placed)})
+    section = render_in(workspace, monkeypatch).split("<h3>Ranks, engines and adapters</h3>")[1].split("</table>")[0]
+    rows = [re.findall(r"<t[hd][^>]*>([^<]*)</t", row) for row in re.findall(r"<tr><th scope.*?</tr>", section)]
+    assert rows == [
+        ["SFT", "2", "2", "none", "", ""],
+        [
+            "Policy",
+            "2 for policy, reference; 2 for critic, reward models; 1 GPU each",
+            "3, optimizer on the host",
+            "rank 4, alpha 8, q_proj",
+            "2 vLLM, tensor parallel 1; 0.5 GPU each",
+            "ipc, nccl",
+        ],
+    ]
 
 
 def test_the_data_part_says_what_each_source_lost_and_why(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ import pytest
 from rlhf_core.storage import address, node
 from rlhf_core.storage.address import Storage, StorageFailed
 from rlhf_core.storage.board import _FolderBoard, _StorageBoard
+from rlhf_core.storage.clean import clean
 from rlhf_core.storage.files import download, hash_files, index_bytes, sha256_of, upload
 from rlhf_core.storage.node import INPUTS, JobFiles, enter
 from rlhf_core.storage.packages import differences, found_here, wanted
@@ -132,6 +133,34 @@ def test_a_set_is_replaced_as_a_whole(storage, tmp_path):
     (tmp_path / "theirs/work/model").write_text("x")
     theirs.pull(OUTPUTS)
     assert (tmp_path / "theirs/work/model").read_text() == "m"
+
+
+def test_inputs_are_removed_unless_a_job_is_at_work_and_come_back_with_the_next(storage, tmp_path):
+    files = write(tmp_path / "in", one="1", two="22")
+    index = hash_files(files)
+    upload(storage, INPUTS, files, index)
+    storage.put_note("train_sft/ab-1/pulse", b"7")
+    storage.put_note("train_sft/ab-1/checkpoints/step-1/manifest.json", b"{}")
+    done = threading.Event()
+
+    def beat() -> None:
+        count = 8
+        while not done.wait(0.05):
+            count += 1
+            storage.put_note("train_sft/ab-1/pulse", str(count).encode())
+
+    driver = threading.Thread(target=beat)
+    driver.start()
+    try:
+        with pytest.raises(ValueError, match="expected no job at work, got train_sft/ab-1; wait for it or stop it"):
+            clean(storage, watched=1.0)
+    finally:
+        done.set()
+        driver.join()
+    assert len(storage.sizes(INPUTS)) == 2
+    assert "removed 2 files of inputs/" in clean(storage, watched=0.2)
+    assert storage.sizes(INPUTS) == {} and len(storage.sizes("train_sft")) == 2
+    assert upload(storage, INPUTS, files, index) == 3
 
 
 def test_a_note_is_read_again_after_its_seconds_only(storage, tmp_path):

@@ -18,11 +18,13 @@ from rlhf_core.config import Params, parse_params, read_yaml, set_key
 from rlhf_core.data.schema import write_rows
 from rlhf_core.stage.job import REFUSED, forget_refusal, refusal_of, refuse
 from rlhf_core.stage.run import TAIL, StageFailed
-from rlhf_core.trainers.rl.job import RlJob
+from rlhf_core.stage.setup import rl_setup
+from rlhf_core.trainers.rl.job import PLACEMENT, RlJob
 from rlhf_core.trainers.rl.submit import check_rewards, describe_job, final_figures
 
 ROOT = Path(__file__).parents[4]
 PASSED = {"passed": True, "message": "passed: it is good."}
+ON_CPUS = {"gpus": 0, "per_rank": 0.0, "per_engine": 0.0, "weight_transfer": ["gloo", "gloo"]}
 REJECTED = {"passed": False, "message": "rejected: too few pairs.", "override": None}
 
 
@@ -158,6 +160,7 @@ def test_final_figures_are_means_over_the_last_steps_of_every_scorer_too(tmp_pat
     rows.to_csv(tmp_path / "curves.csv", index=False)
     monitor = {"stopped": None, "warnings": [], "chosen_step": steps}
     (tmp_path / "monitor.json").write_text(json.dumps(monitor))
+    (tmp_path / PLACEMENT).write_text(json.dumps(ON_CPUS))
     figures = final_figures(tmp_path, given.rl)
     assert figures["monitor"] == monitor
     assert (figures["score_mean"], figures["score_judge"], figures["score_length"]) == (3.0, 0.5, 1.5)
@@ -170,6 +173,24 @@ def test_final_figures_are_means_over_the_last_steps_of_every_scorer_too(tmp_pat
     assert (best["best_step"], best["best_metric"], best["best_value"]) == (20, "judge", 0.8)
 
 
+def test_the_setup_says_how_a_policy_was_trained():
+    two = params(
+        rl__placement="two_groups",
+        rl__trainer__ranks=2,
+        rl__trainer__zero_stage=2,
+        rl__lora={"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": ["q_proj"]},
+    )
+    setup = rl_setup(two.rl, ON_CPUS)
+    assert setup["groups"] == [
+        {"roles": ["policy", "reference"], "ranks": 2},
+        {"roles": ["critic", "reward_models"], "ranks": 2},
+    ]
+    assert (setup["ranks"], setup["zero_stage"], setup["engines"], setup["backend"]) == (4, 2, 2, "vllm")
+    assert (setup["weight_transfer"], setup["gpus"], setup["lora"]["rank"]) == (["gloo", "gloo"], None, 4)
+    on_gpus = rl_setup(two.rl, {"gpus": 4, "per_rank": 0.6, "per_engine": 0.4, "weight_transfer": ["ipc", "nccl"]})
+    assert (on_gpus["weight_transfer"], on_gpus["gpus"]) == (["ipc", "nccl"], {"gpus": 4, "per_rank": 0.6, "per_engine": 0.4})
+
+
 def test_the_end_of_a_short_run_is_its_last_third(tmp_path):
     given = params(rl__algorithm="grpo")
     rows = pd.DataFrame({"step": range(1, 11)})
@@ -178,6 +199,7 @@ def test_the_end_of_a_short_run_is_its_last_third(tmp_path):
     rows["score_mean"] = [float(step) for step in range(1, 11)]
     rows.to_csv(tmp_path / "curves.csv", index=False)
     (tmp_path / "monitor.json").write_text("{}")
+    (tmp_path / PLACEMENT).write_text(json.dumps(ON_CPUS))
     figures = final_figures(tmp_path, given.rl)
     assert (figures["score_mean"], figures["averaged_steps"]) == (8.5, 4)  # (7 + 8 + 9 + 10) / 4; a third of 10, rounded up
 

@@ -1,0 +1,43 @@
+"""How a stage was trained, for its metrics: ranks, sharding, rollout engines and adapters, from the configuration that ran."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_core.config import RlConfig, SharedTrainingConfig, TrainerConfig
+
+SHARDING = ("sequence_parallel", "zero_stage", "offload_optimizer", "offload_parameters", "gradient_checkpointing")
+
+
+def training_setup(config: SharedTrainingConfig) -> dict[str, Any]:
+    """Of a supervised section. lora: None: all weights were trained."""
+    return {"ranks": config.ranks, **_sharding(config), "lora": _adapters(config)}
+
+
+def rl_setup(rl: RlConfig, placed: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for online RL.
+
+    Args:
+        placed: what the driver recorded, with `rl.rollout.weight_transfer` and the GPUs' shares resolved (trainers/rl/job.py: PLACEMENT).
+    """
+    rollout = rl.rollout
+    return {
+        "ranks": rl.ranks,
+        "groups": [{"roles": list(group.roles), "ranks": group.ranks} for group in rl.role_groups],
+        **_sharding(rl.trainer),
+        "engines": rollout.engines,
+        "backend": rollout.backend,
+        "tensor_parallel_size": rollout.tensor_parallel_size,
+        "weight_transfer": placed["weight_transfer"],
+        "gpus": {name: placed[name] for name in ("gpus", "per_rank", "per_engine")} if placed["gpus"] else None,
+        "lora": _adapters(rl),
+    }
+
+
+def _sharding(config: SharedTrainingConfig | TrainerConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in SHARDING}
+
+
+def _adapters(config: SharedTrainingConfig | RlConfig) -> dict[str, Any] | None:
+    return None if config.lora is None else config.lora.model_dump()

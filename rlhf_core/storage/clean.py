@@ -1,0 +1,61 @@
+"""Remove the inputs of jobs from a storage: python -m rlhf_core.storage.clean <address, as in cluster.storage>
+
+Every run that uses the storage shares them, and a stage writes those that its job lacks, so that only jobs at work need them. The command
+refuses while a job's heartbeat changes; it doesn't see one whose stage is just starting it. Checkpoints and outputs stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from rlhf_core.checkpoint.store import size
+from rlhf_core.stage.job import BEAT_SECONDS
+from rlhf_core.storage.address import Storage, StorageFailed
+from rlhf_core.storage.node import INPUTS
+from rlhf_core.storage.work import PULSE
+
+WATCHED_SECONDS = 5 * BEAT_SECONDS
+TIMEOUT = 1800.0  # seconds for the removal, as by default in cluster.storage_timeout
+
+
+def clean(storage: Storage, *, watched: float = WATCHED_SECONDS) -> str:
+    """Remove the folder of inputs. Returns what was removed, in words.
+
+    Args:
+        watched: seconds in which no heartbeat may change.
+    Raises:
+        ValueError: a job is at work.
+        StorageFailed: the storage fails.
+    """
+    before = _pulses(storage)
+    if before:
+        time.sleep(watched)
+    after = _pulses(storage)
+    if alive := sorted(work for work, pulse in after.items() if before.get(work) != pulse):
+        raise ValueError(f"storage {storage.url}: expected no job at work, got {', '.join(alive)}; wait for it or stop it")
+    files = storage.sizes(INPUTS)
+    storage.remove_folder(INPUTS)
+    return f"storage {storage.url}: removed {len(files)} files of {INPUTS}/, {size(sum(files.values()))}"
+
+
+def _pulses(storage: Storage) -> dict[str, bytes | None]:
+    """The heartbeat of each job, by its work's folder."""
+    names = [name for name in storage.sizes("") if name.endswith(f"/{PULSE}")]
+    return {name.removesuffix(f"/{PULSE}"): storage.note(name) for name in names}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("address")
+    try:
+        print(clean(Storage(parser.parse_args().address, timeout=TIMEOUT)))
+    except (ValueError, StorageFailed) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
