@@ -1,6 +1,7 @@
 # make run     the whole chain on the built-in data; sets up .venv first
 # make stories align a small pretrained model to a rule on its own samples (recipes/stories.yaml), in runs/stories
-# make test    all tests; sets up .venv first
+# make test    the tests; sets up .venv first
+# make test-long  further tests of a minute or more each, what others cover in part
 # make server  Prefect's server, work pool, deployments and worker, until Ctrl-C
 # make bench   speed beside TRL and beside the machine's limits (docs/performance.md); needs an idle machine
 # make gpu-check  what works on this GPU and how fast, at most twenty minutes (docs/gpu.md); installs nothing

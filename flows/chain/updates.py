@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -141,4 +142,10 @@ def _log_kept_params(root: Path, name: str, params: Params, overrides: dict[str,
     """Log params that the run keeps although they aren't given now, for example because a recipe changed."""
     with suppress(ConfigError):
         if kept := own_params(root, name, params, overrides):
-            log.info("run %s: resumes and keeps params that were not given: %s", name, _change_list(kept))
+            _log_once(root, f"run {name}: resumes and keeps params that were not given: {_change_list(kept)}")
+
+
+@lru_cache(maxsize=100)
+def _log_once(root: Path, message: str) -> None:
+    """The command line prepares a run before its flow does."""
+    log.info("%s", message)

@@ -3,7 +3,7 @@
 With --stages: the memory of each stage of params.yaml, as the preflight counts it, on this machine or on --gpus of a kind.
 
 Options that aren't given come from params.yaml: the model's shape, lengths, batches and roles. The command proposes a placement;
-with --layout it also evaluates that one. The exit code is 1 if none fits.
+with --layout it also evaluates that one; `params` is that of params.yaml. The exit code is 1 if none fits.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rlhf_core.planning.phases import predict
 from rlhf_core.planning.plan import Placement, Prediction, Workload
 from rlhf_core.planning.preflight import plan_stages
 from rlhf_core.planning.published import table
-from rlhf_core.planning.search import apart, colocated, propose, three_parts
+from rlhf_core.planning.search import apart, colocated, of_params, propose, three_parts
 from rlhf_core.planning.shape import SIZES, ModelShape, from_architecture, from_folder
 
 DEFAULT_GPUS = 8
-LAYOUTS = ("colocated", "apart", "three-parts")
+LAYOUTS = ("params", "colocated", "apart", "three-parts")
 
 
 def main() -> int:
@@ -93,6 +93,8 @@ def notices(params: Params, arguments: argparse.Namespace) -> list[str]:
         found.append(f"{arguments.gpu}: its FLOP/s are for bfloat16, but the model's dtype is float32; pass --dtype or --gpu-flops")
     if params.rl.lora is not None:
         found.append("rl.lora: adapters are ignored; the prediction is for full training (--stages counts them)")
+    if len(params.rl.role_groups) > 1 and arguments.layout != "params":
+        found.append("rl.placement: the proposal is free to place roles otherwise; --layout params predicts your groups")
     return found
 
 
@@ -118,17 +120,19 @@ def plan(work: Workload, params: Params, arguments: argparse.Namespace) -> dict[
 
 def requested(work: Workload, params: Params, arguments: argparse.Namespace, at_a_time: int) -> Placement:
     engines = arguments.engine_gpus or max(1, cluster_gpus(arguments) // 2)
+    own, trainer = arguments.layout == "params", params.rl.trainer
     groups = {
+        "params": lambda: of_params(work, cluster_gpus(arguments), params.rl),
         "colocated": lambda: colocated(work, cluster_gpus(arguments)),
         "apart": lambda: apart(work, cluster_gpus(arguments), engines),
         "three-parts": lambda: three_parts(work, cluster_gpus(arguments), engines),
     }[arguments.layout]()
     return Placement(
         groups,
-        zero_stage=params.rl.trainer.zero_stage if arguments.zero_stage is None else arguments.zero_stage,
-        offload=params.rl.trainer.offload_optimizer if arguments.offload is None else arguments.offload,
-        tensor_parallel=arguments.tensor_parallel,
-        checkpointing=bool(arguments.checkpointing),
+        zero_stage=trainer.zero_stage if arguments.zero_stage is None else arguments.zero_stage,
+        offload=trainer.offload_optimizer if arguments.offload is None else arguments.offload,
+        tensor_parallel=params.rl.rollout.tensor_parallel_size if own else arguments.tensor_parallel,
+        checkpointing=trainer.gradient_checkpointing if own and arguments.checkpointing is None else bool(arguments.checkpointing),
         sleep=arguments.sleep,
         max_concurrent=at_a_time,
         sequence_parallel=RlTraining(params.rl).sequence_parallel,

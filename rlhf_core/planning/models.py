@@ -12,7 +12,7 @@ from rlhf_core.data.places import locate, model_snapshot
 from rlhf_core.models.folder import read_headers
 from rlhf_core.planning.shape import ModelShape, from_architecture, from_folder
 
-KNOWN_WITHIN = 0.02  # of the parameters: biases and norms that `ModelShape` leaves out
+KNOWN_WITHIN = 0.02  # of the parameters: vectors that `ModelShape` leaves out
 STORED = {"F32": "float32", "BF16": "bfloat16"}  # safetensors' names; other types are cast as they are loaded
 
 

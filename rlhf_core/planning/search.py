@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
+from rlhf_core.config import RlConfig, RoleGroup
 from rlhf_core.planning.hardware import Cluster, Efficiency
 from rlhf_core.planning.phases import predict
 from rlhf_core.planning.plan import CRITIC, ENGINE, POLICY, REFERENCE, REWARD, Group, Placement, Prediction, Workload
@@ -29,6 +30,31 @@ def three_parts(work: Workload, gpus: int, engines: int) -> tuple[Group, ...]:
     first = tuple(role for role in (POLICY, REFERENCE) if role in work.roles)
     second = tuple(role for role in (CRITIC, REWARD) if role in work.roles)
     return (Group(engines, (ENGINE,)), Group(half, first), Group(half, second))
+
+
+def of_params(work: Workload, gpus: int, rl: RlConfig) -> tuple[Group, ...]:
+    """The groups of `rl.placement`, each rank on a GPU, and the engines on theirs; or all on the same GPUs if there are no more.
+
+    Raises:
+        ValueError: there are fewer GPUs than that, so that processes of several groups would share one.
+    """
+    groups = [Group(group.ranks or rl.trainer.ranks, _roles(work, group)) for group in rl.placement]
+    groups = [group for group in groups if group.roles]
+    engines, ranks = rl.rollout.engines * rl.rollout.tensor_parallel_size, sum(group.gpus for group in groups)
+    if ranks + engines <= gpus:
+        return (Group(engines, (ENGINE,)), *groups)
+    if len(groups) == 1 and max(ranks, engines) <= gpus and ranks == engines:
+        return colocated(work, ranks)
+    raise ValueError(
+        f"rl.placement: expected at least {ranks + engines} GPUs for {ranks} ranks and engines on {engines}, or ranks of one group on the "
+        f"engines' GPUs, got {gpus} GPUs; a step on shared ones isn't predicted (--stages counts their memory)"
+    )
+
+
+def _roles(work: Workload, group: RoleGroup) -> tuple[str, ...]:
+    """Of the workload's, those of a group of `rl.placement`."""
+    named = {POLICY: "policy", CRITIC: "critic", REFERENCE: "reference", REWARD: "reward_models"}
+    return tuple(role for role in work.roles if named.get(role) in group.roles)
 
 
 def layouts(work: Workload, gpus: int) -> Iterator[tuple[Group, ...]]:

@@ -12,7 +12,7 @@ from rlhf_core.config import ArchitectureConfig
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes in elements, without biases (less than a thousandth of the parameters)."""
+    """Sizes in elements. vectors: biases of a layer's projections, and norms of its heads."""
 
     layers: int
     hidden: int
@@ -24,6 +24,7 @@ class ModelShape:
     tied: bool = False
     experts: int = 1
     active_experts: int = 1
+    vectors: int = 0
 
     @property
     def attention_width(self) -> int:
@@ -53,7 +54,8 @@ class ModelShape:
     @property
     def trunk(self) -> int:
         """Parameters without embedding and head: layers with two norms each, and the final norm."""
-        return self.layers * (self._attention + self.experts * self._mlp + self._router + 2 * self.hidden) + self.hidden
+        layer = self._attention + self.experts * self._mlp + self._router + self.vectors + 2 * self.hidden
+        return self.layers * layer + self.hidden
 
     @property
     def parameters(self) -> int:
@@ -121,7 +123,21 @@ def _from_config(config: dict[str, Any]) -> ModelShape:
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=experts,
         active_experts=config.get("num_experts_per_tok") or 1,
+        vectors=_vectors(config),
     )
+
+
+def _vectors(config: dict[str, Any]) -> int:
+    """Biases that transformers gives each layer, and Qwen3's norms of queries and keys. Qwen2's bias of queries, keys and values has no key
+    in its config.json; `attention_bias` is one of the output too.
+    """
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    width = config.get("head_dim") or hidden // heads
+    of_queries = (heads + 2 * (config.get("num_key_value_heads") or heads)) * width
+    kind = str(config.get("model_type"))
+    attention = of_queries if kind.startswith("qwen2") else of_queries + hidden if config.get("attention_bias") else 0
+    mlp = 2 * config["intermediate_size"] + hidden if config.get("mlp_bias") else 0
+    return attention + mlp + (2 * width if kind.startswith("qwen3") else 0)
 
 
 # Shapes of well-known models, as their config.json has them; for planning without the files.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shlex
 import sys
@@ -18,6 +19,8 @@ from rlhf_core.stage.luggage import Luggage
 from rlhf_core.stage.run import STOPPED_BY_SIGNAL, Stage, StageFailed
 from rlhf_core.stage.stored_job import StoredJob, uses_storage
 from rlhf_core.storage.work import OUTPUTS
+
+log = logging.getLogger("rlhf")
 
 HEAD_GRACE = 5.0  # seconds of the stage's stop_grace in which the Ray head ends, after the job
 
@@ -60,6 +63,8 @@ def submit_job(
     stored = StoredJob(stage) if uses_storage(params) else None
     with contextlib.ExitStack() as stack:
         address = params.cluster.address
+        where = "on a Ray head of its own, which starts now" if address is None else f"on the Ray cluster at {address}"
+        log.info("%s: %s %s", stage.name, subject, where)
         if address is None:
             head = local_head(
                 cpus=max(actors, params.cluster.threads),

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core.checkpoint.manifest import MANIFEST
 from rlhf_core.checkpoint.store import Origin, SaveFailed, StoreSettings
 from rlhf_core.config import ConfigError, Params, load_params, reordering_shown
 from rlhf_core.environment import keep_visible, of_stage
@@ -127,7 +128,7 @@ class Stage:
         if error is None:
             log.info("%s: done in %.1f s", self.name, time.monotonic() - self._started)
         elif isinstance(error, Interrupted):
-            log.info("%s: stopped by a signal; run it again%s", self.name, " to resume from its checkpoint" if self._resumable else "")
+            log.info("%s: stopped by a signal; run it again%s", self.name, " to resume from its checkpoint" * self._has_checkpoint())
             sys.exit(STOPPED_BY_SIGNAL)
         elif isinstance(error, StageFailed | ValueError | FileNotFoundError):
             log.debug("traceback", exc_info=error)
@@ -138,6 +139,9 @@ class Stage:
         elif isinstance(error, Exception):
             log.error("%s: crashed", self.name, exc_info=error)
             sys.exit(CRASHED)
+
+    def _has_checkpoint(self) -> bool:
+        return any(self.scratch.glob(f"*/step-*/{MANIFEST}"))
 
     def _hide_secrets(self) -> None:
         """Remove environment variables that the stage may not see; a user's shell that starts DVC may hold secrets."""

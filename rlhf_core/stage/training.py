@@ -266,8 +266,10 @@ def run_rank(description: str) -> None:
     stop = RemoteNote(stored, STOP) if stored is not None else job.stop_file
     module, _, name = job.function.partition(":")
     function = getattr(importlib.import_module(module), name)
+    run = TrainRun(job, lambda: is_first() and stop.exists())
     try:
-        result = function(TrainRun(job, lambda: is_first() and stop.exists()), *job.arguments)
+        run.check_stop()  # before the model is loaded
+        result = function(run, *job.arguments)
     except Interrupted:
         if stored is not None and is_first():
             stored.push_outputs()

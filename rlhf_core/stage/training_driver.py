@@ -89,7 +89,9 @@ def _run(job: TrainJob, description: Path) -> int:
         folder=(job.work / "ranks").absolute(),
         start_timeout=cluster.start_timeout,
         rank_timeout=cluster.rank_timeout,
+        stop_requested=job.stop_file.exists,
     )
+    log.info("%s: starting %d ranks; waiting until all have joined, then each loads its model", job.stage, job.ranks)
     stored = work_of_job()
     run_on_ranks("rlhf_core.stage.training:run_rank", str(description if stored else description.resolve()), group)
     finished = job.result_file.exists() if stored is None else stored.note(DONE) is not None

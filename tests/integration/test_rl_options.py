@@ -30,7 +30,7 @@ from small_chain import (
 )
 from small_workspace import wait_until
 
-from rlhf_core.stage.run import CRASHED
+from rlhf_core.stage.run import CRASHED, STOPPED_BY_SIGNAL
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -335,4 +335,18 @@ def test_sampling_that_disagrees_with_the_trainer_stops_the_run(chain, cluster, 
     assert "above rl.rollout.max_logprob_difference=1e-12; both have loaded the same model, so the arithmetic differs" in printed
     assert "\ntrain_policy: RL job: policy version 0: expected rollout engine 0 to give" in printed and "Traceback" not in printed
     assert not (workspace / "models/policy").exists()
+    assert_nothing_left(workspace)
+
+
+def test_a_stop_while_actors_start_prints_no_stack_trace_and_promises_no_checkpoint(chain, cluster, tmp_path):
+    workspace = train(chain, cluster, tmp_path / "stopped", {"steps": 3, "rollout": {"backend": "pytorch"}})
+    stage = begin(workspace, "tasks.train_rl")
+    wait_until(lambda: "rl: starting 1 rollout engines (pytorch) and 1 trainer ranks" in output_of(workspace), 120, "the actors' start")
+    stage.terminate()
+    assert stage.wait(timeout=DEADLINE) == STOPPED_BY_SIGNAL
+    printed = output_of(workspace)
+    assert (
+        printed.endswith("train_policy: stopped by a signal; run it again\n") and "train_policy: RL job on the Ray cluster at " in printed
+    )
+    assert "SIGTERM received at time" not in printed and "Traceback" not in printed
     assert_nothing_left(workspace)

@@ -50,7 +50,8 @@ def copied(chain: Path, folder: Path) -> Path:
 def undisturbed(chain, cluster, tmp_path_factory) -> Path:
     """What two ranks make of the small chain's data."""
     workspace = copied(chain.workspace, tmp_path_factory.mktemp("ranks") / "undisturbed")
-    train_sft(workspace, TWO_RANKS, cluster)
+    printed = train_sft(workspace, TWO_RANKS, cluster)
+    assert "train_sft: training on 2 ranks on the Ray cluster at " in printed and "train_sft: starting 2 ranks; waiting " in printed
     return workspace
 
 

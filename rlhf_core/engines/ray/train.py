@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from rlhf_core.storage.node import enter, work_of_job
 POLL_SECONDS = 0.5
 PEER_SECONDS = 5.0  # that a rank waits with an error of communication, which a peer's death causes, until that death is known
 START_MISSED = 75  # exit code of a driver whose ranks don't start; EX_TEMPFAIL of sysexits.h
+STOPPED = 143  # of one that is stopped before any has; 128 + SIGTERM
 # Parts of Ray Train: a working folder, metrics, a replacement of `print`, log files, and actors that look for reclaimed nodes and state.
 _SWITCHED_OFF = (
     "RAY_CHDIR_TO_TRIAL_DIR",
@@ -66,6 +67,7 @@ class RankGroup:
     folder: for files of the ranks; on a file system that every node sees, or, with a storage, a name in it.
     start_timeout: seconds for the cluster to have room for all ranks.
     rank_timeout: seconds that a rank waits for others: until all have started, in a collective.
+    stop_requested: of this process; a rank that has started has a sign of its own.
     """
 
     size: int
@@ -74,6 +76,7 @@ class RankGroup:
     folder: Path
     start_timeout: float
     rank_timeout: float
+    stop_requested: Callable[[], bool]
 
 
 def run_on_ranks(function: str, argument: Any, group: RankGroup) -> None:
@@ -104,7 +107,7 @@ def run_on_ranks(function: str, argument: Any, group: RankGroup) -> None:
             logging_config=LoggingConfig(log_level="ERROR"),
         ),
     )
-    with _passing_on(board), _start_deadline(group, board):
+    with _passing_on(board), _watching_start(group, board):
         try:
             trainer.fit()
         except TrainingFailedError as error:
@@ -222,18 +225,25 @@ def _passing_on(board: Board) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _start_deadline(group: RankGroup, board: Board) -> Iterator[None]:
-    """End this process, which ends the job, unless every rank starts in time: Ray Train has no deadline between placing and starting."""
+def _watching_start(group: RankGroup, board: Board) -> Iterator[None]:
+    """End this process, which ends the job, unless every rank starts in time, or if a stop is requested before any has: between placing and
+    starting, Ray Train has no deadline and can't be interrupted.
+    """
     done = threading.Event()
+    seconds = group.start_timeout + group.rank_timeout
+    until = time.monotonic() + seconds
 
     def run() -> None:
-        if done.wait(group.start_timeout + group.rank_timeout):
-            return
-        missing = [rank for rank in range(group.size) if board.read(f"started-{rank}") is None]
-        if missing:
-            seconds = group.start_timeout + group.rank_timeout
-            log.error("rank %s: expected to start within %.0f s, got no sign of it", ", ".join(map(str, missing)), seconds)
-            os._exit(START_MISSED)
+        late = False
+        while not late and not done.wait(POLL_SECONDS):
+            late, stopped = time.monotonic() > until, group.stop_requested()
+            missing = [r for r in range(group.size) if board.read(f"started-{r}") is None] if late or stopped else []
+            if late and missing:
+                log.error("rank %s: expected to start within %.0f s, got no sign of it", ", ".join(map(str, missing)), seconds)
+                os._exit(START_MISSED)
+            if stopped and len(missing) == group.size:
+                log.info("ranks: stopped before any has started, no state changed")
+                os._exit(STOPPED)
 
     threading.Thread(target=run, daemon=True).start()
     try:

@@ -5,10 +5,13 @@ python -m rlhf_core.trainers.rl.driver <job.json>
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from rlhf_core.config import load_params
@@ -19,11 +22,11 @@ from rlhf_core.environment import keep_visible, named
 from rlhf_core.planning.placement import Placement, place, transfer_ways
 from rlhf_core.process import configure_process, show_own_log
 from rlhf_core.progress import name_stage
-from rlhf_core.stage.job import LOST, beat, check_cluster, forget_refusal, refuse
+from rlhf_core.stage.job import LOST, STOPPED, beat, check_cluster, forget_refusal, refuse
 from rlhf_core.storage.node import JobFiles, enter
 from rlhf_core.storage.work import OUTPUTS
 from rlhf_core.trainers.rl.groups import TrainerGroups
-from rlhf_core.trainers.rl.job import PLACEMENT, RlJob, Stop
+from rlhf_core.trainers.rl.job import PLACEMENT, RlJob, StepAbandoned, Stop
 
 log = logging.getLogger("rlhf")
 
@@ -41,10 +44,12 @@ def main() -> int:
     keys = {"WANDB_API_KEY": job.tracking.wandb_project is not None, "RAY_AUTH_TOKEN": job.checks_cluster}
     keep_visible(named() | {name for name, used in keys.items() if used})
     try:
-        with beat(job.pulse), Actors(job) as actors:
-            signal.signal(signal.SIGTERM, stop.request)  # again: connecting to Ray installs Ray's handler, which ends the process
-            from rlhf_core.trainers.rl.loop import run
-
+        with beat(job.pulse), contextlib.ExitStack() as stack, _silent_if_abandoned():
+            with stop.interrupts():
+                gpus = join_cluster()
+                signal.signal(signal.SIGTERM, stop.request)  # again: Ray has installed a handler that prints a stack trace and exits
+                actors = stack.enter_context(Actors(job, gpus))
+                from rlhf_core.trainers.rl.loop import run  # while the actors start
             if stored is not None:
                 stored.outputs[:] = [Path(job.work), Path(job.timings).parent]
                 stored.pull(OUTPUTS)  # curves up to the last checkpoint, from whichever node wrote them
@@ -57,18 +62,32 @@ def main() -> int:
     except RoleLost as lost:
         log.error("%s", lost)
         return LOST
+    except StepAbandoned:
+        log.info("rl: SIGTERM: stopped before all actors were ready, no state changed")
+        return STOPPED
+
+
+@contextlib.contextmanager
+def _silent_if_abandoned() -> Iterator[None]:
+    """What actors print to stderr isn't shown from a StepAbandoned on: Ray's workers that end as they start print stack traces."""
+    try:
+        yield
+    except StepAbandoned:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (to the end of the process)
+        raise
 
 
 class Actors:
     """Starts the processes of rollout engines and trainer ranks; `Workers` waits for them.
 
+    Args:
+        gpus: of the cluster, which this process has joined.
     Raises:
         ValueError: the job asks for more than the cluster has. Nothing is started.
         RoleLost: an actor can't be placed.
     """
 
-    def __init__(self, job: RlJob):
-        gpus = join_cluster()
+    def __init__(self, job: RlJob, gpus: int):
         self._job, self._placement = job, place(job.rl, gpus, node_gpus())
         self.take_turns = self._placement.takes_turns(job.rl)
         if not gpus:
@@ -79,6 +98,9 @@ class Actors:
             check_cluster("train_policy", params, gpus)
         self.ways = transfer_ways(job.rl, self._placement)  # by which weights reach each engine
         _record(self._placement, self.ways, job)
+        rollout = job.rl.rollout
+        started = f"{rollout.engines} rollout engines ({rollout.backend}) and {job.rl.ranks} trainer ranks"
+        log.info("rl: starting %s; waiting until all have loaded their models", started)
         self._reserved = ReservedGpus(self._placement, deadline=job.rl.deadlines.start)
         self.rollouts = self._rollout_engines()  # first: they start slowest
         names = [f"trainer.{group.name}" if len(job.rl.role_groups) > 1 else "trainer" for group in job.rl.role_groups]

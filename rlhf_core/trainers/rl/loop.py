@@ -5,6 +5,7 @@ A step: generate -> score -> collate -> forward -> advantages -> update -> sync 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -80,9 +81,12 @@ def run(job: RlJob, actors: Actors, stop: Stop) -> int:
 
     Raises:
         RoleLost: an actor that can't be replaced died or missed a deadline.
+        StepAbandoned: SIGTERM before all actors were ready.
     """
     try:
-        with Workers(job, actors) as workers:
+        with contextlib.ExitStack() as stack:
+            with stop.interrupts():
+                workers = stack.enter_context(Workers(job, actors))
             progress = train(job, workers, stop)
             finished = progress.finished(job.rl)
             if finished:

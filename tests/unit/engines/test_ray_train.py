@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,14 +12,14 @@ from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckTimeoutError
 
 from rlhf_core.config import ConfigError, parse_params, read_yaml, set_key
-from rlhf_core.engines.ray.train import RankGroup, _failure
+from rlhf_core.engines.ray.train import STOPPED, RankGroup, _failure
 from rlhf_core.stage.ray_job import network
 
 ROOT = Path(__file__).parents[3]
 
 
 def group(folder: Path) -> RankGroup:
-    return RankGroup(4, gpus=False, threads=1, folder=folder, start_timeout=120.0, rank_timeout=60.0)
+    return RankGroup(4, gpus=False, threads=1, folder=folder, start_timeout=120.0, rank_timeout=60.0, stop_requested=lambda: False)
 
 
 def test_a_rank_that_died_is_named_rather_than_those_whose_connection_broke(tmp_path):
@@ -50,6 +52,26 @@ def test_ranks_without_room_are_told_with_the_setting_of_the_deadline(tmp_path):
         "ranks: expected room for 4 of them within cluster.start_timeout=120 s and all of them to start, got TimeoutError: no room; lower "
         "the number of ranks or add nodes"
     )
+
+
+@pytest.mark.parametrize(("started", "code", "printed"), [([], STOPPED, ""), ([1], 0, "went on\n")])
+def test_a_stop_ends_the_driver_only_before_any_rank_has_started(tmp_path, started, code, printed):
+    program = f"""
+import time
+from pathlib import Path
+from rlhf_core.engines.ray.train import RankGroup, _watching_start
+from rlhf_core.storage.board import open_board
+group = RankGroup(2, False, 1, Path({str(tmp_path)!r}), 60.0, 60.0, stop_requested=lambda: True)
+board = open_board(group.folder)
+board.clear()
+for rank in {started}:
+    board.write(f"started-{{rank}}", "")
+with _watching_start(group, board):
+    time.sleep(2.0)
+print("went on")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (code, printed), done.stderr
 
 
 def test_both_libraries_of_collectives_get_the_network_interface():

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_core.config import ArchitectureConfig
 from rlhf_core.config.model import Optimizer
@@ -76,6 +78,26 @@ def test_shape_of_params_and_of_a_folder(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert from_folder(tmp_path) == TINY
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("qwen2", {}),
+        ("qwen3", {"head_dim": 16}),
+        ("qwen3", {"head_dim": 16, "attention_bias": True}),
+        ("llama", {}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("mistral", {}),
+    ],
+)
+def test_every_parameter_of_transformers_decoders_is_counted(tmp_path, family, more):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(family, vocab_size=50, tie_word_embeddings=False, **sizes, **more)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert from_folder(tmp_path).parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"n_layer": 2}', '{"num_hidden_layers": 0}'])

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_core.config import RoleGroup, load_params
 from rlhf_core.planning.hardware import GIB, GPUS, Cluster, Efficiency, Gpu
 from rlhf_core.planning.phases import predict, score_seconds, sync_seconds, update_seconds
-from rlhf_core.planning.plan import Group, Placement, Workload, group_memory
+from rlhf_core.planning.plan import CRITIC, ENGINE, POLICY, REFERENCE, REWARD, Group, Placement, Workload, group_memory
 from rlhf_core.planning.published import CALIBRATES, rows
-from rlhf_core.planning.search import apart, colocated, propose, three_parts
+from rlhf_core.planning.search import apart, colocated, of_params, propose, three_parts
 from rlhf_core.planning.shape import SIZES, ModelShape
 
 ROOT = Path(__file__).parents[3]
@@ -136,6 +137,30 @@ def test_the_command_reads_params_and_needs_no_torch():
     assert done.stderr == "a100-80: its FLOP/s are for bfloat16, but the model's dtype is float32; pass --dtype or --gpu-flops\n"
     found = json.loads(done.stdout)
     assert found["requested"]["fits"] and found["proposed"]["seconds"]["step"] <= found["requested"]["seconds"]["step"]
+
+
+def test_the_groups_of_params_are_predicted_where_each_rank_has_a_gpu():
+    rl = load_params(ROOT / "params.yaml").rl
+    trainer = rl.trainer.model_copy(update={"ranks": 2})
+    placement = [RoleGroup(roles=["policy", "reference"]), RoleGroup(roles=["critic", "reward_models"], ranks=3)]
+    two = rl.model_copy(update={"placement": placement, "trainer": trainer})
+    groups = of_params(PPO, 8, two)
+    assert groups == (Group(2, (ENGINE,)), Group(2, (POLICY, REFERENCE)), Group(3, (CRITIC, REWARD)))
+    assert of_params(replace(PPO, critic=None, reward_models=()), 8, two) == groups[:2]
+    with pytest.raises(ValueError, match=r"rl\.placement: expected at least 7 GPUs for 5 ranks and engines on 2"):
+        of_params(PPO, 6, two)
+    together = rl.model_copy(update={"trainer": trainer})
+    assert of_params(PPO, 2, together) == colocated(PPO, 2) and of_params(PPO, 4, together)[1].gpus == 2
+
+
+def test_a_placement_of_params_is_predicted_on_request_and_mentioned_otherwise(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("rl: {placement: two_groups, rollout: {engines: 2}}")
+    recipe = ("--json", "--recipe", str(tmp_path / "recipe.yaml"), "--gpus", "4", "--dtype", "bfloat16")
+    assert "rl.placement: the proposal is free to place roles otherwise" in command(*recipe).stderr
+    done = command(*recipe, "--layout", "params")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    groups = [(group["gpus"], group["roles"]) for group in json.loads(done.stdout)["requested"]["groups"]]
+    assert groups == [(2, ["engine"]), (1, ["policy", "reference"]), (1, ["critic", "reward"])]
 
 
 def test_the_command_says_what_is_wrong():

@@ -170,6 +170,15 @@ def test_sigterm_checkpoints_and_the_same_work_resumes_while_changed_work_does_n
     assert begin("end").communicate(timeout=60)[0].startswith("fresh ")  # success removed the checkpoint
 
 
+def test_a_stopped_stage_promises_a_checkpoint_only_where_there_is_one(workspace):
+    for ending in ("run it again\n", "run it again to resume from its checkpoint\n"):
+        stage = begin("wait")
+        stage.stdout.readline()
+        stage.terminate()
+        assert stage.communicate(timeout=60)[0].endswith(f"train_sft: stopped by a signal; {ending}")
+        assert begin("save").wait(timeout=60) == CRASHED
+
+
 def test_changed_work_resumes_the_older_checkpoint_on_request_and_records_it(workspace):
     assert begin("save").wait(timeout=60) == CRASHED
     change(workspace / "params.yaml", "seed: 0", "seed: 1")
