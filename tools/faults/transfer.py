@@ -72,6 +72,17 @@ def held_transfer(find: Find, *, ended: Callable[[], bool], deadline: float) -> 
     raise RuntimeError(f"expected an engine in the middle of a transfer, got none in {count} transfers")
 
 
+def unavailable() -> str | None:
+    """Why py-spy can't read another process's stack here, or None."""
+    if not SPY.exists():
+        return "needs py-spy, which comes with ray[default]"
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        time.sleep(SETTLE_SECONDS)
+        done = _dump(other.pid)
+        other.kill()
+    return f"py-spy: {done.stderr.strip().splitlines()[-1]}" if done.returncode else None
+
+
 def at_work(actors: Sequence[psutil.Process], call: str) -> list[psutil.Process]:
     """Those of Ray's actors that work on a call, which their titles name."""
     return [actor for actor in actors if call in " ".join(command_line(actor))]
@@ -118,14 +129,19 @@ def settled_layer(engine: psutil.Process) -> int | None:
 
 def awaited_layer(engine: psutil.Process) -> int | None:
     """The argument of `GlooReceiver.receive` on an engine's stack; None: the engine isn't in it."""
-    dump = [SPY, "dump", "--pid", str(engine.pid), "--locals", "--json", "--nonblocking"]
-    done = subprocess.run(dump, capture_output=True, text=True, timeout=60, check=False)
+    done = _dump(engine.pid)
     if done.returncode:  # a stack that changed while it was read
         return None
     for frame in (frame for thread in json.loads(done.stdout) for frame in thread["frames"]):
         if frame["filename"].endswith("gloo_transfer.py") and frame["name"].endswith("receive"):
             return int(next(local["repr"] for local in frame["locals"] or () if local["name"] == "number"))
     return None
+
+
+def _dump(pid: int) -> subprocess.CompletedProcess[str]:
+    """py-spy's account of a process's stacks."""
+    command = [SPY, "dump", "--pid", str(pid), "--locals", "--json", "--nonblocking"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def is_asleep(process: psutil.Process) -> bool:
