@@ -314,8 +314,8 @@ class TrainerRank:
 
     def policy_weights(self) -> dict[str, PackedTensor] | None:
         """The policy's full weights under the model's own names, packed for a reference elsewhere; None on ranks other than 0."""
-        state = self.roles.policy.state_dict()
-        return pack(state) if self._rank == 0 else None
+        state, tied = self.roles.policy.state_dict(), self.roles.language_model.all_tied_weights_keys
+        return pack({name: tensor for name, tensor in state.items() if name not in tied}) if self._rank == 0 else None
 
     def export(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder; with rl.ema_decay the average of its weights."""
