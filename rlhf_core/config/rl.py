@@ -141,6 +141,12 @@ class RlConfig(OptimizerConfig):
         return self.lora is not None and self.lora.quantize is not None
 
     @property
+    def sends_reference(self) -> bool:
+        """Whether the policy's whole weights go to a reference in another group: at the start, or where it is refreshed."""
+        apart = any("reference" in group.roles and "policy" not in group.roles for group in self.role_groups)
+        return apart and (self.starts_rounded or self.kl.refresh_reference_every is not None)
+
+    @property
     def aggregation(self) -> str:
         """`loss_aggregation` with auto resolved: constant_horizon for Dr. GRPO, sequence_mean for GSPO, otherwise token_mean."""
         if self.loss_aggregation != "auto":

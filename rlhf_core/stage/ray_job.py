@@ -47,7 +47,7 @@ def submit_job(
         subject: of messages, such as "RL job".
         driver: module of the job's driver, which gets the path of the description. A stage that runs again follows a live job of that path.
         actors: CPUs that the job needs.
-        model: folder of the model whose weights the actors exchange; None: they exchange none.
+        model: folder of a model whose weights go through Ray's object store; None: none do.
         luggage: inputs that nodes without the project's folder need besides the stage's dependencies.
         engines: modules that such nodes must have besides.
         results: sets of files that the job leaves in the storage (rlhf_core/storage/work.py).

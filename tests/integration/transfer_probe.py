@@ -1,10 +1,12 @@
-"""An RL job of which first an engine and then the trainer rank is killed in a weight transfer: python transfer_probe.py <folder>
+"""An RL job of which first an engine and then the trainer rank is killed in a weight transfer, and one with adapters:
+python transfer_probe.py <folder>
 
-Prints what the job has printed, for test_rl_transfer.py.
+Prints what the first job has printed, and the bytes of the second one's syncs, for test_rl_transfer.py.
 """
 
 from __future__ import annotations
 
+import csv
 import re
 import sys
 import time
@@ -19,6 +21,7 @@ from rlhf_core.process import configure_process
 from tools.faults.transfer import held_transfer
 
 DEADLINE = 120.0
+LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-linear"}
 
 
 def main() -> None:
@@ -33,6 +36,9 @@ def main() -> None:
         with held_transfer(actors, ended=job.done, deadline=DEADLINE) as held:
             held.ranks[0].kill()
         print(job.exception(timeout=DEADLINE))
+        here.run(Cell("grpo", "together", engines=2), name="adapters", **{"rl.steps": 3, "rl.lora": LORA})
+        with (Path(sys.argv[1]) / "adapters" / "timings.csv").open(newline="", encoding="utf-8") as file:
+            print("sync_bytes", [row["sync_bytes"] for row in csv.DictReader(file)])
 
 
 def actors(role: str) -> list[psutil.Process]:

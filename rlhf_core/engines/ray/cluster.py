@@ -52,7 +52,7 @@ def local_head(
     Other heads on the machine are left alone: nothing here calls `ray stop`. The head dies with this process.
 
     Args:
-        weights: bytes of the model that its actors exchange.
+        weights: bytes of a model that goes through the object store.
         stop_grace: seconds between SIGTERM and SIGKILL of the job, for its checkpoint.
         keep_open: file descriptors that stay open until the last process of the head is gone, even when this one is killed.
     Raises:
@@ -108,10 +108,10 @@ def python_path(root: Path) -> str:
 
 
 def store_bytes(weights: int) -> int:
-    """Size of Ray's object store. It holds up to three copies of the policy's weights: new, in use, and kept for a replaced engine. Ray
+    """Size of Ray's object store: for batches, of which a response token takes 33 bytes in the update, and for a model's weights. Ray
     spills excess objects to the disk, which is slow.
     """
-    return min(max(SMALLEST_STORE, 3 * weights), psutil.virtual_memory().total // 3)
+    return min(SMALLEST_STORE + weights, psutil.virtual_memory().total // 3)
 
 
 def _head_command(folder: Path, cpus: int, store: int) -> tuple[int, list[str]]:

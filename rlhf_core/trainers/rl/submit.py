@@ -63,7 +63,7 @@ def run_rl(stage: Stage, output: Path) -> None:
         driver="rlhf_core.trainers.rl.driver",
         description=description,
         actors=job.rl.ranks + job.rl.rollout.engines,
-        model=SFT_MODEL,
+        model=SFT_MODEL if job.rl.sends_reference else None,
         luggage=luggage,
         engines=["vllm"] if job.rl.rollout.backend == "vllm" else [],
         results=(OUTPUTS, POLICY),

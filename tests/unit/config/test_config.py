@@ -82,6 +82,7 @@ def scorer(kind: str, **settings) -> dict[str, Any]:
     return {"name": kind, "kind": kind, "weight": 1.0, "normalization": "none", **settings}
 
 
+LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-linear"}
 ONE_STEP = {"rl.minibatch_size": 256, "rl.kl.placement": "loss", "rl.kl.estimator": "k3"}
 
 
@@ -108,6 +109,29 @@ def test_old_log_probabilities_of_a_single_optimizer_step_come_from_the_update(c
     for key, value in (ONE_STEP | changes).items():
         set_key(tree, key, value)
     assert parse_params(tree).rl.old_logprobs_source(step=5) == expected
+
+
+REFRESHED, ROUNDED = {"rl.kl.refresh_reference_every": 5}, {"rl.lora": LORA | {"quantize": "nf4"}}
+NO_REFERENCE = {"rl.kl.coef": 0.0, "rl.kl.measure": False} | dict.fromkeys(("rl.monitor.token_kl", "rl.monitor.frontier", "rl.monitor.kl"))
+
+
+@pytest.mark.parametrize(
+    ("placement", "changes", "expected"),
+    [
+        ("apart", {}, False),  # the reference reads the SFT model's files
+        ("apart", REFRESHED, True),
+        ("apart", ROUNDED, True),
+        ("apart", {"rl.lora": LORA}, False),
+        ("apart", ROUNDED | NO_REFERENCE, False),
+        ("together", REFRESHED, False),
+        ("two_groups", ROUNDED, False),  # in the policy's group
+    ],
+)
+def test_whole_weights_go_to_a_reference_elsewhere_only(placement: str, changes: dict, expected: bool):
+    tree = changed("rl.placement", placement)
+    for key, value in changes.items():
+        set_key(tree, key, value)
+    assert parse_params(tree).rl.sends_reference is expected
 
 
 @pytest.mark.parametrize(

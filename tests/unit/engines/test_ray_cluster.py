@@ -104,9 +104,9 @@ def test_a_head_that_takes_the_question_and_never_answers_is_lost_too():
         _Patience(0.1).ask(threading.Event().wait, "Ray head")
 
 
-def test_the_store_holds_the_weights_three_times_and_leaves_the_machine_its_memory():
-    assert store_bytes(0) == store_bytes(SMALLEST_STORE // 3) == SMALLEST_STORE
-    assert store_bytes(200_000_000) == 600_000_000
+def test_the_store_holds_a_model_beside_batches_and_leaves_the_machine_its_memory():
+    assert store_bytes(0) == SMALLEST_STORE
+    assert store_bytes(200_000_000) == SMALLEST_STORE + 200_000_000
     assert store_bytes(10**15) == psutil.virtual_memory().total // 3
 
 

@@ -137,10 +137,9 @@ class Outcome:
 
 @contextlib.contextmanager
 def head(cases: list[Case]) -> Iterator[str]:
-    """A Ray head for jobs of these sizes, and its address."""
+    """A Ray head for these jobs, and its address."""
     cluster, threads = cases[0].params.cluster, max(case.threads for case in cases)
-    weights = max(weight_bytes(case) for case in cases)
-    with local_head(cpus=max(2, threads), start_timeout=cluster.start_timeout, weights=weights) as address:
+    with local_head(cpus=max(2, threads), start_timeout=cluster.start_timeout) as address:
         yield address
 
 
