@@ -341,7 +341,7 @@ def test_sampling_that_disagrees_with_the_trainer_stops_the_run(chain, cluster, 
 def test_a_stop_while_actors_start_prints_no_stack_trace_and_promises_no_checkpoint(chain, cluster, tmp_path):
     workspace = train(chain, cluster, tmp_path / "stopped", {"steps": 3, "rollout": {"backend": "pytorch"}})
     stage = begin(workspace, "tasks.train_rl")
-    wait_until(lambda: "rl: starting 1 rollout engines (pytorch) and 1 trainer ranks" in output_of(workspace), 120, "the actors' start")
+    wait_until(lambda: "rl: starting 1 rollout engine (pytorch) and 1 trainer rank;" in output_of(workspace), 120, "the actors' start")
     stage.terminate()
     assert stage.wait(timeout=DEADLINE) == STOPPED_BY_SIGNAL
     printed = output_of(workspace)

@@ -98,8 +98,8 @@ class Actors:
             check_cluster("train_policy", params, gpus)
         self.ways = transfer_ways(job.rl, self._placement)  # by which weights reach each engine
         _record(self._placement, self.ways, job)
-        rollout = job.rl.rollout
-        started = f"{rollout.engines} rollout engines ({rollout.backend}) and {job.rl.ranks} trainer ranks"
+        engines, ranks = job.rl.rollout.engines, job.rl.ranks
+        started = f"{engines} rollout engine{'s' * (engines > 1)} ({job.rl.rollout.backend}) and {ranks} trainer rank{'s' * (ranks > 1)}"
         log.info("rl: starting %s; waiting until all have loaded their models", started)
         self._reserved = ReservedGpus(self._placement, deadline=job.rl.deadlines.start)
         self.rollouts = self._rollout_engines()  # first: they start slowest
