@@ -8,16 +8,19 @@ import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from rlhf_core.engines.gloo_transfer import GlooReceiver
+from rlhf_core.engines.adapter_source import AdapterSource
+from rlhf_core.engines.gloo_transfer import GlooReceiver, completed, pack_layer, unpack_layer
 from rlhf_core.engines.ray_actors import PeerLost
 from rlhf_core.engines.rendezvous import open_store
 from rlhf_core.engines.weight_sender import Answer, Target, WeightSender
-from rlhf_core.engines.weight_source import PolicySource
+from rlhf_core.engines.weight_source import PolicySource, WeightSource
+from rlhf_core.models.build import FolderWeights
 
 # Processes that are forked from one without threads: a copy of a process that has sent over gloo may hang.
 CLEAN = multiprocessing.get_context("forkserver")
@@ -41,7 +44,7 @@ def send(
     Args:
         shared: an IpcBuffer for engines by ipc.
     """
-    transfer = sender.begin(targets, source.specs, version=version, ids=ids)
+    transfer = sender.begin(targets, source, version=version, ids=ids)
     if shared is not None:
         shared.export()
     for layer in source.layers():
@@ -52,15 +55,47 @@ def send(
     return answers, lost
 
 
+def adapters_of(model: nn.Module, folder: str | Path, names: Callable[[dict], dict] = lambda weights: weights) -> AdapterSource:
+    return AdapterSource(nn.ModuleDict({"model": model}), names, folder)
+
+
+def at_an_engine(source: WeightSource, folder: str | Path) -> dict[str, torch.Tensor]:
+    """All weights that an engine has after a transfer. Every rank calls it."""
+    found, weights = {}, FolderWeights(folder)
+    for layer, specs, made in zip(source.layers(), source.specs, source.made, strict=True):
+        found |= completed(unpack_layer(pack_layer(layer), specs), made, weights)
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def whole_weights(source: PolicySource) -> dict[str, torch.Tensor]:
+    """All weights as they are sent, adapters merged. Every rank calls it."""
+    return {name: tensor.clone() for layer in source.layers() for name, tensor in layer.items()}
+
+
+def sent_bytes(source: WeightSource) -> int:
+    return sum(spec.nbytes for layer in source.specs for spec in layer)
+
+
+def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+
+
+def sum_of(layer: dict[str, torch.Tensor]) -> float:
+    return float(sum(layer[name].double().sum() for name in sorted(layer)))
+
+
 class ReceiverPeer:
     """A process that receives weights, and sends a signal to itself before it takes the layer `number`.
 
     Its answer is the version and the sum of each layer.
+
+    Args:
+        folder: of the model that it starts from; "": it gets whole weights.
     """
 
-    def __init__(self, number: int | None = None, signal_number: int = signal.SIGKILL):
+    def __init__(self, number: int | None = None, signal_number: int = signal.SIGKILL, *, folder: str | Path = ""):
         self._pipe, theirs = CLEAN.Pipe()
-        self.process = CLEAN.Process(target=_receive, args=(theirs, number, signal_number), daemon=True)
+        self.process = CLEAN.Process(target=_receive, args=(theirs, number, signal_number, folder), daemon=True)
         self.process.start()
         theirs.close()
         self._pipe.recv()  # it has started
@@ -87,13 +122,13 @@ class ReceiverPeer:
         self.process.join()
 
 
-def _receive(pipe: Any, number: int | None, signal_number: int) -> None:
+def _receive(pipe: Any, number: int | None, signal_number: int, folder: str | Path) -> None:
     receiver = None
     pipe.send(None)
     while True:
         method, args = pipe.recv()
         if method == "connect_weights":
-            receiver = GlooReceiver(args[0], worker=0)
+            receiver = GlooReceiver(args[0], worker=0, folder=folder)
             pipe.send(None)
             continue
         updates, version, _ = args
@@ -101,6 +136,5 @@ def _receive(pipe: Any, number: int | None, signal_number: int) -> None:
         for update in updates:
             if update["layer"] == number:
                 os.kill(os.getpid(), signal_number)
-            layer = receiver.receive(update["layer"])
-            sums.append(float(sum(tensor.double().sum() for tensor in layer.values())))
+            sums.append(sum_of(receiver.receive(update["layer"])))
         pipe.send((version, sums))

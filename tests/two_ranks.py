@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from rank_processes import SPAWN, run_processes
 from tiny_models import PAD, demonstrations, negative_logprob_step, policy_engine, rl_job, sequences, share, train_batch
+from transfers import at_an_engine, sent_bytes
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, gathered_weights, sum_over_ranks
@@ -96,7 +97,7 @@ def rl_case(
     sft, reward, experts = folders
     options = {"rl.trainer.zero_stage": stage, "rl.trainer.microbatch_tokens": 30, **CASES[case]}
     options |= {"rl.trainer.ranks": ranks, "rl.trainer.sequence_parallel": sharing}
-    trainer = TrainerRank(rank, ranks, rl_job(experts if case == "experts" else sft, reward, **options))
+    trainer = TrainerRank(rank, ranks, rl_job(experts if case == "experts" else sft, reward, **options), adapters_alone=case == "adapters")
     trainer.connect(agree(trainer.address()))
     rank, ranks = rank // sharing, ranks // sharing
     size = len(FORWARD) // ranks
@@ -107,7 +108,8 @@ def rl_case(
     if case == "adapters":
         trainer.refresh_reference()
         forward |= {"refreshed": trainer.forward(FORWARD[mine], STARTS[mine])["ref_logprobs"]}
-    return {"forward": forward, "scores": scores, "totals": totals, "weights": trainer.weights()}
+    found = {"forward": forward, "scores": scores, "totals": totals, "weights": trainer.weights()}
+    return found | ({"engine": at_an_engine(trainer._source, sft), "sent": sent_bytes(trainer._source)} if case == "adapters" else {})
 
 
 def rl_steps(case: str, *, rank: int, ranks: int) -> list[list[Minibatch]]:

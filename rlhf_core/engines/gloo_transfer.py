@@ -1,4 +1,7 @@
-"""Weights over gloo: one layer is one message, in the host's memory. Of the trainer's side and of any engine's; without vLLM."""
+"""Weights over gloo: one layer is one message, in the host's memory. Of the trainer's side and of any engine's; without vLLM.
+
+Of a policy with adapters only these are sent where possible, and engines merge them: see `adapter_source`.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rlhf_core.engines.rendezvous import join_store
-from rlhf_core.engines.weight_source import Tensors, TensorSpec
+from rlhf_core.engines.weight_source import MadeWeight, Tensors, TensorSpec, WeightSource, adapter_names
+from rlhf_core.models.build import FolderWeights
+from rlhf_core.models.lora import corrected
 
 OTHERS = 10  # a worker waits so many times longer for the sender than the sender for a worker
 
@@ -77,26 +83,51 @@ class GlooReceiver:
     Args:
         info: of `GlooLink.info`.
         worker: number among the engine's workers.
+        folder: of the engine's initial model.
     Raises:
         RuntimeError: the sender didn't answer in time.
+
+    specs: of the weights of each layer that the engine gets.
     """
 
-    def __init__(self, info: dict[str, Any], *, worker: int):
+    def __init__(self, info: dict[str, Any], *, worker: int, folder: str | Path):
         meeting = Meeting(**info["meeting"])
-        self.specs = [[TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in layer] for layer in info["layers"]]
+        self._sent = [[TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in layer] for layer in info["layers"]]
+        self._made = [[MadeWeight(TensorSpec(*spec[:2], tuple(spec[2])), *how) for spec, *how in layer] for layer in info["made"]]
+        self._folder = FolderWeights(folder) if any(self._made) else None
+        self.specs = [_of_engine(sent, made) for sent, made in zip(self._sent, self._made, strict=True)]
         self._store = join_store(meeting.host, meeting.port, None, timeout=meeting.timeout)
         self._group = meeting.join(self._store, 1 + worker, timeout=meeting.timeout)
 
     def receive(self, number: int) -> Tensors:
-        """The weights of a layer. Layers arrive in their order.
+        """The weights of a layer: those that are sent, and those that are made of the folder's. Layers arrive in their order.
 
         Raises:
             RuntimeError: the sender has died, or is late.
         """
-        specs = self.specs[number]
-        flat = torch.empty(sum(spec.nbytes for spec in specs), dtype=torch.uint8)
-        self._group.broadcast(flat, 0).wait()
-        return unpack_layer(flat, specs)
+        layer: Tensors = {}
+        if specs := self._sent[number]:
+            flat = torch.empty(sum(spec.nbytes for spec in specs), dtype=torch.uint8)
+            self._group.broadcast(flat, 0).wait()
+            layer = unpack_layer(flat, specs)
+        return completed(layer, self._made[number], self._folder) if self._made[number] else layer
+
+
+def _of_engine(sent: list[TensorSpec], made: list[MadeWeight]) -> list[TensorSpec]:
+    corrections = {name for weight in made if weight.scale is not None for name in adapter_names(weight.spec.name)}
+    return [*(spec for spec in sent if spec.name not in corrections), *(weight.spec for weight in made)]
+
+
+def completed(sent: Tensors, made: list[MadeWeight], folder: FolderWeights) -> Tensors:
+    """The weights that are sent, and those that are made of the folder's and of the sent corrections."""
+    layer, base = dict(sent), folder.read(weight.spec.name for weight in made)
+    for weight in made:
+        name = weight.spec.name
+        layer[name] = base[name].to(getattr(torch, weight.spec.dtype))
+        if weight.scale is not None:
+            a, b = (layer.pop(part) for part in adapter_names(name))
+            layer[name] = corrected(layer[name], a, b, scale=weight.scale, transposed=weight.transposed)
+    return layer
 
 
 class GlooLink:
@@ -104,6 +135,7 @@ class GlooLink:
 
     Args:
         name: of the connection; no other one may have had it.
+        source: of the weights that will be sent.
         workers: of the engine.
         timeout: seconds for the connection, and for each layer.
     """
@@ -111,12 +143,13 @@ class GlooLink:
     receives = True  # by one call, while layers are sent
     pack = staticmethod(pack_layer)
 
-    def __init__(self, store: dist.TCPStore, name: str, specs: list[list[TensorSpec]], *, workers: int, timeout: float):
+    def __init__(self, store: dist.TCPStore, name: str, source: WeightSource, *, workers: int, timeout: float):
         self._meeting = Meeting(store.host, store.port, name, 1 + workers, OTHERS * timeout)
         self._timeout = timeout
-        layers = [[(spec.name, spec.dtype, spec.shape) for spec in layer] for layer in specs]
-        self.info: dict[str, Any] = {"meeting": vars(self._meeting), "layers": layers}
-        self.updates: list[dict[str, Any]] = [{"layer": number} for number in range(len(specs))]
+        layers = [[_plain(spec) for spec in layer] for layer in source.specs]
+        made = [[(_plain(weight.spec), weight.scale, weight.transposed) for weight in layer] for layer in source.made]
+        self.info: dict[str, Any] = {"meeting": vars(self._meeting), "layers": layers, "made": made}
+        self.updates: list[dict[str, Any]] = [{"layer": number} for number in range(len(layers))]
         self._group: dist.ProcessGroup | None = None
 
     def open(self) -> None:
@@ -135,6 +168,10 @@ class GlooLink:
     def close(self) -> None:
         """Drop the group; the engine's end of it fails."""
         self._group = None
+
+
+def _plain(spec: TensorSpec) -> tuple[str, str, tuple[int, ...]]:
+    return spec.name, spec.dtype, spec.shape
 
 
 @dataclass(frozen=True)

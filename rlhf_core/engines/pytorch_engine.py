@@ -38,6 +38,8 @@ class PytorchEngine:
         max_concurrent_sequences: upper limit of the responses in a batch, except that a prompt's responses are always together.
         threads: CPU cores; ignored on a GPU.
         reads_text: responses may end with a stop string, for which every token is decoded.
+
+    folder: that it started from.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class PytorchEngine:
         self._kv_cache_gib, self._gpu_memory_fraction = kv_cache_gib, gpu_memory_fraction
         self._shares_gpu = shares_gpu and device.type == "cuda"
         self._tokenizer = load_tokenizer(model_path, trust_remote_code=trust_remote_code) if reads_text else None
-        self.version = 0
+        self.folder, self.version = model_path, 0
         self._awake, self._offloaded = Awake(), Offloaded()
 
     def sleep(self, level: int = 1) -> None:

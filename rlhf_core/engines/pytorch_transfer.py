@@ -25,7 +25,7 @@ class PytorchTransfer:
         Raises:
             ValueError: its weights are another model's.
         """
-        self._receiver = GlooReceiver(info, worker=0)
+        self._receiver = GlooReceiver(info, worker=0, folder=self._engine.folder)
         given = {(spec.name, spec.shape) for layer in self._receiver.specs for spec in layer}
         if wrong := sorted(given ^ {(name, tuple(tensor.shape)) for name, tensor in self._engine.own_weights().items()}):
             raise ValueError(f"weights: expected those of the engine's model, got others, or none, for {wrong[0][0]}; restore them")

@@ -26,6 +26,7 @@ class GlooInitInfo(WeightTransferInitInfo):
 
     meeting: dict[str, Any]
     layers: list[list[tuple[str, str, tuple[int, ...]]]]
+    made: list[list[tuple[tuple[str, str, tuple[int, ...]], float | None, bool]]]
 
 
 @dataclass
@@ -48,7 +49,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         """Join the sender. A second call, after a replacement of the sender or of this engine's connection, joins anew."""
-        self._receiver = GlooReceiver(vars(init_info), worker=self.parallel_config.rank)
+        self._receiver = GlooReceiver(vars(init_info), worker=self.parallel_config.rank, folder=self.model_config.model)
         self._writes = self._direct_writes() if self.device.type == "cpu" else None
 
     def _direct_writes(self) -> list[list[Written]] | None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rlhf_core.engines.gloo_transfer import GlooLink
 from rlhf_core.engines.ray_actors import PeerLost
-from rlhf_core.engines.weight_source import Tensors, TensorSpec
+from rlhf_core.engines.weight_source import Tensors, WeightSource
 
 LOOK_SECONDS = 0.2  # between two looks at whether an engine that takes no layer still works
 CONNECT_SECONDS = 60.0
@@ -82,27 +82,27 @@ class WeightSender:
         self._links: dict[int, tuple[str, Any]] = {}  # engine -> its peer's key and its link
         self._count = 0  # connections so far
 
-    def begin(self, targets: Sequence[Target], specs: list[list[TensorSpec]], *, version: int, ids: Sequence[int]) -> Transfer:
+    def begin(self, targets: Sequence[Target], source: WeightSource, *, version: int, ids: Sequence[int]) -> Transfer:
         """Connect the engines that aren't connected yet, and let all of them receive.
 
         Args:
-            specs: of the layers that will be sent.
+            source: of the layers that will be sent, which the caller iterates over.
             ids: of the probe, which each engine computes in the end.
         """
         transfer = Transfer(version, ids, timeout=self._timeout)
-        self._connect([t for t in targets if self._links.get(t.engine, ("",))[0] != t.peer.key], specs, transfer)
+        self._connect([t for t in targets if self._links.get(t.engine, ("",))[0] != t.peer.key], source, transfer)
         for target in targets:
             if target.engine not in transfer.broken:
                 transfer.begin(target, self._links[target.engine][1])
         return transfer
 
-    def _connect(self, targets: Sequence[Target], specs: list[list[TensorSpec]], transfer: Transfer) -> None:
+    def _connect(self, targets: Sequence[Target], source: WeightSource, transfer: Transfer) -> None:
         """Connect engines at the same time; one that can't be connected is broken in the transfer."""
         opening: dict[int, tuple[Future, Future]] = {}
         pool = ThreadPoolExecutor(max(1, len(targets)))
         for target in targets:
             self.forget([target.engine])
-            link = self._new_link(target, specs)
+            link = self._new_link(target, source)
             self._links[target.engine] = (target.peer.key, link)
             opening[target.engine] = (target.peer.submit("connect_weights", link.info), pool.submit(link.open))
         pool.shutdown(wait=False)  # a thread that waits for a dead engine ends after its timeout
@@ -117,7 +117,7 @@ class WeightSender:
                 self.forget([target.engine])
                 transfer.broken[target.engine] = _one_line(error) or "no connection in time"
 
-    def _new_link(self, target: Target, specs: list[list[TensorSpec]]) -> Any:
+    def _new_link(self, target: Target, source: WeightSource) -> Any:
         if target.backend == "ipc":
             from rlhf_core.engines.gpu_transfer import IpcLink
 
@@ -127,10 +127,10 @@ class WeightSender:
         if target.backend == "nccl":
             from rlhf_core.engines.gpu_transfer import NcclLink
 
-            return NcclLink(self._store.host, specs, workers=target.workers)
+            return NcclLink(self._store.host, source.specs, workers=target.workers)
         self._count += 1
         name = f"engine {target.engine}, connection {self._count}"
-        return GlooLink(self._store, name, specs, workers=target.workers, timeout=self._timeout)
+        return GlooLink(self._store, name, source, workers=target.workers, timeout=self._timeout)
 
     def forget(self, engines: Sequence[int]) -> None:
         """Drop the connections of lost engines."""
@@ -162,11 +162,14 @@ class Transfer:
         self._open[target.engine] = (target, link, call)
 
     def send(self, layer: Tensors, shared: dict[str, Any] | None = None) -> None:
-        """Send a layer to every engine. It returns before the layer has arrived, and first waits for the one before.
+        """Send a layer to every engine. It returns before the layer has arrived, and first waits for the one before. A layer without
+        tensors, which engines make themselves, isn't sent.
 
         Args:
             shared: the layer in the buffers of engines by ipc.
         """
+        if not layer:
+            return
         packed: dict[str, Any] = {"ipc": shared}
         for engine, (target, link, _) in self._open.items():
             if engine not in self.broken and target.backend not in packed:

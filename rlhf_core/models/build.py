@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -282,6 +284,31 @@ def read_state_dict(folder: Path) -> dict[str, torch.Tensor]:
     check_model_folder(folder)
     with refusals(folder):
         return {name: tensor for path in weight_files(folder) for name, tensor in load_file(path).items()}
+
+
+class FolderWeights:
+    """The weights of a Hugging Face folder, read by their names there, without keeping any.
+
+    Raises:
+        ValueError: a file is missing or truncated.
+    """
+
+    def __init__(self, folder: str | Path):
+        check_model_folder(folder)
+        self._folder, self._files = Path(folder), {}
+        for path in weight_files(self._folder):
+            with safe_open(path, framework="pt") as file:
+                self._files |= dict.fromkeys(file.keys(), path)
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Those of the weights that the folder has, on the CPU; not to be written to."""
+        found: dict[str, torch.Tensor] = {}
+        inside = [name for name in names if name in self._files]
+        with refusals(self._folder):
+            for path in {self._files[name] for name in inside}:
+                with safe_open(path, framework="pt") as file:
+                    found |= {name: file.get_tensor(name) for name in inside if self._files[name] == path}
+        return found
 
 
 def disable_dropout(module: torch.nn.Module) -> None:

@@ -76,17 +76,33 @@ def quantize_base(model: PreTrainedModel, config: LoraConfig | None) -> None:
                 setattr(model.get_submodule(parent), own, QuantizedLinear(layer))
 
 
+class Adapter(NamedTuple):
+    """The correction of a layer's matrix: see `corrected`.
+
+    weight: the matrix's name in the state dict without adapters.
+    """
+
+    weight: str
+    a: nn.Parameter
+    b: nn.Parameter
+    scale: float
+    transposed: bool
+
+
 class WeightUnit(NamedTuple):
     """A part of a module's weights that depends on no other part.
 
     name: of its layer or module.
     parameters: those that must be whole for it.
-    weights: gives the part of the state dict, with corrections added, without a copy of what isn't adapted or quantized.
+    weights: gives the part of the state dict, with the correction added unless `merged=False`, without a copy of what isn't adapted or
+        quantized.
+    adapter: None: the part isn't adapted.
     """
 
     name: str
     parameters: list[nn.Parameter]
-    weights: Callable[[], dict[str, torch.Tensor]]
+    weights: Callable[..., dict[str, torch.Tensor]]
+    adapter: Adapter | None
 
 
 def weight_units(module: nn.Module) -> Iterator[WeightUnit]:
@@ -105,27 +121,45 @@ def weight_units(module: nn.Module) -> Iterator[WeightUnit]:
             continue
         layer = adapted.get(name)
         inside = None if layer is None else f"{name}."
+        adapter = None if layer is None else _adapter(layer, f"{name}.weight")
         parameters = list(part.parameters(recurse=layer is not None))
         if parameters or any(True for _ in part.buffers(recurse=False)):
-            yield WeightUnit(name, parameters, partial(_merged, part, f"{name}." if name else "", saved, dtype, adapted=layer is not None))
+            yield WeightUnit(name, parameters, partial(_weights, part, f"{name}." if name else "", saved, dtype, adapter), adapter)
 
 
-def _merged(part: nn.Module, prefix: str, saved: set[str], dtype: torch.dtype, *, adapted: bool) -> dict[str, torch.Tensor]:
+def _adapter(layer: LoraLayer, weight: str) -> Adapter:
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    return Adapter(weight, a, b, layer.scaling["default"], layer.fan_in_fan_out)
+
+
+def _weights(
+    part: nn.Module, prefix: str, saved: set[str], dtype: torch.dtype, adapter: Adapter | None, *, merged: bool = True
+) -> dict[str, torch.Tensor]:
     """The weights of one unit.
 
     Args:
         saved: names in the whole module's state dict, which leaves some buffers out.
     """
-    how = {"prefix": prefix.removesuffix("."), "recurse": adapted, "remove_duplicate": False}
+    how = {"prefix": prefix.removesuffix("."), "recurse": adapter is not None, "remove_duplicate": False}
     state = {name: t.detach() for name, t in (*part.named_parameters(**how), *part.named_buffers(**how)) if name in saved}
     state = dequantized_state(part, state, prefix=prefix, dtype=dtype)
-    if not adapted:
+    if adapter is None:
         return state
-    base = state[f"{prefix}base_layer.weight"]
-    a, b = (state[f"{prefix}{matrix}.default.weight"].float() for matrix in ("lora_A", "lora_B"))
-    product = (b @ a).t() if part.fan_in_fan_out else b @ a
-    state[f"{prefix}base_layer.weight"] = (base.float() + part.scaling["default"] * product).to(base.dtype)
-    return {n.replace(".base_layer.", "."): tensor for n, tensor in state.items() if not n.startswith(f"{prefix}lora_")}
+    state = {n.replace(".base_layer.", "."): tensor for n, tensor in state.items() if not n.startswith(f"{prefix}lora_")}
+    if merged:
+        how = {"scale": adapter.scale, "transposed": adapter.transposed}
+        state[adapter.weight] = corrected(state[adapter.weight], adapter.a.detach(), adapter.b.detach(), **how)
+    return state
+
+
+def corrected(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, scale: float, transposed: bool) -> torch.Tensor:
+    """W + scale * B A, in float32 and rounded once to W's dtype.
+
+    Args:
+        weight: W [out, in], or [in, out] if transposed.    a: [rank, in].    b: [out, rank].
+    """
+    product = b.float() @ a.float()
+    return (weight.float() + scale * (product.t() if transposed else product)).to(weight.dtype)
 
 
 @contextmanager

@@ -20,14 +20,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from transfers import new_sender, send, source_of
+from transfers import adapters_of, new_sender, send, source_of
 
+from rlhf_core.config import LoraConfig
 from rlhf_core.engines.ray_actors import ActorGroup
 from rlhf_core.engines.ray_places import RoleLost
 from rlhf_core.engines.weight_sender import Answer, Target, WeightSender
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import checkpoint_names
 from rlhf_core.models.forward import PolicyModule
+from rlhf_core.models.lora import add_adapters
 from rlhf_core.process import configure_process
 from rlhf_core.sampling.requests import SamplingSettings, request_seeds
 
@@ -48,7 +50,7 @@ def main() -> None:
     engine = start(str(folder))
     try:
         engine.wait_ready()
-        seen = compare(engine, first, second)
+        seen = compare(engine, first, second, str(folder))
         seen["lost_worker"] = lose_a_worker(engine, second)
         seen["left_after_a_kill"] = left_after_a_kill(engine)
     finally:
@@ -85,7 +87,7 @@ def start(folder: str) -> ActorGroup:
     )
 
 
-def compare(engine: ActorGroup, first: LlamaForCausalLM, second: LlamaForCausalLM) -> dict[str, Any]:
+def compare(engine: ActorGroup, first: LlamaForCausalLM, second: LlamaForCausalLM, folder: str) -> dict[str, Any]:
     call, sender = partial(engine.call_one, 0, deadline=DEADLINE), new_sender()
     seen = {"started": [probe_difference(first, call("probe", PROBE)), sampled_difference(first, call)], "cached": cached(engine)}
     version, probe = sent(sender, engine, second, 7)
@@ -96,7 +98,21 @@ def compare(engine: ActorGroup, first: LlamaForCausalLM, second: LlamaForCausalL
     seen["kept_cache"] = [probe_difference(first, probe), sampled_difference(first, call)]
     keep_cache(engine, keep=False)
     _, probe = sent(sender, engine, first, 9)
-    return seen | {"back": [probe_difference(first, probe), sampled_difference(first, call)]}
+    seen["back"] = [probe_difference(first, probe), sampled_difference(first, call)]
+    return seen | {"adapters": send_adapters(engine, folder)}
+
+
+def send_adapters(engine: ActorGroup, folder: str) -> list[float]:
+    """Differences of the probe after adapters of the folder's model were sent: to the merged model, and to the one without adapters."""
+    plain, policy = LlamaForCausalLM.from_pretrained(folder).eval(), LlamaForCausalLM.from_pretrained(folder).eval()
+    add_adapters(policy, LoraConfig(rank=2, alpha=4.0, dropout=0.0, target_modules="all-linear"), seed=0)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.5)
+    source = adapters_of(policy, folder, partial(checkpoint_names, policy))
+    answers, _ = send(new_sender(), [Target(0, engine.peer(0), "gloo", 2)], source, version=11, ids=PROBE)
+    return [probe_difference(policy, answers[0][1]), probe_difference(plain, answers[0][1])]
 
 
 def sent(sender: WeightSender, engine: ActorGroup, policy: LlamaForCausalLM, version: int) -> Answer:

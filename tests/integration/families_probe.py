@@ -25,16 +25,18 @@ from transformers import (
     Qwen2Config,
 )
 
+from rlhf_core.config import LoraConfig
 from rlhf_core.engines.in_process import RolloutActor
 from rlhf_core.engines.vllm_engine import VllmEngine
 from rlhf_core.engines.weight_sender import Target
 from rlhf_core.models.build import checkpoint_names
+from rlhf_core.models.lora import add_adapters
 from rlhf_core.process import configure_process
 from rlhf_core.sampling.requests import SamplingSettings
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from actors_here import HerePeer
-from transfers import new_sender, send, source_of
+from transfers import adapters_of, new_sender, send, sent_bytes, source_of
 
 VOCABULARY, LONGEST, WINDOW = 128, 384, 16
 SHAPE = {
@@ -84,7 +86,7 @@ def engine_for(folder: Path, **changes) -> VllmEngine:
 
 def look(folder: Path, config: PreTrainedConfig) -> dict[str, Any]:
     """Largest differences between engine and transformers, as loaded and after each of two updates, and between the models. Updates come by
-    weight transfer; then the second one is loaded as a whole.
+    weight transfer; then the second one is loaded as a whole. In the end only adapters of the first model are sent.
     """
     first, *updates = (model(config, seed) for seed in range(3))
     first.save_pretrained(folder)
@@ -100,7 +102,27 @@ def look(folder: Path, config: PreTrainedConfig) -> dict[str, Any]:
         found.append(float((torch.tensor(answers[0][1]) - plain_logprobs(update)).abs().max()))
     apart = [float((plain_logprobs(a) - plain_logprobs(b)).abs().max()) for a, b in ((first, updates[0]), tuple(updates))]
     actor._engine.load_weights(checkpoint_names(update, update.state_dict()), 3)
-    return {"differences": found, "apart": apart, "version": answers[0][0], "same_as_loaded": actor.probe(IDS) == answers[0][1]}
+    seen = {"differences": found, "apart": apart, "version": answers[0][0], "same_as_loaded": actor.probe(IDS) == answers[0][1]}
+    return seen | send_adapters(actor, first, folder)
+
+
+def send_adapters(actor: RolloutActor, policy: PreTrainedModel, folder: Path) -> dict[str, Any]:
+    """Send adapters of the folder's model; and the same weights merged, by a second sender."""
+    add_adapters(policy, LoraConfig(rank=2, alpha=4.0, dropout=0.0, target_modules="all-linear"), seed=0)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.5)
+    names, target, found, sent = partial(checkpoint_names, policy), Target(0, HerePeer(actor), "gloo", 1), [], []
+    for source in (adapters_of(policy, folder, names), source_of(policy, names)):
+        answers, _ = send(new_sender(), [target], source, version=4 + len(sent), ids=IDS)
+        found.append(answers[0][1])
+        sent.append(sent_bytes(source))
+    return {
+        "adapters_difference": float((torch.tensor(found[0]) - plain_logprobs(policy)).abs().max()),
+        "same_as_merged": found[0] == found[1],
+        "adapters_share": sent[0] / sent[1],
+    }
 
 
 def draw_long_prompts(folder: Path, config: PreTrainedConfig) -> dict[str, bool]:

@@ -37,6 +37,11 @@ def test_new_weights_reach_both_processes(seen):
     assert seen["old_after_sync"] > 0.1
 
 
+def test_adapters_sent_alone_reach_both_processes(seen):
+    merged, plain = seen["adapters"]
+    assert merged < BUDGET and plain > 0.1
+
+
 def test_prompts_are_taken_from_the_cache_but_never_after_new_weights(seen):
     assert seen["cached"] == divided_engine_probe.BLOCK
     probe, sampled = seen["kept_cache"]  # without the reset

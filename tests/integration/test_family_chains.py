@@ -16,6 +16,7 @@ from small_workspace import ROOT
 
 pytestmark = pytest.mark.timeout(600)
 BUDGET = 1e-4  # nats; measured: 1.2e-5
+ADAPTED_BUDGET = 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,13 @@ def test_after_each_update_the_engine_computes_what_transformers_does(seen: dict
 @pytest.mark.parametrize("family", families_probe.FAMILIES)
 def test_weights_sent_a_layer_at_a_time_compute_as_those_loaded_at_once(seen: dict, family: str):
     assert seen[family]["same_as_loaded"]
+
+
+@pytest.mark.parametrize("family", families_probe.FAMILIES)
+def test_adapters_sent_alone_compute_as_merged_weights(seen: dict, family: str):
+    """Though the engine has weights of another policy, all of which are replaced."""
+    assert seen[family]["same_as_merged"] and seen[family]["adapters_difference"] < ADAPTED_BUDGET
+    assert seen[family]["adapters_share"] < 0.15
 
 
 def test_seeded_prompts_beyond_one_forward_pass_are_drawn_by_their_seeds(seen: dict):

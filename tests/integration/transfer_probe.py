@@ -1,10 +1,12 @@
-"""An RL job of which first an engine and then the trainer rank is killed while weights travel: python transfer_probe.py <folder>
+"""An RL job of which first an engine and then the trainer rank is killed while weights travel, and one with adapters:
+python transfer_probe.py <folder>
 
-Prints what the job has printed, for test_rl_transfer.py.
+Prints what the first job has printed, and the bytes of the second one's syncs, for test_rl_transfer.py.
 """
 
 from __future__ import annotations
 
+import csv
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +17,7 @@ import psutil
 from rlhf_core.process import configure_process
 
 DEADLINE = 120.0
+LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-linear"}
 
 
 def main() -> None:
@@ -27,6 +30,9 @@ def main() -> None:
         time.sleep(2.0)  # the new engine starts
         while_busy(job, "trainer.send_weights").kill()
         print(job.exception(timeout=DEADLINE))
+        here.run(Cell("grpo", "together", engines=2), name="adapters", **{"rl.steps": 3, "rl.lora": LORA})
+        with (Path(sys.argv[1]) / "adapters" / "timings.csv").open(newline="", encoding="utf-8") as file:
+            print("sync_bytes", [row["sync_bytes"] for row in csv.DictReader(file)])
 
 
 def while_busy(job: Future, call: str) -> psutil.Process:

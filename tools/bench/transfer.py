@@ -76,8 +76,8 @@ def bandwidth(folder: str, rounds: int) -> dict[str, str]:
     model = load_language_model(folder)
     source = PolicySource(torch.nn.ModuleDict({"model": model}), partial(checkpoint_names, model))
     store = open_store(None, timeout=TIMEOUT)
-    link = GlooLink(store, "bench", source.specs, workers=1, timeout=TIMEOUT)
-    process = multiprocessing.get_context("spawn").Process(target=receive, args=(link.info, rounds), daemon=True)
+    link = GlooLink(store, "bench", source, workers=1, timeout=TIMEOUT)
+    process = multiprocessing.get_context("spawn").Process(target=receive, args=(link.info, folder, rounds), daemon=True)
     process.start()
     link.open()
     size = sum(spec.nbytes for layer in source.specs for spec in layer)
@@ -101,10 +101,10 @@ def bandwidth(folder: str, rounds: int) -> dict[str, str]:
     return {"megabytes": f"{size / 1e6:.1f}", **speeds}
 
 
-def receive(info: dict[str, Any], rounds: int) -> None:
+def receive(info: dict[str, Any], folder: str, rounds: int) -> None:
     from rlhf_core.engines.gloo_transfer import GlooReceiver
 
-    receiver = GlooReceiver(info, worker=0)
+    receiver = GlooReceiver(info, worker=0, folder=folder)
     for number in list(range(len(receiver.specs))) * rounds:
         receiver.receive(number)
 

@@ -146,7 +146,12 @@ class Actors:
             bundles=self._reserved.of_ranks(number),
             threads=self._threads(among=rl.ranks),
             start_deadline=rl.deadlines.start,
-            kwargs={"world_size": group.ranks, "job": job, "roles": group.roles},
+            kwargs={
+                "world_size": group.ranks,
+                "job": job,
+                "roles": group.roles,
+                "adapters_alone": rl.lora is not None and set(self.ways) == {"gloo"},
+            },
         )
 
     def _threads(self, *, among: int) -> int:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from rlhf_core.checkpoint.parts import hand_in
 from rlhf_core.checkpoint.stored import check_checkpoint, share, take
 from rlhf_core.data.batching import even_microbatches
+from rlhf_core.engines.adapter_source import AdapterSource
 from rlhf_core.engines.deepspeed_engine import device, equal_count, join_world, most_over_ranks
 from rlhf_core.engines.gpu_memory import memory_in_use
 from rlhf_core.engines.offload import Stays
@@ -66,10 +67,11 @@ class TrainerRank:
     Args:
         rank, world_size: in the group.
         roles: of the group; None: all of the run.
+        adapters_alone: of the policy's weights only adapters are sent to the engines, which all get them by gloo.
     """
 
-    def __init__(self, rank: int, world_size: int, job: RlJob, roles: Sequence[str] | None = None):
-        self._rank, self._world_size, self._job = rank, world_size, job
+    def __init__(self, rank: int, world_size: int, job: RlJob, roles: Sequence[str] | None = None, *, adapters_alone: bool = False):
+        self._rank, self._world_size, self._job, self._adapters_alone = rank, world_size, job, adapters_alone
         self._hosted = job.rl.roles if roles is None else roles
         self._tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
         self._store: dist.TCPStore | None = None
@@ -104,7 +106,8 @@ class TrainerRank:
         self._can_keep_graphs = bool(learning) and self._common_backend(learning).keeps_graphs and job.rl.rollout.samples_any_token
         self._graphs: list[ForwardGraphs] = []  # for the next update
         if self.roles.policy is not None:
-            self._source = PolicySource(self.roles.policy.module, self._engine_names)
+            policy = self.roles.policy.module, self._engine_names
+            self._source = AdapterSource(*policy, job.sft_model) if self._adapters_alone else PolicySource(*policy)
         self._value_units = ValueUnits()
         seed_generators(job.seed + self._rank)
         collect_by_default()
@@ -273,16 +276,16 @@ class TrainerRank:
         sends, by_ipc = self._rank == 0, any(target.backend == "ipc" for target in targets)
         source = self._kept if kept else self._source
         specs = source.specs
-        transfer = self._sender.begin(targets, specs, version=version, ids=ids if engines_probe else []) if sends else None
+        transfer = self._sender.begin(targets, source, version=version, ids=ids if engines_probe else []) if sends else None
         if not kept:
-            self._kept = KeptSource()
+            self._kept = KeptSource(source)
         keeps = sends and not kept and self._job.rl.rollout.one_step_off_policy
         shared = self._shared_buffer(specs) if by_ipc else None
         for layer in source.layers(needed=sends or by_ipc):
             update = None
             if shared is not None and layer:
                 update = shared.fill(layer, before=transfer and transfer.flush)
-            if transfer is not None and layer:
+            if transfer is not None:
                 transfer.send(layer, update)
             if keeps:
                 self._kept.keep(layer)

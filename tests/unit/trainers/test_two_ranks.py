@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import assert_weights_agree, largest_difference, policy_engine, save_tiny_experts, save_tiny_models
+from transfers import same_bits
 from two_ranks import BATCHES, CASES, SHARED, STAGES, load_of_other_ranks, rl_case, run_two_ranks, save_large, saved_by_one_rank, sft_steps
 
 from rlhf_core.checkpoint.digest import DIGEST_FILE, differences, read_digest, write_digest
@@ -15,6 +16,8 @@ from rlhf_core.engines.universal import convert_to_universal, is_sharded
 from rlhf_core.trainers.rl.minibatch import EXTREMES
 
 pytestmark = pytest.mark.usefixtures("world")
+# Width 16, intermediate 32, 2 layers: q, k, v, o are 16 x 16, gate, up and down 16 x 32; rank 2.
+ADAPTED = 2 * 2 * (4 * 32 + 3 * 48)
 at_every_stage = pytest.mark.parametrize("stage", STAGES)
 
 
@@ -82,6 +85,15 @@ def test_rl_updates_on_two_ranks_equal_those_on_one(ranks: list[dict], alone: di
                 assert mine[name] + others[name] == pytest.approx(value, rel=1e-4, abs=1e-5)
     assert_weights_agree(first["weights"], expected["weights"])
     assert second["weights"] is None
+
+
+@at_every_stage
+def test_engines_make_the_weights_of_two_ranks_from_adapters_alone(ranks: list[dict], stage: int):
+    """Both ranks gather the same; the first one sends."""
+    for rank in ranks:
+        found = rank["rl"][stage]["adapters"]
+        assert same_bits(found["engine"], ranks[0]["rl"][stage]["adapters"]["weights"])
+        assert found["sent"] == 4 * ADAPTED
 
 
 @pytest.mark.parametrize("case", SHARED)

@@ -1,0 +1,134 @@
+"""A policy with adapters as rollout engines get it that have the frozen weights in their model's folder: A and B of each adapted weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from rlhf_core.engines.ranks import from_first, is_first
+from rlhf_core.engines.weight_source import (
+    MadeWeight,
+    Tensors,
+    TensorSpec,
+    adapter_names,
+    by_size,
+    gathered,
+    own_weights,
+    specs_of,
+    unit_layers,
+)
+from rlhf_core.models.build import FolderWeights
+from rlhf_core.models.lora import Adapter, WeightUnit
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """How a layer's weights reach the engines.
+
+    made: by engines.    adapted: the model's name of a weight whose A and B are sent -> engines' name.
+    whole: engines' names of the weights that are sent, adapters merged.    sent: all tensors that are sent.
+    """
+
+    made: list[MadeWeight]
+    adapted: dict[str, str]
+    whole: set[str]
+    sent: list[TensorSpec]
+
+
+class AdapterSource:
+    """The weights of a trained module with adapters. An engine reads a weight from its model's folder, and adds the correction, if there is
+    one, where that gives the very weight of `PolicySource`: the folder has, under the engine's name, the numbers of the frozen weight. All
+    other weights are sent whole: those that are trained themselves, 4-bit layers, whose rounded matrices are in no folder, and the experts
+    of PyTorch's engine, which has a tensor for all of them, where the folder has one for each.
+
+    Args:
+        module, names: see `PolicySource`.
+        folder: of the engines' initial model.
+    """
+
+    def __init__(self, module: nn.Module, names: Callable[[Tensors], Tensors], folder: str | Path):
+        self._module, self._names, self._folder = module, names, folder
+
+    def layers(self, *, needed: bool = True) -> Iterator[Tensors]:
+        """What is sent of each layer: see `PolicySource.layers`. With ZeRO 3 only that is gathered, unless a weight is sent whole."""
+        for units, plan in zip(unit_layers(self._module), self._plans, strict=True):
+            adapters = [p for a in _adapters(units).values() for p in (a.a, a.b)]
+            with gathered([p for unit in units for p in unit.parameters] if plan.whole else adapters):
+                yield self._sent(units, plan.adapted, plan.whole) if needed else {}
+
+    def _sent(self, units: list[WeightUnit], adapted: dict[str, str], whole: set[str]) -> Tensors:
+        """What is sent of a layer: see `LayerPlan`."""
+        sent: Tensors = {}
+        if whole:
+            sent = {name: tensor for name, tensor in self._names(own_weights(units)).items() if name in whole}
+        for weight, adapter in _adapters(units).items():
+            if (name := adapted.get(weight)) is not None:
+                sent |= dict(zip(adapter_names(name), (adapter.a.detach(), adapter.b.detach()), strict=True))
+        return by_size(sent)
+
+    @property
+    def specs(self) -> list[list[TensorSpec]]:
+        """Of what is sent of each layer. The first call is a collective as `layers` is, which reads all weights."""
+        return [plan.sent for plan in self._plans]
+
+    @property
+    def made(self) -> list[list[MadeWeight]]:
+        """As `specs`."""
+        return [plan.made for plan in self._plans]
+
+    @cached_property
+    def _plans(self) -> list[LayerPlan]:
+        """Made on rank 0, which compares all frozen weights with the folder's."""
+        folder, found = FolderWeights(self._folder) if is_first() else None, []
+        for units in unit_layers(self._module):
+            with gathered(p for unit in units for p in unit.parameters):
+                if folder is not None:
+                    found.append(self._plan(units, folder))
+        return from_first(found)
+
+    def _plan(self, units: list[WeightUnit], folder: FolderWeights) -> LayerPlan:
+        own, adapters = own_weights(units, merged=False), _adapters(units)
+        pointers = {p.data_ptr() for unit in units for p in unit.parameters if not p.requires_grad}
+        frozen = {name for name, tensor in own.items() if tensor.data_ptr() in pointers}
+        given = self._names(own)
+        origins = _origins(given, own)
+        rest = own.keys() - origins.values()  # of which weights without an origin are made
+        rest_is_frozen = rest <= frozen and not rest & adapters.keys()
+        there = folder.read(given)
+        made: list[MadeWeight] = []
+        adapted: dict[str, str] = {}
+        whole: set[str] = set()
+        for name, tensor in given.items():
+            origin = origins.get(name)
+            can_be_made = rest_is_frozen if origin is None else origin in frozen
+            if not (can_be_made and name in there and torch.equal(there[name].to(tensor.dtype), tensor.cpu())):
+                whole.add(name)
+            elif origin in adapters:
+                made.append(MadeWeight(TensorSpec.of(name, tensor), adapters[origin].scale, adapters[origin].transposed))
+                adapted[origin] = name
+            else:
+                made.append(MadeWeight(TensorSpec.of(name, tensor)))
+        return LayerPlan(made, adapted, whole, specs_of(self._sent(units, adapted, whole)))
+
+
+def _adapters(units: list[WeightUnit]) -> dict[str, Adapter]:
+    """By the model's name of the weight."""
+    return {unit.adapter.weight.removeprefix("model."): unit.adapter for unit in units if unit.adapter is not None}
+
+
+def _origins(given: Tensors, own: Tensors) -> dict[str, str]:
+    """Engines' names of weights -> the model's names, where the weight is one of the model's, and of no two names there."""
+    names: dict[tuple, list[str]] = {}
+    for name, tensor in own.items():
+        names.setdefault(_place(tensor), []).append(name)
+    found = {name: names.get(_place(tensor), []) for name, tensor in given.items()}
+    return {name: origins[0] for name, origins in found.items() if len(origins) == 1}
+
+
+def _place(tensor: torch.Tensor) -> tuple:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
