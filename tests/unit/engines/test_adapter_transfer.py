@@ -89,9 +89,9 @@ def test_what_is_trained_beside_adapters_is_sent_too(tokenizer, tmp_path: Path):
     model.model.norm.weight.requires_grad_(True)
     model.model.layers[0].self_attn.q_proj.base_layer.weight.requires_grad_(True)
     source = adapters_of(model, folder)
-    for seed in (1, 2):
-        learn(model, seed=seed)
+    for seed in (1, 2):  # first while the weights are the folder's
         assert same_bits(at_an_engine(source, folder), whole_weights(source_of(model)))
+        learn(model, seed=seed)
     # The first matrix replaces its own A and B, of 16 x 2 numbers each.
     assert sent_bytes(source) == trained_bytes(model) - 4 * 2 * 16 * RANK
 
@@ -103,9 +103,9 @@ def test_experts_are_sent_whole_where_one_of_their_layer_is_trained(tokenizer, t
     model.model.layers[1].mlp.experts.down_proj.requires_grad_(True)
     names = partial(checkpoint_names, model)
     source = adapters_of(model, folder, names)
-    for seed in (1, 2):
-        learn(model, seed=seed)
+    for seed in (1, 2):  # first while the weights are the folder's
         assert same_bits(at_an_engine(source, folder), whole_weights(source_of(model, names)))
+        learn(model, seed=seed)
     sent = [{spec.name for spec in layer} for layer in source.specs]
     assert not any(".experts." in name for name in sent[1]) and sum(".experts." in name for name in sent[2]) == 3 * 4
 
