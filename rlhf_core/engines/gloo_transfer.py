@@ -6,6 +6,7 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -134,7 +135,9 @@ class GlooLink:
 
     def close(self) -> None:
         """Drop the group; the engine's end of it fails."""
-        self._group = None
+        group, self._group = [self._group], None
+        # Its destructor waits for what it is sending, which to an engine that has vanished takes the timeout.
+        Thread(target=group.clear, daemon=True).start()
 
 
 @dataclass(frozen=True)
