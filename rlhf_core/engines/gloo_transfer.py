@@ -10,6 +10,7 @@ import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -167,7 +168,9 @@ class GlooLink:
 
     def close(self) -> None:
         """Drop the group; the engine's end of it fails."""
-        self._group = None
+        group, self._group = [self._group], None
+        # Its destructor waits for what it is sending, which to an engine that has vanished takes the timeout.
+        Thread(target=group.clear, daemon=True).start()
 
 
 def _plain(spec: TensorSpec) -> tuple[str, str, tuple[int, ...]]:

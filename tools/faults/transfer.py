@@ -76,8 +76,9 @@ def unavailable() -> str | None:
     """Why py-spy can't read another process's stack here, or None."""
     if not SPY.exists():
         return "needs py-spy, which comes with ray[default]"
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        time.sleep(SETTLE_SECONDS)
+    idle = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(idle, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
         done = _dump(other.pid)
         other.kill()
     return f"py-spy: {done.stderr.strip().splitlines()[-1]}" if done.returncode else None

@@ -6,7 +6,10 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Timer
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +158,29 @@ def test_an_engine_lost_in_a_transfer_is_named_and_the_next_one_gets_all(
     assert send(sender, [Target(1, processes[2], "gloo", 1)], source_of(large), version=1, ids=[]) == ({1: (1, sums(large))}, {})
     targets[1] = Target(1, processes[2], "gloo", 1)
     assert send(sender, targets, source_of(large), version=2, ids=[]) == ({k: (2, sums(large)) for k in (0, 1)}, {})
+
+
+class VanishingPeer(ReceiverPeer):
+    """Takes no further layer and closes no connection; a second later its death is known."""
+
+    def __init__(self) -> None:
+        super().__init__(5, signal.SIGSTOP)
+
+    def submit(self, method: str, *args: Any) -> Future:
+        call, lost = super().submit(method, *args), Future()
+        if method != "receive_weights":
+            return call
+        Timer(1.0, lost.set_exception, [EOFError()]).start()
+        return lost
+
+
+def test_a_dead_engine_whose_connection_stays_open_costs_no_timeout(large: nn.Module, processes):
+    processes += [ReceiverPeer(), VanishingPeer()]
+    targets, timeout = [Target(k, peer, "gloo", 1) for k, peer in enumerate(processes)], 40.0
+    began = time.monotonic()
+    answers, lost = send(new_sender(timeout=timeout), targets, source_of(large), version=1, ids=[])
+    assert time.monotonic() - began < timeout / 2
+    assert answers == {0: (1, sums(large))} and lost == {1: "a dead process"}
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["in the transfer", "before it"])
