@@ -82,7 +82,7 @@ def land(rl, is_shared):
         engines.replace([1])  # a new process, in the bundle of the lost one
         seen["again"] = engines.gpus()
         engines.end(deadline=DEADLINE)
-        seen["ended"] = engines._look(0)
+        (seen["ended"],) = engines._look([0])
     else:
         found = [look(name, reserved.of_ranks(k)) for k, name in enumerate(names)] + [look("rollout", reserved.of_engines())]
         seen = {"found": {name: gpus for names in found for name, gpus in names.items()}}
