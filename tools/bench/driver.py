@@ -58,9 +58,9 @@ def main() -> int:
     return code
 
 
-def start_actors(actors_class: type[Actors], end_step: Callable[[], None], job: RlJob) -> Actors:
+def start_actors(actors_class: type[Actors], end_step: Callable[[], None], job: RlJob, gpus: int) -> Actors:
     """Replaces the driver's own call, so that `end_step` follows a step's last action."""
-    actors = actors_class(job)
+    actors = actors_class(job, gpus)
     from rlhf_core.trainers.rl import loop  # late, as in the driver: actors start during the import
 
     log_findings = loop.log_findings

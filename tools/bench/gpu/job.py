@@ -38,9 +38,9 @@ def main() -> int:
     return code
 
 
-def start(actors_class: type[Actors], ends: list[float], mismatch: dict[int, dict[str, float]], job: RlJob) -> Actors:
+def start(actors_class: type[Actors], ends: list[float], mismatch: dict[int, dict[str, float]], job: RlJob, gpus: int) -> Actors:
     """The job's actors; the loop notes the ends of its steps, and what it compares."""
-    actors = start_actors(actors_class, lambda: ends.append(time.perf_counter()), job)
+    actors = start_actors(actors_class, lambda: ends.append(time.perf_counter()), job, gpus)
     from rlhf_core.trainers.rl import loop
 
     check = loop.check_logprobs
