@@ -14,9 +14,14 @@ from typing import Any
 from flows.chain.overrides import check
 from flows.chain.worktree import git, worktree_path
 from flows.runs.record import RECORD
-from rlhf_core.config import ConfigError, Params, overridden, read_text, shown
+from rlhf_core.config import ConfigError, Params, SharedTrainingConfig, overridden, read_text, shown
 
 MAX_KEYS = 20  # shown in a message
+TAKE_TRAINING_OVER = tuple(
+    f"{name}."
+    for name, field in Params.model_fields.items()
+    if name != "training" and isinstance(field.annotation, type) and issubclass(field.annotation, SharedTrainingConfig)
+)
 OF_THE_REGISTRY = ("gate.incumbent", "gate.anchor", "gate.rolled_back")  # written when a run is started, by flows/chain/pins.py
 
 log = logging.getLogger("rlhf.flows")
@@ -106,7 +111,7 @@ def _flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _change_list(changes: list[tuple[str, Any, Any]]) -> str:
     """A change of `training` stands for the same one of each section that takes it over."""
     shared = {(key.partition(".")[2], str(old), str(new)) for key, old, new in changes if key.startswith("training.")}
-    changes = [c for c in changes if c[0].startswith("training.") or (c[0].partition(".")[2], str(c[1]), str(c[2])) not in shared]
+    changes = [c for c in changes if not (c[0].startswith(TAKE_TRAINING_OVER) and (c[0].partition(".")[2], str(c[1]), str(c[2])) in shared)]
     parts = [f"{key} {_value(old)} -> {_value(new)}" for key, old, new in changes[:MAX_KEYS]]
     return ", ".join(parts) + (f" and {len(changes) - MAX_KEYS} more" if len(changes) > MAX_KEYS else "")
 
@@ -141,7 +146,12 @@ def _made_from(root: Path, name: str) -> str:
 def _log_kept_params(root: Path, name: str, params: Params, overrides: dict[str, Any]) -> None:
     """Log params that the run keeps although they aren't given now, for example because a recipe changed."""
     with suppress(ConfigError):
-        if kept := own_params(root, name, params, overrides):
+        try:
+            kept = own_params(root, name, params, overrides)
+        except ConfigError:  # the given values fit only together with others of the run
+            given = tuple(f"{key}." for key in overrides)
+            kept = [change for change in own_params(root, name, params) if not f"{change[0]}.".startswith(given)]
+        if kept:
             _log_once(root, f"run {name}: resumes and keeps params that were not given: {_change_list(kept)}")
 
 

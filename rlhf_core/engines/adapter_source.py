@@ -1,4 +1,4 @@
-"""A policy with adapters as rollout engines get it that have the frozen weights in their model's folder: A and B of each adapted weight."""
+"""Sends a LoRA policy to rollout engines that read the frozen weights from their model's folder: only A and B of each adapted weight."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class LayerPlan:
 
 
 class AdapterSource:
-    """The weights of a trained module with adapters. An engine reads a weight from its model's folder, and adds the correction, if there is
-    one, where that gives the very weight of `PolicySource`: the folder has, under the engine's name, the numbers of the frozen weight. All
-    other weights are sent whole: those that are trained themselves, 4-bit layers, whose rounded matrices are in no folder, and the experts
-    of PyTorch's engine, which has a tensor for all of them, where the folder has one for each.
+    """The weights of a trained module with adapters. An engine makes a weight itself, from its model's folder and the correction, only if
+    the result is what `PolicySource` would send: the folder must have the frozen weight's numbers under the engine's name. All other
+    weights are sent whole: those that are trained themselves, 4-bit layers, whose rounded matrices are in no folder, and the experts of
+    PyTorch's engine, which has one tensor for all of them, where the folder has one for each.
 
     Args:
         module, names: see `PolicySource`.
@@ -97,7 +97,7 @@ class AdapterSource:
         frozen = {name for name, tensor in own.items() if tensor.data_ptr() in pointers}
         given = self._names(own)
         origins = _origins(given, own)
-        rest = own.keys() - origins.values()  # of which weights without an origin are made
+        rest = own.keys() - origins.values()  # from which weights without an origin are computed
         rest_is_frozen = rest <= frozen and not rest & adapters.keys()
         there = folder.read(given)
         made: list[MadeWeight] = []

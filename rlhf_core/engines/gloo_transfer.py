@@ -1,6 +1,6 @@
 """Weights over gloo: one layer is one message, in the host's memory. Of the trainer's side and of any engine's; without vLLM.
 
-Of a policy with adapters only these are sent where possible, and engines merge them: see `adapter_source`.
+Of a LoRA policy only the adapters are sent, if possible, and engines merge them: see `adapter_source`.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class TokenBatch:
     segments: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> TokenBatch:
-        """The batch on a device. A GPU may still work on the batch before: copies from pinned memory queue behind it, others would wait."""
+        """The batch on a device. Copies from pinned memory queue behind the batch that a GPU works on; other copies would wait for it."""
         given = (getattr(self, f.name) for f in fields(self))
         if device.type == "cuda":
             return TokenBatch(*(x if x is None else x.pin_memory().to(device, non_blocking=True) for x in given))

@@ -106,9 +106,9 @@ class Placement:
             f"{self.per_engine:g} for each of {rl.rollout.engines} rollout engines{several}{', by turns' * self.takes_turns(rl)}"
         )
 
-    def as_json(self, rl: RlConfig) -> dict[str, float | int | dict[str, int]]:
-        shares = {"gpus": self.gpus, "per_rank": self.per_rank, "per_engine": self.per_engine}
-        return {**shares, "ranks": rl.ranks, "engines": rl.rollout.engines, "tensor_parallel_size": rl.rollout.tensor_parallel_size}
+    def as_json(self) -> dict[str, float | int]:
+        """The cluster's GPUs, and the share of one that each rank and engine has."""
+        return {"gpus": self.gpus, "per_rank": self.per_rank, "per_engine": self.per_engine}
 
 
 def place(rl: RlConfig, gpus: int, nodes: Sequence[int] = ()) -> Placement:

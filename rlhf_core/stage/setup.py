@@ -30,7 +30,9 @@ def rl_setup(rl: RlConfig, placed: Mapping[str, Any]) -> dict[str, Any]:
         "backend": rollout.backend,
         "tensor_parallel_size": rollout.tensor_parallel_size,
         "weight_transfer": placed["weight_transfer"],
-        "gpus": {name: placed[name] for name in ("gpus", "per_rank", "per_engine")} if placed["gpus"] else None,
+        "gpus": {"in_cluster": placed["gpus"], "per_rank": placed["per_rank"], "per_engine": placed["per_engine"]}
+        if placed["gpus"]
+        else None,
         "lora": _adapters(rl),
     }
 

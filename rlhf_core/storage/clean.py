@@ -12,11 +12,11 @@ import time
 
 from rlhf_core.checkpoint.store import size
 from rlhf_core.stage.job import BEAT_SECONDS
-from rlhf_core.storage.address import Storage, StorageFailed
+from rlhf_core.storage.address import NOTE_SECONDS, Storage, StorageFailed
 from rlhf_core.storage.node import INPUTS
 from rlhf_core.storage.work import PULSE
 
-WATCHED_SECONDS = 5 * BEAT_SECONDS
+WATCHED_SECONDS = NOTE_SECONDS + 5 * BEAT_SECONDS  # a write of a heartbeat may take that long
 TIMEOUT = 1800.0  # seconds for the removal, as by default in cluster.storage_timeout
 
 

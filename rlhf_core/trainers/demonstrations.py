@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from rlhf_core.data.schema import Message
@@ -64,13 +65,17 @@ def trained_turns(row: dict, train_on: TrainOn) -> list[tuple[list[Message], Mes
 def demonstrations_of(
     turns: EncodedTurns, counts: list[int], *, max_length: int, train_on_thoughts: bool
 ) -> tuple[Sequence[Demonstration], int]:
-    """`encode_demonstrations` from encoded turns. counts: `trained_turns` of each row."""
+    """`encode_demonstrations` from encoded turns; they can be pickled for ranks. counts: `trained_turns` of each row."""
     found, at = [], 0
     for count in counts:
         found += _of_conversation(turns, range(at, at + count), thoughts=train_on_thoughts)
         at += count
     kept = [parts for parts in found if turns.length(parts[0]) <= max_length]
-    return Examples(lambda i, start, skipped: Demonstration(turns.ids(i), start, skipped), kept), len(found) - len(kept)
+    return Examples(partial(_demonstration, turns), kept), len(found) - len(kept)
+
+
+def _demonstration(turns: EncodedTurns, i: int, start: int, skipped: Spans) -> Demonstration:
+    return Demonstration(turns.ids(i), start, skipped)
 
 
 def encode_texts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> tuple[list[Demonstration], int]:

@@ -287,7 +287,7 @@ class ActorGroup:
             if not dead:
                 raise
             raise RoleLost(
-                f"{self.role} rank {_listed(dead)}: expected {what} to finish, got a dead process ({self._look(dead)[0]}); "
+                f"{self.role} rank {_listed(dead)}: expected {what} to finish, got a dead process ({self._look(dead[:1])[0]}); "
                 "its log is in the Ray session's folder",
                 dead,
             ) from error

@@ -41,9 +41,9 @@ def on_nodes(look: Callable[[int], str], places: Sequence[Place | None]) -> list
         if place is not None and place.node != here:
             there = NodeAffinitySchedulingStrategy(place.node, soft=False)
             pending[number] = ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(place.pid)
+    found: list[str | None] = [look(place.pid) if place is not None and place.node == here else None for place in places]
     if pending:
         ray.wait(list(pending.values()), num_returns=len(pending), timeout=LOOK_SECONDS)
-    found: list[str | None] = [look(place.pid) if place is not None and place.node == here else None for place in places]
     for number, reference in pending.items():
         with suppress(RayError):
             found[number] = ray.get(reference, timeout=0)

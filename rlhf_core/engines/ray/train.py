@@ -32,7 +32,7 @@ from rlhf_core.storage.node import enter, work_of_job
 POLL_SECONDS = 0.5
 PEER_SECONDS = 5.0  # that a rank waits with an error of communication, which a peer's death causes, until that death is known
 START_MISSED = 75  # exit code of a driver whose ranks don't start; EX_TEMPFAIL of sysexits.h
-STOPPED = 143  # of one that is stopped before any has; 128 + SIGTERM
+STOPPED = 143  # exit code of a driver that is stopped before any rank has started; 128 + SIGTERM
 # Parts of Ray Train: a working folder, metrics, a replacement of `print`, log files, and actors that look for reclaimed nodes and state.
 _SWITCHED_OFF = (
     "RAY_CHDIR_TO_TRIAL_DIR",
@@ -234,14 +234,21 @@ def _watching_start(group: RankGroup, board: Board) -> Iterator[None]:
     until = time.monotonic() + seconds
 
     def run() -> None:
-        late = False
+        late = started = False
         while not late and not done.wait(POLL_SECONDS):
-            late, stopped = time.monotonic() > until, group.stop_requested()
-            missing = [r for r in range(group.size) if board.read(f"started-{r}") is None] if late or stopped else []
+            late, stopped = time.monotonic() > until, group.stop_requested() and not started
+            if not late and not stopped:
+                continue
+            try:
+                missing = [rank for rank in range(group.size) if board.read(f"started-{rank}") is None]
+            except OSError as error:  # the storage fails; at the deadline this counts as no sign
+                log.warning("ranks: %s", error)
+                missing = list(range(group.size)) if late else []
+            started = len(missing) < group.size
             if late and missing:
                 log.error("rank %s: expected to start within %.0f s, got no sign of it", ", ".join(map(str, missing)), seconds)
                 os._exit(START_MISSED)
-            if stopped and len(missing) == group.size:
+            if stopped and not started:
                 log.info("ranks: stopped before any has started, no state changed")
                 os._exit(STOPPED)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlhf_core.config import load_params
-from rlhf_core.engines.ray.actors import ActorGroup
+from rlhf_core.engines.ray.actors import ActorGroup, held
 from rlhf_core.engines.ray.gpus import ReservedGpus, node_gpus
 from rlhf_core.engines.ray.places import RoleLost, check_cpus, check_nodes, cluster_cpus, join_cluster, leave_cluster
 from rlhf_core.environment import keep_visible, named
@@ -48,11 +48,12 @@ def main() -> int:
             with stop.interrupts():
                 gpus = join_cluster()
                 signal.signal(signal.SIGTERM, stop.request)  # again: Ray has installed a handler that prints a stack trace and exits
-                actors = stack.enter_context(Actors(job, gpus))
-                from rlhf_core.trainers.rl.loop import run  # while the actors start
-            if stored is not None:
-                stored.outputs[:] = [Path(job.work), Path(job.timings).parent]
-                stored.pull(OUTPUTS)  # curves up to the last checkpoint, from whichever node wrote them
+                if stored is not None:
+                    stored.outputs[:] = [Path(job.work), Path(job.timings).parent]
+                    stored.pull(OUTPUTS)  # curves up to the last checkpoint, from whichever node wrote them
+                actors = stack.enter_context(Actors(job, gpus))  # writes PLACEMENT, after an older one was pulled
+                with held(signal.SIGTERM):  # an import may swallow what its handler raises
+                    from rlhf_core.trainers.rl.loop import run  # while the actors start
             code = run(job, actors, stop)
             if stored is not None:
                 stored.push_outputs()
@@ -186,7 +187,7 @@ def _record(placement: Placement, ways: list[str], job: RlJob) -> None:
     """Write the placement into the job's folder, and log it if the cluster has GPUs."""
     if placement.gpus:
         log.info("rl: %s", placement.describe(job.rl))
-    (Path(job.work) / PLACEMENT).write_text(json.dumps(placement.as_json(job.rl) | {"weight_transfer": ways}))
+    (Path(job.work) / PLACEMENT).write_text(json.dumps(placement.as_json() | {"weight_transfer": ways}))
 
 
 if __name__ == "__main__":

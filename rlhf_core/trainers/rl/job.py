@@ -73,11 +73,11 @@ class RlJob(Section):
 
 
 class StepAbandoned(Exception):
-    """SIGTERM arrived while the step had changed no state."""
+    """SIGTERM arrived before the step, or the start of the actors, had changed any state."""
 
 
 class Stop:
-    """SIGTERM's handler. While the driver collects rollouts, SIGTERM abandons the step at once; otherwise the step is completed first."""
+    """SIGTERM's handler. While actors start or rollouts are collected, SIGTERM ends that at once; otherwise the step is completed first."""
 
     def __init__(self):
         self._requested = self._interruptible = False

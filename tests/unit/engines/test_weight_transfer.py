@@ -117,7 +117,7 @@ def test_weights_of_another_model_are_refused(tokenizer, tmp_path: Path):
         send(new_sender(), [Target(0, peer, "gloo", 1)], source_of(other), version=1, ids=IDS)
 
 
-LAYERS, WIDTH = 24, 1 << 20  # 4 MB a layer
+LAYERS, WIDTH = 48, 1 << 20  # 4 MB a layer
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_a_transfer_holds_two_layers_and_not_the_model(large: nn.Module, process
         grown.append((pid, memory(pid, "VmRSS")))
     send(sender, targets, source_of(large), version=2, ids=[])
     for pid, before in grown:
-        assert memory(pid, "VmHWM") - before < LAYERS * 4 * WIDTH / 2  # two layers of 24, and what else the process touched meanwhile
+        assert memory(pid, "VmHWM") - before < LAYERS * 4 * WIDTH / 4  # two of 48 layers, and what else the process touched meanwhile
 
 
 def memory(pid: int | str, name: str) -> int:

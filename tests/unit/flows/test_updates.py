@@ -94,7 +94,7 @@ def test_params_that_a_run_keeps_are_logged(project, caplog, merged):
 
 def test_a_run_that_keeps_only_what_was_given_says_nothing_of_it(project, caplog):
     """A flow prepares its run twice; `training` reaches the sections that take it over."""
-    given = {"training.ranks": 2, "training.lora": {"rank": 4}, "sft.steps": 50}
+    given = {"training.ranks": 2, "training.lora": {"rank": 4}, "rl.lora": {"rank": 4}, "sft.steps": 50}
     with caplog.at_level(logging.INFO, "rlhf"):
         pins.prepare_run(project, "one", given)
         pins.prepare_run(project, "one", given)
@@ -102,7 +102,9 @@ def test_a_run_that_keeps_only_what_was_given_says_nothing_of_it(project, caplog
         pins.prepare_run(project, "one", {"training.ranks": 2, "sft.steps": 50})
     kept = caplog.messages[-1].partition("keeps params that were not given: ")[2]
     keys = [part.split()[0] for part in kept.split(", ")]
-    assert keys == [f"training.lora.{key}" for key in ("rank", "alpha", "dropout", "target_modules")], kept
+    assert keys == [f"{section}.lora.{key}" for section in ("training", "rl") for key in ("rank", "alpha", "dropout", "target_modules")], (
+        kept
+    )
 
 
 def test_keys_that_no_result_depends_on_can_be_free(project):

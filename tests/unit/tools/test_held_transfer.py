@@ -23,7 +23,7 @@ def test_an_engine_waits_for_the_first_layer_that_was_not_sent():
     try:
         engine = psutil.Process(peer.process.pid)
         assert settled_layer(engine) is None
-        transfer = new_sender().begin([Target(0, peer, "gloo", 1)], source.specs, version=1, ids=[])
+        transfer = new_sender().begin([Target(0, peer, "gloo", 1)], source, version=1, ids=[])
         for number, layer in enumerate(source.layers()):
             assert waits_for(number, engine)
             transfer.send(layer)

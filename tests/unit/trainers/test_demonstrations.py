@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import pytest
 from chat_templates import TEMPLATES, templated
@@ -21,6 +22,11 @@ THOUGHTFUL = {"messages": CONVERSATION[:1], "response": "<think>\nThe digits are
 
 def encode(tokenizer, row=ROW, **how) -> list[Demonstration]:
     return encode_demonstrations([row], tokenizer, max_length=1000, **how)[0]
+
+
+def test_demonstrations_can_be_sent_to_ranks(tokenizer):
+    examples, _ = encode_demonstrations([ROW, THOUGHTFUL], tokenizer, max_length=1000)
+    assert pickle.loads(pickle.dumps(examples)) == examples and len(examples) == 2
 
 
 def trained(tokenizer, example: Demonstration) -> list[str]:
