@@ -100,6 +100,7 @@ def found_by(workspace: Path, ranks: int) -> dict:
     return json.loads((workspace / "found.json").read_text())
 
 
+@pytest.mark.long
 def test_a_job_of_two_ranks_samples_as_the_stage_alone_and_passes_on_a_refusal(workspace: Path):
     alone, job = found_by(workspace, 1), found_by(workspace, 2)
     assert alone["processes"] == [[0, alone["process"]]]

@@ -152,6 +152,7 @@ def test_a_second_start_waits_for_the_first_and_takes_over_when_it_dies(chain, b
     same_digests(chain.workspace, battered, "train_reward")
 
 
+@pytest.mark.long
 def test_killed_rl_resumes_and_the_chain_ends_with_the_same_lock(undisturbed, battered):
     # The stage, SIGKILL; the flow starts it again at once, and it must wait until the first one's Ray is gone.
     repro = begin(battered, "dvc", "repro", "train_policy")

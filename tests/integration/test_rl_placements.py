@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("only", "placements"),
     [
-        pytest.param("ppo-two_and_one", ["together", "two_and_one"], id="two groups of which one has two ranks"),
+        pytest.param("ppo-two_and_one", ["together", "two_and_one"], id="two groups of which one has two ranks", marks=pytest.mark.long),
         pytest.param("ppo", ["together", "two_groups", "apart", "two_and_one"], id="all", marks=pytest.mark.long),
     ],
 )

@@ -33,6 +33,7 @@ print(json.dumps({"curves": curve_difference(*found), "weights": largest_differe
 """
 
 
+@pytest.mark.long
 def test_turns_change_no_bit_of_a_run_that_resamples_evaluates_and_saves(tmp_path: Path):
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=560, check=False)
