@@ -188,7 +188,7 @@ def test_the_setup_says_how_a_policy_was_trained():
     assert (setup["ranks"], setup["zero_stage"], setup["engines"], setup["backend"]) == (4, 2, 2, "vllm")
     assert (setup["weight_transfer"], setup["gpus"], setup["lora"]["rank"]) == (["gloo", "gloo"], None, 4)
     on_gpus = rl_setup(two.rl, {"gpus": 4, "per_rank": 0.6, "per_engine": 0.4, "weight_transfer": ["ipc", "nccl"]})
-    assert (on_gpus["weight_transfer"], on_gpus["gpus"]) == (["ipc", "nccl"], {"gpus": 4, "per_rank": 0.6, "per_engine": 0.4})
+    assert (on_gpus["weight_transfer"], on_gpus["gpus"]) == (["ipc", "nccl"], {"in_cluster": 4, "per_rank": 0.6, "per_engine": 0.4})
 
 
 def test_the_end_of_a_short_run_is_its_last_third(tmp_path):
