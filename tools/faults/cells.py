@@ -159,7 +159,14 @@ def of_ranks() -> list[Cell]:
         Cell(sft, "driver of ranks", "SIGKILL", crashed, faults.send(SIGKILL, "driver"), variant="ranks"),
         Cell(sft, "driver of ranks", "SIGSTOP", silent, faults.send(SIGSTOP, "driver"), variant="ranks"),
         Cell(sft, "stage on ranks", "SIGTERM", stopped, faults.send(SIGTERM), variant="ranks"),
-        Cell("evaluate", "rank", "SIGKILL", dead, faults.send(SIGKILL, "rank", checkpointed=False), variant="inference"),
+        Cell(
+            "evaluate",
+            "rank",
+            "SIGKILL",
+            f"{dead}|ranks: expected all 2 to start, got a dead process",
+            faults.send(SIGKILL, "rank", checkpointed=False),
+            variant="inference",
+        ),
     ]
 
 

@@ -176,6 +176,9 @@ def _failure(error: TrainingFailedError, group: RankGroup) -> RankFailed:
     """What happened first, as far as the ranks' errors show it: a refusal, then a death, which makes other ranks fail, then any other."""
     if not isinstance(error, WorkerGroupError):
         cause = getattr(error, "controller_failure", error)
+        if type(cause).__name__ == "WorkerGroupStartupFailedError":
+            told = f"got a dead process ({_first_line(cause)})"
+            return RankFailed(f"ranks: expected all {group.size} to start, {told}; run the stage again")
         return RankFailed(
             f"ranks: expected room for {group.size} of them within cluster.start_timeout={group.start_timeout:.0f} s and all of them to "
             f"start, got {type(cause).__name__}: {_first_line(cause)}; lower the number of ranks or add nodes"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ray.exceptions import ActorDiedError
 from ray.train import ControllerError, WorkerGroupError
-from ray.train.v2._internal.exceptions import WorkerHealthCheckTimeoutError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerHealthCheckTimeoutError
 
 from rlhf_core.config import ConfigError, parse_params, read_yaml, set_key
 from rlhf_core.engines.ray.train import STOPPED, RankGroup, _failure
@@ -52,6 +52,11 @@ def test_ranks_without_room_are_told_with_the_setting_of_the_deadline(tmp_path):
         "ranks: expected room for 4 of them within cluster.start_timeout=120 s and all of them to start, got TimeoutError: no room; lower "
         "the number of ranks or add nodes"
     )
+
+
+def test_a_rank_that_dies_as_it_starts_is_no_lack_of_room(tmp_path):
+    failed = _failure(ControllerError(WorkerGroupStartupFailedError("an actor failed to initialize")), group(tmp_path))
+    assert str(failed) == "ranks: expected all 4 to start, got a dead process (an actor failed to initialize); run the stage again"
 
 
 @pytest.mark.parametrize(("started", "code", "printed"), [([], STOPPED, ""), ([1], 0, "went on\n")])
