@@ -171,7 +171,7 @@ def main() -> int:
         if not row.problems and not arguments.keep:
             shutil.rmtree(folder / cell.name)
     if arguments.table:
-        write_table(folder / "results.jsonl", arguments.table, cells)
+        write_table(folder / "results.jsonl", arguments.table, [*all_cells(), *server_cells()])
     return 1 if failed else 0
 
 
