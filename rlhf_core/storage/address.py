@@ -10,8 +10,8 @@ import os
 import queue
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -160,20 +160,35 @@ class Storage:
             file.write(content)
 
     def _all(self, calls: list[Callable[[], None]], what: str) -> None:
-        """Make calls in threads, and raise the first error."""
+        """Make calls in threads, and raise the first error. After it, and after the deadline, no further call is begun.
+
+        The end of the process waits for the threads of a `ThreadPoolExecutor`, and not for daemon threads.
+        """
+        left, errors = deque(calls), []
+
+        def work() -> None:
+            with contextlib.suppress(IndexError):
+                while not errors:
+                    call = left.popleft()
+                    try:
+                        call()
+                    except BaseException as error:  # raised in the waiting thread
+                        errors.append(error)
 
         def run() -> None:
-            with ThreadPoolExecutor(THREADS) as pool:
-                pending: list[Future[None]] = [pool.submit(call) for call in calls]
-                try:
-                    for future in pending:
-                        future.result()
-                except BaseException:
-                    pool.shutdown(cancel_futures=True)
-                    raise
+            threads = [threading.Thread(target=work, name="storage", daemon=True) for _ in range(min(THREADS, len(calls)))]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if errors:
+                raise errors[0]
 
         if calls:
-            self._within(self._timeout, run, f"{len(calls)} {what}")
+            try:
+                self._within(self._timeout, run, f"{len(calls)} {what}")
+            finally:
+                left.clear()
 
     def _within(self, seconds: float, call: Callable[[], Value], what: str) -> Value:
         """Result of a call in a daemon thread: a process can end although the storage doesn't answer."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -112,6 +115,39 @@ def test_a_storage_that_does_not_answer_is_told_by_its_deadline(tmp_path):
     os.mkfifo(tmp_path / "storage/pipe")  # opening it waits for a writer
     with pytest.raises(StorageFailed, match=r"expected 1 files read within 0 s, got no answer"):
         storage.get([("pipe", 0, tmp_path / "out")])
+
+
+NEVER_ANSWERED = """
+import sys
+from pathlib import Path
+from rlhf_core.storage.address import Storage, StorageFailed
+
+storage = Storage(sys.argv[1], timeout=1.0)
+try:
+    storage.get([("pipe", 0, Path(sys.argv[2]))] * 3)
+except StorageFailed as error:
+    sys.exit(str(error))
+"""
+
+
+def test_a_process_ends_although_a_storage_never_answers(tmp_path):
+    (tmp_path / "storage").mkdir()
+    os.mkfifo(tmp_path / "storage/pipe")
+    command = [sys.executable, "-c", NEVER_ANSWERED, f"file://{tmp_path}/storage", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and "expected 3 files read within 1 s, got no answer" in done.stderr
+
+
+def test_after_a_failure_no_further_call_is_begun(tmp_path):
+    storage, begun = Storage(f"file://{tmp_path}/storage", timeout=20), []
+
+    def fail(number: int) -> None:
+        begun.append(number)
+        raise OSError(f"call {number}")
+
+    with pytest.raises(StorageFailed, match=r"expected 100 calls made, got OSError: call \d"):
+        storage._all([partial(fail, number) for number in range(100)], "calls made")
+    assert 1 <= len(begun) <= address.THREADS
 
 
 def test_an_address_that_nothing_reads_is_refused_without_its_query():
