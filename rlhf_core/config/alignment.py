@@ -16,7 +16,10 @@ REFERENCE_FREE = ("simpo", "orpo")
 
 
 class DpoConfig(TrainingConfig):
-    """Preference optimization on pairs; batch_size counts pairs."""
+    """Preference optimization on pairs; batch_size counts pairs.
+
+    offload_frozen: the reference's weights are on the host while it computes nothing.
+    """
 
     steps: int = Field(gt=0)
     loss: PreferenceLoss
@@ -26,6 +29,7 @@ class DpoConfig(TrainingConfig):
     simpo_margin: float = Field(ge=0)
     nll_coef: float = Field(ge=0)
     reference: Literal["precomputed", "live"]
+    offload_frozen: bool = False
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
@@ -46,7 +50,10 @@ class DpoConfig(TrainingConfig):
 
 
 class KtoConfig(TrainingConfig):
-    """Preference optimization on single responses, each marked good or bad; batch_size counts responses."""
+    """Preference optimization on single responses, each marked good or bad; batch_size counts responses.
+
+    offload_frozen: as of DpoConfig.
+    """
 
     steps: int = Field(gt=0)
     loss: Literal["kto", "apo_zero_unpaired"]
@@ -54,6 +61,7 @@ class KtoConfig(TrainingConfig):
     desirable_weight: float = Field(ge=0)
     undesirable_weight: float = Field(ge=0)
     reference: Literal["precomputed", "live"]
+    offload_frozen: bool = False
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()

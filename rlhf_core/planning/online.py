@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlhf_core.config import ModelConfig, RlConfig
-from rlhf_core.planning.memory import Training, frozen_model, head_kept, mask_bytes, trunk_activations
-from rlhf_core.planning.stages import Models, Parts, Process, engine, frozen_pass, known, pass_tokens, shape_of, trained_role, training
+from rlhf_core.planning.memory import frozen_model, head_kept, mask_bytes, trunk_activations
+from rlhf_core.planning.stages import Models, Process, add_frozen, engine, frozen_pass, known, pass_tokens, shape_of, trained_role, training
 
 
 def rl_ranks(rl: RlConfig, config: ModelConfig, models: Models, *, on_gpu: bool) -> list[Process]:
@@ -24,6 +24,7 @@ def _rl_rank(rl: RlConfig, roles: Sequence[str], config: ModelConfig, models: Mo
     of_group, tokens = pass_tokens(trainer.microbatch_tokens, length, rl.minibatch_size, how)
     _, scored = pass_tokens(trainer.microbatch_tokens, length, rl.samples_per_step, how)
     more_graphs = _graphs_at_once(rl, length, tokens) - 1 if how.packed else 0
+    offload = trainer.offload_frozen and on_gpu
     parts, phases, host = {}, {}, 0.0
     if "policy" in roles:
         parts, phases, host = trained_role("policy", policy, how, tokens)
@@ -44,11 +45,11 @@ def _rl_rank(rl: RlConfig, roles: Sequence[str], config: ModelConfig, models: Mo
         parts, phases, host = parts | more, phases | critic_phases, host + more_host
     if "reference" in roles and (rl.lora is None or rl.kl.refresh_reference_every is not None or "policy" not in roles):
         one = frozen_pass(policy, scored, dtype)
-        host += _add_frozen(parts, phases, "reference", policy.parameters, plain, one, offload=trainer.offload_frozen)
+        host += add_frozen(parts, phases, "reference", frozen_model(policy.parameters, plain, offload=offload), one)
     for number, found in enumerate(models.scorers if "reward_models" in roles else ()):
         model = known(found, "a reward model")
         one = frozen_pass(model, scored, dtype, scalar=True)
-        host += _add_frozen(parts, phases, f"reward model {number}", model.scalar_parameters, plain, one, offload=trainer.offload_frozen)
+        host += add_frozen(parts, phases, f"reward model {number}", frozen_model(model.scalar_parameters, plain, offload=offload), one)
     copies = 1 + rl.rollout.one_step_off_policy  # for the exported policy, and for a replaced rollout engine
     once = copies * how.element * policy.parameters if on_gpu and "policy" in roles else 0.0
     name = "trainer rank" if len(rl.role_groups) == 1 else f"rank of {'+'.join(roles)}"
@@ -60,15 +61,6 @@ def _graphs_at_once(rl: RlConfig, length: int, tokens: int) -> int:
     everything = rl.samples_per_step * length
     keeps = rl.one_optimizer_step and rl.rollout.samples_any_token and everything <= 2 * rl.trainer.microbatch_tokens
     return 2 if keeps and everything > tokens else 1
-
-
-def _add_frozen(parts: Parts, phases: Parts, role: str, parameters: int, how: Training, one_pass: float, *, offload: bool) -> float:
-    """Add a model without training. Returns its bytes in the host memory of a GPU."""
-    frozen = frozen_model(parameters, how, offload=offload and how.on_gpu)
-    if frozen.weights:
-        parts[f"{role}: weights"] = frozen.weights
-    phases[f"{role}: a pass"] = frozen.passing + one_pass
-    return frozen.host
 
 
 class RlTraining:

@@ -73,8 +73,8 @@ def _changes(stage: str, params: Params, machine: Machine) -> Iterator[dict[str,
         yield spread
     shared = (size for size in range(section.sequence_parallel + 1, ranks + 1) if ranks % size == 0)
     yield from (spread | {f"{trainer}.sequence_parallel": size} for size in shared)
-    if is_rl:
-        yield {"rl.trainer.offload_frozen": True}
+    if is_rl or key in ("dpo", "kto"):
+        yield {f"{trainer}.offload_frozen": True}
     if machine.gpus:
         yield {f"{trainer}.zero_stage": max(1, section.zero_stage), f"{trainer}.offload_optimizer": True}
         yield {f"{trainer}.zero_stage": 3, f"{trainer}.offload_optimizer": True}

@@ -10,6 +10,7 @@ from rlhf_core.config import REFERENCE_FREE, LoraConfig, ModelConfig, Params, Tr
 from rlhf_core.planning.hardware import GIB
 from rlhf_core.planning.memory import (
     ENGINE_PROCESS,
+    Frozen,
     Training,
     adapter_parameters,
     element_bytes,
@@ -224,13 +225,14 @@ def supervised(
     sequences: int,
     scalar: bool = False,
     reference: str = "none",
+    offload_frozen: bool = False,
     shares_prompts: bool = False,
 ) -> Process:
     """A rank of supervised training.
 
     Args:
         sequences: of an optimizer step.
-        reference: none | precomputed | live.
+        reference: none | precomputed | live. offload_frozen: it is on the host while it computes nothing.
         shares_prompts: several responses follow one prompt, which on a CPU is computed once.
     """
     dtype, ranks = params.model.dtype, section.ranks
@@ -240,17 +242,24 @@ def supervised(
     if shares_prompts and not on_gpu and not how.packed:
         name_of_pass = next(iter(phases))
         phases[name_of_pass] += mask_bytes(of_group, of_group, dtype)
+    frozen = frozen_model(model.parameters, how, offload=offload_frozen and on_gpu)
     if reference == "live":
-        frozen = frozen_model(model.parameters, how)
-        parts["reference: weights"] = frozen.weights
-        phases["reference: a pass"] = frozen.passing + frozen_pass(model, tokens, dtype)
+        host += add_frozen(parts, phases, "reference", frozen, frozen_pass(model, tokens, dtype))
     elif reference == "precomputed":
         # Computed before the engine exists: instead of the trained model's states there are its weights, on the host.
-        frozen = frozen_model(model.parameters, how)
         before = frozen.weights + frozen.passing + frozen_pass(model, tokens, dtype) + (0 if on_gpu else how.element * model.parameters)
         phases["reference: its log-probabilities"] = max(0.0, before - sum(parts.values()))
+        host = max(host, frozen.host)
     once = how.element * model.parameters if on_gpu else 0.0
     return Process(f"{name}: training rank", key, parts, phases, host=host, once=once, count=ranks)
+
+
+def add_frozen(parts: Parts, phases: Parts, role: str, frozen: Frozen, one_pass: float) -> float:
+    """Add a model without training that stays. Returns its bytes in the host memory of a GPU."""
+    if frozen.weights:
+        parts[f"{role}: weights"] = frozen.weights
+    phases[f"{role}: a pass"] = frozen.passing + one_pass
+    return frozen.host
 
 
 # Engines and scorers
@@ -362,11 +371,13 @@ def plan_gate(params: Params, models: Models, *, on_gpu: bool) -> Moments:
 def plan_dpo(params: Params, models: Models, *, on_gpu: bool) -> Moments:
     reference = "none" if params.dpo.loss in REFERENCE_FREE else params.dpo.reference
     how = {"sequences": 2 * params.dpo.batch_size, "reference": reference, "shares_prompts": True}
+    how |= {"offload_frozen": params.dpo.offload_frozen}
     return [[supervised("train_policy", "dpo", params.dpo, known(models.start, "the SFT model"), params, on_gpu=on_gpu, **how)]]
 
 
 def plan_kto(params: Params, models: Models, *, on_gpu: bool) -> Moments:
     how = {"sequences": params.kto.batch_size, "reference": params.kto.reference, "shares_prompts": True}
+    how |= {"offload_frozen": params.kto.offload_frozen}
     return [[supervised("train_policy", "kto", params.kto, known(models.start, "the SFT model"), params, on_gpu=on_gpu, **how)]]
 
 

@@ -149,6 +149,27 @@ def test_an_offloaded_frozen_model_is_on_the_gpu_while_it_computes_only(folder):
     torch.testing.assert_close(found, expected)
 
 
+def test_an_offloaded_live_reference_leaves_the_gpu_to_the_trained_model(folder):
+    from rlhf_core.engines.frozen import FrozenModel
+    from rlhf_core.models.build import load_language_model
+    from rlhf_core.models.forward import PolicyModule
+    from rlhf_core.trainers.preference.objectives import Continuation, ResponseForward
+    from rlhf_core.trainers.preference.train import live_reference
+
+    items = [Continuation((5, 6, 7, number), (9, 10)) for number in range(8, 40)]
+    forward, size, seen = ResponseForward(0, False, 60), sum(4 * p.numel() for p in load_language_model(folder).parameters()), []
+    shares = forward.microbatches(items)
+    assert len(shares) > 1
+    for offload in (False, True):
+        before = torch.cuda.memory_allocated()
+        model = FrozenModel(PolicyModule(load_language_model(folder)), dtype="float32", zero_stage=0, offload=offload)
+        logprobs = live_reference(model, forward)(shares)
+        seen.append((logprobs, torch.cuda.memory_allocated() - before))
+        del model
+    torch.testing.assert_close(seen[1][0], seen[0][0])
+    assert seen[1][1] < size / 10 < size <= seen[0][1]
+
+
 def test_the_gpu_computes_the_log_probabilities_of_the_cpu(folder):
     from rlhf_core.models.build import load_language_model
     from rlhf_core.models.forward import PolicyModule

@@ -157,13 +157,13 @@ class ResponseForward:
         return sums[torch.tensor(numbers, device=sums.device)]
 
 
-# From a micro-batch to the reference's log-probabilities [items] of its responses, summed over their tokens.
-Reference = Callable[[list[PromptGroup]], torch.Tensor]
+# From a pass's micro-batches to the reference's log-probabilities [items] of each one's responses, summed over their tokens.
+Reference = Callable[[list[Share]], list[torch.Tensor]]
 
 
-def no_reference(part: list[PromptGroup]) -> torch.Tensor:
-    """Zeros [items], for losses that don't use the reference."""
-    return torch.zeros(sum(len(group.items) for group in part), device=device())
+def no_reference(shares: list[Share]) -> list[torch.Tensor]:
+    """Zeros, for losses that don't use the reference."""
+    return [torch.zeros(sum(len(group.items) for group in share.groups), device=device()) for share in shares]
 
 
 # Objectives
@@ -202,9 +202,10 @@ class PairObjective:
         options |= {"simpo_margin": config.simpo_margin} if config.loss == "simpo" else {}
         num_chosen_tokens = sum(len(pair.chosen.response_ids) for pair in pairs)
         results, positions, shares = [], [], []
-        for part, counts in self.forward.microbatches([side for pair in pairs for side in pair], together=2):
+        parts = self.forward.microbatches([side for pair in pairs for side in pair], together=2)
+        for (part, counts), ref_logprobs in zip(parts, self.reference(parts), strict=True):
             lengths = torch.tensor([len(item.response_ids) for group in part for item in group.items], device=device())
-            of_items = (self.forward.logprobs(engine, part).float(), self.reference(part), lengths)
+            of_items = (self.forward.logprobs(engine, part).float(), ref_logprobs, lengths)
             policy, reference, tokens = (values.view(-1, 2).unbind(1) for values in of_items)  # chosen and rejected in turn
             logprobs = PairLogprobs(*policy, *reference, *tokens)
             normalized = logprobs.per_token() if config.length_normalize else logprobs
@@ -263,11 +264,12 @@ class ResponseObjective:
         """Log-probabilities, losses, rewards, desirable and lengths of all ranks' examples, detached and in no particular order."""
         config, results, positions = self.config, [], []
         weights = {"desirable_weight": config.desirable_weight, "undesirable_weight": config.undesirable_weight}
-        for part, counts in self.forward.microbatches([e.continuation for e in examples]):
+        parts = self.forward.microbatches([e.continuation for e in examples])
+        for (part, counts), ref_logprobs in zip(parts, self.reference(parts), strict=True):
             here = [examples[i] for group in part for i in group.positions]
             desirable = torch.tensor([e.desirable for e in here], device=device())
             logprobs = self.forward.logprobs(engine, part).float()
-            losses = UNPAIRED_LOSSES[config.loss](logprobs, self.reference(part), desirable, beta=config.beta, kl=kl, **weights)
+            losses = UNPAIRED_LOSSES[config.loss](logprobs, ref_logprobs, desirable, beta=config.beta, kl=kl, **weights)
             if learn:
                 share = losses.losses.sum() / len(examples)
                 engine.backward(share if counts else 0.0 * share)
@@ -281,8 +283,9 @@ class ResponseObjective:
         if not items:
             return torch.zeros((), device=device())
         results, positions = [], []
-        for part, counts in self.forward.microbatches(items):
-            results.append(_kept([self.forward.logprobs(engine, part).float(), self.reference(part)], counts))
+        parts = self.forward.microbatches(items)
+        for (part, counts), ref_logprobs in zip(parts, self.reference(parts), strict=True):
+            results.append(_kept([self.forward.logprobs(engine, part).float(), ref_logprobs], counts))
             positions += [i for group in part for i in group.positions] if counts else []
         return kto_baseline(*_joined(results, positions, len(items))).to(device())
 

@@ -36,7 +36,6 @@ from rlhf_core.trainers.preference.objectives import (
     Example,
     Pair,
     PairObjective,
-    PromptGroup,
     Reference,
     ResponseForward,
     ResponseObjective,
@@ -230,21 +229,22 @@ def _forward_and_reference(
     def load_reference() -> FrozenModel:
         start = run.load_model()
         quantize_base(start, config.lora)
-        return FrozenModel(PolicyModule(start), dtype=run.model.dtype, zero_stage=config.zero_stage, offload=False)
+        return FrozenModel(PolicyModule(start), dtype=run.model.dtype, zero_stage=config.zero_stage, offload=config.offload_frozen)
 
     if kind == "none":
         return forward, no_reference
     if kind == "live":
-        return forward, live_reference(load_reference().module, forward)
+        return forward, live_reference(load_reference(), forward)
     return forward, precomputed_reference(load_reference, items, forward, path=run.scratch / "reference.pt")
 
 
-def live_reference(module: nn.Module, forward: ResponseForward) -> Reference:
-    """A forward pass of the frozen module for each micro-batch."""
+def live_reference(reference: FrozenModel, forward: ResponseForward) -> Reference:
+    """A forward pass for each micro-batch; weights on the host come to the device once for all of them."""
 
     @torch.no_grad()
-    def logprobs(part: list[PromptGroup]) -> torch.Tensor:
-        return forward.logprobs(module, part)
+    def logprobs(shares: list[Share]) -> list[torch.Tensor]:
+        with reference.in_use() as module:
+            return [forward.logprobs(module, share.groups) for share in shares]
 
     return logprobs
 
@@ -279,21 +279,23 @@ def precomputed_reference(
         log.info("reference: reusing the log-probabilities of %d responses from an earlier start", len(distinct))
     else:
         reference = load()
-        kept = {"items": of_items, "logprobs": _compute(reference.module, list(distinct.values()), forward)}
+        with reference.in_use() as module:
+            kept = {"items": of_items, "logprobs": _compute(module, list(distinct.values()), forward)}
         reference.close()
         del reference
         on_first(write, subject="reference")
     table = dict(zip(distinct, kept["logprobs"].tolist(), strict=True))
     del distinct  # the table's keys are all that is needed of it
 
-    def logprobs(part: list[PromptGroup]) -> torch.Tensor:
-        return torch.tensor([table[item.digest] for group in part for item in group.items], device=device())
+    def logprobs(shares: list[Share]) -> list[torch.Tensor]:
+        digests = ([item.digest for group in share.groups for item in group.items] for share in shares)
+        return [torch.tensor([table[digest] for digest in of_share], device=device()) for of_share in digests]
 
     return logprobs
 
 
 @torch.no_grad()
-def _compute(module: PolicyModule, items: list[Continuation], forward: ResponseForward) -> torch.Tensor:
+def _compute(module: nn.Module, items: list[Continuation], forward: ResponseForward) -> torch.Tensor:
     """Log-probabilities summed over response tokens, [items], on the CPU; on every rank those of all."""
     sums = torch.zeros(len(items))
     with Bar("response of the reference", len(items)) as bar:

@@ -93,6 +93,31 @@ def test_heads_that_ranks_cannot_divide_are_refused():
         check("train_sft", params(sft__ranks=6, sft__sequence_parallel=6), MODELS, NODE)
 
 
+def with_reference(**changes) -> Params:
+    """DPO with adapters, whose reference is another 15 GiB of weights."""
+    how = {"lora": LoraConfig(**LORA), "reference": "live", "gradient_checkpointing": True, "microbatch_tokens": 2048, **changes}
+    return params(alignment__method="dpo", **{f"dpo__{key}": value for key, value in how.items()})
+
+
+@pytest.mark.parametrize(("sharding", "share"), [({}, 1), ({"ranks": 2, "zero_stage": 3}, 2)])
+def test_an_offloaded_reference_takes_the_hosts_memory_and_the_gpus_while_it_computes(sharding, share):
+    there, away = (
+        check("train_policy", with_reference(**sharding, offload_frozen=offload), MODELS, NODE).moments[0][0] for offload in (False, True)
+    )
+    weights = there.parts["reference: weights"]
+    assert weights == 2 * EIGHT.parameters / share and there.parts == away.parts | {"reference: weights": weights}
+    assert away.host - there.host == weights
+    # whole weights come to the GPU; of a share the gathered layers do, wherever it is
+    assert away.phases["reference: a pass"] - there.phases["reference: a pass"] == (weights if share == 1 else 0)
+
+
+def test_a_reference_that_does_not_fit_beside_the_model_is_offloaded():
+    machine = Machine(500 * GIB, (Gpu(40 * GIB, 40 * GIB),))
+    long = changed(with_reference(), {"model.max_length": 16384})
+    assert lacks("train_policy", long, machine)
+    assert remedy("train_policy", long, MODELS, machine) == {"dpo.offload_frozen": True}
+
+
 def test_nothing_fits_says_so():
     tiny = Machine(2 * GIB, (Gpu(GIB, GIB),))
     assert remedy("train_sft", params(), MODELS, tiny) == {}

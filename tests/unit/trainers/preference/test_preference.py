@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from preference_runs import TRAIN, config, rows, run_of
 from tiny_models import MAX_LENGTH, PAD, largest_difference, sequences, tensor_bytes, tiny_params
+from torch import nn
 
 from rlhf_core.algorithms.preference_losses import PREFERENCE_LOSSES, PairLogprobs, kto
 from rlhf_core.engines.frozen import FrozenModel
@@ -18,6 +21,7 @@ from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.process import Interrupted
+from rlhf_core.trainers.preference import train
 from rlhf_core.trainers.preference.objectives import (
     Continuation,
     Example,
@@ -86,7 +90,7 @@ def forward(tokens: int = 10_000, *, shares_prefix: bool = True) -> ResponseForw
 
 def pair_objective(folder: Path, how: ResponseForward, **changes: Any) -> PairObjective:
     config = tiny_params(**{f"dpo__{name}": value for name, value in changes.items()}).dpo
-    return PairObjective(config, how, live_reference(reference_module(folder), how))
+    return PairObjective(config, how, live_reference(whole_reference(reference_module(folder)), how))
 
 
 LOSSES = [
@@ -171,11 +175,13 @@ def test_reference_logprobs_precomputed_are_those_of_the_live_model(sft_folder: 
     module, how = reference_module(sft_folder), forward(70)
     items = [side for pair in PAIRS for side in pair]
     precomputed = precomputed_reference(lambda: whole_reference(module), items, forward(40), path=tmp_path / "a" / "reference.pt")
-    for part, _ in how.microbatches(items, together=2):
-        expected = torch.stack([naive_sum(module, item) for group in part for item in group.items])
-        torch.testing.assert_close(live_reference(module, how)(part), expected, rtol=0, atol=2e-5)
-        torch.testing.assert_close(precomputed(part), expected, rtol=0, atol=2e-5)
-        assert torch.equal(no_reference(part), torch.zeros(len(expected)))
+    shares = how.microbatches(items, together=2)
+    assert len(shares) > 1
+    expected = [torch.stack([naive_sum(module, item) for group in share.groups for item in group.items]) for share in shares]
+    live = live_reference(whole_reference(module), how)(shares)
+    torch.testing.assert_close(live, expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(precomputed(shares), expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(no_reference(shares), [torch.zeros(len(of_share)) for of_share in expected], rtol=0, atol=0)
 
 
 def test_precomputed_logprobs_are_kept_for_the_same_items_and_no_others(sft_folder: Path, tmp_path: Path):
@@ -189,8 +195,8 @@ def test_precomputed_logprobs_are_kept_for_the_same_items_and_no_others(sft_fold
     first = precomputed_reference(make, items, forward(), path=path)
     again = precomputed_reference(make, items, forward(), path=path)
     assert len(requested) == 1
-    ((part, counts),) = forward().microbatches(items)
-    assert counts and torch.equal(first(part), again(part))
+    (share,) = shares = forward().microbatches(items)
+    assert share.counts and torch.equal(first(shares)[0], again(shares)[0])
     precomputed_reference(make, items[:-2], forward(), path=path)
     assert len(requested) == 2
 
@@ -200,7 +206,7 @@ def test_precomputed_logprobs_are_kept_for_the_same_items_and_no_others(sft_fold
 
 def response_objective(folder: Path, how: ResponseForward, **changes: Any) -> ResponseObjective:
     config = tiny_params(**{f"kto__{name}": value for name, value in changes.items()}).kto
-    return ResponseObjective(config, how, live_reference(reference_module(folder), how), MAX_LENGTH)
+    return ResponseObjective(config, how, live_reference(whole_reference(reference_module(folder)), how), MAX_LENGTH)
 
 
 def test_kto_is_that_of_responses_one_by_one_with_the_baseline_of_the_whole_step(sft_folder: Path):
@@ -261,6 +267,42 @@ def test_precomputed_and_live_references_give_the_same_training(sft_folder: Path
     assert largest_difference(weights, live_weights) < 3e-5  # four steps of 3e-3 each
     assert metrics["heldout_loss"] == pytest.approx(live_metrics["heldout_loss"], abs=1e-6)
     assert len(curves) == len(live_curves) == 5
+
+
+class Watched(FrozenModel):
+    """Counts uses of models, of which each brings weights from the host to the device."""
+
+    uses: ClassVar[list[tuple[bool, bool]]] = []  # sharded, offloaded
+
+    def __init__(self, *args: Any, offload: bool, **how: Any):
+        self._is_offloaded = offload
+        super().__init__(*args, offload=offload, **how)
+
+    @contextmanager
+    def in_use(self) -> Iterator[nn.Module]:
+        self.uses.append((self.sharded, self._is_offloaded))
+        with super().in_use() as module:
+            yield module
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("kind", ["precomputed", "live"])
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_an_offloaded_reference_changes_no_bit_and_comes_to_the_device_once_a_pass(
+    sft_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, kind: str, zero_stage: int
+):
+    monkeypatch.setattr(train, "FrozenModel", Watched)
+    made = []
+    for offload in (False, True):
+        monkeypatch.setattr(Watched, "uses", [])
+        how = config(method, reference=kind, zero_stage=zero_stage, offload_frozen=offload, microbatch_tokens=40)
+        trained = TRAIN[method](rows(10), rows(3), how, run_of(sft_folder, tmp_path / str(offload)))
+        made.append((trained.engine.state_dict(), trained.metrics, (tmp_path / str(offload) / "curves.csv").read_text()))
+        # At the start, to find attention's layers; then once, or in 4 steps and 3 evaluations, with KTO for its baseline too.
+        passes = 1 if kind == "precomputed" else 7 * (2 if method == "kto" else 1)
+        assert Watched.uses == [(zero_stage == 3, offload)] * (1 + passes)
+    (weights, *others), (found, *found_others) = made
+    assert largest_difference(weights, found) == 0.0 and others == found_others
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])
