@@ -4,6 +4,7 @@
 """
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import logging
@@ -11,6 +12,8 @@ import os
 import runpy
 import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
 
 # No usage statistics, network access only on request, fewer log lines, and threads that don't spin.
 PROCESS_ENVIRONMENT = {
@@ -48,8 +51,24 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
+STOPPED_BY_SIGNAL = 128 + signal.SIGTERM  # exit code after a stop by SIGTERM, with the state saved; a shell reports the same
+
+
 class Interrupted(Exception):
     """A stop was requested by a signal; the work so far is in a checkpoint, if the work has checkpoints."""
+
+
+@contextlib.contextmanager
+def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Call `work` in a daemon thread while the block runs. Its event is set when the block ends, which waits for it."""
+    done = threading.Event()
+    thread = threading.Thread(target=work, args=(done,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def configure_process() -> None:

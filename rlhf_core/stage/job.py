@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhf_core.process import beside
 from rlhf_core.storage.node import work_of_job
 from rlhf_core.storage.work import PULSE, REFUSAL
 
@@ -19,11 +20,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rlhf")
 
-# Exit codes of the driver, after sysexits.h. Any other code is a crash; a rerun may succeed.
+# Exit codes of the driver, after sysexits.h, beside STOPPED_BY_SIGNAL. Any other code is a crash; a rerun may succeed.
 REFUSED = 65  # EX_DATAERR: the job can't be done as described; a rerun would fail again
 LOST = 75  # EX_TEMPFAIL: an actor that can't be replaced died or missed a deadline; a rerun resumes from the last checkpoint
 FULL = 74  # EX_IOERR: a checkpoint can't be written, such as for lack of space
-STOPPED = 143  # SIGTERM, after the checkpoint is written
 BEAT_SECONDS = 2.0
 
 
@@ -67,9 +67,9 @@ def refusal_of(work: Path, stored: Work | None = None) -> str:
 @contextlib.contextmanager
 def beat(path: Path) -> Iterator[None]:
     """Write a heartbeat file every BEAT_SECONDS from a thread; it stops with the process, not while the main thread waits."""
-    done, stored = threading.Event(), work_of_job()
+    stored = work_of_job()
 
-    def run() -> None:
+    def run(done: threading.Event) -> None:
         for count in itertools.count():
             with contextlib.suppress(OSError):  # a full disk is reported where it matters
                 path.write_text(str(count))
@@ -78,13 +78,8 @@ def beat(path: Path) -> Iterator[None]:
             if done.wait(BEAT_SECONDS):
                 return
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
+    with beside(run):
         yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def check_cluster(stage: str, params: Params, gpus: int) -> None:

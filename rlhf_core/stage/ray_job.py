@@ -12,11 +12,11 @@ from pathlib import Path
 
 from rlhf_core.config import reordering_shown
 from rlhf_core.environment import passed_on
-from rlhf_core.process import PROCESS_ENVIRONMENT, Interrupted
+from rlhf_core.process import PROCESS_ENVIRONMENT, STOPPED_BY_SIGNAL, Interrupted
 from rlhf_core.progress import STATUS
 from rlhf_core.stage.job import REFUSED, pulse_file, refusal_of
 from rlhf_core.stage.luggage import Luggage
-from rlhf_core.stage.run import STOPPED_BY_SIGNAL, Stage, StageFailed
+from rlhf_core.stage.run import Stage, StageFailed
 from rlhf_core.stage.stored_job import StoredJob, uses_storage
 from rlhf_core.storage.work import OUTPUTS
 

@@ -28,7 +28,7 @@ from rlhf_core.checkpoint.store import Origin, SaveFailed, StoreSettings
 from rlhf_core.config import ConfigError, Params, load_params, reordering_shown
 from rlhf_core.environment import keep_visible, of_stage
 from rlhf_core.paths import CURVES, PLOTS, POLICY_MODEL, REWARD_MODEL, SCRATCH, SOURCES, STAGE_METRICS, STATE_DIGESTS
-from rlhf_core.process import Interrupted, configure_process, end_with_parent, show_own_log
+from rlhf_core.process import STOPPED_BY_SIGNAL, Interrupted, configure_process, end_with_parent, show_own_log
 from rlhf_core.progress import name_stage
 from rlhf_core.stage.files import lock_file, publish_model, read_json, write_json
 from rlhf_core.stage.scratch import input_hashes, metrics_path, prepare_scratch, read_work
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 # Exit codes. The flow retries all but the first: a retry would be refused again.
 REFUSED = 1  # params, data or a model were refused
 CRASHED = 70  # an unexpected error; EX_SOFTWARE of sysexits.h
-STOPPED_BY_SIGNAL = 143  # 128 + SIGTERM, what a shell reports too
 TAIL = 20  # upper limit of the last steps over which final metrics are averaged
 LOCK_DEADLINE = 60.0  # seconds; a stage that got SIGTERM may still be writing its checkpoint
 

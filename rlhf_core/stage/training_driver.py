@@ -16,9 +16,9 @@ from rlhf_core.checkpoint.store import SaveFailed
 from rlhf_core.engines.ray.places import RoleLost, check_nodes, join_cluster, leave_cluster
 from rlhf_core.engines.ray.train import RankFailed, RankGroup, run_on_ranks
 from rlhf_core.environment import keep_visible, of_stage
-from rlhf_core.process import configure_process, show_own_log
+from rlhf_core.process import STOPPED_BY_SIGNAL, configure_process, show_own_log
 from rlhf_core.progress import name_stage
-from rlhf_core.stage.job import FULL, LOST, STOPPED, beat, check_cluster, forget_refusal, pulse_file, refuse
+from rlhf_core.stage.job import FULL, LOST, beat, check_cluster, forget_refusal, pulse_file, refuse
 from rlhf_core.stage.training import TrainJob
 from rlhf_core.storage.node import JobFiles, enter, work_of_job
 from rlhf_core.storage.work import DONE, STOP
@@ -95,7 +95,7 @@ def _run(job: TrainJob, description: Path) -> int:
     stored = work_of_job()
     run_on_ranks("rlhf_core.stage.training:run_rank", str(description if stored else description.resolve()), group)
     finished = job.result_file.exists() if stored is None else stored.note(DONE) is not None
-    return 0 if finished else STOPPED
+    return 0 if finished else STOPPED_BY_SIGNAL
 
 
 def _code_of(failed: RankFailed, job: TrainJob) -> int:

@@ -42,7 +42,7 @@ from small_chain import (
 from small_workspace import lay_out_database, wait_until
 
 from rlhf_core.checkpoint.digest import differences, read_digest
-from rlhf_core.stage.run import STOPPED_BY_SIGNAL
+from rlhf_core.process import STOPPED_BY_SIGNAL
 
 pytestmark = pytest.mark.timeout(1500)
 

@@ -30,7 +30,8 @@ from small_chain import (
 )
 from small_workspace import wait_until
 
-from rlhf_core.stage.run import CRASHED, STOPPED_BY_SIGNAL
+from rlhf_core.process import STOPPED_BY_SIGNAL
+from rlhf_core.stage.run import CRASHED
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -25,7 +25,8 @@ from small_chain import (
 from small_workspace import command_line, wait_until
 
 from rlhf_core.checkpoint.digest import differences, read_digest
-from rlhf_core.stage.run import CRASHED, STOPPED_BY_SIGNAL
+from rlhf_core.process import STOPPED_BY_SIGNAL
+from rlhf_core.stage.run import CRASHED
 
 pytestmark = pytest.mark.timeout(900)
 TWO_RANKS = {"sft": {"ranks": 2, "zero_stage": 2, "steps": 120, "checkpoint_every": 10}}

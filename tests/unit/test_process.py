@@ -1,12 +1,14 @@
 """What processes begin and end with, and another project's command line in such a process."""
 
+import contextlib
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from rlhf_core.process import IMPORT_THRESHOLD, PROCESS_ENVIRONMENT, module_command
+from rlhf_core.process import IMPORT_THRESHOLD, PROCESS_ENVIRONMENT, beside, module_command
 
 CYCLE = """
 class Loop:
@@ -61,6 +63,7 @@ def test_a_missing_kernel_of_bitsandbytes_that_nothing_calls_is_not_mentioned(fi
     program = f"""
 {first}
 import sys
+import threading
 import bitsandbytes, bitsandbytes._ops, bitsandbytes.functional
 bitsandbytes.functional.has_avx512bf16 = lambda: True
 bitsandbytes._ops.register_kernel = lambda *_: lambda function: function
@@ -70,3 +73,18 @@ import bitsandbytes.backends.cpu.ops
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
     assert ("gemm_4bit_forward" in done.stderr) is printed, done.stderr
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_work_beside_a_block_is_told_of_its_end_and_waited_for(fails):
+    happened = []
+
+    def work(done: threading.Event) -> None:
+        done.wait()
+        happened.append("ended")
+
+    with contextlib.suppress(ValueError), beside(work):
+        happened.append("block")
+        if fails:
+            raise ValueError
+    assert happened == ["block", "ended"]

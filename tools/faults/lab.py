@@ -9,8 +9,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import Popen
@@ -37,6 +36,7 @@ from small_chain import (
 )
 from small_workspace import command_line, git, processes_in
 
+from rlhf_core.process import beside
 from tools.faults.transfer import Held, held_transfer
 
 FAULTS = {  # changes to the small chain: short deadlines, and a scorer with its own actor
@@ -200,16 +200,8 @@ class Watch:
     trainers: dict[str, int] = field(default_factory=dict)
     segments: set[str] = field(default_factory=set)
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        done = threading.Event()
-        thread = threading.Thread(target=self._watch, args=(done,))
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
+    def watching(self) -> AbstractContextManager[None]:
+        return beside(self._watch)
 
     def _watch(self, done: threading.Event) -> None:
         while not done.wait(POLL_SECONDS):

@@ -25,14 +25,13 @@ from ray.train.torch.config import _TorchBackend
 
 from rlhf_core.engines.ray.places import use_node_interface
 from rlhf_core.environment import passed_on
-from rlhf_core.process import collect_rarely
+from rlhf_core.process import STOPPED_BY_SIGNAL, beside, collect_rarely
 from rlhf_core.storage.board import Board, open_board
 from rlhf_core.storage.node import enter, work_of_job
 
 POLL_SECONDS = 0.5
 PEER_SECONDS = 5.0  # that a rank waits with an error of communication, which a peer's death causes, until that death is known
 START_MISSED = 75  # exit code of a driver whose ranks don't start; EX_TEMPFAIL of sysexits.h
-STOPPED = 143  # exit code of a driver that is stopped before any rank has started; 128 + SIGTERM
 # Parts of Ray Train: a working folder, metrics, a replacement of `print`, log files, and actors that look for reclaimed nodes and state.
 _SWITCHED_OFF = (
     "RAY_CHDIR_TO_TRIAL_DIR",
@@ -208,9 +207,8 @@ def _first_line(error: BaseException) -> str:
 @contextlib.contextmanager
 def _passing_on(board: Board) -> Iterator[None]:
     """Print what rank 0 prints, from a thread."""
-    done = threading.Event()
 
-    def run() -> None:
+    def run(done: threading.Event) -> None:
         ended = False
         while not ended:
             ended = done.wait(POLL_SECONDS)  # the output is read once more after the end
@@ -218,13 +216,8 @@ def _passing_on(board: Board) -> Iterator[None]:
                 sys.stdout.write(board.new_output())
                 sys.stdout.flush()
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
+    with beside(run):
         yield
-    finally:
-        done.set()
-        thread.join()
 
 
 @contextlib.contextmanager
@@ -253,7 +246,7 @@ def _watching_start(group: RankGroup, board: Board) -> Iterator[None]:
                 os._exit(START_MISSED)
             if stopped and not started:
                 log.info("ranks: stopped before any has started, no state changed")
-                os._exit(STOPPED)
+                os._exit(STOPPED_BY_SIGNAL)
 
     threading.Thread(target=run, daemon=True).start()
     try:

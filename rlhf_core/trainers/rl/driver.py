@@ -20,9 +20,9 @@ from rlhf_core.engines.ray.gpus import ReservedGpus, node_gpus
 from rlhf_core.engines.ray.places import RoleLost, check_cpus, check_nodes, cluster_cpus, join_cluster, leave_cluster
 from rlhf_core.environment import keep_visible, named
 from rlhf_core.planning.placement import Placement, place, transfer_ways
-from rlhf_core.process import configure_process, show_own_log
+from rlhf_core.process import STOPPED_BY_SIGNAL, configure_process, show_own_log
 from rlhf_core.progress import name_stage
-from rlhf_core.stage.job import LOST, STOPPED, beat, check_cluster, forget_refusal, refuse
+from rlhf_core.stage.job import LOST, beat, check_cluster, forget_refusal, refuse
 from rlhf_core.storage.node import JobFiles, enter
 from rlhf_core.storage.work import OUTPUTS
 from rlhf_core.trainers.rl.groups import TrainerGroups
@@ -65,7 +65,7 @@ def main() -> int:
         return LOST
     except StepAbandoned:
         log.info("rl: SIGTERM: stopped before all actors were ready, no state changed")
-        return STOPPED
+        return STOPPED_BY_SIGNAL
 
 
 @contextlib.contextmanager

@@ -17,10 +17,10 @@ import torch
 
 from rlhf_core.checkpoint.store import SaveFailed
 from rlhf_core.config import RlConfig, curve_columns
-from rlhf_core.process import collect_by_default, freeze_gc
+from rlhf_core.process import STOPPED_BY_SIGNAL, collect_by_default, freeze_gc
 from rlhf_core.progress import Bar
 from rlhf_core.sampling.scoring import RewardNormalizer
-from rlhf_core.stage.job import FULL, STOPPED, refuse
+from rlhf_core.stage.job import FULL, refuse
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.rl.advantages import compute_advantages, correct, value_units
 from rlhf_core.trainers.rl.collect import Collected, collect_rollouts
@@ -96,7 +96,7 @@ def run(job: RlJob, actors: Actors, stop: Stop) -> int:
     except SaveFailed as error:
         log.error("%s", error)
         return FULL
-    return 0 if finished else STOPPED
+    return 0 if finished else STOPPED_BY_SIGNAL
 
 
 def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:

@@ -12,7 +12,8 @@ from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerHealthCheckTimeoutError
 
 from rlhf_core.config import ConfigError, parse_params, read_yaml, set_key
-from rlhf_core.engines.ray.train import STOPPED, RankGroup, _failure
+from rlhf_core.engines.ray.train import RankGroup, _failure
+from rlhf_core.process import STOPPED_BY_SIGNAL
 from rlhf_core.stage.ray_job import network
 
 ROOT = Path(__file__).parents[3]
@@ -59,7 +60,7 @@ def test_a_rank_that_dies_as_it_starts_is_no_lack_of_room(tmp_path):
     assert str(failed) == "ranks: expected all 4 to start, got a dead process (an actor failed to initialize); run the stage again"
 
 
-@pytest.mark.parametrize(("started", "code", "printed"), [([], STOPPED, ""), ([1], 0, "went on\n")])
+@pytest.mark.parametrize(("started", "code", "printed"), [([], STOPPED_BY_SIGNAL, ""), ([1], 0, "went on\n")])
 def test_a_stop_ends_the_driver_only_before_any_rank_has_started(tmp_path, started, code, printed):
     program = f"""
 import time

@@ -16,9 +16,10 @@ from ruamel.yaml import YAML
 from safetensors.torch import save_file
 
 from rlhf_core.config import ConfigError, load_params
+from rlhf_core.process import STOPPED_BY_SIGNAL
 from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.stage.files import publish, read_json, write_json
-from rlhf_core.stage.run import CRASHED, REFUSED, STOPPED_BY_SIGNAL, Stage
+from rlhf_core.stage.run import CRASHED, REFUSED, Stage
 from rlhf_core.stage.scratch import read_work
 
 ROOT = Path(__file__).parents[3]

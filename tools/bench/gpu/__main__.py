@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from rlhf_core.process import configure_process
+from rlhf_core.process import STOPPED_BY_SIGNAL, configure_process
 from tools.bench.gpu.cases import ROOT
 from tools.bench.gpu.harness import PARTS, RAN, Result, find_about, read_result, run_parts
 from tools.bench.gpu.shapes import models_folder
@@ -25,7 +25,7 @@ DOCUMENT = ROOT / "docs" / "gpu.md"
 def main() -> int:
     arguments = parse()
     configure_process()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # parts end with this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED_BY_SIGNAL))  # parts end with this process
     try:
         if arguments.write is not None:
             put_into(arguments.document, read_folders(arguments.write))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from rlhf_core.process import configure_process
+from rlhf_core.process import beside, configure_process
 from tools.bench.gpu.record import Record
 from tools.bench.gpu.shapes import argument_parser
 
@@ -75,20 +75,15 @@ class Peaks:
 @contextlib.contextmanager
 def watch_memory() -> Iterator[Peaks]:
     """Sample this process's descendant actors, in any session, every LOOK_SECONDS."""
-    peaks, done = Peaks(), threading.Event()
+    peaks = Peaks()
 
-    def run() -> None:
+    def run(done: threading.Event) -> None:
         device = _Device.find()
         while not done.wait(LOOK_SECONDS):
             _look(peaks, device)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
+    with beside(run):
         yield peaks
-    finally:
-        done.set()
-        thread.join()
 
 
 def actor_processes() -> dict[int, str]:
