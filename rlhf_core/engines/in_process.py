@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rlhf_core.config import RolloutBackend
     from rlhf_core.engines.apart import EngineApart, EngineElsewhere
     from rlhf_core.engines.pytorch_engine import PytorchEngine
-    from rlhf_core.engines.vllm_engine import VllmEngine
+    from rlhf_core.engines.vllm.engine import VllmEngine
     from rlhf_core.sampling.requests import Sample
 
 
@@ -84,7 +84,7 @@ def open_here(
         from rlhf_core.engines.pytorch_engine import PytorchEngine
 
         return PytorchEngine(model_path, **shared)
-    from rlhf_core.engines.vllm_engine import VllmEngine
+    from rlhf_core.engines.vllm.engine import VllmEngine
 
     own = {"sleeps": sleeps, "tensor_parallel_size": tensor_parallel_size, "prefix_caching": prefix_caching}
     return VllmEngine(model_path, **shared, seed=seed, **own, weight_transfer=weight_transfer)

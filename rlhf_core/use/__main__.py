@@ -137,7 +137,7 @@ def _chat(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from rlhf_core.engines.vllm_server import ServerSettings
+    from rlhf_core.engines.vllm.server import ServerSettings
     from rlhf_core.use.choice import check_language_model, context_length, saved_dtype
     from rlhf_core.use.serve import check_address, check_servable, serve
 

@@ -9,7 +9,7 @@ import threading
 from typing import TextIO
 
 from rlhf_core.config import ConfigError
-from rlhf_core.engines.vllm_server import ServerSettings, VllmServer, check_port, is_loopback, lacks
+from rlhf_core.engines.vllm.server import ServerSettings, VllmServer, check_port, is_loopback, lacks
 from rlhf_core.paths import STAGE_METRICS
 from rlhf_core.use.choice import Chosen, head_width, read_json
 

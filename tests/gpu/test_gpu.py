@@ -344,7 +344,7 @@ def test_nothing_of_a_training_engine_is_on_the_gpu_while_it_is_on_the_host(fold
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_sleeping_engine_gives_the_gpu_back_and_wakes_up_with_its_weights(folder, level):
     """In this process: nothing else makes models of vLLM's classes after it."""
-    from rlhf_core.engines.vllm_engine import VllmEngine
+    from rlhf_core.engines.vllm.engine import VllmEngine
     from rlhf_core.models.build import read_state_dict
 
     how = {"dtype": "bfloat16", "gpu_memory_fraction": 0.3, "shares_gpu": True, "sleeps": True, "kv_cache_gib": 1}

@@ -27,7 +27,7 @@ from transformers import (
 
 from rlhf_core.config import LoraConfig
 from rlhf_core.engines.in_process import RolloutActor
-from rlhf_core.engines.vllm_engine import VllmEngine
+from rlhf_core.engines.vllm.engine import VllmEngine
 from rlhf_core.engines.weight_sender import Target
 from rlhf_core.models.build import checkpoint_names
 from rlhf_core.models.lora import add_adapters

@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.config import load_params
-from rlhf_core.engines.vllm_engine import VllmEngine
+from rlhf_core.engines.vllm.engine import VllmEngine
 from rlhf_core.engines.weights import replace_weights
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import read_state_dict
@@ -187,7 +187,7 @@ def not_this_models(state_dict: dict[str, torch.Tensor]) -> list[dict[str, torch
 
 
 def reload_as_vllm_does(engine: VllmEngine, state_dict: dict[str, torch.Tensor], version: int) -> int:
-    with mock.patch("rlhf_core.engines.vllm_engine.replace_weights", return_value=False):
+    with mock.patch("rlhf_core.engines.vllm.engine.replace_weights", return_value=False):
         return engine.load_weights(state_dict, version)
 
 

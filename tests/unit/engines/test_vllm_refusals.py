@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.engines.vllm_refusals import refusing_unsupported
+from rlhf_core.engines.vllm.refusals import refusing_unsupported
 
 CAN_RUN = r"rollout\.backend: expected a model that vLLM's CPU build can run, got LlamaForCausalLM with "
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rlhf_core.config import ConfigError
-from rlhf_core.engines import vllm_server
-from rlhf_core.engines.vllm_server import ServerSettings, VllmServer, is_loopback
+from rlhf_core.engines.vllm import server as vllm_server
+from rlhf_core.engines.vllm.server import ServerSettings, VllmServer, is_loopback
 from rlhf_core.use.__main__ import main
 from rlhf_core.use.choice import Chosen, choose
 from rlhf_core.use.serve import check_address, check_servable, curl

@@ -175,7 +175,7 @@ class _Bare:
 
 class _Ours:
     def __init__(self, settings: EngineSettings):
-        from rlhf_core.engines.vllm_engine import VllmEngine
+        from rlhf_core.engines.vllm.engine import VllmEngine
 
         self._settings = settings
         self._engine = VllmEngine(

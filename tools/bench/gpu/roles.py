@@ -286,7 +286,7 @@ def open_here(backend: str, folder: str, *, sequences: int) -> Any:
         from rlhf_core.engines.pytorch_engine import PytorchEngine
 
         return PytorchEngine(folder, **settings)
-    from rlhf_core.engines.vllm_engine import VllmEngine
+    from rlhf_core.engines.vllm.engine import VllmEngine
 
     return VllmEngine(folder, **settings, seed=0)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from rlhf_core.engines.gpu_memory import cache_bytes, memory_in_use
 from rlhf_core.engines.sleep import Awake
-from rlhf_core.engines.vllm_refusals import refuse_without_reload, refusing_unsupported
+from rlhf_core.engines.vllm.refusals import refuse_without_reload, refusing_unsupported
 from rlhf_core.engines.weights import pack_experts_at_next_load, pack_tied_weights, replace_weights
 from rlhf_core.process import freeze_gc
 from rlhf_core.sampling.requests import Sample, SamplingSettings
@@ -359,7 +359,7 @@ def _divided(size: int) -> dict[str, Any]:
         return {}
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # there may be fewer cores than processes
-    extension = "rlhf_core.engines.vllm_worker.WorkerExtension"
+    extension = "rlhf_core.engines.vllm.worker.WorkerExtension"
     return {"tensor_parallel_size": size, "distributed_executor_backend": "mp", "worker_extension_cls": extension}
 
 
@@ -369,7 +369,7 @@ def _transfer_settings(backend: str | None) -> dict[str, Any]:
         return {}
     from vllm.config import WeightTransferConfig
 
-    own = {"worker_extension_cls": "rlhf_core.engines.vllm_transfer.WorkerExtension"} if backend == "gloo" else {}
+    own = {"worker_extension_cls": "rlhf_core.engines.vllm.transfer.WorkerExtension"} if backend == "gloo" else {}
     return {"weight_transfer_config": WeightTransferConfig(backend=backend), **own}
 
 

@@ -13,8 +13,8 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rlhf_core.engines import vllm_worker
 from rlhf_core.engines.gloo_transfer import GlooReceiver
+from rlhf_core.engines.vllm import worker
 from rlhf_core.engines.weights import Written, direct_writes, pack_experts_at_next_load, pack_tied_weights, write_weights
 
 NAME = "gloo"
@@ -95,8 +95,8 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         raise NotImplementedError("gloo weight transfer: expected weights from a WeightSender, got vLLM's own sender")
 
 
-class WorkerExtension(vllm_worker.WorkerExtension):
-    """See `vllm_worker`."""
+class WorkerExtension(worker.WorkerExtension):
+    """See `worker`."""
 
 
 if NAME not in WeightTransferEngineFactory._registry:
