@@ -1,7 +1,7 @@
 """Placements of an RL job's roles: python -m tools.placement_matrix [--only WORD ...] [--steps N] [--table FILE].
 
 Trains tiny models through Ray with every named placement and with groups of two ranks and of one, by PPO and GRPO, with ZeRO 0 and 3 and
-one and two of PyTorch's rollout engines; and with a vLLM engine in two processes (tensor parallelism). Curves and final weights must be
+one and two rollout engines: PyTorch's, and vLLM's in two processes each (tensor parallelism). Curves and final weights must be
 those of all roles together, without ZeRO, on one engine of the same kind in one process; and an engine's log-probabilities after a sync the
 trainer's. Writes docs/tables/placements.csv, in which rows of other cells stay; docs/rl.md describes it. Exits with 1 if a difference
 exceeds its limit.
@@ -152,7 +152,7 @@ def cells(only: Sequence[str]) -> list[Cell]:
     """The baselines of the wanted cells, and these."""
     places = list(product(("ppo", "grpo"), (*PLACEMENTS, "two_and_one"), (0, 3)))
     wanted = [Cell(*place, engines) for engines in (1, 2) for place in places]
-    wanted += [Cell(*place, backend="vllm", tensor_parallel_size=2) for place in places]
+    wanted += [Cell(*place, engines, backend="vllm", tensor_parallel_size=2) for engines in (1, 2) for place in places]
     wanted = [cell for cell in wanted if all(word in cell.name for word in only)]
     return list(dict.fromkeys([*map(baseline, wanted), *wanted]))
 

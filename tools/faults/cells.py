@@ -36,7 +36,7 @@ class Cell:
     strike: Strike
     survives: bool = False
     flow: bool = False
-    variant: Literal["one", "two", "none", "ranks", "sharded", "inference"] = "one"
+    variant: Literal["one", "two", "none", "ranks", "sharded", "longer", "inference"] = "one"
     prepare: Callable[[Path, str], Undo] | None = None
     again: bool = True
     timeout: float | None = None  # flow.stage_timeout
@@ -218,6 +218,7 @@ def of_nodes() -> list[Cell]:
             survives=True,
             prepare=faults.nodes(3),
             ends_first=True,
+            variant="longer",
         ),
         Cell(
             *(rl, "node of vLLM, none is free", "lost"),
@@ -225,6 +226,7 @@ def of_nodes() -> list[Cell]:
             faults.lose_node_of("rollout"),
             prepare=faults.nodes(2),
             ends_first=True,
+            variant="longer",
         ),
         Cell(
             *(rl, "node of a trainer", "lost"),
@@ -232,6 +234,7 @@ def of_nodes() -> list[Cell]:
             faults.lose_node_of("trainer"),
             prepare=faults.nodes(3),
             ends_first=True,
+            variant="longer",
         ),
     ]
 

@@ -53,7 +53,7 @@ FAULTS = {  # changes to the small chain: short deadlines, and a scorer with its
         },
     },
     "sft": {"steps": 60, "checkpoint_every": 10},
-    "reward": {"epochs": 1.0},
+    "reward": {"epochs": 4.0},
     "cluster": {"silence_timeout": 20, "start_timeout": 300},
 }
 
@@ -72,6 +72,7 @@ VARIANTS = {
     "two": Variant("train_policy", {"rl": {"trainer": {"ranks": 2}, "rollout": {"engines": 2}}}, ranks=2),
     "sharded": Variant("train_policy", {"rl": {"trainer": {"ranks": 2, "zero_stage": 3}}}, ranks=2),
     "none": Variant("train_policy", {"rl": {"max_replacements": 0}}),
+    "longer": Variant("train_policy", {"rl": {"steps": 150}}),  # actors outlive their node's raylet by seconds
     "ranks": Variant("train_sft", {"sft": {"ranks": 2, "zero_stage": 2}, "cluster": {"rank_timeout": 40}}, ranks=2),
     "inference": Variant("evaluate", {"cluster": {"inference_ranks": 2, "rank_timeout": 120}}, ranks=2),
 }
