@@ -7,7 +7,7 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlhf_core.config import reordering_shown
@@ -16,17 +16,13 @@ from rlhf_core.process import PROCESS_ENVIRONMENT, STOPPED_BY_SIGNAL, Interrupte
 from rlhf_core.progress import STATUS
 from rlhf_core.stage.job import REFUSED, pulse_file, refusal_of
 from rlhf_core.stage.luggage import Luggage
-from rlhf_core.stage.run import Stage, StageFailed
+from rlhf_core.stage.run import JobCrashed, Stage, StageFailed
 from rlhf_core.stage.stored_job import StoredJob, uses_storage
 from rlhf_core.storage.work import OUTPUTS
 
 log = logging.getLogger("rlhf")
 
 HEAD_GRACE = 5.0  # seconds of the stage's stop_grace in which the Ray head ends, after the job
-
-
-class JobCrashed(RuntimeError):
-    """The job or one of its actors died. A rerun resumes from the last checkpoint."""
 
 
 def submit_job(
@@ -54,14 +50,14 @@ def submit_job(
     Raises:
         Interrupted: SIGTERM; the job has written its checkpoint.
         StageFailed: the job refused its input.
-        JobCrashed: the job failed otherwise.
+        JobCrashed: the job failed otherwise, or the cluster.
     """
     from rlhf_core.engines.ray.cluster import local_head, python_path, run_job
     from rlhf_core.models.folder import weight_files
 
     params = stage.params
     stored = StoredJob(stage) if uses_storage(params) else None
-    with contextlib.ExitStack() as stack:
+    with _cluster_errors(), contextlib.ExitStack() as stack:
         address = params.cluster.address
         where = "on a Ray head of its own, which starts now" if address is None else f"on the Ray cluster at {address}"
         log.info("%s: %s %s", stage.name, subject, where)
@@ -115,6 +111,17 @@ def submit_job(
     if code != 0:
         told = "its output above ends with the reason"
         raise JobCrashed(f"{subject}: expected exit code 0, got {code}; {told}; run the stage again to resume")
+
+
+@contextlib.contextmanager
+def _cluster_errors() -> Iterator[None]:
+    """A cluster that can't be reached, doesn't start or is lost has crashed the job."""
+    from rlhf_core.engines.ray.cluster import ClusterError
+
+    try:
+        yield
+    except ClusterError as error:
+        raise JobCrashed(str(error)) from error
 
 
 def network(interface: str | None) -> dict[str, str]:

@@ -72,6 +72,10 @@ class StageFailed(RuntimeError):
     """The result of the stage is not acceptable, such as data that fails validation. Shown without a traceback."""
 
 
+class JobCrashed(RuntimeError):
+    """The stage's Ray job or its cluster died; a rerun resumes from the last checkpoint. Shown without a traceback."""
+
+
 class Stage:
     """Runs the work of one stage; see the module.
 
@@ -132,7 +136,8 @@ class Stage:
         elif isinstance(error, StageFailed | ValueError | FileNotFoundError):
             log.debug("traceback", exc_info=error)
             self._exit(str(error))
-        elif isinstance(error, SaveFailed):  # retried: space may be freed meanwhile
+        elif isinstance(error, SaveFailed | JobCrashed):  # retried: space may be freed meanwhile, or a node come back
+            log.debug("traceback", exc_info=error)
             log.error("%s: %s", self.name, error)
             sys.exit(CRASHED)
         elif isinstance(error, Exception):

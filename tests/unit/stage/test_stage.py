@@ -16,6 +16,7 @@ from ruamel.yaml import YAML
 from safetensors.torch import save_file
 
 from rlhf_core.config import ConfigError, load_params
+from rlhf_core.engines.ports import free_ports
 from rlhf_core.process import STOPPED_BY_SIGNAL
 from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.stage.files import publish, read_json, write_json
@@ -38,6 +39,7 @@ from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.paths import METRICS
 from rlhf_core.stage.files import write_json
 from rlhf_core.process import Interrupted
+from rlhf_core.stage.ray_job import submit_job
 from rlhf_core.stage.run import Stage, StageFailed
 
 def work(stage):
@@ -46,6 +48,8 @@ def work(stage):
         raise RuntimeError("no memory left")
     if how == "refuse":
         raise StageFailed("the data is empty")
+    if how == "submit":
+        submit_job(stage, subject="RL job", driver="nothing", description=Path("job.json"), actors=1)
     if how in ("save", "finish"):
         store = CheckpointStore(stage.scratch / "sft", stage.store_settings(zero_stage=0))
         found = store.latest()
@@ -147,6 +151,19 @@ def test_exit_codes_tell_a_refusal_from_a_crash(workspace, how, code, message):
     assert ("Traceback" in out + err) == (how == "crash")
     scratch = [p for p in (workspace / "scratch/train_sft").iterdir() if p.is_dir()]
     assert len(scratch) == (0 if how == "end" else 1)  # success leaves none
+
+
+def test_a_cluster_that_does_not_answer_is_named_without_a_traceback(workspace):
+    (port,) = free_ports(1)
+    yaml, params = YAML(), workspace / "params.yaml"
+    document = yaml.load(params)
+    document["cluster"] |= {"address": f"http://127.0.0.1:{port}", "silence_timeout": 1}
+    yaml.dump(document, params)
+    stage = begin("submit")
+    out, err = stage.communicate(timeout=60)
+    assert stage.returncode == CRASHED
+    assert f"train_sft: Ray head at http://127.0.0.1:{port}: expected the head to answer within cluster.silence_timeout=1 s" in out + err
+    assert "Traceback" not in out + err
 
 
 def test_wrong_params_are_refused_without_a_traceback(workspace):
