@@ -6,7 +6,15 @@ import multiprocessing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-SPAWN = multiprocessing.get_context("spawn")
+# Processes that are forked from one without threads, which has the imports: a copy of a process that has sent over gloo may hang.
+CLEAN = multiprocessing.get_context("forkserver")
+# Modules of tests/ aren't found there. deepspeed_engine imports DeepSpeed.
+CLEAN.set_forkserver_preload(
+    [
+        *(f"rlhf_core.engines.{name}" for name in ("adapter_source", "deepspeed_engine", "gloo_transfer", "weight_sender")),
+        *("rlhf_core.models.build", "rlhf_core.trainers.rl.rank", "transformers.models.llama.modeling_llama", "pytest"),
+    ]
+)
 
 
 def run_processes(target: Callable[..., None], arguments: Sequence[tuple[Any, ...]], *, deadline: float) -> None:
@@ -15,7 +23,7 @@ def run_processes(target: Callable[..., None], arguments: Sequence[tuple[Any, ..
     Raises:
         RuntimeError: a process failed, or `deadline` seconds passed. None of them is left.
     """
-    processes = [SPAWN.Process(target=target, args=args) for args in arguments]
+    processes = [CLEAN.Process(target=target, args=args) for args in arguments]
     for process in processes:
         process.start()
     try:

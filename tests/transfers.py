@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rank_processes import CLEAN
 from torch import nn
 
 from rlhf_core.engines.adapter_source import AdapterSource
@@ -21,10 +21,6 @@ from rlhf_core.engines.rendezvous import open_store
 from rlhf_core.engines.weight_sender import Answer, Target, WeightSender
 from rlhf_core.engines.weight_source import PolicySource, WeightSource
 from rlhf_core.models.build import FolderWeights
-
-# Processes that are forked from one without threads: a copy of a process that has sent over gloo may hang.
-CLEAN = multiprocessing.get_context("forkserver")
-CLEAN.set_forkserver_preload(["torch", "transfers"])
 
 
 def source_of(model: nn.Module, names: Callable[[dict], dict] = lambda weights: weights) -> PolicySource:

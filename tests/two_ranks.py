@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import SPAWN, run_processes
+from rank_processes import CLEAN, run_processes
 from tiny_models import PAD, demonstrations, negative_logprob_step, policy_engine, rl_job, sequences, share, train_batch
 from transfers import at_an_engine, sent_bytes
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -231,6 +231,6 @@ def run_two_ranks(folders: tuple[Path, Path, Path], out: Path) -> list[dict]:
     Raises:
         RuntimeError: a rank failed, or exceeded DEADLINE seconds.
     """
-    addresses = SPAWN.Queue()
+    addresses = CLEAN.Queue()
     run_processes(rank_main, [(rank, addresses, folders, out) for rank in range(2)], deadline=DEADLINE)
     return [torch.load(out / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]

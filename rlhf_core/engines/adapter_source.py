@@ -31,12 +31,14 @@ class LayerPlan:
     """How a layer's weights reach the engines.
 
     made: by engines.    adapted: the model's name of a weight whose A and B are sent -> engines' name.
-    whole: engines' names of the weights that are sent, adapters merged.    sent: all tensors that are sent.
+    whole: engines' names of the weights that are sent, adapters merged.    merged: names of the units that these come from.
+    sent: all tensors that are sent.
     """
 
     made: list[MadeWeight]
     adapted: dict[str, str]
     whole: set[str]
+    merged: set[str]
     sent: list[TensorSpec]
 
 
@@ -55,17 +57,18 @@ class AdapterSource:
         self._module, self._names, self._folder = module, names, folder
 
     def layers(self, *, needed: bool = True) -> Iterator[Tensors]:
-        """What is sent of each layer: see `PolicySource.layers`. With ZeRO 3 only that is gathered, unless a weight is sent whole."""
+        """What is sent of each layer: see `PolicySource.layers`. With ZeRO 3 only adapters are gathered, and what is sent whole."""
         for units, plan in zip(unit_layers(self._module), self._plans, strict=True):
             adapters = [p for a in _adapters(units).values() for p in (a.a, a.b)]
-            with gathered([p for unit in units for p in unit.parameters] if plan.whole else adapters):
-                yield self._sent(units, plan.adapted, plan.whole) if needed else {}
+            with gathered([*adapters, *(p for unit in units if unit.name in plan.merged for p in unit.parameters)]):
+                yield self._sent(units, plan.adapted, plan.whole, plan.merged) if needed else {}
 
-    def _sent(self, units: list[WeightUnit], adapted: dict[str, str], whole: set[str]) -> Tensors:
+    def _sent(self, units: list[WeightUnit], adapted: dict[str, str], whole: set[str], merged: set[str]) -> Tensors:
         """What is sent of a layer: see `LayerPlan`."""
         sent: Tensors = {}
         if whole:
-            sent = {name: tensor for name, tensor in self._names(own_weights(units)).items() if name in whole}
+            own = own_weights([unit for unit in units if unit.name in merged])
+            sent = {name: tensor for name, tensor in self._names(own).items() if name in whole}
         for weight, adapter in _adapters(units).items():
             if (name := adapted.get(weight)) is not None:
                 sent |= dict(zip(adapter_names(name), (adapter.a.detach(), adapter.b.detach()), strict=True))
@@ -92,7 +95,8 @@ class AdapterSource:
         return from_first(found)
 
     def _plan(self, units: list[WeightUnit], folder: FolderWeights) -> LayerPlan:
-        own, adapters = own_weights(units, merged=False), _adapters(units)
+        by_unit, adapters = {unit.name: own_weights([unit], merged=False) for unit in units}, _adapters(units)
+        own = {name: tensor for weights in by_unit.values() for name, tensor in weights.items()}
         pointers = {p.data_ptr() for unit in units for p in unit.parameters if not p.requires_grad}
         frozen = {name for name, tensor in own.items() if tensor.data_ptr() in pointers}
         given = self._names(own)
@@ -113,7 +117,9 @@ class AdapterSource:
                 adapted[origin] = name
             else:
                 made.append(MadeWeight(TensorSpec.of(name, tensor)))
-        return LayerPlan(made, adapted, whole, specs_of(self._sent(units, adapted, whole)))
+        sources = {origins[name] for name in whole if name in origins} | (rest if whole - origins.keys() else set())
+        merged = {unit for unit, weights in by_unit.items() if sources & weights.keys()}
+        return LayerPlan(made, adapted, whole, merged, specs_of(self._sent(units, adapted, whole, merged)))
 
 
 def _adapters(units: list[WeightUnit]) -> dict[str, Adapter]:

@@ -114,8 +114,15 @@ def plan(work: Workload, params: Params, arguments: argparse.Namespace) -> dict[
         checkpointing=arguments.checkpointing,
         sleep=arguments.sleep,
         max_concurrent=at_a_time,
+        gloo=sends_by_gloo(params),
     )
     return found
+
+
+def sends_by_gloo(params: Params) -> bool:
+    """Whether weights go to the engines by gloo wherever they are placed; vLLM's have `auto` resolved to another way on GPUs."""
+    rollout = params.rl.rollout
+    return rollout.weight_transfer == "gloo" or rollout.backend == "pytorch"
 
 
 def requested(work: Workload, params: Params, arguments: argparse.Namespace, at_a_time: int) -> Placement:
@@ -136,6 +143,7 @@ def requested(work: Workload, params: Params, arguments: argparse.Namespace, at_
         sleep=arguments.sleep,
         max_concurrent=at_a_time,
         sequence_parallel=RlTraining(params.rl).sequence_parallel,
+        gloo=sends_by_gloo(params),
     )
 
 

@@ -28,6 +28,7 @@ class Cluster:
 
     network: bytes/s between nodes for each GPU, in one direction (InfiniBand NDR: 400 Gbit/s = 50e9).
     host_link: bytes/s between a GPU and its host. host_bandwidth: bytes/s of a host's memory, shared by its GPUs.
+    gloo: bytes/s that a process sends by gloo to all others together; measured between processes of a host (docs/performance.md).
     reserve: bytes of each GPU for context, communication buffers and fragmentation.
     """
 
@@ -37,6 +38,7 @@ class Cluster:
     network: float = 25e9
     host_link: float = 25e9
     host_bandwidth: float = 200e9
+    gloo: float = 2.1e9
     reserve: float = 3 * GIB
 
     def bandwidth_between(self, gpus: int) -> float:

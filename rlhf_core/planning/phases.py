@@ -160,10 +160,14 @@ def update_seconds(group: Group, work: Workload, placement: Placement, cluster: 
 def sync_seconds(work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency) -> float:
     """Seconds to send the policy's weights to the engines once, over the link that both groups share.
 
-    On the same GPUs with unsplit weights (ZeRO 0 to 2), the copy is a read and a write in the GPU's memory.
+    On the same GPUs with unsplit weights (ZeRO 0 to 2), the copy is a read and a write in the GPU's memory. By gloo rank 0 copies the
+    weights to its host, sends them to one engine after the other, and each GPU of an engine copies them from its host.
     """
     weights = work.policy.parameters * element_bytes(work.dtype)
     trainer, engines = placement.group_of(POLICY), placement.group_of(ENGINE)
+    if placement.gloo:
+        sent = weights * engines.gpus / placement.tensor_parallel
+        return 2 * weights / (cluster.host_link * efficiency.network) + sent / min(cluster.gloo, cluster.network * efficiency.network)
     if trainer is engines and (placement.zero_stage < 3 or trainer.gpus == 1):
         return 2 * weights / (cluster.gpu.bandwidth * efficiency.bandwidth)
     apart = 0 if trainer is engines else engines.gpus

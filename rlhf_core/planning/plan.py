@@ -83,6 +83,7 @@ class Placement:
     """sleep: engines and roles that share GPUs take turns: the others' memory is on the host.
     max_concurrent: concurrent responses per engine.
     sequence_parallel: GPUs that share each sequence in training and scoring.
+    gloo: weights go to the engines through the hosts' memory.
     """
 
     groups: tuple[Group, ...]
@@ -93,6 +94,7 @@ class Placement:
     sleep: bool = True
     max_concurrent: int = 256
     sequence_parallel: int = 1
+    gloo: bool = False
 
     def group_of(self, role: str) -> Group:
         return next(group for group in self.groups if role in group.roles)

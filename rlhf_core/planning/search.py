@@ -67,13 +67,19 @@ def layouts(work: Workload, gpus: int) -> Iterator[tuple[Group, ...]]:
 
 
 def candidates(
-    work: Workload, cluster: Cluster, *, checkpointing: bool | None = None, sleep: bool = True, max_concurrent: int = 256
+    work: Workload,
+    cluster: Cluster,
+    *,
+    checkpointing: bool | None = None,
+    sleep: bool = True,
+    max_concurrent: int = 256,
+    gloo: bool = False,
 ) -> Iterator[Placement]:
     """All placements to try. checkpointing: None tries both."""
     recompute = (False, True) if checkpointing is None else (checkpointing,)
     stages = [(stage, offload) for stage, offload in product(range(4), (False, True)) if stage or not offload]
     for groups, (stage, offload), width, again in product(layouts(work, cluster.gpus), stages, TENSOR_PARALLEL, recompute):
-        placement = Placement(groups, stage, offload, width, again, sleep, max_concurrent)
+        placement = Placement(groups, stage, offload, width, again, sleep, max_concurrent, gloo=gloo)
         engines = placement.group_of(ENGINE).gpus
         if width <= cluster.gpus_per_node and engines % width == 0 and work.policy.heads % width == 0:
             yield placement
@@ -87,7 +93,8 @@ def propose(
     checkpointing: bool | None = None,
     sleep: bool = True,
     max_concurrent: int = 256,
+    gloo: bool = False,
 ) -> Prediction:
     """The fastest placement that fits, or else the one that lacks least memory; of equal ones the simplest."""
-    tried = candidates(work, cluster, checkpointing=checkpointing, sleep=sleep, max_concurrent=max_concurrent)
+    tried = candidates(work, cluster, checkpointing=checkpointing, sleep=sleep, max_concurrent=max_concurrent, gloo=gloo)
     return min((predict(work, placement, cluster, efficiency) for placement in tried), key=lambda found: (found.missing, found.step))

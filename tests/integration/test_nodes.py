@@ -12,7 +12,7 @@ from small_chain import change_params, copy_chain, output_of, run
 
 from tools.faults.namespaces import Nodes, unavailable
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 SHORT = {"sft": {"steps": 10, "checkpoint_every": 5, "eval_every": 5, "zero_stage": 2, "ranks": 2, "pretrain": {"steps": 2}}}
 
 

@@ -12,7 +12,7 @@ from small_workspace import ROOT
 
 from tools.faults.transfer import unavailable
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 PROBE = Path(__file__).with_name("transfer_probe.py")
 
 

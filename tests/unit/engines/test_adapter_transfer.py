@@ -17,6 +17,7 @@ from transfers import ReceiverPeer, adapters_of, at_an_engine, new_sender, same_
 from rlhf_core.config import LoraConfig
 from rlhf_core.engines.in_process import RolloutActor
 from rlhf_core.engines.weight_sender import Target
+from rlhf_core.models import lora
 from rlhf_core.models.build import checkpoint_names, load_language_model, read_state_dict, save_model
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.trainers.rl.rank import TrainerRank
@@ -94,6 +95,25 @@ def test_what_is_trained_beside_adapters_is_sent_too(tokenizer, tmp_path: Path):
         learn(model, seed=seed)
     # The first matrix replaces its own A and B, of 16 x 2 numbers each.
     assert sent_bytes(source) == trained_bytes(model) - 4 * 2 * 16 * RANK
+
+
+def test_only_adapters_of_weights_that_are_sent_whole_are_merged(tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = folder_of("llama", tmp_path, tokenizer)
+    model = adapted(folder)
+    model.model.norm.weight.requires_grad_(True)
+    attention = model.model.layers[1].self_attn
+    attention.q_proj.base_layer.weight.requires_grad_(True)
+    source, merged = adapters_of(model, folder), []
+    assert source.specs
+    correct = lora.corrected
+
+    def corrected(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **how) -> torch.Tensor:
+        merged.append(a.data_ptr())
+        return correct(weight, a, b, **how)
+
+    monkeypatch.setattr(lora, "corrected", corrected)
+    list(source.layers())
+    assert merged == [attention.q_proj.lora_A["default"].weight.data_ptr()]
 
 
 def test_experts_are_sent_whole_where_one_of_their_layer_is_trained(tokenizer, tmp_path: Path):

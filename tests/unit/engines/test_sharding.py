@@ -18,13 +18,16 @@ from tiny_models import (
     sequences,
     tensor_bytes,
 )
+from transfers import at_an_engine, same_bits, whole_weights
 
 from rlhf_core.config import LoraConfig
+from rlhf_core.engines.adapter_source import AdapterSource
 from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.engines.frozen import FrozenModel
+from rlhf_core.engines.weight_source import PolicySource
 from rlhf_core.models import head as heads
 from rlhf_core.models.batch import collate_tokens
-from rlhf_core.models.build import frozen, load_language_model, load_scalar_model
+from rlhf_core.models.build import frozen, load_language_model, load_scalar_model, save_model
 from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.recompute import recomputes_layers
@@ -104,6 +107,23 @@ def test_zero_3_trains_adapters_alike(sft_folder: Path, changes: dict):
     plain, sharded = adapted_engine(sft_folder), adapted_engine(sft_folder, zero_stage=3, **changes)
     assert_alike(train(sharded), train(plain))
     assert_weights_agree(sharded.state_dict(), plain.state_dict())
+
+
+def test_zero_3_gathers_what_is_sent_whole_beside_adapters(sft_folder: Path, tokenizer, tmp_path: Path):
+    """The engines' folder has other numbers in one matrix."""
+    changed = model_weights(sft_folder)
+    changed["model.layers.1.mlp.up_proj.weight"] += 0.1
+    save_model(load_language_model(sft_folder), changed, tokenizer, tmp_path)
+    engine = adapted_engine(sft_folder, zero_stage=3)
+    train(engine)
+
+    def names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return weights
+
+    source = AdapterSource(engine.module, names, tmp_path)
+    assert same_bits(at_an_engine(source, tmp_path), whole_weights(PolicySource(engine.module, names)))
+    whole = [spec.name for layer in source.specs for spec in layer if not spec.name.endswith((".lora_A", ".lora_B"))]
+    assert whole == ["model.layers.1.mlp.up_proj.weight"]
 
 
 def test_zero_3_trains_a_scalar_head_with_gradient_checkpointing(reward_folder: Path):

@@ -36,3 +36,15 @@ def test_json_has_the_workload_too(monkeypatch, capsys):
     assert found["workload"]["group size"] == {"value": 8, "unit": "responses to a prompt", "source": "rl.grpo.group_size"}
     assert found["workload"]["prompts"]["value"] == 32  # 256 / 8
     assert found["proposed"]["fits"]
+
+
+def test_a_sync_by_gloo_is_predicted_to_take_longer(monkeypatch, capsys, tmp_path):
+    seconds = {}
+    for way in ("auto", "gloo"):
+        recipe = tmp_path / f"{way}.yaml"
+        recipe.write_text(f"rl: {{rollout: {{weight_transfer: {way}}}}}")
+        found = json.loads(printed(monkeypatch, capsys, "--json", "--model", "llama3-8b", "--layout", "apart", "--recipe", str(recipe)))
+        seconds[way] = [found[name]["seconds"]["sync"] for name in ("requested", "proposed")]
+    weights = 4 * 8.03e9  # float32, to 4 engines; those of the proposal may be fewer
+    assert seconds["gloo"][0] > 4 * weights / 2.1e9 > 10 * seconds["auto"][0]
+    assert seconds["gloo"][1] > weights / 2.1e9 > seconds["auto"][1]

@@ -72,6 +72,14 @@ def test_weights_travel_over_the_link_or_stay_on_the_gpu():
     assert sync_seconds(GRPO, Placement(colocated(GRPO, 4)), CLUSTER, PEAK) == 2 * 776 / 10
 
 
+def test_by_gloo_weights_travel_to_each_engine_through_the_hosts():
+    cluster = replace(CLUSTER, gloo=4.0, host_link=8.0)
+    for groups, width in ((apart(GRPO, 4, 2), 1), (colocated(GRPO, 4), 2)):  # two engines each
+        assert sync_seconds(GRPO, Placement(groups, tensor_parallel=width, gloo=True), cluster, PEAK) == 2 * 776 / 8 + 2 * 776 / 4
+    slow = replace(cluster, network=2.0)
+    assert sync_seconds(GRPO, Placement(apart(GRPO, 4, 2), gloo=True), slow, PEAK) == 2 * 776 / 8 + 2 * 776 / 2
+
+
 @pytest.mark.parametrize(
     ("placement", "message"),
     [

@@ -129,8 +129,8 @@ def test_a_part_that_no_longer_fits_a_missing_one_and_an_empty_one_are_named(tmp
 
 
 def test_a_part_gets_no_more_time_than_is_left(tmp_path, monkeypatch):
-    (hung,) = run(tmp_path, monkeypatch, [["hangs", "", 0, 400, "hangs"]], seconds=3.0)
-    assert hung["outcome"] == STOPPED and hung["seconds"] < 30
+    (waited,) = run(tmp_path, monkeypatch, [["waits", "", 0, 400, "waits"]], seconds=3.0)
+    assert waited["outcome"] == STOPPED and waited["seconds"] < 30
 
 
 def test_of_a_part_that_was_running_when_all_was_ended_its_figures_are_read(tmp_path):
