@@ -33,6 +33,10 @@ class PartsOverdue(OSError):
     """Ranks haven't delivered their parts by the deadline; the message names them."""
 
 
+class PartLost(OSError):
+    """A rank ended without delivering its part; the message names it."""
+
+
 def hand_in(folder: Path, rank: int, names: Iterable[str], *, part: int | None = None) -> threading.Thread:
     """Hash and sync this rank's files in a thread. The process mustn't end before the thread.
 
@@ -78,21 +82,23 @@ def describe(folder: Path, names: Collection[str]) -> dict[str, SavedFile]:
     return saved.result()
 
 
-def gather(folder: Path, ranks: Collection[int], *, deadline: float) -> dict[str, SavedFile]:
+def gather(folder: Path, ranks: Collection[int], *, deadline: float, lost: Collection[int] = ()) -> dict[str, SavedFile]:
     """Hashes and items of all files of a checkpoint; those that no rank has announced are hashed here.
 
     Args:
         ranks: that call `hand_in`, and have written their files.
         deadline: of `time.monotonic`.
+        lost: ranks that deliver nothing any more; it may grow meanwhile.
     Raises:
         PartsOverdue: a rank is late.
+        PartLost: a lost rank hasn't delivered its part.
         OSError: a file can't be read or synced.
     """
-    announced = _wait(folder, ranks, "names", deadline=deadline)
+    announced = _wait(folder, ranks, "names", deadline=deadline, lost=lost)
     claimed = {name for part in announced.values() for name in part["names"]}
     rest = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and not _PART.fullmatch(path.name)}
     saved = describe(folder, rest - claimed)
-    for part in _wait(folder, ranks, "saved", deadline=deadline).values():
+    for part in _wait(folder, ranks, "saved", deadline=deadline, lost=lost).values():
         saved |= {name: SavedFile.from_json(entry) for name, entry in part["saved"].items()}
     if StoredCheckpoint.of(folder) is None:  # publishing removes those in a storage
         for rank in ranks:
@@ -100,10 +106,11 @@ def gather(folder: Path, ranks: Collection[int], *, deadline: float) -> dict[str
     return saved
 
 
-def _wait(folder: Path, ranks: Collection[int], key: str, *, deadline: float) -> dict[int, dict[str, Any]]:
+def _wait(folder: Path, ranks: Collection[int], key: str, *, deadline: float, lost: Collection[int]) -> dict[int, dict[str, Any]]:
     """Each rank's part, once it has this key."""
     found: dict[int, dict[str, Any]] = {}
     while missing := [rank for rank in ranks if rank not in found]:
+        ended = set(lost)  # before the parts are read: the last one may have come just before the end
         for rank in missing:
             part = _read(folder, rank)
             if "error" in part:
@@ -111,6 +118,8 @@ def _wait(folder: Path, ranks: Collection[int], key: str, *, deadline: float) ->
             if key in part:
                 found[rank] = part
         if len(found) < len(ranks):
+            if without := sorted((ended - found.keys()) & set(ranks)):
+                raise PartLost(f"rank {without[0]}: lost before its files were hashed")
             if time.monotonic() > deadline:
                 raise PartsOverdue(f"rank {', '.join(str(rank) for rank in ranks if rank not in found)}: no hashes of its files")
             time.sleep(POLL_SECONDS if StoredCheckpoint.of(folder) is None else STORAGE_POLL_SECONDS)

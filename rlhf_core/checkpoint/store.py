@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.checkpoint.manifest import fsync, read_manifest, write_manifest
-from rlhf_core.checkpoint.parts import PartsOverdue, describe, gather
+from rlhf_core.checkpoint.parts import PartLost, PartsOverdue, describe, gather
 from rlhf_core.checkpoint.saved_state import Item
 from rlhf_core.checkpoint.stored import StoredCheckpoint, check_checkpoint, take_stock
 from rlhf_core.storage.address import StorageFailed
@@ -124,6 +124,7 @@ class CheckpointStore:
         self._write_digest = write_digest
         self._free = free or free_bytes
         self._written: _Written | None = None
+        self._lost: set[int] = set()
         self._publishing: tuple[_Written, Future[None], float] | None = None  # and its deadline
         _make(folder)
         for left_over in folder.glob("writing-*"):
@@ -211,8 +212,13 @@ class CheckpointStore:
                 raise
             raise self._overdue(written, "the disk doesn't answer") from error
 
-    def close(self) -> None:
-        """Wait. For the end of work that has failed: what `wait` would raise goes to the log here."""
+    def close(self, lost: Collection[int] = ()) -> None:
+        """Wait. For the end of work that has failed: what `wait` would raise goes to the log here.
+
+        Args:
+            lost: of the ranks of `write`, those that have ended; a checkpoint that still lacks one's files is abandoned.
+        """
+        self._lost.update(lost)
         try:
             self.wait()
         except OSError as error:
@@ -261,9 +267,11 @@ class CheckpointStore:
             score = self._score(step)  # a run stopped before its next step saves the same state again, without a score
         with self._nothing_on_failure(step, aside):
             try:
-                saved = gather(aside, written.ranks, deadline=deadline)
+                saved = gather(aside, written.ranks, deadline=deadline, lost=self._lost)
             except PartsOverdue as error:
                 raise self._overdue(written, str(error)) from error
+            except PartLost as error:
+                raise SaveFailed(f"checkpoint of step {step}: abandoned ({error})") from error
             hashes = {name: found.hash for name, found in saved.items()}
             if self._write_digest is not None:
                 self._write_digest(aside, step, {name: found.items for name, found in saved.items()})

@@ -149,6 +149,12 @@ def place(rl: RlConfig, gpus: int, nodes: Sequence[int] = ()) -> Placement:
     )
 
 
+def unused_shares(rl: RlConfig) -> list[str]:
+    """Warnings about shares of GPUs that are set, for a cluster without GPUs."""
+    shares = {"rl.trainer.gpus_per_rank": rl.trainer.gpus_per_rank, "rl.rollout.gpus_per_engine": rl.rollout.gpus_per_engine}
+    return [f"{key}: {share:g} has no effect, because the cluster has no GPU" for key, share in shares.items() if share != "auto"]
+
+
 def _blocks(nodes: Sequence[int], size: int) -> list[tuple[int, ...]]:
     """The blocks of so many GPUs that engines may have. The rest of a node is its first GPUs, which ranks take first."""
     starts = [sum(nodes[:k]) for k in range(len(nodes))]

@@ -19,7 +19,7 @@ from rlhf_core.engines.ray.actors import ActorGroup, held
 from rlhf_core.engines.ray.gpus import ReservedGpus, node_gpus
 from rlhf_core.engines.ray.places import RoleLost, check_cpus, check_nodes, cluster_cpus, join_cluster, leave_cluster
 from rlhf_core.environment import keep_visible, named
-from rlhf_core.planning.placement import Placement, place, transfer_ways
+from rlhf_core.planning.placement import Placement, place, transfer_ways, unused_shares
 from rlhf_core.process import STOPPED_BY_SIGNAL, configure_process, show_own_log
 from rlhf_core.progress import name_stage
 from rlhf_core.stage.job import LOST, beat, check_cluster, forget_refusal, refuse
@@ -93,6 +93,8 @@ class Actors:
         self.take_turns = self._placement.takes_turns(job.rl)
         if not gpus:
             check_cpus(job.rl.rollout.engines + job.rl.ranks, cluster_cpus())
+            for warning in unused_shares(job.rl):
+                log.warning("%s", warning)
         if job.checks_cluster:
             params, files = load_params(), JobFiles.read()
             check_nodes(files.packages if files else {}, params.cluster.network_interface, timeout=job.rl.deadlines.start)

@@ -48,6 +48,11 @@ class TrainerGroups:
         """Of all groups together."""
         return sum(map(len, self.all))
 
+    @property
+    def lost(self) -> set[int]:
+        """Ranks known to have died or to be late, counted over all groups."""
+        return {group.first + rank for group in self.all for rank in group.actors.lost}
+
     def find(self, role: str) -> TrainerGroup | None:
         """The group that hosts a role; None: the run doesn't have it."""
         return next((group for group in self.all if role in group.roles.roles), None)

@@ -131,8 +131,9 @@ class RunStore:
     def wait(self) -> None:
         self._checkpoints.wait()
 
-    def close(self) -> None:
-        self._checkpoints.close()
+    def close(self, lost: Collection[int] = ()) -> None:
+        """See `CheckpointStore.close`."""
+        self._checkpoints.close(lost)
 
     def load(self, normalizer: RewardNormalizer, load_ranks: Callable[[Found], None]) -> Progress | None:
         """Load the newest complete checkpoint. None: there is no checkpoint."""

@@ -117,7 +117,7 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.store.close()
+        self.store.close(self._trainers.lost)
         self._scorers.close()
 
     # Before the update

@@ -103,6 +103,26 @@ def test_a_rank_that_hands_nothing_in_is_named_after_the_deadline_with_folder_an
     assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
 
 
+def test_the_part_of_a_rank_that_is_lost_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    store = CheckpointStore(tmp_path, StoreSettings(save_timeout=600))
+    store.save(1, lambda folder: save_rank(folder, 0))
+    store.write(2, lambda folder: [save_rank(folder, 0), hand_in(folder, 0, ["engine", "rng-0.pt"]).join()], ranks=(0, 1))
+    store.publish()
+    began = time.monotonic()
+    store.close(lost={1})
+    assert time.monotonic() - began < 10
+    assert caplog.messages == ["checkpoint of step 2: abandoned (rank 1: lost before its files were hashed)"]
+    assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_the_part_that_a_rank_handed_in_before_it_was_lost_counts(tmp_path: Path):
+    store = CheckpointStore(tmp_path, StoreSettings(world_size=3, save_timeout=60))
+    store.write(1, write, ranks=RANKS)
+    store.publish()
+    store.close(lost={0, 2})
+    assert damage(tmp_path / "step-1") is None
+
+
 def test_a_disk_that_does_not_answer_is_an_error_and_does_not_hold_the_process(tmp_path: Path):
     """The digest blocks here, as a read or fsync does on a file system that is gone."""
     released = threading.Event()

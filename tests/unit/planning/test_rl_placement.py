@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import ConfigError, RlConfig, load_params, parse_params, read_yaml, set_key
-from rlhf_core.planning.placement import Placement, check_gpus, place, transfer_ways
+from rlhf_core.planning.placement import Placement, check_gpus, place, transfer_ways, unused_shares
 
 
 def rl(placement: str = "together", **changes) -> RlConfig:
@@ -38,6 +38,8 @@ def test_the_default_job_runs_on_one_gpu():
 def test_without_gpus_none_is_requested():
     assert shares(rl(gpus_per_rank=1.0), 0) == (0.0, 0.0)
     assert not place(rl(), 0).shares_engine_gpus
+    assert unused_shares(rl()) == []
+    assert unused_shares(rl(gpus_per_engine=0.5)) == ["rl.rollout.gpus_per_engine: 0.5 has no effect, because the cluster has no GPU"]
 
 
 @pytest.mark.parametrize(
