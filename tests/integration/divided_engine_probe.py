@@ -90,7 +90,7 @@ def start(folder: str) -> ActorGroup:
 def compare(engine: ActorGroup, first: LlamaForCausalLM, second: LlamaForCausalLM, folder: str) -> dict[str, Any]:
     call, sender = partial(engine.call_one, 0, deadline=DEADLINE), new_sender()
     memory = engine.actors[0].__ray_call__.remote(lambda hosted: hosted._object._engine.memory_in_use())
-    seen = {"memory": ray.get(memory, timeout=DEADLINE)}
+    seen = {"memory": ray.get(memory, timeout=DEADLINE), "weights": weight_bytes(engine)}
     seen |= {"started": [probe_difference(first, call("probe", PROBE)), sampled_difference(first, call)], "cached": cached(engine)}
     version, probe = sent(sender, engine, second, 7)
     seen |= {"version": version, "synced": [probe_difference(second, probe), sampled_difference(second, call)]}
@@ -102,6 +102,19 @@ def compare(engine: ActorGroup, first: LlamaForCausalLM, second: LlamaForCausalL
     _, probe = sent(sender, engine, first, 9)
     seen["back"] = [probe_difference(first, probe), sampled_difference(first, call)]
     return seen | {"adapters": send_adapters(engine, folder)}
+
+
+def weight_bytes(engine: ActorGroup) -> list[int]:
+    """Bytes of the parameters that each process of the engine holds."""
+
+    def look(hosted) -> list[int]:
+        def held(worker) -> int:
+            weights = {weight.data_ptr(): weight.nbytes for weight in worker.model_runner.model.parameters()}
+            return sum(weights.values())
+
+        return hosted._object._engine._llm.collective_rpc(held)
+
+    return ray.get(engine.actors[0].__ray_call__.remote(look), timeout=DEADLINE)
 
 
 def send_adapters(engine: ActorGroup, folder: str) -> list[float]:
