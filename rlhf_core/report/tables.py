@@ -39,19 +39,24 @@ METHOD_PARAMS = {
     ),
 }
 LABELS = {
+    "method": "method",
+    "algorithm": "algorithm",
+    "loss": "loss",
+    "steps": "steps",
     "demonstrations": "demonstrations",
     "dropped_too_long": "dropped, too long",
     "parameters": "parameters",
     "heldout_loss": "held-out loss",
     "heldout_accuracy": "held-out accuracy",
     "heldout_pairs": "pairs scored for the gate",
-    "averaged_steps": "steps at the end, averaged",
-    "score_mean": "mean score at the end",
-    "score_first_step": "at the first step",
+    "score_first_step": "score at the first step",
+    "score_mean": "score at the end",
     "kl_mean": "KL at the end",
+    "entropy": "entropy at the end",
     "response_length": "tokens per response",
     "truncated_fraction": "share truncated",
     "logprob_difference_max": "largest log-probability difference",
+    "averaged_steps": "steps averaged at the end",
 }
 # Keys of a stage's `setup` that the report names where they are true.
 SHARDING = {
