@@ -69,7 +69,7 @@ def params_of(arguments: argparse.Namespace) -> Params:
 
 
 def print_stages(params: Params, arguments: argparse.Namespace) -> int:
-    """Returns the exit code: 1 if a stage lacks memory."""
+    """Returns the exit code: 1 if a stage lacks memory or is refused."""
     machine = here()
     if arguments.gpus is not None:
         cluster = cluster_of(arguments)
@@ -83,7 +83,8 @@ def print_stages(params: Params, arguments: argparse.Namespace) -> int:
         print(json.dumps(stages_values(plans, problems), indent=2))
     else:
         print(stages_text(plans, machine, problems))
-    return 1 if any(plan.shortages for plan in plans) else 0
+    refused = any(isinstance(error, ValueError) for error in problems.values())
+    return 1 if refused or any(plan.shortages for plan in plans) else 0
 
 
 def notices(params: Params, arguments: argparse.Namespace) -> list[str]:
@@ -194,7 +195,9 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m rlhf_core.planning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--params", type=Path, default=Path("params.yaml"))
     parser.add_argument("--recipe", type=Path, action="append", default=[], help="laid over params.yaml; repeat for several")
     parser.add_argument("--stages", action="store_true", help="memory of each stage, as the preflight counts it")
