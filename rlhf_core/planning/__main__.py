@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rlhf_core.config import Algorithm, ConfigError, Params, overridden, read_recipe, read_text
-from rlhf_core.planning.describe import assumed, stages_text, stages_values, text, values, workload_text, workload_values
+from rlhf_core.planning.describe import assumed, proposal_text, stages_text, stages_values, text, values, workload_text, workload_values
 from rlhf_core.planning.hardware import GIB, GPUS, Cluster, Efficiency
 from rlhf_core.planning.machine import Gpu, Machine, here
 from rlhf_core.planning.models import base_model, of_shape
@@ -25,7 +25,7 @@ from rlhf_core.planning.phases import predict
 from rlhf_core.planning.plan import Placement, Prediction, Workload
 from rlhf_core.planning.preflight import plan_stages
 from rlhf_core.planning.published import table
-from rlhf_core.planning.search import apart, colocated, of_params, propose, three_parts
+from rlhf_core.planning.search import apart, colocated, of_params, propose, settings, three_parts
 from rlhf_core.planning.shape import SIZES, ModelShape, from_architecture, from_folder
 
 DEFAULT_GPUS = 8
@@ -51,12 +51,16 @@ def main() -> int:
         print(notice, file=sys.stderr)
     basis = assumed(work, params, arguments)
     if arguments.json:
-        predicted = {name: values(prediction) for name, prediction in found.items()}
+        predicted = {name: values(prediction, cluster) for name, prediction in found.items()}
+        if found["proposed"].fits:
+            predicted["proposed"]["settings"] = settings(found["proposed"].placement)
         print(json.dumps({"workload": workload_values(basis), **predicted}, indent=2))
     else:
         print(f"{workload_text(basis)}\n")
         for name, prediction in found.items():
             print(f"{name}: {text(prediction, cluster)}\n")
+        if found["proposed"].fits:
+            print(proposal_text(found["proposed"], work, cluster))
     return 0 if any(prediction.fits for prediction in found.values()) else 1
 
 

@@ -12,7 +12,8 @@ from rlhf_core.planning.hardware import GIB, Cluster
 from rlhf_core.planning.machine import Machine
 from rlhf_core.planning.plan import ENGINE, Placement, Prediction, Workload
 from rlhf_core.planning.preflight import STAGES, gib
-from rlhf_core.planning.remedy import advice
+from rlhf_core.planning.remedy import advice, shown
+from rlhf_core.planning.search import divides_minibatch, settings
 from rlhf_core.planning.shortages import ERROR, Plan, without_models
 from rlhf_core.planning.stages import Process, Unpredictable
 
@@ -20,7 +21,7 @@ Problems = Mapping[str, ValueError | Unpredictable]
 
 
 def headline(placement: Placement) -> str:
-    groups = ", ".join(f"{group.gpus} GPUs {group.name}" for group in placement.groups)
+    groups = ", ".join(f"{group.gpus} GPU{'s' * (group.gpus > 1)} {group.name}" for group in placement.groups)
     options = [f"ZeRO {placement.zero_stage}", f"tensor parallel {placement.tensor_parallel} in the engines"]
     options += ["optimizer on the host"] * placement.offload + ["checkpointing"] * placement.checkpointing
     return f"{groups}; {', '.join(options)}"
@@ -28,11 +29,11 @@ def headline(placement: Placement) -> str:
 
 def text(found: Prediction, cluster: Cluster) -> str:
     """Memory of each group, and seconds if all groups fit."""
-    available = cluster.gpu.memory - cluster.reserve
     lines = [headline(found.placement), ""]
     for memory in found.memory:
-        state = f"lacks {memory.missing / GIB:.3g} GiB" if memory.missing else "fits"
-        lines.append(f"  {memory.group.name}: {memory.needed / GIB:.3g} of {available / GIB:.1f} GiB on each GPU, {state}")
+        fits = "fits" if memory.keeps_margin(cluster) else f"fits, but not if it needs {ERROR:.0%} more"
+        state = f"lacks {memory.missing / GIB:.3g} GiB" if memory.missing else fits
+        lines.append(f"  {memory.group.name}: {memory.needed / GIB:.3g} of {cluster.available / GIB:.1f} GiB on each GPU, {state}")
         lines += [f"    {part:<32} {size / GIB:9.3g} GiB" for part, size in memory.parts.items()]
         if ENGINE in memory.group.roles:
             lines.append(f"    {'left for keys and values':<32} {memory.cache / GIB:9.3g} GiB: {found.concurrency:.0f} responses at once")
@@ -42,6 +43,17 @@ def text(found: Prediction, cluster: Cluster) -> str:
         phases = {**found.seconds, "step": found.step}
         lines += ["", *(f"  {phase:<10} {seconds:10.3g} s" for phase, seconds in phases.items())]
     return "\n".join(lines)
+
+
+def proposal_text(found: Prediction, work: Workload, cluster: Cluster) -> str:
+    """The settings of a proposal that fits, and what speaks against it."""
+    lines = []
+    if not found.keeps_margin(cluster):
+        lines.append(f"No placement whose ranks divide the minibatch fits with a margin of {ERROR:.0%}, the prediction's error.")
+    if not divides_minibatch(work, found.placement):
+        lines.append(f"rl.minibatch_size: expected a multiple of the ranks below, got {work.minibatch}; change it")
+    given = " \\\n".join(f"  --set {key}={shown(value)}" for key, value in settings(found.placement).items())
+    return "\n".join([*lines, "Settings of the proposal, for python -m flows.full_pipeline:", "", given])
 
 
 def stages_text(plans: list[Plan], machine: Machine, problems: Problems) -> str:
@@ -110,12 +122,13 @@ def stages_values(plans: list[Plan], problems: Problems) -> dict[str, Any]:
     return found
 
 
-def values(found: Prediction) -> dict[str, Any]:
+def values(found: Prediction, cluster: Cluster) -> dict[str, Any]:
     """Bytes and seconds."""
     p = found.placement
     return {
         "fits": found.fits,
         "missing": found.missing,
+        "keeps_margin": found.keeps_margin(cluster),
         "seconds": {**found.seconds, "step": found.step},
         "concurrency": found.concurrency,
         "zero_stage": p.zero_stage,
