@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rlhf_core.config import Algorithm, ConfigError, Params, overridden, read_recipe, read_text
-from rlhf_core.planning.describe import assumed, stages_text, stages_values, text, values, workload_text, workload_values
+from rlhf_core.planning.describe import assumed, proposal_text, stages_text, stages_values, text, values, workload_text, workload_values
 from rlhf_core.planning.hardware import GIB, GPUS, Cluster, Efficiency
 from rlhf_core.planning.machine import Gpu, Machine, here
 from rlhf_core.planning.models import base_model, of_shape
@@ -25,7 +25,7 @@ from rlhf_core.planning.phases import predict
 from rlhf_core.planning.plan import Placement, Prediction, Workload
 from rlhf_core.planning.preflight import plan_stages
 from rlhf_core.planning.published import table
-from rlhf_core.planning.search import apart, colocated, of_params, propose, three_parts
+from rlhf_core.planning.search import apart, colocated, of_params, propose, settings, three_parts
 from rlhf_core.planning.shape import SIZES, ModelShape, from_architecture, from_folder
 
 DEFAULT_GPUS = 8
@@ -51,12 +51,16 @@ def main() -> int:
         print(notice, file=sys.stderr)
     basis = assumed(work, params, arguments)
     if arguments.json:
-        predicted = {name: values(prediction) for name, prediction in found.items()}
+        predicted = {name: values(prediction, cluster) for name, prediction in found.items()}
+        if found["proposed"].fits:
+            predicted["proposed"]["settings"] = settings(found["proposed"].placement)
         print(json.dumps({"workload": workload_values(basis), **predicted}, indent=2))
     else:
         print(f"{workload_text(basis)}\n")
         for name, prediction in found.items():
             print(f"{name}: {text(prediction, cluster)}\n")
+        if found["proposed"].fits:
+            print(proposal_text(found["proposed"], work, cluster))
     return 0 if any(prediction.fits for prediction in found.values()) else 1
 
 
@@ -69,7 +73,7 @@ def params_of(arguments: argparse.Namespace) -> Params:
 
 
 def print_stages(params: Params, arguments: argparse.Namespace) -> int:
-    """Returns the exit code: 1 if a stage lacks memory."""
+    """Returns the exit code: 1 if a stage lacks memory or is refused."""
     machine = here()
     if arguments.gpus is not None:
         cluster = cluster_of(arguments)
@@ -83,7 +87,8 @@ def print_stages(params: Params, arguments: argparse.Namespace) -> int:
         print(json.dumps(stages_values(plans, problems), indent=2))
     else:
         print(stages_text(plans, machine, problems))
-    return 1 if any(plan.shortages for plan in plans) else 0
+    refused = any(isinstance(error, ValueError) for error in problems.values())
+    return 1 if refused or any(plan.shortages for plan in plans) else 0
 
 
 def notices(params: Params, arguments: argparse.Namespace) -> list[str]:
@@ -202,7 +207,9 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m rlhf_core.planning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--params", type=Path, default=Path("params.yaml"))
     parser.add_argument("--recipe", type=Path, action="append", default=[], help="laid over params.yaml; repeat for several")
     parser.add_argument("--stages", action="store_true", help="memory of each stage, as the preflight counts it")

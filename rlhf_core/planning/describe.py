@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,11 +11,17 @@ from rlhf_core.config import Params
 from rlhf_core.planning.hardware import GIB, Cluster
 from rlhf_core.planning.machine import Machine
 from rlhf_core.planning.plan import ENGINE, Placement, Prediction, Workload
-from rlhf_core.planning.shortages import Plan
+from rlhf_core.planning.preflight import STAGES, gib
+from rlhf_core.planning.remedy import advice, shown
+from rlhf_core.planning.search import divides_minibatch, settings
+from rlhf_core.planning.shortages import ERROR, Plan, without_models
+from rlhf_core.planning.stages import Process, Unpredictable
+
+Problems = Mapping[str, ValueError | Unpredictable]
 
 
 def headline(placement: Placement) -> str:
-    groups = ", ".join(f"{group.gpus} GPUs {group.name}" for group in placement.groups)
+    groups = ", ".join(f"{group.gpus} GPU{'s' * (group.gpus > 1)} {group.name}" for group in placement.groups)
     options = [f"ZeRO {placement.zero_stage}", f"tensor parallel {placement.tensor_parallel} in the engines"]
     options += ["optimizer on the host"] * placement.offload + ["checkpointing"] * placement.checkpointing
     return f"{groups}; {', '.join(options)}"
@@ -22,11 +29,11 @@ def headline(placement: Placement) -> str:
 
 def text(found: Prediction, cluster: Cluster) -> str:
     """Memory of each group, and seconds if all groups fit."""
-    available = cluster.gpu.memory - cluster.reserve
     lines = [headline(found.placement), ""]
     for memory in found.memory:
-        state = f"lacks {memory.missing / GIB:.3g} GiB" if memory.missing else "fits"
-        lines.append(f"  {memory.group.name}: {memory.needed / GIB:.3g} of {available / GIB:.1f} GiB on each GPU, {state}")
+        fits = "fits" if memory.keeps_margin(cluster) else f"fits, but not if it needs {ERROR:.0%} more"
+        state = f"lacks {memory.missing / GIB:.3g} GiB" if memory.missing else fits
+        lines.append(f"  {memory.group.name}: {memory.needed / GIB:.3g} of {cluster.available / GIB:.1f} GiB on each GPU, {state}")
         lines += [f"    {part:<32} {size / GIB:9.3g} GiB" for part, size in memory.parts.items()]
         if ENGINE in memory.group.roles:
             lines.append(f"    {'left for keys and values':<32} {memory.cache / GIB:9.3g} GiB: {found.concurrency:.0f} responses at once")
@@ -38,33 +45,71 @@ def text(found: Prediction, cluster: Cluster) -> str:
     return "\n".join(lines)
 
 
-def stages_text(plans: list[Plan], machine: Machine, problems: dict[str, str]) -> str:
-    """What each stage takes: its processes, their parts, and what is missing.
+def proposal_text(found: Prediction, work: Workload, cluster: Cluster) -> str:
+    """The settings of a proposal that fits, and what speaks against it."""
+    lines = []
+    if not found.keeps_margin(cluster):
+        lines.append(f"No placement whose ranks divide the minibatch fits with a margin of {ERROR:.0%}, the prediction's error.")
+    if not divides_minibatch(work, found.placement):
+        lines.append(f"rl.minibatch_size: expected a multiple of the ranks below, got {work.minibatch}; change it")
+    given = " \\\n".join(f"  --set {key}={shown(value)}" for key, value in settings(found.placement).items())
+    return "\n".join([*lines, "Settings of the proposal, for python -m flows.full_pipeline:", "", given])
+
+
+def stages_text(plans: list[Plan], machine: Machine, problems: Problems) -> str:
+    """The verdict on each stage, and then what those with a plan take: their processes, and the parts of these.
 
     Args:
-        problems: stage -> why it isn't predicted.
+        problems: of stages without a plan, as `plan_stages` gives them.
     """
-    where = f"{len(machine.gpus)} GPUs of {machine.gpus[0].free / GIB:.4g} GiB" if machine.gpus else "CPU"
-    lines = [f"Memory of each stage ({where}, {machine.host / GIB:.4g} GiB of host memory):"]
+    count = len(machine.gpus)
+    where = f"{count} GPU{'s' * (count > 1)} of {machine.gpus[0].free / GIB:.4g} GiB" if count else "CPU"
+    host = f"{machine.host / GIB:.4g} GiB of host memory" if machine.host < float("inf") else "host memory not checked"
+    verdicts = {plan.stage: _verdict(plan) for plan in plans} | {stage: _refusal(error) for stage, error in problems.items()}
+    lines = [f"Memory of each stage ({where}, {host}):", "", *(f"  {stage + ':':<13} {verdicts[stage]}" for stage in STAGES)]
     for plan in plans:
-        lines += ["", f"{plan.stage}: {'fits' if not plan.shortages else plan.shortages[0].name + ' lacks memory'}"]
-        for process in (process for moment in plan.moments for process in moment):
-            host = f", {process.host / GIB:.3g} GiB on the host" if machine.gpus and process.host else ""
-            lines.append(f"  {process.count} x {process.name}: {process.needed / GIB:.3g} GiB{host}")
-            lines += [f"    {part:<44} {size / GIB:9.3g} GiB" for part, size in process.parts.items()]
-            if process.peak:
-                what = f"{process.peak} (most of {len(process.phases)} phases)"
-                lines.append(f"    {what:<44} {process.phases[process.peak] / GIB:9.3g} GiB")
+        processes = [process for moment in plan.moments for process in moment]
+        lines += ["", f"{plan.stage}:"] * bool(processes)
+        for process in processes:
+            lines += _process_lines(process, plan.stage, on_gpu=bool(machine.gpus))
         if plan.turns:
             lines.append("  on a GPU by turns, the largest counts:")
-            lines += [f"    {turn:<44} {size / GIB:9.3g} GiB" for turn, size in plan.turns.items()]
-    lines += [f"\n{stage}: not predicted: {why}" for stage, why in problems.items()]
+            lines += [_line(turn.replace(f"{plan.stage}: ", ""), size) for turn, size in plan.turns.items()]
     return "\n".join(lines)
 
 
-def stages_values(plans: list[Plan], problems: dict[str, str]) -> dict[str, Any]:
+def _verdict(plan: Plan) -> str:
+    if not plan.shortages:
+        return "fits" if plan.moments else "loads no model"
+    worst = plan.shortages[0]
+    state = "lacks memory" if worst.is_certain else f"may lack memory, by less than the prediction's error of {ERROR:.0%}"
+    name = worst.name.removeprefix(f"{plan.stage}: ")
+    needed = f"{gib(worst.needed)} needed of the {gib(worst.available)} that {worst.where} has left"
+    return f"{state}: {name}: {needed}; {advice(plan.remedy or {})}"
+
+
+def _refusal(error: ValueError | Unpredictable) -> str:
+    return f"{'refused' if isinstance(error, ValueError) else 'not predicted'}: {error}"
+
+
+def _process_lines(process: Process, stage: str, *, on_gpu: bool) -> list[str]:
+    host = f", {gib(process.host)} on the host" if on_gpu and process.host else ""
+    own = 0.0 if on_gpu else without_models(process)
+    lines = [f"  {process.count} x {process.name.removeprefix(f'{stage}: ')}: {gib(process.needed + own)}{host}"]
+    lines += [_line(part, size) for part, size in process.parts.items()]
+    if process.peak:
+        largest = f" (largest of {len(process.phases)} phases)" if len(process.phases) > 1 else ""
+        lines.append(_line(process.peak + largest, process.phases[process.peak]))
+    return lines + ([_line("the process without models", own)] if own else [])
+
+
+def _line(what: str, size: float) -> str:
+    return f"    {what:<64} {size / GIB:9.3g} GiB"
+
+
+def stages_values(plans: list[Plan], problems: Problems) -> dict[str, Any]:
     """The same, in bytes."""
-    found: dict[str, Any] = {stage: {"problem": why} for stage, why in problems.items()}
+    found: dict[str, Any] = {stage: {"problem": str(error), "refused": isinstance(error, ValueError)} for stage, error in problems.items()}
     for plan in plans:
         processes = [asdict(process) | {"needed": process.needed} for moment in plan.moments for process in moment]
         found[plan.stage] = {
@@ -72,16 +117,18 @@ def stages_values(plans: list[Plan], problems: dict[str, str]) -> dict[str, Any]
             "processes": processes,
             "shortages": [asdict(s) for s in plan.shortages],
             "turns": dict(plan.turns),
+            "remedy": plan.remedy,
         }
     return found
 
 
-def values(found: Prediction) -> dict[str, Any]:
+def values(found: Prediction, cluster: Cluster) -> dict[str, Any]:
     """Bytes and seconds."""
     p = found.placement
     return {
         "fits": found.fits,
         "missing": found.missing,
+        "keeps_margin": found.keeps_margin(cluster),
         "seconds": {**found.seconds, "step": found.step},
         "concurrency": found.concurrency,
         "zero_stage": p.zero_stage,

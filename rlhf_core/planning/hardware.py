@@ -41,6 +41,11 @@ class Cluster:
     gloo: float = 2.1e9
     reserve: float = 3 * GIB
 
+    @property
+    def available(self) -> float:
+        """Bytes of each GPU without the reserve."""
+        return self.gpu.memory - self.reserve
+
     def bandwidth_between(self, gpus: int) -> float:
         """Bytes/s in one direction among so many GPUs: the link within a node, otherwise the slower network."""
         return self.gpu.link if gpus <= self.gpus_per_node else min(self.network, self.gpu.link)

@@ -21,6 +21,7 @@ from rlhf_core.planning.memory import (
     trunk_activations,
 )
 from rlhf_core.planning.shape import ModelShape
+from rlhf_core.planning.shortages import ERROR
 
 ENGINE, POLICY, CRITIC, REFERENCE, REWARD = "engine", "policy", "critic", "reference", "reward"
 
@@ -115,6 +116,10 @@ class GroupMemory:
     cache: float
     host: float
 
+    def keeps_margin(self, cluster: Cluster) -> bool:
+        """Whether the group fits even if it needs more than predicted, by the error that the preflight allows."""
+        return self.needed * (1 + ERROR) <= cluster.available
+
 
 def group_memory(work: Workload, group: Group, placement: Placement, cluster: Cluster) -> GroupMemory:
     parts: dict[str, float] = {}
@@ -130,7 +135,7 @@ def group_memory(work: Workload, group: Group, placement: Placement, cluster: Cl
         parts["one pass or optimizer step"] = working
     shared = ENGINE in group.roles and len(group.roles) > 1
     resident = 0.0 if shared and placement.sleep else static + working
-    room = cluster.gpu.memory - cluster.reserve - resident
+    room = cluster.available - resident
     engine = _engine_minimum(work, placement) if ENGINE in group.roles else 0.0
     if engine:
         parts[f"{ENGINE}: weights"] = work.policy.parameters * element_bytes(work.dtype) / placement.tensor_parallel
@@ -139,9 +144,8 @@ def group_memory(work: Workload, group: Group, placement: Placement, cluster: Cl
     needed = max(static + working, resident + engine, sent)
     if shared and placement.sleep:
         host += static
-    available = cluster.gpu.memory - cluster.reserve
     cache = max(0.0, room - parts.get(f"{ENGINE}: weights", 0.0)) if engine else 0.0
-    return GroupMemory(group, parts, needed, max(0.0, needed - available), cache, host)
+    return GroupMemory(group, parts, needed, max(0.0, needed - cluster.available), cache, host)
 
 
 def _shape(work: Workload, role: str) -> ModelShape:
@@ -224,6 +228,9 @@ class Prediction:
     @property
     def fits(self) -> bool:
         return self.missing == 0
+
+    def keeps_margin(self, cluster: Cluster) -> bool:
+        return all(group.keeps_margin(cluster) for group in self.memory)
 
     @property
     def step(self) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import replace
 
 from rlhf_core.config import Params, ScorerConfig
 from rlhf_core.environment import INFERENCE_STAGES
@@ -17,7 +17,7 @@ from rlhf_core.paths import POLICY_MODEL, REWARD_MODEL, SFT_MODEL
 from rlhf_core.planning.hardware import GIB
 from rlhf_core.planning.machine import Gpu, Machine, here
 from rlhf_core.planning.models import Model, base_model, read_model
-from rlhf_core.planning.remedy import remedy
+from rlhf_core.planning.remedy import advice, remedy
 from rlhf_core.planning.shortages import Plan, Shortage, check
 from rlhf_core.planning.stages import PLANS, Models, Unpredictable
 
@@ -101,21 +101,34 @@ def models_of(stage: str, params: Params) -> Models:
         raise Unpredictable(str(error)) from error
 
 
-def plan_stages(params: Params, machine: Machine, start: Model | None, rewards: Sequence[Model] = ()) -> tuple[list[Plan], dict[str, str]]:
-    """The plans of a chain before it has trained any model, and why some stages are not predicted, by stage.
+def plan_stages(
+    params: Params, machine: Machine, start: Model | None, rewards: Sequence[Model] = ()
+) -> tuple[list[Plan], dict[str, ValueError | Unpredictable]]:
+    """The plans of a chain before it has trained any model, with the settings that fit where memory is missing.
+
+    The second result is why stages have no plan, by stage: a ValueError if the stage is refused, Unpredictable if it isn't predicted.
 
     Args:
         start: the model that the chain starts from; all models that it trains have its size.
         rewards: of scorers with models from elsewhere, in their order; None are read from their folders.
     """
-    plans, problems = [], {}
+    plans: list[Plan] = []
+    problems: dict[str, ValueError | Unpredictable] = {}
     for stage in STAGES:
         try:
-            found = rewards or scorer_models(scorers_of(stage, params), start)
-            plans.append(check(stage, params, Models(start, start, tuple(found)), machine))
+            models = Models(start, start, tuple(rewards) or _known_scorers(scorers_of(stage, params), start))
+            plan = check(stage, params, models, machine)
+            plans.append(replace(plan, remedy=remedy(stage, params, models, machine)) if plan.shortages else plan)
         except (Unpredictable, ValueError) as error:
-            problems[stage] = str(error)
+            problems[stage] = error
     return plans, problems
+
+
+def _known_scorers(scorers: list[ScorerConfig], trained: Model | None) -> tuple[Model | None, ...]:
+    try:
+        return tuple(scorer_models(scorers, trained))
+    except (ValueError, OSError) as error:
+        raise Unpredictable(str(error)) from error
 
 
 def scorers_of(stage: str, params: Params) -> list[ScorerConfig]:
@@ -144,20 +157,12 @@ def smallest(machines: list[Machine]) -> Machine:
 
 def message(shortage: Shortage, stage: str, params: Params, models: Models, machine: Machine) -> str:
     parts = sorted(shortage.parts.items(), key=lambda item: -item[1])[:SHOWN_PARTS]
-    found = remedy(stage, params, models, machine)
-    settings = " and ".join(f"{key}={_shown(value)}" for key, value in found.items())
-    todo = f"set {settings}" if settings else "no setting that was tried fits: take a smaller model or more memory"
+    todo = advice(remedy(stage, params, models, machine))
     told = ", ".join(f"{name} {gib(size)}" for name, size in parts)
     return (
         f"{shortage.name}: expected to need at most the {gib(shortage.available)} that {shortage.where} has left, got "
         f"{gib(shortage.needed)} ({told}); {todo} (docs/planning.md; flow.preflight=warn runs it anyway)"
     )
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "{" + ", ".join(f"{k}: {v}" for k, v in value.items()) + "}" if isinstance(value, dict) else str(value)
 
 
 def gib(size: float) -> str:

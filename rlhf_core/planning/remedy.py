@@ -35,6 +35,19 @@ def remedy(stage: str, params: Params, models: Models, machine: Machine) -> dict
     return _merged(kept)
 
 
+def advice(found: Mapping[str, Any]) -> str:
+    """What to do, given the settings of `remedy`."""
+    settings = " and ".join(f"{key}={shown(value)}" for key, value in found.items())
+    return f"set {settings}" if settings else "no setting that was tried fits: take a smaller model or more memory"
+
+
+def shown(value: Any) -> str:
+    """A value as params.yaml and --set take it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "{" + ", ".join(f"{k}: {v}" for k, v in value.items()) + "}" if isinstance(value, dict) else str(value)
+
+
 def _merged(changes: list[dict[str, Any]]) -> dict[str, Any]:
     return {key: value for change in changes for key, value in change.items()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 from rlhf_core.config import RlConfig, RoleGroup
 from rlhf_core.planning.hardware import Cluster, Efficiency
@@ -95,6 +96,39 @@ def propose(
     max_concurrent: int = 256,
     gloo: bool = False,
 ) -> Prediction:
-    """The fastest placement that fits, or else the one that lacks least memory; of equal ones the simplest."""
+    """The fastest placement that fits, or else the one that lacks least memory; of equal ones the simplest.
+
+    Of those that fit, ones whose ranks divide the minibatch come first, and among these ones with a margin of the prediction's error.
+    """
     tried = candidates(work, cluster, checkpointing=checkpointing, sleep=sleep, max_concurrent=max_concurrent, gloo=gloo)
-    return min((predict(work, placement, cluster, efficiency) for placement in tried), key=lambda found: (found.missing, found.step))
+
+    def rank(found: Prediction) -> tuple[float, bool, bool, float]:
+        return found.missing, not divides_minibatch(work, found.placement), not found.keeps_margin(cluster), found.step
+
+    return min((predict(work, placement, cluster, efficiency) for placement in tried), key=rank)
+
+
+def divides_minibatch(work: Workload, placement: Placement) -> bool:
+    """Whether each group of ranks can divide a minibatch, as rl.minibatch_size must be."""
+    return not any(work.minibatch % group.gpus for group in _trainers(placement))
+
+
+def _trainers(placement: Placement) -> list[Group]:
+    return [group for group in placement.groups if group.roles != (ENGINE,)]
+
+
+def settings(placement: Placement) -> dict[str, Any]:
+    """The keys of params.yaml that a placement of `propose` decides; `of_params` gives its groups again."""
+    engines, policy = placement.group_of(ENGINE), placement.group_of(POLICY)
+    turns = {"rl.rollout.take_turns": placement.sleep} if engines is policy else {}
+    return {
+        "rl.placement": "together" if len(_trainers(placement)) == 1 else "two_groups",
+        "rl.trainer.ranks": policy.gpus,
+        "rl.trainer.sequence_parallel": placement.sequence_parallel,
+        "rl.trainer.zero_stage": placement.zero_stage,
+        "rl.trainer.offload_optimizer": placement.offload,
+        "rl.trainer.gradient_checkpointing": placement.checkpointing,
+        "rl.rollout.engines": engines.gpus // placement.tensor_parallel,
+        "rl.rollout.tensor_parallel_size": placement.tensor_parallel,
+        **turns,
+    }

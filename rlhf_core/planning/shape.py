@@ -1,4 +1,4 @@
-"""The sizes of a model that determine its memory and time: a decoder with gated MLPs (Llama, Mistral, Qwen, Mixtral)."""
+"""The sizes of a model that determine its memory and time: a decoder with gated MLPs, by the keys of Llama's config.json."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rlhf_core.config import Params
 from rlhf_core.planning.hardware import GIB
@@ -51,12 +52,14 @@ class Plan:
     """Of a stage on a machine: its processes, moment by moment, and what is missing, the worst first.
 
     turns: of processes that take turns on a GPU: bytes on it in each turn, of which the largest counts.
+    remedy: settings with which the stage fits, empty if none of the tried; None: not looked for.
     """
 
     stage: str
     moments: Moments
     shortages: list[Shortage]
     turns: Mapping[str, float] = field(default_factory=dict)
+    remedy: Mapping[str, Any] | None = None
 
 
 def check(stage: str, params: Params, models: Models, machine: Machine) -> Plan:
@@ -154,7 +157,7 @@ def _shortages(
     """
     beside, where = beside or {}, where or {}
     if not machine.gpus:
-        parts = {f"{p.count} x {p.name}" if p.count > 1 else p.name: p.count * (p.needed + p.base + ALLOCATOR) for p in moment}
+        parts = {f"{p.count} x {p.name}" if p.count > 1 else p.name: p.count * (p.needed + without_models(p)) for p in moment}
         largest = max(moment, key=lambda p: p.count * p.needed)
         host = _usable(machine.host)
         needed = sum(parts.values())
@@ -183,6 +186,11 @@ def _shortages(
         largest = max(moment, key=lambda p: parts[p.name])
         found.append(Shortage(largest.name, largest.section, needed, available, "a host of the GPUs", parts))
     return found
+
+
+def without_models(process: Process) -> float:
+    """Bytes of a process on a CPU beside its models: its libraries, and freed memory that it keeps."""
+    return process.base + ALLOCATOR
 
 
 def _processes(process: Process) -> int:

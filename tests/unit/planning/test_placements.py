@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.config import RoleGroup, load_params
+from flows.chain.overrides import parse_assignment
+from rlhf_core.config import RoleGroup, load_params, overridden, read_text
+from rlhf_core.planning.describe import proposal_text, text
 from rlhf_core.planning.hardware import GIB, GPUS, Cluster, Efficiency, Gpu
 from rlhf_core.planning.phases import predict, score_seconds, sync_seconds, update_seconds
-from rlhf_core.planning.plan import CRITIC, ENGINE, POLICY, REFERENCE, REWARD, Group, Placement, Workload, group_memory
+from rlhf_core.planning.placement import place
+from rlhf_core.planning.plan import CRITIC, ENGINE, POLICY, REFERENCE, REWARD, Group, Placement, Prediction, Workload, group_memory
 from rlhf_core.planning.published import CALIBRATES, rows
-from rlhf_core.planning.search import apart, colocated, of_params, propose, three_parts
+from rlhf_core.planning.remedy import shown
+from rlhf_core.planning.search import apart, colocated, of_params, propose, settings, three_parts
 from rlhf_core.planning.shape import SIZES, ModelShape
 
 ROOT = Path(__file__).parents[3]
@@ -110,6 +114,52 @@ def test_the_proposal_fits_and_is_no_slower_than_others_that_fit():
             assert not other.fits or best.step <= other.step
 
 
+def proposed(work: Workload, gpu: str, gpus: int) -> Prediction:
+    return propose(work, Cluster(GPUS[gpu], gpus), Efficiency())
+
+
+def test_a_proposal_keeps_the_predictions_error_free_where_one_can():
+    work, cluster = real("llama3-70b", samples=256), Cluster(GPUS["b200"], 32)
+    best = propose(work, cluster, Efficiency())
+    assert all(1.1 * memory.needed <= 175 * GIB for memory in best.memory) and best.keeps_margin(cluster)
+    fuller = predict(work, replace(best.placement, offload=False), cluster, Efficiency())
+    assert fuller.fits and not fuller.keeps_margin(cluster) and fuller.step < best.step
+
+
+def test_without_room_for_the_error_the_fastest_that_fits_is_proposed():
+    work = real("llama3-70b", critic=None, samples=256, minibatch=256)
+    best, cluster = proposed(work, "h200", 7), Cluster(GPUS["h200"], 7)
+    assert best.fits and not best.keeps_margin(cluster)
+    assert "No placement whose ranks divide the minibatch fits with a margin of 10%" in proposal_text(best, work, cluster)
+    assert "fits, but not if it needs 10% more" in text(best, cluster)
+
+
+@pytest.mark.parametrize(("gpus", "critic"), [(1, True), (7, True), (8, True), (8, False), (32, True), (32, False)])
+def test_settings_of_a_proposal_are_valid_and_give_its_placement(gpus, critic):
+    algorithm = "ppo" if critic else "grpo"
+    work = real("llama3-8b", critic=SIZES["llama3-8b"] if critic else None, samples=256, minibatch=256)
+    best = proposed(work, "h100", gpus)
+    overrides = dict(parse_assignment(f"{key}={shown(value)}") for key, value in settings(best.placement).items())
+    _, params = overridden(read_text(ROOT / "params.yaml"), {"rl.algorithm": algorithm, **overrides}, subject="params.yaml")
+    trainer, rollout = params.rl.trainer, params.rl.rollout
+    assert best.fits and of_params(work, gpus, params.rl) == best.placement.groups
+    assert (trainer.zero_stage, trainer.offload_optimizer, trainer.gradient_checkpointing, rollout.tensor_parallel_size) == (
+        best.placement.zero_stage,
+        best.placement.offload,
+        best.placement.checkpointing,
+        best.placement.tensor_parallel,
+    )
+    assert place(params.rl, gpus, [min(8, gpus)] * -(-gpus // 8)).takes_turns(params.rl) == (len(best.placement.groups) == 1)
+
+
+def test_ranks_that_cannot_divide_the_minibatch_are_proposed_only_where_no_others_fit():
+    fits = proposed(real("llama3-8b", minibatch=128), "h100", 7)
+    assert all(128 % group.gpus == 0 for group in fits.placement.groups if group.roles != (ENGINE,))
+    work = real("llama3-8b", critic=None, minibatch=1)  # of the layouts of 8 GPUs none has one rank
+    best = proposed(work, "h100", 8)
+    assert best.fits and "rl.minibatch_size: expected a multiple of the ranks below, got 1" in proposal_text(best, work, CLUSTER)
+
+
 def test_where_nothing_fits_the_proposal_says_what_is_missing():
     found = propose(real("llama2-70b"), Cluster(GPUS["h100"], 8), Efficiency())
     # weights alone: policy, critic, reference and reward model, 2 bytes of 69 billion over 8 GPUs each, are 64 GiB of 76
@@ -145,6 +195,15 @@ def test_the_command_reads_params_and_needs_no_torch():
     assert done.stderr == "a100-80: its FLOP/s are for bfloat16, but the model's dtype is float32; pass --dtype or --gpu-flops\n"
     found = json.loads(done.stdout)
     assert found["requested"]["fits"] and found["proposed"]["seconds"]["step"] <= found["requested"]["seconds"]["step"]
+
+
+def test_the_command_prints_the_settings_of_the_proposal():
+    arguments = ("--model", "llama3-8b", "--dtype", "bfloat16", "--gpu", "h100", "--gpus", "8")
+    out = command(*arguments).stdout
+    assert "\n  --set rl.placement=" in out and "\n  --set rl.trainer.offload_optimizer=true \\\n" in out
+    given = json.loads(command(*arguments, "--json").stdout)["proposed"]["settings"]
+    assert [f"  --set {key}={shown(value)}" for key, value in given.items()] == out.replace(" \\\n", "\n").splitlines()[-len(given) :]
+    assert "--set" not in command("--model", "llama3-70b", "--dtype", "bfloat16", "--gpus", "1").stdout
 
 
 def test_the_groups_of_params_are_predicted_where_each_rank_has_a_gpu():

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_core.config import Params, RoleGroup, load_params
 from rlhf_core.config.model import LoraConfig
@@ -422,6 +423,21 @@ def test_a_folder_with_other_parameters_than_its_shape_has_is_unknown(tmp_path):
     found = read_model(write_model(tmp_path / "m", DECODER, {"all": torch.zeros(600)}))
     assert found == Model(600, None, "float32")
     assert read_model(write_model(tmp_path / "g", {"model_type": "gpt2", "n_layer": 2}, {"w": torch.zeros(5)})) == Model(5, None, "float32")
+
+
+@pytest.mark.parametrize(
+    ("family", "predicted"),
+    [
+        *((family, True) for family in ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text")),
+        *((family, True) for family in ("phi3", "olmo2", "cohere", "glm4", "granite", "smollm3", "seed_oss")),
+        *((family, False) for family in ("qwen2_moe", "starcoder2", "gpt2", "deepseek_v3")),
+    ],
+)
+def test_the_families_that_the_page_names_are_predicted(tmp_path, family, predicted):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    config = AutoConfig.for_model(family, vocab_size=512, pad_token_id=0, **sizes | {"num_hidden_layers": 2, "layer_types": None})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert (read_model(tmp_path).shape is not None) == predicted
 
 
 def test_the_check_imports_nothing_heavy_and_is_fast():
