@@ -51,7 +51,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-STOPPED_BY_SIGNAL = 128 + signal.SIGTERM  # exit code after a stop by SIGTERM, with the state saved; a shell reports the same
+STOPPED_BY_SIGNAL = 128 + signal.SIGTERM  # exit code after a stop by SIGTERM; a shell reports the same
 
 
 class Interrupted(Exception):
@@ -60,7 +60,7 @@ class Interrupted(Exception):
 
 @contextlib.contextmanager
 def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Call `work` in a daemon thread while the block runs. Its event is set when the block ends, which waits for it."""
+    """Call `work` in a daemon thread while the block runs. Leaving the block sets its event and waits for it."""
     done = threading.Event()
     thread = threading.Thread(target=work, args=(done,), daemon=True)
     thread.start()

@@ -6,7 +6,7 @@ import multiprocessing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# Processes that are forked from one without threads, which has the imports: a copy of a process that has sent over gloo may hang.
+# Processes that are forked from one that has the imports, and has sent nothing over gloo: a copy of one that has may hang.
 CLEAN = multiprocessing.get_context("forkserver")
 # Modules of tests/ aren't found there. deepspeed_engine imports DeepSpeed.
 CLEAN.set_forkserver_preload(

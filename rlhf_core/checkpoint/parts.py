@@ -34,7 +34,7 @@ class PartsOverdue(OSError):
 
 
 class PartLost(OSError):
-    """A rank ended without delivering its part; the message names it."""
+    """A rank was lost without delivering its part; the message names it."""
 
 
 def hand_in(folder: Path, rank: int, names: Iterable[str], *, part: int | None = None) -> threading.Thread:
@@ -88,7 +88,7 @@ def gather(folder: Path, ranks: Collection[int], *, deadline: float, lost: Colle
     Args:
         ranks: that call `hand_in`, and have written their files.
         deadline: of `time.monotonic`.
-        lost: ranks that deliver nothing any more; it may grow meanwhile.
+        lost: ranks that died or hang, whose parts aren't waited for; it may grow meanwhile.
     Raises:
         PartsOverdue: a rank is late.
         PartLost: a lost rank hasn't delivered its part.

@@ -216,7 +216,7 @@ class CheckpointStore:
         """Wait. For the end of work that has failed: what `wait` would raise goes to the log here.
 
         Args:
-            lost: of the ranks of `write`, those that have ended; a checkpoint that still lacks one's files is abandoned.
+            lost: of the ranks of `write`, those that died or hang; a checkpoint that still lacks one's files is abandoned.
         """
         self._lost.update(lost)
         try:

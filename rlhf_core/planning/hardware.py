@@ -28,7 +28,7 @@ class Cluster:
 
     network: bytes/s between nodes for each GPU, in one direction (InfiniBand NDR: 400 Gbit/s = 50e9).
     host_link: bytes/s between a GPU and its host. host_bandwidth: bytes/s of a host's memory, shared by its GPUs.
-    gloo: bytes/s that a process sends by gloo to all others together; measured between processes of a host (docs/performance.md).
+    gloo: bytes/s that a process sends by gloo to all others together; measured with one on its host (docs/performance.md).
     reserve: bytes of each GPU for context, communication buffers and fragmentation.
     """
 

@@ -161,7 +161,8 @@ def sync_seconds(work: Workload, placement: Placement, cluster: Cluster, efficie
     """Seconds to send the policy's weights to the engines once, over the link that both groups share.
 
     On the same GPUs with unsplit weights (ZeRO 0 to 2), the copy is a read and a write in the GPU's memory. By gloo rank 0 copies the
-    weights to its host, sends them to one engine after the other, and each GPU of an engine copies them from its host.
+    weights to its host and sends them to all engines, which share its bandwidth; each GPU of an engine copies them from its host. Engines
+    on several GPUs count once, though each of their processes gets all weights.
     """
     weights = work.policy.parameters * element_bytes(work.dtype)
     trainer, engines = placement.group_of(POLICY), placement.group_of(ENGINE)

@@ -160,29 +160,35 @@ class Storage:
             file.write(content)
 
     def _all(self, calls: list[Callable[[], None]], what: str) -> None:
-        """Make calls in threads, and raise the first error. After it, and after the deadline, no further call is begun.
+        """Make calls in threads, and raise the first error, without waiting for calls that hang. After it, and after the deadline, no
+        further call is begun.
 
         The end of the process waits for the threads of a `ThreadPoolExecutor`, and not for daemon threads.
         """
-        left, errors = deque(calls), []
+        left, ended = deque(calls), queue.SimpleQueue[BaseException | None]()
+
+        def take() -> Callable[[], None] | None:
+            with contextlib.suppress(IndexError):
+                return left.popleft()
+            return None
 
         def work() -> None:
-            with contextlib.suppress(IndexError):
-                while not errors:
-                    call = left.popleft()
-                    try:
-                        call()
-                    except BaseException as error:  # raised in the waiting thread
-                        errors.append(error)
+            try:
+                while (call := take()) is not None:
+                    call()
+            except BaseException as error:  # raised in the waiting thread
+                left.clear()
+                ended.put(error)
+            else:
+                ended.put(None)
 
         def run() -> None:
-            threads = [threading.Thread(target=work, name="storage", daemon=True) for _ in range(min(THREADS, len(calls)))]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            if errors:
-                raise errors[0]
+            count = min(THREADS, len(calls))
+            for _ in range(count):
+                threading.Thread(target=work, name="storage", daemon=True).start()
+            for _ in range(count):
+                if (error := ended.get()) is not None:
+                    raise error
 
         if calls:
             try:

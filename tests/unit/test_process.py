@@ -63,7 +63,6 @@ def test_a_missing_kernel_of_bitsandbytes_that_nothing_calls_is_not_mentioned(fi
     program = f"""
 {first}
 import sys
-import threading
 import bitsandbytes, bitsandbytes._ops, bitsandbytes.functional
 bitsandbytes.functional.has_avx512bf16 = lambda: True
 bitsandbytes._ops.register_kernel = lambda *_: lambda function: function

@@ -154,7 +154,6 @@ class ActorGroup:
         self.actors: list[Any] = []
         self._places: list[Pending] = []
         self._late: set[int] = set()
-        self._dead: set[int] = set()
         for rank in range(size):
             self._start(rank)
 
@@ -184,10 +183,15 @@ class ActorGroup:
     def __len__(self) -> int:
         return len(self.actors)
 
-    @property
-    def lost(self) -> set[int]:
-        """Ranks that were found dead or late, and not replaced."""
-        return self._dead | self._late
+    def find_lost(self, patience: float) -> set[int]:
+        """Ranks that have died, also those that no call has found out, and those that were late.
+
+        Args:
+            patience: seconds for the living ones to answer; one that is at work needn't.
+        """
+        answers = [actor.ready.remote() for actor in self.actors]
+        ray.wait(answers, num_returns=len(answers), timeout=patience)
+        return {rank for rank, answer in enumerate(answers) if _is_dead(answer, 0)} | self._late
 
     @property
     def has_gpus(self) -> bool:
@@ -292,7 +296,6 @@ class ActorGroup:
             dead = [rank for rank, reference in zip(ranks, references, strict=True) if _is_dead(reference, patience)]
             if not dead:
                 raise
-            self._dead.update(dead)
             raise RoleLost(
                 f"{self.role} rank {_listed(dead)}: expected {what} to finish, got a dead process ({self._look(dead[:1])[0]}); "
                 "its log is in the Ray session's folder",
@@ -351,7 +354,6 @@ class ActorGroup:
         self._end(ranks)
         for rank in ranks:
             self._late.discard(rank)
-            self._dead.discard(rank)
             bundle = self._bundles[rank]
             if bundle is not None and self._own_bundles:  # placed anew, since its node may be gone too; Ray does it for the others
                 release([(bundle.group, bundle.index)])

@@ -10,6 +10,8 @@ from rlhf_core.config import RlConfig, RoleGroup
 from rlhf_core.config.rl_parts import TrainerConfig
 from rlhf_core.engines.ray.actors import ActorGroup, Pending
 
+LOOK_SECONDS = 5.0
+
 
 @dataclass(frozen=True)
 class TrainerGroup:
@@ -48,10 +50,9 @@ class TrainerGroups:
         """Of all groups together."""
         return sum(map(len, self.all))
 
-    @property
-    def lost(self) -> set[int]:
-        """Ranks known to have died or to be late, counted over all groups."""
-        return {group.first + rank for group in self.all for rank in group.actors.lost}
+    def find_lost(self) -> set[int]:
+        """Ranks that died or were late, counted over all groups."""
+        return {group.first + rank for group in self.all for rank in group.actors.find_lost(LOOK_SECONDS)}
 
     def find(self, role: str) -> TrainerGroup | None:
         """The group that hosts a role; None: the run doesn't have it."""

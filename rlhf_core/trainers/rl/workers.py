@@ -116,8 +116,8 @@ class Workers:
         self.rollouts.start(trainers.policy.wait(probed, deadline=start, what="probe")[0])
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.store.close(self._trainers.lost)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.store.close(self._trainers.find_lost() if kind is not None else ())
         self._scorers.close()
 
     # Before the update

@@ -35,6 +35,7 @@ from rlhf_core.engines.ray.actors import ActorGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlhf_core.engines.ray.gpus import ReservedGpus, node_gpus, reserve_gpus
 from rlhf_core.planning.placement import place
+from rlhf_core.trainers.rl.groups import TrainerGroups
 
 DEADLINE = 200.0
 
@@ -100,8 +101,13 @@ for sizes, cpus in (([1] * 9, 1), ([1] * 8, 5), ([3, 3, 1, 1], 1), ([3, 3, 2], 1
         refused.append(None)
     except ValueError as error:
         refused.append(str(error))
-alone = ActorGroup("scorer", "types:SimpleNamespace", 1, cpus=0, threads=1, start_deadline=DEADLINE, kwargs={})
-print(json.dumps({"jobs": seen, "refused": refused, "has_gpus": alone.has_gpus}))
+nothing = {"cpus": 0, "threads": 1, "start_deadline": DEADLINE, "kwargs": {}}
+alone = ActorGroup("scorer", "types:SimpleNamespace", 1, **nothing)
+groups = TrainerGroups(job("two_groups", 1), [ActorGroup(f"trainer.{k}", "types:SimpleNamespace", 2, **nothing) for k in range(2)])
+groups.all[1].actors.wait_ready()
+ray.kill(groups.all[1].actors.actors[1])
+lost = sorted(groups.find_lost())
+print(json.dumps({"jobs": seen, "refused": refused, "has_gpus": alone.has_gpus, "lost": lost}))
 ray.shutdown()
 cluster.shutdown()
 """
@@ -163,6 +169,10 @@ def test_a_replaced_engine_gets_the_gpus_of_the_lost_one(seen, name):
 
 def test_a_group_that_is_ended_has_no_process_any_more(seen):
     assert seen["jobs"]["shared"]["ended"].endswith((": gone", ": zombie"))
+
+
+def test_a_rank_that_died_without_a_call_is_found(seen):
+    assert seen["lost"] == [3]  # the second of the second group
 
 
 def test_what_no_node_has_is_refused_at_once(seen):

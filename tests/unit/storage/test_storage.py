@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -148,6 +149,19 @@ def test_after_a_failure_no_further_call_is_begun(tmp_path):
     with pytest.raises(StorageFailed, match=r"expected 100 calls made, got OSError: call \d"):
         storage._all([partial(fail, number) for number in range(100)], "calls made")
     assert 1 <= len(begun) <= address.THREADS
+
+
+def test_a_failure_is_raised_while_another_call_hangs(tmp_path):
+    storage, released = Storage(f"file://{tmp_path}/storage", timeout=20), threading.Event()
+
+    def fail() -> None:
+        raise PermissionError("no access")
+
+    began = time.monotonic()
+    with pytest.raises(StorageFailed, match="expected 2 calls made, got PermissionError: no access"):
+        storage._all([lambda: released.wait(30) and None, fail], "calls made")
+    assert time.monotonic() - began < 10
+    released.set()
 
 
 def test_an_address_that_nothing_reads_is_refused_without_its_query():
