@@ -99,7 +99,7 @@ def run(given: argparse.Namespace) -> int:
         if not decided:
             print(f"\n--- reading {number}: {of_reading.tried.reading.format} ---")
         print("\n".join(page.looked(of_reading, params, colour=colour, every_token=given.tokens)))
-        print(f"\n# a recipe: python -m flows.full_pipeline --params FILE\n{recipe(of_reading, params, model)}")
+        print(f"\n# a recipe for --params\n{recipe(of_reading, params, model)}")
     return 0 if decided else UNDECIDED
 
 

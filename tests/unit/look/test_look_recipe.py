@@ -26,7 +26,7 @@ FAULTY = [
 def printed_recipe(path: Path, capsys, *options: str) -> str:
     assert main([str(path), "--params", str(DEFAULTS), *options]) == 0
     out = capsys.readouterr().out
-    return out[out.index("\n# a recipe: python -m flows.full_pipeline --params FILE\n") :]
+    return out[out.index("\n# a recipe for --params\n") :]
 
 
 def written(path: Path, records: list[dict]) -> Path:
