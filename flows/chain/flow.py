@@ -19,6 +19,7 @@ from prefect import flow, get_run_logger, runtime, task
 from prefect.artifacts import create_image_artifact, create_link_artifact, create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, StateType, TaskRun
+from prefect.context import TaskRunContext
 
 from flows.chain.baselines import pin_baselines
 from flows.chain.cache import run_checked
@@ -32,7 +33,7 @@ from flows.chain.updates import check_run
 from flows.chain.worktree import commit_results, derive_name, run_within, slug
 from flows.runs.record import GATE_REJECTED, REFUSED, note, recording
 from flows.runs.results import input_paths, read_side, result_paths
-from rlhf_core.config import ConfigError, FlowConfig, load_params, reordering_shown
+from rlhf_core.config import ConfigError, FlowConfig, load_params, read_recipe, reordering_shown
 from rlhf_core.progress import STATUS
 from rlhf_core.report.sketch import sketch
 from rlhf_core.report.texts import markdown_text
@@ -85,6 +86,9 @@ def run_through_dvc(stage: str, workspace: str, timeout: float, grace: float, *,
         tell(line)
         throttle.add(line)
 
+    if (run := TaskRunContext.get()) is not None and run.task_run.run_count > 1:
+        retry = f"retry {run.task_run.run_count - 1} of {run.task.retries} (flow.retries)"
+        on_line(f"{stage}: {retry}; the stage resumes from its checkpoint, if it has one")
     try:
         if skip:
             on_line(f"Stage '{stage}' didn't change, skipping")
@@ -102,6 +106,7 @@ def rlhf(
     update: bool = False,
     force: str | None = None,
     until: str | None = None,
+    params: str | None = None,
 ) -> State | None:
     """From preference data to an aligned, evaluated policy.
 
@@ -112,9 +117,11 @@ def rlhf(
         update: change the params of a run that exists, which is refused otherwise.
         force: a stage to run even if it is up to date; later stages run if its results change.
         until: the stage after which the run ends.
+        params: the path of a recipe, in the project's folder; overrides win over it.
     """
     log, root = get_run_logger(), Path.cwd()
     try:
+        overrides = (read_recipe(Path(params)) if params else {}) | overrides
         name = _name(root, overrides, run)
         with only_flow(root, name):
             return _chain(root, overrides, name, log, update=update, force=force, until=until)

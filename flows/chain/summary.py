@@ -149,4 +149,4 @@ def report_line(workspace: Path, failed: str | None = None) -> str:
 
 
 def until_line(until: str, workspace: Path) -> str:
-    return f"Ended after {until} (--until) in {workspace}; the same command without --until continues from there"
+    return f"Ended after {until}, as `until` says, in {workspace}; the same run without `until` continues from there"

@@ -61,7 +61,7 @@ def _lost(root: Path, state: RunState, deleted: list[RunState]) -> list[str]:
     problems = []
     if state.folder is not None:
         folder = root / state.folder
-        if changed := [line.strip().partition(" ")[2].strip() for line in git(folder, "status", "--porcelain").splitlines()]:
+        if changed := _changed_files_of_the_users(folder):
             problems.append(f"expected all committed, got {_named(changed)}")
         if ignored := _ignored_files_of_the_users(folder):
             problems.append(f"expected no ignored files but those of stages, got {_named(ignored)}")
@@ -72,6 +72,18 @@ def _lost(root: Path, state: RunState, deleted: list[RunState]) -> list[str]:
 
 def _named(names: list[str]) -> str:
     return shown(", ".join(names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _changed_files_of_the_users(folder: Path) -> list[str]:
+    """Changed and untracked files that are not results. A stopped run leaves its results uncommitted."""
+    from flows.runs.results import result_paths  # imports pandas
+
+    results: set[str] = set()
+    with suppress(ConfigError):  # an unreadable file names no results, so they count as user files
+        results = {*result_paths(folder)} - {"params.yaml"}
+    listed = git(folder, "status", "--porcelain", "--no-renames", "--untracked-files=all", "-z").split("\0")
+    paths = [PurePath(line.strip().partition(" ")[2].strip()) for line in listed if line]
+    return [str(path) for path in paths if not any(path.is_relative_to(result) for result in results)]
 
 
 def _ignored_files_of_the_users(folder: Path) -> list[str]:

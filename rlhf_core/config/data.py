@@ -63,7 +63,7 @@ DataFormat = Literal[
 
 
 # Rows to leave out, by the name of the expectation that would count them.
-DropKind = Literal["empty", "identical", "contradictory", "too_long"]
+DropKind = Literal["empty", "identical", "contradictory", "duplicate", "too_long"]
 
 # Format -> its possible uses, and the names of its columns in `columns`.
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

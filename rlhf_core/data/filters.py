@@ -1,7 +1,6 @@
 """Rows that prepare_data removes: what a source's key `drop` names, and what the chat template refuses.
 
-`empty`, `identical`, `contradictory` and `too_long` are defined as in the expectations of these names (data.validation.expectations), which
-then find nothing.
+The kinds are defined as in the expectations of their names (data.validation.expectations), which then find nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ REASONS = {
     "empty": "with a text of white space only (empty)",
     "identical": "whose chosen and rejected are the same text (identical)",
     "contradictory": "that another row contradicts (contradictory)",
+    "duplicate": "that another row repeats (duplicate)",
     "too_long": "longer than model.max_length (too_long)",
 }
 _SIDE = np.uint64(1)  # the lowest bit of a pair's key: which side is preferred
@@ -50,13 +50,7 @@ def contradictory_rows(path: Path, sources: Collection[str]) -> np.ndarray:
 
     Memory: eight bytes a pair. Pairs are compared by 63-bit hashes: among 10**7 pairs two others share one with probability 10**-5.
     """
-    keys = array("Q")
-    of_sources: list[np.ndarray] = []
-    for batch in read_batches(open_rows(path), ["source", "messages", "chosen", "rejected"]):
-        rows = batch.to_pylist()
-        keys.extend(_pair_key(row) for row in rows)
-        of_sources.append(np.fromiter((row["source"] in sources for row in rows), dtype=bool, count=len(rows)))
-    found = np.frombuffer(keys, dtype=np.uint64)
+    found, of_sources = _pair_keys(path, sources)
     distinct = np.unique(found)
     # Where both preferences of a pair occur, their keys differ in the lowest bit and are neighbours in sorted order.
     both = distinct[:-1][(distinct[1:] ^ distinct[:-1]) == _SIDE] | _SIDE
@@ -64,7 +58,28 @@ def contradictory_rows(path: Path, sources: Collection[str]) -> np.ndarray:
     if not len(both):
         return np.zeros(len(found), dtype=bool)
     either = found | _SIDE
-    return (both[np.searchsorted(both, either).clip(max=len(both) - 1)] == either) & np.concatenate(of_sources)
+    return (both[np.searchsorted(both, either).clip(max=len(both) - 1)] == either) & of_sources
+
+
+def duplicate_rows(path: Path, sources: Collection[str]) -> np.ndarray:
+    """Rows of these sources that repeat a row of another source or an earlier one of these, [rows] bool. As `contradictory_rows`."""
+    found, of_sources = _pair_keys(path, sources)
+    removed = of_sources & (found > _SIDE)
+    candidates = np.flatnonzero(removed)
+    _, first = np.unique(found[candidates], return_index=True)
+    removed[candidates[first]] = np.isin(found[candidates[first]], found[~of_sources])
+    return removed
+
+
+def _pair_keys(path: Path, sources: Collection[str]) -> tuple[np.ndarray, np.ndarray]:
+    """`_pair_key` of each row, [rows] uint64, and whether it is of these sources, [rows] bool."""
+    keys = array("Q")
+    of_sources: list[np.ndarray] = []
+    for batch in read_batches(open_rows(path), ["source", "messages", "chosen", "rejected"]):
+        rows = batch.to_pylist()
+        keys.extend(_pair_key(row) for row in rows)
+        of_sources.append(np.fromiter((row["source"] in sources for row in rows), dtype=bool, count=len(rows)))
+    return np.frombuffer(keys, dtype=np.uint64), np.concatenate(of_sources)
 
 
 def _pair_key(row: Mapping[str, Any]) -> int:

@@ -23,7 +23,7 @@ from rlhf_core.config import DataConfig, SourceConfig, shown
 from rlhf_core.data.clerk.generator import clerk_rows
 from rlhf_core.data.drops import DropCounts, Dropped, Misfit, Tally, excerpt
 from rlhf_core.data.files import file_records
-from rlhf_core.data.filters import REASONS, contradictory_rows, remove_rows, row_fault
+from rlhf_core.data.filters import REASONS, contradictory_rows, duplicate_rows, remove_rows, row_fault
 from rlhf_core.data.formats import convert
 from rlhf_core.data.hashing import Ids, SeenKeys, chunks, conversation_text, hexadecimal, kept_by_weight, split_of, text_hash
 from rlhf_core.data.samples import Writer, sample_rows
@@ -254,10 +254,11 @@ def mix(
                 splits = _copy(scratch / f"{use}.parquet", stays, files[use], files["slices"])
                 mixed.counts.update({(source.name, use, split): rows for split, rows in splits.items()})
                 tally.mixed[use] = splits.total()
-    names = {source.name for source in config.sources if "contradictory" in source.drop}
-    if names and (pairs := folder / "preference.parquet").exists():
-        mixed.drop_rows(folder, "preference", contradictory_rows(pairs, names), "contradictory")
-        mixed.check_shares(config, max_dropped_fraction)
+    for kind, rows_of in (("contradictory", contradictory_rows), ("duplicate", duplicate_rows)):
+        names = {source.name for source in config.sources if kind in source.drop}
+        if names and (pairs := folder / "preference.parquet").exists():
+            mixed.drop_rows(folder, "preference", rows_of(pairs, names), kind)
+            mixed.check_shares(config, max_dropped_fraction)
     return mixed
 
 

@@ -1,7 +1,7 @@
 """Look at data before anything runs: python -m rlhf_core.look PATH_OR_HUB_NAME [--model MODEL] [--format FORMAT] [--yaml-only] [--json].
 
 Guesses the format, shows records as they will be trained on, counts what is left out and what validate_data would object to, and prints
-the YAML for `data.sources`. Exit code 0; 2 if no format fits, if several do, or if the data can't be read.
+a recipe with the entry of `data.sources`. Exit code 0; 2 if no format fits, if several do, or if the data can't be read.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rlhf_core.config.data import DataFormat
 from rlhf_core.data.sources import records_of
 from rlhf_core.look import page
 from rlhf_core.look.look import GUESSED_FROM, Guess, Looked, Tried, guess, look, place_of, sample_of
+from rlhf_core.look.recipe import recipe, yaml_lines
 from rlhf_core.process import configure_process
 
 if TYPE_CHECKING:
@@ -79,25 +80,26 @@ def run(given: argparse.Namespace) -> int:
     decided = len(found.fitting) == 1 and found.unreadable is None
     if given.yaml_only:
         print(
-            page.yaml_lines(found.fitting[0].source) if decided else "\n".join(page.guessed(found, given.path)),
+            yaml_lines(found.fitting[0].source) if decided else "\n".join(page.guessed(found, given.path)),
             file=sys.stdout if decided else sys.stderr,
         )
         return 0 if decided else UNDECIDED
     from rlhf_core.models.tokenizer import pretrained_tokenizer
 
-    params = _with_model(load_overlaid(Path("params.yaml"), given.params), given.model, given.max_length)
+    model = {key: value for key, value in (("path", given.model), ("max_length", given.max_length)) if value is not None}
+    params = _with_model(load_overlaid(Path("params.yaml"), given.params), model)
     tokenizer = pretrained_tokenizer(params.model) if found.fitting else None
     looked = (_look(tried, found, params, tokenizer, given) for tried in found.fitting)
     if given.json:
-        print(json.dumps(page.as_json(found, list(looked), params), indent=2))
+        print(json.dumps(page.as_json(found, list(looked), params, model), indent=2))
         return 0 if decided else UNDECIDED
-    print("\n".join(page.guessed(found, given.path)))
+    print("\n".join(page.guessed(found, given.path, counts_all=given.all)))
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for number, of_reading in enumerate(looked, start=1):
         if not decided:
             print(f"\n--- reading {number}: {of_reading.tried.reading.format} ---")
         print("\n".join(page.looked(of_reading, params, colour=colour, every_token=given.tokens)))
-        print(f"\n{page.yaml_lines(of_reading.tried.source)}")
+        print(f"\n# a recipe for --params\n{recipe(of_reading, params, model)}")
     return 0 if decided else UNDECIDED
 
 
@@ -116,9 +118,8 @@ def columns(pairs: list[str]) -> dict[str, Any]:
     return found
 
 
-def _with_model(params: Params, path: str | None, max_length: int | None) -> Params:
-    given = {key: value for key, value in (("path", path), ("max_length", max_length)) if value is not None}
-    return params.model_copy(update={"model": params.model.model_copy(update=given)})
+def _with_model(params: Params, model: dict[str, Any]) -> Params:
+    return params.model_copy(update={"model": params.model.model_copy(update=model)})
 
 
 def _look(tried: Tried, found: Guess, params: Params, tokenizer: PreTrainedTokenizerBase | None, given: argparse.Namespace) -> Looked:

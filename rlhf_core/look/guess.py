@@ -92,7 +92,7 @@ KNOWN = (
 class Reading:
     """A format with its columns, as `data.sources` takes them.
 
-    why: evidence in the data. unsure: what the data can't tell, and columns that this reading doesn't read.
+    why: evidence in the data. unsure: what the data can't tell. unread: other columns, which this reading doesn't read.
     options: further keys of the source. uses: empty until it is tried.
     doubtful: only the values suggest it, not the names; it doesn't outrank other readings.
     """
@@ -101,6 +101,7 @@ class Reading:
     columns: Mapped
     why: tuple[str, ...]
     unsure: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     uses: tuple[str, ...] = ()
     doubtful: bool = False

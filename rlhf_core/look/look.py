@@ -236,15 +236,14 @@ def attempt(place: Place, reading: Reading, records: list[RawRecord]) -> Tried:
 
 
 def _with_warnings(tried: Tried, columns: Mapping[str, Column]) -> Tried:
-    """With warnings about columns that the reading doesn't read."""
+    """With the columns that the reading doesn't read, and warnings about some of them."""
     aside = unread_columns(tried.reading, columns)
     meant = [path for path in aside if path in MEANINGFUL]
     warnings = [f"column {shown(path, 60)} is not read, though it may belong to the conversation" for path in meant]
-    if rest := [shown(path, 60) for path in aside if path not in meant]:
-        warnings.append(f"not read: {', '.join(rest)}")
     if marks := [shown(path, 60) for path in unread_marks(tried.reading, columns)]:
         warnings.append(f"{', '.join(marks)} may mark the responses: every response would be learned, good or bad")
-    return replace(tried, reading=replace(tried.reading, unsure=(*tried.reading.unsure, *warnings)))
+    unread = tuple(shown(path, 60) for path in aside if path not in meant)
+    return replace(tried, reading=replace(tried.reading, unsure=(*tried.reading.unsure, *warnings), unread=unread))
 
 
 def look(

@@ -1,18 +1,16 @@
-"""The report on data for a terminal, a pipe or a file, and as JSON; and the YAML for data.sources. Texts are printed escaped."""
+"""The report on data for a terminal, a pipe or a file, and as JSON. Texts are printed escaped."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
-from rlhf_core.config import Params, SourceConfig, shown
+from rlhf_core.config import Params, shown
 from rlhf_core.config.data import DropKind
-from rlhf_core.data.drops import DropCounts, Tally
+from rlhf_core.data.drops import DropCounts
 from rlhf_core.look.guess import columns_line
 from rlhf_core.look.look import Guess, Looked, Tried
+from rlhf_core.look.recipe import LIMITS, dropped_share, exceeds_limit, recipe, yaml_lines
 from rlhf_core.look.rows import Sequence, pieces
 
 OPEN, CLOSE = "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}"
@@ -21,23 +19,13 @@ MAX_CHARACTERS = 3000  # of one sequence, at each end
 MAX_SEQUENCES = 8  # of one record
 MAX_PIECES = 40  # listed tokens around the first trained one
 LEFT_OUT = "left out of training"
-LIMITS = {
-    "empty": "max_empty_fraction",
-    "identical": "max_identical_fraction",
-    "contradictory": "max_contradictory_fraction",
-    "too_long": "max_too_long_fraction",
-    "duplicate": "max_duplicate_fraction",
-}
-
-_PLAIN = re.compile(r"(?:\.{0,2}/)*[A-Za-z_][A-Za-z0-9_./-]*")
-_WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}  # plain scalars that YAML doesn't read as text
-KEYS = ("name", "kind", "path", "subset", "dataset_split", "format", "columns", "label_pattern", "uses", "weight")
 
 
-def guessed(guess: Guess, path: str) -> Iterator[str]:
-    """Describes the sample and its readings."""
+def guessed(guess: Guess, path: str, *, counts_all: bool = False) -> Iterator[str]:
+    """Describes the sample and its readings. counts_all: the counts aren't of the sample only."""
     count = f"all {len(guess.records)}" if guess.whole else f"the first {len(guess.records)}"
-    yield f"{shown(path)}: {count} records read"
+    more = " for the guess, and all for the counts" if counts_all and not guess.whole else ""
+    yield f"{shown(path)}: {count} records read{more}"
     yield f"columns: {shown(', '.join(p for p in guess.columns if '.' not in p), 400)}"
     if guess.known:
         yield f"these are the columns of {guess.known}"
@@ -71,6 +59,8 @@ def _reading(title: str, tried: Tried) -> Iterator[str]:
     yield f"{title}: format {reading.format}{_mapping(reading.columns)}, for {', '.join(reading.uses)}"
     yield f"  because {'; '.join(shown(w, 300) for w in reading.why)}"
     yield from (f"  unsure: {line}" for line in reading.unsure)
+    if reading.unread:
+        yield f"  columns not read: {', '.join(reading.unread)} (`slices` may name them)"
 
 
 def _mapping(columns: Mapping[str, Any]) -> str:
@@ -215,8 +205,7 @@ def _length_bias(values: Mapping[str, Any], limit: float) -> str:
 
 def _too_many(found: Looked, params: Params) -> str:
     """A note if prepare_data would stop because too much of a use is left out."""
-    tally = Tally(found.dropped, Counter({use: counts.rows for use, counts in found.counts.items()}))
-    share, limit = max(map(tally.share, found.counts), default=0.0), params.validation.max_dropped_fraction
+    (share, _), limit = dropped_share(found, []), params.validation.max_dropped_fraction
     return f" ({share:.1%}; validation.max_dropped_fraction is {limit:g}: prepare_data stops)" if share > limit else ""
 
 
@@ -228,15 +217,15 @@ def objection(kind: str, count: int, rows: int, params: Params) -> str:
     if limit is None:
         return line
     allowed = getattr(params.validation, limit)
-    if share <= allowed:
+    if not exceeds_limit(kind, count, rows, params):
         return f"{line}; validation.{limit} is {allowed:g}{f': {LEFT_OUT}' if kind == 'too_long' else ''}"
     longer = "; raise model.max_length" if kind == "too_long" else ""
     advice = f"; with drop: [{kind}] the source leaves them out" if kind in get_args(DropKind) else ""
     return f"{line}; validation.{limit} is {allowed:g}: validate_data stops{longer}{advice}"
 
 
-def as_json(guess: Guess, found: list[Looked], params: Params) -> dict[str, Any]:
-    """The same as JSON values; texts unescaped, token ids and masks in full."""
+def as_json(guess: Guess, found: list[Looked], params: Params, model: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as JSON values; texts unescaped, token ids and masks in full. model: as of `recipe`."""
     return {
         "records": len(guess.records),
         "whole": guess.whole,
@@ -251,7 +240,8 @@ def as_json(guess: Guess, found: list[Looked], params: Params) -> dict[str, Any]
                 "uses": list(tried.reading.uses),
                 "why": list(tried.reading.why),
                 "unsure": list(tried.reading.unsure),
-                "yaml": yaml_lines(tried.source),
+                "unread": list(tried.reading.unread),
+                "yaml": recipe(of_reading, params, model) if of_reading else yaml_lines(tried.source),
                 **(_json_of(of_reading) if of_reading else {}),
             }
             for tried, of_reading in _with_found(guess, found)
@@ -275,25 +265,3 @@ def _json_of(found: Looked) -> dict[str, Any]:
             {"where": where, "sequences": [s if isinstance(s, str) else vars(s) for s in sequences]} for where, sequences in found.samples
         ],
     }
-
-
-def yaml_lines(source: SourceConfig) -> str:
-    """The source as YAML for params.yaml, without keys at their default."""
-    fields = type(source).model_fields
-    given = source.model_dump()
-    rest = [key for key in given if key not in KEYS]
-    kept = [key for key in (*KEYS, *rest) if key == "weight" or given[key] != fields[key].get_default(call_default_factory=True)]
-    first, *others = [f"{key}: {_yaml_value(given[key])}" for key in kept]
-    return "\n".join(["data:", "  sources:", f"    - {first}", *(f"      {line}" for line in others)])
-
-
-def _yaml_value(value: Any) -> str:
-    """A value in YAML's flow style, in which JSON strings are valid."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_yaml_value(k)}: {_yaml_value(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_yaml_value, value)) + "]"
-    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
-        return value
-    text = json.dumps(value, ensure_ascii=False)
-    return "".join(c if c.isprintable() else f"\\U{ord(c):08X}" for c in text)

@@ -132,6 +132,17 @@ def test_without_retries_a_crash_ends_the_run(tmp_path, server):
     assert outcomes(done.stdout) == {"prepare_data": "ran", "train_sft": "failed", "gate_reward": "not reached", "report": "not reached"}
 
 
+def test_a_retry_after_a_crash_is_announced_between_both_tries(tmp_path, server):
+    workspace = make_workspace(tmp_path / "project", retries=2)
+    marker = tmp_path / "crash"
+    marker.touch()
+    done = run_flow(workspace, PREFECT_API_URL=server, CRASH_ONCE=str(marker))
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stdout.splitlines() if line.startswith(("train_sft: retry", "Running stage 'train_sft'"))]
+    announced = "train_sft: retry 1 of 2 (flow.retries); the stage resumes from its checkpoint, if it has one"
+    assert told == ["Running stage 'train_sft':", announced, "Running stage 'train_sft':"]
+
+
 def test_a_rejected_gate_has_a_state_of_its_own_and_no_retry(tmp_path, server):
     workspace = make_workspace(tmp_path / "project", retries=3)
     hostile = ("--set", 'gate.override=" ![x](https://host/p.png) \u202e"')

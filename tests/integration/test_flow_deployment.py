@@ -91,6 +91,7 @@ def test_a_deployments_run_refused_started_killed_and_retried(served):
     assert_resumed(worktree, STEPS, processes=2)
     assert git(worktree, "status", "--porcelain") == "" and (worktree / "dvc.lock").exists()
     printed = (workspace.parent / "server.log").read_text().replace(f"{completed['name']} | ", "")
+    assert ": retry " not in printed  # it is the run that was retried
     assert outcomes(printed) == {**dict.fromkeys(ORDER, "ran"), "prepare_data": "cached"}
     assert_only_lost_runs_are_ended(workspace, prefect, completed)
 

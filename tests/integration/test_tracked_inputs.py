@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flows.chain.stages import inputs_as_recorded, up_to_date, with_something_to_do
-from rlhf_core.config import apply_overrides
+from rlhf_core.config import apply_overrides, read_yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_workspace import DVC, ORDER, WORK, environment, git, make_workspace, outcomes, run_flow
@@ -172,7 +172,7 @@ def test_a_run_ends_after_a_stage_and_a_stage_is_forced(project, server):
     assert part.returncode == 0, part.stderr
     reached = dict.fromkeys(("prepare_data", "train_sft"), "ran") | dict.fromkeys(("gate_reward", "report"), "not reached")
     assert outcomes(part.stdout) == reached
-    assert f"Ended after train_sft (--until) in {project}; the same command without --until continues from there" in part.stdout
+    assert f"Ended after train_sft, as `until` says, in {project}; the same run without `until` continues from there" in part.stdout
     nothing = run_flow(project, "--until", "prepare_data", PREFECT_HOME="/proc/nowhere")
     assert nothing.returncode == 0 and outcomes(nothing.stdout)["prepare_data"] == "cached" and "Ended after prepare_data" in nothing.stdout
     forced = run_flow(project, "--force", "prepare_data", PREFECT_API_URL=server)
@@ -196,17 +196,24 @@ def test_a_stage_that_is_none_is_refused_with_the_nearest(project, arguments, me
     assert done.returncode == 2 and done.stderr.startswith(message) and not (project / "runs/new").exists()
 
 
-def test_a_deployments_run_takes_both_and_refuses_a_stage_that_is_none(project, server):
+def test_a_deployments_run_takes_a_recipe_and_refuses_a_stage_that_is_none(project, server):
+    (project / "mine.yaml").write_text("sft: {batch_size: 2, steps: 5}\n")
     code = (
         "from flows.chain.flow import rlhf; print(sorted(rlhf.parameters.properties)); "
-        "state = rlhf({}, 'new', force='prepare', return_state=True); print(state.name, state.message)"
+        "states = [rlhf({}, 'new', force='prepare', return_state=True), rlhf(params='absent.yaml', return_state=True), "
+        "rlhf({'sft.steps': 4}, 'new', params='mine.yaml', until='prepare_data', return_state=True)]; "
+        "[print(state.name, state.message) for state in states]"
     )
     command = [sys.executable, "-c", code]
     env = environment(PREFECT_API_URL=server)
     done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=120, check=False)
-    parameters = "['force', 'overrides', 'run', 'until', 'update']"
-    assert f"{parameters}\nRefused force: expected a stage, one of hash_inputs, " in done.stdout, done.stderr
-    assert not (project / "runs/new").exists()
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("[", "Refused", "Completed"))]
+    assert lines[0] == "['force', 'overrides', 'params', 'run', 'until', 'update']", done.stderr
+    assert lines[1].startswith("Refused force: expected a stage, one of hash_inputs, ")
+    assert lines[2].startswith("Refused absent.yaml: expected a readable parameter file, got No such file")
+    assert lines[3].startswith("Completed"), done.stdout
+    sft = read_yaml(project / "runs/new/params.yaml")["sft"]
+    assert (sft["batch_size"], sft["steps"]) == (2, 4)
 
 
 def test_a_retry_of_a_run_does_not_force_a_stage_that_ended_well(tmp_path, monkeypatch):

@@ -204,7 +204,7 @@ def _pairs(config: ValidationConfig, *, any_pairs: bool) -> list[Check]:
             once,
             "no other row is the same pair",
             config.max_duplicate_fraction,
-            "remove all but one, or raise validation.max_duplicate_fraction",
+            fix("duplicate", "max_duplicate_fraction"),
         ),
         Check(
             "contradictory_pairs",

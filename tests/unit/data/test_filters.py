@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from strict_limits import strict_limits
 
-from rlhf_core.config import DataConfig
+from rlhf_core.config import DataConfig, ValidationConfig
 from rlhf_core.data.prepare import Prepared, drop_too_long
 from rlhf_core.data.schema import open_rows, read_rows
 from rlhf_core.data.sources import Mixed, mix
@@ -52,9 +52,9 @@ def tokenizer():
     return build_tokenizer([f"Double {i}. It is {i}. No. Same? Which? yes" for i in range(20)], vocab_size=300)
 
 
-def failed(folder: Path) -> list[Finding]:
+def failed(folder: Path, limits: ValidationConfig = STRICT) -> list[Finding]:
     tables = {use: open_rows(folder / "out" / f"{use}.parquet") for use in USES}
-    findings = validate(tables, tokenizer(), STRICT, max_length=MAX_LENGTH, needed=())
+    findings = validate(tables, tokenizer(), limits, max_length=MAX_LENGTH, needed=())
     return [finding for finding in findings if not finding.passed]
 
 
@@ -95,6 +95,42 @@ def test_a_source_drops_its_rows_that_another_source_contradicts_and_not_the_oth
     rows = [row for row in read_rows(tmp_path / "out", "preference") if row["messages"][0]["content"] == "Which?"]
     assert [(row["source"], row["chosen"]) for row in rows] == [("s0", "a")]
     assert "preference rows that another row contradicts (contradictory)" in found.dropped["s1"] and failed(tmp_path) == []
+
+
+def test_of_repeated_pairs_the_first_stays_and_its_demonstrations_and_prompt(tmp_path):
+    swapped = {"prompt": "Double 1.", "chosen": "No.", "rejected": "It is 2."}
+    path = write(tmp_path / "d.jsonl", [*SOUND, SOUND[3], SOUND[5], SOUND[3], swapped])
+    strict = strict_limits(max_contradictory_fraction=1.0)
+    prepared(config({"path": str(path)}), tmp_path / "kept")
+    (broken,) = failed(tmp_path / "kept", strict)
+    assert broken.name == "duplicate_pairs" and broken.unexpected == 5 and "`drop: [duplicate]`" in broken.message()
+    found = prepared(config({"path": str(path), "drop": ["duplicate"]}), tmp_path / "dropped")
+    assert failed(tmp_path / "dropped", strict) == []
+    origins = {row["origin"] for row in pq.read_table(tmp_path / "dropped/out/preference.parquet").to_pylist()}
+    assert origins == {f"{path} line {i}" for i in [*range(1, 41), 44]}
+    assert [(reason, n) for reason, n in found.dropped["s0"].items() if "(duplicate)" in reason] == [
+        ("preference rows that another row repeats (duplicate)", 3)
+    ]
+    assert len(list(read_rows(tmp_path / "dropped/out", "sft"))) == 44
+
+
+@pytest.mark.parametrize(("drops", "kept_by"), [((True, False), "s1"), ((False, True), "s0"), ((True, True), "s0")])
+def test_a_pair_of_two_sources_stays_where_it_is_not_to_be_dropped(tmp_path, drops, kept_by):
+    one = write(tmp_path / "one.jsonl", [*SOUND[:20], SOUND[0]])
+    two = write(tmp_path / "two.jsonl", [*SOUND[20:], SOUND[0]])
+    files = zip((one, two), drops, strict=True)
+    prepared(config(*({"path": str(path), "drop": ["duplicate"] * drop} for path, drop in files)), tmp_path)
+    rows = [row for row in read_rows(tmp_path / "out", "preference") if row["messages"][0]["content"] == "Double 0."]
+    assert {row["source"] for row in rows} == {kept_by} and len(rows) == (1 if drops[0] else 2)
+
+
+def test_unpaired_rows_that_are_repeated_are_dropped_and_contradictory_ones_first(tmp_path):
+    records = [{"prompt": f"q{i}", "completion": f"a{i}", "label": i % 2 == 0} for i in range(20)]
+    records += [records[2], records[3], {**records[3], "label": True}]
+    unpaired = {"path": str(write(tmp_path / "d.jsonl", records)), "format": "unpaired", "drop": ["duplicate", "contradictory"]}
+    found = prepared(config(unpaired), tmp_path).dropped["s0"]
+    assert [found[f"preference rows that another row {kind}"] for kind in ("repeats (duplicate)", "contradicts (contradictory)")] == [1, 3]
+    assert failed(tmp_path, strict_limits()) == []
 
 
 def test_a_source_that_loses_too_much_ends_it_with_reasons_files_lines_and_texts(tmp_path):

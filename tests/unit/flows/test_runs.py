@@ -176,6 +176,24 @@ def test_delete_is_refused_where_a_flow_works_or_something_would_be_lost(project
     assert runs.main(["delete", "--force", "two"]) == 0 and not other.exists()
 
 
+def test_uncommitted_results_of_a_stopped_run_do_not_count_but_changed_params_and_files_beside_them_do(project, capsys):
+    run = pins.prepare_run(project, "one", {"seed": 7})
+    results = ("dvc.lock", "data/inputs.json", "metrics/prepare_data.json", "plots/token_lengths.csv", "baselines.json")
+    own = ("metrics/mine.json", "plots/mine ü.csv", "data/mine.jsonl")
+    for name in (*results, *own):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("{}\n")
+    assert runs.main(["delete", "one"]) == REFUSED and run.exists()
+    assert "expected all committed, got data/mine.jsonl, metrics/mine.json, plots/mine ü.csv; save" in capsys.readouterr().err
+    for name in own:
+        (run / name).unlink()
+    params = (run / "params.yaml").read_text()
+    (run / "params.yaml").write_text(f"{params}# mine\n")
+    assert runs.main(["delete", "one"]) == REFUSED and "expected all committed, got params.yaml; save" in capsys.readouterr().err
+    (run / "params.yaml").write_text(params)
+    assert runs.main(["delete", "one"]) == 0 and not run.exists()
+
+
 def test_a_version_of_a_deleted_run_stays_with_its_commit(project, capsys):
     run = pins.prepare_run(project, "one", {"seed": 7})
     finish(run)
