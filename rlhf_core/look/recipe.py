@@ -49,11 +49,9 @@ def exceeds_limit(kind: str, count: int, rows: int, params: Params) -> bool:
 
 
 def dropped_share(found: Looked, drop: list[DropKind]) -> tuple[float, str]:
-    """The largest share that prepare_data would leave out, and its use; at most so much, since a row of two kinds counts twice."""
+    """The largest share that prepare_data would leave out, at most, and its use."""
     tally = Tally(found.dropped, Counter({use: counts.rows for use, counts in found.counts.items()}))
-    for use, counts in found.counts.items():
-        objections = counts.objections()
-        tally.dropped[use] = min(counts.rows, sum(objections.get(kind, 0) for kind in drop))
+    tally.dropped.update({use: counts.dropped(drop) for use, counts in found.counts.items()})
     return max(((tally.share(use), use) for use in found.counts), default=(0.0, ""))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, encod
 from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations, encode_texts
 
 if TYPE_CHECKING:
+    import numpy as np
     import pandas as pd
     from transformers import PreTrainedTokenizerBase
 
@@ -81,12 +82,23 @@ class UseCounts:
             found["contradictory"], found["duplicate"] = self._repeated()
         return {kind: n for kind, n in found.items() if n}
 
+    def dropped(self, kinds: Collection[str]) -> int:
+        """Rows that a source drops with these kinds, at most: one of two kinds counts twice. Of equal rows one stays."""
+        objections = self.objections() | ({"duplicate": len(self.pairs) - len(self._distinct()[1])} if self.pairs else {})
+        return min(self.rows, sum(objections.get(kind, 0) for kind in kinds))
+
+    def _distinct(self) -> tuple[np.ndarray, np.ndarray]:
+        """Hashes [2, n] of the pair and the preferred text of each distinct row, and the number [n] of its rows."""
+        import numpy as np
+
+        rows = np.stack([np.frombuffer(self.pairs, dtype=np.uint64), np.frombuffer(self.preferences, dtype=np.uint64)])
+        return np.unique(rows, axis=1, return_counts=True)
+
     def _repeated(self) -> tuple[int, int]:
         """Number of rows that another row contradicts, and of rows that another row repeats."""
         import numpy as np
 
-        rows = np.stack([np.frombuffer(self.pairs, dtype=np.uint64), np.frombuffer(self.preferences, dtype=np.uint64)])
-        judged, times = np.unique(rows, axis=1, return_counts=True)
+        judged, times = self._distinct()
         _, pair, ways = np.unique(judged[0], return_inverse=True, return_counts=True)
         return int(times[ways[pair] > 1].sum()), int(times[times > 1].sum())
 

@@ -57,6 +57,12 @@ def test_the_recipe_drops_what_validation_refuses_and_allows_as_much(tmp_path, c
     assert refused(recipe, tmp_path) == set()
 
 
+def test_of_equal_rows_one_stays(tmp_path, capsys):
+    recipe = printed_recipe(written(tmp_path / "d.jsonl", SOUND + SOUND), capsys)
+    assert "max_dropped_fraction: 0.52  # 50.0% of the preference data are left out" in recipe
+    assert refused(recipe, tmp_path) == set()
+
+
 @pytest.mark.parametrize("key", ["drop", "max_dropped_fraction"])
 def test_nothing_in_the_recipe_is_superfluous(key, tmp_path, capsys):
     recipe = printed_recipe(written(tmp_path / "d.jsonl", SOUND + FAULTY), capsys)
