@@ -42,6 +42,7 @@ class Dispatcher:
     Args:
         replace: starts engines in place of lost ones, or raises.
         at_a_time: prompts that an engine samples at the same time.
+        joins: whether prompts can join those that an engine samples; if not, a call brings as many as it samples at a time.
         deadline: seconds until one of the engines must have finished some prompts.
         drain: `replace` is called when no engine has prompts, since all of them get new weights.
     """
@@ -53,11 +54,12 @@ class Dispatcher:
         requests: Requests,
         *,
         at_a_time: int,
+        joins: bool,
         deadline: float,
         drain: bool = False,
     ):
         self._engines, self._replace, self._requests = engines, replace, requests
-        self._at_a_time, self._deadline, self._drain = at_a_time, deadline, drain
+        self._at_a_time, self._joins, self._deadline, self._drain = at_a_time, joins, deadline, drain
         self._lost: list[RoleLost] = []  # to be replaced, with `drain`
         self._waiting = deque(range(len(requests.prompts)))
         self._share = -(-len(self._waiting) // len(engines))
@@ -99,16 +101,22 @@ class Dispatcher:
     def _hand_out(self, rank: int) -> None:
         """Queue an engine's next call; none if it would bring no prompts and the engine finishes what it has without it."""
         taken, calls, requests = self._taken[rank], self._calls[rank], self._requests
-        ahead = max(1, self._at_a_time // LEAST, min(self._at_a_time, len(self._waiting) // (PARTS * len(self._taken))))
-        room = ahead if calls else self._at_a_time + ahead - len(taken)
+        room = self._ahead if calls else self._at_a_time + self._ahead - len(taken)
         room = 0 if self._lost else min(room, self._share - len(taken), len(self._waiting))
         numbers = [self._waiting.popleft() for _ in range(room)]
         taken.update(numbers)
-        is_last = not self._waiting or bool(self._lost)
+        is_last = not self._joins or not self._waiting or bool(self._lost)
         if numbers or (taken and (not calls or (is_last and calls[-1].leave))):
             leave = 0 if is_last else min(self._at_a_time, len(taken) - 1)
             arguments = (numbers, [requests.prompts[n] for n in numbers], [requests.seeds[n] for n in numbers])
             calls.append(Call(self._engines.submit_one(rank, "serve", *arguments, leave=leave, **requests.how), leave))
+
+    @property
+    def _ahead(self) -> int:
+        """Prompts that a call brings an engine which has as many as it samples."""
+        if not self._joins:
+            return 0
+        return max(1, self._at_a_time // LEAST, min(self._at_a_time, len(self._waiting) // (PARTS * len(self._taken))))
 
     def _take_back(self, lost: RoleLost) -> None:
         for rank in lost.ranks:

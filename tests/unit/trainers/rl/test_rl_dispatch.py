@@ -70,7 +70,7 @@ class Replacing:
 
 def run(engines: SimulatedEngines, ticks: list[int], **limits: int) -> list[list[int]]:
     requests = Requests([[n] for n in ticks], list(range(len(ticks))), {})
-    return Dispatcher(engines, Replacing(engines, **limits), requests, at_a_time=SLOTS, deadline=1.0).run()
+    return Dispatcher(engines, Replacing(engines, **limits), requests, at_a_time=SLOTS, joins=True, deadline=1.0).run()
 
 
 def in_equal_shares(ticks: list[int], count: int) -> float:
@@ -103,6 +103,19 @@ def test_an_engine_does_not_wait_for_its_caller():
     assert max(late.calls) < 150  # of 800 prompts each; a call costs the engine something too
 
 
+def test_an_engine_whose_batch_cannot_be_joined_gets_whole_batches():
+    class Batches(SimulatedEngines):
+        def submit_one(self, rank: int, method: str, numbers: list[int], prompts: list, seeds: list, *, leave: int):
+            sizes.append(len(numbers))
+            return super().submit_one(rank, method, numbers, prompts, seeds, leave=0)
+
+    sizes: list[int] = []
+    requests = Requests([[n] for n in [3, 9, 1, 30] * 20], list(range(80)), {})
+    engines = Batches(2)
+    found = Dispatcher(engines, Replacing(engines), requests, at_a_time=SLOTS, joins=False, deadline=1.0).run()
+    assert found == [[n] for n in range(80)] and sizes == [SLOTS] * 10
+
+
 @pytest.mark.parametrize("prompts", [0, 1, 3, 16, 17, 40])
 def test_any_number_of_prompts_is_answered_once_each(prompts: int):
     engines = SimulatedEngines(2)
@@ -126,7 +139,7 @@ def test_a_lost_engine_is_replaced_when_the_others_have_finished_what_they_had()
 
     ticks = [3, 9, 1, 30] * 20
     requests = Requests([[n] for n in ticks], list(range(80)), {})
-    found = Dispatcher(engines, Watched(engines), requests, at_a_time=SLOTS, deadline=1.0, drain=True).run()
+    found = Dispatcher(engines, Watched(engines), requests, at_a_time=SLOTS, joins=True, deadline=1.0, drain=True).run()
     assert found == [[n] for n in range(80)] and unfinished == [[0, 0]] and min(engines.calls) > 3
 
 
