@@ -26,7 +26,7 @@ from rlhf_core.planning.plan import Placement, Prediction, Workload
 from rlhf_core.planning.preflight import plan_stages
 from rlhf_core.planning.published import table
 from rlhf_core.planning.search import apart, colocated, of_params, propose, settings, three_parts
-from rlhf_core.planning.shape import SIZES, ModelShape, from_architecture, from_folder
+from rlhf_core.planning.shape import SIZES, ModelShape, from_architecture
 
 DEFAULT_GPUS = 8
 LAYOUTS = ("params", "colocated", "apart", "three-parts")
@@ -156,7 +156,11 @@ def shape_of(name: str) -> ModelShape:
     """name: a key of SIZES, or a model's folder."""
     if name not in SIZES and not Path(name).is_dir():
         raise ValueError(f"model: expected a folder with a config.json or one of {', '.join(SIZES)}, got {name!r}; correct it")
-    return SIZES[name] if name in SIZES else from_folder(name)
+    if name in SIZES:
+        return SIZES[name]
+    from rlhf_core.planning.structure import from_class  # imports transformers, which takes seconds
+
+    return from_class(name)
 
 
 def workload(params: Params, arguments: argparse.Namespace) -> Workload:
