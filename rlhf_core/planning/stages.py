@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rlhf_core.config import REFERENCE_FREE, LoraConfig, ModelConfig, Params, TrainingConfig
+from rlhf_core.config import LoraConfig, ModelConfig, Params, TrainingConfig
 from rlhf_core.planning.hardware import GIB
 from rlhf_core.planning.memory import (
     ENGINE_PROCESS,
@@ -232,7 +232,8 @@ def supervised(
 
     Args:
         sequences: of an optimizer step.
-        reference: none | precomputed | live. offload_frozen: it is on the host while it computes nothing.
+        reference: none | precomputed | live | policy, whose pass takes less than a training pass. offload_frozen: a live one is on the host
+            while it computes nothing.
         shares_prompts: several responses follow one prompt, which on a CPU is computed once.
     """
     dtype, ranks = params.model.dtype, section.ranks
@@ -369,14 +370,13 @@ def plan_gate(params: Params, models: Models, *, on_gpu: bool) -> Moments:
 
 
 def plan_dpo(params: Params, models: Models, *, on_gpu: bool) -> Moments:
-    reference = "none" if params.dpo.loss in REFERENCE_FREE else params.dpo.reference
-    how = {"sequences": 2 * params.dpo.batch_size, "reference": reference, "shares_prompts": True}
+    how = {"sequences": 2 * params.dpo.batch_size, "reference": params.dpo.reference_kind, "shares_prompts": True}
     how |= {"offload_frozen": params.dpo.offload_frozen}
     return [[supervised("train_policy", "dpo", params.dpo, known(models.start, "the SFT model"), params, on_gpu=on_gpu, **how)]]
 
 
 def plan_kto(params: Params, models: Models, *, on_gpu: bool) -> Moments:
-    how = {"sequences": params.kto.batch_size, "reference": params.kto.reference, "shares_prompts": True}
+    how = {"sequences": params.kto.batch_size, "reference": params.kto.reference_kind, "shares_prompts": True}
     how |= {"offload_frozen": params.kto.offload_frozen}
     return [[supervised("train_policy", "kto", params.kto, known(models.start, "the SFT model"), params, on_gpu=on_gpu, **how)]]
 
