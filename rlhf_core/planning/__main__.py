@@ -27,6 +27,7 @@ from rlhf_core.planning.preflight import plan_stages
 from rlhf_core.planning.published import table
 from rlhf_core.planning.search import apart, colocated, of_params, propose, settings, three_parts
 from rlhf_core.planning.shape import SIZES, ModelShape, from_architecture
+from rlhf_core.process import exit_with
 
 DEFAULT_GPUS = 8
 LAYOUTS = ("params", "colocated", "apart", "three-parts")
@@ -284,4 +285,4 @@ def _placement_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

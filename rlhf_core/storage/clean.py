@@ -11,6 +11,7 @@ import sys
 import time
 
 from rlhf_core.checkpoint.store import size
+from rlhf_core.process import exit_with
 from rlhf_core.stage.job import BEAT_SECONDS
 from rlhf_core.storage.address import NOTE_SECONDS, Storage, StorageFailed
 from rlhf_core.storage.node import INPUTS
@@ -58,4 +59,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

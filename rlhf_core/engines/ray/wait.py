@@ -14,6 +14,7 @@ from ray.util.state.common import NodeState
 from ray.util.state.exception import RayStateApiException
 
 from rlhf_core.engines.ray.cluster import ClusterError
+from rlhf_core.process import exit_with
 
 POLL_SECONDS = 2.0
 ANSWER_SECONDS = 10
@@ -59,4 +60,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)
