@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rlhf_core.config import LoraConfig, ModelConfig, Params, TrainingConfig
+from rlhf_core.config import LoraConfig, ModelConfig, Params, TrainingConfig, number_of
 from rlhf_core.planning.hardware import GIB
 from rlhf_core.planning.memory import (
     ENGINE_PROCESS,
@@ -136,8 +136,8 @@ def check_heads(shape: ModelShape, ranks: int) -> None:
     """
     if shape.heads % ranks or (shape.kv_heads % ranks and ranks % shape.kv_heads):
         raise ValueError(
-            f"sequence_parallel: expected a divisor of the model's {shape.heads} heads, and a divisor or a multiple of its "
-            f"{shape.kv_heads} heads of keys and values, got {ranks}; change it"
+            f"sequence_parallel: expected a divisor of the model's {number_of(shape.heads, 'head')}, and a divisor or a multiple of its "
+            f"{number_of(shape.kv_heads, 'head')} of keys and values, got {ranks}; change it"
         )
 
 
@@ -156,9 +156,8 @@ def check_engine(shape: ModelShape, gpus: int, *, key: str) -> None:
     if not divides(gpus):
         nearest = min(filter(divides, range(1, shape.heads + 1)), key=lambda size: abs(size - gpus))
         raise ValueError(
-            f"{key}: expected a divisor of the model's {shape.heads} heads and of its MLP's width "
-            f"{shape.intermediate}, and a divisor or a multiple of its {shape.kv_heads} heads of keys and values, got {gpus}; set it to "
-            f"{nearest}"
+            f"{key}: expected a divisor of the model's {number_of(shape.heads, 'head')} and of its MLP's width {shape.intermediate}, and a "
+            f"divisor or a multiple of its {number_of(shape.kv_heads, 'head')} of keys and values, got {gpus}; set it to {nearest}"
         )
 
 

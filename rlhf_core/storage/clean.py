@@ -11,6 +11,7 @@ import sys
 import time
 
 from rlhf_core.checkpoint.store import size
+from rlhf_core.config import number_of
 from rlhf_core.process import exit_with
 from rlhf_core.stage.job import BEAT_SECONDS
 from rlhf_core.storage.address import NOTE_SECONDS, Storage, StorageFailed
@@ -38,7 +39,7 @@ def clean(storage: Storage, *, watched: float = WATCHED_SECONDS) -> str:
         raise ValueError(f"storage {storage.url}: expected no job at work, got {', '.join(alive)}; wait for it or stop it")
     files = storage.sizes(INPUTS)
     storage.remove_folder(INPUTS)
-    return f"storage {storage.url}: removed {len(files)} files of {INPUTS}/, {size(sum(files.values()))}"
+    return f"storage {storage.url}: removed {number_of(len(files), 'file')} of {INPUTS}/, {size(sum(files.values()))}"
 
 
 def _pulses(storage: Storage) -> dict[str, bytes | None]:

@@ -145,7 +145,7 @@ def test_nothing_fits_says_so():
 
 def test_more_ranks_than_gpus_are_refused():
     large = Machine(900 * GIB, (Gpu(200 * GIB, 200 * GIB),))
-    with pytest.raises(ValueError, match=r"sft\.ranks: expected at most the 1 GPUs that are there, got 2"):
+    with pytest.raises(ValueError, match=r"sft\.ranks: expected at most the 1 GPU that is there, got 2"):
         check("train_sft", params(sft__ranks=2, sft__zero_stage=3, sft__gradient_checkpointing=True), MODELS, large)
 
 
