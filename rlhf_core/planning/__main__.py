@@ -207,6 +207,7 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
         network=arguments.network * 1e9,
         host_link=arguments.host_link * 1e9,
         host_bandwidth=arguments.host_bandwidth * 1e9,
+        gloo=arguments.gloo * 1e9,
         reserve=arguments.reserve * GIB,
     )
 
@@ -263,6 +264,7 @@ def _cluster_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--network", type=_positive, default=25.0, help="GB/s between nodes for each GPU")
     group.add_argument("--host-link", type=_positive, default=25.0, help="GB/s between a GPU and its host")
     group.add_argument("--host-bandwidth", type=_positive, default=200.0, help="GB/s of a host's memory")
+    group.add_argument("--gloo", type=_positive, default=2.1, help="GB/s that a trainer sends by gloo to all engines together")
     group.add_argument("--host-memory", type=_positive, help="GiB of each host, with --stages and --gpus; default: not checked")
     group.add_argument("--reserve", type=_positive, default=3.0, help="GiB of each GPU for context and buffers")
     defaults = Efficiency()
