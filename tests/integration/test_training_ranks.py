@@ -69,6 +69,7 @@ def test_two_ranks_end_with_the_losses_of_one(chain, undisturbed, tmp_path):
     assert [(setup["ranks"], setup["zero_stage"]) for setup in setups] == [(2, 2), (1, 0)]
 
 
+@pytest.mark.long
 def test_a_stopped_and_a_killed_run_on_two_ranks_end_with_the_bits_of_an_undisturbed_one(chain, undisturbed, cluster, tmp_path):
     workspace = copied(chain.workspace, tmp_path / "battered")
     change_params(workspace, TWO_RANKS, cluster)
