@@ -222,7 +222,7 @@ def of_nodes() -> list[Cell]:
         ),
         Cell(
             *(rl, "node of vLLM, none is free", "lost"),
-            r"rollout: expected room for 1 x {'CPU': 1} within .* got none \(cluster has .*CPU': 1.0",
+            r"rollout: expected room for 1 x \(1 CPU\) within .* got none \(1 node: 1 CPU",
             faults.lose_node_of("rollout"),
             prepare=faults.nodes(2),
             ends_first=True,

@@ -157,8 +157,8 @@ class ActorGroup:
         for rank in range(size):
             self._start(rank)
 
-    def _place(self, size: int) -> PlacementGroup:
-        return reserve(self.role, [{"CPU": self._cpus}] * size, deadline=self._start_deadline)
+    def _place(self, size: int, meanwhile: Callable[[], None] = lambda: None) -> PlacementGroup:
+        return reserve(self.role, [{"CPU": self._cpus}] * size, deadline=self._start_deadline, meanwhile=meanwhile)
 
     def _start(self, rank: int) -> None:
         """Start a new actor for a rank in place of the old one."""
@@ -192,6 +192,16 @@ class ActorGroup:
         answers = [actor.ready.remote() for actor in self.actors]
         ray.wait(answers, num_returns=len(answers), timeout=patience)
         return {rank for rank, answer in enumerate(answers) if _is_dead(answer, 0)} | self._late
+
+    def check(self, patience: float) -> None:
+        """
+        Args:
+            patience: as for `find_lost`.
+        Raises:
+            RoleLost: names the ranks that `find_lost` finds.
+        """
+        if lost := self.find_lost(patience):
+            raise self._dead(sorted(lost), "its work")
 
     @property
     def has_gpus(self) -> bool:
@@ -296,11 +306,14 @@ class ActorGroup:
             dead = [rank for rank, reference in zip(ranks, references, strict=True) if _is_dead(reference, patience)]
             if not dead:
                 raise
-            raise RoleLost(
-                f"{self.role} rank {_listed(dead)}: expected {what} to finish, got a dead process ({self._look(dead[:1])[0]}); "
-                "its log is in the Ray session's folder",
-                dead,
-            ) from error
+            raise self._dead(dead, what) from error
+
+    def _dead(self, ranks: list[int], what: str) -> RoleLost:
+        return RoleLost(
+            f"{self.role} rank {_listed(ranks)}: expected {what} to finish, got a dead process ({self._look(ranks[:1])[0]}); "
+            "its log is in the Ray session's folder",
+            ranks,
+        )
 
     def _overdue(self, late: list[int], what: str, deadline: float) -> RoleLost:
         """The loss of ranks that didn't answer by the deadline."""
@@ -345,19 +358,22 @@ class ActorGroup:
         chosen = [ranks[reference] for reference in done]
         return dict(zip(chosen, self.wait(done, deadline=deadline, what=what, ranks=chosen), strict=True))
 
-    def replace(self, ranks: Sequence[int]) -> None:
+    def replace(self, ranks: Sequence[int], meanwhile: Callable[[], None] = lambda: None) -> None:
         """Start new actors for the lost ranks and end the old processes.
 
+        Args:
+            meanwhile: is called before, and now and then while there is no room; what it raises ends the wait.
         Raises:
             RoleLost: the cluster has no room for an actor, or it failed to start.
         """
+        meanwhile()
         self._end(ranks)
         for rank in ranks:
             self._late.discard(rank)
             bundle = self._bundles[rank]
             if bundle is not None and self._own_bundles:  # placed anew, since its node may be gone too; Ray does it for the others
                 release([(bundle.group, bundle.index)])
-                self._bundles[rank] = Bundle(self._place(1), 0, 0.0)
+                self._bundles[rank] = Bundle(self._place(1, meanwhile), 0, 0.0)
             self._start(rank)
         self._wait_ready(ranks, "start")
 

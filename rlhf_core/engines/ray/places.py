@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +22,9 @@ from rlhf_core.planning.machine import Machine, whole
 from rlhf_core.storage.packages import differences, found_here, refusal
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+LOOK_SECONDS = 5  # between two looks at what else may have happened while there is no room
+
+log = logging.getLogger("rlhf")
 
 
 class RoleLost(RuntimeError):
@@ -141,21 +146,42 @@ def leave_cluster() -> None:
     ray.shutdown()
 
 
-def reserve(what: str, bundles: list[dict[str, float]], *, deadline: float) -> PlacementGroup:
+def reserve(what: str, bundles: list[dict[str, float]], *, deadline: float, meanwhile: Callable[[], None] = lambda: None) -> PlacementGroup:
     """Reserve resources for actors, close together.
 
+    Args:
+        meanwhile: is called now and then while there is no room; what it raises ends the wait.
     Raises:
         RoleLost: no room within `deadline` seconds.
     """
-    group = placement_group(bundles, strategy="PACK")
-    if not group.wait(timeout_seconds=deadline):
+    group, until = placement_group(bundles, strategy="PACK"), time.monotonic() + deadline
+    wanted = " and ".join(f"{bundles.count(b)} x ({_resources(b)})" for k, b in enumerate(bundles) if b not in bundles[:k])
+    told = False
+    try:
+        while not group.wait(timeout_seconds=max(1, min(LOOK_SECONDS, int(until - time.monotonic())))):  # Ray waits whole seconds
+            if time.monotonic() >= until:
+                raise RoleLost(
+                    f"{what}: expected room for {wanted} within {deadline:.0f} s, got none ({_room()}); add nodes or lower its ranks"
+                )
+            meanwhile()
+            if not told:
+                log.warning("%s: no room for %s yet (%s); waiting up to %.0f s", what, wanted, _room(), deadline)
+                told = True
+    except BaseException:
         remove_placement_group(group)
-        wanted = " and ".join(f"{bundles.count(bundle)} x {bundle}" for k, bundle in enumerate(bundles) if bundle not in bundles[:k])
-        raise RoleLost(
-            f"{what}: expected room for {wanted} within {deadline:.0f} s, got none "
-            f"(cluster has {ray.cluster_resources()}, free {ray.available_resources()}); add nodes or lower its ranks"
-        )
+        raise
     return group
+
+
+def _resources(bundle: Mapping[str, float]) -> str:
+    return ", ".join(f"{count:g} {name}" for name, count in bundle.items())
+
+
+def _room() -> str:
+    """What the cluster has of CPUs and GPUs, and what is free."""
+    has, free = ray.cluster_resources(), ray.available_resources()
+    nodes = number_of(sum(node["Alive"] for node in ray.nodes()), "node")
+    return f"{nodes}: " + ", ".join(f"{has[name]:g} {name}, {free.get(name, 0.0):g} free" for name in ("CPU", "GPU") if name in has)
 
 
 def release(bundles: Sequence[tuple[PlacementGroup, int]]) -> None:

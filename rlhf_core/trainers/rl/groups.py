@@ -54,6 +54,14 @@ class TrainerGroups:
         """Ranks that died or were late, counted over all groups."""
         return {group.first + rank for group in self.all for rank in group.actors.find_lost(LOOK_SECONDS)}
 
+    def check(self) -> None:
+        """
+        Raises:
+            RoleLost: names ranks of a group that died or were late.
+        """
+        for group in self.all:
+            group.actors.check(LOOK_SECONDS)
+
     def find(self, role: str) -> TrainerGroup | None:
         """The group that hosts a role; None: the run doesn't have it."""
         return next((group for group in self.all if role in group.roles.roles), None)

@@ -32,7 +32,7 @@ class Replacements:
             log.warning("%s; %d actors were replaced before, and rl.max_replacements=%d allows no more", lost, self.count, self.limit)
             return False
         self.count += len(lost.ranks)
-        log.warning("%s; replaced (%d of at most rl.max_replacements=%d), and the call is repeated", lost, self.count, self.limit)
+        log.warning("%s; to be replaced (%d of at most rl.max_replacements=%d), and the call is repeated", lost, self.count, self.limit)
         return True
 
 
@@ -58,6 +58,7 @@ class RolloutRecovery:
         transfer: sends the trainer's policy to engines.
         turns: of engines and trainer ranks.
         renew: sends every engine the weights of `version` again.
+        check_trainers: raises RoleLost if a trainer rank is lost.
 
     version: of the policy that every engine has.
     loaded: whether engines have another policy than the initial model.
@@ -74,11 +75,12 @@ class RolloutRecovery:
         transfer: WeightTransfer,
         turns: Turns,
         renew: Callable[[], None],
+        check_trainers: Callable[[], None],
     ):
         self.engines, self.version, self.loaded = engines, 0, False
         self.background: EngineCall | None = None
         self._replacements, self._sync_check, self._transfer = replacements, sync_check, transfer
-        self._turns, self._renew = turns, renew
+        self._turns, self._renew, self._check_trainers = turns, renew, check_trainers
         turns.start = self._start
         self._deadline, self._one_step_off_policy = job.rl.deadlines.step, job.rl.rollout.one_step_off_policy
 
@@ -140,17 +142,24 @@ class RolloutRecovery:
         """Start new engines, which load the initial model.
 
         Raises:
-            RoleLost: the limit of replacements is reached, or the cluster has no room.
+            RoleLost: the limit of replacements is reached, or the cluster has no room; or a trainer rank is lost too, whose node may have
+                been the engine's.
         """
         if not self._replacements.allow(lost):
             raise lost
         try:
             with self._turns.room(lost.ranks):
-                self.engines.replace(lost.ranks)
+                self.engines.replace(lost.ranks, self._check_no_trainer_lost)
         except RoleLost as again:
             if not (self._turns.on and again.ranks):
                 raise
             self._start(again)
+
+    def _check_no_trainer_lost(self) -> None:
+        try:
+            self._check_trainers()
+        except RoleLost as lost:
+            raise RoleLost(str(lost)) from lost  # without its ranks, which aren't engines
 
     def replace(self, lost: RoleLost) -> None:
         """Start new engines, load the weights that the other engines have, and repeat the background call."""

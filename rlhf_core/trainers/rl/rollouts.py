@@ -50,6 +50,7 @@ class RolloutEngines:
         transfer: sends the trainer's policy to engines.
         turns: of engines and trainer ranks.
         renew: sends every engine the weights of its version again.
+        check_trainers: raises RoleLost if a trainer rank is lost.
         vocabulary: number of tokens that the model knows.
     Raises:
         RoleLost: an engine doesn't start, or rl.max_replacements is reached.
@@ -65,6 +66,7 @@ class RolloutEngines:
         transfer: WeightTransfer,
         turns: Turns,
         renew: Callable[[], None],
+        check_trainers: Callable[[], None],
         vocabulary: int,
     ):
         self._turns, self._renew = turns, renew
@@ -78,6 +80,7 @@ class RolloutEngines:
             transfer=transfer,
             turns=turns,
             renew=renew,
+            check_trainers=check_trainers,
         )
         self._sampling = sampling_settings(job.rl)
         self._prefetching: tuple[int, Generation] | None = None

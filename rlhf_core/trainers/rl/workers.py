@@ -95,6 +95,7 @@ class Workers:
             transfer=self.transfer,
             turns=self.turns,
             renew=lambda: self.sync_weights(version=self.rollouts.recovery.version),
+            check_trainers=lambda: self._trainers.check(),
             vocabulary=min(len(tokenizer), vocabulary_size(job.sft_model, trust_remote_code=job.model.trust_remote_code)),
         )
 

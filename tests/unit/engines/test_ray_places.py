@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,9 @@ import ray
 from pathlib import Path
 from ray.cluster_utils import Cluster
 from rlhf_core.config import RlConfig, read_yaml
+from rlhf_core.engines.ray import places
 from rlhf_core.engines.ray.actors import ActorGroup
+from rlhf_core.engines.ray.places import RoleLost
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlhf_core.engines.ray.gpus import ReservedGpus, node_gpus, reserve_gpus
 from rlhf_core.planning.placement import place
@@ -106,8 +109,24 @@ alone = ActorGroup("scorer", "types:SimpleNamespace", 1, **nothing)
 groups = TrainerGroups(job("two_groups", 1), [ActorGroup(f"trainer.{k}", "types:SimpleNamespace", 2, **nothing) for k in range(2)])
 groups.all[1].actors.wait_ready()
 ray.kill(groups.all[1].actors.actors[1])
-lost = sorted(groups.find_lost())
-print(json.dumps({"jobs": seen, "refused": refused, "has_gpus": alone.has_gpus, "lost": lost}))
+lost = {"ranks": sorted(groups.find_lost())}
+try:
+    groups.check()
+except RoleLost as error:
+    lost["message"] = str(error)
+
+
+def gone():
+    raise RoleLost("trainer rank 0: dead")
+
+
+places.LOOK_SECONDS, waits = 1, []
+for meanwhile in (lambda: waits.append("looked"), gone):
+    try:
+        places.reserve("rollout", [{"CPU": 100.0}] * 2, deadline=3.0, meanwhile=meanwhile)
+    except RoleLost as error:
+        waits.append(str(error))
+print(json.dumps({"jobs": seen, "refused": refused, "has_gpus": alone.has_gpus, "lost": lost, "waits": waits}))
 ray.shutdown()
 cluster.shutdown()
 """
@@ -172,7 +191,16 @@ def test_a_group_that_is_ended_has_no_process_any_more(seen):
 
 
 def test_a_rank_that_died_without_a_call_is_found(seen):
-    assert seen["lost"] == [3]  # the second of the second group
+    assert seen["lost"]["ranks"] == [3]  # the second of the second group
+    assert re.match(r"trainer.1 rank 1: expected its work to finish, got a dead process \(process \d+ on ", seen["lost"]["message"])
+
+
+def test_who_waits_for_room_looks_at_what_happens_meanwhile(seen):
+    *looked, full, ended = seen["waits"]
+    assert 1 <= len(looked) <= 3 and ended == "trainer rank 0: dead"
+    assert re.match(
+        r"rollout: expected room for 2 x \(100 CPU\) within 3 s, got none \(2 nodes: \d+ CPU, \d+ free, 8 GPU, [0-9.]+ free\); add", full
+    )
 
 
 def test_what_no_node_has_is_refused_at_once(seen):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,7 +61,7 @@ class Recorded(Here):
             raise RoleLost("rollout rank 0: dead", [0])
         return references
 
-    def replace(self, ranks: list[int]) -> None:
+    def replace(self, ranks: list[int], meanwhile: Callable[[], None]) -> None:
         self.actors, self.lost = [self.new()], False
         self.calls.append("start")
 

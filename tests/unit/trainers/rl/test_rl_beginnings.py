@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,7 +48,7 @@ class LosesOne(Here):
         assert None not in references, "lost with the first actor"
         return references
 
-    def replace(self, ranks: list[int]) -> None:
+    def replace(self, ranks: list[int], meanwhile: Callable[[], None]) -> None:
         self.replaced += ranks
 
 

@@ -11,7 +11,7 @@ def test_replacements_are_counted_by_rank_and_end_at_the_limit(caplog):
     assert replacements.allow(RoleLost("rollout rank 0", [0])) and replacements.allow(RoleLost("rollout rank 0, 2", [0, 2]))
     assert replacements.count == 3
     assert not replacements.allow(RoleLost("scorer rank 0", [0])) and replacements.count == 3
-    assert "rollout rank 0, 2; replaced (3 of at most rl.max_replacements=3), and the call is repeated" in caplog.text
+    assert "rollout rank 0, 2; to be replaced (3 of at most rl.max_replacements=3), and the call is repeated" in caplog.text
     assert "scorer rank 0; 3 actors were replaced before, and rl.max_replacements=3 allows no more" in caplog.text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ def engines(folders: tuple[Path, Path], **changes) -> RolloutEngines:
     job = rl_job(*folders, **changes)
     turns = Turns(None, None, on=False, deadline=1.0)
     how = {"stop_ids": (1,), "replacements": Replacements(0), "transfer": None, "turns": turns, "renew": None, "vocabulary": 300}
+    how["check_trainers"] = lambda: None
     made = RolloutEngines(job, None, **how)
     made.sync_check.start([TRAINER], TRAINER)
     return made
@@ -72,7 +74,8 @@ class DyingActors:
     def __init__(self, deaths: int, says: list[float]):
         self.deaths, self.started, self.says, self.kept = deaths, 0, says, []
 
-    def replace(self, ranks: list[int]) -> None:
+    def replace(self, ranks: list[int], meanwhile: Callable[[], None]) -> None:
+        meanwhile()
         self.started += len(ranks)
 
     def send(self, ranks: list[int], *, kept: bool, **_) -> tuple[Sent, RoleLost | None]:
@@ -102,6 +105,19 @@ def test_a_new_engine_that_dies_too_is_replaced_in_its_turn_up_to_the_limit(mode
     assert all(made.engines.kept)  # one step off policy the trainer's weights are newer
 
 
+def test_an_engine_is_not_replaced_if_a_trainer_rank_is_lost_too(model_folders: tuple[Path, Path]):
+    """As where both were on one node: there may be no room for a new engine, and the job can't go on anyway."""
+
+    def trainer_lost() -> None:
+        raise RoleLost("trainer rank 1: dead", [1])
+
+    made = recovery(model_folders, DyingActors(0, TRAINER), limit=4)
+    made._check_trainers = trainer_lost
+    with pytest.raises(RoleLost, match="trainer rank 1: dead") as caught:
+        made.replace(RoleLost("rollout rank 0: dead", [0]))
+    assert not caught.value.ranks and not made.engines.started
+
+
 class LosesOneAtFirst(ActorGroup):
     """A group on Ray but for Ray: of its two engines the second is lost when it is first asked."""
 
@@ -118,7 +134,7 @@ class LosesOneAtFirst(ActorGroup):
         assert references == [(0, "probe"), (1, "probe")]
         return [TRAINER, TRAINER]
 
-    def replace(self, ranks: list[int]) -> None:
+    def replace(self, ranks: list[int], meanwhile: Callable[[], None]) -> None:
         self.replaced += ranks
 
 
