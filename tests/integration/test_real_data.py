@@ -1,6 +1,6 @@
 """HH-RLHF and GSM8K solutions through their recipes, from the files to the gate: half of the rows, few steps, the verdict as it comes.
 
-test_prepare_data.py prepares and validates all of them.
+test_prepare_data.py prepares all of them.
 """
 
 from __future__ import annotations
