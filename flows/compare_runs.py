@@ -17,6 +17,7 @@ from flows.chain.worktree import slug
 from flows.runs.results import read_side
 from rlhf_core.config import ConfigError
 from rlhf_core.paths import REPORTS
+from rlhf_core.process import exit_with
 from rlhf_core.report.comparison import tables, trained
 from rlhf_core.report.comparison_page import cards, render_comparison
 from rlhf_core.report.differences import Difference, figures_that_count, headline, outs_that_differ, params_that_differ, read_as
@@ -78,4 +79,4 @@ def _short(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -15,14 +15,14 @@ from typing import Any
 
 from flows.chain.command_line import run_flow
 from flows.chain.locks import only_flow
-from flows.chain.overrides import check, parse_assignment
+from flows.chain.overrides import check, parse_assignment, with_recipes
 from flows.chain.pins import prepare_run
 from flows.chain.stages import StageResult, check_chosen, stage_order, stages_until, up_to_date
 from flows.chain.summary import report_line, stage_table, until_line
 from flows.chain.updates import check_run
 from flows.chain.worktree import derive_name
 from flows.runs import record
-from rlhf_core.config import ConfigError, read_recipe
+from rlhf_core.config import ConfigError
 
 FAILED, REFUSED, GATE_REJECTED, INTERRUPTED = 1, 2, 3, 130
 
@@ -61,10 +61,7 @@ def choose(root: Path, arguments: argparse.Namespace) -> tuple[dict[str, Any], s
     Raises:
         ConfigError: before anything is written or started.
     """
-    overrides: dict[str, Any] = {}
-    for recipe in arguments.recipes:
-        overrides |= read_recipe(recipe)
-    overrides |= dict(map(parse_assignment, arguments.assignments))
+    overrides = with_recipes(arguments.recipes, dict(map(parse_assignment, arguments.assignments)))
     name = arguments.run
     if name is None and overrides:
         check(root / "params.yaml", overrides)

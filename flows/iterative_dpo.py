@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from flows.chain.command_line import run_flow
-from flows.chain.overrides import parse_assignment
+from flows.chain.overrides import parse_assignment, with_recipes
 from flows.chain.updates import check_run
 from flows.chain.user_files import check_user_files
 from flows.full_pipeline import FAILED, GATE_REJECTED, INTERRUPTED, REFUSED, show_own_log
 from flows.runs import record
-from rlhf_core.config import ConfigError, read_recipe
+from rlhf_core.config import ConfigError
 
 ROUND_REFUSED = 4
 
@@ -59,10 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     show_own_log()
     root, options = Path.cwd(), parse_arguments(arguments)
     try:
-        overrides: dict[str, Any] = {}
-        for recipe in options.recipes:
-            overrides |= read_recipe(recipe)
-        overrides |= dict(map(parse_assignment, options.assignments))
+        overrides = with_recipes(options.recipes, dict(map(parse_assignment, options.assignments)))
         params = check_run(root, options.series, overrides, rounds=True)
         check_user_files(root, options.series, params, rounds=True)  # the flow checks too, but only after Prefect is imported
         return run(root, overrides, options.rounds, options.series, update=options.update)

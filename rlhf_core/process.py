@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 # No usage statistics, network access only on request, fewer log lines, and threads that don't spin.
 PROCESS_ENVIRONMENT = {
@@ -121,6 +122,21 @@ def end_with_parent(parent: int | None = None, number: int = signal.SIGTERM) -> 
         _libc.prctl(_PR_SET_PDEATHSIG, number)
         if parent is not None and os.getppid() != parent:
             os._exit(1)
+
+
+def exit_with(command: Callable[[], int | None]) -> NoReturn:
+    """Run a command whose only pipes are its output, and exit with its code. Quietly, with 0 if the command isn't through, where the reader
+    of its output has gone, as `| head` does.
+    """
+    code: int | None = 0
+    try:
+        try:
+            code = command()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at exit
+    sys.exit(code)
 
 
 def module_command(module: str, *arguments: str) -> list[str]:

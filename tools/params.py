@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -16,17 +15,10 @@ from ruamel.yaml import YAML
 
 from flows.chain.overrides import check, parse_assignment
 from rlhf_core.config import ConfigError, keys_of, read_recipe
+from rlhf_core.process import exit_with
 
 
 def main() -> None:
-    try:
-        run()
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def run() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.params", description=__doc__.partition("\n")[0])
     parser.add_argument("key", nargs="?", help="a section or key, such as rl.rollout; left out: all")
     parser.add_argument("--params", type=Path, help="recipe laid over params.yaml")
@@ -55,4 +47,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

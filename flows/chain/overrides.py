@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
-from rlhf_core.config import ConfigError, Params, overridden, parse_yaml, read_text, shown
+from rlhf_core.config import ConfigError, Params, overridden, parse_yaml, read_recipe, read_text, shown
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
@@ -22,6 +23,18 @@ def parse_assignment(text: str) -> tuple[str, Any]:
             f"--set {shown(text)}: expected key=value, got no {'key' if equals else '='}; write for example --set rl.algorithm=grpo"
         )
     return key.strip(), parse_yaml(value, f"--set {shown(key)}")
+
+
+def with_recipes(recipes: Iterable[Path | str], overrides: dict[str, Any]) -> dict[str, Any]:
+    """The values of the recipes, each laid over those before it, and the overrides over all.
+
+    Raises:
+        ConfigError: a recipe can't be read.
+    """
+    values: dict[str, Any] = {}
+    for recipe in recipes:
+        values |= read_recipe(Path(recipe))
+    return values | overrides
 
 
 def check(params_file: Path, overrides: dict[str, Any], *, rounds: bool = False) -> Params:

@@ -11,7 +11,7 @@ from prefect.client.schemas.objects import State, StateType
 from flows.chain.console import tell, tell_end
 from flows.chain.flow import end_state, outcome_of, publish_gate, run_with_retries
 from flows.chain.locks import only_flow
-from flows.chain.overrides import Overrides
+from flows.chain.overrides import Overrides, with_recipes
 from flows.chain.pins import check_not_rolled_back
 from flows.chain.stages import StageFailed, unchanged
 from flows.chain.worktree import commit_results
@@ -39,6 +39,7 @@ def iterative_dpo(
     rounds: int = 1,
     series: str = "iterative-dpo",
     update: bool = False,
+    params: str | None = None,
 ) -> State | None:
     """Rounds of iterative DPO in the worktree runs/<series>. A series that exists is continued.
 
@@ -49,17 +50,19 @@ def iterative_dpo(
         rounds: number of rounds; an interrupted one counts.
         series: the name of the worktree.
         update: allow changed params in a series without a round.
+        params: the path of a recipe, in the project's folder; overrides win over it.
     """
     root, log = Path.cwd(), get_run_logger()
     try:
         if rounds < 1:
             raise ConfigError(f"rounds: expected at least 1, got {rounds}; correct it")
+        overrides = with_recipes([params] if params else [], overrides)
         with only_flow(root, series):
             workspace = prepare_series(root, series, overrides, update=update)
-            params = load_params(workspace / "params.yaml")
+            checked = load_params(workspace / "params.yaml")
             log.info("Workspace: %s", workspace)
             with recording(workspace):
-                state = _chain(root, workspace, params) or _rounds(root, workspace, params, rounds)
+                state = _chain(root, workspace, checked) or _rounds(root, workspace, checked, rounds)
                 note(workspace, **outcome_of(state))
             if state is not None:
                 tell_end(state.name, state.message)

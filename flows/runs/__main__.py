@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,6 +24,7 @@ from flows.runs.delete import delete, versions_of
 from flows.runs.record import GATE_REJECTED
 from flows.runs.state import RunState, lock_of, read_runs, run_names
 from rlhf_core.config import ConfigError, overridden, read_yaml_text, reordering_shown
+from rlhf_core.process import exit_with
 from rlhf_core.provenance.lineage import hashes_of_outs
 
 MAX_TEXT = 60  # characters of a message in the table
@@ -65,9 +65,6 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(reordering_shown(str(error)), file=sys.stderr)
         return REFUSED
-    except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -188,4 +185,4 @@ def _value(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -19,6 +19,7 @@ from typing import Any
 
 from rlhf_core.checkpoint.manifest import damage
 from rlhf_core.checkpoint.saved_state import Item, SavedFiles
+from rlhf_core.process import exit_with
 
 DIGEST_FILE = "digest.json"
 VERSION = 2
@@ -159,4 +160,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -16,7 +16,7 @@ from rlhf_core.config.alignment import (
     RejectionSamplingConfig,
     SamplingConfig,
 )
-from rlhf_core.config.base import ConfigError, RolloutBackend, Section, keys_of, reordering_shown, shown
+from rlhf_core.config.base import ConfigError, RolloutBackend, Section, keys_of, number_of, reordering_shown, shown
 from rlhf_core.config.data import CLERK_JUDGE, ClerkConfig, DataConfig, SamplesConfig, SourceConfig, ValidationConfig
 from rlhf_core.config.gate import ExternalPairsConfig, GateConfig, IncumbentConfig, RolledBackConfig
 from rlhf_core.config.model import (
@@ -107,6 +107,7 @@ __all__ = [
     "load_overlaid",
     "load_params",
     "needs_pairs",
+    "number_of",
     "overridden",
     "parse_json",
     "parse_params",

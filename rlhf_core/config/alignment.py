@@ -8,17 +8,25 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from rlhf_core.config.base import RolloutBackend, Section
-from rlhf_core.config.model import TrainingConfig
+from rlhf_core.config.model import LoraConfig, TrainingConfig
 from rlhf_core.config.scorers import ScorerConfig, raw_scorer_conflicts
 
 PreferenceLoss = Literal["sigmoid", "robust", "hinge", "ipo", "simpo", "orpo", "apo_zero", "apo_down"]
 REFERENCE_FREE = ("simpo", "orpo")
+# What gives the reference's log-probabilities: a frozen copy, before training or during it, or the policy without its adapters.
+ReferenceKind = Literal["none", "precomputed", "live", "policy"]
+
+
+def _reference_kind(reference: Literal["precomputed", "live"], lora: LoraConfig | None) -> ReferenceKind:
+    """Adapters leave the model that they start from as it is, rounded or not, so that no copy of it is needed."""
+    return "policy" if reference == "live" and lora is not None else reference
 
 
 class DpoConfig(TrainingConfig):
     """Preference optimization on pairs; batch_size counts pairs.
 
-    offload_frozen: the reference's weights are on the host while it computes nothing.
+    reference: live: computed with each step, by a frozen copy or, with adapters, by the policy without them.
+    offload_frozen: the copy's weights are on the host while it computes nothing.
     """
 
     steps: int = Field(gt=0)
@@ -30,6 +38,10 @@ class DpoConfig(TrainingConfig):
     nll_coef: float = Field(ge=0)
     reference: Literal["precomputed", "live"]
     offload_frozen: bool = False
+
+    @property
+    def reference_kind(self) -> ReferenceKind:
+        return "none" if self.loss in REFERENCE_FREE else _reference_kind(self.reference, self.lora)
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
@@ -62,6 +74,10 @@ class KtoConfig(TrainingConfig):
     undesirable_weight: float = Field(ge=0)
     reference: Literal["precomputed", "live"]
     offload_frozen: bool = False
+
+    @property
+    def reference_kind(self) -> ReferenceKind:
+        return _reference_kind(self.reference, self.lora)
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()

@@ -55,6 +55,11 @@ class Section(BaseModel):
         return self
 
 
+def number_of(count: float, one: str, many: str | None = None) -> str:
+    """A number with its noun: "1 GPU", "2 GPUs". many: the plural; None: `one` with an s."""
+    return f"{f'{count:g}' if isinstance(count, float) else count} {one if count == 1 else many or one + 's'}"
+
+
 def shown(text: str, limit: int = 200) -> str:
     """Text from outside, for a message: one line, control characters escaped, at most `limit` characters."""
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: limit + 1])

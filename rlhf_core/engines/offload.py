@@ -15,16 +15,18 @@ import torch
 from torch import nn
 
 Storages = dict[int, torch.UntypedStorage]
+Away = tuple[torch.UntypedStorage, int, list[torch.Tensor] | None]  # a storage, its bytes on the device, and their copy
 Stays = Literal["all", "weights", "nothing"]  # on the device
 CONTAINERS = (list, tuple, set, frozenset, deque)
+PIECE = 1 << 24  # bytes of a copy on the host: torch pins whole powers of two, for a large storage up to twice its bytes
 
 
 class Offloaded:
     """Storages whose bytes are on the host, or nowhere. On a GPU their pinned host memory is kept for the next time."""
 
     def __init__(self) -> None:
-        self._away: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []  # with its bytes on the device, and their copy
-        self._pinned: dict[int, torch.Tensor] = {}
+        self._away: list[Away] = []
+        self._pinned: dict[int, list[torch.Tensor]] = {}
 
     def offload(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Copy storages to the host and free their memory on the device. Nothing may use them until `reload`."""
@@ -45,22 +47,23 @@ class Offloaded:
         for storage, size, host in self._away:
             storage.resize_(size)
             if host is not None:
-                _bytes_of(storage).copy_(host, non_blocking=True)
+                for part, piece in zip(_bytes_of(storage).split(PIECE), host, strict=True):
+                    part.copy_(piece, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._away = []
 
-    def _copy(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        size, pin = storage.nbytes(), torch.cuda.is_available()
-        host = self._pinned.get(key_of(storage))
-        if host is None or host.numel() != size:
-            host = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
+    def _copy(self, storage: torch.UntypedStorage) -> list[torch.Tensor]:
+        parts, pin = _bytes_of(storage).split(PIECE), torch.cuda.is_available()
+        host = self._pinned.get(key_of(storage), [])
+        if [piece.numel() for piece in host] != [part.numel() for part in parts]:
+            host = [torch.empty(part.numel(), dtype=torch.uint8, pin_memory=pin) for part in parts]
         if pin:
             self._pinned[key_of(storage)] = host
-        return host.copy_(_bytes_of(storage), non_blocking=True)
+        return [piece.copy_(part, non_blocking=True) for piece, part in zip(host, parts, strict=True)]
 
 
-def _empty(items: Iterable[tuple[torch.UntypedStorage, int, torch.Tensor | None]]) -> None:
+def _empty(items: Iterable[Away]) -> None:
     for storage, _, _ in items:
         storage.resize_(0)
     if torch.cuda.is_available():

@@ -27,7 +27,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rlhf_core.config.base import shown
+from rlhf_core.config.base import number_of, shown
 from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.build import scalar_head
 from rlhf_core.models.forward import PolicyModule, ScalarModule
@@ -48,7 +48,7 @@ def share_sequences(size: int) -> None:
     global _shared_by
     ranks = dist.get_world_size()
     if ranks % size:
-        raise ValueError(f"sequence_parallel: expected a divisor of the {ranks} ranks, got {size}; change one of them")
+        raise ValueError(f"sequence_parallel: expected a divisor of the {number_of(ranks, 'rank')}, got {size}; change one of them")
     _shared_by = size
     if size > 1:
         _group(size)
@@ -190,11 +190,11 @@ def check_heads(config: PretrainedConfig, size: int) -> None:
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     if heads % size:
-        raise ValueError(f"sequence_parallel: expected a divisor of the model's {heads} attention heads, got {size}; lower it")
+        raise ValueError(f"sequence_parallel: expected a divisor of the model's {number_of(heads, 'attention head')}, got {size}; lower it")
     if key_heads % size and size % key_heads:
         raise ValueError(
-            f"sequence_parallel: expected a divisor or a multiple of the model's {key_heads} heads of keys and values, got {size}; "
-            "change it"
+            f"sequence_parallel: expected a divisor or a multiple of the model's {number_of(key_heads, 'head')} of keys and values, got "
+            f"{size}; change it"
         )
 
 

@@ -21,7 +21,7 @@ from rlhf_core.data.sources import records_of
 from rlhf_core.look import page
 from rlhf_core.look.look import GUESSED_FROM, Guess, Looked, Tried, guess, look, place_of, sample_of
 from rlhf_core.look.recipe import recipe, yaml_lines
-from rlhf_core.process import configure_process
+from rlhf_core.process import configure_process, exit_with
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,9 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
         stream.reconfigure(errors="backslashreplace")  # for terminals without Unicode
     try:
         return run(given)
-    except BrokenPipeError:  # the reader of the pipe has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:
+        raise
     except KeyboardInterrupt:
         return INTERRUPTED
     except (ConfigError, ValueError, OSError) as error:
@@ -131,4 +130,4 @@ def _look(tried: Tried, found: Guess, params: Params, tokenizer: PreTrainedToken
 
 if __name__ == "__main__":
     configure_process()
-    sys.exit(main())
+    exit_with(main)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
-from rlhf_core.config import Params, shown
+from rlhf_core.config import Params, number_of, shown
 from rlhf_core.config.data import DropKind
 from rlhf_core.data.drops import DropCounts
 from rlhf_core.look.guess import columns_line
@@ -25,7 +25,7 @@ def guessed(guess: Guess, path: str, *, counts_all: bool = False) -> Iterator[st
     """Describes the sample and its readings. counts_all: the counts aren't of the sample only."""
     count = f"all {len(guess.records)}" if guess.whole else f"the first {len(guess.records)}"
     more = " for the guess, and all for the counts" if counts_all and not guess.whole else ""
-    yield f"{shown(path)}: {count} records read{more}"
+    yield f"{shown(path)}: {count} {'record' if len(guess.records) == 1 else 'records'} read{more}"
     yield f"columns: {shown(', '.join(p for p in guess.columns if '.' not in p), 400)}"
     if guess.known:
         yield f"these are the columns of {guess.known}"
@@ -168,7 +168,8 @@ def _excerpt(parts: list[tuple[str, bool, int, int]]) -> str:
 
 def _counts(found: Looked, params: Params) -> Iterator[str]:
     dropped = found.dropped
-    yield f"{dropped.read} records read, {dropped.records} left out{_too_many(found, params)}" + (":" if dropped.records else "")
+    left_out = f"{dropped.records} left out{_too_many(found, params)}{':' * bool(dropped.records)}"
+    yield f"{number_of(dropped.read, 'record')} read, {left_out}"
     yield from _reasons(dropped, [reason for reason, _ in dropped.most_common() if reason in dropped.of_records])
     if others := [reason for reason, _ in dropped.most_common() if reason not in dropped.of_records]:
         yield "of the records that are kept:"
@@ -177,7 +178,7 @@ def _counts(found: Looked, params: Params) -> Iterator[str]:
         values = counts.values()
         lengths = values["tokens"]
         yield (
-            f"{use}: {values['rows']} rows; tokens: median {lengths['median']}, 95% at most {lengths['0.95']}, "
+            f"{use}: {number_of(values['rows'], 'row')}; tokens: median {lengths['median']}, 95% at most {lengths['0.95']}, "
             f"longest {lengths['longest']} (model.max_length {params.model.max_length})"
         )
         if values.get("pairs"):

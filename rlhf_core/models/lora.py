@@ -164,13 +164,16 @@ def corrected(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, scale: 
 
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """Within it the module computes without its corrections, as before training. For inference only."""
-    layers = _adapted(module).values()
+    """Within it the module computes without its corrections and without dropout, as before training. For inference only."""
+    layers, training = _adapted(module).values(), [part for part in module.modules() if part.training]
     for layer in layers:
         layer.enable_adapters(False)
+    module.eval()
     try:
         yield
     finally:
+        for part in training:
+            part.training = True
         for layer in layers:
             layer.enable_adapters(True)
 

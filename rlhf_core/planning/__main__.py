@@ -26,7 +26,8 @@ from rlhf_core.planning.plan import Placement, Prediction, Workload
 from rlhf_core.planning.preflight import plan_stages
 from rlhf_core.planning.published import table
 from rlhf_core.planning.search import apart, colocated, of_params, propose, settings, three_parts
-from rlhf_core.planning.shape import SIZES, ModelShape, from_architecture, from_folder
+from rlhf_core.planning.shape import SIZES, ModelShape, from_architecture
+from rlhf_core.process import exit_with
 
 DEFAULT_GPUS = 8
 LAYOUTS = ("params", "colocated", "apart", "three-parts")
@@ -156,7 +157,11 @@ def shape_of(name: str) -> ModelShape:
     """name: a key of SIZES, or a model's folder."""
     if name not in SIZES and not Path(name).is_dir():
         raise ValueError(f"model: expected a folder with a config.json or one of {', '.join(SIZES)}, got {name!r}; correct it")
-    return SIZES[name] if name in SIZES else from_folder(name)
+    if name in SIZES:
+        return SIZES[name]
+    from rlhf_core.planning.structure import from_class  # imports transformers, which takes seconds
+
+    return from_class(name)
 
 
 def workload(params: Params, arguments: argparse.Namespace) -> Workload:
@@ -202,6 +207,7 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
         network=arguments.network * 1e9,
         host_link=arguments.host_link * 1e9,
         host_bandwidth=arguments.host_bandwidth * 1e9,
+        gloo=arguments.gloo * 1e9,
         reserve=arguments.reserve * GIB,
     )
 
@@ -258,6 +264,7 @@ def _cluster_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--network", type=_positive, default=25.0, help="GB/s between nodes for each GPU")
     group.add_argument("--host-link", type=_positive, default=25.0, help="GB/s between a GPU and its host")
     group.add_argument("--host-bandwidth", type=_positive, default=200.0, help="GB/s of a host's memory")
+    group.add_argument("--gloo", type=_positive, default=2.1, help="GB/s that a trainer sends by gloo to all engines together")
     group.add_argument("--host-memory", type=_positive, help="GiB of each host, with --stages and --gpus; default: not checked")
     group.add_argument("--reserve", type=_positive, default=3.0, help="GiB of each GPU for context and buffers")
     defaults = Efficiency()
@@ -280,4 +287,4 @@ def _placement_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rlhf_core.config import Params
+from rlhf_core.config import Params, number_of
 from rlhf_core.planning.hardware import GIB, Cluster
 from rlhf_core.planning.machine import Machine
 from rlhf_core.planning.plan import ENGINE, Placement, Prediction, Workload
@@ -63,7 +63,7 @@ def stages_text(plans: list[Plan], machine: Machine, problems: Problems) -> str:
         problems: of stages without a plan, as `plan_stages` gives them.
     """
     count = len(machine.gpus)
-    where = f"{count} GPU{'s' * (count > 1)} of {machine.gpus[0].free / GIB:.4g} GiB" if count else "CPU"
+    where = f"{number_of(count, 'GPU')} of {machine.gpus[0].free / GIB:.4g} GiB" if count else "CPU"
     host = f"{machine.host / GIB:.4g} GiB of host memory" if machine.host < float("inf") else "host memory not checked"
     verdicts = {plan.stage: _verdict(plan) for plan in plans} | {stage: _refusal(error) for stage, error in problems.items()}
     lines = [f"Memory of each stage ({where}, {host}):", "", *(f"  {stage + ':':<13} {verdicts[stage]}" for stage in STAGES)]

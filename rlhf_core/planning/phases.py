@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from rlhf_core.config import number_of
 from rlhf_core.planning.hardware import Cluster, Efficiency
 from rlhf_core.planning.memory import element_bytes
 from rlhf_core.planning.plan import (
@@ -58,13 +59,14 @@ def _check(work: Workload, placement: Placement, cluster: Cluster) -> None:
     engines = placement.group_of(ENGINE).gpus
     if engines % placement.tensor_parallel or work.policy.heads % placement.tensor_parallel:
         raise ValueError(
-            f"tensor_parallel: expected a divisor of {engines} GPUs and {work.policy.heads} heads, got {placement.tensor_parallel}; "
-            "change it"
+            f"tensor_parallel: expected a divisor of {number_of(engines, 'GPU')} and {number_of(work.policy.heads, 'head')}, got "
+            f"{placement.tensor_parallel}; change it"
         )
     shared, trained = placement.sequence_parallel, [g.gpus for g in placement.groups if g.roles != (ENGINE,)]
     if any(gpus % shared for gpus in trained) or work.policy.heads % shared:
         raise ValueError(
-            f"sequence_parallel: expected a divisor of {trained} GPUs and {work.policy.heads} heads, got {shared}; change one of them"
+            f"sequence_parallel: expected a divisor of {trained} GPUs and {number_of(work.policy.heads, 'head')}, got {shared}; "
+            "change one of them"
         )
     if placement.offload and placement.zero_stage == 0:
         raise ValueError("offload: expected zero_stage 1 to 3 with it, got 0; DeepSpeed moves only a split optimizer to the host")

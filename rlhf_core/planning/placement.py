@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from rlhf_core.config import RlConfig
+from rlhf_core.config import RlConfig, number_of
 
 RANK_SHARE = 0.6  # of a GPU that a rank shares with engines; more than a half, so that no second rank fits
 UNITS = 10_000  # Ray counts ten-thousandths of a GPU
@@ -101,9 +101,10 @@ class Placement:
     def describe(self, rl: RlConfig) -> str:
         of = f" ({', '.join(f'{group.ranks} {group.name}' for group in rl.role_groups)})" * (len(rl.role_groups) > 1)
         several = f", of {self.tensor_parallel_size} GPUs each" * (self.tensor_parallel_size > 1)
+        ranks, engines = number_of(rl.ranks, "trainer rank"), number_of(rl.rollout.engines, "rollout engine")
         return (
-            f"{self.gpus} GPU{'s' * (self.gpus != 1)}: {self.per_rank:g} for each of {rl.ranks} trainer ranks{of}, "
-            f"{self.per_engine:g} for each of {rl.rollout.engines} rollout engines{several}{', by turns' * self.takes_turns(rl)}"
+            f"{number_of(self.gpus, 'GPU')}: {self.per_rank:g} for each of {ranks}{of}, "
+            f"{self.per_engine:g} for each of {engines}{several}{', by turns' * self.takes_turns(rl)}"
         )
 
     def as_json(self) -> dict[str, float | int]:
@@ -125,13 +126,13 @@ def place(rl: RlConfig, gpus: int, nodes: Sequence[int] = ()) -> Placement:
     nodes = sorted(filter(None, nodes)) or [gpus]  # ranks fill the small ones
     if size > nodes[-1]:
         raise ValueError(
-            f"rl.rollout.tensor_parallel_size: expected at most the {nodes[-1]} GPUs of the largest node, got {size}; lower it, since an "
-            "engine's GPUs are on one node"
+            f"rl.rollout.tensor_parallel_size: expected at most the {number_of(nodes[-1], 'GPU')} of the largest node, got {size}; lower "
+            "it, since an engine's GPUs are on one node"
         )
     if rl.most_ranks > gpus:
         raise ValueError(
-            f"rl.trainer.ranks: expected at most the cluster's {gpus} GPUs, got {rl.most_ranks}; two ranks can't share one: lower it or "
-            "add GPUs"
+            f"rl.trainer.ranks: expected at most the cluster's {number_of(gpus, 'GPU')}, got {rl.most_ranks}; two ranks can't share one: "
+            "lower it or add GPUs"
         )
     tried = list(_candidates(rl, gpus))
     for per_rank, per_engine in tried:
@@ -262,8 +263,9 @@ def check_gpus(planned: Mapping[str, Sequence[int]], found: Mapping[str, Sequenc
     for name, gpus in found.items():
         count = len(planned[name])
         if len(set(gpus)) != count or len(gpus) != count:
-            wanted = "one GPU" if count == 1 else f"{count} GPUs"
-            raise ValueError(f"{name}: expected {wanted}, got {list(gpus) or 'none'}; is CUDA_VISIBLE_DEVICES set on its node?")
+            raise ValueError(
+                f"{name}: expected {number_of(count, 'GPU')}, got {list(gpus) or 'none'}; is CUDA_VISIBLE_DEVICES set on its node?"
+            )
         for gpu in gpus:
             by_gpu.setdefault(gpu, []).append(name)
     for gpu, names in by_gpu.items():

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from rlhf_core.config import RlConfig, RoleGroup
+from rlhf_core.config import RlConfig, RoleGroup, number_of
 from rlhf_core.planning.hardware import Cluster, Efficiency
 from rlhf_core.planning.phases import predict
 from rlhf_core.planning.plan import CRITIC, ENGINE, POLICY, REFERENCE, REWARD, Group, Placement, Prediction, Workload
@@ -47,8 +47,8 @@ def of_params(work: Workload, gpus: int, rl: RlConfig) -> tuple[Group, ...]:
     if len(groups) == 1 and max(ranks, engines) <= gpus and ranks == engines:
         return colocated(work, ranks)
     raise ValueError(
-        f"rl.placement: expected at least {ranks + engines} GPUs for {ranks} ranks and engines on {engines}, or ranks of one group on the "
-        f"engines' GPUs, got {gpus} GPUs; a step on shared ones isn't predicted (--stages counts their memory)"
+        f"rl.placement: expected at least {ranks + engines} GPUs for {number_of(ranks, 'rank')} and engines on {engines}, or ranks of one "
+        f"group on the engines' GPUs, got {number_of(gpus, 'GPU')}; a step on shared ones isn't predicted (--stages counts their memory)"
     )
 
 

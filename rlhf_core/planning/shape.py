@@ -12,7 +12,11 @@ from rlhf_core.config import ArchitectureConfig
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes in elements. vectors: biases of a layer's projections, and norms of its heads."""
+    """Sizes in elements.
+
+    vectors: biases of a layer's projections, and norms of its heads. further: parameters beside all these, of the whole model; below 0 if
+    the model lacks norms.
+    """
 
     layers: int
     hidden: int
@@ -25,6 +29,7 @@ class ModelShape:
     experts: int = 1
     active_experts: int = 1
     vectors: int = 0
+    further: int = 0
 
     @property
     def attention_width(self) -> int:
@@ -55,7 +60,13 @@ class ModelShape:
     def trunk(self) -> int:
         """Parameters without embedding and head: layers with two norms each, and the final norm."""
         layer = self._attention + self.experts * self._mlp + self._router + self.vectors + 2 * self.hidden
-        return self.layers * layer + self.hidden
+        return self.layers * layer + self.hidden + self.further
+
+    @property
+    def matrices(self) -> int:
+        """Parameters of the language model without vectors."""
+        layer = self._attention + self.experts * self._mlp + self._router
+        return self.layers * layer + self.embedding * (1 if self.tied else 2)
 
     @property
     def parameters(self) -> int:
@@ -92,7 +103,7 @@ def from_architecture(config: ArchitectureConfig) -> ModelShape:
 
 
 def from_folder(folder: str | Path) -> ModelShape:
-    """The shape from a Hugging Face model's config.json, without reading weights.
+    """The shape from the keys of a Hugging Face model's config.json, which says too little of the structure: compare the parameters.
 
     Raises:
         ValueError: it is missing, or the model isn't a decoder with gated MLPs.
@@ -102,13 +113,20 @@ def from_folder(folder: str | Path) -> ModelShape:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: expected a model's config.json, got {error}; give a folder that has one") from error
+    return from_settings(config, subject=str(path))
+
+
+def from_settings(config: Any, *, subject: str) -> ModelShape:
+    """The shape by the keys of a config.json.
+
+    Args:
+        subject: of the message.
+    Raises:
+        ValueError: keys of a decoder with gated MLPs are missing.
+    """
     wanted = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     if not isinstance(config, dict) or not all(type(config.get(key)) is int and config[key] > 0 for key in wanted):
-        raise ValueError(f"{path}: expected {', '.join(wanted)} as whole numbers above 0; only decoders with gated MLPs are known")
-    return _from_config(config)
-
-
-def _from_config(config: dict[str, Any]) -> ModelShape:
+        raise ValueError(f"{subject}: expected {', '.join(wanted)} as whole numbers above 0; only decoders with gated MLPs are known")
     heads = config["num_attention_heads"]
     experts = config.get("num_local_experts") or config.get("num_experts") or 1
     return ModelShape(

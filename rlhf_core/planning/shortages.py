@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlhf_core.config import Params
+from rlhf_core.config import Params, number_of
 from rlhf_core.planning.hardware import GIB
 from rlhf_core.planning.machine import Machine
 from rlhf_core.planning.memory import ENGINE_PROCESS, element_bytes
@@ -178,7 +178,8 @@ def _shortages(
             key, there = process.ranks_key or f"{process.section}.ranks", len(machine.gpus)
             why = "because two ranks can't share a GPU"
             count = process.count * process.gpus
-            raise ValueError(f"{key}: expected at most the {there} GPUs that are there, got {count}; lower it, {why}")
+            gpus = number_of(there, "GPU that is", "GPUs that are")
+            raise ValueError(f"{key}: expected at most the {gpus} there, got {count}; lower it, {why}")
     per_host = machine.gpus_per_host or len(machine.gpus)
     parts = {p.name: min(p.count, per_host // p.gpus) * (p.host + GPU_HOST * _processes(p)) + p.once for p in moment}
     needed, available = sum(parts.values()), _usable(machine.host)

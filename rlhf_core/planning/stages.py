@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rlhf_core.config import REFERENCE_FREE, LoraConfig, ModelConfig, Params, TrainingConfig
+from rlhf_core.config import LoraConfig, ModelConfig, Params, TrainingConfig, number_of
 from rlhf_core.planning.hardware import GIB
 from rlhf_core.planning.memory import (
     ENGINE_PROCESS,
@@ -136,8 +136,8 @@ def check_heads(shape: ModelShape, ranks: int) -> None:
     """
     if shape.heads % ranks or (shape.kv_heads % ranks and ranks % shape.kv_heads):
         raise ValueError(
-            f"sequence_parallel: expected a divisor of the model's {shape.heads} heads, and a divisor or a multiple of its "
-            f"{shape.kv_heads} heads of keys and values, got {ranks}; change it"
+            f"sequence_parallel: expected a divisor of the model's {number_of(shape.heads, 'head')}, and a divisor or a multiple of its "
+            f"{number_of(shape.kv_heads, 'head')} of keys and values, got {ranks}; change it"
         )
 
 
@@ -156,9 +156,8 @@ def check_engine(shape: ModelShape, gpus: int, *, key: str) -> None:
     if not divides(gpus):
         nearest = min(filter(divides, range(1, shape.heads + 1)), key=lambda size: abs(size - gpus))
         raise ValueError(
-            f"{key}: expected a divisor of the model's {shape.heads} heads and of its MLP's width "
-            f"{shape.intermediate}, and a divisor or a multiple of its {shape.kv_heads} heads of keys and values, got {gpus}; set it to "
-            f"{nearest}"
+            f"{key}: expected a divisor of the model's {number_of(shape.heads, 'head')} and of its MLP's width {shape.intermediate}, and a "
+            f"divisor or a multiple of its {number_of(shape.kv_heads, 'head')} of keys and values, got {gpus}; set it to {nearest}"
         )
 
 
@@ -232,7 +231,8 @@ def supervised(
 
     Args:
         sequences: of an optimizer step.
-        reference: none | precomputed | live. offload_frozen: it is on the host while it computes nothing.
+        reference: none | precomputed | live | policy, whose pass takes less than a training pass. offload_frozen: a live one is on the host
+            while it computes nothing.
         shares_prompts: several responses follow one prompt, which on a CPU is computed once.
     """
     dtype, ranks = params.model.dtype, section.ranks
@@ -369,14 +369,13 @@ def plan_gate(params: Params, models: Models, *, on_gpu: bool) -> Moments:
 
 
 def plan_dpo(params: Params, models: Models, *, on_gpu: bool) -> Moments:
-    reference = "none" if params.dpo.loss in REFERENCE_FREE else params.dpo.reference
-    how = {"sequences": 2 * params.dpo.batch_size, "reference": reference, "shares_prompts": True}
+    how = {"sequences": 2 * params.dpo.batch_size, "reference": params.dpo.reference_kind, "shares_prompts": True}
     how |= {"offload_frozen": params.dpo.offload_frozen}
     return [[supervised("train_policy", "dpo", params.dpo, known(models.start, "the SFT model"), params, on_gpu=on_gpu, **how)]]
 
 
 def plan_kto(params: Params, models: Models, *, on_gpu: bool) -> Moments:
-    how = {"sequences": params.kto.batch_size, "reference": params.kto.reference, "shares_prompts": True}
+    how = {"sequences": params.kto.batch_size, "reference": params.kto.reference_kind, "shares_prompts": True}
     how |= {"offload_frozen": params.kto.offload_frozen}
     return [[supervised("train_policy", "kto", params.kto, known(models.start, "the SFT model"), params, on_gpu=on_gpu, **how)]]
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config import Params, ScorerConfig, SourceConfig, read_yaml, shown
+from rlhf_core.config import Params, ScorerConfig, SourceConfig, number_of, read_yaml, shown
 from rlhf_core.data import places
 from rlhf_core.data.places import DATA_ENDINGS, exists, is_data_file, is_hub_name, locate
 from rlhf_core.paths import INPUTS, POLICY_MODEL, REWARD_MODEL, SFT_MODEL
@@ -164,11 +164,11 @@ def _changed_files(old: Tree, new: Tree, hashes: FileHashes) -> Iterator[str]:
         one, other = (_file_summary(listing.get(name)) for listing in (was, now))
         yield f"{path}/{name} changed: {one} -> {other}"
     if len(names) > SHOWN_FILES:
-        yield f"{path}: {len(names) - SHOWN_FILES} more files changed"
+        yield f"{path}: {number_of(len(names) - SHOWN_FILES, 'more file')} changed"
 
 
 def _summary(entry: Tree) -> str:
-    files = f"{entry['files']} files, " if "files" in entry else ""
+    files = f"{number_of(entry['files'], 'file')}, " if "files" in entry else ""
     return f"{files}{entry['size']} bytes, sha256 {entry['sha256'][:12]}"
 
 
@@ -282,7 +282,5 @@ def summary(inputs: Tree) -> str:
     files = [entry for entry in entries if "size" in entry]
     count, size = sum(entry.get("files", 1) for entry in files), sum(entry["size"] for entry in files)
     commits = len(entries) - len(files)
-    counts = [f"{count} file{'s' * (count > 1)}, {size / 1e6:.1f} MB"] * bool(files) + [
-        f"{commits} hub commit{'s' * (commits > 1)}"
-    ] * bool(commits)
+    counts = [f"{number_of(count, 'file')}, {size / 1e6:.1f} MB"] * bool(files) + [number_of(commits, "hub commit")] * bool(commits)
     return ", ".join(counts) or "none outside the project"

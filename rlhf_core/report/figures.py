@@ -11,7 +11,7 @@ from bokeh.embed import json_item
 from bokeh.models import NumeralTickFormatter, Range1d, Span
 from bokeh.plotting import figure
 
-from rlhf_core.report.canvas import Line, add_frontier, canvas, curves
+from rlhf_core.report.canvas import HEIGHT, Line, add_frontier, canvas, curves
 from rlhf_core.report.colors import BLUE, GREEN, ORANGE, PURPLE, RED, TEAL
 from rlhf_core.report.inputs import ReportInputs, need
 from rlhf_core.report.quality import accuracies, external, reliability, score_histogram, token_lengths
@@ -40,7 +40,8 @@ def all_figures(inputs: ReportInputs) -> Figures:
         else:
             drawn |= _offline(inputs.policy_curves)
     if inputs.gate is not None:
-        drawn |= {"gate_accuracy": accuracies(inputs.gate), "gate_reliability": reliability(need(inputs.gate, "calibration"))}
+        drawn["gate_accuracy"] = beside = accuracies(inputs.gate)  # with a row for each slice
+        drawn["gate_reliability"] = reliability(need(inputs.gate, "calibration"), height=beside.height if beside else HEIGHT)
         drawn["gate_external"] = external(inputs.gate)
     if inputs.heldout is not None:
         drawn["gate_scores"] = score_histogram(inputs.heldout[inputs.heldout["split"] == "test"])

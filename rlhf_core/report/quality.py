@@ -101,14 +101,18 @@ def intervals(named: Mapping[str, Mapping[str, Any]], *, threshold: float, x_tit
     return plot
 
 
-def reliability(calibration: Mapping[str, Any] | None) -> figure | None:
+def reliability(calibration: Mapping[str, Any] | None, *, height: int) -> figure | None:
     """Share of pairs in the right order against the probability that the reward model gave; on the diagonal it is calibrated.
 
     before: its own probabilities. after: with the fitted temperature. A larger dot is more pairs.
+
+    Args:
+        height: pixels, as of the figure beside it, so that no part of its card is empty.
     """
     if calibration is None:
         return None
-    plot = canvas("in the right order", x_title="probability that the reward model gives", x_range=Range1d(0.48, 1.02))
+    x_range = Range1d(0.48, 1.02)
+    plot = canvas("in the right order", x_title="probability that the reward model gives", height=height, x_range=x_range)
     plot.xaxis.formatter = plot.yaxis.formatter = NumeralTickFormatter(format="0%")
     plot.line([0.5, 1.0], [0.5, 1.0], color=MUTED, line_dash="dashed", line_width=1.2)
     for key, label, color in (("before", "as trained", ORANGE), ("after", "with temperature", BLUE)):

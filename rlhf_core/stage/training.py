@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.checkpoint.store import StoreSettings
-from rlhf_core.config import Params, TrainingConfig
+from rlhf_core.config import Params, TrainingConfig, number_of
 from rlhf_core.environment import keep_visible, of_stage
 from rlhf_core.paths import TIMINGS
 from rlhf_core.process import Interrupted, configure_process, show_own_log
@@ -170,7 +170,7 @@ def train(stage: Stage, config: TrainingConfig, function: Callable[..., Metrics]
         _join(job)
         metrics = function(TrainRun(job, lambda: stage.stop_requested), *arguments)
     else:
-        metrics = _run_on_ray(stage, job, subject=f"training on {job.ranks} ranks")
+        metrics = _run_on_ray(stage, job, subject=f"training on {number_of(job.ranks, 'rank')}")
     return metrics | {"setup": training_setup(config)}
 
 
@@ -189,7 +189,7 @@ def infer(stage: Stage, function: Callable[..., Metrics], *arguments: Any) -> Me
     if job.ranks == 1:
         return function(TrainRun(job, lambda: stage.stop_requested), *arguments)
     try:
-        return _run_on_ray(stage, job, subject=f"sampling and scoring on {job.ranks} ranks", part="-inference")
+        return _run_on_ray(stage, job, subject=f"sampling and scoring on {number_of(job.ranks, 'rank')}", part="-inference")
     except StageFailed as refusal:
         raise ValueError(str(refusal)) from refusal
 

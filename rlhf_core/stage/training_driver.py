@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 
 from rlhf_core.checkpoint.store import SaveFailed
+from rlhf_core.config import number_of
 from rlhf_core.engines.ray.places import RoleLost, check_nodes, join_cluster, leave_cluster
 from rlhf_core.engines.ray.train import RankFailed, RankGroup, run_on_ranks
 from rlhf_core.environment import keep_visible, of_stage
@@ -75,8 +76,8 @@ def _run(job: TrainJob, description: Path) -> int:
     _stop_ranks_on_sigterm(job)  # again: connecting to Ray installs Ray's handler, which ends the process
     if 0 < gpus < job.ranks:
         raise ValueError(
-            f"ranks (training.ranks, cluster.inference_ranks): expected at most the cluster's {gpus} GPUs, one for each rank, got "
-            f"{job.ranks}; lower it or add nodes"
+            f"ranks (training.ranks, cluster.inference_ranks): expected at most the cluster's {number_of(gpus, 'GPU')}, one for each rank, "
+            f"got {job.ranks}; lower it or add nodes"
         )
     cluster, files = job.params.cluster, JobFiles.read()
     if cluster.address is not None:

@@ -11,6 +11,8 @@ import sys
 import time
 
 from rlhf_core.checkpoint.store import size
+from rlhf_core.config import number_of
+from rlhf_core.process import exit_with
 from rlhf_core.stage.job import BEAT_SECONDS
 from rlhf_core.storage.address import NOTE_SECONDS, Storage, StorageFailed
 from rlhf_core.storage.node import INPUTS
@@ -37,7 +39,7 @@ def clean(storage: Storage, *, watched: float = WATCHED_SECONDS) -> str:
         raise ValueError(f"storage {storage.url}: expected no job at work, got {', '.join(alive)}; wait for it or stop it")
     files = storage.sizes(INPUTS)
     storage.remove_folder(INPUTS)
-    return f"storage {storage.url}: removed {len(files)} files of {INPUTS}/, {size(sum(files.values()))}"
+    return f"storage {storage.url}: removed {number_of(len(files), 'file')} of {INPUTS}/, {size(sum(files.values()))}"
 
 
 def _pulses(storage: Storage) -> dict[str, bytes | None]:
@@ -58,4 +60,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from rlhf_core.config import ConfigError
-from rlhf_core.process import configure_process
+from rlhf_core.process import configure_process, exit_with
 
 REFUSED, INTERRUPTED = 2, 130
 
@@ -107,9 +107,6 @@ def main(arguments: list[str] | None = None) -> int:
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of the answers has exited
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _chosen(options: argparse.Namespace):
@@ -171,4 +168,4 @@ def _export(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -76,7 +76,7 @@ CRITIC = {
         ],
         "max_unscored_fraction": 0.9,
     },
-    "rollout": {"backend": "pytorch", "min_new_tokens": 3},
+    "rollout": {"backend": "pytorch", "min_new_tokens": 3, "engines": 2, "dispatch": "dynamic", "max_concurrent_sequences": 4},
 }
 FLAKY = '''
 import time
@@ -262,6 +262,7 @@ def test_what_a_function_measures_is_in_a_column_of_its_own(critic):
 
 def test_no_response_ends_before_the_fewest_tokens_and_log_probabilities_still_agree(critic):
     assert (critic.curves["response_length"] >= 3).all() and (critic.curves["logprob_difference"] < 1e-4).all()
+    assert critic.metrics["setup"]["engines"] == 2  # which get prompts as they become free
 
 
 @pytest.fixture(scope="module")

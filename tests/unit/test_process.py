@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from rlhf_core.process import IMPORT_THRESHOLD, PROCESS_ENVIRONMENT, beside, module_command
 
+ROOT = Path(__file__).parents[2]
 CYCLE = """
 class Loop:
     def __init__(self):
@@ -87,3 +89,41 @@ def test_work_beside_a_block_is_told_of_its_end_and_waited_for(fails):
         if fails:
             raise ValueError
     assert happened == ["block", "ended"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "rlhf_core.planning --help",
+        "rlhf_core.planning --check",
+        "rlhf_core.planning --stages",
+        "rlhf_core.look --help",
+        "rlhf_core.use --help",
+        "rlhf_core.storage.clean --help",
+        "rlhf_core.checkpoint.digest --help",
+        "flows.runs list",
+        "flows.compare_runs --help",
+        "tools.params",
+    ],
+)
+def test_a_command_ends_quietly_when_the_reader_of_its_output_has_gone(command: str):
+    done = without_reader("-m", *command.split())
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_command_that_is_through_keeps_its_exit_code_without_a_reader():
+    program = "from rlhf_core.process import exit_with\ndef main():\n    print(1)\n    return 3\nexit_with(main)"
+    done = without_reader("-c", program)
+    assert (done.returncode, done.stderr) == (3, b"")
+
+
+def without_reader(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+    """A run of Python whose output is buffered and has no reader."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        how = {"stdout": writing, "stderr": subprocess.PIPE, "timeout": 60, "check": False}
+        return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, **how)
+    finally:
+        os.close(writing)

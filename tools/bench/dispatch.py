@@ -106,7 +106,9 @@ def compare(engines, count: int, rounds: int) -> None:
         further = {"stop_ids": how["stop_ids"], "group_size": how["group_size"]}
         ways = {
             "equal": lambda p=per_rank, f=further: engines.call("generate", p, deadline=600, **f),
-            "dynamic": lambda s=seeds: Dispatcher(engines, refuse, Requests(prompts, s, how), at_a_time=AT_A_TIME, deadline=600).run(),
+            "dynamic": lambda s=seeds: Dispatcher(
+                engines, refuse, Requests(prompts, s, how), at_a_time=AT_A_TIME, joins=True, deadline=600
+            ).run(),
         }
         seconds, work = {}, {}
         for name, generate in ways.items():

@@ -10,6 +10,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlhf_core.config import number_of
 from rlhf_core.engines.ray.actors import ActorGroup
 from rlhf_core.engines.ray.places import Bundle, RoleLost, release, reserve
 from rlhf_core.planning.placement import Placement, check_gpus
@@ -102,7 +103,9 @@ def reserve_gpus(what: str, sizes: Sequence[int], *, cpus: int, deadline: float)
     """
     nodes = [(node["NodeManagerHostname"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
     if not _have_room([int(min(has.get("GPU", 0), has.get("CPU", 0) // cpus)) for _, has in nodes], sizes):
-        there = ", ".join(f"{name} with {has.get('GPU', 0):g} GPUs and {has.get('CPU', 0):g} CPUs" for name, has in nodes)
+        there = ", ".join(
+            f"{name} with {number_of(has.get('GPU', 0), 'GPU')} and {number_of(has.get('CPU', 0), 'CPU')}" for name, has in nodes
+        )
         raise ValueError(f"{what}: expected nodes with {_listed(sizes, cpus)}, got {there}; add nodes, or lower its ranks")
     group = reserve(what, [{"GPU": float(size), "CPU": float(size * cpus)} for size in sizes], deadline=deadline)
     node_of = list(placement_group_table(group)["bundles_to_node_id"].values())
@@ -124,7 +127,7 @@ def _have_room(nodes: list[int], sizes: Sequence[int]) -> bool:
 
 def _listed(sizes: Sequence[int], cpus: int) -> str:
     counts = sorted(Counter(sizes).items())
-    return " and ".join(f"{n} times {f'{size} GPUs' if size > 1 else 'a GPU'} and {size * cpus} CPUs" for size, n in counts)
+    return " and ".join(f"{n} times {number_of(size, 'GPU')} and {number_of(size * cpus, 'CPU')}" for size, n in counts)
 
 
 def bundle_gpus(what: str, group: PlacementGroup, index: int, count: int, *, deadline: float) -> tuple[str, ...]:
@@ -138,7 +141,9 @@ def bundle_gpus(what: str, group: PlacementGroup, index: int, count: int, *, dea
     try:
         return ray.get(look.remote(), timeout=deadline)
     except RayError as error:
-        raise RoleLost(f"{what}: expected a node to tell the ids of {count} GPUs within {deadline:.0f} s, got {error}") from error
+        raise RoleLost(
+            f"{what}: expected a node to tell the ids of {number_of(count, 'GPU')} within {deadline:.0f} s, got {error}"
+        ) from error
 
 
 def _own_gpus() -> tuple[str, ...]:

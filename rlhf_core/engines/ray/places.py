@@ -15,6 +15,7 @@ from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rlhf_core.config import number_of
 from rlhf_core.planning.machine import Machine, whole
 from rlhf_core.storage.packages import differences, found_here, refusal
 
@@ -123,7 +124,7 @@ def _of_nodes(nodes: Sequence[Mapping[str, Any]], look: Callable[[], Any], what:
     try:
         return ray.get([task.options(scheduling_strategy=there).remote() for there in where], timeout=timeout)
     except RayError as error:
-        raise RoleLost(f"cluster: expected {len(nodes)} nodes to tell {what} within {timeout:.0f} s, got {error}") from error
+        raise RoleLost(f"cluster: expected {number_of(len(nodes), 'node')} to tell {what} within {timeout:.0f} s, got {error}") from error
 
 
 def use_node_interface() -> None:

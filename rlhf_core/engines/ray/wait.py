@@ -13,7 +13,9 @@ from ray.util.state import list_nodes
 from ray.util.state.common import NodeState
 from ray.util.state.exception import RayStateApiException
 
+from rlhf_core.config import number_of
 from rlhf_core.engines.ray.cluster import ClusterError
+from rlhf_core.process import exit_with
 
 POLL_SECONDS = 2.0
 ANSWER_SECONDS = 10
@@ -43,7 +45,8 @@ def wait_for_nodes(address: str, count: int, timeout: float) -> list[NodeState]:
             if len(found) >= count:
                 return found
         time.sleep(POLL_SECONDS)
-    raise ClusterError(f"cluster at {address}: expected {count} nodes within {timeout:.0f} s, got {answer}; see the output of `ray start`")
+    nodes = number_of(count, "node")
+    raise ClusterError(f"cluster at {address}: expected {nodes} within {timeout:.0f} s, got {answer}; see the output of `ray start`")
 
 
 def main() -> int:
@@ -53,10 +56,10 @@ def main() -> int:
     except ClusterError as error:
         print(error, file=sys.stderr)
         return 1
-    total = {name: sum((node.resources_total or {}).get(name, 0) for node in nodes) for name in ("GPU", "CPU")}
-    print(f"cluster at {address}: {len(nodes)} nodes, {total['GPU']:g} GPUs, {total['CPU']:g} CPUs", flush=True)
+    total = [number_of(sum((node.resources_total or {}).get(name, 0) for node in nodes), name) for name in ("GPU", "CPU")]
+    print(f"cluster at {address}: {', '.join([number_of(len(nodes), 'node'), *total])}", flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from rlhf_core.engines.vllm.engine import ON_A_GPU
 from rlhf_core.process import end_with_parent
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -166,6 +167,6 @@ def _environment(settings: ServerSettings) -> dict[str, str]:
     """Environment of the server. On the CPU compilation is off and the cache small; a user's settings take precedence."""
     import torch
 
-    on_cpu = {} if torch.cuda.is_available() else {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
+    own = ON_A_GPU if torch.cuda.is_available() else {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
     key = {} if settings.api_key is None else {API_KEY: settings.api_key}
-    return {**on_cpu, **{k: v for k, v in os.environ.items() if k != API_KEY}, **key}
+    return {**own, **{k: v for k, v in os.environ.items() if k != API_KEY}, **key}

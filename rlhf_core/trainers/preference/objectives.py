@@ -157,11 +157,12 @@ class ResponseForward:
         return sums[torch.tensor(numbers, device=sums.device)]
 
 
-# From a pass's micro-batches to the reference's log-probabilities [items] of each one's responses, summed over their tokens.
-Reference = Callable[[list[Share]], list[torch.Tensor]]
+# From the engine of the policy and a pass's micro-batches to the reference's log-probabilities [items] of each one's responses, summed over
+# their tokens.
+Reference = Callable[[TrainEngine, list[Share]], list[torch.Tensor]]
 
 
-def no_reference(shares: list[Share]) -> list[torch.Tensor]:
+def no_reference(engine: TrainEngine, shares: list[Share]) -> list[torch.Tensor]:
     """Zeros, for losses that don't use the reference."""
     return [torch.zeros(sum(len(group.items) for group in share.groups), device=device()) for share in shares]
 
@@ -203,7 +204,7 @@ class PairObjective:
         num_chosen_tokens = sum(len(pair.chosen.response_ids) for pair in pairs)
         results, positions, shares = [], [], []
         parts = self.forward.microbatches([side for pair in pairs for side in pair], together=2)
-        for (part, counts), ref_logprobs in zip(parts, self.reference(parts), strict=True):
+        for (part, counts), ref_logprobs in zip(parts, self.reference(engine, parts), strict=True):
             lengths = torch.tensor([len(item.response_ids) for group in part for item in group.items], device=device())
             of_items = (self.forward.logprobs(engine, part).float(), ref_logprobs, lengths)
             policy, reference, tokens = (values.view(-1, 2).unbind(1) for values in of_items)  # chosen and rejected in turn
@@ -265,7 +266,7 @@ class ResponseObjective:
         config, results, positions = self.config, [], []
         weights = {"desirable_weight": config.desirable_weight, "undesirable_weight": config.undesirable_weight}
         parts = self.forward.microbatches([e.continuation for e in examples])
-        for (part, counts), ref_logprobs in zip(parts, self.reference(parts), strict=True):
+        for (part, counts), ref_logprobs in zip(parts, self.reference(engine, parts), strict=True):
             here = [examples[i] for group in part for i in group.positions]
             desirable = torch.tensor([e.desirable for e in here], device=device())
             logprobs = self.forward.logprobs(engine, part).float()
@@ -284,7 +285,7 @@ class ResponseObjective:
             return torch.zeros((), device=device())
         results, positions = [], []
         parts = self.forward.microbatches(items)
-        for (part, counts), ref_logprobs in zip(parts, self.reference(parts), strict=True):
+        for (part, counts), ref_logprobs in zip(parts, self.reference(engine, parts), strict=True):
             results.append(_kept([self.forward.logprobs(engine, part).float(), ref_logprobs], counts))
             positions += [i for group in part for i in group.positions] if counts else []
         return kto_baseline(*_joined(results, positions, len(items))).to(device())

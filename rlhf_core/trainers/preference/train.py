@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.config import REFERENCE_FREE, DpoConfig, KtoConfig, ModelConfig
+from rlhf_core.config import DpoConfig, KtoConfig, ModelConfig
 from rlhf_core.data.batching import batch_indices
 from rlhf_core.data.schema import Message
 from rlhf_core.data.tokens import EncodedTurns, Examples
@@ -26,7 +26,7 @@ from rlhf_core.engines.frozen import FrozenModel
 from rlhf_core.engines.ranks import data_parallel_size, merged, on_first
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
-from rlhf_core.models.lora import add_adapters, quantize_base
+from rlhf_core.models.lora import add_adapters, quantize_base, without_adapters
 from rlhf_core.models.probe import shares_prefixes
 from rlhf_core.models.tokenizer import encode_turns, load_tokenizer, one_object_each
 from rlhf_core.progress import Bar
@@ -119,8 +119,7 @@ def train_on_pairs(train_rows: list[dict], heldout_rows: list[dict], config: Dpo
         )
     used = dict.fromkeys(i for batch in run.batches(config.batch_size, len(train)) for i in batch)
     items = (side for pairs in ((train[i] for i in used), heldout) for pair in pairs for side in pair)
-    kind = "none" if config.loss in REFERENCE_FREE else config.reference
-    forward, reference = _forward_and_reference(model, kind, items, tokenizer, config, run)
+    forward, reference = _forward_and_reference(model, items, tokenizer, config, run)
     trained = _train(model, PairObjective(config, forward, reference), train, list(heldout), run)
     counts = {"loss": config.loss, "steps": run.steps, "pairs": len(train), "dropped_too_long": dropped}
     return Trained(trained[0], model, tokenizer, counts | trained[1])
@@ -141,7 +140,7 @@ def train_on_examples(train_rows: list[dict], heldout_rows: list[dict], config: 
         )
     heldout = list(heldout)
     items = example_items(train, heldout, run.batches(config.batch_size, len(train)), config, max_length=run.model.max_length)
-    forward, reference = _forward_and_reference(model, config.reference, items, tokenizer, config, run)
+    forward, reference = _forward_and_reference(model, items, tokenizer, config, run)
     trained = _train(model, ResponseObjective(config, forward, reference, run.model.max_length), train, heldout, run)
     counts = {"loss": config.loss, "steps": run.steps, "examples": len(train), "dropped_too_long": dropped}
     return Trained(trained[0], model, tokenizer, counts | trained[1])
@@ -211,7 +210,6 @@ def example_items(
 
 def _forward_and_reference(
     model: PreTrainedModel,
-    kind: str,
     items: Iterable[Continuation],
     tokenizer: PreTrainedTokenizerBase,
     config: DpoConfig | KtoConfig,
@@ -220,7 +218,6 @@ def _forward_and_reference(
     """How responses go through the model to be trained, and the reference.
 
     Args:
-        kind: precomputed | live | none.
         items: all items that the reference will be evaluated on.
     """
     shares = shares_prefixes(model, device=device(), max_length=run.model.max_length)
@@ -231,18 +228,32 @@ def _forward_and_reference(
         quantize_base(start, config.lora)
         return FrozenModel(PolicyModule(start), dtype=run.model.dtype, zero_stage=config.zero_stage, offload=config.offload_frozen)
 
+    kind = config.reference_kind
     if kind == "none":
         return forward, no_reference
+    if kind == "policy":
+        return forward, policy_reference(forward)
     if kind == "live":
         return forward, live_reference(load_reference(), forward)
     return forward, precomputed_reference(load_reference, items, forward, path=run.scratch / "reference.pt")
+
+
+def policy_reference(forward: ResponseForward) -> Reference:
+    """The policy without its adapters and dropout, which is the model that training starts from."""
+
+    @torch.no_grad()
+    def logprobs(engine: TrainEngine, shares: list[Share]) -> list[torch.Tensor]:
+        with without_adapters(engine.module):
+            return [forward.logprobs(engine, share.groups) for share in shares]
+
+    return logprobs
 
 
 def live_reference(reference: FrozenModel, forward: ResponseForward) -> Reference:
     """A forward pass for each micro-batch; weights on the host come to the device once for all of them."""
 
     @torch.no_grad()
-    def logprobs(shares: list[Share]) -> list[torch.Tensor]:
+    def logprobs(engine: TrainEngine, shares: list[Share]) -> list[torch.Tensor]:
         with reference.in_use() as module:
             return [forward.logprobs(module, share.groups) for share in shares]
 
@@ -287,7 +298,7 @@ def precomputed_reference(
     table = dict(zip(distinct, kept["logprobs"].tolist(), strict=True))
     del distinct  # the table's keys are all that is needed of it
 
-    def logprobs(shares: list[Share]) -> list[torch.Tensor]:
+    def logprobs(engine: TrainEngine, shares: list[Share]) -> list[torch.Tensor]:
         digests = ([item.digest for group in share.groups for item in group.items] for share in shares)
         return [torch.tensor([table[digest] for digest in of_share], device=device()) for of_share in digests]
 

@@ -1,7 +1,8 @@
 """Prompts handed to rollout engines as these become free, in place of equal shares that wait for the slowest engine.
 
-An engine has as many prompts as it samples at a time, and a few more that wait in it. Once these have started, it returns what has finished
-and takes new ones. When none is left to hand out, each engine finishes what it has.
+An engine has as many prompts as it samples at a time, and some more that wait in it. Once these have started, it returns what has finished
+and goes on with the next call, which is queued at it already and brings new ones: it doesn't wait for its caller. When no prompt is left to
+hand out, each engine finishes what it has.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 from rlhf_core.engines.ray.actors import ActorGroup, Pending, RoleLost
 from rlhf_core.sampling.requests import Sample
 
-AHEAD = 8  # an engine has one waiting prompt for so many that it samples
+CALLS = 2  # of an engine: one that it works at, and the next
+PARTS = 4  # a call brings this part of an engine's share of what is left to hand out: few calls at first, an even end
+LEAST = 8  # but at least one prompt for so many that an engine samples
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,20 @@ class Requests:
     how: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call of an engine's `serve`, which leaves so many prompts unfinished."""
+
+    answer: Pending
+    leave: int
+
+
 class Dispatcher:
     """
     Args:
         replace: starts engines in place of lost ones, or raises.
         at_a_time: prompts that an engine samples at the same time.
+        joins: whether prompts can join those that an engine samples; if not, a call brings as many as it samples at a time.
         deadline: seconds until one of the engines must have finished some prompts.
         drain: `replace` is called when no engine has prompts, since all of them get new weights.
     """
@@ -42,17 +54,17 @@ class Dispatcher:
         requests: Requests,
         *,
         at_a_time: int,
+        joins: bool,
         deadline: float,
         drain: bool = False,
     ):
         self._engines, self._replace, self._requests = engines, replace, requests
-        self._at_a_time, self._deadline, self._drain = at_a_time, deadline, drain
+        self._at_a_time, self._joins, self._deadline, self._drain = at_a_time, joins, deadline, drain
         self._lost: list[RoleLost] = []  # to be replaced, with `drain`
-        count = len(requests.prompts)
-        self._most = min(at_a_time + max(1, at_a_time // AHEAD), -(-count // len(engines)))  # prompts that an engine has
-        self._waiting = deque(range(count))
+        self._waiting = deque(range(len(requests.prompts)))
+        self._share = -(-len(self._waiting) // len(engines))
         self._taken: dict[int, set[int]] = {rank: set() for rank in range(len(engines))}
-        self._pending: dict[int, Pending] = {}
+        self._calls: dict[int, deque[Call]] = {rank: deque() for rank in self._taken}
 
     def run(self) -> list[list[Sample]]:
         """The responses to each prompt.
@@ -63,38 +75,52 @@ class Dispatcher:
             RoleLost: an engine is lost, and may not be replaced.
         """
         finished: dict[int, list[Sample]] = {}
-        for rank in self._taken:
-            self._hand_out(rank)
-        while self._pending or self._lost:
-            if not self._pending:
+        self._hand_out_to_all()
+        while (oldest := {rank: calls[0].answer for rank, calls in self._calls.items() if calls}) or self._lost:
+            if not oldest:
                 self._replace_lost()
                 continue
             try:
-                answers = self._engines.wait_any(self._pending, deadline=self._deadline, what="generate")
+                answers = self._engines.wait_any(oldest, deadline=self._deadline, what="generate")
             except RoleLost as lost:
                 self._take_back(lost)
                 continue
             for rank, samples in answers.items():
-                del self._pending[rank]
+                self._calls[rank].popleft()
                 finished.update(samples)
                 self._taken[rank] -= samples.keys()
                 self._hand_out(rank)
         return [finished[number] for number in range(len(finished))]
 
+    def _hand_out_to_all(self) -> None:
+        for calls in range(1, CALLS + 1):
+            for rank in self._taken:
+                if len(self._calls[rank]) < calls:
+                    self._hand_out(rank)
+
     def _hand_out(self, rank: int) -> None:
-        """Fill an engine up and let it generate; nothing if it would have no prompts."""
-        taken, requests = self._taken[rank], self._requests
-        room = 0 if self._lost else self._most - len(taken)
-        numbers = [self._waiting.popleft() for _ in range(min(len(self._waiting), room))]
+        """Queue an engine's next call; none if it would bring no prompts and the engine finishes what it has without it."""
+        taken, calls, requests = self._taken[rank], self._calls[rank], self._requests
+        room = self._ahead if calls else self._at_a_time + self._ahead - len(taken)
+        room = 0 if self._lost else min(room, self._share - len(taken), len(self._waiting))
+        numbers = [self._waiting.popleft() for _ in range(room)]
         taken.update(numbers)
-        if taken:
+        is_last = not self._joins or not self._waiting or bool(self._lost)
+        if numbers or (taken and (not calls or (is_last and calls[-1].leave))):
+            leave = 0 if is_last else min(self._at_a_time, len(taken) - 1)
             arguments = (numbers, [requests.prompts[n] for n in numbers], [requests.seeds[n] for n in numbers])
-            leave = min(self._at_a_time, len(taken) - 1) if self._waiting and not self._lost else 0
-            self._pending[rank] = self._engines.submit_one(rank, "serve", *arguments, leave=leave, **requests.how)
+            calls.append(Call(self._engines.submit_one(rank, "serve", *arguments, leave=leave, **requests.how), leave))
+
+    @property
+    def _ahead(self) -> int:
+        """Prompts that a call brings an engine which has as many as it samples."""
+        if not self._joins:
+            return 0
+        return max(1, self._at_a_time // LEAST, min(self._at_a_time, len(self._waiting) // (PARTS * len(self._taken))))
 
     def _take_back(self, lost: RoleLost) -> None:
         for rank in lost.ranks:
-            self._pending.pop(rank, None)
+            self._calls[rank].clear()
             self._waiting.extendleft(sorted(self._taken[rank], reverse=True))
             self._taken[rank].clear()
         if not lost.ranks:
@@ -103,13 +129,11 @@ class Dispatcher:
             self._lost.append(lost)
             return
         self._replace(lost)
-        for rank in lost.ranks:
-            self._hand_out(rank)
+        self._hand_out_to_all()
 
     def _replace_lost(self) -> None:
         """Replace the engines that were lost, now that the others have finished what they had, and hand out prompts to all."""
         lost = RoleLost("; ".join(map(str, self._lost)), sorted({rank for one in self._lost for rank in one.ranks}))
         self._lost = []
         self._replace(lost)
-        for rank in self._taken:
-            self._hand_out(rank)
+        self._hand_out_to_all()

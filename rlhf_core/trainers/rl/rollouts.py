@@ -128,6 +128,7 @@ class RolloutEngines:
             self.recovery.replace,
             Requests([p.prompt_ids for p in prompts], seeds, how),
             at_a_time=max(1, rl.rollout.max_concurrent_sequences // group_size),
+            joins=rl.rollout.backend == "vllm",
             deadline=rl.deadlines.step,
             drain=self._turns.on,
         )

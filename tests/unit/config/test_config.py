@@ -14,6 +14,7 @@ from rlhf_core.config import (
     ConfigError,
     ScorerConfig,
     load_params,
+    number_of,
     parse_params,
     read_yaml,
     set_key,
@@ -370,3 +371,15 @@ def test_sources_name_their_judge():
         ConfigError, match=r"source clerk: kind clerk expects no judge, got rules.py:good; remove it, for the clerk has its own"
     ):
         parse_params(tree)
+
+
+def test_a_number_has_its_noun_in_the_singular_or_the_plural():
+    assert [number_of(n, "GPU") for n in (0, 1, 1.0, 2.0, 0.5, 1_500_000)] == [
+        "0 GPUs",
+        "1 GPU",
+        "1 GPU",
+        "2 GPUs",
+        "0.5 GPUs",
+        "1500000 GPUs",
+    ]
+    assert [number_of(n, "GPU that is", "GPUs that are") for n in (1, 2)] == ["1 GPU that is", "2 GPUs that are"]

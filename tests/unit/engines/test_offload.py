@@ -11,6 +11,7 @@ import torch
 from tiny_models import PAD, largest_difference, negative_logprob_step, sequences, settings
 
 from rlhf_core.config.model import LoraConfig
+from rlhf_core.engines import offload
 from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.engines.frozen import FrozenModel
 from rlhf_core.engines.offload import Offloaded, storages_of
@@ -56,6 +57,18 @@ def bytes_by_storage() -> dict[int, int]:
     return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
+@pytest.mark.parametrize("numbers", [1, 250, 500, 777])
+def test_a_storage_comes_back_from_several_pieces_whole(monkeypatch, numbers: int):
+    monkeypatch.setattr(offload, "PIECE", 1000)  # bytes, of 250 numbers
+    tensor = torch.randn(numbers)
+    expected, away = tensor.clone(), Offloaded()
+    for _ in range(2):
+        away.offload([tensor.untyped_storage()])
+        assert tensor.untyped_storage().nbytes() == 0
+        away.reload()
+        assert torch.equal(tensor, expected)
+
+
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("how", HOW)
 def test_training_with_turns_has_the_bits_of_training_without(sft_folder: Path, how: str, adapters: bool):
@@ -93,7 +106,8 @@ def test_no_memory_of_an_engine_is_left_when_nothing_stays(sft_folder: Path, how
 
 def own_bytes(engine: TrainEngine, others: dict[int, int]) -> dict[int, int]:
     """Of storages that came with the engine, but for copies on the host."""
-    copies = {copy.untyped_storage()._cdata for away in (engine._on_device._weights, engine._on_device._states) for *_, copy in away._away}
+    away = [*engine._on_device._weights._away, *engine._on_device._states._away]
+    copies = {piece.untyped_storage()._cdata for *_, copy in away for piece in copy}
     return {key: size for key, size in bytes_by_storage().items() if key not in others and key not in copies and size > 64}
 
 

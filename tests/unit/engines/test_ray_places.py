@@ -177,8 +177,8 @@ def test_a_rank_that_died_without_a_call_is_found(seen):
 
 def test_what_no_node_has_is_refused_at_once(seen):
     gpus, cpus, fits, together = seen["refused"]
-    assert "rl: expected nodes with 9 times a GPU and 1 CPUs, got " in gpus and gpus.count("with 4 GPUs and 8 CPUs") == 2
-    assert "expected nodes with 8 times a GPU and 5 CPUs" in cpus
+    assert "rl: expected nodes with 9 times 1 GPU and 1 CPU, got " in gpus and gpus.count("with 4 GPUs and 8 CPUs") == 2
+    assert "expected nodes with 8 times 1 GPU and 5 CPUs" in cpus
     assert fits is None
     assert "expected nodes with 1 times 2 GPUs and 2 CPUs and 2 times 3 GPUs and 3 CPUs, got" in together
 

@@ -9,9 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prefect.logging import disable_run_logger
 from ruamel.yaml import YAML
 
+from flows.chain.flow import rlhf
 from flows.rounds import series as series
+from flows.rounds.flow import iterative_dpo
+from flows.runs.record import REFUSED
 from rlhf_core.config import ConfigError, PromotionConfig, apply_overrides, load_params
 from rlhf_core.data.schema import read_rows, write_rows
 from rlhf_core.paths import round_folder
@@ -437,3 +441,15 @@ def test_a_series_with_changed_data_is_not_continued(workspace):
         series.prepare_series(workspace, "s", {})
     (worktree / "rounds/1/policy/weights").unlink()
     assert series.prepare_series(workspace, "s", {}) == worktree and read_rounds(worktree) == {}
+
+
+@pytest.mark.parametrize("started", [rlhf, iterative_dpo], ids=lambda flow: flow.name)
+def test_a_run_of_a_deployment_takes_a_recipe_with_its_overrides_over_it(workspace, started):
+    (workspace / "recipe.yaml").write_text("{iterative: {steps: 0, learning_rate: -1.0}}")
+    with disable_run_logger():
+        refused = started.fn({"iterative.steps": 5}, params="recipe.yaml")
+        missing = started.fn(params="no-recipe.yaml")
+    assert refused.name == missing.name == REFUSED
+    assert "iterative.learning_rate" in refused.message and "iterative.steps" not in refused.message
+    assert "no-recipe.yaml" in missing.message and not (workspace / "runs/iterative-dpo").exists()
+    assert "params" in started.parameters.properties  # of the deployment's form

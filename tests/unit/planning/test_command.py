@@ -64,6 +64,16 @@ def test_a_sync_by_gloo_is_predicted_to_take_longer(monkeypatch, capsys, tmp_pat
     assert seconds["gloo"][1] > weights / 2.1e9 > seconds["auto"][1]
 
 
+def test_the_bandwidth_of_gloo_can_be_set(monkeypatch, capsys, tmp_path):
+    (tmp_path / "gloo.yaml").write_text("rl: {rollout: {weight_transfer: gloo}}")
+    arguments = ("--json", "--model", "llama3-8b", "--layout", "apart", "--recipe", str(tmp_path / "gloo.yaml"))
+    given = ((), ("--gloo", "2.1"), ("--gloo", "8.4"))
+    default, same, faster = (json.loads(printed(monkeypatch, capsys, *arguments, *more))["requested"]["seconds"]["sync"] for more in given)
+    assert default == same
+    # float32 weights to 4 engines; the copies to and from the hosts stay
+    assert default - faster == pytest.approx(4 * 4 * SIZES["llama3-8b"].parameters * (1 / 2.1e9 - 1 / 8.4e9))
+
+
 EIGHT_ON = ("--stages", "--model", "llama3-8b", "--gpu", "h100", "--gpus")
 
 

@@ -95,8 +95,8 @@ def test_heads_that_ranks_cannot_divide_are_refused():
 
 
 def with_reference(**changes) -> Params:
-    """DPO with adapters, whose reference is another 15 GiB of weights."""
-    how = {"lora": LoraConfig(**LORA), "reference": "live", "gradient_checkpointing": True, "microbatch_tokens": 2048, **changes}
+    """DPO, whose reference is another 15 GiB of weights."""
+    how = {"reference": "live", "gradient_checkpointing": True, "microbatch_tokens": 2048, **changes}
     return params(alignment__method="dpo", **{f"dpo__{key}": value for key, value in how.items()})
 
 
@@ -113,10 +113,28 @@ def test_an_offloaded_reference_takes_the_hosts_memory_and_the_gpus_while_it_com
 
 
 def test_a_reference_that_does_not_fit_beside_the_model_is_offloaded():
-    machine = Machine(500 * GIB, (Gpu(40 * GIB, 40 * GIB),))
     long = changed(with_reference(), {"model.max_length": 16384})
+    (process,) = check("train_policy", long, MODELS, ONE).moments[0]
+    machine = of_one(process.needed / GIB)
     assert lacks("train_policy", long, machine)
     assert remedy("train_policy", long, MODELS, machine) == {"dpo.offload_frozen": True}
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_with_adapters_a_live_reference_takes_no_memory(method):
+    how = {"gradient_checkpointing": True, "microbatch_tokens": 2048, "lora": LoraConfig(**LORA)}
+    processes = []
+    for reference in ("live", "precomputed"):
+        settings = {f"{method}__{key}": value for key, value in (how | {"reference": reference}).items()}
+        ((process,),) = check("train_policy", params(alignment__method=method, **settings), MODELS, ONE).moments
+        processes.append(process)
+    live, precomputed = processes
+    assert live.parts == precomputed.parts and not any("reference" in name for name in (*live.parts, *live.phases))
+    assert not lacks("train_policy", params(alignment__method=method, **settings | {f"{method}__reference": "live"}), of_one(24))
+
+
+def of_one(size: float) -> Machine:
+    return Machine(500 * GIB, (Gpu(size * GIB, size * GIB),))
 
 
 def test_nothing_fits_says_so():
@@ -127,7 +145,7 @@ def test_nothing_fits_says_so():
 
 def test_more_ranks_than_gpus_are_refused():
     large = Machine(900 * GIB, (Gpu(200 * GIB, 200 * GIB),))
-    with pytest.raises(ValueError, match=r"sft\.ranks: expected at most the 1 GPUs that are there, got 2"):
+    with pytest.raises(ValueError, match=r"sft\.ranks: expected at most the 1 GPU that is there, got 2"):
         check("train_sft", params(sft__ranks=2, sft__zero_stage=3, sft__gradient_checkpointing=True), MODELS, large)
 
 

@@ -108,5 +108,5 @@ def test_8b_in_full_on_one_gpu_is_refused():
     one = Machine(512 * GIB, NODE.gpus[:1])
     _, problems = plan_stages(params_of(ROOT / "recipes/cluster/ppo_8b.yaml"), one, EIGHT, [EIGHT])
     assert isinstance(problems["train_sft"], ValueError) and str(problems["train_sft"]) == (
-        "sft.ranks: expected at most the 1 GPUs that are there, got 8; lower it, because two ranks can't share a GPU"
+        "sft.ranks: expected at most the 1 GPU that is there, got 8; lower it, because two ranks can't share a GPU"
     )

@@ -71,7 +71,7 @@ def test_what_is_set_is_kept_and_the_other_takes_the_rest():
         ({"gpus_per_rank": 1.0, "gpus_per_engine": 1.0}, 1, r"1 x 1 .*2 x 1 .*GPUs, got 1; that is 3 together"),
         ({"gpus_per_rank": 0.6, "gpus_per_engine": 0.3}, 1, r"1 x 0\.6 .*2 x 0\.3 .*got 1; that is 1\.2 together"),
         ({"gpus_per_rank": 1.0}, 1, r"got 1; .*set gpus_per_rank and gpus_per_engine to auto"),
-        ({"ranks": 2}, 1, r"rl\.trainer\.ranks: expected at most the cluster's 1 GPUs, got 2"),
+        ({"ranks": 2}, 1, r"rl\.trainer\.ranks: expected at most the cluster's 1 GPU, got 2"),
         # 1.8 of 2 GPUs, of which no single one has room for the second engine
         ({"gpus_per_rank": 0.6, "gpus_per_engine": 0.6, "engines": 2}, 2, r"got 2; that is 1\.8 together"),
     ],
@@ -141,7 +141,7 @@ def test_each_rank_and_engine_has_its_gpu(placement, changes, gpus, ranks, engin
     [
         ("two_groups", {"ranks": 2}, 3, r"room for 4 x 0\.6 .*got 3; .*put roles together in rl\.placement, let groups share GPUs"),
         ("apart", {"ranks": 1}, 2, r"room for 4 x 0\.6"),
-        ("two_groups", {"ranks": 2, "gpus_per_rank": 0.5}, 1, r"rl\.trainer\.ranks: expected at most the cluster's 1 GPUs, got 2"),
+        ("two_groups", {"ranks": 2, "gpus_per_rank": 0.5}, 1, r"rl\.trainer\.ranks: expected at most the cluster's 1 GPU, got 2"),
     ],
 )
 def test_groups_that_find_no_gpus_are_refused_with_what_is_missing(placement, changes, gpus, message):
@@ -155,7 +155,7 @@ def test_two_processes_on_a_gpu_are_refused_unless_they_were_placed_there():
     check_gpus(planned, right)
     with pytest.raises(ValueError, match=r"a GPU 3: expected processes .* got trainer rank 0 and trainer rank 1 and rollout rank 0; "):
         check_gpus(planned, right | {"trainer rank 1": ["a GPU 3"]})
-    with pytest.raises(ValueError, match=r"trainer rank 1: expected one GPU, got none"):
+    with pytest.raises(ValueError, match=r"trainer rank 1: expected 1 GPU, got none"):
         check_gpus(planned, right | {"trainer rank 1": []})
 
 

@@ -21,6 +21,7 @@ from report_workspace import (
     evaluation,
     make_workspace,
     run_report,
+    slice_of,
     validation,
     with_results,
 )
@@ -394,6 +395,15 @@ def test_the_gate_shows_slices_calibration_and_the_incumbent(tmp_path, monkeypat
     drawn = json.dumps(figures["gate_accuracy"])
     # The source has all pairs and is left out; the slice with 40 pairs is grey.
     assert "source: clerk" not in drawn and "category: sort" in drawn and '"#6b7280"' in drawn
+
+
+def test_the_figures_beside_each_other_in_the_gate_have_one_height(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    edit_metrics(workspace, "gate", {"slices": [slice_of("category", f"kind {number}", 300, 400) for number in range(12)]})
+    page = render_in(workspace, monkeypatch)
+    figures = json.loads(re.search(r'<script type="application/json" id="figures">(.*?)</script>', page)[1])["figures"]
+    heights = [figures[f"gate_{name}"]["doc"]["roots"][0]["attributes"]["height"] for name in ("accuracy", "reliability")]
+    assert heights == [76 + 24 * 13] * 2  # a row for all pairs, and for each slice
 
 
 def test_what_changed_against_the_run_before(tmp_path, monkeypatch):

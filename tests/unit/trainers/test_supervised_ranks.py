@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from supervised_ranks import STEPS, Case, loss_difference, run_case, run_ranks
 from tiny_models import largest_difference
 
 from rlhf_core.checkpoint.digest import differences, read_digest
+from rlhf_core.config.model import LoraConfig
 
 pytestmark = pytest.mark.usefixtures("world")
 KINDS = ("sft", "reward", "dpo", "kto")
@@ -36,6 +38,9 @@ EDGES = {
 # References whose weights are on the host while they compute nothing.
 OFFLOADED = {"zero_stage": 3, "reference": "live", "offload_frozen": True}
 
+# A live reference is then the policy without its adapters, and a precomputed one a copy of the model.
+ADAPTED = {"lora": LoraConfig(rank=4, alpha=8.0, dropout=0.0, target_modules="all-linear"), "learning_rate": 1e-2}
+
 # Lion with steps that are far too large, so that the held-out loss rises from step 4 on, and the best average is what the phase ends with.
 SETTLED = {"optimizer": "lion", "steps": 8, "learning_rate": 0.3, "schedule": "constant", "ema_decay": 0.5, "keep_best": True}
 
@@ -48,6 +53,9 @@ def cases(out: Path) -> dict[str, Case]:
         for kind, edge in EDGES.items()
     }
     found |= {f"{kind} offloaded": Case(kind, str(out / f"{kind}-offloaded"), OFFLOADED) for kind in ("dpo", "kto")}
+    for kind, stage, reference in itertools.product(("dpo", "kto"), STAGES, ("live", "precomputed")):
+        name = f"{kind} adapted {stage} {reference}"
+        found[name] = Case(kind, str(out / name.replace(" ", "-")), ADAPTED | {"zero_stage": stage, "reference": reference})
     for stage in STAGES:
         where = {"scratch": str(out / f"stopped-{stage}"), "changes": {"zero_stage": stage, "disable_dropout": False}}
         found |= {f"stopped {stage}": Case("sft", stop_after=2, **where), f"resumed {stage}": Case("sft", **where)}
@@ -114,6 +122,17 @@ def test_two_ranks_whose_live_reference_is_offloaded_train_as_with_a_precomputed
         assert loss_difference(found["curves"], expected["curves"]) < LOSSES
         assert numbers(found["metrics"]) == pytest.approx(numbers(expected["metrics"]), rel=LOSSES, abs=1e-5)
         assert largest_difference(found["weights"], expected["weights"]) < WEIGHTS
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_two_ranks_whose_reference_is_the_policy_without_adapters_train_as_with_a_copy(ranks, kind: str, stage: int):
+    for rank in ranks:
+        found, expected = (rank[f"{kind} adapted {stage} {reference}"] for reference in ("live", "precomputed"))
+        assert loss_difference(found["curves"], expected["curves"]) < 1e-5
+        assert numbers(found["metrics"]) == pytest.approx(numbers(expected["metrics"]), rel=1e-5, abs=1e-6)
+        assert largest_difference(found["weights"], expected["weights"]) < 1e-5
+        assert abs(found["curves"][-1]["reward_margin"]) > 1e-3
 
 
 @pytest.mark.parametrize("stage", STAGES)

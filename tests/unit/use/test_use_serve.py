@@ -45,6 +45,16 @@ def test_only_on_a_cpu_nothing_is_compiled(monkeypatch, cuda):
     assert ("--enforce-eager" in vllm_server._command(settings())) is not cuda
 
 
+@pytest.mark.parametrize(("own", "expected"), [(None, "ieee"), ("tf32", "tf32")])
+def test_float32_is_float32_on_a_gpu_unless_a_user_wants_less(monkeypatch, own, expected):
+    """As in rollout engines: Triton, which computes attention in float32, rounds to TF32 by default."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    if own is not None:
+        monkeypatch.setenv("TRITON_F32_DEFAULT", own)
+    assert vllm_server._environment(settings())["TRITON_F32_DEFAULT"] == expected
+
+
 def test_what_check_model_has_refused_is_refused(tmp_path, sft_folder):
     (tmp_path / "metrics").mkdir()
     verdict = {"model": "Llama", "checks": {"vllm": "refused: numbers are 3 apart"}}

@@ -49,7 +49,7 @@ class Part:
 
 # The most useful parts first.
 PARTS = (
-    Part("tests", "the tests that need a GPU", 120, 420),
+    Part("tests", "the tests that need a GPU", 120, 540),
     Part("training", "steps of SFT, reward model and DPO", 120, 480),
     Part("vllm", "rollouts, beside bare vLLM", 120, 480, "tools.bench.gpu.rollouts"),
     Part("rl", "the steps of RL jobs", 180, 540),

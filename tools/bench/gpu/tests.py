@@ -15,6 +15,7 @@ from tools.bench.gpu.record import Record
 from tools.bench.gpu.shapes import argument_parser
 
 REASON = 300  # characters
+TEST_SECONDS = 200  # of a test: one that hangs leaves time for the others
 
 
 class Outcomes:
@@ -49,7 +50,8 @@ def part(record: Record, *, rehearse: bool) -> list[str]:
 
     require(rehearse=rehearse)
     outcomes = Outcomes(record)
-    code = pytest.main([str(ROOT / "tests" / "gpu"), "--rootdir", str(ROOT), "-p", "no:cacheprovider", "--tb=short"], plugins=[outcomes])
+    how = ["--rootdir", str(ROOT), "-p", "no:cacheprovider", "--tb=short", f"--timeout={TEST_SECONDS}"]
+    code = pytest.main([str(ROOT / "tests" / "gpu"), *how], plugins=[outcomes])
     if code and not outcomes.failures:
         return [f"pytest: expected exit code 0, got {int(code)}"]
     return outcomes.failures

@@ -12,14 +12,16 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from preference_runs import TRAIN, config, rows, run_of
-from tiny_models import MAX_LENGTH, PAD, largest_difference, sequences, tensor_bytes, tiny_params
+from tiny_models import MAX_LENGTH, PAD, largest_difference, save_tiny_dropout, sequences, tensor_bytes, tiny_params
 from torch import nn
+from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.algorithms.preference_losses import PREFERENCE_LOSSES, PairLogprobs, kto
 from rlhf_core.engines.frozen import FrozenModel
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
+from rlhf_core.models.lora import quantize_base
 from rlhf_core.process import Interrupted
 from rlhf_core.trainers.preference import train
 from rlhf_core.trainers.preference.objectives import (
@@ -178,10 +180,11 @@ def test_reference_logprobs_precomputed_are_those_of_the_live_model(sft_folder: 
     shares = how.microbatches(items, together=2)
     assert len(shares) > 1
     expected = [torch.stack([naive_sum(module, item) for group in share.groups for item in group.items]) for share in shares]
-    live = live_reference(whole_reference(module), how)(shares)
+    engine = Recorder(sft_folder)
+    live = live_reference(whole_reference(module), how)(engine, shares)
     torch.testing.assert_close(live, expected, rtol=0, atol=2e-5)
-    torch.testing.assert_close(precomputed(shares), expected, rtol=0, atol=2e-5)
-    torch.testing.assert_close(no_reference(shares), [torch.zeros(len(of_share)) for of_share in expected], rtol=0, atol=0)
+    torch.testing.assert_close(precomputed(engine, shares), expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(no_reference(engine, shares), [torch.zeros(len(of_share)) for of_share in expected], rtol=0, atol=0)
 
 
 def test_precomputed_logprobs_are_kept_for_the_same_items_and_no_others(sft_folder: Path, tmp_path: Path):
@@ -196,7 +199,8 @@ def test_precomputed_logprobs_are_kept_for_the_same_items_and_no_others(sft_fold
     again = precomputed_reference(make, items, forward(), path=path)
     assert len(requested) == 1
     (share,) = shares = forward().microbatches(items)
-    assert share.counts and torch.equal(first(shares)[0], again(shares)[0])
+    engine = Recorder(sft_folder)
+    assert share.counts and torch.equal(first(engine, shares)[0], again(engine, shares)[0])
     precomputed_reference(make, items[:-2], forward(), path=path)
     assert len(requested) == 2
 
@@ -327,6 +331,54 @@ def test_adapters_learn_pairs_are_exported_merged_and_resumed(sft_folder: Path, 
     assert largest_difference(resumed.engine.state_dict(), weights) == 0.0 < largest_difference(weights, start)
     assert torch.equal(weights["model.embed_tokens.weight"], start["model.embed_tokens.weight"])  # which has no adapter
     assert whole.metrics["heldout_margin"] > 0.0
+
+
+LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"zero_stage": 3}),
+        ("llama", {"lora": LORA | {"quantize": "nf4"}}),
+        ("llama", {"ema_decay": 0.5, "keep_best": True, "gradient_checkpointing": True}),
+        ("gpt2", {"lora": LORA | {"dropout": 0.3}}),
+        ("gpt2", {"disable_dropout": False}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
+)
+def test_the_policy_without_its_adapters_is_the_reference_that_a_second_copy_is(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, family: str, changes: dict[str, Any]
+):
+    folder, _ = save_tiny_dropout(tmp_path / "model", tokenizer, family)
+    how = config(method, **{"reference": "live", "lora": LORA, "learning_rate": 1e-2, **changes})
+
+    def second_copy(forward: ResponseForward) -> Any:
+        model = load_language_model(folder)
+        quantize_base(model, how.lora)
+        return live_reference(FrozenModel(PolicyModule(model), dtype="float32", zero_stage=how.zero_stage, offload=False), forward)
+
+    def no_copy(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a copy of the model was made")
+
+    made = []
+    for name, changed, by in (("policy", "FrozenModel", no_copy), ("copy", "policy_reference", second_copy)):
+        with monkeypatch.context() as patch:
+            patch.setattr(train, changed, by)
+            trained = TRAIN[method](rows(10), rows(3), how, run_of(folder, tmp_path / name))
+        made.append((read_curves(tmp_path / name / "curves.csv"), trained.metrics, trained.engine.state_dict()))
+    (curves, metrics, weights), (expected, expected_metrics, expected_weights) = made
+    assert len(curves) == 4 and curves == [pytest.approx(row, abs=1e-6, rel=1e-6, nan_ok=True) for row in expected]
+    assert metrics == pytest.approx(expected_metrics, abs=1e-6)
+    assert largest_difference(weights, expected_weights) < 1e-6
+    assert abs(curves[-1]["reward_margin"]) > 1e-3  # the adapters have moved the policy away
+
+
+def read_curves(path: Path) -> list[dict[str, float]]:
+    with path.open() as file:
+        return [{name: float(value) for name, value in row.items() if name != "phase" and value} for row in csv.DictReader(file)]
 
 
 @pytest.mark.parametrize("kind", ["precomputed", "live"])
