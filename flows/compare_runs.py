@@ -19,8 +19,9 @@ from rlhf_core.config import ConfigError
 from rlhf_core.paths import REPORTS
 from rlhf_core.process import exit_with
 from rlhf_core.report.comparison import tables, trained
-from rlhf_core.report.comparison_page import Side, cards, render_comparison
+from rlhf_core.report.comparison_page import cards, render_comparison
 from rlhf_core.report.differences import Difference, figures_that_count, headline, outs_that_differ, params_that_differ, read_as
+from rlhf_core.report.inputs import Side
 from rlhf_core.report.texts import visible
 
 MARK = "*"  # of a significant change

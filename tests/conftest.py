@@ -24,7 +24,6 @@ ORDER = (
         "test_iterative_dpo.py",
         "test_rl_options.py",
         "test_gpu_check.py",
-        "test_real_data.py",
         "test_resume.py",
         "test_training_ranks.py",
         "test_tracked_inputs.py",

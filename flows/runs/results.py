@@ -28,9 +28,8 @@ from rlhf_core.paths import (
     STAGE_METRICS,
 )
 from rlhf_core.provenance.dvc_cache import cache_folder
-from rlhf_core.report.comparison_page import Side
 from rlhf_core.report.differences import Results
-from rlhf_core.report.inputs import read_times
+from rlhf_core.report.inputs import Side, read_times
 from rlhf_core.rounds.pins import read_round_stages, read_rounds
 
 TRACKED = ("data/prepared", "models/")  # data and models; other outs are results

@@ -142,10 +142,9 @@ def own_gpus(count: int) -> str | None:
     node's ranks. None: the engine may see what this process sees.
     """
     import torch
+    import torch.distributed as dist
 
-    from rlhf_core.engines.ranks import world_size
-
-    if world_size() == 1 or not torch.cuda.is_available():
+    if not dist.is_initialized() or dist.get_world_size() == 1 or not torch.cuda.is_available():
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     current = torch.cuda.current_device()

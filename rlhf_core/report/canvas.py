@@ -1,7 +1,4 @@
-"""Common parts of the report's figures: colours, an empty canvas, curves over steps with hover.
-
-Colours are those of the light scheme; the page's script replaces them by DARK if the reader prefers a dark scheme.
-"""
+"""Common parts of the report's figures: an empty canvas, curves over steps with hover."""
 
 from __future__ import annotations
 
@@ -14,21 +11,9 @@ import pandas as pd
 from bokeh.models import ColumnDataSource, HoverTool, Legend, NumeralTickFormatter
 from bokeh.plotting import figure
 
-INK, MUTED, GRID = "#3d4451", "#6b7280", "#e4e7ec"
-BLUE, ORANGE, GREEN, RED, PURPLE, TEAL = "#2f6fdb", "#d9730d", "#1f8a4c", "#c93c37", "#7a4fd0", "#0e8a94"
-DARK = {
-    INK: "#cfd6e1",
-    MUTED: "#98a2b3",
-    GRID: "#2b313c",
-    BLUE: "#6ea8ff",
-    ORANGE: "#ffa657",
-    GREEN: "#57c785",
-    RED: "#ff7b72",
-    PURPLE: "#b795ff",
-    TEAL: "#4fd1d9",
-}
+from rlhf_core.report.colors import GRID, MUTED, thin
+
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-MAX_POINTS = 1000  # of one curve; longer ones are thinned evenly
 HEIGHT = 240  # pixels
 
 
@@ -129,10 +114,3 @@ def canvas(y_title: str, *, x_title: str, height: int = HEIGHT, **options: Any) 
     plot.grid.grid_line_color = GRID
     plot.xgrid.grid_line_color = None
     return plot
-
-
-def thin(rows: pd.DataFrame) -> pd.DataFrame:
-    """At most MAX_POINTS rows, evenly spaced, the first and the last among them."""
-    if len(rows) <= MAX_POINTS:
-        return rows
-    return rows.iloc[np.unique(np.linspace(0, len(rows) - 1, MAX_POINTS).round().astype(int))]

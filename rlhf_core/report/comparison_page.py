@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import pandas as pd
 from bokeh.plotting import figure
 
-from rlhf_core.report.canvas import BLUE, ORANGE, Line, add_frontier, canvas, curves, place_legend
+from rlhf_core.report.canvas import Line, add_frontier, canvas, curves, place_legend
+from rlhf_core.report.colors import BLUE, ORANGE
 from rlhf_core.report.differences import (
-    Results,
     figures_that_count,
     headline,
     outs_that_differ,
@@ -20,7 +17,7 @@ from rlhf_core.report.differences import (
     samples_that_differ,
 )
 from rlhf_core.report.figures import as_items
-from rlhf_core.report.inputs import StageTime
+from rlhf_core.report.inputs import Side
 from rlhf_core.report.page import page
 from rlhf_core.report.tables import answer, side_by_side
 from rlhf_core.report.verdict import MODES
@@ -43,16 +40,6 @@ OVERLAID = (
     ("train_policy", None, "reward_accuracy", "Alignment: accuracy", "pairs in the right order", True),
     ("train_policy", None, "reward_margin", "Alignment: margin", "nats times beta", False),
 )
-
-
-@dataclass(frozen=True)
-class Side:
-    """One of the two runs. curves: stage -> one row per step. samples: as evaluate wrote them; None if they are missing."""
-
-    results: Results
-    curves: Mapping[str, pd.DataFrame]
-    samples: pd.DataFrame | None
-    times: Mapping[str, StageTime]
 
 
 def render_comparison(first: Side, second: Side) -> str:

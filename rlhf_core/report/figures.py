@@ -11,7 +11,8 @@ from bokeh.embed import json_item
 from bokeh.models import NumeralTickFormatter, Range1d, Span
 from bokeh.plotting import figure
 
-from rlhf_core.report.canvas import BLUE, GREEN, HEIGHT, ORANGE, PURPLE, RED, TEAL, Line, add_frontier, canvas, curves
+from rlhf_core.report.canvas import HEIGHT, Line, add_frontier, canvas, curves
+from rlhf_core.report.colors import BLUE, GREEN, ORANGE, PURPLE, RED, TEAL
 from rlhf_core.report.inputs import ReportInputs, need
 from rlhf_core.report.quality import accuracies, external, reliability, score_histogram, token_lengths
 

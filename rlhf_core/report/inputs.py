@@ -140,6 +140,16 @@ class StageTime:
         return {name: seconds / self.seconds for name, seconds in self.phases.items()}
 
 
+@dataclass(frozen=True)
+class Side:
+    """One of two runs that are compared. curves: stage -> one row per step. samples: as evaluate wrote them; None if they are missing."""
+
+    results: Results
+    curves: Mapping[str, pd.DataFrame]
+    samples: pd.DataFrame | None
+    times: Mapping[str, StageTime]
+
+
 def read_times(workspace: Path) -> dict[str, StageTime]:
     """Timings of the stages whose curves in `workspace` were measured together with them.
 

@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from rlhf_core.config import reordering_shown
 from rlhf_core.report.blame import blame
-from rlhf_core.report.canvas import DARK
+from rlhf_core.report.colors import DARK
 from rlhf_core.report.differences import Results, figures_that_count, headline, outs_that_differ, params_that_differ, read_as
 from rlhf_core.report.figures import Figures, all_figures, logprob_limit
 from rlhf_core.report.inputs import ReportInputs, StageTime, need

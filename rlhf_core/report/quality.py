@@ -10,7 +10,8 @@ import pandas as pd
 from bokeh.models import ColumnDataSource, FactorRange, HoverTool, NumeralTickFormatter, Range1d, Span, Whisker
 from bokeh.plotting import figure
 
-from rlhf_core.report.canvas import BLUE, GREEN, HEIGHT, MUTED, ORANGE, PURPLE, RED, canvas, place_legend
+from rlhf_core.report.canvas import HEIGHT, canvas, place_legend
+from rlhf_core.report.colors import BLUE, GREEN, MUTED, ORANGE, PURPLE, RED
 from rlhf_core.report.inputs import need
 from rlhf_core.report.texts import visible
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rlhf_core.report.canvas import BLUE, GRID, INK, MUTED, ORANGE, PURPLE, thin
+from rlhf_core.report.colors import BLUE, GRID, INK, MUTED, ORANGE, PURPLE, thin
 
 WIDTH, HEIGHT, COLUMNS = 320, 190, 3  # of a panel, in pixels; panels in a row
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 30, 26  # of a panel's margins

@@ -31,6 +31,11 @@ def test_flows_need_no_torch_however_far_one_follows_their_imports():
             assert not foreign_imports(needed) & {"torch", "transformers", *VENDORS}, f"{path} -> {needed}"
 
 
+def test_a_flow_needs_no_bokeh():
+    """Half a second of each run's start; stages import it."""
+    assert [path for path in closure(ROOT / "flows/chain/flow.py", set()) if "bokeh" in foreign_imports(path)] == []
+
+
 def test_only_engines_import_ray_vllm_and_deepspeed():
     found = offenders("tasks", VENDORS) | offenders("rlhf_core", VENDORS) | offenders("flows", VENDORS)
     assert {path for path in found if not path.startswith("rlhf_core/engines/")} == set()

@@ -1,6 +1,6 @@
-"""A vLLM engine over two processes in a Ray actor, beside the trainer's own modules: python divided_engine_probe.py <folder>
+"""A vLLM engine over two processes in a Ray actor, beside the trainer's own modules: python divided_engine_probe.py <folder> [--replace]
 
-Prints its results as one line of JSON for test_divided_engine.py.
+Prints its results as one line of JSON for test_divided_engine.py. --replace: also replaces the engine that has lost a process.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ def main() -> None:
     try:
         engine.wait_ready()
         seen = compare(engine, first, second, str(folder))
-        seen["lost_worker"] = lose_a_worker(engine, second)
-        seen["left_after_a_kill"] = left_after_a_kill(engine)
+        seen["lost_worker"] = lose_a_worker(engine)
+        if "--replace" in sys.argv:
+            seen["replaced"] = replace(engine, second)
+            seen["left_after_a_kill"] = left_after_a_kill(engine)
     finally:
         engine.close()
         ray.shutdown()
@@ -200,18 +202,22 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
-def lose_a_worker(engine: ActorGroup, policy: LlamaForCausalLM) -> dict[str, Any]:
-    """Kill one process of the engine, and replace the engine."""
+def lose_a_worker(engine: ActorGroup) -> dict[str, Any]:
+    """Kill one process of the engine."""
     actor, *workers = processes(engine)
     workers[1].kill()
     try:
         message = f"no loss: {engine.call_one(0, 'probe', PROBE, deadline=DEADLINE)}"
     except RoleLost as lost:
         message = str(lost)
-    ended_late = left([actor, *workers])
+    return {"workers": len(workers), "message": message, "left": left([actor, *workers])}
+
+
+def replace(engine: ActorGroup, policy: LlamaForCausalLM) -> float:
+    """Replace the engine. Returns the difference of the probe after weights were sent to the new one."""
     engine.replace([0])
     _, probe = sent(new_sender(), engine, policy, 10)
-    return {"workers": len(workers), "message": message, "left": ended_late, "replaced": probe_difference(policy, probe)}
+    return probe_difference(policy, probe)
 
 
 def left_after_a_kill(engine: ActorGroup) -> int:

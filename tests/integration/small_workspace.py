@@ -207,8 +207,9 @@ def serving(workspace: Path, log: Path, **extra: str) -> Iterator[Callable[..., 
     No process may be left at the end. extra: environment variables of the server.
     """
     command = [sys.executable, "-m", "flows.server", "--port", "0"]
+    often = {"PREFECT_WORKER_QUERY_SECONDS": "2"}  # the worker looks for runs every ten seconds otherwise
     with log.open("w") as file:
-        server = subprocess.Popen(command, cwd=workspace, env=environment(**extra), stdout=file, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(command, cwd=workspace, env=environment(**often, **extra), stdout=file, stderr=subprocess.STDOUT)
     ready = workspace / ".prefect/server.json"
     try:
         wait_until(lambda: ready.exists() or server.poll() is not None, 120, "server, pool and deployment")

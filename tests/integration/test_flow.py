@@ -102,6 +102,12 @@ def test_overrides_run_in_a_worktree_that_shares_the_run_cache_and_is_found_agai
     assert list((workspace / "runs").glob("[!.]*")) == [worktree]
 
 
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory) -> Path:
+    """A project in which nothing is ever started."""
+    return make_workspace(tmp_path_factory.mktemp("refused") / "project", laid_out=False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -114,12 +120,11 @@ def test_overrides_run_in_a_worktree_that_shares_the_run_cache_and_is_found_agai
         (["--run", "../out"], "run name: expected at most 80 letters"),
     ],
 )
-def test_wrong_params_are_refused_before_anything_starts(tmp_path, arguments, message):
-    workspace = make_workspace(tmp_path / "project", laid_out=False)
-    refused = run_flow(workspace, *arguments)
+def test_wrong_params_are_refused_before_anything_starts(untouched, arguments, message):
+    refused = run_flow(untouched, *arguments)
     assert refused.returncode == 2
     assert message in refused.stderr and "Traceback" not in refused.stderr
-    assert not (workspace / ".prefect").exists() and not (workspace / "runs").exists()
+    assert not (untouched / ".prefect").exists() and not (untouched / "runs").exists()
 
 
 def test_without_retries_a_crash_ends_the_run(tmp_path, server):

@@ -134,7 +134,7 @@ def test_a_promotion_waits_for_a_persons_decision(served):
         wait_until(lambda: state(run)["type"] in ("COMPLETED", "FAILED", "CRASHED", *states), 240, f"the end of run {run}")
         return state(run)
 
-    for _ in range(3):  # at once, since the worker asks every ten seconds
+    for _ in range(3):  # at once, so that the worker starts them together
         created = prefect("deployment", "run", f"promote/{NAME}")
         assert created.returncode == 0, created.stderr
     moved, refused, approved = (r["id"] for r in flow_runs(prefect, NAME))

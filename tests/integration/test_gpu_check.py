@@ -22,7 +22,7 @@ from tools.bench.gpu.table import REHEARSAL
 
 MOST_SECONDS = 1500  # two minutes of CPU time, on cores shared with other tests
 BUDGET = 1e-4  # nats, rl.rollout.max_logprob_difference of params.yaml
-JOBS = ("GRPO, a tiny shape", "PPO, a tiny shape")
+JOB = "PPO, a tiny shape"
 # part: prefix of a figure's name, and how many such figures have a value
 FIGURES = {
     "tests": ("test_", 0),
@@ -53,7 +53,7 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory, models: Path) -> Rehearsal:
-    """Of the part with RL jobs."""
+    """Of the part with an RL job."""
     return rehearse(tmp_path_factory.mktemp("rehearsal") / "out", models, ["rl"])
 
 
@@ -98,25 +98,23 @@ def test_the_table_says_that_it_is_a_rehearsal(rehearsal):
     assert result.rehearsal and result.outcome == RAN, result.reason
 
 
-def test_log_probabilities_of_engine_and_trainer_agree_in_every_job(rehearsal):
-    for job in JOBS:
-        apart = values(rehearsal.results["rl"].figures, job, "log-probabilities", ", max")
-        assert len(apart) == 2 and max(apart) < BUDGET, job
-        assert max(values(rehearsal.results["rl"].figures, job, "log-probabilities", ", mean")) <= max(apart)
-        assert max(values(rehearsal.results["rl"].figures, job, "entropy")) < 7.3, (
-            "of 2,048 tokens with the same probability it is 7.6: any two models agree"
-        )
+def test_log_probabilities_of_engine_and_trainer_agree(rehearsal):
+    figures = rehearsal.results["rl"].figures
+    apart = values(figures, JOB, "log-probabilities", ", max")
+    assert len(apart) == 2 and max(apart) < BUDGET
+    assert max(values(figures, JOB, "log-probabilities", ", mean")) <= max(apart)
+    assert max(values(figures, JOB, "entropy")) < 7.3, "of 2,048 tokens with the same probability it is 7.6: any two models agree"
 
 
 def test_phases_are_parts_of_a_step_and_samples_follow_from_it(rehearsal):
-    for job in JOBS:
-        (step,) = values(rehearsal.results["rl"].figures, job, ": a step")
-        phases = [values(rehearsal.results["rl"].figures, job, f": {name}")[0] for name in ("score", "forward", "update", "sync")]
-        assert min(phases) > 0 and sum(phases) < step
-        assert values(rehearsal.results["rl"].figures, job, ": samples") == pytest.approx([16 / step])
-        assert values(rehearsal.results["rl"].figures, job, ": start")[0] > 1.0
-        assert min(values(rehearsal.results["rl"].figures, job, ": most resident set")) > 0.1  # both actors with their libraries
-        assert len(values(rehearsal.results["rl"].figures, job, ": most resident set")) == 2
+    figures = rehearsal.results["rl"].figures
+    (step,) = values(figures, JOB, ": a step")
+    phases = [values(figures, JOB, f": {name}")[0] for name in ("score", "forward", "update", "sync")]
+    assert min(phases) > 0 and sum(phases) < step
+    assert values(figures, JOB, ": samples") == pytest.approx([16 / step])
+    assert values(figures, JOB, ": start")[0] > 1.0
+    held = values(figures, JOB, ": most resident set")
+    assert len(held) == 2 and min(held) > 0.1  # both actors with their libraries
 
 
 @pytest.mark.long

@@ -39,8 +39,12 @@ def workspace(folder: Path, overrides: dict) -> Path:
 
 
 def prepare(folder: Path) -> subprocess.CompletedProcess[str]:
+    return run_stage(folder, "prepare_data")
+
+
+def run_stage(folder: Path, stage: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tasks.prepare_data"],
+        [sys.executable, "-m", f"tasks.{stage}"],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(folder)},
         capture_output=True,
@@ -187,11 +191,18 @@ def test_recipes_are_complete_parameters(recipe):
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="the real data sets are not here: ../shared/data, beside the checkout")
-@pytest.mark.parametrize(("recipe", "pairs"), [("hh_rlhf", 2307), ("gsm8k", 2429)])
-def test_recipes_prepare_the_real_data(tmp_path, recipe, pairs):
+@pytest.mark.parametrize(("recipe", "pairs", "is_validated"), [("hh_rlhf", 2307, True), ("gsm8k", 2429, False)])
+def test_recipes_prepare_the_real_data_which_passes_validation(tmp_path, recipe, pairs, is_validated):
+    """Validation takes as long again; test_real_data.py has it for both."""
     (tmp_path / "shared").symlink_to(REAL.resolve().parent)
     folder = workspace(tmp_path / "w", read_recipe(ROOT / f"recipes/{recipe}.yaml"))
     done = prepare(folder)
     assert done.returncode == 0, done.stderr
     assert len(read_rows(folder / "data/prepared", "preference")) == pairs
     assert len(read_rows(folder / "data/prepared", "preference", "test")) >= check(folder / "params.yaml", {}).gate.min_pairs
+    if not is_validated:
+        return
+    validated = run_stage(folder, "validate_data")
+    assert validated.returncode == 0, validated.stderr
+    validation = json.loads((folder / "metrics/validation.json").read_text())
+    assert validation["passed"] and validation["rows"]["preference"] == pairs

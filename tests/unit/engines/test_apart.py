@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -38,7 +39,7 @@ def answers(engine) -> list:
     return [message, engine.probe([5, 6, 7, 8])]
 
 
-def test_an_engine_apart_answers_as_one_here_before_and_after_new_weights(folders):
+def test_an_engine_apart_answers_as_one_here_before_and_after_new_weights_and_its_death_is_an_error_and_not_a_wait(folders):
     here, apart = open_here(model_path=str(folders[0]), **HOW), EngineApart(open_here, model_path=str(folders[0]), **HOW)
     try:
         first = answers(here)
@@ -49,8 +50,16 @@ def test_an_engine_apart_answers_as_one_here_before_and_after_new_weights(folder
         with pytest.raises(ValueError, match=r"expected fewer tokens than model\.max_length=64"):  # and it goes on
             apart.generate([[5] * 64], [0], SamplingSettings(6, 1.0), stop_ids=(1,), group_size=1)
         assert apart.probe([5, 6]) == here.probe([5, 6])
+        os.kill(apart._process.pid, signal.SIGKILL)
+        with pytest.raises(EngineLost, match="the end of its process with exit code -9"):
+            apart.probe([5, 6, 7])
     finally:
         apart.close()
+
+
+def test_an_engine_that_is_closed_leaves_no_process():
+    apart = EngineApart(SimpleNamespace)
+    apart.close()
     assert not psutil.pid_exists(apart._process.pid)
 
 
@@ -62,30 +71,21 @@ def test_what_the_engine_refuses_is_refused_here_and_no_process_stays(tmp_path):
     assert left == []
 
 
-def test_a_dead_engine_is_an_error_and_not_a_wait(folders):
-    engine = EngineApart(open_here, model_path=str(folders[0]), **HOW)
-    os.kill(engine._process.pid, signal.SIGKILL)
-    with pytest.raises(EngineLost, match="the end of its process with exit code -9"):
-        engine.probe([5, 6, 7])
-    engine.close()
-
-
 HOLDER = """
-import sys, time
+import time
+from types import SimpleNamespace
 from rlhf_core.engines.apart import EngineApart
-from rlhf_core.engines.in_process import open_here
 if __name__ == "__main__":
-    engine = EngineApart(open_here, backend="pytorch", model_path=sys.argv[1], max_length=64, dtype="float32", max_concurrent_sequences=8,
-                         threads=1, seed=0, trust_remote_code=False, gpu_memory_fraction=0.5)
+    engine = EngineApart(SimpleNamespace)
     print(engine._process.pid, flush=True)
     time.sleep(60)
 """
 
 
-def test_the_engine_ends_with_a_stage_that_is_killed(folders, tmp_path):
+def test_the_engine_ends_with_a_stage_that_is_killed(tmp_path):
     script = tmp_path / "holder.py"
     script.write_text(HOLDER)
-    holder = subprocess.Popen([sys.executable, str(script), str(folders[0])], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     pid = int(holder.stdout.readline())
     engine = psutil.Process(pid)
     engine.send_signal(signal.SIGTERM)  # as the whole group gets it: the stage decides
@@ -98,14 +98,10 @@ def test_the_engine_ends_with_a_stage_that_is_killed(folders, tmp_path):
 
 
 FAILING = """
-import types
+from types import SimpleNamespace
 from rlhf_core.engines.apart import EngineApart
-
-def open_here():
-    return types.SimpleNamespace()
-
 if __name__ == "__main__":
-    engine = EngineApart(open_here)
+    engine = EngineApart(SimpleNamespace)
     raise SystemExit(3)
 """
 

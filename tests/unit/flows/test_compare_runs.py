@@ -18,7 +18,6 @@ from scipy.stats import ttest_1samp
 from flows.compare_runs import main, summary
 from rlhf_core.config import TrackingConfig, apply_overrides
 from rlhf_core.gate.looks import look_level
-from rlhf_core.report.comparison_page import Side
 from rlhf_core.report.differences import (
     Difference,
     Results,
@@ -29,7 +28,7 @@ from rlhf_core.report.differences import (
     params_that_differ,
     read_as,
 )
-from rlhf_core.report.inputs import read_times, summarize
+from rlhf_core.report.inputs import Side, read_times, summarize
 from rlhf_core.statistics.intervals import mean_interval, paired_interval, sign_test, wilson_interval
 from rlhf_core.tracking import MetricsLog
 

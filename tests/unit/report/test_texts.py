@@ -16,7 +16,7 @@ from report_workspace import (
 )
 
 from rlhf_core.config import load_params
-from rlhf_core.report.canvas import MAX_POINTS, thin
+from rlhf_core.report.colors import MAX_POINTS, thin
 from rlhf_core.report.files import read_inputs
 from rlhf_core.report.page import json_for_html, render
 from rlhf_core.report.texts import MAX_TEXT, markdown_block, markdown_text, measured, number, signed, visible

@@ -21,7 +21,7 @@ from tools.bench.gpu.shapes import TINY, model_folder
 from tools.bench.gpu.trl_side import arguments
 
 
-@pytest.mark.parametrize("case", [case for case, _ in (*rl.CASES, *rl.REHEARSAL)], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [rl.REHEARSED, *(case for case, _ in (*rl.CASES, *rl.REHEARSAL))], ids=lambda case: case.name)
 def test_a_case_is_a_job_of_one_engine_and_one_rank_with_room_for_its_sequences(case):
     params = case.params
     assert params.rl.rollout.engines == params.rl.trainer.ranks == 1

@@ -33,7 +33,7 @@ REHEARSED = Case(
     algorithm="grpo", shape=TINY, dtype="float32", steps=2, warmup=1, prompts=4, group=4, prompt=(6, 12), response=16,
     microbatch_tokens=512, threads=cores(2),
 )  # fmt: skip
-REHEARSAL = [(REHEARSED, 0.0), (replace(REHEARSED, algorithm="ppo", prompts=16, group=1), 0.0)]
+REHEARSAL = [(replace(REHEARSED, algorithm="ppo", prompts=16, group=1), 0.0)]  # GRPO is rehearsed by turns and on two GPUs
 
 
 def main() -> None:

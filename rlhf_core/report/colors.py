@@ -1,0 +1,31 @@
+"""What figures share that are drawn with and without Bokeh, which takes half a second to import: colours, and how curves are thinned.
+
+Colours are those of the light scheme; the page's script replaces them by DARK if the reader prefers a dark scheme.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+INK, MUTED, GRID = "#3d4451", "#6b7280", "#e4e7ec"
+BLUE, ORANGE, GREEN, RED, PURPLE, TEAL = "#2f6fdb", "#d9730d", "#1f8a4c", "#c93c37", "#7a4fd0", "#0e8a94"
+DARK = {
+    INK: "#cfd6e1",
+    MUTED: "#98a2b3",
+    GRID: "#2b313c",
+    BLUE: "#6ea8ff",
+    ORANGE: "#ffa657",
+    GREEN: "#57c785",
+    RED: "#ff7b72",
+    PURPLE: "#b795ff",
+    TEAL: "#4fd1d9",
+}
+MAX_POINTS = 1000  # of one curve; longer ones are thinned evenly
+
+
+def thin(rows: pd.DataFrame) -> pd.DataFrame:
+    """At most MAX_POINTS rows, evenly spaced, the first and the last among them."""
+    if len(rows) <= MAX_POINTS:
+        return rows
+    return rows.iloc[np.unique(np.linspace(0, len(rows) - 1, MAX_POINTS).round().astype(int))]
