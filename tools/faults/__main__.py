@@ -145,6 +145,8 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="keep the workspaces of cells that passed")
     arguments = parser.parse_args()
     cells = [cell for cell in [*all_cells(), *server_cells()] if all(word in cell.name for word in arguments.only)]
+    if not cells:
+        parser.error(f"--only: expected words of a cell's name, got {' '.join(arguments.only)}; see --list")
     if arguments.list:
         sys.stdout.write("\n".join(cell.name for cell in cells) + "\n")
         return 0

@@ -222,9 +222,17 @@ def of_nodes() -> list[Cell]:
         ),
         Cell(
             *(rl, "node of vLLM, none is free", "lost"),
-            r"rollout: expected room for 1 x \(1 CPU\) within .* got none \(1 node: 1 CPU",
+            r"rollout: expected room for 1 x \(1 CPU\) within .* got none \(2 nodes: 1 CPU",
             faults.lose_node_of("rollout"),
             prepare=faults.nodes(2),
+            ends_first=True,
+            variant="longer",
+        ),
+        Cell(
+            *(rl, "node of vLLM and a trainer", "lost"),
+            f"trainer {dead}",
+            faults.lose_node_of("rollout"),
+            prepare=faults.nodes(1, cpus=2),
             ends_first=True,
             variant="longer",
         ),

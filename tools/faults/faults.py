@@ -230,14 +230,14 @@ def corrupt_cache(workspace: Path, stage: str) -> Undo:
     return nothing
 
 
-def nodes(count: int) -> Callable[[Path, str], Undo]:
-    """Start a cluster of `count` nodes with one CPU each and a head without CPUs, and set cluster.address to it."""
+def nodes(count: int, *, cpus: int = 1) -> Callable[[Path, str], Undo]:
+    """Start a cluster of `count` nodes with so many CPUs each and a head without CPUs, and set cluster.address to it."""
 
     def prepare(workspace: Path, _: str) -> Undo:
         folder = Path(tempfile.mkdtemp(prefix="rn"))
         environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
         with log_of(workspace).open("a") as log:
-            command = [sys.executable, "-m", "tools.faults.nodes", str(folder), str(count)]
+            command = [sys.executable, "-m", "tools.faults.nodes", str(folder), str(count), str(cpus)]
             cluster = subprocess.Popen(command, cwd=workspace, env=environment, stdout=log, stderr=log, start_new_session=True)
         ready = folder / "cluster.json"
         wait_until(lambda: ready.exists() or cluster.poll() is not None, 240, "a cluster")

@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine: python -m tools.faults.nodes <folder> <nodes with one CPU>; ends by SIGTERM.
+"""A Ray cluster of several nodes on this machine: python -m tools.faults.nodes <folder> <nodes> <CPUs of each>; ends by SIGTERM.
 
 The head has no CPU for actors. <folder>/cluster.json has the cluster's address once the cluster is up.
 """
@@ -18,7 +18,7 @@ from rlhf_core.process import configure_process
 
 
 def main() -> None:
-    folder, count = Path(sys.argv[1]), int(sys.argv[2])
+    folder, count, cpus = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     configure_process()
@@ -34,7 +34,7 @@ def main() -> None:
     head = {"num_cpus": 0, "include_dashboard": True, "dashboard_port": dashboard, "temp_dir": str(folder)}
     cluster = Cluster(initialize_head=True, head_node_args=head | store)
     for _ in range(count):
-        cluster.add_node(num_cpus=1, **store)
+        cluster.add_node(num_cpus=cpus, **store)
     cluster.wait_for_nodes()
     aside = folder / "cluster.json.tmp"
     aside.write_text(json.dumps({"address": f"http://127.0.0.1:{dashboard}", "token": str(token)}))
