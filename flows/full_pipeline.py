@@ -83,7 +83,7 @@ def run(root: Path, overrides: dict[str, Any], name: str | None, options: argpar
     if state.is_completed():
         return 0
     print(f"\n{state.name}: {state.message}", file=sys.stderr)
-    return GATE_REJECTED if state.name == record.GATE_REJECTED else FAILED
+    return {record.GATE_REJECTED: GATE_REJECTED, record.REFUSED: REFUSED}.get(state.name, FAILED)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         overrides, name = choose(root, options)
         with only_flow(root, name):
-            workspace = prepare_run(root, name, overrides, update=options.update)
+            workspace = prepare_run(root, name, overrides, update=options.update, until=options.until)
             order = stage_order(workspace)
             check_chosen(order, force=options.force, until=options.until)  # a run's worktree may have other stages
             wanted = stages_until(order, options.until)

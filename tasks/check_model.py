@@ -1,5 +1,5 @@
 """Stage check_model: train and sample from a small copy of the configured model before the real training. Also loads scorer functions, and
-checks that the machine's GPUs, if it has any, suffice for the RL job.
+checks what is known of the RL job: GPUs, the engines' division, and how weights travel.
 
 A model with wrong computations is refused within seconds, before SFT, reward model and gate. Numerical differences vary between machines
 and are in reports/check_model.json, outside DVC; verdicts are in metrics/check_model.json. train_sft depends on
@@ -23,14 +23,14 @@ def main() -> None:
     with Stage("check_model", resumable=False) as stage:
         import torch
 
-        from rlhf_core.model_check.check import message, run_trials, scorers, title, verdict
-        from rlhf_core.planning.placement import place
+        from rlhf_core.model_check.check import check_rl_job, check_turns, message, run_trials, scorers, title, verdict
         from rlhf_core.scorers.text import TextScorers
 
         params = stage.params
         TextScorers(0, [scorer for scorer in scorers(params) if scorer.kind == "function"], {})  # loads and checks each function
-        if params.alignment.method == "rl" and params.cluster.address is None:  # this machine will be the job's cluster
-            place(params.rl, torch.cuda.device_count())
+        is_rl, gpus = params.alignment.method == "rl", torch.cuda.device_count()
+        if is_rl:
+            check_rl_job(params, gpus)
         stage.use_threads()
         name, findings = run_trials(params, TOKENIZER, stage.scratch / "trial")
         shutil.rmtree(stage.scratch / "trial", ignore_errors=True)
@@ -41,6 +41,8 @@ def main() -> None:
             log.info("%s: %s%s", title(finding), verdict(finding), difference)
         if refused := [message(name, finding, params) for finding in findings if finding.refusal is not None]:
             raise StageFailed("\n".join(refused))
+        if is_rl:
+            check_turns(params, gpus)
         write_json(MODEL_ACCEPTED, {"model": name, "accepted": True})
 
 

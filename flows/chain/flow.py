@@ -27,6 +27,7 @@ from flows.chain.console import tell, tell_end
 from flows.chain.locks import only_flow
 from flows.chain.overrides import Overrides, with_recipes
 from flows.chain.pins import prepare_run
+from flows.chain.reach import check_cluster
 from flows.chain.stages import StageFailed, StageResult, check_chosen, read_stages, stage_environment, stage_order, stages_until, unchanged
 from flows.chain.summary import read_metrics, report_line, report_of, stage_table, until_line
 from flows.chain.updates import check_run
@@ -146,7 +147,7 @@ def _chain(
         ConfigError: params or workspace are refused.
     """
     check_chosen(stage_order(root), force=force, until=until)
-    workspace = prepare_run(root, name, overrides, update=update)
+    workspace = prepare_run(root, name, overrides, update=update, until=until)
     with recording(workspace):
         state = _stages(root, workspace, log, force=force, until=until)
         note(workspace, **outcome_of(state, None if until == stage_order(workspace)[-1] else until))
@@ -166,6 +167,7 @@ def _stages(
     results: list[StageResult] = []
     forced = once_in_run(workspace, force)
     skipped = list(itertools.takewhile(lambda stage: stage != forced, unchanged(workspace, order)))
+    check_cluster(root, params, [stage for stage in stages_until(order, until) if stage not in skipped])
     try:
         for stage in stages_until(order, until):
             results.append(run_with_retries(stage, workspace, params.flow, skip=stage in skipped, force=stage == forced))

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from flows.chain.reach import check_cluster
+from flows.chain.stages import stage_order, stages_until
 from flows.chain.updates import check_run, check_update, has_begun
 from flows.chain.user_files import check_user_files
 from flows.chain.worktree import commit, prepare_worktree
@@ -27,19 +29,25 @@ INCUMBENT, ANCHOR, ROLLED_BACK = "gate.incumbent", "gate.anchor", "gate.rolled_b
 log = logging.getLogger("rlhf.flows")
 
 
-def prepare_run(root: Path, name: str | None, overrides: dict[str, Any], *, update: bool = False, free: Iterable[str] = ()) -> Path:
+def prepare_run(
+    root: Path, name: str | None, overrides: dict[str, Any], *, update: bool = False, free: Iterable[str] = (), until: str | None = None
+) -> Path:
     """Prepare the folder of a run (the current one, or a named run's worktree) and pin the registry's state in its params.
 
     Args:
-        update, free: as for check_update.
+        update, free: as for check_update. until: the last stage to run; None: the chain's.
     Raises:
-        ConfigError: as check_update and prepare_worktree; a file named in params is missing; or a scorer's reward model was
-            rolled back.
+        ConfigError: as check_update and prepare_worktree; a file named in params is missing; the cluster of a new run can't be used; or a
+            scorer's reward model was rolled back.
     """
     fresh = name is None or not has_begun(root, name)
     if name is not None:
         check_update(root, name, overrides, update=update, free=free)
-    check_user_files(root, name, check_run(root, name, overrides))
+    wanted = check_run(root, name, overrides)
+    check_user_files(root, name, wanted)
+    if name is not None and fresh and wanted.cluster.address is not None:
+        # Before its worktree is made. The flow checks other runs, once it knows which stages will run.
+        check_cluster(root, wanted, stages_until(stage_order(root), until))
     workspace = root if name is None else prepare_worktree(root, name, overrides)
     if pin_registry(root, workspace, chosen=overrides, fresh=fresh) and name is not None:
         refusal = commit(workspace, f"Run {name}: pin the registry's state", ["params.yaml"])

@@ -13,9 +13,11 @@ from flows.chain.flow import end_state, outcome_of, publish_gate, run_with_retri
 from flows.chain.locks import only_flow
 from flows.chain.overrides import Overrides, with_recipes
 from flows.chain.pins import check_not_rolled_back
+from flows.chain.reach import check_cluster
 from flows.chain.stages import StageFailed, unchanged
 from flows.chain.worktree import commit_results
 from flows.rounds.series import (
+    STAGES,
     chain_before_rounds,
     check_promotion_split,
     check_reward_model,
@@ -77,6 +79,7 @@ def _chain(root: Path, workspace: Path, params: Params) -> State | None:
     try:
         order = chain_before_rounds(workspace, params)
         skipped = unchanged(workspace, order)
+        check_cluster(root, params, [*(stage for stage in order if stage not in skipped), *STAGES])
         for stage in order:
             run_with_retries(stage, workspace, params.flow, skip=stage in skipped)
             publish_gate(workspace, stage)

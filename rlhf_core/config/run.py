@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from rlhf_core.config.base import Section
+from rlhf_core.config.base import Section, shown
 
 
 class EvaluationConfig(Section):
@@ -42,6 +43,7 @@ class CheckpointsConfig(Section):
 class ClusterConfig(Section):
     """The Ray cluster of RL and of every stage on several ranks.
 
+    address: of Ray's dashboard, such as http://127.0.0.1:8265; null: a job starts a Ray head of its own on this machine.
     start_timeout: seconds. silence_timeout: seconds without a sign of life after which Ray's head or a job's driver counts as lost.
     rank_timeout: seconds that a rank waits for the others, at the start, in a step, for a checkpoint or for their share of samples.
     inference_ranks: processes, with a GPU each where there are some, among which gate, evaluation, rejection sampling, rounds and
@@ -50,7 +52,7 @@ class ClusterConfig(Section):
         log-probabilities a part of the weights each.
     network_interface: of the connections between ranks, for NCCL and gloo; null: NCCL chooses one, and gloo that of the node's address.
     storage: address through which inputs, checkpoints and outputs travel, such as s3://bucket/prefix; null: a folder that all nodes
-        see at the same path has the project. storage_timeout: seconds for a transfer.
+        see at the same path has the project. A local folder must exist on every node. storage_timeout: seconds for a transfer.
     node_folder, node_gib: where a node keeps what it has fetched (null: its folder for temporary files), and how much of it.
     """
 
@@ -68,6 +70,11 @@ class ClusterConfig(Section):
     inference_ranks_per_model: int = Field(default=1, ge=1)
 
     def conflicts(self) -> Iterator[str]:
+        if self.address is not None and not _is_web_address(self.address):
+            yield (
+                f"address: expected http://HOST:PORT or https://HOST:PORT of Ray's dashboard, such as http://127.0.0.1:8265, got "
+                f"{shown(self.address)}; correct it, or set it to null to run jobs on this machine"
+            )
         if self.inference_ranks % self.inference_ranks_per_model:
             yield (
                 f"inference_ranks: expected a multiple of inference_ranks_per_model={self.inference_ranks_per_model}, got "
@@ -75,6 +82,14 @@ class ClusterConfig(Section):
             )
         if self.storage is not None and self.address is None:
             yield f"storage: expected null with address: null, which runs jobs on this machine, got {self.storage}; set address"
+
+
+def _is_web_address(text: str) -> bool:
+    try:
+        found = urlsplit(text)
+        return found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0 and not any(map(str.isspace, text))
+    except ValueError:  # such as a port that is no number
+        return False
 
 
 class TrackingConfig(Section):

@@ -20,8 +20,8 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "validate_data": ("validation", "model", "reward.enabled", "alignment"),
     "check_model": (
         *("model", "alignment", "sft.lora", "sft.zero_stage", "reward.enabled", "reward.lora", "rl.reward.scorers"),
-        *("rl.placement", "rl.trainer.ranks", "rl.trainer.gpus_per_rank", "rl.rollout.engines", "rl.rollout.gpus_per_engine"),
-        *("rl.rollout.backend", "rejection_sampling.scorers", "rejection_sampling.sampling.backend", "${alignment.method}.lora"),
+        *("rl.placement", "rl.trainer.ranks", "rl.trainer.gpus_per_rank", "rl.rollout", "rejection_sampling.scorers"),
+        *("rejection_sampling.sampling.backend", "${alignment.method}.lora"),
     ),
     "train_sft": ("seed", "model", "sft"),
     "train_reward": ("seed", "model", "reward"),

@@ -11,12 +11,16 @@ from transformers import AutoConfig
 
 from rlhf_core.config import LoraConfig, ModelConfig, Params, RolloutBackend, ScorerConfig
 from rlhf_core.engines.deepspeed_engine import device, join_world
+from rlhf_core.engines.vllm.refusals import refuse_without_sleep
 from rlhf_core.model_check.miniature import cut_config, random_model, smaller
 from rlhf_core.model_check.trial import Finding, Trial, TrialSettings, judged, largest, random_sequences, refused
 from rlhf_core.models.build import classifier
 from rlhf_core.models.folder import check_model_folder, refusals
 from rlhf_core.models.forward import ScalarModule
 from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.planning.models import base_model
+from rlhf_core.planning.placement import place, transfer_ways
+from rlhf_core.planning.shape import check_engine
 from rlhf_core.scorers.needs import check_ready_made, ready_made_folder
 from rlhf_core.scorers.reward_model import score_sequences
 
@@ -68,6 +72,32 @@ def run_trials(params: Params, tokenizer_folder: Path, scratch: Path) -> tuple[s
         else:
             findings.append(trial.run(backend))
     return type(language_model).__name__, findings
+
+
+def check_rl_job(params: Params, gpus: int) -> None:
+    """Check what is known of the RL job before the chain trains anything; the job itself checks the same.
+
+    Args:
+        gpus: of this machine, which is the job's cluster without cluster.address.
+    Raises:
+        ValueError: an engine can't divide the model over its GPUs, the machine has too few, or weights can't travel as set.
+    """
+    rollout, model = params.rl.rollout, base_model(params.model)
+    if rollout.tensor_parallel_size > 1 and model is not None and model.shape is not None:
+        check_engine(model.shape, rollout.tensor_parallel_size, key="rl.rollout.tensor_parallel_size")
+    if params.cluster.address is None:
+        transfer_ways(params.rl, place(params.rl, gpus))
+
+
+def check_turns(params: Params, gpus: int) -> None:
+    """Check that the RL job's engines can take turns with its trainer, if they shall. Imports vLLM, after it has been tried.
+
+    Raises:
+        ValueError: this machine, which is the job's cluster, has a build of vLLM that can't.
+    """
+    rl = params.rl
+    if params.cluster.address is None and rl.rollout.backend == "vllm" and place(rl, gpus).takes_turns(rl):
+        refuse_without_sleep()
 
 
 def try_ready_made(scorer: ScorerConfig, model: ModelConfig) -> Finding:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config import ArchitectureConfig
+from rlhf_core.config import ArchitectureConfig, number_of
 
 
 @dataclass(frozen=True)
@@ -168,3 +168,23 @@ SIZES: dict[str, ModelShape] = {
     "llama3-70b": ModelShape(80, 8192, 28672, 64, 8, 128, 128256),
     "qwen3-32b": ModelShape(64, 5120, 25600, 64, 8, 128, 151936),
 }
+
+
+def check_engine(shape: ModelShape, gpus: int, *, key: str) -> None:
+    """
+    Args:
+        key: of the number of GPUs.
+    Raises:
+        ValueError: vLLM can't divide the model's layers over so many GPUs.
+    """
+
+    def divides(size: int) -> bool:
+        heads = shape.heads % size == 0 and (shape.kv_heads % size == 0 or size % shape.kv_heads == 0)
+        return heads and shape.intermediate % size == 0
+
+    if not divides(gpus):
+        nearest = min(filter(divides, range(1, shape.heads + 1)), key=lambda size: abs(size - gpus))
+        raise ValueError(
+            f"{key}: expected a divisor of the model's {number_of(shape.heads, 'head')} and of its MLP's width {shape.intermediate}, and a "
+            f"divisor or a multiple of its {number_of(shape.kv_heads, 'head')} of keys and values, got {gpus}; set it to {nearest}"
+        )

@@ -26,7 +26,7 @@ from rlhf_core.planning.memory import (
     trunk_activations,
 )
 from rlhf_core.planning.models import Model
-from rlhf_core.planning.shape import ModelShape
+from rlhf_core.planning.shape import ModelShape, check_engine
 
 # Bytes of private memory of a process without models: PyTorch, transformers and DeepSpeed, measured on a CPU; vLLM, and all of Ray's
 # processes, estimated. Pages of libraries are shared by processes and can be evicted.
@@ -138,26 +138,6 @@ def check_heads(shape: ModelShape, ranks: int) -> None:
         raise ValueError(
             f"sequence_parallel: expected a divisor of the model's {number_of(shape.heads, 'head')}, and a divisor or a multiple of its "
             f"{number_of(shape.kv_heads, 'head')} of keys and values, got {ranks}; change it"
-        )
-
-
-def check_engine(shape: ModelShape, gpus: int, *, key: str) -> None:
-    """
-    Args:
-        key: of the number of GPUs.
-    Raises:
-        ValueError: vLLM can't divide the model's layers over so many GPUs.
-    """
-
-    def divides(size: int) -> bool:
-        heads = shape.heads % size == 0 and (shape.kv_heads % size == 0 or size % shape.kv_heads == 0)
-        return heads and shape.intermediate % size == 0
-
-    if not divides(gpus):
-        nearest = min(filter(divides, range(1, shape.heads + 1)), key=lambda size: abs(size - gpus))
-        raise ValueError(
-            f"{key}: expected a divisor of the model's {number_of(shape.heads, 'head')} and of its MLP's width {shape.intermediate}, and a "
-            f"divisor or a multiple of its {number_of(shape.kv_heads, 'head')} of keys and values, got {gpus}; set it to {nearest}"
         )
 
 

@@ -16,12 +16,15 @@ from rlhf_core.process import PROCESS_ENVIRONMENT, STOPPED_BY_SIGNAL, Interrupte
 from rlhf_core.progress import STATUS
 from rlhf_core.stage.job import REFUSED, pulse_file, refusal_of
 from rlhf_core.stage.luggage import Luggage
+from rlhf_core.stage.reach import check_reach
 from rlhf_core.stage.run import JobCrashed, Stage, StageFailed
 from rlhf_core.stage.stored_job import StoredJob, uses_storage
+from rlhf_core.storage.address import StorageFailed, StorageLate, StorageRefused
 from rlhf_core.storage.work import OUTPUTS
 
 log = logging.getLogger("rlhf")
 
+REACHED = "reached"  # file of the scratch folder: the cluster was there when this work's first job was submitted
 HEAD_GRACE = 5.0  # seconds of the stage's stop_grace in which the Ray head ends, after the job
 
 
@@ -49,15 +52,18 @@ def submit_job(
         results: sets of files that the job leaves in the storage (rlhf_core/storage/work.py).
     Raises:
         Interrupted: SIGTERM; the job has written its checkpoint.
-        StageFailed: the job refused its input.
-        JobCrashed: the job failed otherwise, or the cluster.
+        StageFailed: the job refused its input, or there is no such cluster.
+        StorageRefused: there is no such storage.
+        JobCrashed: the job failed otherwise, the cluster or the storage.
     """
     from rlhf_core.engines.ray.cluster import local_head, python_path, run_job
     from rlhf_core.models.folder import weight_files
 
     params = stage.params
-    stored = StoredJob(stage) if uses_storage(params) else None
     with _cluster_errors(), contextlib.ExitStack() as stack:
+        if params.cluster.address is not None:
+            _check_first_time(stage)
+        stored = StoredJob(stage) if uses_storage(params) else None
         address = params.cluster.address
         where = "on a Ray head of its own, which starts now" if address is None else f"on the Ray cluster at {address}"
         log.info("%s: %s %s", stage.name, subject, where)
@@ -100,10 +106,10 @@ def submit_job(
             on_output=print_output,
             stop_requested=lambda: stage.stop_requested,
         )
-    print_output("", ended=True)
-    if stored is not None:
-        stored.take_back(results, complete=code == 0 and not stage.stop_requested)
-        stage.at_success(stored.remove)
+        print_output("", ended=True)
+        if stored is not None:
+            stored.take_back(results, complete=code == 0 and not stage.stop_requested)
+            stage.at_success(stored.remove)
     if stage.stop_requested or code == STOPPED_BY_SIGNAL:
         raise Interrupted
     if code == REFUSED:
@@ -113,14 +119,40 @@ def submit_job(
         raise JobCrashed(f"{subject}: expected exit code 0, got {code}; {told}; run the stage again to resume")
 
 
+def _check_first_time(stage: Stage) -> None:
+    """Refuse a cluster that isn't there, unless this work has reached it before: then it may come back, and the job waits for it.
+
+    Raises:
+        StageFailed: address, token or storage are wrong.
+        StorageLate: the storage doesn't answer in time.
+    """
+    from rlhf_core.engines.ray.cluster import ClusterError, HeadRefused
+
+    reached, cluster = stage.scratch / REACHED, stage.params.cluster
+    if reached.exists():
+        return
+    try:
+        check_reach(cluster.address, cluster.storage)
+    except StorageLate:
+        raise
+    except (HeadRefused, StorageFailed) as error:
+        raise StageFailed(str(error)) from error
+    except ClusterError as error:
+        log.warning("%s", error)  # the job waits longer
+        return
+    reached.touch()
+
+
 @contextlib.contextmanager
 def _cluster_errors() -> Iterator[None]:
-    """A cluster that can't be reached, doesn't start or is lost has crashed the job."""
+    """A cluster or a storage that answers too late, doesn't start or is lost has crashed the job."""
     from rlhf_core.engines.ray.cluster import ClusterError
 
     try:
         yield
-    except ClusterError as error:
+    except StorageRefused:
+        raise
+    except (ClusterError, StorageFailed) as error:
         raise JobCrashed(str(error)) from error
 
 

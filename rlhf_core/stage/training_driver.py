@@ -79,9 +79,9 @@ def _run(job: TrainJob, description: Path) -> int:
             f"ranks (training.ranks, cluster.inference_ranks): expected at most the cluster's {number_of(gpus, 'GPU')}, one for each rank, "
             f"got {job.ranks}; lower it or add nodes"
         )
-    cluster, files = job.params.cluster, JobFiles.read()
+    cluster = job.params.cluster
     if cluster.address is not None:
-        check_nodes(files.packages if files else {}, cluster.network_interface, timeout=cluster.start_timeout)
+        check_nodes(JobFiles.read(), cluster.network_interface, timeout=cluster.start_timeout)
     check_cluster(job.stage, job.params, gpus)
     group = RankGroup(
         job.ranks,

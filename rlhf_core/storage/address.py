@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import queue
 import secrets
 import threading
@@ -22,12 +23,21 @@ BLOCK = 64 << 20  # bytes of a read from the storage
 CHUNK = 4 << 20  # bytes of a write to it
 THREADS = 8  # transfers at the same time
 NOTE_SECONDS = 60.0  # for a small file, or a listing
+CHECK_SECONDS = 20.0  # for the first file of all
 
 Value = TypeVar("Value")
 
 
 class StorageFailed(OSError):
     """The storage refused, failed or didn't answer in time. The message names the address, which holds no credentials."""
+
+
+class StorageLate(StorageFailed):
+    """The storage didn't answer in time."""
+
+
+class StorageRefused(StorageFailed, ValueError):
+    """The storage can't be opened or written as it is configured: another try would fail too."""
 
 
 class Storage:
@@ -37,12 +47,36 @@ class Storage:
         url: such as s3://bucket/prefix or file:///mnt/shared.
         timeout: seconds for a transfer of files.
     Raises:
-        StorageFailed: no library reads such an address.
+        StorageRefused: no library reads such an address, or it is a folder that this machine doesn't have.
+        StorageFailed: it refuses, or doesn't answer.
     """
 
     def __init__(self, url: str, *, timeout: float):
         self.url, self._timeout = url.partition("?")[0], timeout
-        self.filesystem, self.folder = _opened(url)
+        self.filesystem, self.folder = self._within(NOTE_SECONDS, lambda: _opened(url), "to open it")
+
+    def check(self) -> None:
+        """Write, read and remove a small file.
+
+        Raises:
+            StorageRefused: one of these fails.
+            StorageLate: no answer within CHECK_SECONDS.
+        """
+        name, content = f"check-{secrets.token_hex(4)}", b"written to check the storage"
+        expected = f"cluster.storage: expected to write, read and remove a file in {self.url}, got"
+        todo = "correct it, or name the variables of its credentials in flow.environment (docs/security.md)"
+
+        def call() -> bytes | None:
+            try:
+                self._write(name, content)
+                found = self._content(name)
+                self.filesystem.delete_file(self._at(name))
+                return found
+            except Exception as error:  # a library of fsspec raises anything
+                raise StorageRefused(f"{expected} {type(error).__name__}: {' '.join(str(error).split())}; {todo}") from error
+
+        if (found := self._within(CHECK_SECONDS, call, "a file written, read and removed")) != content:
+            raise StorageRefused(f"{expected} {found!r} back for {content!r}; {todo}")
 
     def put(self, files: Iterable[tuple[Path, str]]) -> None:
         """Write local files under the given paths. Each is there as a whole or not at all.
@@ -75,14 +109,7 @@ class Storage:
     def note(self, path: str) -> bytes | None:
         """Content of a small file; None: there is none."""
 
-        def read() -> bytes | None:
-            try:
-                with self.filesystem.open_input_stream(self._at(path)) as file:
-                    return file.read()
-            except FileNotFoundError:
-                return None
-
-        return self._within(NOTE_SECONDS, read, f"{path} read")
+        return self._within(NOTE_SECONDS, lambda: self._content(path), f"{path} read")
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Bytes of every file below a folder, "" being all of the storage, by its path below it."""
@@ -149,6 +176,13 @@ class Storage:
                 while chunk := file.read(CHUNK):
                     out.write(chunk)
 
+    def _content(self, path: str) -> bytes | None:
+        try:
+            with self.filesystem.open_input_stream(self._at(path)) as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
+
     def _read(self, path: str, size: int, local: Path, start: int) -> None:
         """One block of a file."""
         with self.filesystem.open_input_file(self._at(path)) as source:
@@ -210,10 +244,9 @@ class Storage:
         try:
             answer, error = answers.get(timeout=seconds)
         except queue.Empty:
-            raise StorageFailed(
-                f"storage {self.url}: expected {what} within {seconds:.0f} s, got no answer; raise cluster.storage_timeout or check it"
-            ) from None
-        if isinstance(error, OSError):
+            todo = "raise cluster.storage_timeout or check it" if seconds == self._timeout else "check it"
+            raise StorageLate(f"storage {self.url}: expected {what} within {seconds:.0f} s, got no answer; {todo}") from None
+        if isinstance(error, OSError) and not isinstance(error, StorageFailed):
             raise StorageFailed(f"storage {self.url}: expected {what}, got {type(error).__name__}: {error}; check it") from error
         if error is not None:
             raise error
@@ -222,22 +255,27 @@ class Storage:
 
 def _opened(url: str) -> tuple[FileSystem, str]:
     import pyarrow
-    from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
+    from pyarrow.fs import FileSystem, FSSpecHandler, LocalFileSystem, PyFileSystem
 
     subject = f"cluster.storage: expected an address that pyarrow or fsspec reads, got {url.partition('?')[0]}"
     try:
         filesystem, folder = FileSystem.from_uri(url)
-        return filesystem, folder.rstrip("/")
     except pyarrow.ArrowInvalid:
         pass
     except OSError as error:
         raise StorageFailed(f"{subject}, which fails: {error}; correct it") from error
+    else:
+        if isinstance(filesystem, LocalFileSystem) and not Path(folder).is_dir():
+            raise StorageRefused(
+                f"cluster.storage: expected the folder {folder} on every node, got none on {platform.node()}; create it, or mount its disk"
+            )
+        return filesystem, folder.rstrip("/")
     import fsspec
 
     try:
         opened, folder = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise StorageFailed(f"{subject}, which fails: {error}; correct it, or install what reads it here and on every node") from error
+        raise StorageRefused(f"{subject}, which fails: {error}; correct it, or install what reads it here and on every node") from error
     return PyFileSystem(FSSpecHandler(opened)), folder.rstrip("/")
 
 

@@ -11,6 +11,7 @@ import runpy
 import sys
 
 from rlhf_core.stage.job import REFUSED
+from rlhf_core.storage.address import StorageRefused
 from rlhf_core.storage.node import JobFiles
 from rlhf_core.storage.packages import differences, found_here, refusal
 from rlhf_core.storage.work import REFUSAL
@@ -25,6 +26,11 @@ def main() -> None:
         print(told, flush=True)
         with contextlib.suppress(OSError, ImportError):  # the output has the reason
             files.storage().put_note(f"{files.work}/{REFUSAL}", told.encode())
+        sys.exit(REFUSED)
+    try:
+        files.storage()
+    except StorageRefused as refused:
+        print(refused, flush=True)
         sys.exit(REFUSED)
     del sys.argv[:2]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

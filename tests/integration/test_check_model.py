@@ -78,3 +78,18 @@ def test_a_shape_that_vllm_lacks_is_refused_with_what_to_set_which_then_passes(w
     code, printed = run(workspace)
     assert code == 0, printed
     assert verdicts(workspace)["pytorch"] == "right" and (workspace / "metrics/model_accepted.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"tensor_parallel_size": 3}, "rl.rollout.tensor_parallel_size: expected a divisor of the model's 2 heads"),
+        ({"weight_transfer": "nccl"}, "rl.rollout.weight_transfer: expected auto or gloo on a cluster without GPUs, got nccl"),
+        ({"take_turns": True}, "rl.rollout.take_turns: expected auto or false with this build of vLLM, which has no sleep mode, got true"),
+    ],
+)
+def test_an_rl_job_that_cannot_start_is_refused_before_training(workspace, rollout, message):
+    change_params(workspace, {"rl": {"rollout": rollout}})
+    code, printed = run(workspace)
+    assert code == 1 and f"check_model: {message}" in printed and "Traceback" not in printed, printed
+    assert not (workspace / "metrics/model_accepted.json").exists()

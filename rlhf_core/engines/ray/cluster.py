@@ -16,16 +16,20 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
 from rlhf_core.engines.ports import free_ports
 
+if TYPE_CHECKING:
+    from ray.exceptions import AuthenticationError
+
 log = logging.getLogger("rlhf")
 
 HEAD_STOP_SECONDS = 20
 ANSWER_SECONDS = 5.0
+CHECK_SECONDS = 10.0
 HEAD_STARTS = 3  # starts, each with other ports
 TAKEN = ("address already in use", "already occupied")  # Ray's error about a port
 SMALLEST_STORE = 300_000_000
@@ -41,6 +45,10 @@ class Readable(Protocol):
 
 class ClusterError(RuntimeError):
     """The cluster didn't start, refused the job or lost it. The message names what to check."""
+
+
+class HeadRefused(ClusterError):
+    """The cluster's address or token is wrong: another try would fail too."""
 
 
 @contextlib.contextmanager
@@ -168,6 +176,53 @@ def _end_marked(folder: Path) -> None:
         with contextlib.suppress(psutil.Error):
             if process.environ().get(MARK) == str(folder):
                 process.kill()
+
+
+def check_head(address: str, timeout: float = CHECK_SECONDS) -> None:
+    """Ask a head once for its jobs.
+
+    Raises:
+        HeadRefused: nothing listens there, or the head doesn't accept this process's token.
+        ClusterError: no answer within `timeout` seconds, or not that of a dashboard.
+    """
+    import requests
+    from ray.exceptions import AuthenticationError
+    from ray.job_submission import JobSubmissionClient
+    from urllib3.exceptions import NewConnectionError
+
+    expected = f"cluster.address: expected Ray's dashboard at {address}, got"
+    todo = "start the cluster, or correct the address (docs/cluster.md)"
+
+    def ask() -> None:
+        requests.get(f"{address}/api/version", timeout=timeout)  # Ray's client has no deadline
+        JobSubmissionClient(address).list_jobs()
+
+    try:
+        _within(timeout, ask)
+    except AuthenticationError as error:
+        raise HeadRefused(token_refusal(address, error)) from error
+    except TimeoutError as error:
+        raise ClusterError(f"{expected} no answer within {timeout:.0f} s; {todo}") from error
+    except requests.exceptions.ConnectionError as error:
+        if any(isinstance(cause, NewConnectionError) for cause in _causes(error)):
+            raise HeadRefused(f"{expected} no connection: nothing listens there, or no such host; {todo}") from error
+        raise ClusterError(f"{expected} a connection without an answer, as from another of Ray's ports; {todo}") from error
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        raise ClusterError(f"{expected} another server, which answers: {' '.join(str(error).split())[:200]}; {todo}") from error
+
+
+def token_refusal(address: str, error: AuthenticationError) -> str:
+    """Why a cluster refused this process's token, and what to do."""
+    set_one = "set RAY_AUTH_MODE=token in this shell, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's token"
+    got = "RAY_AUTH_MODE is not set" if os.environ.get("RAY_AUTH_MODE") != "token" else error.message.partition("\n")[0]
+    return f"cluster at {address}: expected it to accept the token, got: {got}; {set_one} (docs/cluster.md)"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that it arose from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def run_job(

@@ -19,6 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlhf_core.config import number_of
 from rlhf_core.planning.machine import Machine, whole
+from rlhf_core.storage.address import StorageFailed
+from rlhf_core.storage.node import JobFiles
 from rlhf_core.storage.packages import differences, found_here, refusal
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -91,22 +93,25 @@ def cluster_memory(timeout: float) -> list[Machine]:
     return [replace(machine, gpus=machine.gpus[:count]) for machine, count in zip(found, counts, strict=True)]
 
 
-def check_nodes(packages: Mapping[str, str], interface: str | None, *, timeout: float) -> None:
+def check_nodes(files: JobFiles | None, interface: str | None, *, timeout: float) -> None:
     """Check every node that actors may be placed on, before any is.
 
     Args:
-        packages: versions that a node must have; empty: nothing is checked.
+        files: of the job, with the versions of packages that a node must have; None: the nodes see the project's folder.
         interface: of the network, that a node must have; None: any.
     Raises:
-        ValueError: a node lacks a package or the interface, or has another version.
+        ValueError: a node lacks a package, the interface or the storage, or has another version.
         RoleLost: a node doesn't answer within `timeout` seconds.
     """
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
-    found = _of_nodes(nodes, partial(_looked_at, tuple(packages)), "their packages", timeout) if packages or interface else []
-    for node, (versions, interfaces) in zip(nodes, found, strict=False):
+    found = _of_nodes(nodes, partial(_looked_at, files), "their packages", timeout) if files or interface else []
+    packages = files.packages if files else {}
+    for node, (versions, interfaces, no_storage) in zip(nodes, found, strict=False):
         name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
         if lines := differences(packages, versions):
             raise ValueError(refusal(name, lines))
+        if no_storage is not None:
+            raise ValueError(f"node {name}: {no_storage}")
         if interface is not None and interface not in interfaces:
             raise ValueError(
                 f"cluster.network_interface: expected one that every node has, got {interface}, where node {name} has "
@@ -114,8 +119,15 @@ def check_nodes(packages: Mapping[str, str], interface: str | None, *, timeout: 
             )
 
 
-def _looked_at(packages: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
-    return found_here(packages), sorted(psutil.net_if_addrs())
+def _looked_at(files: JobFiles | None) -> tuple[dict[str, str], list[str], str | None]:
+    """Packages and network interfaces of this node, and why it can't use the storage."""
+    versions, interfaces, no_storage = found_here(files.packages if files else ()), sorted(psutil.net_if_addrs()), None
+    try:
+        if files is not None:
+            files.storage()
+    except StorageFailed as error:
+        no_storage = str(error)
+    return versions, interfaces, no_storage
 
 
 def _of_nodes(nodes: Sequence[Mapping[str, Any]], look: Callable[[], Any], what: str, timeout: float) -> list[Any]:

@@ -14,7 +14,7 @@ from ray.util.state.common import NodeState
 from ray.util.state.exception import RayStateApiException
 
 from rlhf_core.config import number_of
-from rlhf_core.engines.ray.cluster import ClusterError
+from rlhf_core.engines.ray.cluster import ClusterError, token_refusal
 from rlhf_core.process import exit_with
 
 POLL_SECONDS = 2.0
@@ -36,7 +36,7 @@ def wait_for_nodes(address: str, count: int, timeout: float) -> list[NodeState]:
             # Ray's own filter fails once a node has died, and so does its check for nodes that are left out.
             nodes = list_nodes(address, limit=10_000, timeout=ANSWER_SECONDS, detail=True, raise_on_missing_output=False)
         except AuthenticationError as error:
-            raise ClusterError(f"cluster at {address}: expected it to accept the token, got: {error}") from error
+            raise ClusterError(token_refusal(address, error)) from error
         except (OSError, RuntimeError, RayStateApiException) as error:  # the head isn't up yet
             answer = str(error) or type(error).__name__
         else:

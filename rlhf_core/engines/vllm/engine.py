@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from rlhf_core.engines.gpu_memory import cache_bytes, memory_in_use
 from rlhf_core.engines.sleep import Awake
-from rlhf_core.engines.vllm.refusals import refuse_without_reload, refusing_unsupported
+from rlhf_core.engines.vllm.refusals import refuse_without_reload, refuse_without_sleep, refusing_unsupported
 from rlhf_core.engines.weights import pack_experts_at_next_load, pack_tied_weights, replace_weights
 from rlhf_core.process import freeze_gc
 from rlhf_core.sampling.requests import Sample, SamplingSettings
@@ -106,11 +106,8 @@ class VllmEngine:
         freeze_gc()  # vLLM collects garbage five times during its start
         self._set_num_threads = torch.set_num_threads  # on the CPU the engine replaces it by one that does nothing
         on_cpu = current_platform.is_cpu()
-        if sleeps and not current_platform.is_sleep_mode_available():
-            raise ValueError(
-                "rl.rollout.take_turns: expected auto or false with this build of vLLM, which has no sleep mode, got true; change it, or "
-                "set rl.rollout.backend to pytorch"
-            )
+        if sleeps:
+            refuse_without_sleep()
         if on_cpu:
             # Avoids compilation at the first generate. Set here since PyTorch has already read the environment variable.
             torch._dynamo.config.disable = os.environ.setdefault("TORCH_COMPILE_DISABLE", "1") == "1"

@@ -1,4 +1,4 @@
-"""Models that vLLM, or its CPU build, can't serve: refused by name."""
+"""What vLLM, or its CPU build, can't do: models, refused by name, and sleep."""
 
 from __future__ import annotations
 
@@ -42,6 +42,17 @@ def refuse_without_reload(model_path: str, trust_remote_code: bool) -> None:
         raise ValueError(
             f"rollout.backend: expected a model whose weights vLLM can update, got {name}, whose experts its reload leaves unchanged; "
             "set rollout.backend to pytorch"
+        )
+
+
+def refuse_without_sleep() -> None:
+    """Raises: ValueError: this build of vLLM can't free its memory, as engines do that take turns."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_sleep_mode_available():
+        raise ValueError(
+            "rl.rollout.take_turns: expected auto or false with this build of vLLM, which has no sleep mode, got true; change it, or "
+            "set rl.rollout.backend to pytorch"
         )
 
 

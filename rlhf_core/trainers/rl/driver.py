@@ -96,8 +96,8 @@ class Actors:
             for warning in unused_shares(job.rl):
                 log.warning("%s", warning)
         if job.checks_cluster:
-            params, files = load_params(), JobFiles.read()
-            check_nodes(files.packages if files else {}, params.cluster.network_interface, timeout=job.rl.deadlines.start)
+            params = load_params()
+            check_nodes(JobFiles.read(), params.cluster.network_interface, timeout=job.rl.deadlines.start)
             check_cluster("train_policy", params, gpus)
         self.ways = transfer_ways(job.rl, self._placement)  # by which weights reach each engine
         _record(self._placement, self.ways, job)

@@ -26,6 +26,7 @@ class Cluster:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
         self._folder, self._monkeypatch = folder, monkeypatch
+        (folder / "storage").mkdir()
         self.storage = Storage(f"file://{folder}/storage", timeout=20)
         self.attempt(1)
 

@@ -275,3 +275,15 @@ def test_a_word_that_is_almost_one_of_several_gets_that():
     assert line.endswith("got 'rejektion-sampling'; did you mean rejection_sampling?")
     (line,) = refused({"alignment.method": "sarsa"})
     assert line.endswith("got 'sarsa'; correct it there or in the override")
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1:6411", "ray://head:10001", "auto", "", "http://", "https://:8265", "http://head:port", "http://he ad:8265", "head"],
+)
+def test_a_cluster_address_is_that_of_a_dashboard(address: str):
+    message = rf"cluster\.address: expected http://HOST:PORT or https://HOST:PORT of Ray's dashboard.*, got {address}; correct it, or set"
+    with pytest.raises(ConfigError, match=message):
+        check(DEFAULT, {"cluster.address": address})
+    for right in ("http://127.0.0.1:8265", "https://ray.example", "http://[::1]:8265/", None):
+        assert check(DEFAULT, {"cluster.address": right}).cluster.address == right

@@ -17,11 +17,13 @@ from ray.job_submission import JobDetails, JobStatus, JobType
 from rlhf_core.engines.ray.cluster import (
     SMALLEST_STORE,
     ClusterError,
+    HeadRefused,
     _live_job,
     _Patience,
     _Pulse,
     _submit,
     _wait_until_up,
+    check_head,
     python_path,
     run_job,
     store_bytes,
@@ -99,6 +101,16 @@ def test_an_address_that_nobody_answers_is_named(tmp_path):
             run_job(address, "true", start_timeout=1, silence_timeout=1, **unused)
 
 
+def test_a_check_tells_a_head_that_is_not_there_from_one_that_is_late():
+    with socket.socket() as nobody, socket.create_server(("127.0.0.1", 0)) as late:
+        nobody.bind(("127.0.0.1", 0))  # and doesn't listen
+        for found, kind, message in ((nobody, HeadRefused, "nothing listens there"), (late, ClusterError, "no answer within 1 s")):
+            address, began = f"http://127.0.0.1:{found.getsockname()[1]}", time.monotonic()
+            with pytest.raises(ClusterError, match=f"cluster.address: expected Ray's dashboard at {address}, got .*{message}") as caught:
+                check_head(address, timeout=1.0)
+            assert type(caught.value) is kind and time.monotonic() - began < 20
+
+
 def test_a_head_that_takes_the_question_and_never_answers_is_lost_too():
     with pytest.raises(ClusterError, match=r"Ray head: expected the head to answer within .* got no answer"):
         _Patience(0.1).ask(threading.Event().wait, "Ray head")
@@ -133,6 +145,14 @@ def test_a_head_that_hangs_after_its_first_answer_has_the_deadline_of_its_start(
             _wait_until_up(f"http://127.0.0.1:{server.server_port}", head, tmp_path / "head.log", 1.0)
         assert time.monotonic() - started < 30
         head.kill()
+        server.shutdown()
+
+
+def test_a_check_names_a_server_that_is_not_a_dashboard():
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(ClusterError, match="got another server, which answers: 501"):
+            check_head(f"http://127.0.0.1:{server.server_port}")
         server.shutdown()
 
 

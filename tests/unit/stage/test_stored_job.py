@@ -45,6 +45,7 @@ class Project:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
         self._folder, self._monkeypatch = folder, monkeypatch
         self.root = folder / "project"
+        (folder / "storage").mkdir()
         (self.root / "data").mkdir(parents=True)
         (self.root / "data/rows").write_text("rows")
         params = load_params(ROOT / "params.yaml")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -15,13 +16,18 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.storage import address, node
-from rlhf_core.storage.address import Storage, StorageFailed
+from rlhf_core.storage.address import Storage, StorageFailed, StorageRefused
 from rlhf_core.storage.board import _FolderBoard, _StorageBoard
 from rlhf_core.storage.clean import clean
 from rlhf_core.storage.files import download, hash_files, index_bytes, sha256_of, upload
 from rlhf_core.storage.node import INPUTS, JobFiles, enter
 from rlhf_core.storage.packages import differences, found_here, wanted
 from rlhf_core.storage.work import OUTPUTS, RemoteNote, Work
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path):
+    (tmp_path / "storage").mkdir()
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -112,7 +118,6 @@ def test_a_name_outside_the_folder_is_refused(storage, tmp_path):
 
 def test_a_storage_that_does_not_answer_is_told_by_its_deadline(tmp_path):
     storage = Storage(f"file://{tmp_path}/storage", timeout=0.2)
-    os.makedirs(tmp_path / "storage")
     os.mkfifo(tmp_path / "storage/pipe")  # opening it waits for a writer
     with pytest.raises(StorageFailed, match=r"expected 1 files read within 0 s, got no answer"):
         storage.get([("pipe", 0, tmp_path / "out")])
@@ -132,7 +137,6 @@ except StorageFailed as error:
 
 
 def test_a_process_ends_although_a_storage_never_answers(tmp_path):
-    (tmp_path / "storage").mkdir()
     os.mkfifo(tmp_path / "storage/pipe")
     command = [sys.executable, "-c", NEVER_ANSWERED, f"file://{tmp_path}/storage", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
@@ -168,6 +172,25 @@ def test_an_address_that_nothing_reads_is_refused_without_its_query():
     with pytest.raises(StorageFailed, match="got nowhere://bucket/x, which fails") as refused:
         Storage("nowhere://bucket/x?secret_key=abc", timeout=1)
     assert "abc" not in str(refused.value)
+
+
+def test_a_check_leaves_nothing_behind(storage):
+    storage.check()
+    assert storage.sizes("") == {}
+
+
+def test_a_storage_that_cannot_be_written_is_refused_by_its_check(tmp_path):
+    storage = Storage(f"file://{tmp_path}", timeout=20)
+    storage.folder = f"{tmp_path}/file"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageRefused, match=r"expected to write, read and remove a file in .*, got .*Error: .*flow.environment"):
+        storage.check()
+
+
+def test_a_local_folder_must_exist_and_is_not_made(tmp_path):
+    with pytest.raises(StorageRefused, match=f"expected the folder {tmp_path}/mount on every node, got none on {platform.node()}"):
+        Storage(f"file://{tmp_path}/mount", timeout=20)
+    assert not (tmp_path / "mount").exists()
 
 
 def test_a_set_is_replaced_as_a_whole(storage, tmp_path):
