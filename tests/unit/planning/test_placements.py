@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.chain.overrides import parse_assignment
-from rlhf_core.config import RoleGroup, load_params, overridden, read_text
+from rlhf_core.config import RoleGroup, load_params, overridden, parse_assignment, read_text
 from rlhf_core.planning.describe import proposal_text, text
 from rlhf_core.planning.hardware import GIB, GPUS, Cluster, Efficiency, Gpu
 from rlhf_core.planning.phases import predict, score_seconds, sync_seconds, update_seconds
