@@ -25,7 +25,7 @@ from rlhf_core.planning.memory import (
     training_states,
     trunk_activations,
 )
-from rlhf_core.planning.shape import SIZES, ModelShape, from_architecture, from_folder
+from rlhf_core.planning.shape import REPOSITORIES, SIZES, ModelShape, from_architecture, from_folder, named_shape
 from rlhf_core.planning.timing import (
     Requests,
     exchange_traffic,
@@ -55,6 +55,42 @@ def test_parameters_of_a_tiny_model():
 def test_parameters_of_llama_2_7b():
     # layer: 4 * 4096^2 + 3 * 4096 * 11008 + 2 * 4096 = 202,383,360; 32 of them, a norm of 4096 and 2 * 32000 * 4096
     assert SIZES["llama2-7b"].parameters == 32 * 202_383_360 + 4096 + 262_144_000 == 6_738_415_616
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        # Of the models' cards and of the safetensors files' headers.
+        ("qwen2.5-0.5b", 0.494),
+        ("qwen2.5-1.5b", 1.544),
+        ("qwen2.5-7b", 7.616),
+        ("qwen2.5-14b", 14.77),
+        ("qwen2.5-32b", 32.76),
+        ("qwen2.5-72b", 72.71),
+        ("qwen3-0.6b", 0.596),
+        ("qwen3-1.7b", 1.721),
+        ("qwen3-4b", 4.022),
+        ("qwen3-8b", 8.191),
+        ("qwen3-32b", 32.76),
+    ],
+)
+def test_parameters_of_qwen_are_the_published_ones(name, billions):
+    assert SIZES[name].parameters / 1e9 == pytest.approx(billions, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("Qwen/Qwen3-0.6B-Base", "qwen3-0.6b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama3-8b"),
+        ("meta-llama/Llama-2-7b-chat-hf", "llama2-7b"),
+    ],
+)
+def test_repositories_on_the_hub_have_the_shape_of_their_size(name, size):
+    assert named_shape(name) == SIZES[size]
+    assert all(named_shape(repository) == SIZES[of] for of, repositories in REPOSITORIES.items() for repository in repositories)
+    assert named_shape("Qwen/Qwen2.5-7B-Math") is None and set(REPOSITORIES) == set(SIZES)
 
 
 def test_a_mixture_holds_all_experts_and_computes_with_some():

@@ -129,7 +129,7 @@ def test_without_room_for_the_error_the_fastest_that_fits_is_proposed():
     work = real("llama3-70b", critic=None, samples=256, minibatch=256)
     best, cluster = proposed(work, "h200", 7), Cluster(GPUS["h200"], 7)
     assert best.fits and not best.keeps_margin(cluster)
-    assert "No placement whose ranks divide the minibatch fits with a margin of 10%" in proposal_text(best, work, cluster)
+    assert "No placement whose ranks divide the minibatch fits with a margin of 10%" in proposal_text(best, work, cluster, {})
     assert "fits, but not if it needs 10% more" in text(best, cluster)
 
 
@@ -156,7 +156,7 @@ def test_ranks_that_cannot_divide_the_minibatch_are_proposed_only_where_no_other
     assert all(128 % group.gpus == 0 for group in fits.placement.groups if group.roles != (ENGINE,))
     work = real("llama3-8b", critic=None, minibatch=1)  # of the layouts of 8 GPUs none has one rank
     best = proposed(work, "h100", 8)
-    assert best.fits and "rl.minibatch_size: expected a multiple of the ranks below, got 1" in proposal_text(best, work, CLUSTER)
+    assert best.fits and "rl.minibatch_size: expected a multiple of the ranks below, got 1" in proposal_text(best, work, CLUSTER, {})
 
 
 def test_where_nothing_fits_the_proposal_says_what_is_missing():
@@ -189,11 +189,11 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_reads_params_and_needs_no_torch():
-    done = command("--json", "--layout", "apart", "--gpus", "4")
+    done = command("--json", "--gpus", "4")
     assert done.returncode == 0, done.stderr
     assert done.stderr == "a100-80: its FLOP/s are for bfloat16, but the model's dtype is float32; pass --dtype or --gpu-flops\n"
     found = json.loads(done.stdout)
-    assert found["requested"]["fits"] and found["proposed"]["seconds"]["step"] <= found["requested"]["seconds"]["step"]
+    assert found["proposed"]["fits"] and found["proposed"]["seconds"]["step"] <= found["layouts"]["apart"]["seconds"]["step"]
 
 
 def test_the_command_prints_the_settings_of_the_proposal():
@@ -225,7 +225,7 @@ def test_a_placement_of_params_is_predicted_on_request_and_mentioned_otherwise(t
     assert "rl.placement: the proposal is free to place roles otherwise" in command(*recipe).stderr
     done = command(*recipe, "--layout", "params")
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    groups = [(group["gpus"], group["roles"]) for group in json.loads(done.stdout)["requested"]["groups"]]
+    groups = [(group["gpus"], group["roles"]) for group in json.loads(done.stdout)["proposed"]["groups"]]
     assert groups == [(2, ["engine"]), (1, ["policy", "reference"]), (1, ["critic", "reward"])]
 
 
