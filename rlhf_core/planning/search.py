@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -11,6 +11,7 @@ from rlhf_core.config import RlConfig, RoleGroup, number_of
 from rlhf_core.planning.hardware import Cluster, Efficiency
 from rlhf_core.planning.phases import predict
 from rlhf_core.planning.plan import CRITIC, ENGINE, POLICY, REFERENCE, REWARD, Group, Placement, Prediction, Workload
+from rlhf_core.planning.shortages import ERROR
 
 SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # of the GPUs for engines, if they don't share the trainer's
 TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -123,13 +124,23 @@ def best_of_layouts(work: Workload, cluster: Cluster, efficiency: Efficiency, se
     for layout in search.layouts:
         tried = [predict(work, placement, cluster, efficiency) for placement in candidates(work, cluster, search, layout)]
         if tried:
-            found[layout] = min(tried, key=rank)
+            found[layout] = _narrowest(min(tried, key=rank), tried, rank)
     if not found:
         raise ValueError(
             f"placement: expected one that {number_of(cluster.gpus, 'GPU')} and the model's {number_of(work.policy.heads, 'head')} allow, "
             "got none; drop --layout, --engine-gpus, --tensor-parallel or --offload"
         )
     return dict(sorted(found.items(), key=lambda item: rank(item[1])))
+
+
+def _narrowest(best: Prediction, tried: list[Prediction], rank: Callable[[Prediction], tuple]) -> Prediction:
+    """The same placement with engines on the fewest GPUs that is as good, but for seconds within the prediction's error."""
+
+    def is_as_good(other: Prediction) -> bool:
+        same = replace(other.placement, tensor_parallel=best.placement.tensor_parallel) == best.placement
+        return same and rank(other)[:-1] == rank(best)[:-1] and other.step <= best.step * (1 + ERROR)
+
+    return min(filter(is_as_good, tried), key=lambda other: other.placement.tensor_parallel)
 
 
 def _rank(work: Workload, cluster: Cluster) -> Callable[[Prediction], tuple[float, bool, bool, float]]:
@@ -140,7 +151,7 @@ def _rank(work: Workload, cluster: Cluster) -> Callable[[Prediction], tuple[floa
 
 
 def propose(work: Workload, cluster: Cluster, efficiency: Efficiency, search: Search | None = None) -> Prediction:
-    """The fastest placement that fits, or else the one that lacks least memory; of equal ones the simplest.
+    """The fastest placement that fits, or else the one that lacks least memory; of equal ones, as `_narrowest` says, the simplest.
 
     Of those that fit, ones whose ranks divide the minibatch come first, and among these ones with a margin of the prediction's error.
 

@@ -117,6 +117,17 @@ def proposed(work: Workload, gpu: str, gpus: int) -> Prediction:
     return propose(work, Cluster(GPUS[gpu], gpus), Efficiency())
 
 
+def test_an_engine_has_several_gpus_only_where_the_model_needs_them():
+    for size, gpus, samples in (("qwen2.5-1.5b", 8, 1024), ("qwen2.5-7b", 8, 1024), ("qwen2.5-72b", 32, 256)):
+        work = real(size, critic=None, reward_models=(), samples=samples, group_size=8)
+        best = proposed(work, "h100", gpus)
+        needed = 1 if gpus == 8 else 4  # on two GPUs 145 GB of weights leave no margin beside the trainer's part
+        assert best.fits and best.placement.tensor_parallel == needed, (size, best.placement)
+        cluster = Cluster(GPUS["h100"], gpus)
+        two, four = (predict(work, replace(best.placement, tensor_parallel=n), cluster, Efficiency()) for n in (2 * needed, 4 * needed))
+        assert best.step < 1.1 * min(two.step, four.step)
+
+
 def test_a_proposal_keeps_the_predictions_error_free_where_one_can():
     work, cluster = real("llama3-70b", samples=256), Cluster(GPUS["b200"], 32)
     best = propose(work, cluster, Efficiency())
