@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from flows.chain.locks import only_flow
-from flows.chain.overrides import parse_assignment
 from flows.chain.pins import prepare_run
 from flows.chain.stages import stage_environment
 from flows.chain.updates import check_run
 from flows.chain.worktree import commit_results, slug
 from flows.runs.record import note
 from flows.runs.results import input_paths, result_paths
-from rlhf_core.config import Algorithm, ConfigError, Method, load_params, read_recipe
+from rlhf_core.config import Algorithm, ConfigError, Method, load_params, parse_assignment, read_recipe
 from rlhf_core.paths import EVALUATION_METRICS, REPORTS
 from rlhf_core.process import end_with_parent, module_command
 from rlhf_core.report.comparison import Run, draw, methods_table, table

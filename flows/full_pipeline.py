@@ -15,14 +15,14 @@ from typing import Any
 
 from flows.chain.command_line import run_flow
 from flows.chain.locks import only_flow
-from flows.chain.overrides import check, parse_assignment, with_recipes
+from flows.chain.overrides import check
 from flows.chain.pins import prepare_run
 from flows.chain.stages import StageResult, check_chosen, stage_order, stages_until, up_to_date
 from flows.chain.summary import report_line, stage_table, until_line
 from flows.chain.updates import check_run
 from flows.chain.worktree import derive_name
 from flows.runs import record
-from rlhf_core.config import ConfigError
+from rlhf_core.config import ConfigError, parse_assignment, with_recipes
 
 FAILED, REFUSED, GATE_REJECTED, INTERRUPTED = 1, 2, 3, 130
 

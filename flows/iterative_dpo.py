@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from flows.chain.command_line import run_flow
-from flows.chain.overrides import parse_assignment, with_recipes
 from flows.chain.updates import check_run
 from flows.chain.user_files import check_user_files
 from flows.full_pipeline import FAILED, GATE_REJECTED, INTERRUPTED, REFUSED, show_own_log
 from flows.runs import record
-from rlhf_core.config import ConfigError
+from rlhf_core.config import ConfigError, parse_assignment, with_recipes
 
 ROUND_REFUSED = 4
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
-from flows.chain.overrides import check, parse_assignment
-from rlhf_core.config import ConfigError, keys_of, read_recipe
+from flows.chain.overrides import check
+from rlhf_core.config import ConfigError, keys_of, parse_assignment, read_recipe
 from rlhf_core.process import exit_with
 
 

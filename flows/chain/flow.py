@@ -25,7 +25,7 @@ from flows.chain.baselines import pin_baselines
 from flows.chain.cache import run_checked
 from flows.chain.console import tell, tell_end
 from flows.chain.locks import only_flow
-from flows.chain.overrides import Overrides, with_recipes
+from flows.chain.overrides import Overrides
 from flows.chain.pins import prepare_run
 from flows.chain.reach import check_cluster
 from flows.chain.stages import StageFailed, StageResult, check_chosen, read_stages, stage_environment, stage_order, stages_until, unchanged
@@ -34,7 +34,7 @@ from flows.chain.updates import check_run
 from flows.chain.worktree import commit_results, derive_name, run_within, slug
 from flows.runs.record import GATE_REJECTED, REFUSED, note, recording
 from flows.runs.results import input_paths, read_side, result_paths
-from rlhf_core.config import ConfigError, FlowConfig, load_params, reordering_shown
+from rlhf_core.config import ConfigError, FlowConfig, load_params, reordering_shown, with_recipes
 from rlhf_core.progress import STATUS
 from rlhf_core.report.sketch import sketch
 from rlhf_core.report.texts import markdown_text

@@ -1,40 +1,13 @@
-"""Overrides of params.yaml for one run, as dotted keys: from the command line, a recipe or a deployment's form."""
+"""Overrides of params.yaml for one run, as dotted keys: their check, and their schema for a deployment's form."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
-from rlhf_core.config import ConfigError, Params, overridden, parse_yaml, read_recipe, read_text, shown
-
-
-def parse_assignment(text: str) -> tuple[str, Any]:
-    """`rl.algorithm=grpo` as ("rl.algorithm", "grpo"); the value is YAML.
-
-    Raises:
-        ConfigError: the text has no key or no `=`, or the value is not YAML.
-    """
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(
-            f"--set {shown(text)}: expected key=value, got no {'key' if equals else '='}; write for example --set rl.algorithm=grpo"
-        )
-    return key.strip(), parse_yaml(value, f"--set {shown(key)}")
-
-
-def with_recipes(recipes: Iterable[Path | str], overrides: dict[str, Any]) -> dict[str, Any]:
-    """The values of the recipes, each laid over those before it, and the overrides over all.
-
-    Raises:
-        ConfigError: a recipe can't be read.
-    """
-    values: dict[str, Any] = {}
-    for recipe in recipes:
-        values |= read_recipe(Path(recipe))
-    return values | overrides
+from rlhf_core.config import Params, overridden, read_text
 
 
 def check(params_file: Path, overrides: dict[str, Any], *, rounds: bool = False) -> Params:

@@ -11,7 +11,7 @@ from prefect.client.schemas.objects import State, StateType
 from flows.chain.console import tell, tell_end
 from flows.chain.flow import end_state, outcome_of, publish_gate, run_with_retries
 from flows.chain.locks import only_flow
-from flows.chain.overrides import Overrides, with_recipes
+from flows.chain.overrides import Overrides
 from flows.chain.pins import check_not_rolled_back
 from flows.chain.reach import check_cluster
 from flows.chain.stages import StageFailed, unchanged
@@ -31,7 +31,7 @@ from flows.rounds.series import (
 )
 from flows.runs.record import REFUSED, ROUND_REFUSED, note, recording
 from flows.runs.results import input_paths, result_paths
-from rlhf_core.config import ConfigError, Params, load_params
+from rlhf_core.config import ConfigError, Params, load_params, with_recipes
 from rlhf_core.paths import ROUNDS_FIGURE
 
 

@@ -28,7 +28,7 @@ from rlhf_core.config.model import (
     SharedTrainingConfig,
     TrainingConfig,
 )
-from rlhf_core.config.overrides import apply_overrides, load_overlaid, overridden, read_recipe, set_key
+from rlhf_core.config.overrides import apply_overrides, load_overlaid, overridden, parse_assignment, read_recipe, set_key, with_recipes
 from rlhf_core.config.params import Params, needs_pairs, rows_needed
 from rlhf_core.config.reading import (
     MAX_BYTES,
@@ -109,6 +109,7 @@ __all__ = [
     "needs_pairs",
     "number_of",
     "overridden",
+    "parse_assignment",
     "parse_json",
     "parse_params",
     "parse_yaml",
@@ -121,4 +122,5 @@ __all__ = [
     "rows_needed",
     "set_key",
     "shown",
+    "with_recipes",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,16 @@ from ruamel.yaml.comments import CommentedMap
 
 from rlhf_core.config.base import RENAMED_KEYS, ConfigError, Section, did_you_mean, keys_of, shown, with_defaults
 from rlhf_core.config.params import Params
-from rlhf_core.config.reading import check_size, forbidden_values, load_params, parse_params, read_text, read_yaml, read_yaml_text
+from rlhf_core.config.reading import (
+    check_size,
+    forbidden_values,
+    load_params,
+    parse_params,
+    parse_yaml,
+    read_text,
+    read_yaml,
+    read_yaml_text,
+)
 
 
 def apply_overrides(path: Path, overrides: dict[str, Any]) -> Params:
@@ -60,6 +69,32 @@ def overridden(text: str, overrides: dict[str, Any], *, subject: str, source: st
         text = written.getvalue()
         plain = read_yaml_text(text, source)
     return text, parse_params(plain, subject=source, problems=problems, rounds=rounds)
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """`rl.algorithm=grpo` as ("rl.algorithm", "grpo"); the value is YAML.
+
+    Raises:
+        ConfigError: the text has no key or no `=`, or the value is not YAML.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(
+            f"--set {shown(text)}: expected key=value, got no {'key' if equals else '='}; write for example --set rl.algorithm=grpo"
+        )
+    return key.strip(), parse_yaml(value, f"--set {shown(key)}")
+
+
+def with_recipes(recipes: Iterable[Path | str], overrides: dict[str, Any]) -> dict[str, Any]:
+    """The values of the recipes, each laid over those before it, and the overrides over all.
+
+    Raises:
+        ConfigError: a recipe can't be read.
+    """
+    values: dict[str, Any] = {}
+    for recipe in recipes:
+        values |= read_recipe(Path(recipe))
+    return values | overrides
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 With --stages: the memory of each stage of params.yaml, as the preflight counts it, on this machine or on --gpus of a kind.
 
-Options that aren't given come from params.yaml: the model's shape, lengths, batches and roles. The command proposes a placement;
-with --layout it also evaluates that one; `params` is that of params.yaml. The exit code is 1 if none fits.
+Options that aren't given come from params.yaml: the model's shape, lengths, batches and roles. The best placement of each layout is
+printed, and the best of these as settings to paste. The exit code is 1 if none fits.
 """
 
 from __future__ import annotations
@@ -13,64 +13,95 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from rlhf_core.config import Algorithm, ConfigError, Params, overridden, read_recipe, read_text
-from rlhf_core.planning.describe import assumed, proposal_text, stages_text, stages_values, text, values, workload_text, workload_values
+from rlhf_core.config import ConfigError, Params, overridden, parse_assignment, parse_params, read_text, read_yaml_text, with_recipes
+from rlhf_core.planning.describe import (
+    assumed,
+    layouts_text,
+    proposal_text,
+    stages_text,
+    stages_values,
+    text,
+    values,
+    workload_text,
+    workload_values,
+)
 from rlhf_core.planning.hardware import GIB, GPUS, Cluster, Efficiency
 from rlhf_core.planning.machine import Gpu, Machine, here
-from rlhf_core.planning.models import base_model, of_shape
+from rlhf_core.planning.models import Model, base_model, of_shape
 from rlhf_core.planning.online import RlTraining
+from rlhf_core.planning.options import option_overrides, parse, unkeyed
 from rlhf_core.planning.phases import predict
 from rlhf_core.planning.plan import Placement, Prediction, Workload
 from rlhf_core.planning.preflight import plan_stages
 from rlhf_core.planning.published import table
-from rlhf_core.planning.search import apart, colocated, of_params, propose, settings, three_parts
-from rlhf_core.planning.shape import SIZES, ModelShape, from_architecture
+from rlhf_core.planning.search import LAYOUTS, Search, best_of_layouts, of_params, settings
+from rlhf_core.planning.shape import SIZES, ModelShape, from_architecture, named_shape
 from rlhf_core.process import exit_with
 
 DEFAULT_GPUS = 8
-LAYOUTS = ("params", "colocated", "apart", "three-parts")
 
 
 def main() -> int:
-    arguments = parse()
+    arguments = parse(__doc__)
     if arguments.check:
         print(table())
         return 0
     try:
-        params = params_of(arguments)
+        params, overrides = params_of(arguments)
         if arguments.stages:
             return print_stages(params, arguments)
-        work = workload(params, arguments)
-        found = plan(work, params, arguments)
+        return print_step(params, overrides, arguments)
     except (ConfigError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    cluster = cluster_of(arguments)
+
+
+def params_of(arguments: argparse.Namespace) -> tuple[Params, dict[str, Any]]:
+    """params.yaml with recipes, --set and the options of the workload laid over it, and all these overrides. Nothing is written."""
+    text, subject = read_text(arguments.params), str(arguments.params)
+    overrides = with_recipes(arguments.recipe, dict(map(parse_assignment, arguments.assignments)))
+    params = overridden(text, overrides, subject=subject)[1]
+    if of_options := option_overrides(arguments, params):
+        overrides |= of_options
+        params = overridden(text, overrides, subject=subject)[1]
+    return params, overrides
+
+
+def print_step(params: Params, overrides: dict[str, Any], arguments: argparse.Namespace) -> int:
+    """Returns the exit code: 1 if no placement fits."""
+    work, cluster = workload(params, arguments), cluster_of(arguments)
+    layouts = plan(work, params, arguments)
+    proposed = next(iter(layouts.values()))
+    chosen = settings(proposed.placement) if arguments.layout != "params" else {}
+    lines = differing(read_text(arguments.params), overrides | chosen) if proposed.fits else {}
     for notice in notices(params, arguments):
         print(notice, file=sys.stderr)
     basis = assumed(work, params, arguments)
     if arguments.json:
-        predicted = {name: values(prediction, cluster) for name, prediction in found.items()}
-        if found["proposed"].fits:
-            predicted["proposed"]["settings"] = settings(found["proposed"].placement)
-        print(json.dumps({"workload": workload_values(basis), **predicted}, indent=2))
+        predicted = {name: values(prediction, cluster) for name, prediction in layouts.items()}
+        found = {"workload": workload_values(basis), "layouts": predicted, "proposed": values(proposed, cluster) | {"settings": lines}}
+        print(json.dumps(found, indent=2))
     else:
-        print(f"{workload_text(basis)}\n")
-        for name, prediction in found.items():
-            print(f"{name}: {text(prediction, cluster)}\n")
-        if found["proposed"].fits:
-            print(proposal_text(found["proposed"], work, cluster))
-    return 0 if any(prediction.fits for prediction in found.values()) else 1
+        print(f"{workload_text(basis)}\n\n{layouts_text(layouts, work, cluster)}\n\nproposed: {text(proposed, cluster)}\n")
+        if proposed.fits:
+            print(proposal_text(proposed, work, cluster, lines, unkeyed(arguments)))
+    return 0 if proposed.fits else 1
 
 
-def params_of(arguments: argparse.Namespace) -> Params:
-    """params.yaml with the recipes laid over it. Nothing is written."""
-    overrides: dict[str, Any] = {}
-    for recipe in arguments.recipe:
-        overrides |= read_recipe(recipe)
-    return overridden(read_text(arguments.params), overrides, subject=str(arguments.params))[1]
+def differing(text: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The overrides that change a params.yaml of this text."""
+    tree, params = read_yaml_text(text, "params.yaml"), parse_params(read_yaml_text(text, "params.yaml"), subject="params.yaml")
+    return {key: value for key, value in overrides.items() if value != _at(tree, params, key)}
+
+
+def _at(tree: Any, params: Any, key: str) -> Any:
+    """The value of a key as the text has it, or else its default; the overrides' `...` if it has neither."""
+    for name in key.split("."):
+        tree = tree.get(name, ...) if isinstance(tree, dict) else ...
+        params = getattr(params, name, ...)
+    return params if tree is ... else tree
 
 
 def print_stages(params: Params, arguments: argparse.Namespace) -> int:
@@ -81,7 +112,7 @@ def print_stages(params: Params, arguments: argparse.Namespace) -> int:
         host = arguments.host_memory * GIB if arguments.host_memory else float("inf")
         gpus = (Gpu(cluster.gpu.memory, cluster.gpu.memory),) * cluster.gpus
         machine = Machine(host, gpus, host, cluster.gpus_per_node)
-    start = of_shape(shape_of(arguments.model)) if arguments.model else base_model(params.model)
+    start = start_of(params, arguments)
     rewards = [of_shape(shape_of(given)) for given in arguments.reward_model]
     plans, problems = plan_stages(params, machine, start, rewards)
     if arguments.json:
@@ -92,10 +123,19 @@ def print_stages(params: Params, arguments: argparse.Namespace) -> int:
     return 1 if refused or any(plan.shortages for plan in plans) else 0
 
 
+def start_of(params: Params, arguments: argparse.Namespace) -> Model | None:
+    """The model that the chain starts from; None: it is neither named by an option, nor here, nor of a known shape."""
+    if arguments.model:
+        return of_shape(shape_of(arguments.model))
+    found = base_model(params.model)
+    known = named_shape(params.model.path) if found is None and params.model.path else None
+    return of_shape(known) if known else found
+
+
 def notices(params: Params, arguments: argparse.Namespace) -> list[str]:
     """Notes on predictions that differ from params.yaml, or from the number format of the GPU's figures."""
     found = []
-    if (arguments.dtype or params.model.dtype) == "float32" and arguments.gpu_flops is None:
+    if params.model.dtype == "float32" and arguments.gpu_flops is None:
         found.append(f"{arguments.gpu}: its FLOP/s are for bfloat16, but the model's dtype is float32; pass --dtype or --gpu-flops")
     if params.rl.lora is not None:
         found.append("rl.lora: adapters are ignored; the prediction is for full training (--stages counts them)")
@@ -105,24 +145,25 @@ def notices(params: Params, arguments: argparse.Namespace) -> list[str]:
 
 
 def plan(work: Workload, params: Params, arguments: argparse.Namespace) -> dict[str, Prediction]:
+    """The best placement of each layout, the best first; of params.yaml's groups too if that is asked for."""
     cluster = cluster_of(arguments)
     efficiency = Efficiency(
         arguments.flops_efficiency, arguments.bandwidth_efficiency, arguments.network_efficiency, arguments.decode_overhead
     )
-    at_a_time = arguments.max_concurrent or params.rl.rollout.max_concurrent_sequences
-    found = {}
-    if arguments.layout:
-        found["requested"] = predict(work, requested(work, params, arguments, at_a_time), cluster, efficiency)
-    found["proposed"] = propose(
-        work,
-        cluster,
-        efficiency,
-        checkpointing=arguments.checkpointing,
-        sleep=arguments.sleep,
-        max_concurrent=at_a_time,
+    if arguments.layout == "params":
+        return {"params": predict(work, of_settings(work, params, arguments), cluster, efficiency)}
+    search = Search(
+        (arguments.layout,) if arguments.layout else LAYOUTS,
+        arguments.engine_gpus,
+        arguments.zero_stage,
+        arguments.offload,
+        arguments.tensor_parallel,
+        arguments.checkpointing,
+        arguments.sleep,
+        params.rl.rollout.max_concurrent_sequences,
         gloo=sends_by_gloo(params),
     )
-    return found
+    return best_of_layouts(work, cluster, efficiency, search)
 
 
 def sends_by_gloo(params: Params) -> bool:
@@ -131,63 +172,56 @@ def sends_by_gloo(params: Params) -> bool:
     return rollout.weight_transfer == "gloo" or rollout.backend == "pytorch"
 
 
-def requested(work: Workload, params: Params, arguments: argparse.Namespace, at_a_time: int) -> Placement:
-    engines = arguments.engine_gpus or max(1, cluster_gpus(arguments) // 2)
-    own, trainer = arguments.layout == "params", params.rl.trainer
-    groups = {
-        "params": lambda: of_params(work, cluster_gpus(arguments), params.rl),
-        "colocated": lambda: colocated(work, cluster_gpus(arguments)),
-        "apart": lambda: apart(work, cluster_gpus(arguments), engines),
-        "three-parts": lambda: three_parts(work, cluster_gpus(arguments), engines),
-    }[arguments.layout]()
+def of_settings(work: Workload, params: Params, arguments: argparse.Namespace) -> Placement:
+    """The placement that params.yaml asks for."""
+    rl = params.rl
     return Placement(
-        groups,
-        zero_stage=trainer.zero_stage if arguments.zero_stage is None else arguments.zero_stage,
-        offload=trainer.offload_optimizer if arguments.offload is None else arguments.offload,
-        tensor_parallel=params.rl.rollout.tensor_parallel_size if own else arguments.tensor_parallel,
-        checkpointing=trainer.gradient_checkpointing if own and arguments.checkpointing is None else bool(arguments.checkpointing),
+        of_params(work, cluster_gpus(arguments), rl),
+        zero_stage=rl.trainer.zero_stage,
+        offload=rl.trainer.offload_optimizer,
+        tensor_parallel=rl.rollout.tensor_parallel_size,
+        checkpointing=rl.trainer.gradient_checkpointing,
         sleep=arguments.sleep,
-        max_concurrent=at_a_time,
-        sequence_parallel=RlTraining(params.rl).sequence_parallel,
+        max_concurrent=rl.rollout.max_concurrent_sequences,
+        sequence_parallel=RlTraining(rl).sequence_parallel,
         gloo=sends_by_gloo(params),
     )
 
 
 def shape_of(name: str) -> ModelShape:
-    """name: a key of SIZES, or a model's folder."""
-    if name not in SIZES and not Path(name).is_dir():
-        raise ValueError(f"model: expected a folder with a config.json or one of {', '.join(SIZES)}, got {name!r}; correct it")
-    if name in SIZES:
-        return SIZES[name]
-    from rlhf_core.planning.structure import from_class  # imports transformers, which takes seconds
+    """name: a key of SIZES, one of their repositories, or a model's folder."""
+    if Path(name).is_dir():
+        from rlhf_core.planning.structure import from_class  # imports transformers, which takes seconds
 
-    return from_class(name)
+        return from_class(name)
+    if (shape := named_shape(name)) is None:
+        raise ValueError(
+            f"model: expected a folder with a config.json or one of {', '.join(SIZES)} or their repositories, got {name!r}; correct it"
+        )
+    return shape
 
 
 def workload(params: Params, arguments: argparse.Namespace) -> Workload:
-    """The workload from the arguments, or else from params.yaml."""
+    """The workload of params, but for what no key of theirs holds (`unkeyed`)."""
     rl, model = params.rl, params.model
-    name = arguments.model or model.path
-    policy = shape_of(name) if name else from_architecture(model.architecture)
-    algorithm = arguments.algorithm or rl.algorithm
-    response = arguments.response_length or rl.rollout.max_new_tokens
-    samples = arguments.samples or rl.samples_per_step
+    policy = shape_of(model.path) if model.path else from_architecture(model.architecture)
     scorers = sum(scorer.members for scorer in rl.reward.scorers if scorer.kind == "reward_model")
     rewards = [shape_of(given) for given in arguments.reward_model] or [policy] * scorers
+    longest = rl.rollout.max_new_tokens
     return Workload(
         policy=policy,
-        critic=(shape_of(arguments.critic_model) if arguments.critic_model else policy) if algorithm == "ppo" else None,
-        reference=rl.kl.keeps_reference if arguments.reference is None else arguments.reference,
+        critic=(shape_of(arguments.critic_model) if arguments.critic_model else policy) if rl.algorithm == "ppo" else None,
+        reference=rl.kl.keeps_reference,
         reward_models=() if arguments.no_reward_model else tuple(rewards),
-        samples=samples,
-        group_size=arguments.group_size or rl.model_copy(update={"algorithm": algorithm}).group_size,
-        minibatch=min(samples, arguments.minibatch or rl.minibatch_size),
-        epochs=arguments.epochs or rl.epochs,
-        prompt_length=arguments.prompt_length or model.max_length - rl.rollout.max_new_tokens,
-        response_length=response,
-        longest=max(response, arguments.longest or 0),
-        microbatch_tokens=arguments.microbatch_tokens or rl.trainer.microbatch_tokens,
-        dtype=arguments.dtype or model.dtype,
+        samples=rl.samples_per_step,
+        group_size=rl.group_size,
+        minibatch=rl.minibatch_size,
+        epochs=rl.epochs,
+        prompt_length=model.max_length - longest,
+        response_length=arguments.response_length or longest,
+        longest=longest,
+        microbatch_tokens=rl.trainer.microbatch_tokens,
+        dtype=model.dtype,
     )
 
 
@@ -210,80 +244,6 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
         gloo=arguments.gloo * 1e9,
         reserve=arguments.reserve * GIB,
     )
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m rlhf_core.planning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
-    parser.add_argument("--recipe", type=Path, action="append", default=[], help="laid over params.yaml; repeat for several")
-    parser.add_argument("--stages", action="store_true", help="memory of each stage, as the preflight counts it")
-    parser.add_argument("--check", action="store_true", help="compare predictions with published and measured figures")
-    parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
-    _work_arguments(parser.add_argument_group("workload"))
-    _cluster_arguments(parser.add_argument_group("cluster"))
-    _placement_arguments(parser.add_argument_group("placement"))
-    return parser.parse_args()
-
-
-def _positive(value: str) -> float:
-    number = float(value)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {value}")
-    return number
-
-
-def _count(value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {value}")
-    return int(value)
-
-
-def _work_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--model", help=f"a folder with a config.json, or one of {', '.join(SIZES)}")
-    group.add_argument("--critic-model", help="the same; default: the policy's shape")
-    group.add_argument("--reward-model", action="append", default=[], help="the same; repeat for several")
-    group.add_argument("--no-reward-model", action="store_true", help="scores come from functions")
-    group.add_argument("--algorithm", choices=get_args(Algorithm))
-    group.add_argument("--reference", action=argparse.BooleanOptionalAction, help="default: as in rl.kl")
-    for name in ("samples", "group-size", "minibatch", "epochs", "microbatch-tokens"):
-        group.add_argument(f"--{name}", type=_count)
-    group.add_argument("--prompt-length", type=_count, help="mean, tokens")
-    group.add_argument("--response-length", type=_count, help="mean, tokens; default: rl.rollout.max_new_tokens")
-    group.add_argument("--longest", type=_count, help="tokens of the longest response")
-    group.add_argument("--dtype", choices=("bfloat16", "float32"))
-
-
-def _cluster_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--gpu", choices=GPUS, default="a100-80")
-    group.add_argument("--gpus", type=_count, help="default: 8; with --stages this machine's")
-    group.add_argument("--gpus-per-node", type=_count, default=8)
-    for name, unit in (("memory", "GiB"), ("flops", "TFLOP/s of the dtype"), ("bandwidth", "GB/s"), ("link", "GB/s in one direction")):
-        group.add_argument(f"--gpu-{name}", type=_positive, help=f"{unit}; default: of --gpu")
-    group.add_argument("--network", type=_positive, default=25.0, help="GB/s between nodes for each GPU")
-    group.add_argument("--host-link", type=_positive, default=25.0, help="GB/s between a GPU and its host")
-    group.add_argument("--host-bandwidth", type=_positive, default=200.0, help="GB/s of a host's memory")
-    group.add_argument("--gloo", type=_positive, default=2.1, help="GB/s that a trainer sends by gloo to all engines together")
-    group.add_argument("--host-memory", type=_positive, help="GiB of each host, with --stages and --gpus; default: not checked")
-    group.add_argument("--reserve", type=_positive, default=3.0, help="GiB of each GPU for context and buffers")
-    defaults = Efficiency()
-    for name in ("flops", "bandwidth", "network"):
-        group.add_argument(f"--{name}-efficiency", type=_positive, default=getattr(defaults, name), help="share of the peak")
-    group.add_argument("--decode-overhead", type=float, default=defaults.decode_overhead, help="seconds in each decoding step")
-
-
-def _placement_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--layout", choices=LAYOUTS, help="also evaluate this layout")
-    group.add_argument("--engine-gpus", type=_count, help="of apart and three-parts; default: half")
-    group.add_argument("--zero-stage", type=int, choices=range(4))
-    group.add_argument("--offload", action=argparse.BooleanOptionalAction, help="keep the optimizer's state on the host")
-    group.add_argument("--tensor-parallel", type=_count, default=1, help="of each engine")
-    group.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, help="default: try both")
-    group.add_argument(
-        "--sleep", action=argparse.BooleanOptionalAction, default=True, help="engines free their memory while others compute"
-    )
-    group.add_argument("--max-concurrent", type=_count, help="concurrent responses per engine")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from rlhf_core.planning.machine import Machine
 from rlhf_core.planning.plan import ENGINE, Placement, Prediction, Workload
 from rlhf_core.planning.preflight import STAGES, gib
 from rlhf_core.planning.remedy import advice, shown
-from rlhf_core.planning.search import divides_minibatch, settings
+from rlhf_core.planning.search import LAYOUTS, divides_minibatch, impossible
 from rlhf_core.planning.shortages import ERROR, Plan, without_models
 from rlhf_core.planning.stages import Process, Unpredictable
 
@@ -45,15 +46,41 @@ def text(found: Prediction, cluster: Cluster) -> str:
     return "\n".join(lines)
 
 
-def proposal_text(found: Prediction, work: Workload, cluster: Cluster) -> str:
-    """The settings of a proposal that fits, and what speaks against it."""
+def layouts_text(layouts: Mapping[str, Prediction], work: Workload, cluster: Cluster) -> str:
+    """A line for each layout: seconds of its best placement, and the memory that it leaves of the GPU that has least."""
+    lines = [f"  {'layout':<12} {'s a step':>9} {'GiB to spare':>13}  setting"]
+    for layout, found in layouts.items():
+        spare = (cluster.available - max(memory.needed for memory in found.memory)) / GIB
+        seconds = f"{found.step:.4g}" if found.fits else "none fits"
+        lines.append(f"  {layout:<12} {seconds:>9} {spare:>13.3g}  {headline(found.placement)}")
+    lines += [f"  {layout:<12} {'':>9} {'':>13}  {why}" for layout in LAYOUTS if (why := impossible(layout, work, cluster.gpus))]
+    return "\n".join(["Layouts, the best first:", "", *lines])
+
+
+def proposal_text(found: Prediction, work: Workload, cluster: Cluster, lines: Mapping[str, Any], unkeyed: Sequence[str] = ()) -> str:
+    """What speaks against a proposal that fits, and how to run it.
+
+    Args:
+        lines: keys that differ from params.yaml, and their values. unkeyed: options of the workload that no key holds.
+    """
+    return "\n".join([*_objections(found, work, cluster), *_pasted(lines, unkeyed)])
+
+
+def _objections(found: Prediction, work: Workload, cluster: Cluster) -> list[str]:
     lines = []
     if not found.keeps_margin(cluster):
         lines.append(f"No placement whose ranks divide the minibatch fits with a margin of {ERROR:.0%}, the prediction's error.")
     if not divides_minibatch(work, found.placement):
         lines.append(f"rl.minibatch_size: expected a multiple of the ranks below, got {work.minibatch}; change it")
-    given = " \\\n".join(f"  --set {key}={shown(value)}" for key, value in settings(found.placement).items())
-    return "\n".join([*lines, "Settings of the proposal, for python -m flows.full_pipeline:", "", given])
+    return lines
+
+
+def _pasted(lines: Mapping[str, Any], unkeyed: Sequence[str]) -> list[str]:
+    if not lines:
+        return ["The proposal is params.yaml as it is."]
+    given = " \\\n".join(f"  --set {shlex.quote(f'{key}={shown(value)}')}" for key, value in lines.items())
+    beside = [f"Set the reward models yourself; no key is written for: {' '.join(unkeyed)}"] if unkeyed else []
+    return [*beside, "Settings of the proposal, all that differ from params.yaml, for python -m flows.full_pipeline:", "", given]
 
 
 def stages_text(plans: list[Plan], machine: Machine, problems: Problems) -> str:
@@ -171,7 +198,9 @@ def assumed(work: Workload, params: Params, given: argparse.Namespace) -> list[A
         Assumed("group size", work.group_size, "responses to a prompt", source("group_size", f"rl.{algorithm}.group_size")),
         Assumed("prompts", work.samples // work.group_size, "a step", "samples / group size"),
         Assumed("prompt length", work.prompt_length, "tokens", source("prompt_length", "model.max_length - rl.rollout.max_new_tokens")),
-        Assumed("response length", work.response_length, "tokens", source("response_length", "rl.rollout.max_new_tokens")),
+        Assumed(
+            "response length", work.response_length, "tokens", source("response_length", source("longest", "rl.rollout.max_new_tokens"))
+        ),
         Assumed("longest response", work.longest, "tokens", source("longest", source("response_length", "rl.rollout.max_new_tokens"))),
         Assumed("minibatch", work.minibatch, "samples an optimizer step", source("minibatch", "rl.minibatch_size")),
         Assumed("epochs", work.epochs, "passes over a step's samples", source("epochs", "rl.epochs")),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf_core.config import Params, Section
+from rlhf_core.config import Params, Section, parse_yaml
 from rlhf_core.planning.machine import Machine
 from rlhf_core.planning.shortages import check
 from rlhf_core.planning.stages import Models, Unpredictable
@@ -43,9 +44,9 @@ def advice(found: Mapping[str, Any]) -> str:
 
 def shown(value: Any) -> str:
     """A value as params.yaml and --set take it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "{" + ", ".join(f"{k}: {v}" for k, v in value.items()) + "}" if isinstance(value, dict) else str(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {shown(v)}" for k, v in value.items()) + "}"
+    return value if isinstance(value, str) and parse_yaml(value, "value") == value else json.dumps(value)
 
 
 def _merged(changes: list[dict[str, Any]]) -> dict[str, Any]:

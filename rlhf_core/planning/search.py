@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -10,9 +11,11 @@ from rlhf_core.config import RlConfig, RoleGroup, number_of
 from rlhf_core.planning.hardware import Cluster, Efficiency
 from rlhf_core.planning.phases import predict
 from rlhf_core.planning.plan import CRITIC, ENGINE, POLICY, REFERENCE, REWARD, Group, Placement, Prediction, Workload
+from rlhf_core.planning.shortages import ERROR
 
 SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # of the GPUs for engines, if they don't share the trainer's
 TENSOR_PARALLEL = (1, 2, 4, 8)
+LAYOUTS = ("colocated", "apart", "three-parts")
 
 
 def colocated(work: Workload, gpus: int) -> tuple[Group, ...]:
@@ -58,54 +61,104 @@ def _roles(work: Workload, group: RoleGroup) -> tuple[str, ...]:
     return tuple(role for role in work.roles if named.get(role) in group.roles)
 
 
-def layouts(work: Workload, gpus: int) -> Iterator[tuple[Group, ...]]:
-    yield colocated(work, gpus)
-    for engines in sorted({max(1, round(gpus * share)) for share in SHARES}):
-        if gpus - engines >= 1:
-            yield apart(work, gpus, engines)
-        if work.critic is not None and (gpus - engines) // 2 >= 1:
-            yield three_parts(work, gpus, engines)
+@dataclass(frozen=True)
+class Search:
+    """What is tried. None: everything.
+
+    layouts: of LAYOUTS. engine_gpus: where engines have separate ones. sleep, max_concurrent, gloo: of each placement.
+    """
+
+    layouts: tuple[str, ...] = LAYOUTS
+    engine_gpus: int | None = None
+    zero_stage: int | None = None
+    offload: bool | None = None
+    tensor_parallel: int | None = None
+    checkpointing: bool | None = None
+    sleep: bool = True
+    max_concurrent: int = 256
+    gloo: bool = False
 
 
-def candidates(
-    work: Workload,
-    cluster: Cluster,
-    *,
-    checkpointing: bool | None = None,
-    sleep: bool = True,
-    max_concurrent: int = 256,
-    gloo: bool = False,
-) -> Iterator[Placement]:
-    """All placements to try. checkpointing: None tries both."""
-    recompute = (False, True) if checkpointing is None else (checkpointing,)
-    stages = [(stage, offload) for stage, offload in product(range(4), (False, True)) if stage or not offload]
-    for groups, (stage, offload), width, again in product(layouts(work, cluster.gpus), stages, TENSOR_PARALLEL, recompute):
-        placement = Placement(groups, stage, offload, width, again, sleep, max_concurrent, gloo=gloo)
+def groups_of(layout: str, work: Workload, gpus: int, engine_gpus: int | None = None) -> Iterator[tuple[Group, ...]]:
+    """All divisions of the GPUs by a layout; none if there are too few or, of three parts, no critic."""
+    if layout == "colocated":
+        yield colocated(work, gpus)
+        return
+    build, parts = (apart, 1) if layout == "apart" else (three_parts, 2)
+    if layout == "three-parts" and work.critic is None:
+        return
+    shares = {max(1, round(gpus * share)) for share in SHARES} if engine_gpus is None else {engine_gpus}
+    yield from (build(work, gpus, engines) for engines in sorted(shares) if gpus - engines >= parts)
+
+
+def impossible(layout: str, work: Workload, gpus: int) -> str:
+    """Why no placement of the layout exists, whatever its settings; empty: one does."""
+    if layout == "three-parts" and work.critic is None:
+        return "needs a critic"
+    return "" if any(groups_of(layout, work, gpus)) else f"needs more than {number_of(gpus, 'GPU')}"
+
+
+def candidates(work: Workload, cluster: Cluster, search: Search, layout: str) -> Iterator[Placement]:
+    """All placements of a layout to try."""
+    recompute = (False, True) if search.checkpointing is None else (search.checkpointing,)
+    stages = range(4) if search.zero_stage is None else (search.zero_stage,)
+    offload = (False, True) if search.offload is None else (search.offload,)
+    widths = TENSOR_PARALLEL if search.tensor_parallel is None else (search.tensor_parallel,)
+    divisions = groups_of(layout, work, cluster.gpus, search.engine_gpus)
+    for groups, stage, on_host, width, again in product(divisions, stages, offload, widths, recompute):
+        placement = Placement(groups, stage, on_host, width, again, search.sleep, search.max_concurrent, gloo=search.gloo)
         engines = placement.group_of(ENGINE).gpus
-        if width <= cluster.gpus_per_node and engines % width == 0 and work.policy.heads % width == 0:
+        divides = width <= cluster.gpus_per_node and engines % width == 0 and work.policy.heads % width == 0
+        if divides and (stage or not on_host):
             yield placement
 
 
-def propose(
-    work: Workload,
-    cluster: Cluster,
-    efficiency: Efficiency,
-    *,
-    checkpointing: bool | None = None,
-    sleep: bool = True,
-    max_concurrent: int = 256,
-    gloo: bool = False,
-) -> Prediction:
-    """The fastest placement that fits, or else the one that lacks least memory; of equal ones the simplest.
+def best_of_layouts(work: Workload, cluster: Cluster, efficiency: Efficiency, search: Search) -> dict[str, Prediction]:
+    """Of each layout that is possible the best placement, as `propose` ranks them, the best layout first.
 
-    Of those that fit, ones whose ranks divide the minibatch come first, and among these ones with a margin of the prediction's error.
+    Raises:
+        ValueError: none is possible.
     """
-    tried = candidates(work, cluster, checkpointing=checkpointing, sleep=sleep, max_concurrent=max_concurrent, gloo=gloo)
+    rank = _rank(work, cluster)
+    found = {}
+    for layout in search.layouts:
+        tried = [predict(work, placement, cluster, efficiency) for placement in candidates(work, cluster, search, layout)]
+        if tried:
+            found[layout] = _narrowest(min(tried, key=rank), tried, rank)
+    if not found:
+        raise ValueError(
+            f"placement: expected one that {number_of(cluster.gpus, 'GPU')} and the model's {number_of(work.policy.heads, 'head')} allow, "
+            "got none; drop --layout, --engine-gpus, --tensor-parallel or --offload"
+        )
+    return dict(sorted(found.items(), key=lambda item: rank(item[1])))
 
+
+def _narrowest(best: Prediction, tried: list[Prediction], rank: Callable[[Prediction], tuple]) -> Prediction:
+    """The same placement with engines on the fewest GPUs that is as good, but for seconds within the prediction's error."""
+
+    def is_as_good(other: Prediction) -> bool:
+        same = replace(other.placement, tensor_parallel=best.placement.tensor_parallel) == best.placement
+        return same and rank(other)[:-1] == rank(best)[:-1] and other.step <= best.step * (1 + ERROR)
+
+    return min(filter(is_as_good, tried), key=lambda other: other.placement.tensor_parallel)
+
+
+def _rank(work: Workload, cluster: Cluster) -> Callable[[Prediction], tuple[float, bool, bool, float]]:
     def rank(found: Prediction) -> tuple[float, bool, bool, float]:
         return found.missing, not divides_minibatch(work, found.placement), not found.keeps_margin(cluster), found.step
 
-    return min((predict(work, placement, cluster, efficiency) for placement in tried), key=rank)
+    return rank
+
+
+def propose(work: Workload, cluster: Cluster, efficiency: Efficiency, search: Search | None = None) -> Prediction:
+    """The fastest placement that fits, or else the one that lacks least memory; of equal ones, as `_narrowest` says, the simplest.
+
+    Of those that fit, ones whose ranks divide the minibatch come first, and among these ones with a margin of the prediction's error.
+
+    Raises:
+        ValueError: none is possible.
+    """
+    return next(iter(best_of_layouts(work, cluster, efficiency, search or Search()).values()))
 
 
 def divides_minibatch(work: Workload, placement: Placement) -> bool:

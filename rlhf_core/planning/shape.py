@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,18 @@ def _vectors(config: dict[str, Any]) -> int:
     return attention + mlp + (2 * width if kind.startswith("qwen3") else 0)
 
 
+def _qwen2(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int, *, tied: bool = False) -> ModelShape:
+    """Qwen2 and Qwen2.5: biases of queries, keys and values."""
+    width = hidden // heads
+    biases = (heads + 2 * kv_heads) * width
+    return ModelShape(layers, hidden, intermediate, heads, kv_heads, width, vocab, tied, vectors=biases)
+
+
+def _qwen3(layers: int, hidden: int, intermediate: int, heads: int, *, tied: bool = False) -> ModelShape:
+    """Qwen3 without experts: norms of queries and keys."""
+    return ModelShape(layers, hidden, intermediate, heads, 8, 128, 151936, tied, vectors=2 * 128)
+
+
 # Shapes of well-known models, as their config.json has them; for planning without the files.
 SIZES: dict[str, ModelShape] = {
     "llama2-7b": ModelShape(32, 4096, 11008, 32, 32, 128, 32000),
@@ -166,8 +179,36 @@ SIZES: dict[str, ModelShape] = {
     "llama2-70b": ModelShape(80, 8192, 28672, 64, 8, 128, 32000),
     "llama3-8b": ModelShape(32, 4096, 14336, 32, 8, 128, 128256),
     "llama3-70b": ModelShape(80, 8192, 28672, 64, 8, 128, 128256),
-    "qwen3-32b": ModelShape(64, 5120, 25600, 64, 8, 128, 151936),
+    "qwen2.5-0.5b": _qwen2(24, 896, 4864, 14, 2, 151936, tied=True),
+    "qwen2.5-1.5b": _qwen2(28, 1536, 8960, 12, 2, 151936, tied=True),
+    "qwen2.5-7b": _qwen2(28, 3584, 18944, 28, 4, 152064),
+    "qwen2.5-14b": _qwen2(48, 5120, 13824, 40, 8, 152064),
+    "qwen2.5-32b": _qwen2(64, 5120, 27648, 40, 8, 152064),
+    "qwen2.5-72b": _qwen2(80, 8192, 29568, 64, 8, 152064),
+    "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, tied=True),
+    "qwen3-1.7b": _qwen3(28, 2048, 6144, 16, tied=True),
+    "qwen3-4b": _qwen3(36, 2560, 9728, 32, tied=True),
+    "qwen3-8b": _qwen3(36, 4096, 12288, 32),
+    "qwen3-32b": _qwen3(64, 5120, 25600, 64),
 }
+# Hugging Face's names of these, the first one for model.path; variants behind such a name, as -Instruct, have the same shape.
+REPOSITORIES: dict[str, tuple[str, ...]] = {
+    "llama2-7b": ("meta-llama/Llama-2-7b-hf",),
+    "llama2-13b": ("meta-llama/Llama-2-13b-hf",),
+    "codellama-34b": ("codellama/CodeLlama-34b-hf",),
+    "llama2-70b": ("meta-llama/Llama-2-70b-hf",),
+    "llama3-8b": ("meta-llama/Meta-Llama-3-8B", "meta-llama/Llama-3.1-8B"),
+    "llama3-70b": ("meta-llama/Meta-Llama-3-70B", "meta-llama/Llama-3.1-70B", "meta-llama/Llama-3.3-70B"),
+    **{name: (f"Qwen/{name.replace('qwen', 'Qwen').replace('b', 'B')}",) for name in SIZES if name.startswith("qwen")},
+}
+VARIANT = re.compile(r"(-(base|instruct|chat|hf))+$")
+
+
+def named_shape(name: str) -> ModelShape | None:
+    """The shape of a key of SIZES, or of a repository on the hub that has such a shape; None: unknown."""
+    plain = VARIANT.sub("", name.lower())
+    found = (size for size, repositories in REPOSITORIES.items() if plain in [VARIANT.sub("", known.lower()) for known in repositories])
+    return SIZES.get(name) or SIZES.get(next(found, ""))
 
 
 def check_engine(shape: ModelShape, gpus: int, *, key: str) -> None:

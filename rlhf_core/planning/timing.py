@@ -8,6 +8,7 @@ from rlhf_core.planning.hardware import Cluster, Efficiency
 from rlhf_core.planning.memory import element_bytes, kv_bytes_per_token
 from rlhf_core.planning.shape import ModelShape
 
+ALL_REDUCE_START, ALL_REDUCE_HOP = 6.6e-6, 0.6e-6  # seconds, `reduce_seconds`
 HOST_ADAM_BYTES = 28  # of host memory per parameter and step: gradient 4, weight and two moments read and written 24
 
 
@@ -75,6 +76,25 @@ def offload_seconds(parameters: int, ranks: int, cluster: Cluster, efficiency: E
     return travel + parameters / ranks * HOST_ADAM_BYTES * sharing / cluster.host_bandwidth
 
 
+def reduce_seconds(
+    shape: ModelShape, tokens: float, passes: float, cluster: Cluster, efficiency: Efficiency, *, tensor_parallel: int, dtype: str
+) -> float:
+    """Seconds of the all-reduces of an engine on t GPUs: two per layer and pass, each of latency + bytes * 2 (t - 1) / t / bandwidth.
+
+    A ring takes 2 (t - 1) hops, so its latency is 6.6 us + 2 (t - 1) * 0.6 us over NVLink.
+    Sources: Shoeybi et al. 2019 (Megatron-LM), https://arxiv.org/abs/1909.08053, section 3: two all-reduces a layer; NCCL 2.20,
+    src/graph/tuning.cc, baseLat and hwLat of ring and LL: the latency
+    Args:
+        tokens: of all passes together.
+    """
+    if tensor_parallel == 1:
+        return 0.0
+    hops = 2 * (tensor_parallel - 1)
+    sent = tokens * shape.hidden * element_bytes(dtype) * hops / tensor_parallel
+    latency = passes * (ALL_REDUCE_START + hops * ALL_REDUCE_HOP)
+    return 2 * shape.layers * (latency + sent / (cluster.bandwidth_between(tensor_parallel) * efficiency.network))
+
+
 @dataclass(frozen=True)
 class Generation:
     """Generation of one engine. concurrency: mean number of concurrent responses. prefill, decode: seconds."""
@@ -108,8 +128,8 @@ def generation(
     """Prefill is bound by FLOP/s; decoding by FLOP/s or memory bandwidth, whichever is slower.
 
     Each decoding step reads all weights once, and the keys and values of each running response. The number of steps is all tokens over
-    the concurrency, and at least the longest response. Tensor parallelism splits bytes and FLOP, and adds two all-reduces of
-    [concurrency, hidden] per layer and step.
+    the concurrency, and at least the longest response. Tensor parallelism splits bytes and FLOP, and adds two all-reduces per layer and
+    pass: of [concurrency, hidden] in each decoding step, and of the prompts' tokens in prefill (`reduce_seconds`).
     Source: Pope et al. 2022, https://arxiv.org/abs/2211.05102, section 2; Shoeybi et al. 2019 (Megatron-LM), arXiv 1909.08053, section 3
 
     Args:
@@ -117,7 +137,9 @@ def generation(
     """
     r, gpu = requests, cluster.gpu
     flops = gpu.flops * efficiency.flops * tensor_parallel
-    prefill = forward_flops(shape, r.prompts * r.prompt_length, r.prompt_length, head=False) / flops
+    prompt_tokens = r.prompts * r.prompt_length
+    prefill = forward_flops(shape, prompt_tokens, r.prompt_length, head=False) / flops
+    prefill += reduce_seconds(shape, prompt_tokens, 1, cluster, efficiency, tensor_parallel=tensor_parallel, dtype=dtype)
     tokens = r.samples * r.response_length
     at_a_time = min(concurrency, r.samples)
     steps = max(tokens / at_a_time, r.longest)
@@ -126,6 +148,5 @@ def generation(
     read = steps * weights + tokens * context * kv_bytes_per_token(shape, dtype)
     computing = forward_flops(shape, tokens, 2 * context, head=True) / flops
     reading = read / (gpu.bandwidth * efficiency.bandwidth * tensor_parallel)
-    reduced = 2 * shape.layers * tokens * shape.hidden * element_bytes(dtype) * 2 * (tensor_parallel - 1) / tensor_parallel
-    reducing = reduced / (cluster.bandwidth_between(tensor_parallel) * efficiency.network)
+    reducing = reduce_seconds(shape, tokens, steps, cluster, efficiency, tensor_parallel=tensor_parallel, dtype=dtype)
     return Generation(tokens / steps, prefill, max(computing, reading) + reducing + steps * efficiency.decode_overhead)

@@ -16,9 +16,8 @@ from kuberay import SCHEMAS
 from packaging.specifiers import SpecifierSet
 from ruamel.yaml import YAML
 
-from flows.chain.overrides import parse_assignment
 from flows.full_pipeline import parse_arguments
-from rlhf_core.config import Params, overridden, read_recipe, read_text
+from rlhf_core.config import Params, overridden, parse_assignment, read_recipe, read_text
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes/cluster"

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from hostile import NASTY_VALUES, NESTED, is_clear, mangled
 
-from flows.chain.overrides import check, parse_assignment
-from rlhf_core.config import ConfigError, Params, apply_overrides, parse_params, read_yaml, set_key
+from flows.chain.overrides import check
+from rlhf_core.config import ConfigError, Params, apply_overrides, parse_assignment, parse_params, read_yaml, set_key
 
 DEFAULT = Path(__file__).parents[3] / "params.yaml"
 TREE = read_yaml(DEFAULT)

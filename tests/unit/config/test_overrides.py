@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flows.chain.overrides import check, overrides_schema, parse_assignment
+from flows.chain.overrides import check, overrides_schema
 from rlhf_core.config import (
     ConfigError,
     apply_overrides,
     load_params,
+    parse_assignment,
     read_recipe,
     read_yaml,
 )

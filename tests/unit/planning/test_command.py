@@ -52,23 +52,26 @@ def test_json_has_the_workload_too(monkeypatch, capsys):
     assert found["proposed"]["fits"]
 
 
+FOUR_ENGINES = ("--engine-gpus", "4", "--tensor-parallel", "1")
+
+
 def test_a_sync_by_gloo_is_predicted_to_take_longer(monkeypatch, capsys, tmp_path):
     seconds = {}
     for way in ("auto", "gloo"):
         recipe = tmp_path / f"{way}.yaml"
         recipe.write_text(f"rl: {{rollout: {{weight_transfer: {way}}}}}")
-        found = json.loads(printed(monkeypatch, capsys, "--json", "--model", "llama3-8b", "--layout", "apart", "--recipe", str(recipe)))
-        seconds[way] = [found[name]["seconds"]["sync"] for name in ("requested", "proposed")]
-    weights = 4 * 8.03e9  # float32, to 4 engines; those of the proposal may be fewer
+        found = json.loads(printed(monkeypatch, capsys, "--json", "--model", "llama3-8b", *FOUR_ENGINES, "--recipe", str(recipe)))
+        seconds[way] = [found["layouts"][name]["seconds"]["sync"] for name in ("apart", "colocated")]
+    weights = 4 * 8.03e9  # float32, to 4 engines or 8
     assert seconds["gloo"][0] > 4 * weights / 2.1e9 > 10 * seconds["auto"][0]
-    assert seconds["gloo"][1] > weights / 2.1e9 > seconds["auto"][1]
+    assert seconds["gloo"][1] > 8 * weights / 2.1e9 > seconds["auto"][1]
 
 
 def test_the_bandwidth_of_gloo_can_be_set(monkeypatch, capsys, tmp_path):
     (tmp_path / "gloo.yaml").write_text("rl: {rollout: {weight_transfer: gloo}}")
-    arguments = ("--json", "--model", "llama3-8b", "--layout", "apart", "--recipe", str(tmp_path / "gloo.yaml"))
+    arguments = ("--json", "--model", "llama3-8b", "--layout", "apart", *FOUR_ENGINES, "--recipe", str(tmp_path / "gloo.yaml"))
     given = ((), ("--gloo", "2.1"), ("--gloo", "8.4"))
-    default, same, faster = (json.loads(printed(monkeypatch, capsys, *arguments, *more))["requested"]["seconds"]["sync"] for more in given)
+    default, same, faster = (json.loads(printed(monkeypatch, capsys, *arguments, *more))["proposed"]["seconds"]["sync"] for more in given)
     assert default == same
     # float32 weights to 4 engines; the copies to and from the hosts stay
     assert default - faster == pytest.approx(4 * 4 * SIZES["llama3-8b"].parameters * (1 / 2.1e9 - 1 / 8.4e9))

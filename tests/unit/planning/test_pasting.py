@@ -1,0 +1,116 @@
+"""What the command prints to paste is the planned run, and what it plans can be given as keys or as options."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.config import overridden, parse_assignment, read_text
+from rlhf_core.planning.__main__ import main
+
+PARAMS = Path(__file__).parents[3] / "params.yaml"
+ON = ("--gpu", "h100", "--gpus", "8")
+GRPO = ("--algorithm", "grpo", "--group-size", "16", "--samples", "512", "--minibatch", "128", "--epochs", "2", "--no-reference")
+LONG = ("--prompt-length", "500", "--longest", "1500", "--microbatch-tokens", "8192", "--max-concurrent", "64")
+
+
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    def run(*arguments: str, code: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["planning", "--params", str(PARAMS), *arguments])
+        assert main() == code, capsys.readouterr()
+        return capsys.readouterr().out
+
+    return run
+
+
+def pasted(out: str) -> list[str]:
+    """The --set arguments of the proposal, as a shell splits them."""
+    return shlex.split(out[out.index("  --set ") :].replace("\\\n", " "))
+
+
+def planned(printed, *arguments: str) -> dict:
+    found = json.loads(printed("--json", *arguments))
+    workload = {name: assumed["value"] for name, assumed in found["workload"].items()}
+    return {"workload": workload, "proposed": found["proposed"]}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--model", "qwen2.5-7b", "--dtype", "bfloat16", *LONG),
+        ("--model", "qwen2.5-1.5b", "--dtype", "bfloat16", *GRPO, "--response-length", "300", "--prompt-length", "200"),
+        ("--model", "Qwen/Qwen2.5-7B-Instruct", "--dtype", "bfloat16", "--set", "rl.steps=7", "--set", "sft.lora={rank: 16, alpha: 32.0}"),
+    ],
+)
+def test_the_pasted_lines_alone_give_the_planned_run(printed, options):
+    lines = pasted(printed(*options, *ON))
+    first, again = planned(printed, *options, *ON), planned(printed, *lines, *ON)
+    assert again == first
+    overrides = dict(parse_assignment(text) for text in lines[1::2])
+    _, params = overridden(read_text(PARAMS), overrides, subject="params.yaml")  # they are valid for a run
+    assert params.rl.samples_per_step == first["workload"]["samples"] and params.model.dtype == "bfloat16"
+    params_as_planned = printed("--json", *lines, *ON, "--layout", "params")
+    assert json.loads(params_as_planned)["proposed"]["seconds"] == first["proposed"]["seconds"]
+
+
+def test_only_keys_that_differ_from_params_are_printed(printed):
+    lines = pasted(
+        printed("--model", "qwen2.5-7b", "--dtype", "bfloat16", "--algorithm", "ppo", "--epochs", "1", "--layout", "colocated", *ON)
+    )
+    keys = {text.partition("=")[0] for text in lines[1::2]}
+    assert {"model.path", "model.dtype", "rl.trainer.ranks"} <= keys
+    assert keys.isdisjoint({"rl.algorithm", "rl.epochs", "rl.placement", "rl.trainer.sequence_parallel", "model.max_length"})
+
+
+def test_options_that_no_key_holds_are_named(printed):
+    out = printed("--model", "qwen2.5-7b", "--dtype", "bfloat16", "--reward-model", "qwen2.5-1.5b", *ON)
+    assert "no key is written for: --reward-model qwen2.5-1.5b" in out
+
+
+@pytest.mark.parametrize("mode", [(), ("--stages",)])
+def test_both_modes_take_set(printed, monkeypatch, capsys, mode):
+    model = ("--set", "model.path=Qwen/Qwen2.5-7B", "--set", "model.dtype=bfloat16")
+    code = 1 if mode else 0
+    by_keys = json.loads(printed(*mode, "--json", *model, *ON, code=code))
+    by_options = json.loads(printed(*mode, "--json", "--model", "qwen2.5-7b", "--dtype", "bfloat16", *ON, code=code))
+    if not mode:
+        assert [found.pop("workload")["dtype"]["source"] for found in (by_keys, by_options)] == ["model.dtype", "--dtype"]
+    assert by_keys == by_options
+    printed(*mode, "--set", "model.dtyp=bfloat16", code=2)
+    monkeypatch.setattr(sys, "argv", ["planning", "--params", str(PARAMS), *mode, "--set", "rl.algorithm"])
+    assert main() == 2 and "expected key=value" in capsys.readouterr().err
+
+
+def test_a_key_set_for_the_stages_changes_their_memory(printed):
+    model = ("--stages", "--json", "--model", "qwen2.5-1.5b", "--dtype", "bfloat16", *ON)
+    split = ("--set", "sft.ranks=8", "--set", "sft.zero_stage=3")
+    whole, part = (json.loads(printed(*model, *more))["train_sft"]["processes"][0] for more in ((), split))
+    assert part["count"] == 8 and part["needed"] < whole["needed"] / 2
+
+
+def layouts(out: str) -> list[list[str]]:
+    _, _, table, *_ = out.split("\n\n")[1:5]
+    return [line.split() for line in table.splitlines()[1:]]
+
+
+def test_the_best_setting_of_each_layout_is_printed_best_first(printed):
+    arguments = ("--model", "qwen2.5-7b", "--dtype", "bfloat16", "--prompt-length", "512", "--response-length", "512", *ON)
+    rows = layouts(printed(*arguments))
+    assert {row[0] for row in rows} == {"colocated", "apart", "three-parts"}
+    steps = [float(row[1]) for row in rows]
+    assert steps == sorted(steps) and all(float(row[2]) > 0 for row in rows)
+    for row in rows:  # each is the best of its layout
+        (alone,) = layouts(printed(*arguments, "--layout", row[0]))
+        assert alone == row
+
+
+def test_a_layout_that_is_impossible_or_does_not_fit_says_why(printed):
+    grpo = ("--model", "qwen2.5-7b", "--dtype", "bfloat16", "--algorithm", "grpo")
+    assert "three-parts" in (out := printed(*grpo, *ON)) and "needs a critic" in out
+    assert "needs more than 1 GPU" in printed(*grpo, "--gpu", "b200", "--gpus", "1")
+    assert "none fits" in printed("--model", "qwen2.5-72b", "--dtype", "bfloat16", "--gpu", "h100", "--gpus", "1", code=1)
