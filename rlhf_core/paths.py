@@ -61,6 +61,11 @@ ROUNDS_FIGURE = ROUNDS / "rounds.svg"
 ROUNDS_TABLE = ROUNDS / "rounds.md"
 
 
+def processes_file(timings: Path) -> Path:
+    """Where the processes of an RL job ran, beside the job's timings, since it differs between runs too."""
+    return timings.with_suffix(".processes.json")
+
+
 def round_folder(number: int) -> Path:
     """Everything that round `number` writes."""
     return ROUNDS / str(number)

@@ -13,7 +13,7 @@ from pathlib import Path
 from rlhf_core.config import ConfigError, load_params
 from rlhf_core.paths import REPORT, STOPPED_REPORT, TIMINGS
 from rlhf_core.report.files import FILES, read_inputs
-from rlhf_core.report.inputs import Stopped, read_times
+from rlhf_core.report.inputs import Stopped, read_processes, read_times
 from rlhf_core.report.page import render, render_times
 from rlhf_core.stage.run import Stage, stage_arguments
 
@@ -28,7 +28,8 @@ def main() -> None:
     with Stage("report", resumable=False) as stage:
         write(render(read_inputs(stage.params, stage.fingerprint)), REPORT)
         STOPPED_REPORT.unlink(missing_ok=True)
-        write(render_times(stage.params.report.title, read_times(Path())), TIMINGS / "time.html")
+        times = read_times(Path())
+        write(render_times(stage.params.report.title, times, read_processes(Path(), times)), TIMINGS / "time.html")
 
 
 def write_stopped(stage: str, because: str) -> None:

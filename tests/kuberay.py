@@ -118,5 +118,6 @@ def of_kind(version: str, kind: str, spec: Schema) -> Schema:
 SCHEMAS = {
     "RayCluster": of_kind("ray.io/v1", "RayCluster", CLUSTER),
     "RayJob": of_kind("ray.io/v1", "RayJob", JOB),
+    "Pod": of_kind("v1", "Pod", POD),
     "PersistentVolumeClaim": of_kind("v1", "PersistentVolumeClaim", CLAIM),
 }

@@ -170,7 +170,7 @@ def main() -> int:
     given = parser.parse_args()
     configure_process()
     found: dict[Cell, Trained] = {}
-    with tempfile.TemporaryDirectory() as folder, lab(Path(folder), steps=given.steps, cpus=8) as here:
+    with tempfile.TemporaryDirectory() as folder, lab(Path(folder), steps=given.steps, cpus=16) as here:
         for cell in cells(given.only):
             began = time.monotonic()
             found[cell] = here.run(cell)

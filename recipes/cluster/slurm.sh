@@ -18,6 +18,8 @@ set -euo pipefail
 
 # Settings, from the environment:
 export PYTHON=${PYTHON:-$PWD/.venv/bin/python} # on every node
+export HF_HOME=${HF_HOME:-${XDG_CACHE_HOME:-$HOME/.cache}/huggingface} # on a disk that all nodes see
+export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-0}     # models by their name on the hub; 1: only those in HF_HOME, for nodes without internet
 head_ip=${HEAD_IP:-}                           # of the first node, as the other ones reach it; empty: as Ray finds it
 ray_port=${RAY_PORT:-6379}
 dashboard_port=${DASHBOARD_PORT:-8265}

@@ -126,6 +126,11 @@ class RlConfig(OptimizerConfig):
         """Trainer ranks of all groups together."""
         return sum(group.ranks for group in self.role_groups)
 
+    @property
+    def cpus(self) -> int:
+        """CPUs that Ray counts for the job: one for each trainer rank, and for each process of a rollout engine."""
+        return self.ranks + self.rollout.engines * self.rollout.tensor_parallel_size
+
     def of_group(self, group: RoleGroup) -> RlConfig:
         """With the group's number of ranks as that of `trainer`."""
         return self.model_copy(update={"trainer": self.trainer.model_copy(update={"ranks": group.ranks})})
@@ -164,6 +169,12 @@ class RlConfig(OptimizerConfig):
         if self.rollout.prefix_caching != "auto":
             return self.rollout.prefix_caching
         return on_gpu and self.rollout.backend == "vllm" and self.group_size > 1 and max_length - self.rollout.max_new_tokens > CACHE_BLOCK
+
+    def dispatch(self, *, on_gpu: bool) -> Literal["equal", "dynamic"]:
+        """`rollout.dispatch` with auto resolved. One engine gets all prompts at once, and so do all one step off policy."""
+        rollout = self.rollout
+        wanted = rollout.dispatch == "dynamic" or (rollout.dispatch == "auto" and on_gpu)
+        return "dynamic" if wanted and rollout.engines > 1 and not rollout.one_step_off_policy else "equal"
 
     @property
     def one_optimizer_step(self) -> bool:

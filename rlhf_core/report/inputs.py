@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from rlhf_core.paths import TIMINGS, processes_file
 from rlhf_core.report.differences import Results
 
 Tree = Mapping[str, Any]
@@ -162,6 +164,20 @@ def read_times(workspace: Path) -> dict[str, StageTime]:
         if timings.is_file() and curves.is_file() and of.is_file() and of.read_text(encoding="ascii") == sha256(curves):
             times[stage] = summarize(pd.read_csv(timings))
     return times
+
+
+def read_processes(workspace: Path, times: Mapping[str, StageTime]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
+    """The processes of the RL job that `times` are of, by their nodes: name, and pid and GPUs, of each; empty if they aren't known.
+
+    They are those of the job's last start.
+    """
+    path = processes_file(workspace / TIMINGS / "train_policy.csv")
+    if "train_policy" not in times or not path.is_file():
+        return {}
+    nodes: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for name, at in json.loads(path.read_text(encoding="utf-8")).items():
+        nodes.setdefault(f"{at['host']} (node {at['node'][:8]})", []).append((name, at))
+    return nodes
 
 
 def sha256(path: Path) -> str:

@@ -139,8 +139,10 @@ def _evaluated(inputs: ReportInputs, scorers: Sequence[Mapping[str, Any]]) -> di
     }
 
 
-def render_times(title: str, times: Mapping[str, StageTime]) -> str:
-    return page("timings.html.jinja", {}, {"title": title, "times": times, "total": sum(t.seconds for t in times.values())})
+def render_times(title: str, times: Mapping[str, StageTime], nodes: Mapping[str, Sequence[tuple[str, Mapping[str, Any]]]]) -> str:
+    """The page of times. nodes: of `read_processes`."""
+    total = sum(t.seconds for t in times.values())
+    return page("timings.html.jinja", {}, {"title": title, "times": times, "total": total, "nodes": nodes})
 
 
 def page(template: str, figures: Figures, content: Mapping[str, Any]) -> str:

@@ -64,6 +64,7 @@ SHARDING = {
     "offload_parameters": "parameters on the host",
     "gradient_checkpointing": "gradient checkpointing",
 }
+DISPATCH = {"equal": "equal shares of prompts", "dynamic": "prompts as engines become free"}
 CLERK_ASPECTS = ("correct", "polite", "brief", "safe")
 MODEL_NAMES = {"sft": "SFT", "policy": "Policy"}
 # Label, key of a model's figures, format, and whether more is better (None: neither).
@@ -176,7 +177,9 @@ def _ranks(setup: Mapping[str, Any]) -> str:
 def _engines(setup: Mapping[str, Any]) -> str:
     backend = {"vllm": "vLLM", "pytorch": "PyTorch"}[setup["backend"]]
     gpus = f"; {setup['gpus']['per_engine']:g} GPU each" if setup["gpus"] else ""
-    return f"{setup['engines']} {backend}, tensor parallel {setup['tensor_parallel_size']}{gpus}"
+    turns = "; by turns with the ranks" if setup.get("take_turns") else ""
+    dispatch = f"; {DISPATCH[setup['dispatch']]}" if setup["engines"] > 1 and "dispatch" in setup else ""  # older metrics lack it
+    return f"{setup['engines']} {backend}, tensor parallel {setup['tensor_parallel_size']}{gpus}{turns}{dispatch}"
 
 
 def _adapters(lora: Mapping[str, Any] | None) -> str:

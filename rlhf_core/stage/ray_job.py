@@ -34,7 +34,7 @@ def submit_job(
     subject: str,
     driver: str,
     description: Path,
-    actors: int,
+    cpus: int,
     model: Path | None = None,
     luggage: Luggage | None = None,
     engines: Sequence[str] = (),
@@ -45,7 +45,7 @@ def submit_job(
     Args:
         subject: of messages, such as "RL job".
         driver: module of the job's driver, which gets the path of the description. A stage that runs again follows a live job of that path.
-        actors: CPUs that the job needs.
+        cpus: that Ray counts for the job's actors.
         model: folder of a model whose weights go through Ray's object store; None: none do.
         luggage: inputs that nodes without the project's folder need besides the stage's dependencies.
         engines: modules that such nodes must have besides.
@@ -69,7 +69,7 @@ def submit_job(
         log.info("%s: %s %s", stage.name, subject, where)
         if address is None:
             head = local_head(
-                cpus=max(actors, params.cluster.threads),
+                cpus=max(cpus, params.cluster.threads),
                 start_timeout=params.cluster.start_timeout,
                 weights=0 if model is None else sum(path.stat().st_size for path in weight_files(model)),
                 stop_grace=params.flow.stop_grace - HEAD_GRACE,

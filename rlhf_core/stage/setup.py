@@ -19,7 +19,7 @@ def rl_setup(rl: RlConfig, placed: Mapping[str, Any]) -> dict[str, Any]:
     """The same for online RL.
 
     Args:
-        placed: what the driver recorded, with `rl.rollout.weight_transfer` and the GPUs' shares resolved (trainers/rl/job.py: PLACEMENT).
+        placed: what the driver recorded, with `auto` of rl.rollout and the GPUs' shares resolved (trainers/rl/job.py: PLACEMENT).
     """
     rollout = rl.rollout
     return {
@@ -29,6 +29,8 @@ def rl_setup(rl: RlConfig, placed: Mapping[str, Any]) -> dict[str, Any]:
         "engines": rollout.engines,
         "backend": rollout.backend,
         "tensor_parallel_size": rollout.tensor_parallel_size,
+        "take_turns": placed["take_turns"],
+        "dispatch": placed["dispatch"],
         "weight_transfer": placed["weight_transfer"],
         "gpus": {"in_cluster": placed["gpus"], "per_rank": placed["per_rank"], "per_engine": placed["per_engine"]}
         if placed["gpus"]

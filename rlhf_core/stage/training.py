@@ -243,7 +243,7 @@ def _run_on_ray(stage: Stage, job: TrainJob, *, subject: str, part: str = "") ->
     description = job.work / f"job{part}.pkl"
     job.write(description)
     driver = "rlhf_core.stage.training_driver"
-    submit_job(stage, subject=subject, driver=driver, description=description, actors=job.ranks, luggage=luggage)
+    submit_job(stage, subject=subject, driver=driver, description=description, cpus=job.ranks, luggage=luggage)
     return json.loads(job.result_file.read_text(encoding="utf-8"))
 
 

@@ -24,7 +24,8 @@ def job(seen: Path) -> None:
     here = ray.remote(num_cpus=0)(lambda: ray.get_runtime_context().get_node_id())
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     found = ray.get([here.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote() for node in nodes])
-    seen.write_text(json.dumps({"nodes": nodes, "ran_on": found, "grace": os.environ["RAY_JOB_STOP_WAIT_TIME_S"]}))
+    hub = [os.environ[name] for name in ("HF_HOME", "HF_HUB_OFFLINE")]
+    seen.write_text(json.dumps({"nodes": nodes, "ran_on": found, "grace": os.environ["RAY_JOB_STOP_WAIT_TIME_S"], "hub": hub}))
 
 
 def flow(seen: Path, options: list[str]) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from small_chain import (
 )
 from small_workspace import wait_until
 
+from rlhf_core.paths import processes_file
 from rlhf_core.process import STOPPED_BY_SIGNAL
 from rlhf_core.stage.run import CRASHED
 
@@ -262,7 +264,8 @@ def test_what_a_function_measures_is_in_a_column_of_its_own(critic):
 
 def test_no_response_ends_before_the_fewest_tokens_and_log_probabilities_still_agree(critic):
     assert (critic.curves["response_length"] >= 3).all() and (critic.curves["logprob_difference"] < 1e-4).all()
-    assert critic.metrics["setup"]["engines"] == 2  # which get prompts as they become free
+    setup = critic.metrics["setup"]
+    assert (setup["engines"], setup["take_turns"], setup["dispatch"]) == (2, False, "dynamic")
 
 
 @pytest.fixture(scope="module")
@@ -291,6 +294,11 @@ def test_a_stop_string_ends_a_response_the_greedy_one_is_the_baseline_and_adapte
     assert (monitor["stopped"]["limit"], monitor["stopped"]["step"]) == ("always", 4) and monitor["chosen_step"] in (0, 2)
     assert "back to the best by score" in greedy.printed
     setup = greedy.metrics["setup"]
+    (line,) = re.findall(r"rl: on 127\.0\.0\.1 \(node [0-9a-f]{8}\): (.*)", greedy.printed)
+    places = json.loads(processes_file(greedy.workspace / "reports/timings/train_policy.csv").read_text())
+    assert list(places) == [*(f"rollout rank {k}" for k in range(setup["engines"])), "trainer rank 0"]
+    assert line == ", ".join(f"{name} (pid {place['pid']})" for name, place in places.items())
+    assert "<td>trainer rank 0</td>" in (greedy.workspace / "reports/timings/time.html").read_text(encoding="utf-8")
     assert setup["lora"]["quantize"] == "nf4" and setup["weight_transfer"] == ["gloo"] * setup["engines"]
     assert ", nf4</td>" in (greedy.workspace / "reports/report.html").read_text(encoding="utf-8")
     assert_nothing_left(greedy.workspace)

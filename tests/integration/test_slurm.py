@@ -40,7 +40,8 @@ def slurm(tmp_path: Path) -> dict[str, str]:
         (tmp_path / name).chmod(0o755)
     ray_port, dashboard = free_ports(2)
     return {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_"))},
+        **{name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_", "HF_"))},
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}",
         "PYTHON": sys.executable,
@@ -70,6 +71,7 @@ def test_a_flow_runs_on_all_nodes_outlives_one_and_is_queued_again_when_time_is_
     assert len(found["nodes"]) == 2 and found["ran_on"] == found["nodes"]
     address = f"http://127.0.0.1:{slurm['DASHBOARD_PORT']}"
     assert found["given"] == {"cluster.address": address, "flow.stop_grace": "300"} and found["grace"] == "295"
+    assert found["hub"] == [str(tmp_path / "cache/huggingface"), "0"]
     assert found["told"] == {"RAY_AUTH_TOKEN": False, "RAY_AUTH_TOKEN_PATH": True}
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
     wait_until(lambda: not (processes(slurm["RAY_PORT"]) or list(tmp_path.glob("rlhf-*"))), 30, "the end of Ray and of its token")

@@ -98,6 +98,57 @@ def test_a_node_has_shared_memory_whole_gpus_and_no_root(pod):
     assert [v["name"] for v in node["env"] if re.search("TOKEN|KEY|SECRET|PASSWORD", v["name"]) and "value" in v] == []
 
 
+def test_the_pod_without_gpus_has_the_nodes_disk_image_user_and_hub():
+    pod, node = MANIFESTS["shell"]["spec"], pods()["rayjob head"]
+    (shell,), (head,) = pod["containers"], node["containers"]
+    assert [pod[key] for key in ("securityContext", "initContainers")] == [node[key] for key in ("securityContext", "initContainers")]
+    assert [shell[key] for key in ("image", "workingDir", "securityContext")] == [
+        head[key] for key in ("image", "workingDir", "securityContext")
+    ]
+    assert shell["volumeMounts"] == head["volumeMounts"][:1] and pod["volumes"] == node["volumes"][:1]
+    assert shell["env"] == [variable for variable in head["env"] if variable["name"].startswith("HF_")]
+    assert shell["resources"]["limits"].keys() == {"cpu", "memory"}
+
+
+def clone_as(manifest: dict[str, Any], image: Path, workspace: Path) -> Path:
+    """What the init container makes of a disk. Returns the clone."""
+    (container,) = manifest["initContainers"]
+    shell, option, command = container["command"]
+    assert "/opt/rlhf-pipeline" in command
+    subprocess.run([shell, option, command.replace("/opt/rlhf-pipeline", str(image))], cwd=workspace, check=True)
+    return workspace / "rlhf-pipeline"
+
+
+def git(folder: Path, *words: str) -> str:
+    who = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+    return subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def committed(folder: Path, text: str) -> str:
+    (folder / "code").write_text(text)
+    git(folder, "add", "code")
+    git(folder, "commit", "-m", text)
+    return git(folder, "rev-parse", "HEAD")
+
+
+@pytest.mark.parametrize("name", ["raycluster", "rayjob", "shell"])
+def test_the_clone_follows_a_new_image_unless_the_user_has_commits(name, tmp_path):
+    manifest = pods()[f"{name} head"] if name != "shell" else MANIFESTS["shell"]["spec"]
+    image, workspace = tmp_path / "rlhf-pipeline", tmp_path / "workspace"
+    image.mkdir()
+    workspace.mkdir()
+    git(image, "init", "--initial-branch=main")
+    first = committed(image, "one")
+    clone = clone_as(manifest, image, workspace)
+    assert git(clone, "rev-parse", "HEAD") == first
+    (clone / "my_data.yaml").write_text("mine")
+    second = committed(image, "two")
+    assert git(clone_as(manifest, image, workspace), "rev-parse", "HEAD") == second and (clone / "my_data.yaml").read_text() == "mine"
+    mine = committed(clone, "mine")
+    committed(image, "three")
+    assert git(clone_as(manifest, image, workspace), "rev-parse", "HEAD") == mine
+
+
 def test_a_stage_has_the_time_for_its_checkpoint_before_its_job_is_killed():
     (grace,) = {v["value"] for p in pods().values() for v in p["containers"][0]["env"] if v["name"] == "RAY_JOB_STOP_WAIT_TIME_S"}
     given = dict(word.split("=", 1) for word in shlex.split(MANIFESTS["rayjob"]["spec"]["entrypoint"]) if "=" in word)

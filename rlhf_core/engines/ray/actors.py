@@ -392,14 +392,14 @@ class ActorGroup:
             for place, state in zip(places, states, strict=True)
         ]
 
-    def gpus(self) -> dict[str, list[str]]:
-        """The GPUs of each rank's process, each with its node, by the rank's name in messages.
+    def places(self) -> dict[str, Place]:
+        """Where each rank's process is, by the rank's name in messages.
 
         Raises:
             RoleLost: a process doesn't start in time.
         """
-        places = self.wait(self._places, deadline=self._start_deadline, what="start")
-        return {f"{self.role} rank {rank}": [f"{p.host} (node {p.node[:8]}) GPU {gpu}" for gpu in p.gpus] for rank, p in enumerate(places)}
+        found = self.wait(self._places, deadline=self._start_deadline, what="start")
+        return {f"{self.role} rank {rank}": place for rank, place in enumerate(found)}
 
     def _whereabouts(self, rank: int) -> Place | None:
         with suppress(RayError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import ray
 from ray.exceptions import RayError
@@ -11,8 +11,8 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_core.config import number_of
-from rlhf_core.engines.ray.actors import ActorGroup
 from rlhf_core.engines.ray.places import Bundle, RoleLost, release, reserve
+from rlhf_core.engines.ray.processes import Place
 from rlhf_core.planning.placement import Placement, check_gpus
 
 
@@ -65,25 +65,22 @@ class ReservedGpus:
     def _ids(self, first: int) -> tuple[str, ...]:
         return bundle_gpus("rollout", *self._bundles[first], self._placement.tensor_parallel_size, deadline=self._deadline)
 
-    def check(self, ranks: Sequence[ActorGroup], engines: ActorGroup | None) -> dict[str, list[str]]:
+    def check(self, ranks: Sequence[Mapping[str, Place]], engines: Mapping[str, Place] | None) -> None:
         """Check that no two processes share a GPU that the placement gives to one.
 
         Args:
-            ranks: of each group. engines: None: they aren't looked at.
-        Returns:
-            The GPUs of each process, by its name in messages; empty without GPUs.
+            ranks: where those of each group are, by their names. engines: None: they aren't looked at.
         Raises:
             ValueError: two do, or one has more or fewer GPUs than planned.
         """
         if not self._bundles:
-            return {}
+            return
         where = [[(gpu,) for gpu in gpus] for gpus in self._placement.ranks]
         where.append(list(map(self._placement.engine_gpus, self._placement.engines)))
-        found = [group.gpus() for group in (*ranks, *([engines] if engines is not None else []))]
+        found = [*ranks, *([engines] if engines is not None else [])]
         planned = {name: gpus for names, of_group in zip(found, where, strict=False) for name, gpus in zip(names, of_group, strict=True)}
-        by_name = {name: ids for names in found for name, ids in names.items()}
-        check_gpus(planned, by_name)
-        return by_name
+        ids = {name: [f"{at.host} (node {at.node[:8]}) GPU {gpu}" for gpu in at.gpus] for names in found for name, at in names.items()}
+        check_gpus(planned, ids)
 
     def release(self) -> None:
         release(list(self._bundles.values()))

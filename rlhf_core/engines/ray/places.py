@@ -17,7 +17,7 @@ from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlhf_core.config import number_of
+from rlhf_core.config import RlConfig, number_of
 from rlhf_core.planning.machine import Machine, whole
 from rlhf_core.storage.address import StorageFailed
 from rlhf_core.storage.node import JobFiles
@@ -63,21 +63,27 @@ def join_cluster(*, output: bool = True) -> int:
     return int(ray.cluster_resources().get("GPU", 0))
 
 
-def cluster_cpus() -> float:
-    """CPUs that Ray has for actors, on all nodes."""
-    return ray.cluster_resources().get("CPU", 0.0)
+def node_cpus() -> list[int]:
+    """CPUs that each node of the cluster has for Ray's actors."""
+    return [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
 
 
-def check_cpus(actors: int, cpus: float) -> None:
-    """Check that each rollout engine and trainer rank of a cluster without GPUs gets a CPU; Ray would wait for one without a word.
+def check_cpus(rl: RlConfig, nodes: Sequence[int]) -> None:
+    """Check that each process of a rollout engine and each trainer rank of a cluster without GPUs gets a CPU, an engine's on one node; Ray
+    would wait for them without a word.
 
+    Args:
+        nodes: CPUs of each.
     Raises:
         ValueError: there are fewer.
     """
-    if cpus < actors:
+    size, engines = rl.rollout.tensor_parallel_size, rl.rollout.engines
+    if sum(nodes) < rl.cpus or sum(count // size for count in nodes) < engines:
+        together, lower = (" (of one node)", "rl.rollout.tensor_parallel_size, ") if size > 1 else ("", "")
         raise ValueError(
-            f"rl: expected a CPU of the Ray cluster for each of the {actors} rollout engines and trainer ranks, got {cpus:g}; lower "
-            "rl.rollout.engines or the ranks of rl.placement and rl.trainer, or start Ray with more (--num-cpus)"
+            f"rl: expected {rl.cpus} CPUs of the Ray cluster, 1 for each of {number_of(rl.ranks, 'trainer rank')} and {size}{together} for "
+            f"each of {number_of(engines, 'rollout engine')}, got {' and '.join(map(str, nodes))}; lower {lower}rl.rollout.engines or the "
+            "ranks of rl.placement and rl.trainer, or start Ray with more (--num-cpus)"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,19 @@ def place_of_process(_: Any) -> Place:
     context = ray.get_runtime_context()
     gpus = context.get_accelerator_ids().get("GPU") or [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), tuple(gpus))
+
+
+def by_node(places: Mapping[str, Place]) -> list[str]:
+    """A line for each node: its address, its processes by their names, their ids, and their GPUs.
+
+    Args:
+        places: by the processes' names.
+    """
+    nodes: dict[str, list[str]] = {}
+    for name, place in places.items():
+        gpus = f", GPU {' and '.join(place.gpus)}" * bool(place.gpus)
+        nodes.setdefault(f"{place.host} (node {place.node[:8]})", []).append(f"{name} (pid {place.pid}{gpus})")
+    return [f"{node}: {', '.join(processes)}" for node, processes in nodes.items()]
 
 
 def on_nodes(look: Callable[[int], str], places: Sequence[Place | None]) -> list[str | None]:

@@ -12,13 +12,16 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from rlhf_core.config import load_params
 from rlhf_core.engines.ray.actors import ActorGroup, held
 from rlhf_core.engines.ray.gpus import ReservedGpus, node_gpus
-from rlhf_core.engines.ray.places import RoleLost, check_cpus, check_nodes, cluster_cpus, join_cluster, leave_cluster
+from rlhf_core.engines.ray.places import RoleLost, check_cpus, check_nodes, join_cluster, leave_cluster, node_cpus
+from rlhf_core.engines.ray.processes import Place, by_node
 from rlhf_core.environment import keep_visible, named
+from rlhf_core.paths import processes_file
 from rlhf_core.planning.placement import Placement, place, transfer_ways, unused_shares
 from rlhf_core.process import STOPPED_BY_SIGNAL, configure_process, show_own_log
 from rlhf_core.progress import name_stage
@@ -92,7 +95,7 @@ class Actors:
         self._job, self._placement = job, place(job.rl, gpus, node_gpus())
         self.take_turns = self._placement.takes_turns(job.rl)
         if not gpus:
-            check_cpus(job.rl.rollout.engines + job.rl.ranks, cluster_cpus())
+            check_cpus(job.rl, node_cpus())
             for warning in unused_shares(job.rl):
                 log.warning("%s", warning)
         if job.checks_cluster:
@@ -118,15 +121,24 @@ class Actors:
         self._reserved.release()
         leave_cluster()
 
-    def check_gpus(self, *, engines: bool) -> None:
-        """Check, on a cluster with GPUs, that no two processes share one that the placement gives to one, and log who is where.
+    def check_places(self, *, engines: bool) -> None:
+        """Check, on a cluster with GPUs, that no two processes share one that the placement gives to one.
 
         Args:
-            engines: of the rollout engines too, which start more slowly than the ranks.
+            engines: look at the rollout engines too, which start more slowly than the ranks; log and record which process is where.
         """
-        found = self._reserved.check([group.actors for group in self.trainers.all], self.rollouts if engines else None)
-        if engines and found:
-            log.info("rl: %s", "; ".join(f"{name}: {' and '.join(ids)}" for name, ids in found.items()))
+        ranks, of_engines = [group.actors.places() for group in self.trainers.all], self.rollouts.places() if engines else None
+        self._reserved.check(ranks, of_engines)
+        if of_engines is not None:
+            found = {name: at for names in (of_engines, *ranks) for name, at in names.items()}
+            for line in by_node(found):
+                log.info("rl: on %s", line)
+            self._record_places(found)
+
+    def _record_places(self, found: dict[str, Place]) -> None:
+        path = processes_file(Path(self._job.timings))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({name: asdict(at) for name, at in found.items()}, indent=1))
 
     def _rollout_engines(self) -> ActorGroup:
         job, rl, placement = self._job, self._job.rl, self._placement
@@ -135,7 +147,7 @@ class Actors:
             "rollout",
             "rlhf_core.engines.in_process:RolloutActor",
             rl.rollout.engines,
-            cpus=1,
+            cpus=1 if placement.gpus else rl.rollout.tensor_parallel_size,  # a GPU's bundle has them for each of its processes
             bundles=self._reserved.of_engines(),
             threads=threads,
             start_deadline=rl.deadlines.start,
@@ -189,7 +201,8 @@ def _record(placement: Placement, ways: list[str], job: RlJob) -> None:
     """Write the placement into the job's folder, and log it if the cluster has GPUs."""
     if placement.gpus:
         log.info("rl: %s", placement.describe(job.rl))
-    (Path(job.work) / PLACEMENT).write_text(json.dumps(placement.as_json() | {"weight_transfer": ways}))
+    how = {"take_turns": placement.takes_turns(job.rl), "dispatch": job.rl.dispatch(on_gpu=placement.gpus > 0)}
+    (Path(job.work) / PLACEMENT).write_text(json.dumps(placement.as_json() | how | {"weight_transfer": ways}))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from rlhf_core.config import ModelConfig, RlConfig, Section, TrackingConfig
 from rlhf_core.stage.job import pulse_file
 
 POLICY = "policy"  # in the storage, if there is one: the set of the exported policy's files
-PLACEMENT = "placement.json"  # in the job's folder: shares of the cluster's GPUs, and how each engine gets weights
+PLACEMENT = "placement.json"  # in the job's folder: shares of the cluster's GPUs, and what `auto` of rl.rollout has become
 
 
 class RlJob(Section):
@@ -27,7 +27,8 @@ class RlJob(Section):
     scorer_models: scorer's name -> folder, of each scorer of kind reward_model.
     source_judges: data source -> judge's name, of each source with a judge.
     work: folder of checkpoints and curves.    checkpoints: which checkpoints are kept and resumed from.
-    output: the final policy's folder.    timings: CSV file of seconds per phase.
+    output: the final policy's folder.
+    timings: CSV file of seconds per phase; beside it is where the processes ran (paths.py: processes_file).
     checks_cluster: the driver checks that the models fit the cluster's memory; False: the stage has.
     """
 

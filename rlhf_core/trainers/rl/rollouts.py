@@ -123,7 +123,7 @@ class RolloutEngines:
         self._turns.engines()
         if self._turns.stale:
             self._renew()
-        if not self._hands_out_prompts:
+        if self._job.rl.dispatch(on_gpu=self._engines.has_gpus) == "equal":
             return self._wait(self._submit(prompts, seeds, sampling, group_size=group_size))
         rl, how = self._job.rl, {"settings": sampling, "stop_ids": self._stop_ids, "group_size": group_size}
         dispatcher = Dispatcher(
@@ -136,13 +136,6 @@ class RolloutEngines:
             drain=self._turns.on,
         )
         return self._rollouts(prompts, dispatcher.run())
-
-    @property
-    def _hands_out_prompts(self) -> bool:
-        """Whether engines get prompts as they become free; see rl.rollout.dispatch."""
-        rollout = self._job.rl.rollout
-        wanted = rollout.dispatch == "dynamic" or (rollout.dispatch == "auto" and self._engines.has_gpus)
-        return wanted and len(self._engines) > 1 and not rollout.one_step_off_policy
 
     def _submit(self, prompts: Sequence[Prompt], seeds: list[int], sampling: SamplingSettings, *, group_size: int) -> Generation:
         """Prompts are dealt out in turn, so that each engine gets its share of long and short ones."""

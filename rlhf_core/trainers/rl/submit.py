@@ -62,7 +62,7 @@ def run_rl(stage: Stage, output: Path) -> None:
         subject="RL job",
         driver="rlhf_core.trainers.rl.driver",
         description=description,
-        actors=job.rl.ranks + job.rl.rollout.engines,
+        cpus=job.rl.cpus,
         model=SFT_MODEL if job.rl.sends_reference else None,
         luggage=luggage,
         engines=["vllm"] if job.rl.rollout.backend == "vllm" else [],

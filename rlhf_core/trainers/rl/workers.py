@@ -101,7 +101,7 @@ class Workers:
 
     def __enter__(self) -> Workers:
         start, trainers = self._job.rl.deadlines.start, self._trainers
-        self._actors.check_gpus(engines=False)
+        self._actors.check_places(engines=False)
         if self.turns.on:  # an engine takes all of its memory until it falls asleep
             self.rollouts.wait_ready()
             self.turns.begin()
@@ -113,7 +113,7 @@ class Workers:
             self._send_reference(reference)
         probed = self._probe()
         self.rollouts.wait_ready()
-        self._actors.check_gpus(engines=True)
+        self._actors.check_places(engines=True)
         self.rollouts.start(trainers.policy.wait(probed, deadline=start, what="probe")[0])
         return self
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_core.config import RlConfig, read_yaml
 from rlhf_core.engines.ray.places import check_cpus
 
 ROOT = Path(__file__).parents[3]
@@ -37,6 +38,7 @@ from rlhf_core.engines.ray.actors import ActorGroup
 from rlhf_core.engines.ray.places import RoleLost
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlhf_core.engines.ray.gpus import ReservedGpus, node_gpus, reserve_gpus
+from rlhf_core.engines.ray.processes import by_node
 from rlhf_core.planning.placement import place
 from rlhf_core.trainers.rl.groups import TrainerGroups
 
@@ -73,6 +75,10 @@ def start(role, bundles):
     return ActorGroup(role, "types:SimpleNamespace", len(bundles), cpus=1, bundles=bundles, threads=1, start_deadline=DEADLINE, kwargs={})
 
 
+def gpus_of(group):
+    return {name: [f"{place.node} GPU {gpu}" for gpu in place.gpus] for name, place in group.places().items()}
+
+
 def land(rl, is_shared):
     placement = place(rl, 8, node_gpus())
     reserved = ReservedGpus(placement, deadline=DEADLINE)
@@ -82,9 +88,11 @@ def land(rl, is_shared):
         engines = start("rollout", reserved.of_engines())
         ranks = [start(name, reserved.of_ranks(k)) for k, name in enumerate(names)]
         groups = [*ranks, engines]
-        seen = {"found": reserved.check(ranks, engines), "has_gpus": engines.has_gpus}
+        reserved.check([group.places() for group in ranks], engines.places())
+        seen = {"found": {name: gpus for group in groups for name, gpus in gpus_of(group).items()}, "has_gpus": engines.has_gpus}
+        seen["lines"] = by_node({name: place for group in groups for name, place in group.places().items()})
         engines.replace([1])  # a new process, in the bundle of the lost one
-        seen["again"] = engines.gpus()
+        seen["again"] = gpus_of(engines)
         engines.end(deadline=DEADLINE)
         (seen["ended"],) = engines._look([0])
     else:
@@ -211,7 +219,35 @@ def test_what_no_node_has_is_refused_at_once(seen):
     assert "expected nodes with 1 times 2 GPUs and 2 CPUs and 2 times 3 GPUs and 3 CPUs, got" in together
 
 
-def test_too_few_cpus_are_refused_with_what_to_lower():
-    check_cpus(5, 5.0)
-    with pytest.raises(ValueError, match=r"for each of the 5 rollout engines and trainer ranks, got 4; lower rl\.rollout\.engines"):
-        check_cpus(5, 4.0)
+def test_each_node_has_a_line_with_its_processes(seen):
+    lines, found = seen["jobs"]["shared"]["lines"], seen["jobs"]["shared"]["found"]
+    assert len(lines) == 2 and all(re.match(r"[0-9.]+ \(node [0-9a-f]{8}\): trainer", line) for line in lines)
+    for name, (gpu,) in found.items():
+        place, _, number = gpu.partition(" GPU ")
+        (line,) = [line for line in lines if f"(node {place[:8]})" in line]
+        assert re.search(rf"{re.escape(name)} \(pid \d+, GPU {number}\)", line)
+
+
+def rl(**changes) -> RlConfig:
+    base = read_yaml(ROOT / "params.yaml")["rl"]
+    return RlConfig.model_validate(
+        base | {"trainer": base["trainer"] | {"ranks": 4}, "placement": "together", "rollout": base["rollout"] | changes}
+    )
+
+
+@pytest.mark.parametrize(("size", "nodes"), [(1, [7]), (1, [3, 4]), (2, [10]), (2, [5, 5]), (2, [2, 2, 2, 1, 1, 1, 1])])
+def test_each_process_of_an_engine_and_each_rank_has_a_cpu(size, nodes):
+    check_cpus(rl(engines=3, tensor_parallel_size=size), nodes)
+
+
+@pytest.mark.parametrize(
+    ("size", "nodes", "message"),
+    [
+        (1, [6], r"expected 7 CPUs of the Ray cluster, 1 for each of 4 trainer ranks and 1 for .*, got 6; lower rl\.rollout\.engines"),
+        (2, [8], r"expected 10 CPUs .* 2 \(of one node\) for each of 3 rollout engines, got 8; lower rl\.rollout\.tensor_parallel_size"),
+        (2, [1] * 12, r"expected 10 CPUs .*for each of 3 rollout engines, got 1 and 1 and"),
+    ],
+)
+def test_too_few_cpus_are_refused_with_what_to_lower(size, nodes, message):
+    with pytest.raises(ValueError, match=message):
+        check_cpus(rl(engines=3, tensor_parallel_size=size), nodes)

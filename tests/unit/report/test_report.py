@@ -29,10 +29,11 @@ from report_workspace import (
 from rlhf_core.config import STAGE_SECTIONS, apply_overrides, load_params, read_yaml
 from rlhf_core.config.alignment import Method
 from rlhf_core.gate.run import unjudged
+from rlhf_core.paths import processes_file
 from rlhf_core.report.differences import Difference, Results, read_as
 from rlhf_core.report.files import read_inputs
-from rlhf_core.report.inputs import ReportInputError
-from rlhf_core.report.page import METHOD_TITLES, render
+from rlhf_core.report.inputs import ReportInputError, StageTime, read_processes
+from rlhf_core.report.page import METHOD_TITLES, render, render_times
 from rlhf_core.report.tables import METHOD_PARAMS, answer, evaluation_rows, expectations, samples, side_by_side
 from rlhf_core.report.verdict import outcome
 from rlhf_core.stage.setup import rl_setup, training_setup
@@ -132,7 +133,8 @@ def test_same_inputs_same_bytes_and_everything_inside(tmp_path):
         done = run_report(workspace)
         assert done.returncode == 0, done.stdout + done.stderr
         assert sorted(p.name for p in (workspace / "reports").iterdir()) == ["report.html", "timings"]
-        assert "No timings: the results are from" in (workspace / "reports/timings/time.html").read_text(encoding="utf-8")
+        times = (workspace / "reports/timings/time.html").read_text(encoding="utf-8")
+        assert "No timings: the models were not trained here." in times and "seconds of training" not in times
         pages.append((workspace / "reports/report.html").read_bytes())
     assert pages[0] == pages[1]
     assert len(pages[0]) < 3_000_000
@@ -218,7 +220,7 @@ def test_the_training_part_says_how_each_model_was_trained(tmp_path, monkeypatch
     changes = {"sft.ranks": 2, "sft.zero_stage": 2, "rl.placement": "two_groups", "rl.trainer.ranks": 2, "rl.trainer.zero_stage": 3}
     changes |= {"rl.trainer.offload_optimizer": True, "rl.lora": {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": ["q_proj"]}}
     params = apply_overrides(workspace / "params.yaml", changes)
-    placed = {"gpus": 8, "per_rank": 1.0, "per_engine": 0.5, "weight_transfer": ["ipc", "nccl"]}
+    placed = {"gpus": 8, "per_rank": 1.0, "per_engine": 0.5, "weight_transfer": ["ipc", "nccl"], "take_turns": True, "dispatch": "dynamic"}
     edit_metrics(workspace, "train_sft", {"setup": training_setup(params.sft)})
     edit_metrics(workspace, "train_policy", {"setup": rl_setup(params.rl, placed)})
     section = render_in(workspace, monkeypatch).split("<h3>Ranks, engines and adapters</h3>")[1].split("</table>")[0]
@@ -230,10 +232,25 @@ def test_the_training_part_says_how_each_model_was_trained(tmp_path, monkeypatch
             "2 for policy, reference; 2 for critic, reward models; 1 GPU each",
             "3, optimizer on the host",
             "rank 4, alpha 8, q_proj",
-            "2 vLLM, tensor parallel 1; 0.5 GPU each",
+            "2 vLLM, tensor parallel 1; 0.5 GPU each; by turns with the ranks; prompts as engines become free",
             "ipc, nccl",
         ],
     ]
+
+
+def test_the_page_of_times_says_where_the_job_ran_that_they_are_of(tmp_path):
+    processes_file(tmp_path / "reports/timings/train_policy.csv").parent.mkdir(parents=True)
+    places = {
+        "rollout rank 0": {"node": "a" * 56, "host": "10.0.0.1", "pid": 41, "gpus": ["0", "1"]},
+        "trainer rank 0": {"node": "b" * 56, "host": HOSTILE[0], "pid": 42, "gpus": []},
+    }
+    processes_file(tmp_path / "reports/timings/train_policy.csv").write_text(json.dumps(places))
+    times = {"train_policy": StageTime(2, 4.0, {"update": 3.0, "other": 1.0})}
+    page = render_times("A run", times, read_processes(tmp_path, times))
+    assert "4.0 seconds of training steps" in page and "No timings" not in page and HOSTILE[0] not in page
+    rows = [re.findall(r"<td>([^<]*)</td>", row) for row in page.split("Processes of the RL job")[1].split("<tr>")[2:]]
+    assert rows[0] == ["10.0.0.1 (node aaaaaaaa)", "rollout rank 0", "41", "0, 1"] and rows[1][1:] == ["trainer rank 0", "42", ""]
+    assert read_processes(tmp_path, {}) == {}  # of another run
 
 
 def test_the_data_part_says_what_each_source_lost_and_why(tmp_path, monkeypatch):

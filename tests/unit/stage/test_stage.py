@@ -49,7 +49,7 @@ def work(stage):
     if how == "refuse":
         raise StageFailed("the data is empty")
     if how == "submit":
-        submit_job(stage, subject="RL job", driver="nothing", description=Path("job.json"), actors=1)
+        submit_job(stage, subject="RL job", driver="nothing", description=Path("job.json"), cpus=1)
     if how in ("save", "finish"):
         store = CheckpointStore(stage.scratch / "sft", stage.store_settings(zero_stage=0))
         found = store.latest()

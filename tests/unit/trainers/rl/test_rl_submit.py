@@ -24,7 +24,7 @@ from rlhf_core.trainers.rl.submit import check_rewards, describe_job, final_figu
 
 ROOT = Path(__file__).parents[4]
 PASSED = {"passed": True, "message": "passed: it is good."}
-ON_CPUS = {"gpus": 0, "per_rank": 0.0, "per_engine": 0.0, "weight_transfer": ["gloo", "gloo"]}
+ON_CPUS = {"gpus": 0, "per_rank": 0.0, "per_engine": 0.0, "weight_transfer": ["gloo", "gloo"], "take_turns": False, "dispatch": "equal"}
 REJECTED = {"passed": False, "message": "rejected: too few pairs.", "override": None}
 
 
@@ -187,7 +187,9 @@ def test_the_setup_says_how_a_policy_was_trained():
     ]
     assert (setup["ranks"], setup["zero_stage"], setup["engines"], setup["backend"]) == (4, 2, 2, "vllm")
     assert (setup["weight_transfer"], setup["gpus"], setup["lora"]["rank"]) == (["gloo", "gloo"], None, 4)
-    on_gpus = rl_setup(two.rl, {"gpus": 4, "per_rank": 0.6, "per_engine": 0.4, "weight_transfer": ["ipc", "nccl"]})
+    assert (setup["take_turns"], setup["dispatch"]) == (False, "equal")
+    shared = {"gpus": 4, "per_rank": 0.6, "per_engine": 0.4, "weight_transfer": ["ipc", "nccl"], "take_turns": True, "dispatch": "dynamic"}
+    on_gpus = rl_setup(two.rl, shared)
     assert (on_gpus["weight_transfer"], on_gpus["gpus"]) == (["ipc", "nccl"], {"in_cluster": 4, "per_rank": 0.6, "per_engine": 0.4})
 
 
