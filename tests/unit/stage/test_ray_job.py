@@ -42,7 +42,7 @@ def begun(folder: Path, **cluster) -> Begun:
 
 
 def submit(stage: Begun) -> None:
-    submit_job(stage, subject="RL job", driver="driver", description=stage.scratch / "job.json", actors=2)
+    submit_job(stage, subject="RL job", driver="driver", description=stage.scratch / "job.json", cpus=2)
 
 
 def test_a_first_job_is_refused_where_nobody_listens(tmp_path, nowhere):
