@@ -97,7 +97,8 @@ def _problem(key: str, wanted: str, in_root: str | None, root: Path, name: str |
         return f"{key}: expected {shown(wanted)} {place}, got no such file; correct the path, relative to the project's folder"
     here = Path(os.path.normpath(root.absolute() / in_root))
     if not here.is_relative_to(root.absolute()):
-        return f"{key}: expected {shown(wanted)} {place}, got a path out of the project's folder; write it absolute, {shown(str(here))}"
+        absolute = shown(f"{here}:{wanted.rpartition(':')[2]}")
+        return f"{key}: expected {shown(wanted)} {place}, got a path out of the project's folder; write it absolute, {absolute}"
     advice = "commit it: a named run's worktree starts from the last commit"
     if worktree_path(root, name).exists():
         advice += (

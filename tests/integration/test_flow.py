@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
 from flows.chain.stages import stage_environment
 from flows.runs.liveness import crash_orphaned_command_lines, liveness_tag
@@ -125,6 +126,23 @@ def test_wrong_params_are_refused_before_anything_starts(untouched, arguments, m
     assert refused.returncode == 2
     assert message in refused.stderr and "Traceback" not in refused.stderr
     assert not (untouched / ".prefect").exists() and not (untouched / "runs").exists()
+
+
+def test_a_cluster_that_is_not_there_is_refused_before_a_stage_runs(tmp_path, server):
+    workspace = make_workspace(tmp_path / "project")
+    params = workspace / "params.yaml"
+    tree = YAML(typ="safe", pure=True).load(params.read_text())
+    tree["sft"]["ranks"], tree["cluster"]["address"] = 2, "ADDRESS"
+    with params.open("w") as file:
+        YAML(typ="safe", pure=True).dump(tree, file)
+    params.write_text(params.read_text().replace("ADDRESS", '"http://127.0.0.1:9"'))  # nobody listens; DVC needs quotes around a colon
+    refused = run_flow(workspace, PREFECT_API_URL=server)
+    assert refused.returncode == 2, refused.stderr
+    assert "Refused: cluster.address: expected Ray's dashboard at http://127.0.0.1:9, got no connection" in refused.stderr
+    assert "Traceback" not in refused.stdout + refused.stderr and "Running stage" not in refused.stdout
+    assert read_record(workspace)["outcome"] == "Refused"
+    until = run_flow(workspace, "--until", "prepare_data", PREFECT_API_URL=server)  # which needs no cluster
+    assert until.returncode == 0 and outcomes(until.stdout)["prepare_data"] == "ran", until.stderr
 
 
 def test_without_retries_a_crash_ends_the_run(tmp_path, server):

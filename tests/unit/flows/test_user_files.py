@@ -120,7 +120,7 @@ def test_a_file_beside_the_project_is_to_be_named_by_its_absolute_path(root, tmp
     (outside / "mine.py").write_text("")
     path = os.path.relpath(outside / "mine.py", root)
     check_user_files(root, None, scored_by(f"{path}:score"))
-    with refused(f"in the worktree runs/new, got a path out of the project's folder; write it absolute, {outside}/mine.py"):
+    with refused(f"in the worktree runs/new, got a path out of the project's folder; write it absolute, {outside}/mine.py:score"):
         check_user_files(root, "new", scored_by(f"{path}:score"))
     check_user_files(root, "new", scored_by(f"{outside}/mine.py:score"))
 
