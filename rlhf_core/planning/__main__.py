@@ -76,7 +76,8 @@ def print_step(params: Params, overrides: dict[str, Any], arguments: argparse.Na
     proposed = next(iter(layouts.values()))
     chosen = settings(proposed.placement) if arguments.layout != "params" else {}
     lines = differing(read_text(arguments.params), overrides | chosen) if proposed.fits else {}
-    for notice in notices(params, arguments):
+    notes = notices(params, arguments) + ([] if proposed.fits else remedies(work, params, arguments))
+    for notice in notes:
         print(notice, file=sys.stderr)
     basis = assumed(work, params, arguments)
     if arguments.json:
@@ -109,9 +110,8 @@ def print_stages(params: Params, arguments: argparse.Namespace) -> int:
     machine = here()
     if arguments.gpus is not None:
         cluster = cluster_of(arguments)
-        host = arguments.host_memory * GIB if arguments.host_memory else float("inf")
         gpus = (Gpu(cluster.gpu.memory, cluster.gpu.memory),) * cluster.gpus
-        machine = Machine(host, gpus, host, cluster.gpus_per_node)
+        machine = Machine(cluster.host_memory, gpus, cluster.host_memory, cluster.gpus_per_node)
     start = start_of(params, arguments)
     rewards = [of_shape(shape_of(given)) for given in arguments.reward_model]
     plans, problems = plan_stages(params, machine, start, rewards)
@@ -164,6 +164,13 @@ def plan(work: Workload, params: Params, arguments: argparse.Namespace) -> dict[
         gloo=sends_by_gloo(params),
     )
     return best_of_layouts(work, cluster, efficiency, search)
+
+
+def remedies(work: Workload, params: Params, arguments: argparse.Namespace) -> list[str]:
+    """What would make a placement fit where none does."""
+    if work.dtype == "float32" and next(iter(plan(replace(work, dtype="bfloat16"), params, arguments).values())).fits:
+        return ["no placement fits: set model.dtype=bfloat16 (--dtype bfloat16), with which one does"]
+    return ["no placement fits: take a smaller model, shorter responses, more GPUs or more memory"]
 
 
 def sends_by_gloo(params: Params) -> bool:
@@ -243,6 +250,7 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
         host_bandwidth=arguments.host_bandwidth * 1e9,
         gloo=arguments.gloo * 1e9,
         reserve=arguments.reserve * GIB,
+        host_memory=arguments.host_memory * GIB if arguments.host_memory else float("inf"),
     )
 
 

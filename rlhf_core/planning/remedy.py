@@ -69,7 +69,9 @@ def _changes(stage: str, params: Params, machine: Machine) -> Iterator[dict[str,
     yield from _engine_changes(stage, params, is_rl=is_rl, on_gpu=bool(machine.gpus))
     if is_rl and params.rl.rollout.backend == "vllm":
         yield from _divided_engines(params, max(machine.nodes, default=0))
+    half = [{"model.dtype": "bfloat16"}] if machine.gpus and params.model.dtype == "float32" else []
     if key is None:
+        yield from half
         return
     section = params.rl.trainer if is_rl else getattr(params, key)
     trainer = "rl.trainer" if is_rl else key
@@ -93,6 +95,7 @@ def _changes(stage: str, params: Params, machine: Machine) -> Iterator[dict[str,
         yield {f"{trainer}.zero_stage": max(1, section.zero_stage), f"{trainer}.offload_optimizer": True}
         yield {f"{trainer}.zero_stage": 3, f"{trainer}.offload_optimizer": True}
         yield {f"{trainer}.zero_stage": 3, f"{trainer}.offload_parameters": True}
+    yield from half
     if section_lora(params, key) is None:
         yield {f"{key}.lora": LORA}
         yield {f"{key}.lora": LORA | {"quantize": "nf4"}}

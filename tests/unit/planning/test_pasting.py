@@ -11,6 +11,8 @@ import pytest
 
 from rlhf_core.config import overridden, parse_assignment, read_text
 from rlhf_core.planning.__main__ import main
+from rlhf_core.planning.hardware import GIB
+from rlhf_core.planning.remedy import shown
 
 PARAMS = Path(__file__).parents[3] / "params.yaml"
 ON = ("--gpu", "h100", "--gpus", "8")
@@ -114,3 +116,36 @@ def test_a_layout_that_is_impossible_or_does_not_fit_says_why(printed):
     assert "three-parts" in (out := printed(*grpo, *ON)) and "needs a critic" in out
     assert "needs more than 1 GPU" in printed(*grpo, "--gpu", "b200", "--gpus", "1")
     assert "none fits" in printed("--model", "qwen2.5-72b", "--dtype", "bfloat16", "--gpu", "h100", "--gpus", "1", code=1)
+
+
+SEVEN_ON_ONE = ("--model", "qwen2.5-7b", "--dtype", "bfloat16", "--algorithm", "grpo", "--gpu", "h100", "--gpus", "1")
+
+
+def test_host_memory_of_a_step_is_told_and_checked_as_the_preflight_counts_it(printed):
+    out = printed(*SEVEN_ON_ONE)
+    needed = json.loads(printed("--json", *SEVEN_ON_ONE))["proposed"]["host"] / GIB
+    assert f"needs {needed:.3g} GiB of host memory on the fullest node, not checked: pass --host-memory" in out
+    on = ("--gpu", "h100", "--gpus", "1")
+    for host, fits in ((needed + 1, True), (needed - 1, False)):  # of a host's memory the preflight leaves 3% free
+        given = (*pasted(out), *on, "--host-memory", str(host / 0.97))
+        assert json.loads(printed("--json", *given, "--layout", "params", code=not fits))["proposed"]["fits"] == fits
+        stages = json.loads(printed("--stages", "--json", *given, code=1))
+        assert [s["where"] for s in stages["train_policy"]["shortages"]] == ([] if fits else ["a host of the GPUs"])
+    assert "of host memory" in printed(*SEVEN_ON_ONE, "--host-memory", "60", code=1)
+
+
+def test_bfloat16_is_named_where_it_makes_float32_fit(printed, monkeypatch, capsys):
+    long = ("--model", "qwen2.5-7b", "--set", "model.max_length=2048", *ON, "--host-memory", "800")
+    remedy = json.loads(printed("--stages", "--json", *long, code=1))["train_policy"]["remedy"]
+    assert remedy["model.dtype"] == "bfloat16"
+    assert json.loads(printed("--stages", "--json", *long, *settings_of(remedy), code=1))["train_policy"]["fits"]
+    without = {key: value for key, value in remedy.items() if key != "model.dtype"}
+    assert not json.loads(printed("--stages", "--json", *long, *settings_of(without), code=1))["train_policy"]["fits"]
+    tight = ("--model", "qwen2.5-7b", "--gpu", "h100", "--gpus", "1", "--algorithm", "grpo", "--host-memory", "230")
+    monkeypatch.setattr(sys, "argv", ["planning", "--params", str(PARAMS), *tight])
+    assert main() == 1 and "set model.dtype=bfloat16" in capsys.readouterr().err
+    assert json.loads(printed("--json", *tight, "--dtype", "bfloat16"))["proposed"]["fits"]
+
+
+def settings_of(keys: dict) -> list[str]:
+    return [argument for key, value in keys.items() for argument in ("--set", f"{key}={shown(value)}")]
