@@ -18,6 +18,7 @@ from typing import Any
 from rlhf_core.config import ConfigError, Params, overridden, parse_assignment, parse_params, read_text, read_yaml_text, with_recipes
 from rlhf_core.planning.describe import (
     assumed,
+    hours_text,
     layouts_text,
     proposal_text,
     stages_text,
@@ -27,6 +28,7 @@ from rlhf_core.planning.describe import (
     workload_text,
     workload_values,
 )
+from rlhf_core.planning.duration import hours_of_a_pass
 from rlhf_core.planning.hardware import GIB, GPUS, Cluster, Efficiency
 from rlhf_core.planning.machine import Gpu, Machine, here
 from rlhf_core.planning.models import Model, base_model, of_shape
@@ -79,13 +81,18 @@ def print_step(params: Params, overrides: dict[str, Any], arguments: argparse.Na
     notes = notices(params, arguments) + ([] if proposed.fits else remedies(work, params, arguments))
     for notice in notes:
         print(notice, file=sys.stderr)
+    hours = {}
+    if arguments.pairs and proposed.fits:
+        hours = hours_of_a_pass(work, arguments.pairs, proposed, cluster, efficiency_of(arguments))
     basis = assumed(work, params, arguments)
     if arguments.json:
         predicted = {name: values(prediction, cluster) for name, prediction in layouts.items()}
         found = {"workload": workload_values(basis), "layouts": predicted, "proposed": values(proposed, cluster) | {"settings": lines}}
-        print(json.dumps(found, indent=2))
+        print(json.dumps(found | ({"hours": hours} if hours else {}), indent=2))
     else:
         print(f"{workload_text(basis)}\n\n{layouts_text(layouts, work, cluster)}\n\nproposed: {text(proposed, cluster)}\n")
+        if hours:
+            print(f"{hours_text(hours, arguments.pairs, cluster)}\n")
         if proposed.fits:
             print(proposal_text(proposed, work, cluster, lines, unkeyed(arguments)))
     return 0 if proposed.fits else 1
@@ -146,10 +153,7 @@ def notices(params: Params, arguments: argparse.Namespace) -> list[str]:
 
 def plan(work: Workload, params: Params, arguments: argparse.Namespace) -> dict[str, Prediction]:
     """The best placement of each layout, the best first; of params.yaml's groups too if that is asked for."""
-    cluster = cluster_of(arguments)
-    efficiency = Efficiency(
-        arguments.flops_efficiency, arguments.bandwidth_efficiency, arguments.network_efficiency, arguments.decode_overhead
-    )
+    cluster, efficiency = cluster_of(arguments), efficiency_of(arguments)
     if arguments.layout == "params":
         return {"params": predict(work, of_settings(work, params, arguments), cluster, efficiency)}
     search = Search(
@@ -234,6 +238,10 @@ def workload(params: Params, arguments: argparse.Namespace) -> Workload:
 
 def cluster_gpus(arguments: argparse.Namespace) -> int:
     return arguments.gpus or DEFAULT_GPUS
+
+
+def efficiency_of(arguments: argparse.Namespace) -> Efficiency:
+    return Efficiency(arguments.flops_efficiency, arguments.bandwidth_efficiency, arguments.network_efficiency, arguments.decode_overhead)
 
 
 def cluster_of(arguments: argparse.Namespace) -> Cluster:

@@ -71,6 +71,11 @@ def layouts_text(layouts: Mapping[str, Prediction], work: Workload, cluster: Clu
     return "\n".join(["Layouts, the best first:", "", *lines])
 
 
+def hours_text(hours: Mapping[str, float], pairs: int, cluster: Cluster) -> str:
+    lines = [f"Hours of a pass over {pairs:,} pairs, or in RL prompts, on {number_of(cluster.gpus, 'GPU')}:", ""]
+    return "\n".join([*lines, *(f"  {what:<14} {value:10.3g}" for what, value in hours.items())])
+
+
 def proposal_text(found: Prediction, work: Workload, cluster: Cluster, lines: Mapping[str, Any], unkeyed: Sequence[str] = ()) -> str:
     """What speaks against a proposal that fits, and how to run it.
 

@@ -115,6 +115,7 @@ def _work_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--reference", action=argparse.BooleanOptionalAction, help="default: as in rl.kl")
     for name in ("samples", "group-size", "minibatch", "epochs", "microbatch-tokens"):
         group.add_argument(f"--{name}", type=_count)
+    group.add_argument("--pairs", type=_count, help="print the hours of a pass over so many preference pairs, and over as many prompts")
     group.add_argument("--prompt-length", type=_count, help="mean, tokens")
     group.add_argument("--response-length", type=_count, help="mean, tokens; default: the longest")
     group.add_argument("--longest", type=_count, help="tokens of the longest response; default: --response-length")

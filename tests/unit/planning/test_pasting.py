@@ -149,3 +149,21 @@ def test_bfloat16_is_named_where_it_makes_float32_fit(printed, monkeypatch, caps
 
 def settings_of(keys: dict) -> list[str]:
     return [argument for key, value in keys.items() for argument in ("--set", f"{key}={shown(value)}")]
+
+
+def test_hours_of_a_pass_over_pairs_are_those_of_its_flop(printed):
+    model = ("--model", "qwen2.5-1.5b", "--dtype", "bfloat16", "--algorithm", "grpo", "--samples", "1024", *ON)
+    given = (*model, "--prompt-length", "300", "--response-length", "200", "--checkpointing", "--pairs", "60000")
+    found = json.loads(printed("--json", *given))
+    hours, step = found["hours"], found["proposed"]["seconds"]["step"]
+    # matrices of 28 layers: 2 * 1536 * (1536 + 256) of attention and 3 * 1536 * 8960 of the MLP; the head 151936 * 1536
+    trunk, head = 28 * (2 * 1536 * 1792 + 3 * 1536 * 8960), 151936 * 1536
+    attention = 2 * 28 * 500 * 1536
+    trunk_pass, whole_pass = (500 * (2 * matrices + attention) for matrices in (trunk, trunk + head))
+    per_hour = 8 * 989e12 * 0.37 * 3600
+    assert hours["SFT"] == pytest.approx(60_000 * 4 * whole_pass / per_hour)
+    assert hours["reward model"] == pytest.approx(120_000 * 4 * trunk_pass / per_hour)
+    assert hours["DPO"] == pytest.approx(120_000 * 5 * whole_pass / per_hour)
+    assert hours["RL"] == pytest.approx(469 * step / 3600)  # 128 prompts a step
+    out = printed(*given)
+    assert "Hours of a pass over 60,000 pairs, or in RL prompts, on 8 GPUs:" in out and f"  RL             {hours['RL']:10.3g}\n" in out
