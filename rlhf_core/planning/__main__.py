@@ -79,6 +79,8 @@ def print_step(params: Params, overrides: dict[str, Any], arguments: argparse.Na
     chosen = settings(proposed.placement) if arguments.layout != "params" else {}
     lines = differing(read_text(arguments.params), overrides | chosen) if proposed.fits else {}
     notes = notices(params, arguments) + ([] if proposed.fits else remedies(work, params, arguments))
+    if replaced := [key for key, value in chosen.items() if overrides.get(key, value) != value]:
+        notes.append(f"{', '.join(replaced)}: the proposal sets it otherwise; --layout params predicts yours")
     for notice in notes:
         print(notice, file=sys.stderr)
     hours = {}
@@ -105,7 +107,7 @@ def differing(text: str, overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def _at(tree: Any, params: Any, key: str) -> Any:
-    """The value of a key as the text has it, or else its default; the overrides' `...` if it has neither."""
+    """The value of a key as the text has it, or else its default; `...` if there is neither."""
     for name in key.split("."):
         tree = tree.get(name, ...) if isinstance(tree, dict) else ...
         params = getattr(params, name, ...)

@@ -98,8 +98,11 @@ def _pasted(lines: Mapping[str, Any], unkeyed: Sequence[str]) -> list[str]:
     if not lines:
         return ["The proposal is params.yaml as it is."]
     given = " \\\n".join(f"  --set {shlex.quote(f'{key}={shown(value)}')}" for key, value in lines.items())
-    beside = [f"Set the reward models yourself; no key is written for: {' '.join(unkeyed)}"] if unkeyed else []
-    return [*beside, "Settings of the proposal, all that differ from params.yaml, for python -m flows.full_pipeline:", "", given]
+    beside = [f"Not among the settings, since no key holds it: {' '.join(unkeyed)}; reward models are those of rl.reward.scorers"]
+    heading = (
+        "Settings of the proposal, all that differ from params.yaml, for python -m flows.full_pipeline (check its stages with --stages):"
+    )
+    return [*beside * bool(unkeyed), heading, "", given]
 
 
 def stages_text(plans: list[Plan], machine: Machine, problems: Problems) -> str:

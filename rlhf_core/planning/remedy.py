@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf_core.config import Params, Section, parse_yaml
+from rlhf_core.config import ConfigError, Params, Section, parse_yaml
 from rlhf_core.planning.machine import Machine
 from rlhf_core.planning.shortages import check
 from rlhf_core.planning.stages import Models, Unpredictable
@@ -46,7 +46,15 @@ def shown(value: Any) -> str:
     """A value as params.yaml and --set take it."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k}: {shown(v)}" for k, v in value.items()) + "}"
-    return value if isinstance(value, str) and parse_yaml(value, "value") == value else json.dumps(value)
+    return value if isinstance(value, str) and _is_plain(value) else json.dumps(value)
+
+
+def _is_plain(text: str) -> bool:
+    """Whether a text is itself in YAML without quotes."""
+    try:
+        return parse_yaml(text, "value") == text
+    except ConfigError:
+        return False
 
 
 def _merged(changes: list[dict[str, Any]]) -> dict[str, Any]:

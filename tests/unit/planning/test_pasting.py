@@ -71,7 +71,7 @@ def test_only_keys_that_differ_from_params_are_printed(printed):
 
 def test_options_that_no_key_holds_are_named(printed):
     out = printed("--model", "qwen2.5-7b", "--dtype", "bfloat16", "--reward-model", "qwen2.5-1.5b", *ON)
-    assert "no key is written for: --reward-model qwen2.5-1.5b" in out
+    assert "since no key holds it: --reward-model qwen2.5-1.5b;" in out
 
 
 @pytest.mark.parametrize("mode", [(), ("--stages",)])
@@ -116,6 +116,21 @@ def test_a_layout_that_is_impossible_or_does_not_fit_says_why(printed):
     assert "three-parts" in (out := printed(*grpo, *ON)) and "needs a critic" in out
     assert "needs more than 1 GPU" in printed(*grpo, "--gpu", "b200", "--gpus", "1")
     assert "none fits" in printed("--model", "qwen2.5-72b", "--dtype", "bfloat16", "--gpu", "h100", "--gpus", "1", code=1)
+
+
+@pytest.mark.parametrize(
+    "value", ["a: b", "[open", "yes", "1e3", "null", "", "a 'quoted' $HOME", None, True, 1e-5, [1, "x: y"], {"k": None}]
+)
+def test_a_value_is_written_so_that_a_shell_and_yaml_read_it_again(value):
+    (word,) = shlex.split(shlex.quote(f"rl.key={shown(value)}"))
+    assert parse_assignment(word) == ("rl.key", value)
+
+
+def test_a_setting_that_the_proposal_replaces_is_mentioned(printed, monkeypatch, capsys):
+    given = ("--model", "qwen2.5-7b", "--dtype", "bfloat16", *ON, "--set", "rl.trainer.zero_stage=1", "--set", "rl.trainer.ranks=8")
+    monkeypatch.setattr(sys, "argv", ["planning", "--params", str(PARAMS), *given, "--layout", "colocated"])
+    assert main() == 0
+    assert capsys.readouterr().err == "rl.trainer.zero_stage: the proposal sets it otherwise; --layout params predicts yours\n"
 
 
 SEVEN_ON_ONE = ("--model", "qwen2.5-7b", "--dtype", "bfloat16", "--algorithm", "grpo", "--gpu", "h100", "--gpus", "1")
