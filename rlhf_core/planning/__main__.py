@@ -18,6 +18,7 @@ from typing import Any
 from rlhf_core.config import ConfigError, Params, overridden, parse_assignment, parse_params, read_text, read_yaml_text, with_recipes
 from rlhf_core.planning.describe import (
     assumed,
+    hours_text,
     layouts_text,
     proposal_text,
     stages_text,
@@ -27,6 +28,7 @@ from rlhf_core.planning.describe import (
     workload_text,
     workload_values,
 )
+from rlhf_core.planning.duration import hours_of_a_pass
 from rlhf_core.planning.hardware import GIB, GPUS, Cluster, Efficiency
 from rlhf_core.planning.machine import Gpu, Machine, here
 from rlhf_core.planning.models import Model, base_model, of_shape
@@ -76,15 +78,23 @@ def print_step(params: Params, overrides: dict[str, Any], arguments: argparse.Na
     proposed = next(iter(layouts.values()))
     chosen = settings(proposed.placement) if arguments.layout != "params" else {}
     lines = differing(read_text(arguments.params), overrides | chosen) if proposed.fits else {}
-    for notice in notices(params, arguments):
+    notes = notices(params, arguments) + ([] if proposed.fits else remedies(work, params, arguments))
+    if replaced := [key for key, value in chosen.items() if overrides.get(key, value) != value]:
+        notes.append(f"{', '.join(replaced)}: the proposal sets it otherwise; --layout params predicts yours")
+    for notice in notes:
         print(notice, file=sys.stderr)
+    hours = {}
+    if arguments.pairs and proposed.fits:
+        hours = hours_of_a_pass(work, arguments.pairs, proposed, cluster, efficiency_of(arguments))
     basis = assumed(work, params, arguments)
     if arguments.json:
         predicted = {name: values(prediction, cluster) for name, prediction in layouts.items()}
         found = {"workload": workload_values(basis), "layouts": predicted, "proposed": values(proposed, cluster) | {"settings": lines}}
-        print(json.dumps(found, indent=2))
+        print(json.dumps(found | ({"hours": hours} if hours else {}), indent=2))
     else:
         print(f"{workload_text(basis)}\n\n{layouts_text(layouts, work, cluster)}\n\nproposed: {text(proposed, cluster)}\n")
+        if hours:
+            print(f"{hours_text(hours, arguments.pairs, cluster)}\n")
         if proposed.fits:
             print(proposal_text(proposed, work, cluster, lines, unkeyed(arguments)))
     return 0 if proposed.fits else 1
@@ -97,7 +107,7 @@ def differing(text: str, overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def _at(tree: Any, params: Any, key: str) -> Any:
-    """The value of a key as the text has it, or else its default; the overrides' `...` if it has neither."""
+    """The value of a key as the text has it, or else its default; `...` if there is neither."""
     for name in key.split("."):
         tree = tree.get(name, ...) if isinstance(tree, dict) else ...
         params = getattr(params, name, ...)
@@ -109,9 +119,8 @@ def print_stages(params: Params, arguments: argparse.Namespace) -> int:
     machine = here()
     if arguments.gpus is not None:
         cluster = cluster_of(arguments)
-        host = arguments.host_memory * GIB if arguments.host_memory else float("inf")
         gpus = (Gpu(cluster.gpu.memory, cluster.gpu.memory),) * cluster.gpus
-        machine = Machine(host, gpus, host, cluster.gpus_per_node)
+        machine = Machine(cluster.host_memory, gpus, cluster.host_memory, cluster.gpus_per_node)
     start = start_of(params, arguments)
     rewards = [of_shape(shape_of(given)) for given in arguments.reward_model]
     plans, problems = plan_stages(params, machine, start, rewards)
@@ -146,10 +155,7 @@ def notices(params: Params, arguments: argparse.Namespace) -> list[str]:
 
 def plan(work: Workload, params: Params, arguments: argparse.Namespace) -> dict[str, Prediction]:
     """The best placement of each layout, the best first; of params.yaml's groups too if that is asked for."""
-    cluster = cluster_of(arguments)
-    efficiency = Efficiency(
-        arguments.flops_efficiency, arguments.bandwidth_efficiency, arguments.network_efficiency, arguments.decode_overhead
-    )
+    cluster, efficiency = cluster_of(arguments), efficiency_of(arguments)
     if arguments.layout == "params":
         return {"params": predict(work, of_settings(work, params, arguments), cluster, efficiency)}
     search = Search(
@@ -164,6 +170,13 @@ def plan(work: Workload, params: Params, arguments: argparse.Namespace) -> dict[
         gloo=sends_by_gloo(params),
     )
     return best_of_layouts(work, cluster, efficiency, search)
+
+
+def remedies(work: Workload, params: Params, arguments: argparse.Namespace) -> list[str]:
+    """What would make a placement fit where none does."""
+    if work.dtype == "float32" and next(iter(plan(replace(work, dtype="bfloat16"), params, arguments).values())).fits:
+        return ["no placement fits: set model.dtype=bfloat16 (--dtype bfloat16), with which one does"]
+    return ["no placement fits: take a smaller model, shorter responses, more GPUs or more memory"]
 
 
 def sends_by_gloo(params: Params) -> bool:
@@ -229,6 +242,10 @@ def cluster_gpus(arguments: argparse.Namespace) -> int:
     return arguments.gpus or DEFAULT_GPUS
 
 
+def efficiency_of(arguments: argparse.Namespace) -> Efficiency:
+    return Efficiency(arguments.flops_efficiency, arguments.bandwidth_efficiency, arguments.network_efficiency, arguments.decode_overhead)
+
+
 def cluster_of(arguments: argparse.Namespace) -> Cluster:
     gpu = GPUS[arguments.gpu]
     units = {"memory": GIB, "flops": 1e12, "bandwidth": 1e9, "link": 1e9}
@@ -243,6 +260,7 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
         host_bandwidth=arguments.host_bandwidth * 1e9,
         gloo=arguments.gloo * 1e9,
         reserve=arguments.reserve * GIB,
+        host_memory=arguments.host_memory * GIB if arguments.host_memory else float("inf"),
     )
 
 

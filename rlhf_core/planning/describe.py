@@ -11,7 +11,7 @@ from typing import Any
 from rlhf_core.config import Params, number_of
 from rlhf_core.planning.hardware import GIB, Cluster
 from rlhf_core.planning.machine import Machine
-from rlhf_core.planning.plan import ENGINE, Placement, Prediction, Workload
+from rlhf_core.planning.plan import ENGINE, Placement, Prediction, Workload, usable_host
 from rlhf_core.planning.preflight import STAGES, gib
 from rlhf_core.planning.remedy import advice, shown
 from rlhf_core.planning.search import LAYOUTS, divides_minibatch, impossible
@@ -30,7 +30,7 @@ def headline(placement: Placement) -> str:
 
 def text(found: Prediction, cluster: Cluster) -> str:
     """Memory of each group, and seconds if all groups fit."""
-    lines = [headline(found.placement), ""]
+    lines = [headline(found.placement), "", f"  {_host(found, cluster)}"]
     for memory in found.memory:
         fits = "fits" if memory.keeps_margin(cluster) else f"fits, but not if it needs {ERROR:.0%} more"
         state = f"lacks {memory.missing / GIB:.3g} GiB" if memory.missing else fits
@@ -46,15 +46,34 @@ def text(found: Prediction, cluster: Cluster) -> str:
     return "\n".join(lines)
 
 
+def _lacking(found: Prediction) -> str:
+    worst = max(found.memory, key=lambda memory: memory.missing)
+    gpus = f": lacks {gib(worst.missing)} on each GPU of {worst.group.name}" if worst.missing else ""
+    return gpus + (f": lacks {gib(found.host_missing)} of host memory" if found.host_missing else "")
+
+
+def _host(found: Prediction, cluster: Cluster) -> str:
+    needed = f"{gib(found.host)} of host memory on the fullest node"
+    if cluster.host_memory == float("inf"):
+        return f"needs {needed}, not checked: pass --host-memory"
+    state = f"lacks {gib(found.host_missing)}" if found.host_missing else "fits"
+    return f"{needed.replace(' of host', f' of {gib(usable_host(cluster))} of host')}, {state}"
+
+
 def layouts_text(layouts: Mapping[str, Prediction], work: Workload, cluster: Cluster) -> str:
     """A line for each layout: seconds of its best placement, and the memory that it leaves of the GPU that has least."""
     lines = [f"  {'layout':<12} {'s a step':>9} {'GiB to spare':>13}  setting"]
     for layout, found in layouts.items():
         spare = (cluster.available - max(memory.needed for memory in found.memory)) / GIB
         seconds = f"{found.step:.4g}" if found.fits else "none fits"
-        lines.append(f"  {layout:<12} {seconds:>9} {spare:>13.3g}  {headline(found.placement)}")
+        lines.append(f"  {layout:<12} {seconds:>9} {spare:>13.3g}  {headline(found.placement)}{_lacking(found)}")
     lines += [f"  {layout:<12} {'':>9} {'':>13}  {why}" for layout in LAYOUTS if (why := impossible(layout, work, cluster.gpus))]
     return "\n".join(["Layouts, the best first:", "", *lines])
+
+
+def hours_text(hours: Mapping[str, float], pairs: int, cluster: Cluster) -> str:
+    lines = [f"Hours of a pass over {pairs:,} pairs, or in RL prompts, on {number_of(cluster.gpus, 'GPU')}:", ""]
+    return "\n".join([*lines, *(f"  {what:<14} {value:10.3g}" for what, value in hours.items())])
 
 
 def proposal_text(found: Prediction, work: Workload, cluster: Cluster, lines: Mapping[str, Any], unkeyed: Sequence[str] = ()) -> str:
@@ -79,8 +98,11 @@ def _pasted(lines: Mapping[str, Any], unkeyed: Sequence[str]) -> list[str]:
     if not lines:
         return ["The proposal is params.yaml as it is."]
     given = " \\\n".join(f"  --set {shlex.quote(f'{key}={shown(value)}')}" for key, value in lines.items())
-    beside = [f"Set the reward models yourself; no key is written for: {' '.join(unkeyed)}"] if unkeyed else []
-    return [*beside, "Settings of the proposal, all that differ from params.yaml, for python -m flows.full_pipeline:", "", given]
+    beside = [f"Not among the settings, since no key holds it: {' '.join(unkeyed)}; reward models are those of rl.reward.scorers"]
+    heading = (
+        "Settings of the proposal, all that differ from params.yaml, for python -m flows.full_pipeline; check its stages with --stages:"
+    )
+    return [*beside * bool(unkeyed), heading, "", given]
 
 
 def stages_text(plans: list[Plan], machine: Machine, problems: Problems) -> str:
@@ -155,6 +177,8 @@ def values(found: Prediction, cluster: Cluster) -> dict[str, Any]:
     return {
         "fits": found.fits,
         "missing": found.missing,
+        "host": found.host,
+        "host_missing": found.host_missing,
         "keeps_margin": found.keeps_margin(cluster),
         "seconds": {**found.seconds, "step": found.step},
         "concurrency": found.concurrency,

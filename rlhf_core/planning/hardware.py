@@ -28,6 +28,7 @@ class Cluster:
 
     network: bytes/s between nodes for each GPU, in one direction (InfiniBand NDR: 400 Gbit/s = 50e9).
     host_link: bytes/s between a GPU and its host. host_bandwidth: bytes/s of a host's memory, shared by its GPUs.
+    host_memory: bytes of each node's; infinite: not checked.
     gloo: bytes/s that a process sends by gloo to all others together; measured with one on its host (docs/performance.md).
     reserve: bytes of each GPU for context, communication buffers and fragmentation.
     """
@@ -40,6 +41,7 @@ class Cluster:
     host_bandwidth: float = 200e9
     gloo: float = 2.1e9
     reserve: float = 3 * GIB
+    host_memory: float = float("inf")
 
     @property
     def available(self) -> float:

@@ -115,6 +115,7 @@ def _work_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--reference", action=argparse.BooleanOptionalAction, help="default: as in rl.kl")
     for name in ("samples", "group-size", "minibatch", "epochs", "microbatch-tokens"):
         group.add_argument(f"--{name}", type=_count)
+    group.add_argument("--pairs", type=_count, help="print the hours of a pass over so many preference pairs, and over as many prompts")
     group.add_argument("--prompt-length", type=_count, help="mean, tokens")
     group.add_argument("--response-length", type=_count, help="mean, tokens; default: the longest")
     group.add_argument("--longest", type=_count, help="tokens of the longest response; default: --response-length")
@@ -131,7 +132,7 @@ def _cluster_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host-link", type=_positive, default=25.0, help="GB/s between a GPU and its host")
     group.add_argument("--host-bandwidth", type=_positive, default=200.0, help="GB/s of a host's memory")
     group.add_argument("--gloo", type=_positive, default=2.1, help="GB/s that a trainer sends by gloo to all engines together")
-    group.add_argument("--host-memory", type=_positive, help="GiB of each host, with --stages and --gpus; default: not checked")
+    group.add_argument("--host-memory", type=_positive, help="GiB of each host; default: not checked, with --stages this machine's")
     group.add_argument("--reserve", type=_positive, default=3.0, help="GiB of each GPU for context and buffers")
     defaults = Efficiency()
     for name in ("flops", "bandwidth", "network"):

@@ -19,7 +19,9 @@ from rlhf_core.planning.plan import (
     Workload,
     concurrency,
     group_memory,
+    host_bytes,
     trained_parameters,
+    usable_host,
 )
 from rlhf_core.planning.shape import ModelShape
 from rlhf_core.planning.timing import (
@@ -46,7 +48,9 @@ def predict(work: Workload, placement: Placement, cluster: Cluster, efficiency: 
     memory = tuple(group_memory(work, group, placement, cluster) for group in placement.groups)
     engines = next(m for m in memory if ENGINE in m.group.roles)
     at_a_time = concurrency(work, placement, engines)
-    return Prediction(placement, memory, phase_seconds(work, placement, cluster, efficiency, at_a_time), at_a_time)
+    host = host_bytes(work, placement, memory, cluster)
+    missing = max(0.0, host - usable_host(cluster))
+    return Prediction(placement, memory, phase_seconds(work, placement, cluster, efficiency, at_a_time), at_a_time, host, missing)
 
 
 def _check(work: Workload, placement: Placement, cluster: Cluster) -> None:

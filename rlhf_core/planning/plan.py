@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_core.planning.hardware import Cluster
@@ -21,9 +22,14 @@ from rlhf_core.planning.memory import (
     trunk_activations,
 )
 from rlhf_core.planning.shape import ModelShape
-from rlhf_core.planning.shortages import ERROR
+from rlhf_core.planning.shortages import ERROR, GPU_HOST, RESERVED
 
 ENGINE, POLICY, CRITIC, REFERENCE, REWARD = "engine", "policy", "critic", "reference", "reward"
+
+
+def usable_host(cluster: Cluster) -> float:
+    """Bytes of a node's memory without what the preflight keeps free."""
+    return cluster.host_memory * (1 - RESERVED)
 
 
 @dataclass(frozen=True)
@@ -211,19 +217,36 @@ def concurrency(work: Workload, placement: Placement, memory: GroupMemory) -> fl
     return max(1.0, min(placement.max_concurrent, work.samples / engines, tokens / work.sequence))
 
 
+def host_bytes(work: Workload, placement: Placement, memory: Sequence[GroupMemory], cluster: Cluster) -> float:
+    """Bytes of the node that takes most, GPUs numbered group by group: what roles keep there, each process's libraries and pinned buffers,
+    and the policy's weights once, on their way to a file or to the engines (as the preflight counts them).
+    """
+    of_gpus = []
+    for of_group in memory:
+        engine = ENGINE in of_group.group.roles
+        processes = of_group.group.roles != (ENGINE,)
+        width = placement.tensor_parallel
+        processes += engine * ((1 + width) / width if width > 1 else 1)
+        of_gpus += [of_group.host + GPU_HOST * processes] * of_group.group.gpus
+    nodes = [sum(of_gpus[first : first + cluster.gpus_per_node]) for first in range(0, len(of_gpus), cluster.gpus_per_node)]
+    return max(nodes) + work.policy.parameters * element_bytes(work.dtype)
+
+
 @dataclass(frozen=True)
 class Prediction:
-    """The cost of a placement. seconds: generate, score, update and sync, in sequence."""
+    """The cost of a placement. seconds: generate, score, update and sync, in sequence. host: bytes of the node that takes most."""
 
     placement: Placement
     memory: tuple[GroupMemory, ...]
     seconds: dict[str, float]
     concurrency: float
+    host: float
+    host_missing: float
 
     @property
     def missing(self) -> float:
-        """Missing bytes on the GPU that lacks most."""
-        return max(group.missing for group in self.memory)
+        """Missing bytes on the GPU that lacks most and on the node that does."""
+        return max(group.missing for group in self.memory) + self.host_missing
 
     @property
     def fits(self) -> bool:

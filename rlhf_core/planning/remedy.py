@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf_core.config import Params, Section, parse_yaml
+from rlhf_core.config import ConfigError, Params, Section, parse_yaml
 from rlhf_core.planning.machine import Machine
 from rlhf_core.planning.shortages import check
 from rlhf_core.planning.stages import Models, Unpredictable
@@ -46,7 +46,15 @@ def shown(value: Any) -> str:
     """A value as params.yaml and --set take it."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k}: {shown(v)}" for k, v in value.items()) + "}"
-    return value if isinstance(value, str) and parse_yaml(value, "value") == value else json.dumps(value)
+    return value if isinstance(value, str) and _is_plain(value) else json.dumps(value)
+
+
+def _is_plain(text: str) -> bool:
+    """Whether a text is itself in YAML without quotes."""
+    try:
+        return parse_yaml(text, "value") == text
+    except ConfigError:
+        return False
 
 
 def _merged(changes: list[dict[str, Any]]) -> dict[str, Any]:
@@ -69,7 +77,9 @@ def _changes(stage: str, params: Params, machine: Machine) -> Iterator[dict[str,
     yield from _engine_changes(stage, params, is_rl=is_rl, on_gpu=bool(machine.gpus))
     if is_rl and params.rl.rollout.backend == "vllm":
         yield from _divided_engines(params, max(machine.nodes, default=0))
+    half = [{"model.dtype": "bfloat16"}] if machine.gpus and params.model.dtype == "float32" else []
     if key is None:
+        yield from half
         return
     section = params.rl.trainer if is_rl else getattr(params, key)
     trainer = "rl.trainer" if is_rl else key
@@ -93,6 +103,7 @@ def _changes(stage: str, params: Params, machine: Machine) -> Iterator[dict[str,
         yield {f"{trainer}.zero_stage": max(1, section.zero_stage), f"{trainer}.offload_optimizer": True}
         yield {f"{trainer}.zero_stage": 3, f"{trainer}.offload_optimizer": True}
         yield {f"{trainer}.zero_stage": 3, f"{trainer}.offload_parameters": True}
+    yield from half
     if section_lora(params, key) is None:
         yield {f"{key}.lora": LORA}
         yield {f"{key}.lora": LORA | {"quantize": "nf4"}}

@@ -82,7 +82,7 @@ def reduce_seconds(
     """Seconds of the all-reduces of an engine on t GPUs: two per layer and pass, each of latency + bytes * 2 (t - 1) / t / bandwidth.
 
     A ring takes 2 (t - 1) hops, so its latency is 6.6 us + 2 (t - 1) * 0.6 us over NVLink.
-    Sources: Shoeybi et al. 2019 (Megatron-LM), https://arxiv.org/abs/1909.08053, section 3: two all-reduces a layer; NCCL 2.20,
+    Sources: Shoeybi et al. 2019 (Megatron-LM), https://arxiv.org/abs/1909.08053, section 3: two all-reduces a layer; NCCL at b647562,
     src/graph/tuning.cc, baseLat and hwLat of ring and LL: the latency
     Args:
         tokens: of all passes together.

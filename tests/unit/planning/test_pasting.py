@@ -11,6 +11,8 @@ import pytest
 
 from rlhf_core.config import overridden, parse_assignment, read_text
 from rlhf_core.planning.__main__ import main
+from rlhf_core.planning.hardware import GIB
+from rlhf_core.planning.remedy import shown
 
 PARAMS = Path(__file__).parents[3] / "params.yaml"
 ON = ("--gpu", "h100", "--gpus", "8")
@@ -69,7 +71,7 @@ def test_only_keys_that_differ_from_params_are_printed(printed):
 
 def test_options_that_no_key_holds_are_named(printed):
     out = printed("--model", "qwen2.5-7b", "--dtype", "bfloat16", "--reward-model", "qwen2.5-1.5b", *ON)
-    assert "no key is written for: --reward-model qwen2.5-1.5b" in out
+    assert "since no key holds it: --reward-model qwen2.5-1.5b;" in out
 
 
 @pytest.mark.parametrize("mode", [(), ("--stages",)])
@@ -114,3 +116,69 @@ def test_a_layout_that_is_impossible_or_does_not_fit_says_why(printed):
     assert "three-parts" in (out := printed(*grpo, *ON)) and "needs a critic" in out
     assert "needs more than 1 GPU" in printed(*grpo, "--gpu", "b200", "--gpus", "1")
     assert "none fits" in printed("--model", "qwen2.5-72b", "--dtype", "bfloat16", "--gpu", "h100", "--gpus", "1", code=1)
+
+
+@pytest.mark.parametrize(
+    "value", ["a: b", "[open", "yes", "1e3", "null", "", "a 'quoted' $HOME", None, True, 1e-5, [1, "x: y"], {"k": None}]
+)
+def test_a_value_is_written_so_that_a_shell_and_yaml_read_it_again(value):
+    (word,) = shlex.split(shlex.quote(f"rl.key={shown(value)}"))
+    assert parse_assignment(word) == ("rl.key", value)
+
+
+def test_a_setting_that_the_proposal_replaces_is_mentioned(printed, monkeypatch, capsys):
+    given = ("--model", "qwen2.5-7b", "--dtype", "bfloat16", *ON, "--set", "rl.trainer.zero_stage=1", "--set", "rl.trainer.ranks=8")
+    monkeypatch.setattr(sys, "argv", ["planning", "--params", str(PARAMS), *given, "--layout", "colocated"])
+    assert main() == 0
+    assert capsys.readouterr().err == "rl.trainer.zero_stage: the proposal sets it otherwise; --layout params predicts yours\n"
+
+
+SEVEN_ON_ONE = ("--model", "qwen2.5-7b", "--dtype", "bfloat16", "--algorithm", "grpo", "--gpu", "h100", "--gpus", "1")
+
+
+def test_host_memory_of_a_step_is_told_and_checked_as_the_preflight_counts_it(printed):
+    out = printed(*SEVEN_ON_ONE)
+    needed = json.loads(printed("--json", *SEVEN_ON_ONE))["proposed"]["host"] / GIB
+    assert f"needs {needed:.3g} GiB of host memory on the fullest node, not checked: pass --host-memory" in out
+    on = ("--gpu", "h100", "--gpus", "1")
+    for host, fits in ((needed + 1, True), (needed - 1, False)):  # of a host's memory the preflight leaves 3% free
+        given = (*pasted(out), *on, "--host-memory", str(host / 0.97))
+        assert json.loads(printed("--json", *given, "--layout", "params", code=not fits))["proposed"]["fits"] == fits
+        stages = json.loads(printed("--stages", "--json", *given, code=1))
+        assert [s["where"] for s in stages["train_policy"]["shortages"]] == ([] if fits else ["a host of the GPUs"])
+    assert "of host memory" in printed(*SEVEN_ON_ONE, "--host-memory", "60", code=1)
+
+
+def test_bfloat16_is_named_where_it_makes_float32_fit(printed, monkeypatch, capsys):
+    long = ("--model", "qwen2.5-7b", "--set", "model.max_length=2048", *ON, "--host-memory", "800")
+    remedy = json.loads(printed("--stages", "--json", *long, code=1))["train_policy"]["remedy"]
+    assert remedy["model.dtype"] == "bfloat16"
+    assert json.loads(printed("--stages", "--json", *long, *settings_of(remedy), code=1))["train_policy"]["fits"]
+    without = {key: value for key, value in remedy.items() if key != "model.dtype"}
+    assert not json.loads(printed("--stages", "--json", *long, *settings_of(without), code=1))["train_policy"]["fits"]
+    tight = ("--model", "qwen2.5-7b", "--gpu", "h100", "--gpus", "1", "--algorithm", "grpo", "--host-memory", "230")
+    monkeypatch.setattr(sys, "argv", ["planning", "--params", str(PARAMS), *tight])
+    assert main() == 1 and "set model.dtype=bfloat16" in capsys.readouterr().err
+    assert json.loads(printed("--json", *tight, "--dtype", "bfloat16"))["proposed"]["fits"]
+
+
+def settings_of(keys: dict) -> list[str]:
+    return [argument for key, value in keys.items() for argument in ("--set", f"{key}={shown(value)}")]
+
+
+def test_hours_of_a_pass_over_pairs_are_those_of_its_flop(printed):
+    model = ("--model", "qwen2.5-1.5b", "--dtype", "bfloat16", "--algorithm", "grpo", "--samples", "1024", *ON)
+    given = (*model, "--prompt-length", "300", "--response-length", "200", "--checkpointing", "--pairs", "60000")
+    found = json.loads(printed("--json", *given))
+    hours, step = found["hours"], found["proposed"]["seconds"]["step"]
+    # matrices of 28 layers: 2 * 1536 * (1536 + 256) of attention and 3 * 1536 * 8960 of the MLP; the head 151936 * 1536
+    trunk, head = 28 * (2 * 1536 * 1792 + 3 * 1536 * 8960), 151936 * 1536
+    attention = 2 * 28 * 500 * 1536
+    trunk_pass, whole_pass = (500 * (2 * matrices + attention) for matrices in (trunk, trunk + head))
+    per_hour = 8 * 989e12 * 0.37 * 3600
+    assert hours["SFT"] == pytest.approx(60_000 * 4 * whole_pass / per_hour)
+    assert hours["reward model"] == pytest.approx(120_000 * 4 * trunk_pass / per_hour)
+    assert hours["DPO"] == pytest.approx(120_000 * 5 * whole_pass / per_hour)
+    assert hours["RL"] == pytest.approx(469 * step / 3600)  # 128 prompts a step
+    out = printed(*given)
+    assert "Hours of a pass over 60,000 pairs, or in RL prompts, on 8 GPUs:" in out and f"  RL             {hours['RL']:10.3g}\n" in out

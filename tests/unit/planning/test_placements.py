@@ -52,6 +52,18 @@ def test_without_sleep_the_engine_adds_to_the_pass():
     assert memory.missing == needed - 7000
 
 
+def test_the_fullest_node_holds_what_its_gpus_leave_and_their_processes():
+    cluster = replace(CLUSTER, gpus=3, gpus_per_node=2)
+    groups = apart(GRPO, 3, 1)
+    found = predict(GRPO, Placement(groups, zero_stage=2, offload=True), cluster, PEAK)
+    # the trainer's second rank is on the second node: 388 / 2 parameters of 4 + 8 + 4 + 2 + 2 bytes; the first has an engine too
+    assert found.host == 388 / 2 * 20 + 2 * 3 * GIB + 2 * 388
+    two = predict(GRPO, Placement(colocated(GRPO, 2), tensor_parallel=2, sleep=False), cluster, PEAK)
+    assert two.host == 2 * 3 * GIB + 3 * 3 * GIB + 2 * 388  # two ranks; an engine, and its process for each GPU
+    few = predict(GRPO, found.placement, replace(cluster, host_memory=1 * GIB), PEAK)
+    assert not few.fits and few.host_missing == found.host - 0.97 * GIB
+
+
 def test_roles_of_a_group_compute_in_turn_and_groups_at_once():
     together, parts = Placement(apart(PPO, 5, 1)), Placement(three_parts(PPO, 5, 1))
     cluster = replace(CLUSTER, gpus=5)
