@@ -92,7 +92,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         overrides, name = choose(root, options)
         with only_flow(root, name):
-            workspace = prepare_run(root, name, overrides, update=options.update, until=options.until)
+            stages = stages_until(stage_order(root), options.until)
+            workspace = prepare_run(root, name, overrides, update=options.update, stages=stages)
             order = stage_order(workspace)
             check_chosen(order, force=options.force, until=options.until)  # a run's worktree may have other stages
             wanted = stages_until(order, options.until)

@@ -128,12 +128,13 @@ def exit_with(command: Callable[[], int | None]) -> NoReturn:
     """Run a command whose only pipes are its output, and exit with its code. Quietly, with 0 if the command isn't through, where the reader
     of its output has gone, as `| head` does.
     """
-    code: int | None = 0
+    code: int | str | None = 0
     try:
         try:
             code = command()
-        finally:
-            sys.stdout.flush()
+        except SystemExit as end:
+            code = end.code
+        sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at exit
     sys.exit(code)

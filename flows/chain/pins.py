@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from flows.chain.reach import check_cluster
-from flows.chain.stages import stage_order, stages_until
 from flows.chain.updates import check_run, check_update, has_begun
 from flows.chain.user_files import check_user_files
 from flows.chain.worktree import commit, prepare_worktree
@@ -30,24 +29,24 @@ log = logging.getLogger("rlhf.flows")
 
 
 def prepare_run(
-    root: Path, name: str | None, overrides: dict[str, Any], *, update: bool = False, free: Iterable[str] = (), until: str | None = None
+    root: Path, name: str | None, overrides: dict[str, Any], *, update: bool = False, free: Iterable[str] = (), stages: Iterable[str] = ()
 ) -> Path:
     """Prepare the folder of a run (the current one, or a named run's worktree) and pin the registry's state in its params.
 
     Args:
-        update, free: as for check_update. until: the last stage to run; None: the chain's.
+        update, free: as for check_update.
+        stages: of which none may lack its cluster in a new run, whose worktree isn't made then.
     Raises:
-        ConfigError: as check_update and prepare_worktree; a file named in params is missing; the cluster of a new run can't be used; or a
-            scorer's reward model was rolled back.
+        ConfigError: as check_update and prepare_worktree; a file named in params is missing; the cluster can't be used; or a scorer's
+            reward model was rolled back.
     """
     fresh = name is None or not has_begun(root, name)
     if name is not None:
         check_update(root, name, overrides, update=update, free=free)
     wanted = check_run(root, name, overrides)
     check_user_files(root, name, wanted)
-    if name is not None and fresh and wanted.cluster.address is not None:
-        # Before its worktree is made. The flow checks other runs, once it knows which stages will run.
-        check_cluster(root, wanted, stages_until(stage_order(root), until))
+    if name is not None and fresh:
+        check_cluster(root, wanted, stages)
     workspace = root if name is None else prepare_worktree(root, name, overrides)
     if pin_registry(root, workspace, chosen=overrides, fresh=fresh) and name is not None:
         refusal = commit(workspace, f"Run {name}: pin the registry's state", ["params.yaml"])

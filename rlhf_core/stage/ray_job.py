@@ -19,7 +19,7 @@ from rlhf_core.stage.luggage import Luggage
 from rlhf_core.stage.reach import check_reach
 from rlhf_core.stage.run import JobCrashed, Stage, StageFailed
 from rlhf_core.stage.stored_job import StoredJob, uses_storage
-from rlhf_core.storage.address import StorageFailed, StorageLate, StorageRefused
+from rlhf_core.storage.address import StorageFailed, StorageRefused
 from rlhf_core.storage.work import OUTPUTS
 
 log = logging.getLogger("rlhf")
@@ -120,11 +120,11 @@ def submit_job(
 
 
 def _check_first_time(stage: Stage) -> None:
-    """Refuse a cluster that isn't there, unless this work has reached it before: then it may come back, and the job waits for it.
+    """Refuse a token or a storage that this work's first job can't use; say why the job waits for a head that doesn't answer.
 
     Raises:
-        StageFailed: address, token or storage are wrong.
-        StorageLate: the storage doesn't answer in time.
+        StageFailed: the token or the storage is wrong.
+        StorageFailed: the storage fails otherwise, or is late.
     """
     from rlhf_core.engines.ray.cluster import ClusterError, HeadRefused
 
@@ -133,12 +133,10 @@ def _check_first_time(stage: Stage) -> None:
         return
     try:
         check_reach(cluster.address, cluster.storage)
-    except StorageLate:
-        raise
-    except (HeadRefused, StorageFailed) as error:
+    except (HeadRefused, StorageRefused) as error:
         raise StageFailed(str(error)) from error
     except ClusterError as error:
-        log.warning("%s", error)  # the job waits longer
+        log.warning("%s; waiting for it up to %.0f s", error, cluster.silence_timeout)
         return
     reached.touch()
 

@@ -25,6 +25,8 @@ THREADS = 8  # transfers at the same time
 NOTE_SECONDS = 60.0  # for a small file, or a listing
 CHECK_SECONDS = 20.0  # for the first file of all
 
+NOT_AGAIN = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, ValueError, ImportError)
+
 Value = TypeVar("Value")
 
 
@@ -73,7 +75,8 @@ class Storage:
                 self.filesystem.delete_file(self._at(name))
                 return found
             except Exception as error:  # a library of fsspec raises anything
-                raise StorageRefused(f"{expected} {type(error).__name__}: {' '.join(str(error).split())}; {todo}") from error
+                kind = StorageRefused if isinstance(error, NOT_AGAIN) else StorageFailed
+                raise kind(f"{expected} {type(error).__name__}: {' '.join(str(error).split())}; {todo}") from error
 
         if (found := self._within(CHECK_SECONDS, call, "a file written, read and removed")) != content:
             raise StorageRefused(f"{expected} {found!r} back for {content!r}; {todo}")

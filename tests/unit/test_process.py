@@ -117,6 +117,12 @@ def test_a_command_that_is_through_keeps_its_exit_code_without_a_reader():
     assert (done.returncode, done.stderr) == (3, b"")
 
 
+def test_a_command_that_fails_says_so_without_a_reader():
+    program = "from rlhf_core.process import exit_with\ndef main():\n    print(1)\n    raise RuntimeError('lost')\nexit_with(main)"
+    done = without_reader("-c", program)
+    assert done.returncode and b"RuntimeError: lost" in done.stderr
+
+
 def without_reader(*arguments: str) -> subprocess.CompletedProcess[bytes]:
     """A run of Python whose output is buffered and has no reader."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

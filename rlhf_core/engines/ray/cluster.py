@@ -48,7 +48,11 @@ class ClusterError(RuntimeError):
 
 
 class HeadRefused(ClusterError):
-    """The cluster's address or token is wrong: another try would fail too."""
+    """The cluster doesn't accept this process's token: another try would fail too."""
+
+
+class HeadLate(ClusterError):
+    """The head doesn't answer in time, but may later."""
 
 
 @contextlib.contextmanager
@@ -182,8 +186,9 @@ def check_head(address: str, timeout: float = CHECK_SECONDS) -> None:
     """Ask a head once for its jobs.
 
     Raises:
-        HeadRefused: nothing listens there, or the head doesn't accept this process's token.
-        ClusterError: no answer within `timeout` seconds, or not that of a dashboard.
+        HeadRefused: the head doesn't accept this process's token.
+        HeadLate: no answer within `timeout` seconds.
+        ClusterError: nothing listens there, or something else.
     """
     import requests
     from ray.exceptions import AuthenticationError
@@ -191,7 +196,7 @@ def check_head(address: str, timeout: float = CHECK_SECONDS) -> None:
     from urllib3.exceptions import NewConnectionError
 
     expected = f"cluster.address: expected Ray's dashboard at {address}, got"
-    todo = "start the cluster, or correct the address (docs/cluster.md)"
+    todo = "start the cluster, or correct the address, or set it to null if no job is left to run (docs/cluster.md)"
 
     def ask() -> None:
         requests.get(f"{address}/api/version", timeout=timeout)  # Ray's client has no deadline
@@ -201,11 +206,13 @@ def check_head(address: str, timeout: float = CHECK_SECONDS) -> None:
         _within(timeout, ask)
     except AuthenticationError as error:
         raise HeadRefused(token_refusal(address, error)) from error
-    except TimeoutError as error:
-        raise ClusterError(f"{expected} no answer within {timeout:.0f} s; {todo}") from error
+    except (TimeoutError, requests.exceptions.Timeout) as error:
+        raise HeadLate(f"{expected} no answer within {timeout:.0f} s; {todo}") from error
+    except (requests.exceptions.ProxyError, requests.exceptions.SSLError) as error:
+        raise ClusterError(f"{expected} {type(error).__name__}: {_last_cause(error)}; {todo}") from error
     except requests.exceptions.ConnectionError as error:
         if any(isinstance(cause, NewConnectionError) for cause in _causes(error)):
-            raise HeadRefused(f"{expected} no connection: nothing listens there, or no such host; {todo}") from error
+            raise ClusterError(f"{expected} no connection ({_last_cause(error)}); {todo}") from error
         raise ClusterError(f"{expected} a connection without an answer, as from another of Ray's ports; {todo}") from error
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise ClusterError(f"{expected} another server, which answers: {' '.join(str(error).split())[:200]}; {todo}") from error
@@ -216,6 +223,11 @@ def token_refusal(address: str, error: AuthenticationError) -> str:
     set_one = "set RAY_AUTH_MODE=token in this shell, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's token"
     got = "RAY_AUTH_MODE is not set" if os.environ.get("RAY_AUTH_MODE") != "token" else error.message.partition("\n")[0]
     return f"cluster at {address}: expected it to accept the token, got: {got}; {set_one} (docs/cluster.md)"
+
+
+def _last_cause(error: BaseException) -> str:
+    *_, last = _causes(error)
+    return " ".join(str(last).split())[:200]
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlhf_core.config import RlConfig, number_of
 from rlhf_core.planning.machine import Machine, whole
-from rlhf_core.storage.address import StorageFailed
+from rlhf_core.storage.address import StorageRefused
 from rlhf_core.storage.node import JobFiles
 from rlhf_core.storage.packages import differences, found_here, refusal
 
@@ -131,7 +131,7 @@ def _looked_at(files: JobFiles | None) -> tuple[dict[str, str], list[str], str |
     try:
         if files is not None:
             files.storage()
-    except StorageFailed as error:
+    except StorageRefused as error:
         no_storage = str(error)
     return versions, interfaces, no_storage
 

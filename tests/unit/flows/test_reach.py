@@ -13,6 +13,7 @@ from own_project import make_project
 
 from flows.chain.reach import check_cluster
 from flows.full_pipeline import REFUSED, main
+from flows.rounds.series import STAGES
 from rlhf_core.config import ConfigError, Params, overridden, read_text
 
 ROOT = Path(__file__).parents[3]
@@ -71,7 +72,7 @@ def test_only_a_stage_with_a_job_on_the_cluster_needs_it(nowhere):
     check_cluster(ROOT, with_params(), ["train_policy"])
     on_ranks = with_params(cluster__address=nowhere, sft__ranks=2)
     check_cluster(ROOT, on_ranks, ["prepare_data"])
-    with pytest.raises(ConfigError, match="nothing listens there"):
+    with pytest.raises(ConfigError, match="got no connection"):
         check_cluster(ROOT, on_ranks, ["prepare_data", "train_sft"])
 
 
@@ -83,6 +84,17 @@ def test_the_storage_is_written_with_what_a_stage_sees(tmp_path, monkeypatch, no
     monkeypatch.setenv("LOCKED_STORAGE_KEY", "x")
     environment = ["LOCKED_STORAGE_KEY"] if named else []
     params = with_params(cluster__address=nowhere, cluster__storage="locked://bucket", flow__environment=environment)
-    message = "nothing listens there" if named else "cluster.storage: expected to write, .* got PermissionError: no key; .*flow.environment"
+    message = "got no connection" if named else "cluster.storage: expected to write, .* got PermissionError: no key; .*flow.environment"
     with pytest.raises(ConfigError, match=message):
         check_cluster(ROOT, params, ["train_policy"])
+
+
+def test_a_head_that_only_answers_late_is_a_warning(caplog):
+    """It may be busy with a job of the run that goes on."""
+    with socket.create_server(("127.0.0.1", 0)) as late:
+        check_cluster(ROOT, with_params(cluster__address=f"http://127.0.0.1:{late.getsockname()[1]}"), ["train_policy"])
+    assert "got no answer within 10 s" in caplog.text and "the run goes on" in caplog.text
+
+
+def test_a_series_of_dpo_rounds_needs_no_cluster_of_a_stage_that_it_does_not_run(nowhere):
+    check_cluster(ROOT, with_params(cluster__address=nowhere), ["train_sft", "train_reward", "gate_reward", *STAGES])

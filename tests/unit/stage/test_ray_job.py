@@ -1,4 +1,4 @@
-"""A stage whose cluster or storage isn't there is refused at its first job; one that was there before may come back."""
+"""A stage whose storage isn't there is refused at its first job; a cluster that isn't there may come back."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ def submit(stage: Begun) -> None:
     submit_job(stage, subject="RL job", driver="driver", description=stage.scratch / "job.json", cpus=2)
 
 
-def test_a_first_job_is_refused_where_nobody_listens(tmp_path, nowhere):
-    with pytest.raises(StageFailed, match=f"cluster.address: expected Ray's dashboard at {nowhere}, got no connection.*start the cluster"):
+def test_a_first_job_says_that_nobody_listens_and_waits(tmp_path, nowhere, caplog):
+    with pytest.raises(JobCrashed, match=f"Ray head at {nowhere}: expected the head to answer within cluster.silence_timeout"):
         submit(begun(tmp_path, address=nowhere))
-    assert not (tmp_path / REACHED).exists()
+    assert f"cluster.address: expected Ray's dashboard at {nowhere}, got no connection (" in caplog.text
+    assert "Connection refused" in caplog.text and "waiting for it up to 0 s" in caplog.text and not (tmp_path / REACHED).exists()
 
 
 def test_a_cluster_that_was_there_before_is_waited_for(tmp_path, nowhere):
