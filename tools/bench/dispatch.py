@@ -27,7 +27,7 @@ END, VOCABULARY, LONGEST, AT_A_TIME = 1, 256, 640, 16
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.dispatch", description=__doc__)
     parser.add_argument("--engines", type=int, default=2)
-    parser.add_argument("--prompts", type=int, default=192)
+    parser.add_argument("--prompts", type=int, default=768)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pulse", type=Path, help=argparse.SUPPRESS)  # of the Ray job, which runs this program again
     given = parser.parse_args()
