@@ -146,6 +146,9 @@ def notices(params: Params, arguments: argparse.Namespace) -> list[str]:
     found = []
     if params.model.dtype == "float32" and arguments.gpu_flops is None:
         found.append(f"{arguments.gpu}: its FLOP/s are for bfloat16, but the model's dtype is float32; pass --dtype or --gpu-flops")
+    room = params.model.max_length - params.rl.rollout.max_new_tokens
+    if arguments.prompt_length == room:
+        found.append(f"model.max_length: leaves {room} tokens for a prompt, the mean; longer prompts are dropped: set it for the longest")
     if params.rl.lora is not None:
         found.append("rl.lora: adapters are ignored; the prediction is for full training (--stages counts them)")
     if len(params.rl.role_groups) > 1 and arguments.layout != "params":
@@ -230,11 +233,12 @@ def workload(params: Params, arguments: argparse.Namespace) -> Workload:
         group_size=rl.group_size,
         minibatch=rl.minibatch_size,
         epochs=rl.epochs,
-        prompt_length=model.max_length - longest,
+        prompt_length=arguments.prompt_length or model.max_length - longest,
         response_length=arguments.response_length or longest,
         longest=longest,
         microbatch_tokens=rl.trainer.microbatch_tokens,
         dtype=model.dtype,
+        max_length=model.max_length,
     )
 
 

@@ -38,7 +38,7 @@ def test_the_workload_stands_before_the_prediction_with_its_keys(monkeypatch, ca
     workload, _, prediction = out.partition("\n\nproposed: ")
     reported = {line[:20].strip(): line[20:].split() for line in workload.splitlines() if line.startswith("  ")}
     assert reported["samples"] == ["512", "responses", "a", "step", "--samples"]
-    assert reported["prompt length"] == ["64", "tokens", "model.max_length", "-", "rl.rollout.max_new_tokens"]  # 96 - 32
+    assert reported["prompt length"] == ["76", "tokens", "model.max_length", "-", "rl.rollout.max_new_tokens"]  # 96 - 20
     assert reported["response length"][0] == "20" and reported["response length"][-1] == "--response-length"
     assert reported["minibatch"][0] == "256" and reported["minibatch"][-1] == "rl.minibatch_size"
     assert reported["steps"][0] == "60" and reported["steps"][-1] == "rl.steps"
