@@ -116,11 +116,7 @@ def _at(tree: Any, params: Any, key: str) -> Any:
 
 def print_stages(params: Params, arguments: argparse.Namespace) -> int:
     """Returns the exit code: 1 if a stage lacks memory or is refused."""
-    machine = here()
-    if arguments.gpus is not None:
-        cluster = cluster_of(arguments)
-        gpus = (Gpu(cluster.gpu.memory, cluster.gpu.memory),) * cluster.gpus
-        machine = Machine(cluster.host_memory, gpus, cluster.host_memory, cluster.gpus_per_node)
+    machine = machine_of(arguments)
     start = start_of(params, arguments)
     rewards = [of_shape(shape_of(given)) for given in arguments.reward_model]
     plans, problems = plan_stages(params, machine, start, rewards)
@@ -130,6 +126,15 @@ def print_stages(params: Params, arguments: argparse.Namespace) -> int:
         print(stages_text(plans, machine, problems))
     refused = any(isinstance(error, ValueError) for error in problems.values())
     return 1 if refused or any(plan.shortages for plan in plans) else 0
+
+
+def machine_of(arguments: argparse.Namespace) -> Machine:
+    """This machine, with --host-memory in place of its own, or the cluster of --gpus."""
+    cluster = cluster_of(arguments)
+    if arguments.gpus is not None:
+        gpus = (Gpu(cluster.gpu.memory, cluster.gpu.memory),) * cluster.gpus
+        return Machine(cluster.host_memory, gpus, cluster.host_memory, cluster.gpus_per_node)
+    return here() if arguments.host_memory is None else replace(here(), host=cluster.host_memory, host_total=cluster.host_memory)
 
 
 def start_of(params: Params, arguments: argparse.Namespace) -> Model | None:

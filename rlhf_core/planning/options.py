@@ -134,7 +134,9 @@ def _cluster_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host-link", type=_positive, default=25.0, help="GB/s between a GPU and its host")
     group.add_argument("--host-bandwidth", type=_positive, default=200.0, help="GB/s of a host's memory")
     group.add_argument("--gloo", type=_positive, default=2.1, help="GB/s that a trainer sends by gloo to all engines together")
-    group.add_argument("--host-memory", type=_positive, help="GiB of each host; default: not checked, with --stages this machine's")
+    group.add_argument(
+        "--host-memory", type=_positive, help="GiB of each host; default: not checked; with --stages and no --gpus this machine's"
+    )
     group.add_argument("--reserve", type=_positive, default=3.0, help="GiB of each GPU for context and buffers")
     defaults = Efficiency()
     for name in ("flops", "bandwidth", "network"):

@@ -127,6 +127,13 @@ def test_memory_of_hosts_that_was_not_given_is_said_to_be_unchecked(monkeypatch,
     assert out.startswith("Memory of each stage (1 GPU of 79 GiB, host memory not checked):\n") and "inf" not in out
 
 
+def test_host_memory_replaces_this_machines_where_no_gpus_are_given(monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for host, is_told in (("1", "lacks memory: "), ("500", "fits")):
+        out = printed(monkeypatch, capsys, "--stages", "--host-memory", host, code=host == "1")
+        assert f"{host} GiB" in out.splitlines()[0] and verdicts(out)["train_policy"].startswith(is_told)
+
+
 def test_usage_names_the_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["__main__.py", "--help"])
     with pytest.raises(SystemExit):
