@@ -29,7 +29,8 @@ def main() -> None:
         write(render(read_inputs(stage.params, stage.fingerprint)), REPORT)
         STOPPED_REPORT.unlink(missing_ok=True)
         times = read_times(Path())
-        write(render_times(stage.params.report.title, times, read_processes(Path(), times)), TIMINGS / "time.html")
+        processes = read_processes(Path(), times, stage.params.alignment.method)
+        write(render_times(stage.params.report.title, times, processes), TIMINGS / "time.html")
 
 
 def write_stopped(stage: str, because: str) -> None:

@@ -116,13 +116,9 @@ def _at(tree: Any, params: Any, key: str) -> Any:
 
 def print_stages(params: Params, arguments: argparse.Namespace) -> int:
     """Returns the exit code: 1 if a stage lacks memory or is refused."""
-    machine = here()
-    if arguments.gpus is not None:
-        cluster = cluster_of(arguments)
-        gpus = (Gpu(cluster.gpu.memory, cluster.gpu.memory),) * cluster.gpus
-        machine = Machine(cluster.host_memory, gpus, cluster.host_memory, cluster.gpus_per_node)
+    machine = machine_of(arguments)
     start = start_of(params, arguments)
-    rewards = [of_shape(shape_of(given)) for given in arguments.reward_model]
+    rewards = [of_shape(shape_of(given, params)) for given in arguments.reward_model]
     plans, problems = plan_stages(params, machine, start, rewards)
     if arguments.json:
         print(json.dumps(stages_values(plans, problems), indent=2))
@@ -132,10 +128,19 @@ def print_stages(params: Params, arguments: argparse.Namespace) -> int:
     return 1 if refused or any(plan.shortages for plan in plans) else 0
 
 
+def machine_of(arguments: argparse.Namespace) -> Machine:
+    """This machine, with --host-memory in place of its own, or the cluster of --gpus."""
+    cluster = cluster_of(arguments)
+    if arguments.gpus is not None:
+        gpus = (Gpu(cluster.gpu.memory, cluster.gpu.memory),) * cluster.gpus
+        return Machine(cluster.host_memory, gpus, cluster.host_memory, cluster.gpus_per_node)
+    return here() if arguments.host_memory is None else replace(here(), host=cluster.host_memory, host_total=cluster.host_memory)
+
+
 def start_of(params: Params, arguments: argparse.Namespace) -> Model | None:
     """The model that the chain starts from; None: it is neither named by an option, nor here, nor of a known shape."""
     if arguments.model:
-        return of_shape(shape_of(arguments.model))
+        return of_shape(shape_of(arguments.model, params))
     found = base_model(params.model)
     known = named_shape(params.model.path) if found is None and params.model.path else None
     return of_shape(known) if known else found
@@ -146,6 +151,9 @@ def notices(params: Params, arguments: argparse.Namespace) -> list[str]:
     found = []
     if params.model.dtype == "float32" and arguments.gpu_flops is None:
         found.append(f"{arguments.gpu}: its FLOP/s are for bfloat16, but the model's dtype is float32; pass --dtype or --gpu-flops")
+    room = params.model.max_length - params.rl.rollout.max_new_tokens
+    if arguments.prompt_length == room:
+        found.append(f"model.max_length: leaves {room} tokens for a prompt, the mean; longer prompts are dropped: set it for the longest")
     if params.rl.lora is not None:
         found.append("rl.lora: adapters are ignored; the prediction is for full training (--stages counts them)")
     if len(params.rl.role_groups) > 1 and arguments.layout != "params":
@@ -201,12 +209,15 @@ def of_settings(work: Workload, params: Params, arguments: argparse.Namespace) -
     )
 
 
-def shape_of(name: str) -> ModelShape:
-    """name: a key of SIZES, one of their repositories, or a model's folder."""
+def shape_of(name: str, params: Params) -> ModelShape:
+    """
+    Args:
+        name: a key of SIZES, one of their repositories, or a model's folder, whose code runs if model.trust_remote_code.
+    """
     if Path(name).is_dir():
         from rlhf_core.planning.structure import from_class  # imports transformers, which takes seconds
 
-        return from_class(name)
+        return from_class(name, trust_remote_code=params.model.trust_remote_code)
     if (shape := named_shape(name)) is None:
         raise ValueError(
             f"model: expected a folder with a config.json or one of {', '.join(SIZES)} or their repositories, got {name!r}; correct it"
@@ -217,24 +228,25 @@ def shape_of(name: str) -> ModelShape:
 def workload(params: Params, arguments: argparse.Namespace) -> Workload:
     """The workload of params, but for what no key of theirs holds (`unkeyed`)."""
     rl, model = params.rl, params.model
-    policy = shape_of(model.path) if model.path else from_architecture(model.architecture)
+    policy = shape_of(model.path, params) if model.path else from_architecture(model.architecture)
     scorers = sum(scorer.members for scorer in rl.reward.scorers if scorer.kind == "reward_model")
-    rewards = [shape_of(given) for given in arguments.reward_model] or [policy] * scorers
+    rewards = [shape_of(given, params) for given in arguments.reward_model] or [policy] * scorers
     longest = rl.rollout.max_new_tokens
     return Workload(
         policy=policy,
-        critic=(shape_of(arguments.critic_model) if arguments.critic_model else policy) if rl.algorithm == "ppo" else None,
+        critic=(shape_of(arguments.critic_model, params) if arguments.critic_model else policy) if rl.algorithm == "ppo" else None,
         reference=rl.kl.keeps_reference,
         reward_models=() if arguments.no_reward_model else tuple(rewards),
         samples=rl.samples_per_step,
         group_size=rl.group_size,
         minibatch=rl.minibatch_size,
         epochs=rl.epochs,
-        prompt_length=model.max_length - longest,
+        prompt_length=arguments.prompt_length or model.max_length - longest,
         response_length=arguments.response_length or longest,
         longest=longest,
         microbatch_tokens=rl.trainer.microbatch_tokens,
         dtype=model.dtype,
+        max_length=model.max_length,
     )
 
 

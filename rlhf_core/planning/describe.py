@@ -95,10 +95,10 @@ def _objections(found: Prediction, work: Workload, cluster: Cluster) -> list[str
 
 
 def _pasted(lines: Mapping[str, Any], unkeyed: Sequence[str]) -> list[str]:
-    if not lines:
-        return ["The proposal is params.yaml as it is."]
-    given = " \\\n".join(f"  --set {shlex.quote(f'{key}={shown(value)}')}" for key, value in lines.items())
     beside = [f"Not among the settings, since no key holds it: {' '.join(unkeyed)}; reward models are those of rl.reward.scorers"]
+    if not lines:
+        return [*beside * bool(unkeyed), "The proposal is params.yaml as it is."]
+    given = " \\\n".join(f"  --set {shlex.quote(f'{key}={shown(value)}')}" for key, value in lines.items())
     heading = (
         "Settings of the proposal, all that differ from params.yaml, for python -m flows.full_pipeline; check its stages with --stages:"
     )
@@ -226,6 +226,7 @@ def assumed(work: Workload, params: Params, given: argparse.Namespace) -> list[A
             "response length", work.response_length, "tokens", source("response_length", source("longest", "rl.rollout.max_new_tokens"))
         ),
         Assumed("longest response", work.longest, "tokens", source("longest", source("response_length", "rl.rollout.max_new_tokens"))),
+        Assumed("longest sample", work.longest_sample, "tokens", "model.max_length"),
         Assumed("minibatch", work.minibatch, "samples an optimizer step", source("minibatch", "rl.minibatch_size")),
         Assumed("epochs", work.epochs, "passes over a step's samples", source("epochs", "rl.epochs")),
         Assumed("microbatch", work.microbatch_tokens, "tokens a forward pass", source("microbatch_tokens", "rl.trainer.microbatch_tokens")),

@@ -50,12 +50,12 @@ def option_overrides(given: argparse.Namespace, params: Params) -> dict[str, Any
 
 
 def _lengths(given: argparse.Namespace, params: Params) -> dict[str, Any]:
-    new_tokens = params.rl.rollout.max_new_tokens
-    prompt = given.prompt_length or params.model.max_length - new_tokens
+    """model.max_length, which counts the longest prompt, is raised where it leaves no room for the prompts, and never lowered."""
+    max_length, new_tokens = params.model.max_length, params.rl.rollout.max_new_tokens
+    prompt = given.prompt_length or max_length - new_tokens
     longest = max(given.response_length or 0, given.longest or 0) or new_tokens
-    if (prompt + longest, longest) == (params.model.max_length, new_tokens):
-        return {}
-    return {"model.max_length": prompt + longest, "rl.rollout.max_new_tokens": longest}
+    found = {"rl.rollout.max_new_tokens": longest} if longest != new_tokens else {}
+    return found | ({"model.max_length": prompt + longest} if prompt + longest > max_length else {})
 
 
 def _reference(given: argparse.Namespace, params: Params) -> dict[str, Any]:
@@ -71,6 +71,7 @@ def unkeyed(given: argparse.Namespace) -> list[str]:
     """Options of the workload that no key of params.yaml holds, as they were given."""
     found = [f"--critic-model {given.critic_model}"] if given.critic_model else []
     found += [f"--reward-model {name}" for name in given.reward_model] + ["--no-reward-model"] * given.no_reward_model
+    found += [f"--prompt-length {given.prompt_length}"] if given.prompt_length else []
     mean, longest = given.response_length, given.longest
     return found + ([f"--response-length {mean}"] if mean and longest and mean < longest else [])
 
@@ -116,7 +117,8 @@ def _work_arguments(group: argparse._ArgumentGroup) -> None:
     for name in ("samples", "group-size", "minibatch", "epochs", "microbatch-tokens"):
         group.add_argument(f"--{name}", type=_count)
     group.add_argument("--pairs", type=_count, help="print the hours of a pass over so many preference pairs, and over as many prompts")
-    group.add_argument("--prompt-length", type=_count, help="mean, tokens")
+    of_prompts = "mean, tokens; default: what model.max_length leaves, which counts the longest prompt and is raised if it leaves less"
+    group.add_argument("--prompt-length", type=_count, help=of_prompts)
     group.add_argument("--response-length", type=_count, help="mean, tokens; default: the longest")
     group.add_argument("--longest", type=_count, help="tokens of the longest response; default: --response-length")
     group.add_argument("--dtype", choices=("bfloat16", "float32"))
@@ -132,7 +134,9 @@ def _cluster_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host-link", type=_positive, default=25.0, help="GB/s between a GPU and its host")
     group.add_argument("--host-bandwidth", type=_positive, default=200.0, help="GB/s of a host's memory")
     group.add_argument("--gloo", type=_positive, default=2.1, help="GB/s that a trainer sends by gloo to all engines together")
-    group.add_argument("--host-memory", type=_positive, help="GiB of each host; default: not checked, with --stages this machine's")
+    group.add_argument(
+        "--host-memory", type=_positive, help="GiB of each host; default: not checked; with --stages and no --gpus this machine's"
+    )
     group.add_argument("--reserve", type=_positive, default=3.0, help="GiB of each GPU for context and buffers")
     defaults = Efficiency()
     for name in ("flops", "bandwidth", "network"):

@@ -37,7 +37,8 @@ class Workload:
     """One step of online RL. Lengths in tokens: means, but for `longest`, the longest response.
 
     critic: None for every algorithm but PPO. reference: false if the KL divergence isn't measured. prompts are
-    samples / group_size. minibatch: samples per optimizer step. microbatch_tokens: of a forward pass on one GPU.
+    samples / group_size. minibatch: samples per optimizer step. microbatch_tokens: of a forward pass on one GPU. max_length: of prompt and
+    response together; None: the mean prompt with the longest response.
     """
 
     policy: ModelShape
@@ -53,6 +54,11 @@ class Workload:
     longest: float
     microbatch_tokens: int
     dtype: str = "bfloat16"
+    max_length: float | None = None
+
+    @property
+    def longest_sample(self) -> float:
+        return self.max_length or self.prompt_length + self.longest
 
     @property
     def sequence(self) -> float:
@@ -61,7 +67,7 @@ class Workload:
     @property
     def pass_tokens(self) -> int:
         """Tokens of a micro-batch: at least the longest sample."""
-        return max(self.microbatch_tokens, math.ceil(self.prompt_length + self.longest))
+        return max(self.microbatch_tokens, math.ceil(self.longest_sample))
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -202,8 +208,8 @@ def _frozen_parts(parts: dict[str, float], work: Workload, role: str, group: Gro
 
 
 def _engine_minimum(work: Workload, placement: Placement) -> float:
-    """Bytes on each GPU of an engine that holds only the longest response."""
-    tokens = work.prompt_length + work.longest
+    """Bytes on each GPU of an engine that holds only the longest sample."""
+    tokens = work.longest_sample
     weights = work.policy.parameters * element_bytes(work.dtype)
     cache = tokens * kv_bytes_per_token(work.policy, work.dtype)
     return weights / placement.tensor_parallel + cache / kv_parts(work.policy, placement.tensor_parallel)

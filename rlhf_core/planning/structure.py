@@ -12,19 +12,21 @@ from rlhf_core.models.folder import read_settings, refusals
 from rlhf_core.planning.shape import ModelShape, from_settings
 
 
-def from_class(folder: str | Path) -> ModelShape:
+def from_class(folder: str | Path, *, trust_remote_code: bool) -> ModelShape:
     """The shape with exactly the parameters of the modelling class, which is built on the meta device; only config.json is read.
 
     Keys that config.json leaves out have the class's defaults.
 
+    Args:
+        trust_remote_code: run the folder's own code where its class is defined there.
     Raises:
         ValueError: there is no config.json, transformers can't build the model, or the class's matrices aren't those of a decoder with
             gated MLPs, so that the formulas of rlhf_core/planning/memory.py don't hold.
     """
     read_settings(Path(folder), "config.json")
     with refusals(folder), torch.device("meta"):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     subject = f"{type(model).__name__} of {folder}"
     parameters = sum(parameter.numel() for parameter in model.parameters())
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and not name.endswith("bias"))

@@ -166,13 +166,16 @@ def read_times(workspace: Path) -> dict[str, StageTime]:
     return times
 
 
-def read_processes(workspace: Path, times: Mapping[str, StageTime]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
+def read_processes(workspace: Path, times: Mapping[str, StageTime], method: str) -> dict[str, list[tuple[str, dict[str, Any]]]]:
     """The processes of the RL job that `times` are of, by their nodes: name, and pid and GPUs, of each; empty if they aren't known.
 
     They are those of the job's last start.
+
+    Args:
+        method: alignment.method; no other than rl writes the file, which may be an earlier run's.
     """
     path = processes_file(workspace / TIMINGS / "train_policy.csv")
-    if "train_policy" not in times or not path.is_file():
+    if method != "rl" or "train_policy" not in times or not path.is_file():
         return {}
     nodes: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for name, at in json.loads(path.read_text(encoding="utf-8")).items():

@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from imports import OWN, ROOT, closure, foreign_imports, imported_names, runtime_imports, sources
 
 VENDORS = {"ray", "vllm", "deepspeed"}
-# A command line that fetches a version of the registry by starting the command line that does.
 CHECK = ROOT / "rlhf_core/stage/reach.py"  # started by flows, in a process of its own
+# A command line that fetches a version of the registry by starting the command line that does.
 STARTED = {ROOT / "rlhf_core/use/choice.py": {"flows.promote"}}
 
 

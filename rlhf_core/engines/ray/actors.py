@@ -153,7 +153,7 @@ class ActorGroup:
             self._bundles = [Bundle(group, rank if together else 0, 0.0) for rank, group in enumerate(groups)]
         self.actors: list[Any] = []
         self._places: list[Pending] = []
-        self._late: set[int] = set()
+        self._late: dict[int, str] = {}  # what was got instead of an answer, by rank
         for rank in range(size):
             self._start(rank)
 
@@ -189,19 +189,24 @@ class ActorGroup:
         Args:
             patience: seconds for the living ones to answer; one that is at work needn't.
         """
+        return self._find_dead(patience) | set(self._late)
+
+    def _find_dead(self, patience: float) -> set[int]:
         answers = [actor.ready.remote() for actor in self.actors]
         ray.wait(answers, num_returns=len(answers), timeout=patience)
-        return {rank for rank, answer in enumerate(answers) if _is_dead(answer, 0)} | self._late
+        return {rank for rank, answer in enumerate(answers) if _is_dead(answer, 0)}
 
     def check(self, patience: float) -> None:
         """
         Args:
             patience: as for `find_lost`.
         Raises:
-            RoleLost: names the ranks that `find_lost` finds.
+            RoleLost: names every dead rank, or else those that were late, which may be alive.
         """
-        if lost := self.find_lost(patience):
-            raise self._dead(sorted(lost), "its work")
+        if dead := self._find_dead(patience):
+            raise self._dead(sorted(dead), "its work")
+        if self._late:
+            raise self._unanswered(sorted(self._late), "its work")
 
     @property
     def has_gpus(self) -> bool:
@@ -317,12 +322,17 @@ class ActorGroup:
 
     def _overdue(self, late: list[int], what: str, deadline: float) -> RoleLost:
         """The loss of ranks that didn't answer by the deadline."""
-        self._late.update(late)
-        states = "; ".join(f"rank {rank}: {state}" for rank, state in zip(late, self._look(late), strict=True))
+        self._late.update(dict.fromkeys(late, f"no answer within {deadline:.0f} s"))
+        return self._unanswered(late, what)
+
+    def _unanswered(self, late: list[int], what: str) -> RoleLost:
+        """The loss of ranks in `_late`."""
+        states: dict[str, list[str]] = {}
+        for rank, state in zip(late, self._look(late), strict=True):
+            states.setdefault(self._late[rank], []).append(f"rank {rank}: {state}")
+        found = "; ".join(f"{reason} ({'; '.join(of_ranks)})" for reason, of_ranks in states.items())
         return RoleLost(
-            f"{self.role} rank {_listed(late)}: expected {what} to finish, got no answer within {deadline:.0f} s ({states}); "
-            "its log is in the Ray session's folder",
-            late,
+            f"{self.role} rank {_listed(late)}: expected {what} to finish, got {found}; its log is in the Ray session's folder", late
         )
 
     def peer(self, rank: int) -> RayPeer:
@@ -336,11 +346,7 @@ class ActorGroup:
             reasons: by rank.
         """
         self._late.update(reasons)  # they may hang
-        ranks = list(reasons)
-        found = "; ".join(f"{reasons[rank]} (rank {rank}: {state})" for rank, state in zip(ranks, self._look(ranks), strict=True))
-        return RoleLost(
-            f"{self.role} rank {_listed(ranks)}: expected {what} to finish, got {found}; its log is in the Ray session's folder", ranks
-        )
+        return self._unanswered(list(reasons), what)
 
     def wait_any(self, references: dict[int, Pending], *, deadline: float, what: str) -> dict[int, Any]:
         """Results of the ranks that have answered, by rank, as soon as one has.
@@ -369,7 +375,7 @@ class ActorGroup:
         meanwhile()
         self._end(ranks)
         for rank in ranks:
-            self._late.discard(rank)
+            self._late.pop(rank, None)
             bundle = self._bundles[rank]
             if bundle is not None and self._own_bundles:  # placed anew, since its node may be gone too; Ray does it for the others
                 release([(bundle.group, bundle.index)])

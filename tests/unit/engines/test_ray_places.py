@@ -28,7 +28,7 @@ JOBS |= {"shared, 2": {"placement": "together", "tensor_parallel_size": 2, "rank
 # Where Ray puts processes is all that is looked at. Actors, which host nothing, are started where GPUs are shared; elsewhere a task in each
 # one's place does, since its bundle's GPUs are its own.
 PROGRAM = """
-import json, sys
+import json, sys, time
 import ray
 from pathlib import Path
 from ray.cluster_utils import Cluster
@@ -124,6 +124,18 @@ except RoleLost as error:
     lost["message"] = str(error)
 
 
+slow = ActorGroup("scorer", "types:SimpleNamespace", 3, **nothing | {"kwargs": {"nap": time.sleep}})
+slow.wait_ready()
+late = []
+for end in (lambda: slow.call("nap", [(30,), (0,), (0,)], deadline=2.0), lambda: None, lambda: ray.kill(slow.actors[1])):
+    try:
+        end()
+        slow.check(3.0)
+    except RoleLost as error:
+        late.append((str(error), list(error.ranks)))
+slow.close()
+
+
 def gone():
     raise RoleLost("trainer rank 0: dead")
 
@@ -134,7 +146,7 @@ for meanwhile in (lambda: waits.append("looked"), gone):
         places.reserve("rollout", [{"CPU": 100.0}] * 2, deadline=3.0, meanwhile=meanwhile)
     except RoleLost as error:
         waits.append(str(error))
-print(json.dumps({"jobs": seen, "refused": refused, "has_gpus": alone.has_gpus, "lost": lost, "waits": waits}))
+print(json.dumps({"jobs": seen, "refused": refused, "has_gpus": alone.has_gpus, "lost": lost, "late": late, "waits": waits}))
 ray.shutdown()
 cluster.shutdown()
 """
@@ -201,6 +213,16 @@ def test_a_group_that_is_ended_has_no_process_any_more(seen):
 def test_a_rank_that_died_without_a_call_is_found(seen):
     assert seen["lost"]["ranks"] == [3]  # the second of the second group
     assert re.match(r"trainer.1 rank 1: expected its work to finish, got a dead process \(process \d+ on ", seen["lost"]["message"])
+
+
+def test_a_late_rank_is_not_called_dead(seen):
+    (at_once, of_call), (found, of_check), (dead, of_dead) = seen["late"]
+    assert of_call == of_check == [0] and of_dead == [1]
+    assert at_once.replace("expected nap", "expected its work") == found
+    assert re.match(
+        r"scorer rank 0: expected its work to finish, got no answer within 2 s \(rank 0: process \d+ on .*: (sleeping|idle)\);", found
+    )
+    assert dead.startswith("scorer rank 1: expected its work to finish, got a dead process (process ")
 
 
 def test_who_waits_for_room_looks_at_what_happens_meanwhile(seen):

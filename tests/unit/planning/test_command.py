@@ -38,7 +38,7 @@ def test_the_workload_stands_before_the_prediction_with_its_keys(monkeypatch, ca
     workload, _, prediction = out.partition("\n\nproposed: ")
     reported = {line[:20].strip(): line[20:].split() for line in workload.splitlines() if line.startswith("  ")}
     assert reported["samples"] == ["512", "responses", "a", "step", "--samples"]
-    assert reported["prompt length"] == ["64", "tokens", "model.max_length", "-", "rl.rollout.max_new_tokens"]  # 96 - 32
+    assert reported["prompt length"] == ["76", "tokens", "model.max_length", "-", "rl.rollout.max_new_tokens"]  # 96 - 20
     assert reported["response length"][0] == "20" and reported["response length"][-1] == "--response-length"
     assert reported["minibatch"][0] == "256" and reported["minibatch"][-1] == "rl.minibatch_size"
     assert reported["steps"][0] == "60" and reported["steps"][-1] == "rl.steps"
@@ -125,6 +125,13 @@ def test_processes_on_a_cpu_are_printed_with_all_that_they_take():
 def test_memory_of_hosts_that_was_not_given_is_said_to_be_unchecked(monkeypatch, capsys):
     out = printed(monkeypatch, capsys, *EIGHT_ON, "1", code=1)
     assert out.startswith("Memory of each stage (1 GPU of 79 GiB, host memory not checked):\n") and "inf" not in out
+
+
+def test_host_memory_replaces_this_machines_where_no_gpus_are_given(monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for host, is_told in (("1", "lacks memory: "), ("500", "fits")):
+        out = printed(monkeypatch, capsys, "--stages", "--host-memory", host, code=host == "1")
+        assert f"{host} GiB" in out.splitlines()[0] and verdicts(out)["train_policy"].startswith(is_told)
 
 
 def test_usage_names_the_command(monkeypatch, capsys):

@@ -60,6 +60,36 @@ def test_the_pasted_lines_alone_give_the_planned_run(printed, options):
     assert json.loads(params_as_planned)["proposed"]["seconds"] == first["proposed"]["seconds"]
 
 
+ROOMY = ("--model", "qwen2.5-7b", "--dtype", "bfloat16", "--set", "model.max_length=4096", *ON)
+
+
+@pytest.mark.parametrize("of_prompts", [300, 3800])
+def test_a_mean_prompt_length_leaves_the_longest_sample_as_it_is(printed, of_prompts):
+    options = (*ROOMY, "--prompt-length", str(of_prompts), "--longest", "256")
+    out = printed(*options)
+    assert f"since no key holds it: --prompt-length {of_prompts};" in out
+    lines = pasted(out)
+    assert {"model.max_length=4096", "rl.rollout.max_new_tokens=256"} <= set(lines)
+    first, again = planned(printed, *options), planned(printed, *lines, *ON, "--prompt-length", str(of_prompts))
+    assert again == first and first["workload"]["prompt length"] == of_prompts
+    # Memory is counted at the longest sample, as the preflight counts it; time at the mean.
+    longest = planned(printed, *lines, *ON)
+    assert longest["workload"]["prompt length"] == 4096 - 256 and longest["workload"]["longest sample"] == 4096
+    same = ("--layout", "apart", "--engine-gpus", "4", "--tensor-parallel", "1", "--zero-stage", "3", "--no-offload", "--checkpointing")
+    mean, most = (planned(printed, *lines, *ON, *same, *more)["proposed"] for more in (("--prompt-length", str(of_prompts)), ()))
+    assert [g["needed"] for g in mean["groups"]] == [g["needed"] for g in most["groups"]]
+    assert mean["seconds"]["step"] < most["seconds"]["step"]
+
+
+def test_a_longest_sample_with_room_for_mean_prompts_only_is_mentioned(printed, monkeypatch, capsys):
+    for more, is_told in (((), True), (("--set", "model.max_length=4096"), False)):
+        given = ("--model", "qwen2.5-7b", "--dtype", "bfloat16", *LONG, *more, *ON)
+        assert ("model.max_length=2000" in pasted(printed(*given))) == is_told
+        monkeypatch.setattr(sys, "argv", ["planning", "--params", str(PARAMS), *given])
+        assert main() == 0
+        assert ("model.max_length: leaves 500 tokens for a prompt, the mean; longer" in capsys.readouterr().err) == is_told
+
+
 def test_only_keys_that_differ_from_params_are_printed(printed):
     lines = pasted(
         printed("--model", "qwen2.5-7b", "--dtype", "bfloat16", "--algorithm", "ppo", "--epochs", "1", "--layout", "colocated", *ON)

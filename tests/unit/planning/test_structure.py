@@ -50,7 +50,7 @@ def saved(folder: Path, family: str, more: dict) -> int:
 @pytest.mark.parametrize("family", DECODERS)
 def test_a_decoders_parameters_are_those_of_its_class(tmp_path, family):
     real = saved(tmp_path, family, DECODERS[family])
-    shape = from_class(tmp_path)
+    shape = from_class(tmp_path, trust_remote_code=False)
     assert shape.parameters == real
     with torch.device("meta"):
         scored = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
@@ -76,3 +76,31 @@ def test_stages_of_a_folder_are_those_of_its_parameters(monkeypatch, capsys, tmp
     assert main() == 0
     rank = json.loads(capsys.readouterr().out)["train_sft"]["processes"][0]
     assert rank["parts"]["model: weights"] == 4 * real
+
+
+CODE = """
+import transformers
+
+class MineConfig(transformers.LlamaConfig):
+    model_type = "mine"
+
+class Mine(transformers.LlamaForCausalLM):
+    config_class = MineConfig
+"""
+
+
+def test_a_class_of_the_folders_own_is_built_only_if_trusted(monkeypatch, capsys, tmp_path):
+    folder = tmp_path / "model"
+    real = saved(folder, "llama", {})
+    (folder / "mine.py").write_text(CODE)
+    config = json.loads((folder / "config.json").read_text())
+    maps = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.Mine"}
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": maps, "model_type": "mine"}))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    for trusted, code in (("false", 2), ("true", 0)):
+        given = ["--stages", "--json", "--gpus", "1", "--model", str(folder), "--set", f"model.trust_remote_code={trusted}"]
+        monkeypatch.setattr(sys, "argv", ["planning", "--params", str(PARAMS), *given])
+        assert main() == code
+        printed = capsys.readouterr()
+        assert ((tmp_path / "modules").exists(), "contains custom code" in printed.err) == (trusted == "true", trusted == "false")
+    assert json.loads(printed.out)["train_sft"]["processes"][0]["parts"]["model: weights"] == 4 * real

@@ -246,11 +246,13 @@ def test_the_page_of_times_says_where_the_job_ran_that_they_are_of(tmp_path):
     }
     processes_file(tmp_path / "reports/timings/train_policy.csv").write_text(json.dumps(places))
     times = {"train_policy": StageTime(2, 4.0, {"update": 3.0, "other": 1.0})}
-    page = render_times("A run", times, read_processes(tmp_path, times))
+    page = render_times("A run", times, read_processes(tmp_path, times, "rl"))
     assert "4.0 seconds of training steps" in page and "No timings" not in page and HOSTILE[0] not in page
     rows = [re.findall(r"<td>([^<]*)</td>", row) for row in page.split("Processes of the RL job")[1].split("<tr>")[2:]]
     assert rows[0] == ["10.0.0.1 (node aaaaaaaa)", "rollout rank 0", "41", "0, 1"] and rows[1][1:] == ["trainer rank 0", "42", ""]
-    assert read_processes(tmp_path, {}) == {}  # of another run
+    assert read_processes(tmp_path, {}, "rl") == {}  # of another run
+    after_dpo = render_times("A run", times, read_processes(tmp_path, times, "dpo"))  # whose timings replaced those of the RL job
+    assert "4.0 seconds of training steps" in after_dpo and "Processes of the RL job" not in after_dpo and "10.0.0.1" not in after_dpo
 
 
 def test_the_data_part_says_what_each_source_lost_and_why(tmp_path, monkeypatch):
