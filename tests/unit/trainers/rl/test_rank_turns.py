@@ -30,6 +30,8 @@ GPUS = {"wake_up", "sleep", "keep", "generate", "probe", "send_weights", "forwar
 class Recorded(Here):
     """Remembers calls. The actor is lost at the call `dies_at`; `new` makes another one."""
 
+    has_gpus = False
+
     def __init__(self, actor: object, calls: list[str], new=None):
         super().__init__(actor)
         self.calls, self.new, self.dies_at, self.lost = calls, new, None, False
