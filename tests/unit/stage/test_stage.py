@@ -153,7 +153,7 @@ def test_exit_codes_tell_a_refusal_from_a_crash(workspace, how, code, message):
     assert len(scratch) == (0 if how == "end" else 1)  # success leaves none
 
 
-def test_a_cluster_that_is_not_there_is_refused_without_a_traceback(workspace):
+def test_a_cluster_that_is_not_there_is_named_and_waited_for_without_a_traceback(workspace):
     (port,) = free_ports(1)
     yaml, params = YAML(), workspace / "params.yaml"
     document = yaml.load(params)
@@ -161,8 +161,9 @@ def test_a_cluster_that_is_not_there_is_refused_without_a_traceback(workspace):
     yaml.dump(document, params)
     stage = begin("submit")
     out, err = stage.communicate(timeout=60)
-    assert stage.returncode == REFUSED
-    assert f"train_sft: cluster.address: expected Ray's dashboard at http://127.0.0.1:{port}, got no connection" in out + err
+    assert stage.returncode == CRASHED
+    assert f"cluster.address: expected Ray's dashboard at http://127.0.0.1:{port}, got no connection" in out + err
+    assert f"train_sft: Ray head at http://127.0.0.1:{port}: expected the head to answer within cluster.silence_timeout=1 s" in out + err
     assert "Traceback" not in out + err
 
 
