@@ -146,9 +146,8 @@ def _chain(
     Raises:
         ConfigError: params or workspace are refused.
     """
-    order = stage_order(root)
-    check_chosen(order, force=force, until=until)
-    workspace = prepare_run(root, name, overrides, update=update, stages=stages_until(order, until))
+    check_chosen(stage_order(root), force=force, until=until)
+    workspace = prepare_run(root, name, overrides, update=update)
     with recording(workspace):
         state = _stages(root, workspace, log, force=force, until=until)
         note(workspace, **outcome_of(state, None if until == stage_order(workspace)[-1] else until))
