@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from own_project import make_project
 
+from flows.chain.pins import prepare_run
 from flows.chain.reach import check_cluster
 from flows.full_pipeline import REFUSED, main
 from flows.rounds.series import STAGES
@@ -96,5 +97,8 @@ def test_a_head_that_only_answers_late_is_a_warning(caplog):
     assert "got no answer within 10 s" in caplog.text and "the run goes on" in caplog.text
 
 
-def test_a_series_of_dpo_rounds_needs_no_cluster_of_a_stage_that_it_does_not_run(nowhere):
+def test_a_series_of_dpo_rounds_needs_no_cluster_of_a_stage_that_it_does_not_run(tmp_path, monkeypatch, nowhere):
+    project = make_project(tmp_path / "project")
+    monkeypatch.chdir(project)
+    assert prepare_run(project, "series", {"cluster.address": nowhere}).exists()  # as `prepare_series` does, whose flow checks its stages
     check_cluster(ROOT, with_params(cluster__address=nowhere), ["train_sft", "train_reward", "gate_reward", *STAGES])
