@@ -4,7 +4,7 @@
 # make test-long  further tests of a minute or more each, what others cover in part
 # make server  Prefect's server, work pool, deployments and worker, until Ctrl-C
 # make bench   speed beside TRL and beside the machine's limits (docs/performance.md); needs an idle machine
-# make gpu-check  what works on this GPU and how fast, at most twenty minutes (docs/gpu.md); installs nothing
+# make gpu-check  what works on this GPU and how fast, at most fifteen minutes (docs/gpu.md); installs nothing
 # make lint    style
 # make clean   remove outputs of runs; keeps .venv, DVC's cache and worktrees
 

@@ -121,6 +121,7 @@ class RolloutConfig(Section):
     tensor_parallel_size: GPUs of one node that an engine's layers are divided over; gpus_per_engine is its share of each.
     prefix_caching: whether vLLM computes the common beginning of a group's samples, and of other prompts, once; auto: on GPUs, where groups
     have several samples and prompts may fill a block of the cache.
+    enforce_eager: vLLM neither compiles the model nor captures CUDA graphs: a faster start, slower sampling; on CPUs always.
     weight_transfer: how engines get the policy's weights: gloo through the hosts' memory, ipc on the ranks' GPUs, nccl between GPUs; auto:
     ipc, else nccl, else gloo, whichever is possible.
     """
@@ -146,6 +147,7 @@ class RolloutConfig(Section):
     take_turns: Literal["auto"] | bool = "auto"
     tensor_parallel_size: int = Field(default=1, ge=1)
     prefix_caching: Literal["auto"] | bool = "auto"
+    enforce_eager: bool = False
     weight_transfer: Literal["auto", "gloo", "ipc", "nccl"] = "auto"
 
     @property
@@ -164,11 +166,15 @@ class RolloutConfig(Section):
             self.gpus_per_engine,
             "raise engines instead, or tensor_parallel_size, of whose GPUs a rollout engine uses this part each",
         )
-        if self.backend == "pytorch" and (self.tensor_parallel_size > 1 or self.prefix_caching is True):
-            key, value, wanted = ("tensor_parallel_size", self.tensor_parallel_size, "1")
-            if self.tensor_parallel_size == 1:
-                key, value, wanted = "prefix_caching", "true", "auto or false"
-            yield f"{key}: expected {wanted} with backend pytorch, got {value}; change it or the backend, since only vllm has this"
+        if self.backend == "pytorch":
+            only_vllm = {
+                "tensor_parallel_size": (self.tensor_parallel_size > 1, self.tensor_parallel_size, "1"),
+                "prefix_caching": (self.prefix_caching is True, "true", "auto or false"),
+                "enforce_eager": (self.enforce_eager, "true", "false"),
+            }
+            for key, (wrong, value, wanted) in only_vllm.items():
+                if wrong:
+                    yield f"{key}: expected {wanted} with backend pytorch, got {value}; change it or the backend, since only vllm has this"
         if self.recomputed_fraction < 1 and not self.samples_whole_distribution:
             yield (
                 f"recomputed_fraction: expected 1 with top_p, top_k or min_new_tokens, got {self.recomputed_fraction}; "

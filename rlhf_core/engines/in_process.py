@@ -66,6 +66,7 @@ def open_here(
     sleeps: bool = False,
     tensor_parallel_size: int = 1,
     prefix_caching: bool = False,
+    enforce_eager: bool = False,
     weight_transfer: str | None = None,
 ) -> VllmEngine | PytorchEngine:
     """An engine in this process. See the engines for the arguments; only vLLM uses `seed` and those after `reads_text`."""
@@ -86,7 +87,7 @@ def open_here(
         return PytorchEngine(model_path, **shared)
     from rlhf_core.engines.vllm.engine import VllmEngine
 
-    own = {"sleeps": sleeps, "tensor_parallel_size": tensor_parallel_size, "prefix_caching": prefix_caching}
+    own = {"sleeps": sleeps, "tensor_parallel_size": tensor_parallel_size, "prefix_caching": prefix_caching, "enforce_eager": enforce_eager}
     return VllmEngine(model_path, **shared, seed=seed, **own, weight_transfer=weight_transfer)
 
 

@@ -1,4 +1,7 @@
-"""Tests that need a GPU: `python -m pytest tests/gpu`. Skipped with the reason without one."""
+"""Tests that need a GPU: `python -m pytest tests/gpu`. Skipped with the reason without one.
+
+Marks say what a test needs: -m torch, -m vllm, -m ray. Engines are eager, since capturing graphs takes longer than the tests.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from rlhf_core.models.tokenizer import build_tokenizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
+PLAIN = {"max_length": 96, "max_concurrent_sequences": 64, "threads": 1, "seed": 0, "trust_remote_code": False, "enforce_eager": True}
 TEXTS = [f"Sort {n}: {''.join(sorted(str(n)))}." for n in range(100, 400)]
 
 
@@ -76,6 +80,7 @@ def batch(folder):
     return collate_tokens(ids, [1] * len(ids), pad_id=tokenizer.pad_token_id)
 
 
+@pytest.mark.torch
 def test_a_batch_is_copied_while_the_gpu_works_and_arrives_whole(folder):
     factor, device, given = torch.randn(8192, 8192, device="cuda"), torch.device("cuda"), batch(folder)
     given.to(device)  # the first pinned memory is made here
@@ -90,6 +95,7 @@ def test_a_batch_is_copied_while_the_gpu_works_and_arrives_whole(folder):
     assert all(torch.equal(copy.input_ids.cpu(), given.input_ids) for copy in copies)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_steps_on_the_gpu_lower_the_loss(folder, dtype):
     trained, tokens = engine(folder, dtype), batch(folder).to(torch.device("cuda"))
@@ -102,6 +108,7 @@ def test_training_steps_on_the_gpu_lower_the_loss(folder, dtype):
     assert losses[-1] < losses[0] - 1.0
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     "changes",
     [
@@ -124,6 +131,7 @@ def test_settings_that_save_memory_train_alike(folder, changes):
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)
 
 
+@pytest.mark.torch
 def test_gradient_checkpointing_takes_less_memory(folder):
     from rlhf_core.models.batch import TokenBatch
 
@@ -139,6 +147,7 @@ def test_gradient_checkpointing_takes_less_memory(folder):
     assert peaks[1] < 0.7 * peaks[0]
 
 
+@pytest.mark.torch
 def test_an_offloaded_frozen_model_is_on_the_gpu_while_it_computes_only(folder):
     from rlhf_core.engines.frozen import FrozenModel
     from rlhf_core.models.build import load_language_model
@@ -159,6 +168,7 @@ def test_an_offloaded_frozen_model_is_on_the_gpu_while_it_computes_only(folder):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.torch
 def test_an_offloaded_live_reference_leaves_the_gpu_to_the_trained_model(folder):
     from rlhf_core.engines.frozen import FrozenModel
     from rlhf_core.models.build import load_language_model
@@ -180,6 +190,7 @@ def test_an_offloaded_live_reference_leaves_the_gpu_to_the_trained_model(folder)
     assert seen[1][1] < size / 10 < size <= seen[0][1]
 
 
+@pytest.mark.torch
 def test_the_gpu_computes_the_log_probabilities_of_the_cpu(folder):
     from rlhf_core.models.build import load_language_model
     from rlhf_core.models.forward import PolicyModule
@@ -191,7 +202,7 @@ def test_the_gpu_computes_the_log_probabilities_of_the_cpu(folder):
     assert float((on_gpu.cpu() - on_cpu).abs().max()) < 1e-3
 
 
-@pytest.mark.parametrize("backend", ["vllm", "pytorch"])
+@pytest.mark.parametrize("backend", [pytest.param("vllm", marks=pytest.mark.vllm), pytest.param("pytorch", marks=pytest.mark.torch)])
 def test_engine_and_trainer_agree_before_and_after_a_weight_sync(folder, backend):
     from rlhf_core.engines.in_process import open_engine
     from rlhf_core.models.batch import collate_tokens
@@ -200,17 +211,7 @@ def test_engine_and_trainer_agree_before_and_after_a_weight_sync(folder, backend
     from rlhf_core.sampling.requests import SamplingSettings, request_seeds
 
     model = load_language_model(folder)
-    engine = open_engine(
-        backend,
-        str(folder),
-        max_length=96,
-        dtype="float32",
-        max_concurrent_sequences=64,
-        threads=1,
-        seed=0,
-        trust_remote_code=False,
-        gpu_memory_fraction=0.3,
-    )
+    engine = open_engine(backend, str(folder), dtype="float32", gpu_memory_fraction=0.3, **PLAIN)
     prompts = [ids[:6] for ids in batch(folder).input_ids.tolist()]
     for version in (0, 1):
         if version == 1:
@@ -229,9 +230,6 @@ def test_engine_and_trainer_agree_before_and_after_a_weight_sync(folder, backend
         assert float((whole - torch.tensor(engine.probe(sequences[0]))).abs().max()) < 1e-3
 
 
-PLAIN = {"max_length": 96, "max_concurrent_sequences": 64, "threads": 1, "seed": 0, "trust_remote_code": False}
-
-
 class ApartPeer:
     """An engine in another process, as a trainer rank calls it."""
 
@@ -245,6 +243,7 @@ class ApartPeer:
         return call.result(timeout)
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("way", ["gloo", "ipc", "nccl"])
 def test_an_engine_computes_with_weights_that_were_sent_to_it(folder, way, monkeypatch):
     from rlhf_core.engines.apart import EngineApart
@@ -278,6 +277,7 @@ def test_an_engine_computes_with_weights_that_were_sent_to_it(folder, way, monke
         opened.close()
 
 
+@pytest.mark.vllm
 def test_an_engine_of_a_stage_gives_the_gpu_back_when_it_is_closed(folder):
     """vLLM runs in its own process: its memory is free again, and nothing of it is left in this process."""
     from rlhf_core.engines.apart import EngineApart
@@ -295,6 +295,7 @@ def test_an_engine_of_a_stage_gives_the_gpu_back_when_it_is_closed(folder):
     assert free - torch.cuda.mem_get_info()[0] < 64 << 20
 
 
+@pytest.mark.vllm
 def test_a_model_of_a_class_that_vllm_has_compiled_can_be_made_here_afterwards(tmp_path):
     """vLLM runs OLMo-2 by transformers' class, which its process marks for compiling."""
     from transformers import Olmo2Config, Olmo2ForCausalLM
@@ -304,7 +305,7 @@ def test_a_model_of_a_class_that_vllm_has_compiled_can_be_made_here_afterwards(t
 
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 300}
     Olmo2ForCausalLM(Olmo2Config(**shape, max_position_embeddings=96, pad_token_id=0)).save_pretrained(tmp_path)
-    opened = open_engine("vllm", str(tmp_path), dtype="float32", gpu_memory_fraction=0.2, **PLAIN)
+    opened = open_engine("vllm", str(tmp_path), dtype="float32", gpu_memory_fraction=0.2, **PLAIN | {"enforce_eager": False})
     message = opened.probe([5, 6, 7, 8])
     opened.close()
     ids = torch.tensor([[5, 6, 7, 8]])
@@ -313,6 +314,7 @@ def test_a_model_of_a_class_that_vllm_has_compiled_can_be_made_here_afterwards(t
     assert float((logprobs - torch.tensor(message)).abs().max()) < 1e-3
 
 
+@pytest.mark.vllm
 def test_an_engine_that_shares_a_gpu_takes_its_share_and_no_more(folder):
     """Another process holds half of the GPU while the engine starts; the cache is computed, not measured."""
     from rlhf_core.engines.apart import EngineApart
@@ -332,6 +334,7 @@ def test_an_engine_that_shares_a_gpu_takes_its_share_and_no_more(folder):
         torch.cuda.empty_cache()
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_nothing_of_a_training_engine_is_on_the_gpu_while_it_is_on_the_host(folder, zero_stage):
     import gc
@@ -351,6 +354,7 @@ def test_nothing_of_a_training_engine_is_on_the_gpu_while_it_is_on_the_host(fold
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_sleeping_engine_gives_the_gpu_back_and_wakes_up_with_its_weights(folder, level):
     """In a process of its own: vLLM allows one engine that sleeps in a process, and its pool of memory may not outlive it."""
@@ -375,7 +379,8 @@ def test_a_sleeping_engine_gives_the_gpu_back_and_wakes_up_with_its_weights(fold
         opened.close()
 
 
-@pytest.mark.parametrize(("backend", "dtype"), [("vllm", "bfloat16"), ("pytorch", "float32")])
+@pytest.mark.ray
+@pytest.mark.parametrize(("backend", "dtype"), [pytest.param("vllm", "bfloat16", marks=pytest.mark.vllm), ("pytorch", "float32")])
 def test_the_default_job_runs_with_trainer_and_engines_on_one_gpu(folder, tmp_path, monkeypatch, backend, dtype):
     """Two steps of the RL job on its own Ray head, with gpus_per_rank and gpus_per_engine auto, by turns."""
     import json
@@ -383,11 +388,12 @@ def test_the_default_job_runs_with_trainer_and_engines_on_one_gpu(folder, tmp_pa
     import sys
 
     from rlhf_core.data.schema import write_rows
-    from rlhf_core.engines.ray.cluster import local_head, run_job
+    from rlhf_core.engines.ray.cluster import run_job
     from rlhf_core.models.build import new_scalar_model, save_model
     from rlhf_core.models.tokenizer import load_tokenizer
     from rlhf_core.trainers.rl.job import PLACEMENT
     from tests.tiny_models import rl_job
+    from tools.bench.gpu.online import head
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
     tokenizer = load_tokenizer(str(folder), trust_remote_code=False)
@@ -402,6 +408,7 @@ def test_the_default_job_runs_with_trainer_and_engines_on_one_gpu(folder, tmp_pa
     steps = {"rl.steps": 2, "rl.samples_per_step": 32, "rl.minibatch_size": 32, "rl.reward.normalization_samples": 32}
     limits = {"rl.rollout.max_logprob_difference": 1e-3}
     changes = {"model.dtype": dtype, "model.max_length": 96, "rl.rollout.backend": backend, **steps, **limits}
+    changes["rl.rollout.enforce_eager"] = backend == "vllm"
     (tmp_path / "work").mkdir()
     job = rl_job(folder, tmp_path / "reward", **changes).model_copy(
         update={"prepared": str(tmp_path / "prepared"), "work": str(tmp_path / "work"), "output": str(tmp_path / "policy"),
@@ -409,7 +416,7 @@ def test_the_default_job_runs_with_trainer_and_engines_on_one_gpu(folder, tmp_pa
     )  # fmt: skip
     job.write(tmp_path / "job.json")
     message: list[str] = []
-    with local_head(cpus=4, start_timeout=120.0) as address:
+    with head(4) as address:
         code = run_job(
             address,
             f"cd {os.getcwd()} && exec {sys.executable} -m rlhf_core.trainers.rl.driver {tmp_path / 'job.json'}",
@@ -426,6 +433,7 @@ def test_the_default_job_runs_with_trainer_and_engines_on_one_gpu(folder, tmp_pa
     assert (tmp_path / "policy/model.safetensors").exists()
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pairs_are_learned_on_the_gpu_whatever_its_attention_takes(folder, tmp_path, dtype):
     """With and without flash attention, a precomputed reference, adapters."""
@@ -454,6 +462,7 @@ def test_pairs_are_learned_on_the_gpu_whatever_its_attention_takes(folder, tmp_p
     assert trained.metrics["heldout_accuracy"] > 0.9
 
 
+@pytest.mark.torch
 def test_flash_attention_without_padding_gives_what_it_gives_with_padding(folder):
     from rlhf_core.models.backend import Backend
     from rlhf_core.models.build import load_language_model
@@ -472,6 +481,7 @@ def test_flash_attention_without_padding_gives_what_it_gives_with_padding(folder
     torch.testing.assert_close(packed, padded, rtol=0, atol=3e-2 * float(padded.abs().max()))
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)], ids=str)
 @pytest.mark.parametrize("kept", [1 << 30, 0], ids=["kept", "computed again"])
 def test_the_vocabulary_in_pieces_gives_what_all_logits_give(monkeypatch, dtype: torch.dtype, close: float, kept: int):

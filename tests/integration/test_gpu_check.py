@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,22 +14,25 @@ import psutil
 import pytest
 
 from rlhf_core.engines.ray.cluster import MARK
-from tools.bench.gpu.cases import ROOT
-from tools.bench.gpu.harness import PARTS, RAN, Result, read_result
+from tools.bench.gpu.harness import PARTS, RAN, Result, read_results
+from tools.bench.gpu.processes import ROOT
 from tools.bench.gpu.record import Figure
 from tools.bench.gpu.table import REHEARSAL
 
 MOST_SECONDS = 1500  # two minutes of CPU time, on cores shared with other tests
 BUDGET = 1e-4  # nats, rl.rollout.max_logprob_difference of params.yaml
-JOB = "PPO, a tiny shape"
+JOB = "PPO, a tiny shape, float32, 16 samples a step of 16 tokens, by turns"
 # part: prefix of a figure's name, and how many such figures have a value
 FIGURES = {
+    "default_job": ("test_the_default_job", 0),
     "tests": ("test_", 0),
-    "training": ("DPO, a tiny shape", 1),
-    "turns": ("PPO, a tiny shape, float32, 16 samples a step of 16 tokens, by turns: offload", 1),
+    "dpo": ("DPO, a tiny shape, bfloat16: our speed over TRL's", 1),
+    "reward": ("reward model, a tiny shape, bfloat16, TRL", 1),
+    "ppo": (f"{JOB}: offload", 1),
     "transfer": ("weights by gloo, a tiny shape, float32: speed", 1),
     "lora": ("SFT with QLoRA, a tiny shape", 1),
     "memory": ("PPO trainer, a tiny shape, bfloat16: policy: gradients", 1),
+    "tensor_parallel": ("GRPO, a tiny shape", 1),
 }
 
 pytestmark = pytest.mark.timeout(MOST_SECONDS + 60)
@@ -53,8 +55,8 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory, models: Path) -> Rehearsal:
-    """Of the part with an RL job."""
-    return rehearse(tmp_path_factory.mktemp("rehearsal") / "out", models, ["rl"])
+    """Of a part with an RL job."""
+    return rehearse(tmp_path_factory.mktemp("rehearsal") / "out", models, ["ppo"])
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +68,8 @@ def rehearse(out: Path, models: Path, parts: list[str]) -> Rehearsal:
     command = [sys.executable, "-m", "tools.bench.gpu", "--rehearse", "--minutes", "24", "--out", str(out), "--models", str(models)]
     done = subprocess.run([*command, "--parts", *parts], cwd=ROOT, capture_output=True, text=True, timeout=MOST_SECONDS)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    results = {name: read_result(out / f"{name}.json") for name in parts}
+    results = {result.part: result for result in read_results(out)}
+    assert set(results) == set(parts)
     return Rehearsal(done.stdout, (out / "gpu.md").read_text(), results, list(out.iterdir()))
 
 
@@ -80,9 +83,8 @@ def test_every_part_runs_and_the_table_has_them_all(whole):
     for name, (beginning, least) in FIGURES.items():
         figures = [f for f in whole.results[name].figures if f.what.startswith(beginning)]
         assert figures and sum(bool(f.values) for f in figures) >= least, name
-    assert len(whole.files) == len(PARTS) + 1 <= 12 and all(file.is_file() for file in whole.files)
-    (tests,) = (file for file in whole.files if file.name == "tests.json")
-    assert json.loads(tests.read_text())["about"]["torch"]
+    assert {file.name for file in whole.files} == {"results.json", "gpu.md", "logs.txt"}
+    assert whole.results["tests"].about["torch"]
 
 
 def values(figures: list[Figure], *words: str) -> list[float]:
@@ -94,12 +96,12 @@ def values(figures: list[Figure], *words: str) -> list[float]:
 
 def test_the_table_says_that_it_is_a_rehearsal(rehearsal):
     assert rehearsal.table.startswith(REHEARSAL) and rehearsal.table in rehearsal.printed
-    result = rehearsal.results["rl"]
+    result = rehearsal.results["ppo"]
     assert result.rehearsal and result.outcome == RAN, result.reason
 
 
 def test_log_probabilities_of_engine_and_trainer_agree(rehearsal):
-    figures = rehearsal.results["rl"].figures
+    figures = rehearsal.results["ppo"].figures
     apart = values(figures, JOB, "log-probabilities", ", max")
     assert len(apart) == 2 and max(apart) < BUDGET
     assert max(values(figures, JOB, "log-probabilities", ", mean")) <= max(apart)
@@ -107,7 +109,7 @@ def test_log_probabilities_of_engine_and_trainer_agree(rehearsal):
 
 
 def test_phases_are_parts_of_a_step_and_samples_follow_from_it(rehearsal):
-    figures = rehearsal.results["rl"].figures
+    figures = rehearsal.results["ppo"].figures
     (step,) = values(figures, JOB, ": a step")
     phases = [values(figures, JOB, f": {name}")[0] for name in ("score", "forward", "update", "sync")]
     assert min(phases) > 0 and sum(phases) < step
@@ -118,21 +120,14 @@ def test_phases_are_parts_of_a_step_and_samples_follow_from_it(rehearsal):
 
 
 @pytest.mark.long
-def test_our_engine_is_measured_beside_vllm_and_its_new_weights_are_those_it_was_given(whole):
-    figures = whole.results["vllm"].figures
-    assert min(values(figures, "generated tokens by")) > 0
-    ratios = values(figures, "our engine's speed over that of vLLM alone", "8 prompts")
-    assert len(ratios) == 4 and all(0.05 < ratio < 20 for ratio in ratios)
-    assert max(values(figures, "after load_weights", ", max")) < BUDGET
-    assert values(figures, "bytes of load_weights")[0] > 4 * 100_000
-
-
-@pytest.mark.long
 def test_trl_does_the_same_steps(whole):
-    figures = whole.results["trl"].figures
-    assert len(values(figures, "tokens by ours")) == len(values(figures, "tokens by TRL")) == 1
-    (ratio,) = values(figures, "our speed over TRL's")
-    assert ratio == pytest.approx(values(figures, "tokens by ours")[0] / values(figures, "tokens by TRL")[0])
+    figures = whole.results["turns"].figures
+    ours, theirs = (values(figures, f"generated tokens over the whole step{by}") for by in ("", " by TRL"))
+    assert values(figures, "our speed over TRL's") == pytest.approx([ours[0] / theirs[0]])
+    for method in ("sft", "dpo", "reward"):
+        figures = whole.results[method].figures
+        (ratio,) = values(figures, "our speed over TRL's")
+        assert 0.05 < ratio < 20
 
 
 @pytest.mark.long
@@ -148,7 +143,17 @@ def test_weights_by_gloo_are_timed_and_the_engine_computes_with_them(whole):
 
 def test_a_part_that_is_killed_with_its_group_leaves_no_process_of_its_head(tmp_path, models, rehearsal):
     """The head has its own session, which the signal doesn't reach."""
-    command = [sys.executable, "-m", "tools.bench.gpu.rl", "--out", str(tmp_path / "rl.json"), "--models", str(models), "--rehearse"]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.bench.gpu.jobs",
+        "--out",
+        str(tmp_path / "jobs.json"),
+        "--models",
+        str(models),
+        "--rehearse",
+        "ppo",
+    ]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
     with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, **quiet) as process:
         until = time.monotonic() + 120

@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlhf_core.process import IMPORT_THRESHOLD, PROCESS_ENVIRONMENT, beside, module_command
@@ -133,3 +135,22 @@ def without_reader(*arguments: str) -> subprocess.CompletedProcess[bytes]:
         return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, **how)
     finally:
         os.close(writing)
+
+
+def test_a_process_that_ends_with_its_parent_does():
+    child = (
+        "import signal, sys, time; from rlhf_core.process import end_with_parent; "
+        "end_with_parent(int(sys.argv[1]), signal.SIGKILL); print('set', flush=True); time.sleep(60)"
+    )
+    parent = (
+        "import os, subprocess, sys; "
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}, str(os.getpid())], stdout=subprocess.PIPE, start_new_session=True); "
+        "print(child.pid, child.stdout.readline().decode().strip(), flush=True); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, timeout=60)
+    pid, answer = done.stdout.split()
+    assert answer == "set"
+    until = time.monotonic() + 10
+    while psutil.pid_exists(int(pid)) and psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until
+        time.sleep(0.05)

@@ -26,6 +26,8 @@ class Watch(TrainerCallback):
         self._run = run
 
     def on_step_end(self, args, state, control, **_) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self._run.end_step()
 
 

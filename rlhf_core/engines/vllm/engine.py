@@ -66,6 +66,7 @@ class VllmEngine:
             Each has a process of its own, which ends with this one. If one of them dies, this process is killed, at once or at the next
             call, since the engine can't go on; so it must be one that only serves the engine.
         prefix_caching: keep the keys and values of prompts, until the weights change, for others with the same beginning.
+        enforce_eager: neither compile the model nor capture CUDA graphs.
         weight_transfer: how a trainer's weights arrive: gloo, ipc or nccl; None: by `load_weights` only.
     Raises:
         ValueError: vLLM's CPU build can't run the model or can't sleep, or vLLM can't update its weights.
@@ -88,6 +89,7 @@ class VllmEngine:
         sleeps: bool = False,
         tensor_parallel_size: int = 1,
         prefix_caching: bool = False,
+        enforce_eager: bool = False,
         weight_transfer: str | None = None,
     ):
         refuse_without_reload(model_path, trust_remote_code)
@@ -111,7 +113,7 @@ class VllmEngine:
         if on_cpu:
             # Avoids compilation at the first generate. Set here since PyTorch has already read the environment variable.
             torch._dynamo.config.disable = os.environ.setdefault("TORCH_COMPILE_DISABLE", "1") == "1"
-            _inspect_here(model_path, trust_remote_code)
+            inspect_here(model_path, trust_remote_code)
             _spare_transformers_classes()
 
         self.version = 0
@@ -121,7 +123,7 @@ class VllmEngine:
         settings = dict(
             model=model_path,
             skip_tokenizer_init=not reads_text,
-            enforce_eager=on_cpu,
+            enforce_eager=on_cpu or enforce_eager,
             dtype=dtype,
             enable_prefix_caching=prefix_caching,
             generation_config="vllm",
@@ -393,7 +395,7 @@ def _spare_transformers_classes() -> None:
     Base._decorate_cls_for_torch_compile = lambda *_, **__: None
 
 
-def _inspect_here(model_path: str, trust_remote_code: bool) -> None:
+def inspect_here(model_path: str, trust_remote_code: bool) -> None:
     """Let vLLM inspect the model's class in this process. By default it starts another process for that, with all imports, to avoid
     initializing a GPU; on the CPU that isn't needed.
     """

@@ -167,6 +167,7 @@ class Actors:
                 "reads_text": bool(rl.rollout.stop),
                 "tensor_parallel_size": rl.rollout.tensor_parallel_size,
                 "prefix_caching": rl.caches_prefixes(job.model.max_length, on_gpu=placement.gpus > 0),
+                "enforce_eager": rl.rollout.enforce_eager,
                 "weight_transfer": self.ways,
             },
             together=False,

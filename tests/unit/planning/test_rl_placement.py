@@ -206,6 +206,7 @@ def test_an_engine_on_several_gpus_has_them_on_one_node(placement, changes, node
     [
         ({"tensor_parallel_size": 2, "backend": "pytorch"}, r"tensor_parallel_size: expected 1 with backend pytorch, got 2; .*only vllm"),
         ({"prefix_caching": True, "backend": "pytorch"}, r"prefix_caching: expected auto or false with backend pytorch, got true; "),
+        ({"enforce_eager": True, "backend": "pytorch"}, r"enforce_eager: expected false with backend pytorch, got true; .*only vllm"),
         ({"gpus_per_engine": 2.0}, r"gpus_per_engine: expected auto or at most 1, got 2; raise engines instead, or tensor_parallel_size"),
         ({"tensor_parallel_size": 0}, r"tensor_parallel_size: expected .* got 0"),
     ],

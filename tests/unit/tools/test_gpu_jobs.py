@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import fcntl
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-import psutil
 import pytest
 import torch
 
-from tools.bench.gpu import rl, rollouts
 from tools.bench.gpu.job import sizes
-from tools.bench.gpu.lively import NORM, lively_folder, norm_weight
-from tools.bench.gpu.online import Outcome, weight_bytes
+from tools.bench.gpu.jobs import GRPO, REHEARSED, add, cases
+from tools.bench.gpu.online import PHASES, Outcome, weight_bytes
 from tools.bench.gpu.processes import Budget, Peaks, noted, role_of
 from tools.bench.gpu.record import Record, read
-from tools.bench.gpu.shapes import TINY, model_folder
+from tools.bench.gpu.shapes import TINY, model_folder, norm_weight
 from tools.bench.gpu.trl_side import arguments
 
+EVERY = [*cases(GRPO, rehearse=False).values(), *cases(REHEARSED, rehearse=True).values()]
 
-@pytest.mark.parametrize("case", [rl.REHEARSED, *(case for case, _ in (*rl.CASES, *rl.REHEARSAL))], ids=lambda case: case.name)
+
+@pytest.mark.parametrize("case", EVERY, ids=lambda case: case.name)
 def test_a_case_is_a_job_of_one_engine_and_one_rank_with_room_for_its_sequences(case):
     params = case.params
     assert params.rl.rollout.engines == params.rl.trainer.ranks == 1
@@ -34,7 +34,7 @@ def test_a_case_is_a_job_of_one_engine_and_one_rank_with_room_for_its_sequences(
 
 
 def test_trl_gets_the_same_batch_in_micro_batches_of_whole_groups():
-    for case in (rl.GRPO, rl.REHEARSED):
+    for case in (GRPO, REHEARSED):
         requested = arguments(case)
         size = requested["per_device_train_batch_size"]
         assert size * requested["gradient_accumulation_steps"] == case.samples and size % case.group == 0
@@ -44,7 +44,7 @@ def test_trl_gets_the_same_batch_in_micro_batches_of_whole_groups():
             case.response,
             case.params.rl.kl.coef,
         )
-    assert arguments(rl.GRPO)["per_device_train_batch_size"] == 16  # of 256 + 8 + 256 tokens
+    assert arguments(GRPO)["per_device_train_batch_size"] == 8  # of 256 + 8 + 256 tokens
 
 
 def test_sizes_of_differences_are_of_their_absolute_values():
@@ -55,30 +55,39 @@ def test_sizes_of_differences_are_of_their_absolute_values():
 
 
 def test_float32_weights_are_twice_as_many_bytes():
-    case = rl.GRPO  # 494 million parameters, https://huggingface.co/Qwen/Qwen2.5-0.5B
-    assert weight_bytes(case) == pytest.approx(2 * 494e6, rel=1e-3)
+    case = GRPO  # 1,544 million parameters, https://huggingface.co/Qwen/Qwen2.5-1.5B
+    assert weight_bytes(case) == pytest.approx(2 * 1544e6, rel=1e-3)
     assert weight_bytes(replace(case, dtype="float32")) == 2 * weight_bytes(case)
 
 
-def test_a_lively_model_has_the_requested_spread_of_logits(tmp_path):
+def test_a_random_model_has_the_requested_spread_of_logits(tmp_path):
     from safetensors.torch import load_file
 
     assert norm_weight(1536) == pytest.approx(3.0 / (0.02 * 39.19), rel=1e-3)
-    fresh, lively = (load_file(folder(TINY, tmp_path) / "model.safetensors") for folder in (model_folder, lively_folder))
-    assert lively.keys() == fresh.keys()
-    assert {name for name in fresh if not torch.equal(fresh[name], lively[name])} == {NORM}
-    assert set(lively[NORM].tolist()) == {5.0} and set(fresh[NORM].tolist()) == {1.0}
-    names = ({path.name for path in folder(TINY, tmp_path).iterdir()} for folder in (model_folder, lively_folder))
-    assert next(names) == next(names)
+    weights = load_file(model_folder(TINY, tmp_path) / "model.safetensors")
+    assert set(weights["model.norm.weight"].tolist()) == {5.0}  # the most
+    assert set(load_file(model_folder(TINY, tmp_path, "reward") / "model.safetensors")["model.norm.weight"].tolist()) == {5.0}
+
+
+def test_a_model_that_another_process_writes_is_waited_for(tmp_path):
+    folder = tmp_path / f"{TINY}-language"
+    with (tmp_path / f"{TINY}-language.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(model_folder, TINY, tmp_path)
+            time.sleep(1)
+            folder.mkdir()
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            assert waiting.result(timeout=60) == folder and not list(folder.iterdir())
 
 
 def test_warm_up_steps_do_not_count(tmp_path):
-    case = replace(rl.REHEARSED, steps=3, warmup=1)
-    row = {name: 0.5 for name in ("seconds_checkpoint", *(f"seconds_{phase}" for phase in rl.PHASES))}
+    case = replace(REHEARSED, steps=3, warmup=1)
+    row = {name: 0.5 for name in ("seconds_checkpoint", *(f"seconds_{phase}" for phase in PHASES))}
     seconds = [{"seconds": s, **row} for s in (9.0, 2.0, 4.0)]
     apart = [{"mean": 0.1, "max": 0.2}] * 3
     peaks = Peaks(host={"trainer": 2 << 30}, device={"engine": 3 << 30}, whole=5 << 30)
-    rl.add(Record(tmp_path / "found.json"), case, Outcome(1.0, seconds, [90.0, 80.0, 40.0], [7.0] * 3, apart, peaks, []), 7)
+    add(Record(tmp_path / "found.json"), case, Outcome(1.0, seconds, [90.0, 80.0, 40.0], [7.0] * 3, apart, peaks, []), 7)
     found = {figure.what.removeprefix(f"{case.name}: "): figure for figure in read(tmp_path / "found.json")}
     assert found["a step"].values == (2.0, 4.0)
     assert found["samples"].values == (8.0, 4.0)  # 16 samples in 2 and 4 s
@@ -92,15 +101,7 @@ def test_warm_up_steps_do_not_count(tmp_path):
 def test_roles_follow_from_rays_process_names():
     assert role_of("ray::RolloutActor.__init__   ") == role_of("ray::RolloutActor") == "engine"
     assert role_of("ray::TrainerRank") == "trainer"
-    assert role_of("ray::TextScorers") is role_of("python -m tools.bench.gpu.rl TrainerRank") is None
-
-
-def test_prompts_of_a_plan_have_lengths_from_the_first_to_the_second():
-    plan = rollouts.PLANS[0]
-    prompts = plan.prompts(64)
-    lengths = [len(ids) for ids in prompts]
-    assert (min(lengths), max(lengths), len(prompts)) == (128, 512, 64) and max(max(ids) for ids in prompts) < 151936
-    assert plan.settings("model", 2).max_length == 512 + 1024 and plan.settings("model", 2).sequences == 256
+    assert role_of("ray::TextScorers") is role_of("python -m tools.bench.gpu.jobs TrainerRank") is None
 
 
 def test_a_failure_keeps_its_reason_and_the_rest_continues(tmp_path):
@@ -117,21 +118,3 @@ def test_a_budget_runs_out():
     budget = Budget(0.01)
     time.sleep(0.02)
     assert budget.left < 0 < Budget(60.0).left
-
-
-def test_a_process_that_is_to_die_with_its_parent_does(tmp_path):
-    child = (
-        "import sys, time; from tools.bench.gpu.processes import die_with_parent; die_with_parent(int(sys.argv[1])); print(flush=True); "
-    )
-    child += "time.sleep(60)"
-    parent = (
-        "import os, subprocess, sys; "
-        f"child = subprocess.Popen([sys.executable, '-c', {child!r}, str(os.getpid())], stdout=subprocess.PIPE, start_new_session=True); "
-        "child.stdout.readline(); print(child.pid, flush=True); os.kill(os.getpid(), 9)"
-    )
-    done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, timeout=60)
-    pid = int(done.stdout)
-    until = time.monotonic() + 10
-    while time.monotonic() < until and psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.05)
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

@@ -1,7 +1,9 @@
-"""What works on this GPU, and how fast: python -m tools.bench.gpu [--parts tests,training,...] [--minutes M] [--out FOLDER] [--rehearse]
+"""What works on this GPU, and how fast: python -m tools.bench.gpu [--parts default_job,turns,...] [--minutes M] [--again PART ...]
 
-Writes <part>.json for each part and gpu.md into --out. --write FOLDER ... puts the results of such folders into docs/gpu.md instead; the
-last folder that has a part counts. Exit code 1: a part failed, was stopped or didn't run.
+Runs the parts that have no result in --out yet, the most useful first, so that the same line goes on where an earlier call stopped. Writes
+results.json, gpu.md and logs.txt (all output) there, and the logs of Ray's processes of a job that failed. --write FOLDER ... puts the
+results of such folders into docs/gpu.md instead; the last folder that has a part counts. Exit code 1: a part failed, was stopped or
+didn't run.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ import time
 from pathlib import Path
 
 from rlhf_core.process import STOPPED_BY_SIGNAL, configure_process
-from tools.bench.gpu.cases import ROOT
-from tools.bench.gpu.harness import PARTS, RAN, Result, find_about, read_result, run_parts
+from tools.bench.gpu.harness import PARTS, RAN, Check, Result, find_about, models_in_memory, read_results, run_parts, write_results
+from tools.bench.gpu.processes import ROOT
 from tools.bench.gpu.shapes import models_folder
 from tools.bench.gpu.table import markdown, put_into
 
 TABLE = "gpu.md"
 DOCUMENT = ROOT / "docs" / "gpu.md"
+MODEL_BYTES = 12 << 30  # of all models and an exported policy
 
 
 def main() -> int:
@@ -38,20 +41,21 @@ def main() -> int:
 
 
 def check(arguments: argparse.Namespace) -> list[Result]:
-    """Run the parts and write the table after each, so that an interrupted check has one."""
+    """Run the parts, and write results and table after each, so that an interrupted check has them."""
     until = time.monotonic() + 60 * arguments.minutes
-    about, results = find_about(rehearse=arguments.rehearse), []
+    about = find_about(rehearse=arguments.rehearse)
     print("; ".join(f"{name} {value}" for name, value in about.items()), flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    parts = [part for part in PARTS if part.name in arguments.parts]
-    how = {"until": until, "rehearse": arguments.rehearse, "about": about}
-    with models_folder(arguments.models) as models:
-        for result in run_parts(parts, arguments.out.resolve(), models=models.resolve(), **how):
-            results.append(result)
+    with models_folder(arguments.models, within=models_in_memory(MODEL_BYTES)) as models:
+        now = Check(arguments.out.resolve(), models.resolve(), arguments.rehearse, about, until)
+        found = {name: result for name, result in now.earlier().items() if name not in arguments.again}
+        for result in run_parts([part for part in PARTS if part.name in arguments.parts], now, dict(found)):
             print(f"== {result.part}: {result.outcome} {result.reason}".rstrip(), flush=True)
-            (arguments.out / TABLE).write_text(markdown(results, parts), encoding="utf-8")
+            found[result.part] = result
+            write_results(now.out, list(found.values()))
+            (now.out / TABLE).write_text(markdown(list(found.values())), encoding="utf-8")
     print((arguments.out / TABLE).read_text(encoding="utf-8"), flush=True)
-    return results
+    return [found[name] for name in arguments.parts]
 
 
 def read_folders(folders: list[Path]) -> list[Result]:
@@ -61,10 +65,10 @@ def read_folders(folders: list[Path]) -> list[Result]:
     """
     found: dict[str, Result] = {}
     for folder in folders:
-        paths = [path for part in PARTS if (path := folder / f"{part.name}.json").exists()]
-        if not paths:
+        results = read_results(folder)
+        if not results:
             raise ValueError(f"{folder}: expected a folder with results, got none in it; give the --out of a check")
-        found |= {path.stem: read_result(path) for path in paths}
+        found |= {result.part: result for result in results}
     return list(found.values())
 
 
@@ -75,14 +79,16 @@ def parse() -> argparse.Namespace:
     every = [part.name for part in PARTS]
     parts = f"some of {', '.join(every)}, separated by commas or spaces; without it all"
     parser.add_argument("--parts", type=names, nargs="+", metavar="PART", default=[every], help=parts)
-    parser.add_argument("--minutes", type=minutes, default=20.0, help="for all parts; those that no longer fit are not run")
+    parser.add_argument("--again", type=names, nargs="+", metavar="PART", default=[], help="parts that run although they have a result")
+    parser.add_argument("--minutes", type=minutes, default=15.0, help="for all parts; those that no longer fit are left for another call")
     parser.add_argument("--out", type=Path, default=ROOT / "reports" / "gpu")
-    parser.add_argument("--models", type=Path, help="folder for models with random weights, which stay; a temporary one if not given")
+    parser.add_argument("--models", type=Path, help="folder for models with random weights, which stay; without it a temporary one")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes on whatever is there: shows that the check runs")
     parser.add_argument("--write", type=Path, nargs="+", metavar="FOLDER", help="put results into the document, and run nothing")
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="of --write")
     arguments = parser.parse_args()
     arguments.parts = [name for given in arguments.parts for name in given]
+    arguments.again = [name for given in arguments.again for name in given]
     return arguments
 
 

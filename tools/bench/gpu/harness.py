@@ -1,6 +1,6 @@
 """Runs the parts of the GPU check in sequence, each in its own process with a time limit.
 
-At its limit a part and all its descendants are killed; its figures stay, and the next part runs.
+At its limit a part and all its descendants are killed; its figures stay, and the next part runs. Parts with RL jobs share one Ray head.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import ctypes
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from collections import deque
@@ -22,43 +24,60 @@ from pathlib import Path
 
 import psutil
 
-from tools.bench.gpu.cases import KILL_WITH_PARENT, ROOT
+from rlhf_core.engines.ray.cluster import MARK, ClusterError, local_head
+from tools.bench.gpu.processes import HEAD, KILL_WITH_PARENT, ROOT
 from tools.bench.gpu.record import Figure, read
 
-RAN, FAILED, STOPPED, NOT_RUN = "ran", "failed", "stopped", "not run"
+RAN, FAILED, STOPPED, CUT, NOT_RUN = "ran", "failed", "stopped", "cut off", "not run"
+RESULTS, LOGS = "results.json", "logs.txt"
 REASON_LINES = 3
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 END_SECONDS = 15.0  # until killed processes are gone
 ABOUT_SECONDS = 120.0
+WRITE_SECONDS = 240.0  # for the models
+HEAD_CPUS, HEAD_SECONDS = 8, 120.0
+LOG_BYTES = 4 << 20  # of one of Ray's logs; longer ones are left out
+
+TESTS = "tests/gpu/test_gpu.py::"
+DEFAULT_JOB = f"{TESTS}test_the_default_job_runs_with_trainer_and_engines_on_one_gpu[vllm-bfloat16]"
+IPC = f"{TESTS}test_an_engine_computes_with_weights_that_were_sent_to_it[ipc]"
+LOGPROBS = f"{TESTS}test_engine_and_trainer_agree_before_and_after_a_weight_sync[vllm]"
+FIRST_TESTS = (DEFAULT_JOB, IPC, LOGPROBS)
 
 
 @dataclass(frozen=True)
 class Part:
-    """module: takes --out FILE.json, --models FOLDER and --rehearse. needs, limit: seconds; not started with less than `needs` left."""
+    """module: takes arguments, --out FILE.json, --models FOLDER and --rehearse. needs, limit: seconds; not started with less than `needs`
+    left. head: whether it submits RL jobs. models: (shape, kind) of the models that it loads.
+    """
 
     name: str
     title: str
     needs: float
     limit: float
-    module: str = ""
+    module: str
+    arguments: tuple[str, ...] = ()
+    head: bool = False
+    models: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def program(self) -> str:
-        return self.module or f"tools.bench.gpu.{self.name}"
 
-
+_TEST, _STEPS, _JOBS = "tools.bench.gpu.gpu_tests", "tools.bench.gpu.training", "tools.bench.gpu.jobs"
+_POLICY, _REWARD = ("1.5B", "language"), ("1.5B", "reward")
 # The most useful parts first.
 PARTS = (
-    Part("tests", "the tests that need a GPU", 120, 540),
-    Part("training", "steps of SFT, reward model and DPO", 120, 480),
-    Part("vllm", "rollouts, beside bare vLLM", 120, 480, "tools.bench.gpu.rollouts"),
-    Part("rl", "the steps of RL jobs", 180, 540),
-    Part("trl", "GRPO by us and by TRL", 120, 540, "tools.bench.gpu.peer"),
-    Part("turns", "engines and trainer by turns on a GPU", 150, 540),
-    Part("transfer", "weights for an engine on the same GPU", 120, 440),
-    Part("lora", "steps with adapters", 90, 420),
-    Part("tensor_parallel", "an engine on two GPUs", 60, 480),
-    Part("memory", "where the memory goes", 90, 300),
+    Part("default_job", "the default RL job on one GPU", 60, 240, _TEST, (DEFAULT_JOB,), head=True),
+    Part("ipc", "weights by CUDA IPC arrive", 30, 120, _TEST, (IPC,)),
+    Part("logprobs", "engine and trainer compute the same log-probabilities", 30, 120, _TEST, (LOGPROBS,)),
+    Part("turns", "GRPO with engine and trainer by turns, beside TRL", 120, 480, _JOBS, ("turns",), head=True, models=(_POLICY,)),
+    Part("sft", "steps of SFT, beside TRL", 60, 150, _STEPS, ("sft",), models=(_POLICY,)),
+    Part("dpo", "steps of DPO, beside TRL", 60, 150, _STEPS, ("dpo",), models=(_POLICY,)),
+    Part("reward", "steps of the reward model, beside TRL", 60, 150, _STEPS, ("reward",), models=(_POLICY,)),
+    Part("tests", "the other tests that need a GPU", 90, 400, _TEST, tuple(f"--deselect={name}" for name in FIRST_TESTS)),
+    Part("transfer", "weights for an engine on the same GPU", 60, 200, "tools.bench.gpu.transfer", models=(_POLICY,)),
+    Part("ppo", "PPO with engine and trainer by turns", 90, 240, _JOBS, ("ppo",), head=True, models=(_POLICY, _REWARD)),
+    Part("lora", "steps with adapters", 60, 200, _STEPS, ("lora",), models=(_POLICY,)),
+    Part("memory", "where the memory goes", 60, 200, "tools.bench.gpu.memory", models=(("0.5B", "language"), ("0.5B", "reward"))),
+    Part("tensor_parallel", "an engine on two GPUs", 60, 240, _JOBS, ("tensor_parallel",), head=True, models=(_POLICY,)),
 )
 
 
@@ -66,7 +85,8 @@ PARTS = (
 class Result:
     """The result of a part.
 
-    outcome: ran, failed, stopped or not run, with a reason where there is one. about: see tools/bench/gpu/device.py.
+    outcome: ran, failed, stopped (at its limit), cut off (at the check's end) or not run, with a reason where there is one.
+    about: see tools/bench/gpu/device.py.
     """
 
     part: str
@@ -77,79 +97,190 @@ class Result:
     about: dict[str, str] = field(default_factory=dict)
     figures: list[Figure] = field(default_factory=list)
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+    @property
+    def is_final(self) -> bool:
+        """Whether another call leaves the part out."""
+        return self.outcome in (RAN, FAILED, STOPPED)
 
 
-def read_result(path: Path) -> Result:
-    """Read what `Result.write` wrote; for an interrupted part its figures so far."""
-    found = json.loads(path.read_text())
-    if isinstance(found, list):
-        return Result(path.stem, STOPPED, "the whole check was ended while it ran", figures=read(path))
-    figures = [Figure(**{**row, "values": tuple(row["values"])}) for row in found.pop("figures")]
-    return Result(**found, figures=figures)
+@dataclass(frozen=True)
+class Check:
+    """What a call measures on which device, and where its results and models go. until: its end, by the monotonic clock."""
+
+    out: Path
+    models: Path
+    rehearse: bool
+    about: dict[str, str]
+    until: float
+
+    def earlier(self) -> dict[str, Result]:
+        """Results in the folder by part. None of another device, of other versions, or of a rehearsal where this is none."""
+        found = read_results(self.out)
+        mine = {**self.about, "date": ""}
+        return {r.part: r for r in found if r.rehearsal == self.rehearse and {**r.about, "date": ""} == mine}
 
 
-def run_parts(parts: Sequence[Part], out: Path, *, until: float, rehearse: bool, models: Path, about: dict[str, str]) -> Iterator[Result]:
-    """Yield each part's result, written to out/<part>.json unless the part wasn't started.
-
-    Args:
-        until: end of all parts, monotonic clock.
-    """
-    for part in parts:
-        left = until - time.monotonic()
-        if left < part.needs:
-            reason = f"{max(0.0, left):.0f} s were left, and it needs {part.needs:.0f}"
-            yield Result(part.name, NOT_RUN, reason, rehearsal=rehearse, about=about)
-            continue
-        result = run_part(part, out / f"{part.name}.json", seconds=min(part.limit, left), rehearse=rehearse, models=models, about=about)
-        result.write(out / f"{part.name}.json")
-        yield result
+def write_results(out: Path, results: Sequence[Result]) -> None:
+    aside = out / f"{RESULTS}.part"
+    aside.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    aside.replace(out / RESULTS)
 
 
-def run_part(part: Part, path: Path, *, seconds: float, rehearse: bool, models: Path, about: dict[str, str]) -> Result:
-    """Run one part and pass its output on. `path`: file of its figures."""
-    path.unlink(missing_ok=True)
-    began = time.monotonic()
-    outcome, reason = _watch(part, path, seconds=seconds, rehearse=rehearse, models=models)
+def read_results(out: Path) -> list[Result]:
+    """What `write_results` wrote; nothing if there is none."""
+    if not (out / RESULTS).exists():
+        return []
+    rows = json.loads((out / RESULTS).read_text())
+    return [Result(**{**row, "figures": [Figure(**{**f, "values": tuple(f["values"])}) for f in row["figures"]]}) for row in rows]
+
+
+def run_parts(parts: Sequence[Part], check: Check, earlier: dict[str, Result]) -> Iterator[Result]:
+    """Yield each part's result, an earlier final one where there is one."""
+    adopt_orphans()
+    with contextlib.ExitStack() as stack:
+        wanted = [part for part in parts if not (part.name in earlier and earlier[part.name].is_final)]
+        writer = stack.enter_context(write_models(wanted, check))
+        head = SharedHead()
+        stack.callback(head.close)
+        for part in parts:
+            if part not in wanted:
+                yield earlier[part.name]
+            elif (left := check.until - time.monotonic()) < part.needs:
+                reason = f"{max(0.0, left):.0f} s were left, and it needs {part.needs:.0f}"
+                yield Result(part.name, NOT_RUN, reason, rehearsal=check.rehearse, about=check.about)
+            else:
+                yield run_part(part, check, head, writer)
+
+
+@contextlib.contextmanager
+def write_models(parts: Sequence[Part], check: Check) -> Iterator[subprocess.Popen | None]:
+    """Write the models of the parts, in their order, while the first parts run."""
+    from tools.bench.gpu.shapes import TINY
+
+    models = dict.fromkeys((TINY if check.rehearse else shape, kind) for part in parts for shape, kind in part.models)
+    if not models:
+        yield None
+        return
+    command = [sys.executable, "-m", "tools.bench.gpu.shapes", str(check.models), *(f"{shape}:{kind}" for shape, kind in models)]
+    with (check.out / LOGS).open("ab") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=KILL_WITH_PARENT
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+class SharedHead:
+    """A Ray head for all parts with jobs, started for the first one."""
+
+    def __init__(self) -> None:
+        self._open: contextlib.ExitStack | None = None
+        self._address = ""
+
+    def address(self) -> str:
+        """
+        Raises:
+            ClusterError: it didn't start.
+        """
+        if self._open is None:
+            self._open = contextlib.ExitStack()
+            self._address = self._open.enter_context(local_head(cpus=HEAD_CPUS, start_timeout=HEAD_SECONDS, stop_grace=GRACE_SECONDS))
+        return self._address
+
+    @property
+    def folder(self) -> Path | None:
+        """Its folder with Ray's logs."""
+        return Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent if self._open is not None else None
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+
+def run_part(part: Part, check: Check, head: SharedHead, writer: subprocess.Popen | None) -> Result:
+    """Run one part and pass its output on. A part that loads models waits for all of them, so that nothing runs beside its measurements."""
+    began, path = time.monotonic(), check.out / f"{part.name}.json"
+    for old in (path, ray_logs(part, check)):
+        old.unlink(missing_ok=True)
+    how = {"rehearsal": check.rehearse, "about": check.about}
+    try:
+        if part.models and writer is not None and writer.wait(timeout=WRITE_SECONDS):
+            return Result(part.name, FAILED, f"its models were not written; see {LOGS}", **how)
+        address = head.address() if part.head else None
+    except subprocess.TimeoutExpired:
+        return Result(part.name, FAILED, f"its models were not written within {WRITE_SECONDS:.0f} s", **how)
+    except ClusterError as error:
+        head.close()
+        return Result(part.name, FAILED, str(error), **how)
+    outcome, reason = _watch(part, path, check, address, head, writer)
     figures = read(path) if path.exists() else []
-    path.with_suffix(".part").unlink(missing_ok=True)
+    for left in (path, path.with_suffix(".part")):
+        left.unlink(missing_ok=True)
     if outcome == RAN and not figures:
         outcome, reason = FAILED, "it left no figures"
-    return Result(part.name, outcome, reason, round(time.monotonic() - began, 1), rehearse, about, figures)
+    return Result(part.name, outcome, reason, round(time.monotonic() - began, 1), figures=figures, **how)
 
 
-def _watch(part: Part, path: Path, *, seconds: float, rehearse: bool, models: Path) -> tuple[str, str]:
-    if importlib.util.find_spec(part.program) is None:
-        return FAILED, f"there is no module {part.program}"
-    command = [sys.executable, "-m", part.program, "--out", str(path), "--models", str(models), *(["--rehearse"] if rehearse else [])]
-    adopt_orphans()
+def _watch(part: Part, path: Path, check: Check, address: str | None, head: SharedHead, writer: subprocess.Popen | None) -> tuple[str, str]:
+    if importlib.util.find_spec(part.module) is None:
+        return FAILED, f"there is no module {part.module}"
+    own = ["--out", str(path), "--models", str(check.models), *(["--rehearse"] if check.rehearse else [])]
+    left = check.until - time.monotonic()
+    seconds = min(part.limit, left)
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, errors="replace", start_new_session=True, preexec_fn=KILL_WITH_PARENT,
+        [sys.executable, "-m", part.module, *own, "--", *part.arguments],
+        cwd=ROOT, env=environment() | ({HEAD: address} if address else {}),
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
+        preexec_fn=KILL_WITH_PARENT,
     )  # fmt: skip
     lines: deque[str] = deque(maxlen=200)
-    reader = threading.Thread(target=_pass_on, args=(process, lines), daemon=True)
+    reader = threading.Thread(target=_pass_on, args=(process, lines, part.name, check.out / LOGS), daemon=True)
     reader.start()
     try:
         code = process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
         code = None
     finally:
-        end_descendants(process)
+        if process.poll() != 0 and head.folder is not None:  # its job may still be there
+            keep_logs(head.folder, ray_logs(part, check))
+            head.close()
+        end_descendants(process, spared=[writer] if writer is not None else [], head=head.folder)
         reader.join(timeout=5)
     if code == 0:
         return RAN, ""
     last = " / ".join([line.strip() for line in lines if line.strip()][-REASON_LINES:])[-400:]
-    return (STOPPED, f"after {seconds:.0f} s; last: {last}") if code is None else (FAILED, f"exit code {code}; last: {last}")
+    if code is None:
+        return CUT if seconds == left else STOPPED, f"after {seconds:.0f} s; last: {last}"
+    return FAILED, f"exit code {code}; last: {last}"
 
 
-def _pass_on(process: subprocess.Popen, lines: deque[str]) -> None:
+def _pass_on(process: subprocess.Popen, lines: deque[str], name: str, log: Path) -> None:
     assert process.stdout is not None
-    with contextlib.suppress(ValueError):  # closed at the end
+    with contextlib.suppress(ValueError), log.open("a", errors="replace") as kept:  # closed at the end
+        kept.write(f"\n##### {name}\n")
         for line in process.stdout:
             lines.append(line)
+            kept.write(line)
+            kept.flush()
             print(line, end="", flush=True)
+
+
+def ray_logs(part: Part, check: Check) -> Path:
+    """Where the logs of a failed part's Ray head are kept."""
+    return check.out / f"ray-{part.name}.tar.gz"
+
+
+def keep_logs(head: Path, archive: Path) -> None:
+    """Keep the logs of a head's actors, which go with its folder."""
+    with tarfile.open(archive, "w:gz", compresslevel=3) as tar:
+        for path in (head / "r").glob("session_2*/logs/**/*"):
+            with contextlib.suppress(OSError):
+                if path.is_file() and path.stat().st_size < LOG_BYTES:
+                    tar.add(path, path.relative_to(head / "r"))
 
 
 def environment() -> dict[str, str]:
@@ -167,10 +298,12 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
 
 
-def end_descendants(process: subprocess.Popen) -> None:
+def end_descendants(process: subprocess.Popen, *, spared: Sequence[subprocess.Popen], head: Path | None) -> None:
     """Kill a part and all its descendants, so that none is on the device when the next part starts.
 
-    This process must have no other children.
+    Args:
+        spared: other children of this process, which stay with theirs.
+        head: folder of the Ray head that stays.
     """
     if process.poll() is None:  # lets it end its children and remove its folders
         process.terminate()
@@ -181,11 +314,29 @@ def end_descendants(process: subprocess.Popen) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the driver; run the next part anyway
         process.wait(timeout=END_SECONDS)
-    while (children := psutil.Process().children(recursive=True)) and time.monotonic() < until:
+    while (children := _children(spared, head)) and time.monotonic() < until:
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         psutil.wait_procs(children, timeout=0.2)
+
+
+def _children(spared: Sequence[subprocess.Popen], head: Path | None) -> list[psutil.Process]:
+    """This process's descendants, except those of `spared` and of the head's keeper."""
+    kept, own = {process.pid for process in spared}, psutil.Process()
+    for child in own.children():
+        with contextlib.suppress(psutil.Error):
+            if child.pid in kept or (head is not None and child.environ().get(MARK) == str(head)):
+                kept |= {child.pid, *(process.pid for process in child.children(recursive=True))}
+    return [child for child in own.children(recursive=True) if child.pid not in kept]
+
+
+def models_in_memory(needed: int) -> Path | None:
+    """A folder in memory if there is room for `needed` bytes beside as many for everything else; None: use the disk."""
+    memory = Path("/dev/shm")
+    if memory.is_dir() and min(shutil.disk_usage(memory).free, psutil.virtual_memory().available // 2) > needed:
+        return memory
+    return None
 
 
 def find_about(*, rehearse: bool) -> dict[str, str]:

@@ -1,5 +1,7 @@
 """The driver of an RL job with a clock, and with all of the differences between engine and trainer: python -m tools.bench.gpu.job JOB.json
 
+It saves no last checkpoint and no policy, which would take longer than the steps.
+
 Writes seen.json into the job's folder: the times at which its steps ended, {"ends": [...]}, and of each step the sizes of the differences
 between the engine's and the trainer's log-probabilities of the sampled tokens, {"mismatch": [{"mean": ..., "p99": ..., ...}, ...]}.
 """
@@ -39,7 +41,7 @@ def main() -> int:
 
 
 def start(actors_class: type[Actors], ends: list[float], mismatch: dict[int, dict[str, float]], job: RlJob, gpus: int) -> Actors:
-    """The job's actors; the loop notes the ends of its steps, and what it compares."""
+    """The job's actors; the loop notes the ends of its steps and what it compares, and saves nothing."""
     actors = start_actors(actors_class, lambda: ends.append(time.perf_counter()), job, gpus)
     from rlhf_core.trainers.rl import loop
 
@@ -52,6 +54,8 @@ def start(actors_class: type[Actors], ends: list[float], mismatch: dict[int, dic
         return check(batch, sampler_logprobs, config, step=step, **how)
 
     loop.check_logprobs = note_and_check
+    loop.is_due = lambda *_: False  # no checkpoint; these jobs have no evaluation
+    loop.export = lambda *_: None
     return actors
 
 

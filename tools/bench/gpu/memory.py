@@ -6,30 +6,34 @@ python -m tools.bench.gpu.memory --out FILE.json [--rehearse]
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 from rlhf_core.planning.hardware import GIB, Cluster, Gpu
 from rlhf_core.planning.plan import CRITIC, POLICY, REFERENCE, REWARD, Group, Placement, Workload, group_memory
-from rlhf_core.process import configure_process
-from tools.bench.gpu.cases import Case, measure_apart, measure_here, run_or_die
+from tools.bench.gpu.processes import Case, begin, measure_apart, measure_here, noted
 from tools.bench.gpu.record import Record
-from tools.bench.gpu.shapes import SHAPES, TINY, argument_parser, models_folder, shape_name
+from tools.bench.gpu.shapes import SHAPES, TINY, models_folder, shape_name
 
-CASE_SECONDS = 200.0
+CASE_SECONDS = 100.0
 PASSES = "one pass or optimizer step"  # the planner's name
 ON_GPU: Case = {"shape": "0.5B", "prompt": (64, 512), "response": (64, 512), "samples": 64, "microbatch_tokens": 8192, "steps": 3}
 REHEARSED: Case = {"shape": TINY, "prompt": (4, 12), "response": (4, 24), "samples": 8, "microbatch_tokens": 128, "steps": 2}
 
 
-def main() -> int:
-    configure_process()
-    if sys.argv[1:2] == ["--cases"]:
-        measure_here(sys.argv[2], measure)
-        return 0
-    arguments = argument_parser(__doc__).parse_args()
+def main() -> None:
+    if measure_here(measure):
+        return
+    arguments = begin(__doc__)
+    record, failures = Record(arguments.out), []
+    backend = "pytorch" if arguments.rehearse else "vllm"
     with models_folder(arguments.models) as models:
-        return run_or_die(lambda: part(Record(arguments.out), models=models, rehearse=arguments.rehearse))
+        common = {**(REHEARSED if arguments.rehearse else ON_GPU), "rehearse": arguments.rehearse, "models": str(models)}
+        for what, side, add in (("trainer", "PPO trainer", add_trainer), ("engine", f"{backend} engine", add_engine)):
+            name = f"{side}, {shape_name(common['shape'])}, bfloat16"
+            with noted(record, name, failures):
+                case = {**common, "what": what, "backend": backend}
+                add(record, name, case, measure_apart("tools.bench.gpu.memory", case, seconds=CASE_SECONDS))
+    sys.exit("\n".join(failures) or 0)
 
 
 def measure(case: Case) -> Case:
@@ -43,24 +47,6 @@ def measure(case: Case) -> Case:
 
     require(rehearse=case["rehearse"])
     return {"trainer": measure_trainer, "engine": measure_engine}[case["what"]](case)
-
-
-def part(record: Record, *, models: Path, rehearse: bool) -> list[str]:
-    """Measure and record. Returns the failures."""
-    common = {**(REHEARSED if rehearse else ON_GPU), "rehearse": rehearse, "models": str(models)}
-    backend = "pytorch" if rehearse else "vllm"
-    cases = [{**common, "what": "trainer"}, {**common, "what": "engine", "backend": backend}]
-    failures = []
-    for case, found in measure_apart("tools.bench.gpu.memory", cases, seconds=CASE_SECONDS, together=rehearse):
-        name = f"{'PPO trainer' if case['what'] == 'trainer' else backend + ' engine'}, {shape_name(case['shape'])}, bfloat16"
-        if isinstance(found, str):
-            record.add(name, "GiB", [], f"failed: {found}")
-            failures.append(f"{name}: {found}")
-        elif case["what"] == "trainer":
-            add_trainer(record, name, case, found)
-        else:
-            add_engine(record, name, case, found)
-    return failures
 
 
 def add_trainer(record: Record, name: str, case: Case, found: dict[str, Any]) -> None:
@@ -122,4 +108,4 @@ def add_engine(record: Record, name: str, case: Case, found: dict[str, Any]) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import sys
 import time
@@ -16,8 +17,7 @@ from rlhf_core.config import DEFAULT_LIMITS, Params, parse_params, read_yaml, se
 from rlhf_core.engines.ray.cluster import local_head, python_path, run_job
 from rlhf_core.trainers.rl.job import RlJob
 from tools.bench.gpu.job import SEEN
-from tools.bench.gpu.lively import lively_folder
-from tools.bench.gpu.processes import Budget, Peaks, actor_processes, watch_memory
+from tools.bench.gpu.processes import HEAD, Budget, Peaks, actor_processes, watch_memory
 from tools.bench.gpu.shapes import SHAPES, Lengths, model_folder, prompts, shape_name
 from tools.bench.ours_online import ROOT, describe, read_csv
 from tools.bench.work import DEFAULTS, PLAIN_ONLINE
@@ -130,16 +130,23 @@ class Outcome:
     peaks: Peaks
     memory: list[dict[str, float]]
 
+    def speeds(self, case: Case) -> list[float]:
+        """Response tokens per second of each timed step."""
+        steps = zip(self.tokens[case.warmup :], self.of("", warmup=case.warmup), strict=True)
+        return [tokens / seconds for tokens, seconds in steps]
+
     def of(self, phase: str, *, warmup: int) -> list[float]:
         """Seconds of a phase; of whole steps if empty."""
         return [row[f"seconds_{phase}" if phase else "seconds"] for row in self.seconds[warmup:]]
 
 
 @contextlib.contextmanager
-def head(cases: list[Case]) -> Iterator[str]:
-    """A Ray head for these jobs, and its address."""
-    cluster, threads = cases[0].params.cluster, max(case.threads for case in cases)
-    with local_head(cpus=max(2, threads), start_timeout=cluster.start_timeout) as address:
+def head(cpus: int) -> Iterator[str]:
+    """The address of the Ray head that the check's parts share, or of one of this context."""
+    if HEAD in os.environ:
+        yield os.environ[HEAD]
+        return
+    with local_head(cpus=max(2, cpus), start_timeout=DEADLINES["start"]) as address:
         yield address
 
 
@@ -152,7 +159,7 @@ def run(case: Case, models: Path, folder: Path, address: str, budget: Budget) ->
         RuntimeError: the job failed, or the budget ran out.
     """
     reward_model = str(model_folder(case.shape, models, "reward")) if case.algorithm == "ppo" else None
-    model = str(lively_folder(case.shape, models))
+    model = str(model_folder(case.shape, models))
     job = describe(case.params, case.rows(), folder, model=model, name=folder.name, threads=case.threads, reward_model=reward_model)
     cluster, output = case.params.cluster, []
     job.write(folder / "job.json")

@@ -1,23 +1,33 @@
-"""The processes of a part: none outlives it, and each one's peak memory is recorded."""
+"""The processes of a part: none outlives it, a measurement may have one of its own, and each one's peak memory is recorded."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import psutil
 
-from rlhf_core.process import beside, configure_process
+from rlhf_core.process import beside, configure_process, end_with_parent
 from tools.bench.gpu.record import Record
-from tools.bench.gpu.shapes import argument_parser
 
+Case = dict[str, Any]  # JSON values
+ROOT = Path(__file__).parents[3]
+HEAD = "RLHF_GPU_CHECK_HEAD"  # environment variable: address of the Ray head that all parts share
+KILL_WITH_PARENT = partial(end_with_parent, number=signal.SIGKILL)  # a child that outlives its parent would keep the device
+APART = "--apart"  # before the files of a case and of its result
 REASON_LINES = 3
 LOOK_SECONDS = 0.5
 # Part of an actor's process title (which varies with its call): role in the figures.
@@ -26,7 +36,12 @@ ROLES = {"trainer": ("TrainerRank", "trainer."), "engine": ("RolloutActor", "rol
 
 def begin(description: str | None) -> argparse.Namespace:
     """Set up a part's process. Returns its arguments with absolute paths, because jobs have other working directories."""
-    arguments = argument_parser(description).parse_args()
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file for the figures")
+    parser.add_argument("--rehearse", action="store_true", help="a tiny shape, on whatever is there")
+    parser.add_argument("--models", type=Path, help="folder for models with random weights, which stay; a temporary one if not given")
+    parser.add_argument("arguments", nargs="*", help="of the part")
+    arguments = parser.parse_args()
     configure_process()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exception, so that children and folders are removed
     arguments.out = arguments.out.resolve()
@@ -61,6 +76,35 @@ def noted(record: Record, what: str, failures: list[str]) -> Iterator[None]:
     except (RuntimeError, ValueError, OSError) as error:
         failures.append(f"{what}: {error}")
         record.add(what, "", [], f"failed: {' / '.join(str(error).splitlines()[-REASON_LINES:])[-400:]}")
+
+
+def measure_apart(module: str, case: Case, *, seconds: float) -> Case:
+    """Result of `measure_here` in a process of the module, so that its memory is freed and a crash ends this case only.
+
+    Raises:
+        RuntimeError: it failed or exceeded its time; its output has the traceback.
+    """
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        given, found = Path(folder) / "case.json", Path(folder) / "found.json"
+        given.write_text(json.dumps(case))
+        command = [sys.executable, "-m", module, APART, str(given), str(found)]
+        try:
+            done = subprocess.run(command, cwd=ROOT, timeout=max(1.0, seconds), preexec_fn=KILL_WITH_PARENT)
+        except subprocess.TimeoutExpired as late:
+            raise RuntimeError(f"{module}: expected its figures within {seconds:.0f} s, got none") from late
+        if done.returncode:
+            raise RuntimeError(f"{module}: expected exit code 0, got {done.returncode}; its traceback is in the output")
+        return json.loads(found.read_text())
+
+
+def measure_here(measure: Callable[[Case], Case]) -> bool:
+    """Whether this process was started by `measure_apart`; if so the case has been measured."""
+    if sys.argv[1:2] != [APART]:
+        return False
+    configure_process()
+    given, found = map(Path, sys.argv[2:4])
+    found.write_text(json.dumps(measure(json.loads(given.read_text()))))
+    return True
 
 
 @dataclass

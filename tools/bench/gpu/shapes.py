@@ -1,11 +1,12 @@
 """Inputs of the GPU check, made without a network: models with random weights, a tokenizer, rows of text.
 
-python -m tools.bench.gpu.shapes SHAPE KIND FOLDER writes one model.
+python -m tools.bench.gpu.shapes FOLDER SHAPE:KIND ... writes models.
 """
 
 from __future__ import annotations
 
-import argparse
+import fcntl
+import math
 import random
 import shutil
 import subprocess
@@ -26,11 +27,14 @@ SHAPES: dict[str, ModelShape] = {
     TINY: ModelShape(2, 64, 128, 2, 1, 32, 2048, tied=True),
     "0.5B": ModelShape(24, 896, 4864, 14, 2, 64, 151936, tied=True),
     "1.5B": ModelShape(28, 1536, 8960, 12, 2, 128, 151936, tied=True),
-    "7B": ModelShape(28, 3584, 18944, 28, 4, 128, 152064),
 }
 MAX_LENGTH = 4096
 TOKENS = 1536  # vocabulary of the tokenizer: bytes, syllables and WORDS
 WRITE_SECONDS = 240.0
+# A fresh model gives all tokens similar probabilities, so that any two computations agree; another weight of its last norm spreads logits.
+LOGITS_STD = 3.0  # standard deviation of logits over the vocabulary, as in trained models
+INITIAL_STD = 0.02  # standard deviation of a fresh head's weights
+MOST_NORM = 5.0  # the last state of a narrow model is mostly its token's embedding, and a tied head would repeat the token
 _SYLLABLES = [c + v for c in "bdfgklmnprst" for v in "aeiou"]
 WORDS = sorted({" " + "".join(random.Random(i).choices(_SYLLABLES, k=2 + i % 2)) for i in range(600)})
 
@@ -48,22 +52,14 @@ def shape_name(name: str) -> str:
     return "a tiny shape" if name == TINY else f"Qwen2.5-{name} shape"
 
 
-def argument_parser(description: str | None) -> argparse.ArgumentParser:
-    """The arguments of every part."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file for the figures")
-    parser.add_argument("--rehearse", action="store_true", help="a tiny shape, on whatever is there")
-    parser.add_argument("--models", type=Path, help="folder for models with random weights, which stay; a temporary one if not given")
-    return parser
-
-
 @contextmanager
-def models_folder(given: Path | None) -> Iterator[Path]:
-    """The folder of --models, or a temporary one."""
+def models_folder(given: Path | None, *, within: Path | None = None) -> Iterator[Path]:
+    """The folder of --models, or a temporary one, in `within` if that is given."""
     if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
         yield given
         return
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+    with tempfile.TemporaryDirectory(prefix="gpu-check-", dir=within) as folder:
         yield Path(folder)
 
 
@@ -80,9 +76,7 @@ def model_folder(name: str, models: Path, kind: Kind = "language") -> Path:
     folder = models / f"{name}-{kind}"
     if folder.exists():
         return folder
-    if kind == "reward":
-        model_folder(name, models)
-    command = [sys.executable, "-m", "tools.bench.gpu.shapes", name, kind, str(models)]
+    command = [sys.executable, "-m", "tools.bench.gpu.shapes", str(models), f"{name}:{kind}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=WRITE_SECONDS)
     except subprocess.TimeoutExpired as late:
@@ -152,8 +146,25 @@ def configuration(name: str, tokenizer: Any) -> Any:
     )
 
 
+def norm_weight(hidden: int) -> float:
+    """Weight of the last norm for which a fresh head with `hidden` inputs gives logits of LOGITS_STD."""
+    return min(MOST_NORM, LOGITS_STD / (INITIAL_STD * math.sqrt(hidden)))
+
+
 def write(name: str, kind: Kind, models: Path) -> None:
-    """Write a model, created on the fastest device, and rename it when complete."""
+    """Write a model, created on the fastest device, and rename it when complete. A process that finds another one at it waits."""
+    folder, aside = models / f"{name}-{kind}", models / f"{name}-{kind}.part"
+    if kind == "reward":
+        write(name, "language", models)
+    with (models / f"{name}-{kind}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            return
+        _write(name, kind, models, aside)
+        aside.rename(folder)
+
+
+def _write(name: str, kind: Kind, models: Path, aside: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -161,20 +172,21 @@ def write(name: str, kind: Kind, models: Path) -> None:
     from rlhf_core.models.build import new_scalar_model, save_model
 
     torch.manual_seed(0)
-    own, aside = tokenizer(), models / f"{name}-{kind}.part"
+    own = tokenizer()
     if kind == "reward":
         model = new_scalar_model(models / f"{name}-language", own, trust_remote_code=False).to(torch.bfloat16)
     else:
         with device():
             model = AutoModelForCausalLM.from_config(configuration(name, own), dtype=torch.bfloat16)
         model.to("cpu")
+        torch.nn.init.constant_(model.model.norm.weight, norm_weight(SHAPES[name].hidden))
     shutil.rmtree(aside, ignore_errors=True)
     save_model(model, model.state_dict(), own, aside)
-    aside.rename(models / f"{name}-{kind}")
 
 
 if __name__ == "__main__":
     from rlhf_core.process import configure_process
 
     configure_process()
-    write(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    for named in sys.argv[2:]:
+        write(*named.split(":"), Path(sys.argv[1]))

@@ -5,7 +5,6 @@ All rows are one batch, so that every step has the same examples and repetitions
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -46,7 +45,7 @@ class Steps:
     """A measurement of a method, as in JSON.
 
     method: sft, reward or dpo. model: folder of the language model. rows: demonstrations or pairs of a batch.
-    prompt, response: lengths in tokens, (least, most). lora: section of params.yaml. flash: with flash-attn where it is installed.
+    prompt, response: lengths in tokens, (least, most). lora: section of params.yaml.
     window: steps timed together; repetitions: number of windows.
     """
 
@@ -58,7 +57,6 @@ class Steps:
     microbatch_tokens: int
     window: int
     repetitions: int
-    flash: bool
     lora: dict[str, Any] | None = None
 
     @property
@@ -96,8 +94,6 @@ class Enough(Exception):
 
 def measure_steps(steps: Steps) -> dict[str, Any]:
     """`Measured` as a dict."""
-    if not steps.flash:
-        sys.modules["flash_attn"] = None  # type: ignore[assignment]  # as if it weren't installed
     join_world()
     watch = Watch(steps)
     with tempfile.TemporaryDirectory() as folder, watch:

@@ -40,9 +40,9 @@ def _outcome(result: Result) -> str:
     where = f" on {result.about['device']}, {result.about['date']}" if result.about and result.outcome != NOT_RUN else ""
     took = f", {result.seconds:.0f} s" if result.seconds else ""
     why = f": {_cell(result.reason)}" if result.reason else ""
-    # A skipped test is a figure without a value; a part with skipped tests only has checked nothing.
-    skipped = result.part == "tests" and result.outcome == RAN and not any(figure.values for figure in result.figures)
-    return f"Outcome: {result.outcome}{', all skipped' if skipped else ''}{took}{where}{why}."
+    # A skipped test is a figure without a value; a part with such figures only has checked nothing.
+    empty = result.outcome == RAN and not any(figure.values for figure in result.figures)
+    return f"Outcome: {result.outcome}{', nothing measured' if empty else ''}{took}{where}{why}."
 
 
 def _row(figure: Figure) -> str:

@@ -17,46 +17,33 @@ import torch
 
 from rlhf_core.engines.apart import EngineApart
 from rlhf_core.planning.hardware import GIB
-from tools.bench.gpu.cases import Case, measure_apart, measure_here
-from tools.bench.gpu.processes import begin
+from tools.bench.gpu.jobs import GRPO, REHEARSED
+from tools.bench.gpu.processes import Case, begin, measure_apart, measure_here, noted
 from tools.bench.gpu.record import Record
-from tools.bench.gpu.rl import GRPO, REHEARSED
 from tools.bench.gpu.shapes import models_folder, shape_name
 
-CASE_SECONDS = 200.0
+CASE_SECONDS = 90.0
 WAYS = ("ipc", "gloo")
 ROUNDS = 5  # after the first, which also connects
 IDS = list(range(5, 37))  # of the probe
-ON_GPU = replace(GRPO, shape="1.5B", microbatch_tokens=8 * 520)
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--cases"]:
-        measure_here(sys.argv[2], measure)
+    if measure_here(measure):
         return
     arguments = begin(__doc__)
+    record, failures = Record(arguments.out), []
+    job = REHEARSED if arguments.rehearse else GRPO
     with models_folder(arguments.models) as models:
-        failures = part(Record(arguments.out), models=models, rehearse=arguments.rehearse)
+        for way in WAYS:
+            name = f"weights by {way}, {shape_name(job.shape)}, {job.dtype}"
+            if way == "ipc" and arguments.rehearse and not torch.cuda.is_available():
+                record.add(name, "s", [], "left out: no GPU here")
+                continue
+            with noted(record, name, failures):
+                case = {"way": way, "models": str(models), "rehearse": arguments.rehearse}
+                add(record, name, measure_apart("tools.bench.gpu.transfer", case, seconds=CASE_SECONDS))
     sys.exit("\n".join(failures) or 0)
-
-
-def part(record: Record, *, models: Path, rehearse: bool) -> list[str]:
-    """Measure and record. Returns the failures."""
-    job, failures, cases = REHEARSED if rehearse else ON_GPU, [], []
-    named = {way: f"weights by {way}, {shape_name(job.shape)}, {job.dtype}" for way in WAYS}
-    for way, name in named.items():
-        if way == "ipc" and rehearse and not torch.cuda.is_available():
-            record.add(name, "s", [], "left out: no GPU here")
-        else:
-            cases.append({"way": way, "models": str(models), "rehearse": rehearse})
-    for case, found in measure_apart("tools.bench.gpu.transfer", cases, seconds=CASE_SECONDS, together=rehearse):
-        name = named[case["way"]]
-        if isinstance(found, str):
-            record.add(name, "s", [], f"failed: {found}")
-            failures.append(f"{name}: {found}")
-        else:
-            add(record, name, found)
-    return failures
 
 
 def add(record: Record, name: str, found: Case) -> None:
@@ -131,12 +118,12 @@ class PeerEngine(EngineApart):
 def start(case: Case, folder: Path) -> tuple[PeerEngine, Any]:
     """An engine, which measures the GPU's free memory and so starts first, and a trainer rank with the policy."""
     from rlhf_core.trainers.rl.rank import TrainerRank
-    from tools.bench.gpu.lively import lively_folder
     from tools.bench.gpu.online import ENGINE_MEMORY
+    from tools.bench.gpu.shapes import model_folder
     from tools.bench.ours_online import describe
 
-    config = replace(REHEARSED if case["rehearse"] else ON_GPU, transfer=case["way"])
-    model = str(lively_folder(config.shape, Path(case["models"])))
+    config = replace(REHEARSED if case["rehearse"] else GRPO, transfer=case["way"])
+    model = str(model_folder(config.shape, Path(case["models"])))
     settings = {"max_length": config.max_length, "max_concurrent_sequences": config.samples, "threads": config.threads, "seed": 0}
     engine = PeerEngine(
         backend=config.backend,

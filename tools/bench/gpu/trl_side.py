@@ -1,45 +1,98 @@
-"""TRL's GRPOTrainer with vLLM in its process, on a case: python -m tools.bench.gpu.trl_side CASE.json MODEL FOUND.json PARENT
-
-Writes {"start": seconds to the first step, "seconds": of each step, "tokens": of each step's responses, "note": for the reader}.
-"""
+"""TRL's side of the comparisons: GRPOTrainer with vLLM in its process, and steps of SFT, DPO and the reward model."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 BEGAN = time.perf_counter()
 
-from rlhf_core.process import configure_process, end_with_parent  # noqa: E402
-from tools.bench.gpu.engines import inspect_here  # noqa: E402
-from tools.bench.gpu.online import ENGINE_MEMORY, Case  # noqa: E402
+from tools.bench.gpu.online import ENGINE_MEMORY  # noqa: E402
+from tools.bench.gpu.online import Case as Job  # noqa: E402
+from tools.bench.gpu.processes import Case, measure_here  # noqa: E402
+from tools.bench.gpu.training import chosen, steps_of  # noqa: E402
+
+SIZES = {"sft": 4, "dpo": 2, "reward": 4}  # rows of a micro-batch; more may not fit 80 GB beside float32 states
+STEPS, WARMUP = 6, 2
 
 
-def main() -> None:
-    case, model, found, parent = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
-    end_with_parent(parent, signal.SIGKILL)
-    configure_process()
+def measure(case: Case) -> Case:
+    if case["what"] != "grpo":
+        return train_steps(case)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are loaded by a call within the process
     import torch
 
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    job = Job(**case["case"])
+    torch.set_num_threads(job.threads)
     if not torch.cuda.is_available():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         torch._dynamo.config.disable = True
-    found.write_text(json.dumps(train(Case(**json.loads(case.read_text())), model)))
+    return train(job, case["model"])
 
 
-def train(case: Case, model: str) -> dict:
+def train_steps(case: Case) -> Case:
+    """seconds: of each timed step. allocated: peak bytes on the GPU. rows: of a micro-batch. dtype: of the weights."""
+    import datasets
+    import torch
+
+    from rlhf_core.models.build import load_language_model, new_scalar_model
+    from rlhf_core.models.tokenizer import load_tokenizer
+    from tools.bench.gpu.shapes import demonstrations, pairs
+    from tools.bench.theirs import COLUMNS, TRAINERS, UNTIMED, Watch
+    from tools.bench.work import Run
+
+    method, steps, on_gpu, run = chosen(case).method, steps_of(case), torch.cuda.is_available(), Run()
+    params, section, size = steps.params, getattr(steps.params, method), min(steps.rows, SIZES[method])
+    rows = (demonstrations if method == "sft" else pairs)(steps.rows, steps.lengths) * STEPS
+    precomputed = {"precompute_ref_log_probs": params.dpo.reference == "precomputed", "precompute_ref_batch_size": size}
+    own = {
+        "sft": {},
+        "reward": {"center_rewards_coefficient": params.reward.centering_coef},
+        "dpo": {"beta": params.dpo.beta, **precomputed},
+    }
+    trainer_class, config_class = TRAINERS[method]
+    tokenizer = load_tokenizer(steps.model, trust_remote_code=False)
+    if method == "reward":
+        model = new_scalar_model(Path(steps.model), tokenizer, trust_remote_code=False)
+    else:
+        model = load_language_model(steps.model)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = config_class(
+            output_dir=folder,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=steps.rows // size,
+            max_steps=STEPS,
+            learning_rate=section.learning_rate,
+            lr_scheduler_type="constant",
+            adam_beta2=0.95,
+            weight_decay=section.weight_decay,
+            max_grad_norm=section.max_grad_norm,
+            max_length=params.model.max_length,
+            train_sampling_strategy="sequential",
+            use_cpu=not on_gpu,
+            bf16=on_gpu,
+            dataloader_pin_memory=on_gpu,
+            seed=0,
+            **UNTIMED,
+            **own[method],
+        )
+        data = datasets.Dataset.from_list([COLUMNS[method](row) for row in rows])
+        trainer_class(model=model, args=settings, train_dataset=data, processing_class=tokenizer, callbacks=[Watch(run)]).train()
+    seconds = [end - begin for begin, end in itertools.pairwise(run.ends)][WARMUP - 1 :]
+    allocated = torch.cuda.max_memory_allocated() if on_gpu else 0
+    return {"seconds": seconds, "allocated": allocated, "rows": size, "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
+
+
+def train(case: Job, model: str) -> Case:
+    """start: seconds to the first step. seconds: of each step. tokens: of each step's responses. note: for the reader."""
     import datasets
     import torch
     import trl
 
+    from rlhf_core.engines.vllm.engine import inspect_here
     from rlhf_core.models.build import load_language_model
     from rlhf_core.models.tokenizer import load_tokenizer
     from tools.bench.theirs import Watch
@@ -48,7 +101,7 @@ def train(case: Case, model: str) -> dict:
 
     note = ""
     if not torch.cuda.is_available():
-        inspect_here(model)
+        inspect_here(model, trust_remote_code=False)
         reload_whole_weights()
         note = "on the CPU vLLM reloads all of TRL's weights at once"
     run, tokens = Run(), []
@@ -73,7 +126,7 @@ def train(case: Case, model: str) -> dict:
     return {"start": started - BEGAN, "seconds": seconds, "tokens": tokens, "note": note}
 
 
-def arguments(case: Case) -> dict:
+def arguments(case: Job) -> dict:
     """The case in TRL's terms. The model has float32 weights and computes in the case's dtype, as in TRL's scripts."""
     import torch
 
@@ -122,4 +175,4 @@ def reload_whole_weights() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    measure_here(measure)

@@ -1,18 +1,14 @@
-"""Part tests: outcome and seconds of each test of tests/gpu.
-
-python -m tools.bench.gpu.tests --out FILE.json [--rehearse]
-"""
+"""Outcome and seconds of each test of tests/gpu, or of some: python -m tools.bench.gpu.gpu_tests --out FILE.json [-- PYTEST'S ARGUMENTS]"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import pytest
 
-from rlhf_core.process import configure_process
-from tools.bench.gpu.cases import ROOT, run_or_die
+from tools.bench.gpu.processes import ROOT, begin
 from tools.bench.gpu.record import Record
-from tools.bench.gpu.shapes import argument_parser
 
 REASON = 300  # characters
 TEST_SECONDS = 200  # of a test: one that hangs leaves time for the others
@@ -44,23 +40,22 @@ class Outcomes:
             self.failures.append(f"{report.nodeid}: can't be collected")
 
 
-def part(record: Record, *, rehearse: bool) -> list[str]:
-    """Run and record. Returns the failures."""
-    from tools.bench.gpu.device import require
-
-    require(rehearse=rehearse)
+def run(record: Record, chosen: Sequence[str]) -> list[str]:
+    """Run and record, with whole tracebacks in the output. Returns the failures."""
     outcomes = Outcomes(record)
-    how = ["--rootdir", str(ROOT), "-p", "no:cacheprovider", "--tb=short", f"--timeout={TEST_SECONDS}"]
-    code = pytest.main([str(ROOT / "tests" / "gpu"), *how], plugins=[outcomes])
+    which = list(chosen) if any("::" in name and not name.startswith("-") for name in chosen) else [str(ROOT / "tests" / "gpu"), *chosen]
+    how = ["--rootdir", str(ROOT), "-p", "no:cacheprovider", "-vv", "--tb=long", f"--timeout={TEST_SECONDS}"]
+    code = pytest.main([*which, *how], plugins=[outcomes])
     if code and not outcomes.failures:
         return [f"pytest: expected exit code 0, got {int(code)}"]
     return outcomes.failures
 
 
 def main() -> int:
-    configure_process()
-    arguments = argument_parser(__doc__).parse_args()
-    return run_or_die(lambda: part(Record(arguments.out), rehearse=arguments.rehearse))
+    arguments = begin(__doc__)
+    failures = run(Record(arguments.out), arguments.arguments)
+    print("\n".join(failures), file=sys.stderr, flush=True)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":
