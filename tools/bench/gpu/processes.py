@@ -118,7 +118,7 @@ class Peaks:
 
 @contextlib.contextmanager
 def watch_memory() -> Iterator[Peaks]:
-    """Sample this process's descendant actors, in any session, every LOOK_SECONDS."""
+    """Sample the Ray head's actors, in any session, every LOOK_SECONDS."""
     peaks = Peaks()
 
     def run(done: threading.Event) -> None:
@@ -131,9 +131,9 @@ def watch_memory() -> Iterator[Peaks]:
 
 
 def actor_processes() -> dict[int, str]:
-    """Process id and role of each descendant actor."""
-    found = {}
-    for process in psutil.Process().children(recursive=True):
+    """Process id and role of each actor of the Ray head: this process's, or its parent's, if parts share one."""
+    found, own = {}, psutil.Process()
+    for process in ((own.parent() or own) if HEAD in os.environ else own).children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if role := role_of(" ".join(process.cmdline())):
                 found[process.pid] = role
