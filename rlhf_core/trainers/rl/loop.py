@@ -279,7 +279,7 @@ def note_if_best(progress: Progress, evaluated: Metrics, rl: RlConfig) -> Progre
     value = evaluated.get(f"eval_{rl.evaluation.metric}", math.nan)
     if not (rl.keeps_best and progress.improves(value) and holds(rl, progress.monitor)):
         return progress
-    return replace(progress, best=Best(progress.step, value))
+    return replace(progress, best=Best(progress.step, value, rl.evaluation.metric))
 
 
 def export(job: RlJob, workers: Workers, progress: Progress) -> None:

@@ -91,17 +91,19 @@ CHANGES: dict[str, tuple[Callable[[Progress], Progress], str]] = {
     "coefficient": (lambda p: replace(p, kl_coef=0.15000000000000002), "KL coefficient: kl_coef: 0.15 and 0.15000000000000002"),
     "monitor": (
         lambda p: replace(p, monitor=MonitorState({"kl": Track((0.1,), None, 2)})),
-        'running statistics: monitor tracks: {"kl": {"past": 1, "peak": null, "values": [0.1]}} and '
-        '{"kl": {"past": 2, "peak": null, "values": [0.1]}}',
+        "running statistics: monitor tracks: other content",
     ),
-    "best": (lambda p: replace(p, best=Best(2, 0.25)), 'best policy: best: {"step": 2, "value": 0.5} and {"step": 2, "value": 0.25}'),
+    "best": (
+        lambda p: replace(p, best=Best(2, 0.25, "score")),
+        'best policy: best: {"metric": "score", "step": 2, "value": 0.5} and {"metric": "score", "step": 2, "value": 0.25}',
+    ),
 }
 
 
 def driver(folder: Path, change: Callable[[Progress], Progress] = lambda p: p, count: int = 4) -> Path:
     normalizer = RewardNormalizer(RL.reward)
     normalizer.moments = {"reward_model": Moments(count, 1.5, 2.5)}
-    progress = change(Progress(3, 96, 0.15, Best(2, 0.5), MonitorState({"kl": Track((0.1,), None, 1)})))
+    progress = change(Progress(3, 96, 0.15, Best(2, 0.5, "score"), MonitorState({"kl": Track((0.1,), None, 1)})))
     return CheckpointStore(folder, write_digest=write_digest).save(3, lambda aside: progress.write(aside / "driver.json", normalizer))
 
 
