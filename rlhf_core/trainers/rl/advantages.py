@@ -32,7 +32,7 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
     """
     rewards = shaped_rewards(batch.components, batch.finished, batch.response_mask.sum(1), rl, normalizer)
     mask = batch.response_mask & rewards.isfinite()[:, None]
-    kl = token_kl(batch, mask, rl)
+    kl = token_kl(sampling_logprobs(batch, batch.old_logprobs, rl), batch.ref_logprobs, mask, rl)
     quantities = {
         "rewards": rewards - kl_coef * kl.sum(1),
         "token_rewards": token_rewards(rewards, kl, mask, kl_coef=kl_coef),
@@ -102,11 +102,31 @@ def _length_penalties(finished: torch.Tensor, lengths: torch.Tensor, rl: RlConfi
     return penalties
 
 
-def token_kl(responses: RolloutBatch | Baseline, mask: torch.Tensor, rl: RlConfig) -> torch.Tensor:
-    """KL estimates of the response tokens for the reward [B, R]; 0 where masked, and everywhere unless the KL is part of the reward."""
+def sampling_logprobs(batch: RolloutBatch, old_logprobs: torch.Tensor | None, rl: RlConfig) -> torch.Tensor | None:
+    """Log-probabilities [B, R] of the policy that sampled the responses, whose KL to the reference they estimate.
+
+    On policy these are the trainer's before the update. One step off policy another policy has sampled, q, and the current one is p: the
+    mean of log p - log ref over samples of q is KL(q || ref) - KL(q || p), of either sign. The mean of log q - log ref is KL(q || ref),
+    which is never negative in expectation, and of the policy whose scores and lengths the step has too; it is policy_lag updates old.
+    The engine's log q is that of the tokens that top-p and top-k leave. Their share is p's, which q's is close to.
+
+    Args:
+        old_logprobs: of the policy before the update; None: the update will compute them.
+    """
+    if not rl.rollout.one_step_off_policy:
+        return old_logprobs
+    return batch.rollout_logprobs + (old_logprobs - batch.sampler_logprobs)
+
+
+def token_kl(logprobs: torch.Tensor | None, ref_logprobs: torch.Tensor | None, mask: torch.Tensor, rl: RlConfig) -> torch.Tensor:
+    """KL estimates of the response tokens for the reward [B, R]; 0 where masked, and everywhere unless the KL is part of the reward.
+
+    Args:
+        logprobs, ref_logprobs: [B, R], of the policy that sampled and of the reference.
+    """
     if not rl.kl.in_reward:
         return torch.zeros(mask.shape)
-    return torch.where(mask, KL_ESTIMATORS[rl.kl.estimator](responses.old_logprobs, responses.ref_logprobs), 0.0)
+    return torch.where(mask, KL_ESTIMATORS[rl.kl.estimator](logprobs, ref_logprobs), 0.0)
 
 
 def baseline_rewards(baseline: Baseline, rl: RlConfig, normalizer: RewardNormalizer, *, kl_coef: float) -> torch.Tensor:
@@ -115,7 +135,7 @@ def baseline_rewards(baseline: Baseline, rl: RlConfig, normalizer: RewardNormali
     The normalizer's statistics stay as they are. A truncated greedy response is a baseline even with mask_truncated.
     """
     rewards = normalizer(baseline.components, learn=False) - _length_penalties(baseline.finished, baseline.response_mask.sum(1), rl)
-    return rewards - kl_coef * token_kl(baseline, baseline.response_mask, rl).sum(1)
+    return rewards - kl_coef * token_kl(baseline.old_logprobs, baseline.ref_logprobs, baseline.response_mask, rl).sum(1)
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
