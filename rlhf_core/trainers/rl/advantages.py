@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +18,8 @@ from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.types import Baseline, RolloutBatch, TrainBatch
 
 Metrics = dict[str, float]
+
+log = logging.getLogger("rlhf")
 
 
 def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNormalizer, *, kl_coef: float) -> tuple[TrainBatch, Metrics]:
@@ -46,6 +51,8 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
     estimate = estimator(**{name: quantities[name] for name in inspect.signature(estimator).parameters if name in quantities})
     advantages, returns = estimate if isinstance(estimate, tuple) else (estimate, torch.zeros_like(estimate))
     learned, known = mask.any(1), quantities["rewards"].isfinite()
+    if not learned.any():
+        _tell_nothing_is_learned()
     metrics = {
         "reward_mean": float(quantities["rewards"][known].mean()),
         "advantage_zero_fraction": float((advantages[learned] == 0).all(1).float().mean()),
@@ -69,6 +76,14 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
         importance_weights=weights,
     )
     return train_batch, metrics
+
+
+@functools.cache  # once in a run
+def _tell_nothing_is_learned() -> None:
+    log.warning(
+        "rl: expected responses to learn from, got a step whose responses are all masked: truncated, with rl.reward.mask_truncated, or "
+        "without a score; nothing is trained in such steps, which skipped_steps shows; raise rl.rollout.max_new_tokens"
+    )
 
 
 def correct(
@@ -139,7 +154,9 @@ def baseline_rewards(baseline: Baseline, rl: RlConfig, normalizer: RewardNormali
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over the response tokens: 1 is a perfect critic, 0 a constant one."""
+    """1 - Var(returns - values) / Var(returns) over the response tokens: 1 is a perfect critic, 0 a constant one; NaN without tokens."""
+    if not mask.any():
+        return math.nan
     spread = returns[mask].var(correction=0)
     return float(1 - (returns - values)[mask].var(correction=0) / spread) if spread > 0 else 0.0
 

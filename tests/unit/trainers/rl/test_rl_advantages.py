@@ -12,6 +12,7 @@ from tiny_models import tiny_params
 from rlhf_core.algorithms.advantages import whiten
 from rlhf_core.config import Algorithm, CorrectionConfig
 from rlhf_core.sampling.scoring import RewardNormalizer
+from rlhf_core.trainers.rl import advantages
 from rlhf_core.trainers.rl.advantages import compute_advantages, explained_variance, sampling_logprobs
 from rlhf_core.trainers.rl.metrics import batch_metrics
 from rlhf_core.trainers.rl.monitor import MonitorState, observe
@@ -375,7 +376,7 @@ def test_a_limit_on_the_kl_and_its_target_hold_one_step_off_policy_with_a_correc
     config = rl("rloo", **changes, **{"rl.kl.coef": 0.1})
     batch, _ = sampled(500, one_step_off=True, top_k=None, corrected=True)
     row = {"step": 1, **batch_metrics(batch, sampling_logprobs(batch, batch.old_logprobs, config), config.reward)}
-    state, further, _ = observe(config, MonitorState(), row, batch)
+    state, _, _ = observe(config, MonitorState(), row, batch)
     assert state.stopped.limit == "kl" and state.frontier == ((row["kl_mean"], 1.0),) and row["kl_mean"] > 1.0
     assert Progress.start(config).after_step(config, kl=row["kl_mean"], prompts_drawn=1).kl_coef > 0.1
 
@@ -384,6 +385,21 @@ def test_rows_that_were_scored_but_teach_nothing_are_counted():
     batch = rollouts([1.0, 1.0, 0.0, 3.0, NAN], [3, 2, 1, 2, 3], groups=[0, 0, 1, 1, 1])
     _, metrics = advantages_of(batch, rl("rloo"))
     assert metrics["advantage_zero_fraction"] == 2 / 4
+
+
+@pytest.mark.parametrize("algorithm", get_args(Algorithm))
+@pytest.mark.filterwarnings("error")
+def test_where_every_response_is_masked_figures_are_missing_and_one_sentence_says_so(algorithm: str, caplog: pytest.LogCaptureFixture):
+    advantages._tell_nothing_is_learned.cache_clear()
+    config = rl(algorithm, **{"rl.reward.mask_truncated": True, "rl.correction.kind": "tis"})
+    baseline = [1.0] * 4 if algorithm == "remax" else None
+    batch = rollouts([1.0, 2.0, 1.0, 0.0], [3, 2, 3, 3], finished=[False] * 4, groups=[0, 0, 1, 1], baseline=baseline)
+    for _ in range(2):
+        train, metrics = advantages_of(batch, config)
+        assert not train.response_mask.any() and not train.advantages.any() and not train.returns.any()
+        assert {"reward_mean", "ratio_mean", "mismatch_kl"} <= metrics.keys() and all(map(math.isnan, metrics.values()))
+    (message,) = caplog.messages
+    assert message.startswith("rl: expected responses to learn from, got a step whose responses are all masked: truncated, with")
 
 
 # What could not be scored
