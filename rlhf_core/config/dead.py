@@ -1,6 +1,6 @@
 """Settings of RL that other settings leave without any effect, which a run would not show.
 
-A key whose default has an effect can't tell that it was set, so that only keys that are off by default are refused; docs/rl.md names others.
+A key whose default has an effect can't tell that it was set, so that only keys that are off by default are refused.
 `tests/contract/test_dead_settings.py` has a table of all pairs.
 """
 
@@ -37,7 +37,7 @@ def dead_settings(rl: RlConfig) -> Iterator[str]:
             f"log-probabilities come from the {where}"
         )
     if rl.rollout.dispatch == "dynamic" and rl.rollout.engines == 1:
-        yield "rollout.dispatch: expected auto or equal with engines=1, got dynamic; change one, because one engine gets all prompts at once"
+        yield "rollout.dispatch: expected auto or equal with engines=1, got dynamic; change one, since one engine gets all prompts at once"
     if rl.rollout.one_step_off_policy and rl.steps == 1:
         yield "rollout.one_step_off_policy: expected false with steps=1, got true; change one, because the first step is on policy"
     if rl.dynamic_sampling.enabled and rl.dynamic_sampling.max_rounds == 1:

@@ -182,8 +182,7 @@ def carried(work: Work, older: Work, *, phase: str, step: int, files: Collection
 
 def row_of(key: str) -> str | None:
     """The most exact name of CARRIED that covers a key or a file; None: none does, as for keys of older versions."""
-    section, _, rest = key.partition(".")
-    for candidate in (key, f"training.{rest}"):
+    for candidate in (key, f"training.{key.partition('.')[2]}"):
         found = [row for row in _ROWS if any(fnmatchcase(candidate, f"{row}{end}") for end in ("", ".*", "/*"))]
         if found:
             return max(found, key=len)
