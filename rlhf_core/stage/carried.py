@@ -167,7 +167,7 @@ def carried(work: Work, older: Work, *, phase: str, step: int, files: Collection
     differing = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     changes = {key: (json.dumps(before.get(key)), json.dumps(now.get(key))) for key in differing}
     changed_files = {path for path in {*work.files, *older.files} if work.files.get(path) != older.files.get(path)}
-    changes |= {path: ("the same file", "another") for path in changed_files if not path.endswith("/README.md")}  # the model's card
+    changes |= {path: ("the same file", "another") for path in changed_files if not path.endswith(".md")}  # such as a model's card
     refused: dict[str | None, str] = {}  # by the row, since a row may stand for many keys or files
     begun_anew: dict[str, list[str]] = {}
     for key, (old, new) in sorted(changes.items()):

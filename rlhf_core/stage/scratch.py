@@ -129,7 +129,6 @@ def prepare_scratch(scratch: Path, work: Work, config: CheckpointsConfig, stage:
     taken_over = resumed_from(scratch)
     if taken_over and (chosen is None or taken_over[-1]["scratch"] != chosen.name) and not _has_own_checkpoint(scratch, work):
         log.info("%s: begins without the checkpoint of other work that an earlier start resumed from, since nothing came of it", stage)
-        _remove_stored(scratch)
         shutil.rmtree(scratch)
     if chosen is not None and chosen != scratch:
         _resume_from(chosen, scratch, work)
@@ -212,7 +211,9 @@ def _changed(keys: list[str]) -> str:
 
 
 def _has_own_checkpoint(scratch: Path, work: Work) -> bool:
-    """Whether a checkpoint in a scratch folder was made by this work, not taken over."""
+    """Whether a checkpoint in a scratch folder was made by this work, not taken over. With a storage it may be there alone."""
+    if stored_work(scratch) is not None:
+        return True
     manifests = (p for p in scratch.glob(f"*/step-*/{MANIFEST}") if p.parent.name.removeprefix("step-").isdigit())
     for path in manifests:
         with contextlib.suppress(ValueError):  # a damaged one
