@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import math
 from pathlib import Path
 
 from rlhf_core.config import TrackingConfig
@@ -43,7 +44,7 @@ class MetricsLog:
             self._wandb = wandb.init(project=tracking.wandb_project, name=run_name, id=run_name, resume="allow")
 
     def log(self, row: Row, timings: Row, further: Row | None = None) -> None:
-        """Write one row of the curves. Columns without a value stay empty; an unknown column raises ValueError.
+        """Write one row of the curves. Columns without a value, NaN included, stay empty; an unknown column raises ValueError.
 
         Args:
             further: numbers with names that vary, for TensorBoard and wandb only.
@@ -52,7 +53,8 @@ class MetricsLog:
         self._curves.write(row)
         if self._timings is not None:
             self._timings.write({"step": step, **timings})
-        numbers = {k: v for k, v in {**row, **timings, **(further or {})}.items() if k != "step" and not isinstance(v, str)}
+        values = {**row, **timings, **(further or {})}
+        numbers = {k: v for k, v in values.items() if k != "step" and not isinstance(v, str) and not math.isnan(v)}
         if self._tensorboard is not None:
             for name, value in numbers.items():
                 self._tensorboard.add_scalar(name, value, step)
@@ -110,11 +112,15 @@ class _Rows:
     def write(self, row: Row) -> None:
         if self._writer is None:
             self._start(tuple(row))
-        self._writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+        self._writer.writerow({k: _text(v) if isinstance(v, float) else v for k, v in row.items()})
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
+
+
+def _text(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.6g}"
 
 
 def _read(path: Path) -> list[dict[str, str]]:

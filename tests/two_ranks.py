@@ -32,7 +32,7 @@ LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-linear"}
 # Every policy loss, aggregation, and part of an optimizer step; "experts" has a model of its own, and "ppo" ends its first step early.
 # "adapters" has two reward models, a reference that the policy replaces, and layers that are computed again.
 CASES = {
-    "ppo": {"rl.max_approx_kl": 1.0, "rl.ptx.coef": 0.5, "rl.ppo.critic_init": "reward_model"},
+    "ppo": {"rl.max_approx_kl": 1.0, "rl.minibatch_size": 128, "rl.ptx.coef": 0.5, "rl.ppo.critic_init": "reward_model"},
     "gspo": {"rl.algorithm": "rloo", "rl.policy_loss": "gspo", "rl.clip_low": 0.9, "rl.clip_high": 3.0},
     "adapters": {
         "rl.lora": LORA,

@@ -257,7 +257,7 @@ class _Groups:
         highest = zeros.scatter_reduce(0, group, known.where(counted, -torch.inf), "amax", include_self=False)
         lowest = zeros.scatter_reduce(0, group, known.where(counted, torch.inf), "amin", include_self=False)
         informative = highest > lowest
-        if not informative.all():
+        if counted.any() and not informative.all():
             # A constant message, which Python shows once.
             warnings.warn("groups of equal rewards, or with fewer than two scored responses, get advantage 0", RuntimeWarning, stacklevel=1)
         centered = (known - mean[group]).where(counted & informative[group], 0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
@@ -32,7 +34,7 @@ def importance_weights(
         kind: none, tis, icepop, sequence_tis or sequence_mask.
         low, high: bounds; none uses neither, tis and sequence_tis only high.
     Returns:
-        Weights [B, R], constants, 1 where masked; and over the unmasked tokens, for every kind (0 without tokens):
+        Weights [B, R], constants, 1 where masked; and over the unmasked tokens, for every kind (NaN without tokens):
         mismatch_mean, mismatch_max: of |log ratio|;
         ratio_mean: of the ratio, 1 in expectation;
         mismatch_kl: mean of ratio - 1 - log ratio, which estimates KL(rollout engine || trainer) and is never negative;
@@ -60,10 +62,10 @@ def importance_weights(
         raise ValueError(
             f"correction: expected none, tis, icepop, sequence_tis or sequence_mask, got {kind}; see rl.correction.kind in params.yaml"
         )
-    tokens = max(int(response_mask.sum()), 1)
+    tokens = int(response_mask.sum()) or math.nan
     metrics = {
         "mismatch_mean": float(log_ratio.abs().sum()) / tokens,
-        "mismatch_max": float(log_ratio.abs().max()),
+        "mismatch_max": float(log_ratio.abs().max()) if response_mask.any() else math.nan,
         "ratio_mean": float(ratio.where(response_mask, 0.0).sum()) / tokens,
         "mismatch_kl": float((torch.expm1(log_ratio) - log_ratio).sum()) / tokens,
         "corrected_fraction": int((corrected & response_mask).sum()) / tokens,

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ class StoreSettings:
 
     keep_last: number of the newest complete checkpoints; at least 2, so that there is one before a damaged newest one.
     keep_best: number of further checkpoints, with the best scores. Of equal scores the earlier is better.
-    origin: of this work. accepted: further origins whose checkpoints are loaded.
+    origin: of this work. accepted: further origins whose checkpoints are loaded, each one's work having resumed from the one before it.
+    begun_anew: of each accepted origin, the fields of its state that mean something else in the work that resumed from it (carried.py).
     world_size, zero_stage: of the engines, for the manifest. engine_ranks: those with another number of ranks, by name.
     save_timeout: seconds for publishing a checkpoint.
     """
@@ -72,6 +74,13 @@ class StoreSettings:
     zero_stage: int = 0
     save_timeout: float = 1800.0
     engine_ranks: dict[str, int] = field(default_factory=dict)
+    begun_anew: tuple[tuple[str, ...], ...] = ()
+
+    def changed_since(self, origin: Origin) -> frozenset[str]:
+        """Fields of the state of an origin's checkpoint that mean something else in this work."""
+        if origin == self.origin or origin not in self.accepted:
+            return frozenset()
+        return frozenset(chain.from_iterable(self.begun_anew[self.accepted.index(origin) :]))
 
     def __post_init__(self) -> None:
         if self.keep_last < 2:
@@ -83,11 +92,15 @@ class StoreSettings:
 
 @dataclass(frozen=True)
 class Found:
-    """A complete checkpoint, with the content of its manifest."""
+    """A complete checkpoint, with the content of its manifest.
+
+    begun_anew: fields of its state that mean something else in this work, see `StoreSettings`.
+    """
 
     step: int
     folder: Path
     manifest: dict[str, Any]
+    begun_anew: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -122,7 +135,7 @@ class CheckpointStore:
         self.folder = folder
         self._settings = settings or StoreSettings()
         self._write_digest = write_digest
-        self._free = free or free_bytes
+        self._free = free or (lambda folder: shutil.disk_usage(folder).free)
         self._written: _Written | None = None
         self._lost: set[int] = set()
         self._publishing: tuple[_Written, Future[None], float] | None = None  # and its deadline
@@ -240,7 +253,7 @@ class CheckpointStore:
                 problem = check(self.folder / f"step-{best}")
                 problem = problem and f"its best checkpoint, of step {best}: {problem}"
             if problem is None:
-                found = Found(step, folder, read_manifest(folder))
+                found = self._found(folder)
                 self._check_origin(found)
                 self._check_zero_stage(found)
                 return found
@@ -259,7 +272,11 @@ class CheckpointStore:
         folder = self.folder / f"step-{step}"
         if problem := check(folder):
             raise SaveFailed(f"checkpoint of step {step}: {problem}; run again: the stage resumes from one before it")
-        return Found(step, folder, read_manifest(folder))
+        return self._found(folder)
+
+    def _found(self, folder: Path) -> Found:
+        manifest = read_manifest(folder)
+        return Found(manifest["step"], folder, manifest, self._settings.changed_since(Origin(**manifest["origin"])))
 
     def _publish(self, written: _Written, deadline: float) -> None:
         settings, step, aside, score = self._settings, written.step, written.aside, written.score
@@ -320,7 +337,10 @@ class CheckpointStore:
         return sorted(scores, key=lambda step: (-scores[step], step))
 
     def _score(self, step: int) -> float | None:
-        return self._manifest(step).get("score")
+        """None also for a score that can't be compared with this work's."""
+        manifest = self._manifest(step)
+        changed = self._settings.changed_since(Origin(**manifest["origin"])) if manifest else ()
+        return None if {"best", "best_loss"} & set(changed) else manifest.get("score")
 
     def _manifest(self, step: int) -> dict[str, Any]:
         """The manifest of a step's checkpoint; empty if it can't be read."""
@@ -398,10 +418,6 @@ def checkpoint_steps(folder: Path) -> list[int]:
     """Steps of the checkpoints in a store's folder, complete or not, newest first."""
     names = (p.name.removeprefix("step-") for p in folder.glob("step-*"))
     return sorted((int(name) for name in names if name.isdigit()), reverse=True)
-
-
-def free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(folder).free
 
 
 def size(count: int) -> str:

@@ -41,7 +41,7 @@ from rlhf_core.config.reading import (
     read_yaml,
     read_yaml_text,
 )
-from rlhf_core.config.rl import Algorithm, RlConfig, curve_columns
+from rlhf_core.config.rl import KL_COLUMNS, Algorithm, RlConfig, curve_columns
 from rlhf_core.config.rl_parts import DEFAULT_LIMITS, CorrectionConfig, KlConfig, LimitAction, LimitConfig, RoleGroup, TrainerConfig
 from rlhf_core.config.run import CheckpointsConfig, EvaluationConfig, FlowConfig, RegistryConfig, TrackingConfig
 from rlhf_core.config.scorers import LABEL_SCORERS, ScoreConfig, ScorerConfig
@@ -51,6 +51,7 @@ __all__ = [
     "CLERK_JUDGE",
     "DEFAULT_LIMITS",
     "INPUT_SECTIONS",
+    "KL_COLUMNS",
     "LABEL_SCORERS",
     "MAX_BYTES",
     "REFERENCE_FREE",

@@ -17,6 +17,11 @@ REFERENCE_FREE = ("simpo", "orpo")
 ReferenceKind = Literal["none", "precomputed", "live", "policy"]
 
 
+def _dead_copy(kind: ReferenceKind, *, offload_frozen: bool) -> Iterator[str]:
+    if offload_frozen and kind in ("none", "policy"):
+        yield "offload_frozen: expected false where no copy of the initial model is kept, got true; set it to false"
+
+
 def _reference_kind(reference: Literal["precomputed", "live"], lora: LoraConfig | None) -> ReferenceKind:
     """Adapters leave the model that they start from as it is, rounded or not, so that no copy of it is needed."""
     return "policy" if reference == "live" and lora is not None else reference
@@ -57,6 +62,9 @@ class DpoConfig(TrainingConfig):
                 f"nll_coef: expected 0 with loss orpo, got {self.nll_coef}; ORPO's own loss has the likelihood of the chosen response, "
                 "and beta weights the odds ratio against it"
             )
+        if self.reference == "live" and self.reference_kind == "none":
+            yield f"reference: expected precomputed, the default, with loss {self.loss}, got live; that loss has no reference"
+        yield from _dead_copy(self.reference_kind, offload_frozen=self.offload_frozen)
         if self.length_normalize and self.loss in ("ipo", *REFERENCE_FREE):
             yield f"length_normalize: expected false with loss {self.loss}, got true; that loss is per token already"
 
@@ -81,6 +89,7 @@ class KtoConfig(TrainingConfig):
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
+        yield from _dead_copy(self.reference_kind, offload_frozen=self.offload_frozen)
         if not self.desirable_weight and not self.undesirable_weight:
             yield "desirable_weight: expected above 0 here or in undesirable_weight, got 0 in both; nothing would be learned"
         if self.loss == "kto" and self.batch_size < 2:

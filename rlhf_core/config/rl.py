@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf_core.config.base import RENAMED_COLUMNS, RENAMED_KEYS, did_you_mean
+from rlhf_core.config.dead import dead_settings
 from rlhf_core.config.model import LoraConfig, OptimizerConfig, Schedule, sequence_conflicts, takers
 from rlhf_core.config.rl_parts import (
     DEFAULT_LIMITS,
@@ -182,6 +183,11 @@ class RlConfig(OptimizerConfig):
         return self.epochs == 1 and self.minibatch_size == self.samples_per_step
 
     @property
+    def ratio_moves(self) -> bool:
+        """Whether the policy that is trained can differ from the one of the old log-probabilities."""
+        return not self.one_optimizer_step or self.old_logprobs_source(0) == "from_engine"
+
+    @property
     def optimizer_steps(self) -> int:
         """Of the whole run, where none is skipped and max_approx_kl ends no step early."""
         return self.steps * self.epochs * (self.samples_per_step // self.minibatch_size)
@@ -216,6 +222,7 @@ class RlConfig(OptimizerConfig):
         yield from self._combination_conflicts()
         yield from self._critic_conflicts()
         yield from self._limit_conflicts()
+        yield from dead_settings(self)
 
     def _takers(self, ranks: int) -> str:
         return takers(ranks, self.trainer.sequence_parallel, section="trainer." if ranks == self.trainer.ranks else "placement.")
@@ -384,7 +391,8 @@ def curve_columns(rl: RlConfig) -> tuple[str, ...]:
     columns += ["ptx_loss"] * (rl.ptx.coef > 0) + ["moe_aux_loss"] * (rl.moe_aux_coef > 0)
     columns += [] if rl.old_logprobs_source(0) == "from_engine" else _MISMATCH_COLUMNS
     columns += ["policy_lag"] * rl.rollout.one_step_off_policy
-    columns += ["dynamic_rounds", "dropped_groups"] * rl.dynamic_sampling.enabled
+    if rl.dynamic_sampling.enabled:
+        columns += ["dynamic_rounds", "dropped_groups", *(f"drawn_score_{name}" for name in ("mean", *names))]
     columns += ["eval_score", *(f"eval_{n}" for n in names)] * (rl.evaluation.every is not None)
     columns += ["scorer_metrics"] * any(s.kind == "function" for s in rl.reward.scorers)
     return tuple(columns)

@@ -199,7 +199,16 @@ class Stage:
         """How many checkpoints are kept, their origin, and the origins from which the stage may resume."""
         wanted = self.params.checkpoints
         accepted = tuple(Origin(**entry["origin"]) for entry in self.resumed_from)
-        return StoreSettings(wanted.keep_last, wanted.keep_best, self.work.origin, accepted, world_size, zero_stage, wanted.save_timeout)
+        return StoreSettings(
+            keep_last=wanted.keep_last,
+            keep_best=wanted.keep_best,
+            origin=self.work.origin,
+            accepted=accepted,
+            begun_anew=tuple(tuple(entry.get("begun_anew", ())) for entry in self.resumed_from),
+            world_size=world_size,
+            zero_stage=zero_stage,
+            save_timeout=wanted.save_timeout,
+        )
 
     def recent_mean(self, column: str) -> float:
         """Mean of a column of the training curves over their last steps."""

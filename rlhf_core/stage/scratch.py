@@ -6,6 +6,7 @@ folder. checkpoints.resume_from resumes from it, which the stage's metrics recor
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -19,11 +20,12 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.checkpoint.manifest import MANIFEST
+from rlhf_core.checkpoint.manifest import MANIFEST, read_manifest
 from rlhf_core.checkpoint.store import Origin, checkpoint_steps
 from rlhf_core.config import CheckpointsConfig, ConfigError, read_stages, read_yaml
 from rlhf_core.provenance.file_hashes import FileHashes, dvc_folder_md5
 from rlhf_core.rounds.pins import read_round_stages
+from rlhf_core.stage.carried import carried
 from rlhf_core.storage.address import Storage, StorageFailed
 
 WORK = "work.json"  # in a scratch folder: command, params and hashes of its work
@@ -124,6 +126,10 @@ def prepare_scratch(scratch: Path, work: Work, config: CheckpointsConfig, stage:
     older = [folder for folder in _older(scratch) if checkpoint_of(folder) is not None]
     of, _, name = (config.resume_from or "").partition("/")
     chosen = scratch.parent / name if of == stage else None
+    taken_over = resumed_from(scratch)
+    if taken_over and (chosen is None or taken_over[-1]["scratch"] != chosen.name) and not _has_own_checkpoint(scratch, work):
+        log.info("%s: begins without the checkpoint of other work that an earlier start resumed from, since nothing came of it", stage)
+        shutil.rmtree(scratch)
     if chosen is not None and chosen != scratch:
         _resume_from(chosen, scratch, work)
     elif older and checkpoint_of(scratch) is None:
@@ -175,7 +181,11 @@ def _resume_from(chosen: Path, scratch: Path, work: Work) -> None:
     if older.command != work.command:
         raise ConfigError(f"{key}: expected work of the same command, {work.command}, got {older.command}; set it to null to begin anew")
     differences = work.differences(older)
+    state = carried(work, older, phase=found[0], step=found[1], files=_files_of(chosen / found[0] / f"step-{found[1]}"))
+    if state.refusals:
+        raise ConfigError("\n".join(state.refusals))
     entry = {"scratch": chosen.name, "step": found[1], "of": found[0], "origin": asdict(older.origin), "differences": differences}
+    entry["begun_anew"] = sorted(state.begun_anew)
     aside = scratch.with_name(TAKING_OVER + scratch.name)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
@@ -191,6 +201,33 @@ def _resume_from(chosen: Path, scratch: Path, work: Work) -> None:
         "%s: resumes from step %d of other work, %s; changes since then:\n%s",
         *(scratch.parent.name, found[1], chosen, _listed(differences)),
     )
+    for field, keys in sorted(state.begun_anew.items()):
+        log.warning("%s: %s of the checkpoint: begun anew, since %s", scratch.parent.name, field, _changed(keys))
+
+
+def _changed(keys: list[str]) -> str:
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return f"{', '.join(keys[:3])}{more} changed"
+
+
+def _has_own_checkpoint(scratch: Path, work: Work) -> bool:
+    """Whether a checkpoint in a scratch folder was made by this work, not taken over. With a storage it may be there alone."""
+    if stored_work(scratch) is not None:
+        return True
+    manifests = (p for p in scratch.glob(f"*/step-*/{MANIFEST}") if p.parent.name.removeprefix("step-").isdigit())
+    for path in manifests:
+        with contextlib.suppress(ValueError):  # a damaged one
+            if read_manifest(path.parent)["origin"] == asdict(work.origin):
+                return True
+    return False
+
+
+def _files_of(checkpoint: Path) -> list[str]:
+    """Names of the files in a checkpoint; none if its manifest is damaged, so that an earlier checkpoint will be loaded."""
+    try:
+        return list(read_manifest(checkpoint)["files"])
+    except ValueError:
+        return []
 
 
 def _tell(older: Path, work: Work, stage: str) -> None:

@@ -239,10 +239,14 @@ def _resume(engine: TrainEngine, store: RankStore, phase: Phase, loop: TrainLoop
 
 
 def _best_of(found: Found, store: RankStore) -> Best | None:
-    """The best evaluation up to a checkpoint; None: nothing was evaluated."""
-    best = found.manifest["best"]
-    score = (found if best == found.step else store.of_step(best)).manifest["score"]
-    return None if score is None else Best(best, -score)
+    """The best evaluation up to a checkpoint; None: nothing was evaluated. Any later one is better than a loss of other data or another
+    kind, from before checkpoints.resume_from.
+    """
+    best = found if found.manifest["best"] == found.step else store.of_step(found.manifest["best"])
+    if "best_loss" in best.begun_anew:
+        return Best(found.step, math.inf)
+    score = best.manifest["score"]
+    return None if score is None else Best(best.step, -score)
 
 
 def save_state(engine: TrainEngine, folder: Path) -> list[str]:

@@ -39,6 +39,14 @@ def test_rows_as_they_are_written(tmp_path: Path):
     assert (tmp_path / "timings.csv").read_text() == "step,seconds\n0,0.5\n1,1.5\n"
 
 
+def test_a_value_that_is_missing_is_an_empty_cell_however_it_is_missing(tmp_path: Path):
+    curves = opened(tmp_path)
+    curves.log({"step": 0, "phase": "rl", "loss": float("nan"), "heldout_loss": float("inf")}, {"seconds": float("nan")})
+    curves.close()
+    assert (tmp_path / "curves.csv").read_text() == "step,phase,loss,heldout_loss\n0,rl,,inf\n"
+    assert (tmp_path / "timings.csv").read_text() == "step,seconds\n0,\n"
+
+
 def test_a_resumed_file_equals_an_uninterrupted_one(tmp_path: Path):
     for folder, parts in (("whole", [range(6)]), ("resumed", [range(4), range(3, 6)])):
         for part in parts:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +18,8 @@ from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.types import Baseline, RolloutBatch, TrainBatch
 
 Metrics = dict[str, float]
+
+log = logging.getLogger("rlhf")
 
 
 def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNormalizer, *, kl_coef: float) -> tuple[TrainBatch, Metrics]:
@@ -32,7 +37,7 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
     """
     rewards = shaped_rewards(batch.components, batch.finished, batch.response_mask.sum(1), rl, normalizer)
     mask = batch.response_mask & rewards.isfinite()[:, None]
-    kl = token_kl(batch, mask, rl)
+    kl = token_kl(sampling_logprobs(batch, batch.old_logprobs, rl), batch.ref_logprobs, mask, rl)
     quantities = {
         "rewards": rewards - kl_coef * kl.sum(1),
         "token_rewards": token_rewards(rewards, kl, mask, kl_coef=kl_coef),
@@ -46,6 +51,8 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
     estimate = estimator(**{name: quantities[name] for name in inspect.signature(estimator).parameters if name in quantities})
     advantages, returns = estimate if isinstance(estimate, tuple) else (estimate, torch.zeros_like(estimate))
     learned, known = mask.any(1), quantities["rewards"].isfinite()
+    if not learned.any():
+        _tell_nothing_is_learned()
     metrics = {
         "reward_mean": float(quantities["rewards"][known].mean()),
         "advantage_zero_fraction": float((advantages[learned] == 0).all(1).float().mean()),
@@ -69,6 +76,14 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
         importance_weights=weights,
     )
     return train_batch, metrics
+
+
+@functools.cache  # once in a run
+def _tell_nothing_is_learned() -> None:
+    log.warning(
+        "rl: expected responses to learn from, got a step whose responses are all masked: truncated, with rl.reward.mask_truncated, or "
+        "without a score; nothing is trained in such steps, which skipped_steps shows; raise rl.rollout.max_new_tokens"
+    )
 
 
 def correct(
@@ -102,11 +117,31 @@ def _length_penalties(finished: torch.Tensor, lengths: torch.Tensor, rl: RlConfi
     return penalties
 
 
-def token_kl(responses: RolloutBatch | Baseline, mask: torch.Tensor, rl: RlConfig) -> torch.Tensor:
-    """KL estimates of the response tokens for the reward [B, R]; 0 where masked, and everywhere unless the KL is part of the reward."""
+def sampling_logprobs(batch: RolloutBatch, old_logprobs: torch.Tensor | None, rl: RlConfig) -> torch.Tensor | None:
+    """Log-probabilities [B, R] of the policy that sampled the responses, whose KL to the reference they estimate.
+
+    On policy these are the trainer's before the update. One step off policy another policy has sampled, q, and the current one is p: the
+    mean of log p - log ref over samples of q is KL(q || ref) - KL(q || p), of either sign. The mean of log q - log ref is KL(q || ref),
+    which is never negative in expectation, and of the policy whose scores and lengths the step has too; it is policy_lag updates old.
+    The engine's log q is that of the tokens that top-p and top-k leave. Their share is p's, which q's is close to.
+
+    Args:
+        old_logprobs: of the policy before the update; None: the update will compute them.
+    """
+    if not rl.rollout.one_step_off_policy:
+        return old_logprobs
+    return batch.rollout_logprobs + (old_logprobs - batch.sampler_logprobs)
+
+
+def token_kl(logprobs: torch.Tensor | None, ref_logprobs: torch.Tensor | None, mask: torch.Tensor, rl: RlConfig) -> torch.Tensor:
+    """KL estimates of the response tokens for the reward [B, R]; 0 where masked, and everywhere unless the KL is part of the reward.
+
+    Args:
+        logprobs, ref_logprobs: [B, R], of the policy that sampled and of the reference.
+    """
     if not rl.kl.in_reward:
         return torch.zeros(mask.shape)
-    return torch.where(mask, KL_ESTIMATORS[rl.kl.estimator](responses.old_logprobs, responses.ref_logprobs), 0.0)
+    return torch.where(mask, KL_ESTIMATORS[rl.kl.estimator](logprobs, ref_logprobs), 0.0)
 
 
 def baseline_rewards(baseline: Baseline, rl: RlConfig, normalizer: RewardNormalizer, *, kl_coef: float) -> torch.Tensor:
@@ -115,11 +150,13 @@ def baseline_rewards(baseline: Baseline, rl: RlConfig, normalizer: RewardNormali
     The normalizer's statistics stay as they are. A truncated greedy response is a baseline even with mask_truncated.
     """
     rewards = normalizer(baseline.components, learn=False) - _length_penalties(baseline.finished, baseline.response_mask.sum(1), rl)
-    return rewards - kl_coef * token_kl(baseline, baseline.response_mask, rl).sum(1)
+    return rewards - kl_coef * token_kl(baseline.old_logprobs, baseline.ref_logprobs, baseline.response_mask, rl).sum(1)
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over the response tokens: 1 is a perfect critic, 0 a constant one."""
+    """1 - Var(returns - values) / Var(returns) over the response tokens: 1 is a perfect critic, 0 a constant one; NaN without tokens."""
+    if not mask.any():
+        return math.nan
     spread = returns[mask].var(correction=0)
     return float(1 - (returns - values)[mask].var(correction=0) / spread) if spread > 0 else 0.0
 

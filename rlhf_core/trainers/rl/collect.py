@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from rlhf_core.config import RlConfig
-from rlhf_core.sampling.scoring import DISAGREEMENT, RewardNormalizer, ScorerMetrics
+from rlhf_core.sampling.scoring import DISAGREEMENT, RewardNormalizer, ScorerMetrics, weighted_score
 from rlhf_core.trainers.rl.advantages import shaped_rewards
 from rlhf_core.trainers.rl.data import PromptStream, baseline_of, components_of
-from rlhf_core.trainers.rl.metrics import Clock, Metrics
+from rlhf_core.trainers.rl.metrics import Clock, Metrics, finite_mean
 from rlhf_core.trainers.rl.workers import PendingForward, Workers
 from rlhf_core.types import Baseline, OldLogprobs, Prompt, ScoredRollout
 
@@ -103,7 +103,8 @@ def resample_groups(
         sample_groups: position of the first prompt, number of prompts, round from 0 on -> a group for each prompt.
         normalizer: its statistics stay as they are; running statistics of a copy include all groups sampled so far.
     Returns:
-        The groups, the position after the last prompt, and counts for the curves.
+        The groups, the position after the last prompt, and for the curves counts and mean scores of all groups that were sampled: those of
+        the returned ones are not the policy's, since groups that it always or never solves are left out.
     """
     wanted, position = rl.rollout_batch_size, start
     informative: list[Group] = []
@@ -116,8 +117,11 @@ def resample_groups(
             (informative if varies else others).append(group)
         position += missing
         rounds += 1
-    chosen = [*informative, *others][:wanted]
-    return chosen, position, {"dynamic_rounds": rounds, "dropped_groups": position - start - wanted}
+    sampled = [*informative, *others]
+    components = components_of([s for group in sampled for s in group])
+    scores = {"mean": weighted_score(components, rl.reward.scorers), **components}
+    means = {f"drawn_score_{name}": finite_mean(values) for name, values in scores.items()}
+    return sampled[:wanted], position, {"dynamic_rounds": rounds, "dropped_groups": position - start - wanted, **means}
 
 
 def have_variance(groups: list[Group], rl: RlConfig, normalizer: RewardNormalizer) -> list[bool]:

@@ -22,7 +22,7 @@ from rlhf_core.progress import Bar
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.stage.job import FULL, refuse
 from rlhf_core.tracking import MetricsLog
-from rlhf_core.trainers.rl.advantages import compute_advantages, correct, value_units
+from rlhf_core.trainers.rl.advantages import compute_advantages, correct, sampling_logprobs, value_units
 from rlhf_core.trainers.rl.collect import Collected, collect_rollouts
 from rlhf_core.trainers.rl.data import DemonstrationStream, PromptStream, collate, components_of, evaluation_prompts, read_prompts
 from rlhf_core.trainers.rl.job import RlJob, StepAbandoned, Stop
@@ -209,7 +209,7 @@ def finish_step(run: Run, progress: Progress, result: StepResult) -> tuple[Progr
     rl, workers, batch, update = run.job.rl, run.workers, result.batch, result.update
     row = {
         "step": progress.step + 1,
-        **batch_metrics(batch, update.old_logprobs, rl.reward),
+        **batch_metrics(batch, sampling_logprobs(batch, update.old_logprobs, rl), rl.reward),
         **result.collected.metrics,
         **result.advantage_metrics,
         **update.metrics,
@@ -279,7 +279,7 @@ def note_if_best(progress: Progress, evaluated: Metrics, rl: RlConfig) -> Progre
     value = evaluated.get(f"eval_{rl.evaluation.metric}", math.nan)
     if not (rl.keeps_best and progress.improves(value) and holds(rl, progress.monitor)):
         return progress
-    return replace(progress, best=Best(progress.step, value))
+    return replace(progress, best=Best(progress.step, value, rl.evaluation.metric))
 
 
 def export(job: RlJob, workers: Workers, progress: Progress) -> None:

@@ -22,18 +22,18 @@ class TooManyUnscored(RuntimeError):
     """A scorer gave no score for too many responses."""
 
 
-def batch_metrics(batch: RolloutBatch, old_logprobs: torch.Tensor, config: ScoreConfig) -> Metrics:
+def batch_metrics(batch: RolloutBatch, logprobs: torch.Tensor, config: ScoreConfig) -> Metrics:
     """Raw scores over the responses that were scored; KL to the reference per response, in nats (k1 on the sampled tokens).
 
     Args:
-        old_logprobs: [B, R], of the policy before the update.
+        logprobs: [B, R], of the policy that sampled.
     """
-    ref_logprobs = old_logprobs if batch.ref_logprobs is None else batch.ref_logprobs
+    ref_logprobs = logprobs if batch.ref_logprobs is None else batch.ref_logprobs
     scores = weighted_score(batch.components, config.scorers)
     known = scores.isfinite()
     mask = batch.response_mask
-    kl = ((old_logprobs - ref_logprobs) * mask).sum(1)
-    kl_mean, kl_min, kl_max = token_log_ratios(old_logprobs, ref_logprobs, mask)
+    kl = ((logprobs - ref_logprobs) * mask).sum(1)
+    kl_mean, kl_min, kl_max = token_log_ratios(logprobs, ref_logprobs, mask)
     return {
         "score_mean": finite_mean(scores),
         "score_std": float(scores[known].std(correction=0)),

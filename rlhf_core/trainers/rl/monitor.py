@@ -1,21 +1,26 @@
 """Limits on the columns of RL's curves, and what happens when one is passed (docs/monitors.md).
 
-The state is in every checkpoint, so that a resumed run warns and stops where an uninterrupted one does.
+The state is in every checkpoint, so that a resumed run warns and stops where an uninterrupted one does. It names the limits that it was
+measured by: a run that resumes with other limits keeps what still means the same (`under_limits`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rlhf_core.config import LimitAction, LimitConfig, RlConfig
+from rlhf_core.config import KL_COLUMNS, LimitAction, LimitConfig, RlConfig
 from rlhf_core.sampling.scoring import Moments, weighted_score
 from rlhf_core.trainers.rl.metrics import Metrics
 from rlhf_core.types import RolloutBatch
 
 SHOWN = 5  # values that a finding quotes
+HISTORY = ("metric", "window", "from_step")  # keys of a limit that decide a track's values and peak
+MEASURED = (*HISTORY, "above", "below", "fall")  # and those that decide how long the limit has been passed
+# Beginnings of the metrics that depend on what a score is.
+SCORES = ("score_", "drawn_score", "reward_", "eval_", "gap_", "agreement_", "disagreement_", "failed_", "unscored", "frontier_gap")
 
 
 @dataclass(frozen=True)
@@ -36,11 +41,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class Track:
-    """History of a limit's metric: its last values, the highest mean over a window, and the steps in a row past the limit."""
+    """History of a limit's metric.
+
+    values: the last ones.    peak: the highest mean over a window.    past: steps in a row past the limit.
+    told: the action of the finding about these steps; None: there was none yet.
+    limit: what was measured, the keys MEASURED of the limit; None: the limit of the configuration.
+    """
 
     values: tuple[float, ...] = ()
     peak: float | None = None
     past: int = 0
+    told: LimitAction | None = None
+    limit: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -93,9 +105,11 @@ def observe(rl: RlConfig, state: MonitorState, row: Metrics, batch: RolloutBatch
         value = (row | further).get(limit.metric, math.nan)
         if row["step"] < limit.from_step or math.isnan(value):
             continue
-        tracks[name], threshold, level = follow(limit, tracks.get(name, Track()), value)
-        if tracks[name].past == limit.patience:
-            found.append(finding(name, limit, tracks[name], step=int(row["step"]), value=level, threshold=threshold))
+        track, threshold, level = follow(limit, tracks.get(name, Track(limit=measured(limit))), value)
+        if track.past >= limit.patience and track.told != limit.action:  # a resumed run may be past another patience
+            found.append(finding(name, limit, track, step=int(row["step"]), value=level, threshold=threshold))
+            track = replace(track, told=limit.action)
+        tracks[name] = track
     stopped = state.stopped or next((f for f in found if f.action != "warn"), None)
     warnings = (*state.warnings, *(f for f in found if f is not stopped))
     return replace(state, tracks=tracks, warnings=warnings, stopped=stopped), further, found
@@ -113,7 +127,63 @@ def follow(limit: LimitConfig, track: Track, value: float) -> tuple[Track, float
     else:
         threshold = peak - limit.fall * abs(peak) if limit.below is None else limit.below
         past = level < threshold
-    return Track(values, peak, track.past + 1 if past else 0), threshold, level
+    how_long = {"past": track.past + 1} if past else {"past": 0, "told": None}
+    return replace(track, values=values, peak=peak, **how_long), threshold, level
+
+
+def measured(limit: LimitConfig) -> dict[str, Any]:
+    """What a limit's track is about."""
+    return limit.model_dump(include=set(MEASURED))
+
+
+def under_limits(state: MonitorState, limits: Mapping[str, LimitConfig]) -> tuple[MonitorState, list[str]]:
+    """The state for a run that resumes with these limits, and a sentence for each thing that begins anew.
+
+    A track is kept as long as its limit measures the same, whatever its patience and action: a limit that has been passed for longer than
+    its patience acts in the next step that passes it. With another threshold the values stay, and the steps past it are counted anew. With
+    another metric, window or first step the track begins anew. A limit that ended the run still does unless it has changed.
+    """
+    tracks: dict[str, Track] = {}
+    words = []
+    for name, limit in limits.items():
+        track, now = state.tracks.get(name), measured(limit)
+        if track is None:
+            continue
+        if track.limit is None or any(track.limit[key] != now[key] for key in HISTORY):
+            words.append(f"limit {name}: what it measures has changed, so that its values begin anew")
+        elif track.limit != now:
+            words.append(f"limit {name}: its threshold has changed, so that the steps past it are counted anew")
+            tracks[name] = replace(track, past=0, told=None, limit=now)
+        else:
+            tracks[name] = track
+    stopped, warnings = state.stopped, state.warnings
+    if stopped is not None:
+        name, limit, track = stopped.limit, limits.get(stopped.limit), tracks.get(stopped.limit)
+        if limit is not None and limit.action != "warn" and track is not None and track.past >= limit.patience:
+            words.append(f"limit {name} ended the run in step {stopped.step}; change rl.monitor.{name} to train further")
+            stopped = replace(stopped, action=limit.action)
+        else:
+            words.append(f"limit {name}, which ended the run in step {stopped.step}, has changed, so that the run goes on")
+            stopped, warnings = None, (*warnings, stopped)
+    return replace(state, tracks=tracks, stopped=stopped, warnings=warnings), words
+
+
+def begun_anew(state: MonitorState, names: Collection[str]) -> MonitorState:
+    """The state without these parts of it: `start`, `frontier`, and by their metrics `tracks`, `score_tracks` and `kl_tracks`."""
+
+    def kept(track: Track) -> bool:
+        metric = "" if track.limit is None else track.limit["metric"]
+        parts = {"score_tracks": metric.startswith(SCORES), "kl_tracks": metric in KL_COLUMNS}
+        if not any(parts.values()):
+            parts["tracks"] = True
+        return not any(name in names for name, belongs in parts.items() if belongs)
+
+    return replace(
+        state,
+        tracks={name: track for name, track in state.tracks.items() if kept(track)},
+        start={} if "start" in names else state.start,
+        frontier=() if "frontier" in names else state.frontier,
+    )
 
 
 def finding(name: str, limit: LimitConfig, track: Track, *, step: int, value: float, threshold: float) -> Finding:

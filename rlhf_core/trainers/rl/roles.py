@@ -139,7 +139,7 @@ class HostedRoles:
                 engine.load(folder, name)
             else:
                 load_converted(engine, folder, name, universal)
-        if self._reference_moves:
+        if self._reference_moves and (folder / REFERENCE).exists():  # without it the reference has been the SFT model so far
             self.reference.load(torch.load(folder / REFERENCE, map_location="cpu", mmap=True, weights_only=True).items())
         if self.learning:
             load_random_state(random_state_of(folder, rank, self._generators))

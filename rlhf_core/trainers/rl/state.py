@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, replace
@@ -14,15 +15,18 @@ from rlhf_core.checkpoint.store import CheckpointStore, Found, StoreSettings
 from rlhf_core.checkpoint.stored import check_checkpoint
 from rlhf_core.config import RlConfig
 from rlhf_core.sampling.scoring import Moments, RewardNormalizer
-from rlhf_core.trainers.rl.monitor import MonitorState
+from rlhf_core.trainers.rl.monitor import MonitorState, begun_anew, under_limits
+
+log = logging.getLogger("rlhf")
 
 
 @dataclass(frozen=True)
 class Best:
-    """The step after which the policy was the best by rl.evaluation.metric (0: the initial policy), and its value."""
+    """The step after which the policy was the best (0: the initial policy), and its value by the metric of this name."""
 
     step: int
     value: float
+    metric: str
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,24 @@ class Progress:
             )
         normalizer.moments = moments
         best, monitor = state.pop("best"), MonitorState.read(state.pop("monitor"))
-        return cls(**state, best=best and Best(**best), monitor=monitor)
+        return cls(**state, best=best and Best(**{"metric": "", **best}), monitor=monitor)
+
+    def resumed(self, rl: RlConfig, names: Collection[str] = ()) -> Progress:
+        """The state for a run that resumes with this configuration; the log says what begins anew.
+
+        Args:
+            names: fields of the state that mean something else in this run (rlhf_core/checkpoint/carried.py).
+        """
+        best, coef = self.best, self.kl_coef
+        if best is not None and ("best" in names or best.metric != rl.evaluation.metric):
+            log.warning("rl: the best policy by %s so far, of step %d, isn't compared with later ones", best.metric, best.step)
+            best = None
+        if rl.kl.target is None or "kl_coef" in names:
+            coef = rl.kl.coef
+        monitor, words = under_limits(begun_anew(self.monitor, names), rl.limits)
+        for word in words:
+            log.warning("rl: %s", word)
+        return replace(self, best=best, kl_coef=coef, monitor=monitor)
 
 
 class RunStore:
@@ -135,13 +156,13 @@ class RunStore:
         """See `CheckpointStore.close`."""
         self._checkpoints.close(lost)
 
-    def load(self, normalizer: RewardNormalizer, load_ranks: Callable[[Found], None]) -> Progress | None:
-        """Load the newest complete checkpoint. None: there is no checkpoint."""
+    def load(self, rl: RlConfig, normalizer: RewardNormalizer, load_ranks: Callable[[Found], None]) -> Progress | None:
+        """Load the newest complete checkpoint for a run with this configuration. None: there is no checkpoint."""
         found = self._checkpoints.latest(self._check)
         if found is None:
             return None
         load_ranks(found)
-        return Progress.read(found.folder / "driver.json", normalizer)
+        return Progress.read(found.folder / "driver.json", normalizer).resumed(rl, found.begun_anew)
 
     def of_step(self, step: int) -> Found:
         """The checkpoint of a step.

@@ -136,6 +136,7 @@ def final_figures(work: Path, rl: RlConfig) -> dict[str, Any]:
     rows = pd.read_csv(work / "curves.csv")
     last = rows.tail(steps_at_the_end(len(rows)))
     means = ("score_mean", "kl_mean", "response_length", "entropy", "truncated_fraction", *(f"score_{s.name}" for s in rl.reward.scorers))
+    means += ("drawn_score_mean",) * rl.dynamic_sampling.enabled
     means += tuple(f"disagreement_{s.name}" for s in rl.reward.scorers if s.members > 1)
     return {
         **{name: float(last[name].mean()) for name in means},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -284,13 +284,13 @@ class Workers:
             ValueError: the checkpoint has more steps than rl.steps, or is of another job.
         """
         rl = self._job.rl
-        progress = self.store.load(normalizer, self._load_ranks)
+        progress = self.store.load(rl, normalizer, self._load_ranks)
         if progress is None:
             return None
         if progress.step > rl.steps:
             raise ValueError(f"rl.steps: expected at least the {progress.step} of the checkpoint, got {rl.steps}; raise it or begin anew")
         self.sync_weights(version=progress.step)
-        return progress if rl.kl.target is not None else replace(progress, kl_coef=rl.kl.coef)
+        return progress
 
     def _load_ranks(self, found: Found) -> None:
         self.rollouts.load_prefetched(found.folder, step=found.manifest["step"])

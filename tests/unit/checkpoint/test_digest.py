@@ -19,10 +19,12 @@ from tiny_models import policy_engine, tiny_params
 from two_ranks import BATCHES, STAGES, sft_steps
 
 from rlhf_core.checkpoint.digest import DIGEST_FILE, differences, main, read_digest, write_digest
+from rlhf_core.checkpoint.saved_state import SavedFiles
 from rlhf_core.checkpoint.saving import without_crc32
 from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.sampling.scoring import Moments, RewardNormalizer
+from rlhf_core.stage.carried import STATE
 from rlhf_core.trainers.rl.monitor import MonitorState, Track
 from rlhf_core.trainers.rl.state import Best, Progress
 from rlhf_core.trainers.supervised import save_state
@@ -91,17 +93,19 @@ CHANGES: dict[str, tuple[Callable[[Progress], Progress], str]] = {
     "coefficient": (lambda p: replace(p, kl_coef=0.15000000000000002), "KL coefficient: kl_coef: 0.15 and 0.15000000000000002"),
     "monitor": (
         lambda p: replace(p, monitor=MonitorState({"kl": Track((0.1,), None, 2)})),
-        'running statistics: monitor tracks: {"kl": {"past": 1, "peak": null, "values": [0.1]}} and '
-        '{"kl": {"past": 2, "peak": null, "values": [0.1]}}',
+        "running statistics: monitor tracks: other content",
     ),
-    "best": (lambda p: replace(p, best=Best(2, 0.25)), 'best policy: best: {"step": 2, "value": 0.5} and {"step": 2, "value": 0.25}'),
+    "best": (
+        lambda p: replace(p, best=Best(2, 0.25, "score")),
+        'best policy: best: {"metric": "score", "step": 2, "value": 0.5} and {"metric": "score", "step": 2, "value": 0.25}',
+    ),
 }
 
 
 def driver(folder: Path, change: Callable[[Progress], Progress] = lambda p: p, count: int = 4) -> Path:
     normalizer = RewardNormalizer(RL.reward)
     normalizer.moments = {"reward_model": Moments(count, 1.5, 2.5)}
-    progress = change(Progress(3, 96, 0.15, Best(2, 0.5), MonitorState({"kl": Track((0.1,), None, 1)})))
+    progress = change(Progress(3, 96, 0.15, Best(2, 0.5, "score"), MonitorState({"kl": Track((0.1,), None, 1)})))
     return CheckpointStore(folder, write_digest=write_digest).save(3, lambda aside: progress.write(aside / "driver.json", normalizer))
 
 
@@ -185,3 +189,18 @@ def test_comparing_needs_no_torch(tmp_path: Path):
     program = "import sys; from rlhf_core.checkpoint.digest import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     command = [sys.executable, "-c", program, "compare", str(driver(tmp_path / "a")), str(driver(tmp_path / "b"))]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1] == "False"
+
+
+def test_every_part_of_a_checkpoint_is_a_field_of_the_table_of_resumed_state(tmp_path: Path, sft_folder: Path):
+    """What a supervised phase saves, and the driver of an RL run: docs of the fields are in rlhf_core/stage/carried.py."""
+    fields = {
+        "weights": "weights", "optimizer": "optimizer", "scheduler": "scheduler", "counters": "scheduler", "generators": "generators",
+        "position": "position", "kl_coef": "kl_coef", "best": "best", "statistics": "moments",
+    }  # fmt: skip
+    engine = policy_engine(sft_folder, ema_decay=0.5)
+    sft_steps(engine, BATCHES[:1], rank=0, ranks=1)
+    save_state(engine, tmp_path)
+    Progress(3, 96, 0.15, Best(2, 0.5, "score")).write(tmp_path / "driver.json", RewardNormalizer(tiny_params().rl.reward))
+    names = [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*")) if path.is_file()]
+    parts = {part for saved in SavedFiles(tmp_path, names).result().values() for part, _, _ in saved.items}
+    assert parts - {"world"} == fields.keys() and set(fields.values()) <= STATE["all"].keys() | STATE["rl"].keys()

@@ -16,18 +16,18 @@ from rlhf_core.stage.scratch import RESUMED_FROM, WORK, Work, checkpoint_of, pre
 
 BEFORE = Work(
     "exec python -m tasks.train_sft",
-    {"seed": 0, "sft": {"steps": 20, "learning_rate": 1e-3, "lora": None, "sizes": [1, 2]}},
+    {"seed": 0, "sft": {"steps": 20, "learning_rate": 1e-3, "extra": None, "sizes": [1, 2]}},
     {"data/prepared/sft.parquet": "a", "data/prepared/old.parquet": "b", "rlhf_core/models/build.py": "c", "work.py": "d"},
 )
 NOW = Work(
     BEFORE.command,
-    {"seed": 0, "sft": {"steps": 20, "learning_rate": 2e-3, "lora": {"rank": 8}, "sizes": [1, 3]}},
+    {"seed": 0, "sft": {"steps": 20, "learning_rate": 2e-3, "extra": {"rank": 8}, "sizes": [1, 3]}},
     {"data/prepared/sft.parquet": "a2", "data/prepared/new.parquet": "b", "rlhf_core/models/build.py": "c2", "work.py": "d"},
 )
 CONFIG = CheckpointsConfig(keep_last=2, keep_best=0, keep_abandoned=2, resume_from=None)
 DIFFERENCES = [
     "sft.learning_rate: 0.001 -> 0.002",
-    "sft.lora.rank: nothing -> 8",
+    "sft.extra.rank: nothing -> 8",
     "sft.sizes.1: 2 -> 3",
     "data: data/prepared/new.parquet new",
     "data: data/prepared/old.parquet gone",
@@ -94,7 +94,11 @@ def test_resuming_older_work_copies_checkpoints_and_curves_and_records_it(tmp_pa
     chosen = replace_config(resume_from=f"train_sft/{older.name}")
     with caplog.at_level(logging.WARNING, logger="rlhf"):
         (noted,) = prepare_scratch(scratch, NOW, chosen, "train_sft")
-    assert "resumes from step 10 of other work" in caplog.records[-1].getMessage()
+    assert [record.getMessage() for record in caplog.records][1:] == [
+        "train_sft: best_loss of the checkpoint: begun anew, since data/prepared/new.parquet, data/prepared/old.parquet, "
+        "data/prepared/sft.parquet changed"
+    ]
+    assert "resumes from step 10 of other work" in caplog.records[0].getMessage()
     assert (noted["of"], noted["step"]) == ("sft", 10) and sorted(noted["differences"]) == sorted(DIFFERENCES)
     assert checkpoint_of(scratch) == ("sft", 10) and (scratch / "curves.csv").exists() and checkpoint_of(older) == ("sft", 10)
     accepted = StoreSettings(origin=NOW.origin, accepted=(Origin(**noted["origin"]),))
@@ -111,6 +115,37 @@ def test_resuming_older_work_copies_checkpoints_and_curves_and_records_it(tmp_pa
         tmp_path / "train_sft" / third.folder_name, third, replace_config(resume_from=f"train_sft/{scratch.name}"), "train_sft"
     )
     assert [entry["step"] for entry in noted_twice] == [10, 15]
+
+
+def test_work_that_a_checkpoint_does_not_fit_is_refused_before_anything_is_copied(tmp_path: Path):
+    top = tmp_path / "train_sft"
+    older = begun(top, BEFORE, 5, 10)
+    sft = BEFORE.params["sft"]
+    fewer = replace(BEFORE, params=BEFORE.params | {"sft": sft | {"steps": 8, "optimizer": "lion"}})
+    with pytest.raises(ConfigError) as refused:
+        prepare_scratch(top / fewer.folder_name, fewer, replace_config(resume_from=f"train_sft/{older.name}"), "train_sft")
+    assert str(refused.value).splitlines() == [
+        'sft.optimizer: expected "adamw", as for the optimizer in the checkpoint, got "lion"; set it back, or set checkpoints.resume_from '
+        "to null to begin anew",
+        "sft.steps: expected at least the 10 of the checkpoint, got 8; raise it, or set checkpoints.resume_from to null",
+    ]
+    assert not (top / fewer.folder_name).exists() and prepare_scratch(top / fewer.folder_name, fewer, CONFIG, "train_sft") == []
+
+
+def test_without_resume_from_a_checkpoint_that_was_only_copied_does_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    top = tmp_path / "train_sft"
+    older, other, scratch = begun(top, BEFORE, 10), begun(top, replace(BEFORE, params={"seed": 9}), 7), top / NOW.folder_name
+    chosen, another = (replace_config(resume_from=f"train_sft/{folder.name}") for folder in (older, other))
+    prepare_scratch(scratch, NOW, chosen, "train_sft")
+    assert [entry["step"] for entry in prepare_scratch(scratch, NOW, another, "train_sft")] == [7]
+    prepare_scratch(scratch, NOW, chosen, "train_sft")
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="rlhf"):
+        assert prepare_scratch(scratch, NOW, CONFIG, "train_sft") == []
+    assert checkpoint_of(scratch) is None and checkpoint_of(older) == ("sft", 10)
+    assert caplog.messages[0] == (
+        "train_sft: begins without the checkpoint of other work that an earlier start resumed from, since nothing came of it"
+    )
 
 
 def test_a_takeover_that_was_interrupted_begins_again(tmp_path: Path):

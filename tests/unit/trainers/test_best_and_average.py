@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny_models import PAD, largest_difference, policy_engine, sequences
 
-from rlhf_core.checkpoint.store import CheckpointStore, checkpoint_steps
+from rlhf_core.checkpoint.store import CheckpointStore, Origin, StoreSettings, checkpoint_steps
 from rlhf_core.config import TrackingConfig
 from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.process import Interrupted
@@ -43,6 +43,7 @@ class Run:
     sft_folder: Path
     keep_best: bool = True
     engine: dict[str, Any] = field(default_factory=dict)
+    settings: StoreSettings = field(default_factory=StoreSettings)
 
     def run(
         self, *, of: Phase | None = None, stop: Callable[[], bool] = lambda: False, checkpoint_every: int = 100
@@ -54,7 +55,7 @@ class Run:
             checkpoint_every=checkpoint_every,
             eval_every=1,
             first_step=0,
-            checkpoints=lambda name: CheckpointStore(self.folder / name),
+            checkpoints=lambda name: CheckpointStore(self.folder / name, self.settings),
             metrics_log=self.curves,
             stop_requested=stop,
             keep_best=self.keep_best,
@@ -107,6 +108,28 @@ def test_the_best_weights_survive_a_stop_in_any_step(tmp_path: Path, sft_folder:
     assert largest_difference(engine.state_dict(), weights) == 0
     again, found = run.run()  # killed while the model was saved
     assert found == metrics and largest_difference(again.state_dict(), weights) == 0
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_best_loss_of_another_kind_is_not_compared_with(tmp_path: Path, sft_folder: Path, undisturbed, again: bool):
+    """The other work's losses are 100 lower, so that none of this work's would be better."""
+    _, _, heldout = undisturbed
+    before, now = Origin(config="before"), Origin(config="now")
+    of = phase()
+    low = replace(of, evaluate=lambda engine: {"heldout_loss": of.evaluate(engine)["heldout_loss"] - 100})
+    with pytest.raises(Interrupted):
+        Run(tmp_path, sft_folder, settings=StoreSettings(origin=before)).run(of=low, stop=after(3))
+    run = Run(tmp_path, sft_folder, settings=StoreSettings(origin=now, accepted=(before,), begun_anew=(("best_loss",),), keep_best=1))
+    if again:  # interrupted before a loss of this work is the best
+        with pytest.raises(Interrupted):
+            run.run(of=replace(of, evaluate=lambda engine: {"heldout_loss": 1e6}), stop=after(1))
+    _, found = run.run()
+    assert found["best_step"] == 4 + again + min(range(STEPS - 3 - again), key=heldout[3 + again :].__getitem__)
+    kept = StoreSettings(origin=now, accepted=(before,), begun_anew=((),))
+    unchanged = Run(tmp_path / "kept", sft_folder, settings=kept)
+    with pytest.raises(Interrupted):
+        replace(unchanged, settings=StoreSettings(origin=before)).run(of=low, stop=after(3))
+    assert unchanged.run()[1]["best_step"] <= 3
 
 
 def test_the_best_weights_survive_a_kill_and_a_damaged_checkpoint(tmp_path: Path, sft_folder: Path, undisturbed):

@@ -10,9 +10,13 @@ import torch
 from tiny_models import tiny_params
 
 from rlhf_core.algorithms.advantages import whiten
-from rlhf_core.config import Algorithm
+from rlhf_core.config import Algorithm, CorrectionConfig
 from rlhf_core.sampling.scoring import RewardNormalizer
-from rlhf_core.trainers.rl.advantages import compute_advantages, explained_variance
+from rlhf_core.trainers.rl import advantages
+from rlhf_core.trainers.rl.advantages import compute_advantages, explained_variance, sampling_logprobs
+from rlhf_core.trainers.rl.metrics import batch_metrics
+from rlhf_core.trainers.rl.monitor import MonitorState, observe
+from rlhf_core.trainers.rl.state import Progress
 from rlhf_core.types import Baseline, RolloutBatch
 
 NAN, INF = math.nan, math.inf
@@ -321,10 +325,81 @@ def test_where_the_engines_log_probabilities_are_the_old_ones_nothing_is_compare
     assert not [name for name in metrics if name.startswith(("mismatch", "ratio", "corrected"))]
 
 
+# The reference's, the sampler's and the trained policy's distribution over four tokens: the sampler has moved from the reference, and the
+# update since then has moved the policy on, to where the sampler's tokens are rare.
+REFERENCE, STALE, CURRENT = (torch.tensor(p).log() for p in ([0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.02, 0.02, 0.06, 0.9]))
+
+
+def sampled(count: int, *, one_step_off: bool, top_k: int | None, corrected: bool) -> tuple[RolloutBatch, float]:
+    """Responses of three tokens, and the exact mean of log policy - log reference over the tokens that were sampled."""
+
+    def left(logprobs: torch.Tensor) -> torch.Tensor:
+        """The distribution that is sampled from: the last so many tokens are the most probable ones."""
+        return logprobs.where(torch.arange(4) >= 4 - (top_k or 4), -INF).log_softmax(-1)
+
+    of = STALE if one_step_off else CURRENT
+    tokens = torch.multinomial(left(of).exp(), 3 * count, replacement=True, generator=torch.Generator().manual_seed(0)).view(count, 3)
+    trainer = CURRENT if corrected or not one_step_off else of
+    how = {"rollout_logprobs": left(of)[tokens], "old_logprobs": trainer[tokens], "sampler_logprobs": left(trainer)[tokens]}
+    how |= {"ref_logprobs": REFERENCE[tokens], "old_logprobs_source": "recompute" if trainer is CURRENT else "from_engine"}
+    batch = rollouts([1.0] * count, [3] * count, groups=[0] * count, **how)
+    probable = left(of).exp()
+    # log q of all tokens is log q of those that are left plus the log of their share; one step off policy the share is the policy's.
+    share = (CURRENT if one_step_off else of).exp()[probable > 0].sum().log()
+    return batch, float((probable * (left(of).where(probable > 0, 0.0) + share - REFERENCE)).sum())
+
+
+@pytest.mark.parametrize("kind", get_args(CorrectionConfig.model_fields["kind"].annotation))
+@pytest.mark.parametrize("one_step_off", [False, True], ids=["on policy", "one step off"])
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_the_kl_is_that_of_the_policy_that_sampled(kind: str, one_step_off: bool, top_k: int | None):
+    """On policy the current one's; one step off policy, with every correction, the one's of the step before: KL(q || ref)."""
+    if one_step_off and kind == "none" and top_k is not None:
+        pytest.skip("refused: the engine's probabilities would be the old ones of another distribution")
+    changes = {"rl.rollout.one_step_off_policy": one_step_off, "rl.correction.kind": kind, "rl.rollout.top_k": top_k, "rl.kl.coef": 0.5}
+    config = rl("rloo", **changes)
+    batch, exact = sampled(20_000, one_step_off=one_step_off, top_k=top_k, corrected=kind != "none")
+    row = batch_metrics(batch, sampling_logprobs(batch, batch.old_logprobs, config), config.reward)
+    error = 4 * 1.5 / math.sqrt(3 * 20_000)  # four standard errors; a log ratio's deviation is below 1.5
+    assert row["kl_token_mean"] == pytest.approx(exact, abs=error) and row["kl_mean"] == pytest.approx(3 * exact, abs=3 * error)
+    _, metrics = advantages_of(batch, config)
+    assert metrics["reward_mean"] == pytest.approx(1.0 - 0.5 * row["kl_mean"], abs=1e-4), "the reward has the KL of the curve"
+    if top_k is None:
+        assert exact == pytest.approx({False: 1.7912, True: 0.4564}[one_step_off], abs=0.01) and row["kl_token_min"] < 0
+    if one_step_off and kind != "none":  # what log p - log ref of the current policy would have been
+        assert float((batch.old_logprobs - batch.ref_logprobs).mean()) < 0 < exact
+
+
+def test_a_limit_on_the_kl_and_its_target_hold_one_step_off_policy_with_a_correction():
+    limit = {"kl": {"metric": "kl_token_mean", "above": 0.3, "window": 1, "patience": 1, "action": "stop"}}
+    changes = {"rl.rollout.one_step_off_policy": True, "rl.correction.kind": "tis", "rl.monitor": limit, "rl.kl.target": 1.0}
+    config = rl("rloo", **changes, **{"rl.kl.coef": 0.1})
+    batch, _ = sampled(500, one_step_off=True, top_k=None, corrected=True)
+    row = {"step": 1, **batch_metrics(batch, sampling_logprobs(batch, batch.old_logprobs, config), config.reward)}
+    state, _, _ = observe(config, MonitorState(), row, batch)
+    assert state.stopped.limit == "kl" and state.frontier == ((row["kl_mean"], 1.0),) and row["kl_mean"] > 1.0
+    assert Progress.start(config).after_step(config, kl=row["kl_mean"], prompts_drawn=1).kl_coef > 0.1
+
+
 def test_rows_that_were_scored_but_teach_nothing_are_counted():
     batch = rollouts([1.0, 1.0, 0.0, 3.0, NAN], [3, 2, 1, 2, 3], groups=[0, 0, 1, 1, 1])
     _, metrics = advantages_of(batch, rl("rloo"))
     assert metrics["advantage_zero_fraction"] == 2 / 4
+
+
+@pytest.mark.parametrize("algorithm", get_args(Algorithm))
+@pytest.mark.filterwarnings("error")
+def test_where_every_response_is_masked_figures_are_missing_and_one_sentence_says_so(algorithm: str, caplog: pytest.LogCaptureFixture):
+    advantages._tell_nothing_is_learned.cache_clear()
+    config = rl(algorithm, **{"rl.reward.mask_truncated": True, "rl.correction.kind": "tis"})
+    baseline = [1.0] * 4 if algorithm == "remax" else None
+    batch = rollouts([1.0, 2.0, 1.0, 0.0], [3, 2, 3, 3], finished=[False] * 4, groups=[0, 0, 1, 1], baseline=baseline)
+    for _ in range(2):
+        train, metrics = advantages_of(batch, config)
+        assert not train.response_mask.any() and not train.advantages.any() and not train.returns.any()
+        assert {"reward_mean", "ratio_mean", "mismatch_kl"} <= metrics.keys() and all(map(math.isnan, metrics.values()))
+    (message,) = caplog.messages
+    assert message.startswith("rl: expected responses to learn from, got a step whose responses are all masked: truncated, with")
 
 
 # What could not be scored

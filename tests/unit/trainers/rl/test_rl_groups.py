@@ -87,7 +87,7 @@ def test_shares_of_several_ranks_come_back_in_the_order_of_the_rollouts(model_fo
         torch.testing.assert_close(shared[name], values, rtol=0, atol=ROUNDING)
 
 
-@pytest.mark.parametrize("changes", [{}, {"rl.max_approx_kl": 1.0}], ids=["to the end", "ended early"])
+@pytest.mark.parametrize("changes", [{}, {"rl.max_approx_kl": 1.0, "rl.minibatch_size": 128}], ids=["to the end", "ended early"])
 def test_groups_compute_and_learn_what_one_rank_does(model_folders: tuple[Path, Path], tmp_path: Path, changes: dict):
     found = []
     for placement in ("together", *PLACEMENTS):

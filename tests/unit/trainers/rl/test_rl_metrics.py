@@ -183,7 +183,10 @@ def test_columns_of_options_are_there_only_with_the_option():
     assert set(curve_columns(ahead)) - plain == {"policy_lag"} and "mismatch_kl" in plain - set(curve_columns(ahead))
     assert "mismatch_kl" in curve_columns(config(**{"rl.rollout.one_step_off_policy": True, "rl.correction.kind": "tis"}))
     dynamic = config(**{"rl.algorithm": "grpo", "rl.dynamic_sampling.enabled": True})
-    assert set(curve_columns(dynamic)) - plain == {"dynamic_rounds", "dropped_groups"}
+    assert set(curve_columns(dynamic)) - plain == {
+        *("dynamic_rounds", "dropped_groups"),
+        *("drawn_score_mean", "drawn_score_model", "drawn_score_short", "drawn_score_seen"),
+    }
 
 
 def test_in_bfloat16_the_mean_and_the_quantile_count_and_a_single_token_does_not():

@@ -11,7 +11,20 @@ from test_rl_metrics import TWO_SCORERS, batch_of
 from tiny_models import tiny_params
 
 from rlhf_core.config import DEFAULT_LIMITS, LimitConfig, RlConfig, curve_columns
-from rlhf_core.trainers.rl.monitor import MonitorState, Track, below_frontier, finding, follow, gaps, holds, observe, with_point
+from rlhf_core.trainers.rl.monitor import (
+    MonitorState,
+    Track,
+    begun_anew,
+    below_frontier,
+    finding,
+    follow,
+    gaps,
+    holds,
+    measured,
+    observe,
+    under_limits,
+    with_point,
+)
 
 NAN = math.nan
 # scores 2*model - short: 2 and 4, mean 3, deviation 1; seen: 0 and 1, mean 0.5, deviation 0.5
@@ -70,7 +83,7 @@ def test_a_fall_is_a_share_of_the_highest_value_so_far_also_below_zero():
 def test_what_has_no_value_is_passed_over_and_early_steps_do_not_count():
     rl = config({"eval": {"metric": "entropy", "below": 1.0, "patience": 2, "from_step": 2, "action": "stop"}})
     state = watch(rl, [{"entropy": 0.5}, {"entropy": 0.5}, {}, {"entropy": NAN}])
-    assert state.tracks["eval"] == Track((0.5,), 0.5, 1)
+    assert state.tracks["eval"] == Track((0.5,), 0.5, 1, limit=measured(rl.limits["eval"]))
     assert watch(rl, [{"entropy": 0.5}], state, first=5).stopped.step == 5
 
 
@@ -138,3 +151,70 @@ def test_a_saved_state_resumes_unchanged():
     for cut in range(1, len(rows)):
         saved = json.loads(json.dumps(asdict(watch(rl, rows[:cut]))))
         assert watch(rl, rows[cut:], MonitorState.read(saved), first=cut + 1) == whole
+
+
+def resumed(rl: RlConfig, state: MonitorState) -> tuple[MonitorState, list[str]]:
+    """The state as another run reads it from a checkpoint."""
+    return under_limits(MonitorState.read(json.loads(json.dumps(asdict(state)))), rl.limits)
+
+
+KL = {"metric": "kl_token_mean", "above": 0.02, "action": "warn"}
+PASSED = [{"kl_token_mean": value} for value in (0.0, 0.2, 0.3, 0.25)]  # past the limit since step 2
+
+
+@pytest.mark.parametrize("patience", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("action", ["stop", "rollback"])
+def test_a_limit_that_warned_and_now_ends_the_run_ends_it_in_the_first_step_past_its_patience(action: str, patience: int):
+    state = watch(config({"mine": KL}), PASSED)
+    assert [f.step for f in state.warnings] == [2] and state.tracks["mine"].past == 3
+    rl = config({"mine": KL | {"action": action, "patience": patience}}, **{"rl.evaluation.every": 5})
+    state, words = resumed(rl, state)
+    assert words == [] and state.tracks["mine"].past == 3
+    ends = max(5, 1 + patience)
+    state = watch(rl, [{"kl_token_mean": 0.2}] * (ends - 4), state, first=5)
+    assert (state.stopped.step, state.stopped.action) == (ends, action)
+
+
+def test_a_limit_that_warned_does_not_warn_again_of_the_same_steps_when_it_is_less_patient():
+    patient = config({"mine": KL | {"patience": 4}})
+    state = watch(patient, PASSED)
+    assert state.warnings == () and state.tracks["mine"].past == 3
+    rl = config({"mine": KL | {"patience": 2}})
+    state = watch(rl, [{"kl_token_mean": 0.2}] * 3, resumed(rl, state)[0], first=5)
+    assert [f.step for f in state.warnings] == [5]
+
+
+def test_a_moved_threshold_counts_anew_and_another_metric_or_window_forgets_the_values():
+    state = watch(config({"mine": KL}), PASSED)
+    higher = config({"mine": KL | {"above": 0.1, "action": "stop", "patience": 2}})
+    there, words = resumed(higher, state)
+    assert words == ["limit mine: its threshold has changed, so that the steps past it are counted anew"]
+    assert there.tracks["mine"].values == state.tracks["mine"].values
+    assert watch(higher, [{"kl_token_mean": 0.2}] * 2, there, first=5).stopped.step == 6
+    for change in ({"metric": "entropy"}, {"window": 2}, {"from_step": 2}):
+        other, words = resumed(config({"mine": KL | change}), state)
+        assert other.tracks == {} and words == ["limit mine: what it measures has changed, so that its values begin anew"]
+    assert resumed(config({}), state) == (MonitorState.read(asdict(state) | {"tracks": {}}), [])
+
+
+def test_a_run_that_a_limit_ended_goes_on_only_when_that_limit_has_changed():
+    rl = config({"mine": KL | {"action": "stop"}})
+    state = watch(rl, PASSED[:2])
+    same, words = resumed(rl, state)
+    assert same == state and words == ["limit mine ended the run in step 2; change rl.monitor.mine to train further"]
+    for change in ({"action": "warn"}, {"above": 1.0}, {"patience": 2}, {"metric": "entropy"}):
+        on, words = resumed(config({"mine": KL | {"action": "stop"} | change}), state)
+        assert on.stopped is None and on.warnings == (state.stopped,)
+        assert words[-1] == "limit mine, which ended the run in step 2, has changed, so that the run goes on"
+
+
+def test_what_means_something_else_begins_anew_and_the_rest_is_kept():
+    limits = {"kl": KL, "score": KL | {"metric": "eval_score"}, "other": KL | {"metric": "entropy"}}
+    rl = config(limits, **{"rl.evaluation.every": 5})
+    state = watch(rl, [{"kl_token_mean": 0.3, "eval_score": 1.0, "entropy": 1.0}])
+    assert begun_anew(state, ()) == state and state.tracks.keys() == limits.keys() and state.frontier
+    kinds = {"kl_tracks": "kl", "score_tracks": "score", "tracks": "other"}
+    for kind, name in kinds.items():
+        assert limits.keys() - begun_anew(state, [kind]).tracks.keys() == {name}
+    new = begun_anew(state, ["start", "frontier"])
+    assert (new.start, new.frontier, new.tracks) == ({}, (), state.tracks)

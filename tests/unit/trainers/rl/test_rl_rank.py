@@ -207,7 +207,7 @@ KEEPING = [
     ({"rl.trainer.microbatch_tokens": 40}, {}, 0),  # several micro-batches
     ({"rl.trainer.microbatch_tokens": 20}, {}, "all"),  # more than two are too much to keep
     ({"rl.entropy_coef": 0.1}, {}, 0),
-    ({"rl.max_approx_kl": 1e-9}, {}, 0),
+    ({"rl.max_approx_kl": 1e-9, "rl.minibatch_size": 128}, {}, 0),
     ({"rl.ptx.coef": 0.5}, {}, 1),  # that of the demonstrations
     ({"rl.rollout.top_k": 20}, {}, "all"),
     ({"rl.trainer.zero_stage": 1}, {}, "all"),

@@ -62,6 +62,10 @@ def numbers(groups: list[list[ScoredRollout]]) -> list[int]:
     return [int(g[0].rollout.prompt.id) for g in groups]
 
 
+def counts(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith("drawn_score_")}
+
+
 @pytest.mark.parametrize(
     ("scores", "informative"),
     [((0.0, 1.0), True), ((1.0, 1.0), False), ((0.0, 0.0), False), ((1.0, NAN), False), ((NAN, NAN), False), ((0.0, NAN, 1.0), True),
@@ -106,20 +110,30 @@ def test_uninformative_groups_are_replaced_by_the_next_prompts():
     assert source.calls == [(10, 4, 0), (14, 2, 1), (16, 1, 2)]
     assert numbers(groups) == [10, 12, 15, 16]
     assert position == 17
-    assert metrics == {"dynamic_rounds": 3, "dropped_groups": 3}
+    assert counts(metrics) == {"dynamic_rounds": 3, "dropped_groups": 3}
 
 
 def test_after_the_last_round_the_rest_is_filled_up_informative_groups_first():
     groups, position, metrics = select(Source({3}), config(max_rounds=2), start=0)
     assert numbers(groups) == [3, 0, 1, 2]
-    assert (position, metrics) == (7, {"dynamic_rounds": 2, "dropped_groups": 3})
+    assert (position, counts(metrics)) == (7, {"dynamic_rounds": 2, "dropped_groups": 3})
+
+
+def test_scores_of_all_groups_are_named_beside_those_of_the_groups_that_are_kept():
+    rl = config()
+    groups, _, metrics = select(Source({10, 12, 15, 16}), rl, start=10)
+    # Seven groups of two, of which four have a score of 1: 4 of 14; of the four groups that are kept 4 of 8. `watched` is 0 and 1 in each.
+    assert metrics["drawn_score_mean"] == metrics["drawn_score_right"] == pytest.approx(4 / 14)
+    assert metrics["drawn_score_watched"] == 0.5
+    assert sum(s.components["right"] for group in groups for s in group) / 8 == 0.5
+    assert metrics.keys() <= set(curve_columns(rl)) and "drawn_score_mean" not in curve_columns(config(enabled=False))
 
 
 def test_a_round_that_is_enough_is_the_only_one():
     source = Source(set(range(100)))
     groups, position, metrics = select(source, config(), start=20)
     assert source.calls == [(20, 4, 0)] and numbers(groups) == [20, 21, 22, 23]
-    assert (position, metrics) == (24, {"dynamic_rounds": 1, "dropped_groups": 0})
+    assert (position, counts(metrics)) == (24, {"dynamic_rounds": 1, "dropped_groups": 0})
 
 
 class RecordingWorkers:
@@ -210,10 +224,11 @@ def test_the_disagreement_of_an_ensemble_has_a_column_and_other_figures_stay_wit
 @pytest.mark.parametrize("placement", ["reward", "loss"])
 def test_remax_needs_the_log_probabilities_of_greedy_responses_where_the_kl_is_in_the_reward(placement: str):
     workers = RecordingWorkers()
-    kl = {"rl.kl.placement": placement, "rl.kl.estimator": "k3", "rl.rollout.recomputed_fraction": 0.5}
+    fraction = 0.5 if placement == "reward" else 1.0  # with the KL in the loss the old log-probabilities are the update's
+    kl = {"rl.kl.placement": placement, "rl.kl.estimator": "k3", "rl.rollout.recomputed_fraction": fraction}
     collected = collect(workers, config(enabled=False, **{"rl.algorithm": "remax", "rl.remax.group_size": 2, **kl}))
     greedy = ["greedy", "score", "scored", *(["forward 1.0"] if placement == "reward" else [])]
-    assert workers.calls == ["generate", "score", "forward 0.5 keeping graphs", "scored", *greedy]
+    assert workers.calls == ["generate", "score", f"forward {fraction} keeping graphs", "scored", *greedy]
     assert collected.baseline.finished.tolist() == [True, True, False, False, True, True, True, True]
     logprobs = [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5], [6, 7], [6, 7]]
     assert collected.baseline.old_logprobs.tolist() == (logprobs if placement == "reward" else [[0, 0]] * 8)

@@ -12,9 +12,10 @@ import torch
 from tiny_models import tiny_params
 
 from rlhf_core.checkpoint.manifest import damage
-from rlhf_core.checkpoint.store import SaveFailed
+from rlhf_core.checkpoint.store import Origin, SaveFailed, StoreSettings
 from rlhf_core.engines.ray.actors import RoleLost
 from rlhf_core.sampling.scoring import RewardNormalizer
+from rlhf_core.trainers.rl.loop import note_if_best
 from rlhf_core.trainers.rl.monitor import Finding, MonitorState, Track
 from rlhf_core.trainers.rl.state import Best, Progress, RunStore
 from rlhf_core.trainers.rl.workers import save_lost
@@ -56,18 +57,70 @@ def test_with_a_target_the_coefficient_follows_the_divergence():
 def test_only_a_higher_finite_value_is_an_improvement():
     start = Progress.start(RL)
     assert start.improves(-5.0) and not start.improves(math.nan)
-    later = replace(start, step=4, best=Best(2, 0.5))
+    later = replace(start, step=4, best=Best(2, 0.5, "score"))
     assert later.improves(0.6) and not later.improves(0.5) and not later.improves(math.nan)
 
 
 def test_state_comes_back_as_it_was(tmp_path: Path):
     found = Finding("kl", "kl_mean", 7, 1 / 7, 0.1, "stop", "step 7: ...")
     monitor = MonitorState({"kl": Track((0.1, 1 / 7), 1 / 7, 2)}, {"score": (0.1, 0.2)}, ((0.0, 0.5), (1 / 3, 0.6)), (found,), found)
-    progress, before = Progress(7, 1234, 0.1 + 0.2, Best(6, 1 / 3), monitor), normalizer(0.1, 0.7, 2.0)
+    progress, before = Progress(7, 1234, 0.1 + 0.2, Best(6, 1 / 3, "score"), monitor), normalizer(0.1, 0.7, 2.0)
     progress.write(tmp_path / "driver.json", before)
     after = normalizer()
     assert Progress.read(tmp_path / "driver.json", after) == progress
     assert after.moments == before.moments
+
+
+def test_the_best_by_another_metric_is_not_compared_with(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """A judge's share of 0.7083 is above any value of a scorer that is never above 0."""
+    scorers = [*(s.model_dump() for s in RL.reward.scorers), {"name": "judge", "kind": "judge", "weight": 0.0}]
+    scorers.append({"name": "len", "kind": "length", "target_length": 8, "weight": 0.0})
+    evaluation = {"every": 1, "prompts": 48, "keep_best": True}
+    judge, length = (
+        tiny_params(**{"rl.reward.scorers": scorers, "rl.evaluation": evaluation | {"metric": metric}}).rl for metric in ("judge", "len")
+    )
+    begun = note_if_best(replace(Progress.start(judge), step=1), {"eval_judge": 0.7083, "eval_len": -0.4}, judge)
+    begun.write(tmp_path / "driver.json", normalizer(1.0, 2.0))
+    before = Progress.read(tmp_path / "driver.json", normalizer())
+    assert before.resumed(judge) == before and before.best == Best(1, 0.7083, "judge")
+    after = before.resumed(length)
+    assert after.best is None
+    assert caplog.messages == ["rl: the best policy by judge so far, of step 1, isn't compared with later ones"]
+    for step, value in ((5, -0.2), (6, -0.151042), (7, -0.16)):
+        after = note_if_best(replace(after, step=step), {"eval_judge": 0.1, "eval_len": value}, length)
+    assert after.best == Best(6, -0.151042, "len")
+
+
+def test_state_begins_anew_where_it_means_something_else():
+    monitor = MonitorState(start={"score": (0.1, 0.2)}, frontier=((0.0, 0.5),))
+    adapted = tiny_params(**{"rl.kl.target": 2.0, "rl.kl.coef": 0.4}).rl
+    progress = Progress(7, 70, 0.123, Best(6, 0.5, "score"), monitor)
+    assert progress.resumed(adapted) == progress
+    assert progress.resumed(RL).kl_coef == RL.kl.coef, "one that isn't adapted is always the configuration's"
+    assert progress.resumed(adapted, ["kl_coef", "best", "start", "frontier"]) == Progress(7, 70, 0.4, None, MonitorState())
+
+
+def test_a_checkpoint_of_other_work_says_what_begins_anew_also_after_a_second_change(tmp_path: Path):
+    first, second, third = (Origin(config=name) for name in "123")
+    scores = ((first, {}), (second, {"accepted": (first,), "begun_anew": (("best",),)}))
+    for step, (origin, how) in enumerate(scores, start=1):
+        store = RunStore(tmp_path, StoreSettings(origin=origin, **how))
+        store.write(Progress(step, 0, 0.1, Best(step, 9.0, "score")), normalizer(1.0, 2.0), write_rank(""), score=9.0)
+        store.publish()
+        store.wait()
+    kept = {"accepted": (first, second), "begun_anew": (("best",), ("kl_coef",))}
+    settings = StoreSettings(origin=third, keep_best=1, **kept)
+    assert settings.changed_since(first) == {"best", "kl_coef"} and settings.changed_since(second) == {"kl_coef"}
+    assert settings.changed_since(third) == frozenset()
+    assert RunStore(tmp_path, settings).load(RL, normalizer(), lambda found: None).best == Best(2, 9.0, "score")
+    anew = StoreSettings(origin=third, accepted=(first, second), begun_anew=((), ("best",)), keep_best=1)
+    store = RunStore(tmp_path, anew)
+    assert store.load(RL, normalizer(), lambda found: None).best is None
+    for step in (3, 4, 5, 6):  # a lower score, of this work, is the best that is kept
+        store.write(Progress(step, 0, 0.1, None), normalizer(1.0, 2.0), write_rank(""), score=1.0 / step)
+        store.publish()
+        store.wait()
+    assert steps(tmp_path) == [3, 5, 6]
 
 
 def test_a_run_ends_with_its_last_step_or_by_a_limit():
@@ -79,7 +132,7 @@ def test_a_run_ends_with_its_last_step_or_by_a_limit():
 
 
 def test_no_checkpoint_is_no_progress(tmp_path: Path):
-    assert RunStore(tmp_path).load(normalizer(), write_rank("")) is None
+    assert RunStore(tmp_path).load(RL, normalizer(), write_rank("")) is None
 
 
 def steps(folder: Path) -> list[int]:
@@ -90,7 +143,7 @@ def run(folder: Path, best: dict[int, int]) -> RunStore:
     """A run that saves after each of these steps; the policy of the other step is the best by then."""
     store = RunStore(folder)
     for step, of in best.items():
-        save(store, Progress(step, 10 * step, 0.1, Best(of, float(of))), normalizer(1.0, 2.0), write_rank(f"step {step}"))
+        save(store, Progress(step, 10 * step, 0.1, Best(of, float(of), "score")), normalizer(1.0, 2.0), write_rank(f"step {step}"))
     return store
 
 
@@ -112,8 +165,8 @@ def test_a_best_checkpoint_stays_while_an_older_checkpoint_needs_it(tmp_path: Pa
     assert steps(tmp_path) == [1, 3, 4]
     (tmp_path / "checkpoints/step-4/rank").write_text("torn")
     loaded = []
-    progress = RunStore(tmp_path).load(normalizer(), lambda found: loaded.append((found.folder / "rank").read_text()))
-    assert (progress.step, progress.best, loaded) == (3, Best(1, 1.0), ["step 3"])
+    progress = RunStore(tmp_path).load(RL, normalizer(), lambda found: loaded.append((found.folder / "rank").read_text()))
+    assert (progress.step, progress.best, loaded) == (3, Best(1, 1.0, "score"), ["step 3"])
     run(tmp_path, {5: 4, 6: 4, 7: 4})
     assert steps(tmp_path) == [4, 6, 7]
 
@@ -124,7 +177,7 @@ def test_checkpoints_whose_best_one_is_damaged_are_passed_over(tmp_path: Path, c
     assert steps(tmp_path) == [2, 3]
     torn = tmp_path / "checkpoints/step-2"
     (torn / "rank").write_text("torn") if how == "damaged" else torn.rename(tmp_path / "away")
-    assert RunStore(tmp_path).load(normalizer(), lambda found: None) is None
+    assert RunStore(tmp_path).load(RL, normalizer(), lambda found: None) is None
     assert "checkpoint of step 3: its best checkpoint, of step 2: expected" in caplog.text
     with pytest.raises(SaveFailed, match=r"checkpoint of step 2: expected .*; run again: the stage resumes from one before it"):
         store.of_step(2)
@@ -138,7 +191,7 @@ def test_what_is_checked_by_ranks_together_is_passed_over_when_one_finds_damage(
         checked.append(folder.name)
         return "expected rng-1.pt as it was written, got other content" if folder.name == "step-2" else damage(folder)
 
-    progress = RunStore(tmp_path, check=check).load(normalizer(), lambda found: None)
+    progress = RunStore(tmp_path, check=check).load(RL, normalizer(), lambda found: None)
     assert (progress.step, checked) == (1, ["step-2", "step-1"])
 
 

@@ -90,7 +90,7 @@ def test_an_update_equals_a_plain_step(
 ):
     """Row 3 could not be scored: its mask is empty, and it is in no denominator."""
     options = {"rl.policy_loss": policy_loss, "rl.loss_aggregation": aggregation, "rl.dual_clip": dual_clip}
-    rank = connected(model_folders, **options, **{"rl.trainer.microbatch_tokens": 30})
+    rank = connected(model_folders, **options, **{"rl.trainer.microbatch_tokens": 30, "rl.minibatch_size": 128})
     policy, critic = load_language_model(model_folders[0]), load_scalar_model(model_folders[1])
     batch = train_batch(8, unscored=(3,))
     if policy_loss == "gspo":  # one advantage for each response
@@ -262,7 +262,7 @@ def near(rank: TrainerRank, *, seed: int) -> TrainBatch:
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_minibatch_too_far_from_the_sampling_policy_ends_the_steps_updates(tmp_path: Path, model_folders: tuple[Path, Path], stage: int):
     """It and those after it leave no trace: not now, and not in the next step."""
-    options = {"rl.max_approx_kl": 0.5, "rl.trainer.zero_stage": stage, "rl.ptx.coef": 0.5}
+    options = {"rl.max_approx_kl": 0.5, "rl.minibatch_size": 128, "rl.trainer.zero_stage": stage, "rl.ptx.coef": 0.5}
     stopped, undisturbed = connected(model_folders, **options), connected(model_folders, **options)
     first = whole(near(stopped, seed=1), demonstrations(3, seed=1))
     distant, third = whole(far(train_batch(seed=2)), demonstrations(3, seed=2)), whole(train_batch(seed=3), demonstrations(3, seed=3))
@@ -308,12 +308,12 @@ def test_the_limit_is_on_the_mean_of_the_minibatch(model_folders: tuple[Path, Pa
     measured = update(connected(model_folders), [batch])
     mean = measured["approx_kl_sum"] / measured["tokens"]
     for limit, stops in ((mean * 0.999, 1), (mean * 1.001, 0)):
-        assert update(connected(model_folders, **{"rl.max_approx_kl": limit}), [batch])["stopped_early"] == stops
+        assert update(connected(model_folders, **{"rl.max_approx_kl": limit, "rl.minibatch_size": 128}), [batch])["stopped_early"] == stops
 
 
 def test_while_the_critic_warms_up_the_policy_stands_still(tmp_path: Path, model_folders: tuple[Path, Path]):
     """The critic learns what it learns beside the policy; afterwards the policy starts at the beginning of its own schedule."""
-    options = {"rl.ptx.coef": 0.5, "rl.max_approx_kl": 1e-9}
+    options = {"rl.ptx.coef": 0.5, "rl.max_approx_kl": 1e-9, "rl.minibatch_size": 128}
     warming, both = connected(model_folders, **options), connected(model_folders)
     batches = [whole(train_batch(seed=k), demonstrations(3, seed=k)) for k in range(2)]
     totals, expected = update(warming, batches, train_policy=False), update(both, batches)
