@@ -11,6 +11,7 @@ sends SIGTERM) and after SIGKILL (it resumes from the last checkpoint).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import math
 import os
@@ -20,18 +21,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.checkpoint.manifest import MANIFEST
 from rlhf_core.checkpoint.store import Origin, SaveFailed, StoreSettings
-from rlhf_core.config import ConfigError, Params, load_params, reordering_shown
+from rlhf_core.config import ConfigError, Params, reordering_shown
 from rlhf_core.environment import keep_visible, of_stage
 from rlhf_core.paths import CURVES, PLOTS, POLICY_MODEL, REWARD_MODEL, SCRATCH, SOURCES, STAGE_METRICS, STATE_DIGESTS
-from rlhf_core.process import STOPPED_BY_SIGNAL, Interrupted, configure_process, end_with_parent, show_own_log
+from rlhf_core.process import STOPPED_BY_SIGNAL, Interrupted, beside, configure_process, end_with_parent, show_own_log
 from rlhf_core.progress import name_stage
 from rlhf_core.stage.files import lock_file, publish_model, read_json, write_json
-from rlhf_core.stage.scratch import input_hashes, metrics_path, prepare_scratch, read_work
+from rlhf_core.stage.reading import Reading
+from rlhf_core.stage.scratch import input_hashes, metrics_path, prepare_scratch, remove_checkpoints
 
 if TYPE_CHECKING:
     from rlhf_core.models.card import CardFacts
@@ -95,6 +98,7 @@ class Stage:
         self._resumable = resumable
         self._stop = threading.Event()
         self._at_success: list[Callable[[], None]] = []
+        self._watching = contextlib.ExitStack()
         configure_process()
         show_own_log()
 
@@ -102,10 +106,11 @@ class Stage:
         end_with_parent()  # `exec` in dvc.yaml makes DVC the parent, not a shell
         signal.signal(signal.SIGTERM, self._on_stop)
         try:
-            self.params: Params = load_params()
-            self.work = read_work(self.name, self._round_number)
+            self._reading = Reading(self.name, self._round_number)
         except ConfigError as error:
             self._exit(str(error))
+        self.params: Params = self._reading.params
+        self.work = self._reading.work
         self._hide_secrets()
         name_stage(self.name)
         self.scratch = SCRATCH / self.name / self.work.folder_name
@@ -118,15 +123,20 @@ class Stage:
             self._exit(str(error))
         self._started = time.monotonic()
         self._check_memory()
+        self._watching.enter_context(beside(partial(self._reading.watch, self._has_checkpoint)))
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
+        self._watching.close()
         if error is None:
+            self._refuse_changes()
             self._note_where_it_began()
             self._keep_digests()
             for call in self._at_success:
                 call()
             shutil.rmtree(self.scratch, ignore_errors=True)
+            self._refuse_changes()  # again, since removing checkpoints may take seconds
+            self._reading.record()
         self._lock.close()
         if error is None:
             log.info("%s: done in %.1f s", self.name, time.monotonic() - self._started)
@@ -144,8 +154,30 @@ class Stage:
             log.error("%s: crashed", self.name, exc_info=error)
             sys.exit(CRASHED)
 
-    def _has_checkpoint(self) -> bool:
-        return any(self.scratch.glob(f"*/step-*/{MANIFEST}"))
+    def _has_checkpoint(self, since: int = 0) -> bool:
+        """Whether a checkpoint was written after `since` (ns)."""
+        for manifest in self.scratch.glob(f"*/step-*/{MANIFEST}"):
+            with contextlib.suppress(FileNotFoundError):  # an old one, just removed
+                if manifest.stat().st_mtime_ns > since:
+                    return True
+        return False
+
+    def _refuse_changes(self) -> None:
+        """Fail if params, code or data aren't as at the start, since DVC would record them as those that the stage has read."""
+        changes = self._reading.changes()
+        if not (found := changes.shown()):
+            return
+        if (changes.files or changes.written) and not self._reading.loaded:
+            remove_checkpoints(self.scratch, since=self._reading.began)
+        self._lock.close()
+        again = "run it again" + ", which resumes from the checkpoint" * self._has_checkpoint()
+        if not changes.lines:  # a retry may succeed
+            log.error("%s: expected nobody to write what the stage reads, got: %s; nothing is recorded, %s", self.name, found, again)
+            sys.exit(CRASHED)
+        self._exit(
+            f"expected params, code and data as at the stage's start, got changes: {found}; nothing is recorded. To get these results, undo "
+            f"that and {again}. To use what is there now, only run it again. A named run (--run) has a folder in which nobody edits"
+        )
 
     def _hide_secrets(self) -> None:
         """Remove environment variables that the stage may not see; a user's shell that starts DVC may hold secrets."""
