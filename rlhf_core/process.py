@@ -35,6 +35,7 @@ PROCESS_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # otherwise each engine logs how it binds its memory
     "DS_LOG_LEVEL": "error",
+    "PYTHONUTF8": "1",  # paths and texts are UTF-8, whatever the locale
     # How long a waiting OpenMP thread spins before it sleeps. Never: a step on two idle cores takes 1.5 times as long. The default,
     # a hundred times this: ten times as long whenever another process is busy on the same cores. docs/performance.md has the trade.
     "GOMP_SPINCOUNT": "3000",
@@ -45,6 +46,14 @@ PROCESS_ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
 }
 
+
+# Set in a git hook, and by users who keep the repository elsewhere; they could name another repository than the project's folder.
+GIT_PLACES = frozenset(
+    (
+        *("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY"),
+        *("GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_NAMESPACE", "GIT_PREFIX"),
+    )
+)
 
 IMPORT_THRESHOLD = 100_000  # new objects between two garbage collections while modules are imported
 DEFAULT_THRESHOLD = gc.get_threshold()
@@ -90,6 +99,11 @@ def hush_libraries() -> None:
     calls: PEFT imports it for every adapter, and rlhf_core/models/lora.py multiplies by dequantized weights.
     """
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+def without_git_places() -> dict[str, str]:
+    """This process's environment, in which a git command finds the repository of its working folder."""
+    return {name: value for name, value in os.environ.items() if name not in GIT_PLACES}
 
 
 def collect_rarely() -> None:

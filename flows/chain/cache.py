@@ -36,8 +36,8 @@ def _run(stage: str, workspace: Path, **how: Any) -> StageResult:
     if result.outcome == "ran" and (changed := remove_unread(stage, workspace, began)) is not None:
         raise StageFailed(
             stage,
-            f"{stage}: expected params, code and data as at the stage's start, got changes as it ended: {changed}; what DVC recorded is removed. "
-            "To get these results, undo that and run it again. To use what is there now, only run it again",
+            f"{stage}: expected params, code and data as at the stage's start, got changes as it ended: {changed}; what DVC recorded is "
+            "removed. To get these results, undo that and run it again. To use what is there now, only run it again",
             refused=True,
         )
     return result

@@ -28,7 +28,7 @@ from flows.chain.children import Lines, stop_session
 from rlhf_core import config
 from rlhf_core.config import ConfigError, shown
 from rlhf_core.environment import keep_visible, of_stage
-from rlhf_core.process import PROCESS_ENVIRONMENT, end_with_parent, module_command
+from rlhf_core.process import PROCESS_ENVIRONMENT, end_with_parent, module_command, without_git_places
 from rlhf_core.progress import is_end, is_progress
 from rlhf_core.provenance.inputs import read_inputs, read_recorded
 
@@ -171,8 +171,7 @@ def dvc_environment(workspace: Path) -> dict[str, str]:
     """Environment of DVC commands that run no stage. It keeps the credentials of DVC's remotes and drops Prefect's settings, including its
     password. This interpreter is first on PATH, and the workspace's code is first on PYTHONPATH.
     """
-    hidden = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "VIRTUAL_ENV")
-    inherited = {k: v for k, v in os.environ.items() if k not in hidden and not k.startswith("PREFECT_")}
+    inherited = {k: v for k, v in without_git_places().items() if k != "VIRTUAL_ENV" and not k.startswith("PREFECT_")}
     path = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)])
     code = os.pathsep.join(filter(None, [str(workspace.resolve()), inherited.get("PYTHONPATH")]))
     return {**PROCESS_ENVIRONMENT, **inherited, "PATH": path, "PYTHONPATH": code, "PYTHONUNBUFFERED": "1"}
@@ -196,9 +195,9 @@ def unchanged(workspace: Path, stages: list[str]) -> list[str]:
 def _changed(workspace: Path, *stages: str) -> set[str] | None:
     """Which of these stages (none given: all) are outdated; None: DVC failed or took too long."""
     command = module_command("dvc", "status", "--json", *stages)
-    how = {"cwd": workspace, "env": dvc_environment(workspace), "timeout": STATUS_DEADLINE}
+    how = {"cwd": workspace, "env": dvc_environment(workspace), "timeout": STATUS_DEADLINE, "encoding": "utf-8"}
     with suppress(subprocess.TimeoutExpired, json.JSONDecodeError):
-        done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
+        done = subprocess.run(command, capture_output=True, check=False, **how)
         return set(with_something_to_do(workspace, json.loads(done.stdout))) if done.returncode == 0 else None
     return None
 
@@ -266,7 +265,7 @@ def _repro(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
         errors="replace",
         start_new_session=True,
         preexec_fn=partial(end_with_parent, os.getpid()),

@@ -1,7 +1,7 @@
 """What a stage reads at its start, and whether it is still there at its end.
 
-DVC hashes params and dependencies when a stage has ended. A file that is edited meanwhile would be recorded as the one that the stage read, and
-DVC's run cache would give the results to every later run with the edited file. So a stage with such an edit fails, and DVC records nothing.
+DVC hashes params and dependencies when a stage has ended. A file that is edited meanwhile would be recorded as the one that the stage read,
+and DVC's run cache would give the results to every later run with the edited file. So such a stage fails, and DVC records nothing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ log = logging.getLogger("rlhf")
 class Changes:
     """What isn't as at the stage's start, one line each.
 
-    values: params. files: code and data. written: files that were written meanwhile and are as at the start again: a process that started or
-    read late may have read something else.
+    values: params. files: code and data. written: files that were written meanwhile and are as at the start again; a process that started
+    late may have read something else.
     """
 
     values: list[str]
@@ -71,8 +71,8 @@ class Reading:
         self.work = hash_work(definition, stage_files(definition, stage), tree)
         if changed := changed_inputs(self._inputs):
             raise ConfigError(
-                f"{INPUTS}: expected the hashes of what this stage reads, got others for {'; '.join(changed[:SHOWN])}; it was edited after stage "
-                "hash_inputs: run the chain or `dvc repro` again"
+                f"{INPUTS}: expected the hashes of what this stage reads, got others for {'; '.join(changed[:SHOWN])}; it was edited after "
+                "stage hash_inputs: run the chain or `dvc repro` again"
             )
 
     @property

@@ -175,8 +175,8 @@ class Stage:
             log.error("%s: expected nobody to write what the stage reads, got: %s; nothing is recorded, %s", self.name, found, again)
             sys.exit(CRASHED)
         self._exit(
-            f"expected params, code and data as at the stage's start, got changes: {found}; nothing is recorded. To get these results, undo "
-            f"that and {again}. To use what is there now, only run it again. A named run (--run) has a folder in which nobody edits"
+            f"expected params, code and data as at the stage's start, got changes: {found}; nothing is recorded. To get these results, "
+            f"undo that and {again}. To use what is there now, only run it again. A named run (--run) has a folder in which nobody edits"
         )
 
     def _hide_secrets(self) -> None:

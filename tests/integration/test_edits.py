@@ -1,4 +1,4 @@
-"""Params, code and data edited while a stage runs: nothing is recorded of it, by DVC alone and by the flow, and nothing of the work is lost."""
+"""Params, code and data edited while a stage runs: DVC alone and the flow record nothing, and no work is lost."""
 
 from __future__ import annotations
 
