@@ -12,8 +12,9 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import NoReturn
 
 # No usage statistics, network access only on request, fewer log lines, and threads that don't spin.
@@ -61,6 +62,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
+SOCKET_BYTES = 107  # of a socket's path on Linux
+VLLM_SOCKET = 36  # bytes of the name of a socket of vLLM, a UUID
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
 STOPPED_BY_SIGNAL = 128 + signal.SIGTERM  # exit code after a stop by SIGTERM; a shell reports the same
 
 
@@ -81,6 +86,31 @@ def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
         thread.join()
 
 
+def bypass_proxies(environment: MutableMapping[str, str]) -> None:
+    """Name this machine in no_proxy, where a proxy is set: Ray's head and Prefect's server are asked at its loopback address."""
+    if any(environment.get(name) for proxy in ("http_proxy", "https_proxy", "all_proxy") for name in (proxy, proxy.upper())):
+        named = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
+        hosts = [host for host in named.split(",") if host.strip()]
+        environment["no_proxy"] = environment["NO_PROXY"] = ",".join(dict.fromkeys([*hosts, *LOOPBACK]))
+
+
+def socket_folder(room: int) -> str:
+    """The temporary folder, or a usual one with a shorter path where sockets in it couldn't be opened.
+
+    Args:
+        room: bytes of a socket's path below the folder.
+    Raises:
+        OSError: all paths are too long, or can't be written.
+    """
+    for folder in (tempfile.gettempdir(), "/tmp", "/var/tmp", f"/run/user/{os.getuid()}", "/dev/shm"):
+        if len(os.fsencode(folder)) + 1 + room <= SOCKET_BYTES and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    raise OSError(
+        f"temporary folder: expected a path of at most {SOCKET_BYTES - 1 - room} bytes for sockets, got {tempfile.gettempdir()}, and no "
+        "other that can be written; set TMPDIR to a shorter one"
+    )
+
+
 def configure_process() -> None:
     """Set the environment of this process and its children (a variable that is already set wins) and garbage collection for imports.
 
@@ -88,6 +118,10 @@ def configure_process() -> None:
     """
     for name, value in PROCESS_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    bypass_proxies(os.environ)
+    with contextlib.suppress(OSError):  # refused where a socket is needed
+        if (folder := socket_folder(VLLM_SOCKET)) != tempfile.gettempdir():
+            os.environ.setdefault("VLLM_RPC_BASE_PATH", folder)
     hush_libraries()
     collect_rarely()
     atexit.unregister(gc.freeze)

@@ -28,7 +28,7 @@ from flows.chain.children import Lines, stop_session
 from rlhf_core import config
 from rlhf_core.config import ConfigError, shown
 from rlhf_core.environment import keep_visible, of_stage
-from rlhf_core.process import PROCESS_ENVIRONMENT, end_with_parent, module_command, without_git_places
+from rlhf_core.process import PROCESS_ENVIRONMENT, bypass_proxies, end_with_parent, module_command, without_git_places
 from rlhf_core.progress import is_end, is_progress
 from rlhf_core.provenance.inputs import read_inputs, read_recorded
 
@@ -174,7 +174,9 @@ def dvc_environment(workspace: Path) -> dict[str, str]:
     inherited = {k: v for k, v in without_git_places().items() if k != "VIRTUAL_ENV" and not k.startswith("PREFECT_")}
     path = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)])
     code = os.pathsep.join(filter(None, [str(workspace.resolve()), inherited.get("PYTHONPATH")]))
-    return {**PROCESS_ENVIRONMENT, **inherited, "PATH": path, "PYTHONPATH": code, "PYTHONUNBUFFERED": "1"}
+    bypass_proxies(inherited)
+    # DVC starts stages with SHELL, which may be no shell, as for service accounts, or another language.
+    return {**PROCESS_ENVIRONMENT, **inherited, "PATH": path, "PYTHONPATH": code, "PYTHONUNBUFFERED": "1", "SHELL": "/bin/sh"}
 
 
 def up_to_date(workspace: Path, *stages: str) -> bool:
