@@ -31,6 +31,7 @@ from rlhf_core.environment import keep_visible, of_stage
 from rlhf_core.process import PROCESS_ENVIRONMENT, bypass_proxies, end_with_parent, module_command, without_git_places
 from rlhf_core.progress import is_end, is_progress
 from rlhf_core.provenance.inputs import read_inputs, read_recorded
+from rlhf_core.stage.scratch import SHOWN, Work
 
 Outcome = Literal["ran", "cached", "restored"]
 LineHandler = Callable[[str], None]
@@ -165,6 +166,31 @@ def check_chosen(order: list[str], *, force: str | None, until: str | None) -> N
 def stages_until(order: list[str], until: str | None) -> list[str]:
     """The stages up to and including `until`; None: all."""
     return order if until is None else order[: order.index(until) + 1]
+
+
+def tracked_params(workspace: Path) -> Work:
+    """The sections of params.yaml that stages depend on."""
+    tree = config.read_yaml(workspace / "params.yaml")
+    return Work("", {section: values for section, values in tree.items() if section not in config.UNTRACKED_SECTIONS}, {})
+
+
+def check_params(workspace: Path, stage: str, begun: Work) -> None:
+    """Check before a stage that params.yaml is as when the flow began; else the chain would be one of two halves.
+
+    Raises:
+        StageFailed: it was edited.
+    """
+    try:
+        changed = tracked_params(workspace).value_differences(begun)
+    except ConfigError as error:
+        changed = [str(error)]
+    if changed:
+        raise StageFailed(
+            stage,
+            f"{stage}: expected params.yaml as at the flow's start, got changes: {'; '.join(changed[:SHOWN])}; undo that and run it again, "
+            "or only run it again, which repeats the stages that read these values",
+            refused=True,
+        )
 
 
 def dvc_environment(workspace: Path) -> dict[str, str]:

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import rlhf_core
 from rlhf_core.checkpoint.manifest import MANIFEST
 from rlhf_core.checkpoint.store import Origin, SaveFailed, StoreSettings
 from rlhf_core.config import ConfigError, Params, reordering_shown
@@ -103,6 +104,8 @@ class Stage:
         show_own_log()
 
     def __enter__(self) -> Stage:
+        if (got := foreign_code()) is not None:
+            self._exit(f"code: expected rlhf_core of this folder, got {got}; unset PYTHONSAFEPATH and PYTHONPATH, or run in that folder")
         end_with_parent()  # `exec` in dvc.yaml makes DVC the parent, not a shell
         signal.signal(signal.SIGTERM, self._on_stop)
         try:
@@ -299,6 +302,12 @@ class Stage:
         for line in message.splitlines():
             print(f"{self.name}: {reordering_shown(line)}", file=sys.stderr, flush=True)
         sys.exit(REFUSED)
+
+
+def foreign_code() -> Path | None:
+    """Where this code is, if the working folder has code of its own, whose hashes DVC would record; None: the code is of this folder."""
+    here, running = Path("rlhf_core/__init__.py"), Path(rlhf_core.__file__)
+    return running.parent if here.exists() and not here.samefile(running) else None
 
 
 def steps_at_the_end(steps: int) -> int:

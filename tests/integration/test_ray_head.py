@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def elsewhere(temporary: Path) -> dict[str, str]:
-    """A user's environment that leads elsewhere: a proxy, which doesn't answer, also for this machine, another cluster, git's own folders."""
+    """A user's environment that leads elsewhere: a dead proxy, also for this machine, another cluster, another repository."""
     (nobody,) = free_ports(1)
     proxy = f"http://127.0.0.1:{nobody}"
     own = {key: value for key, value in os.environ.items() if key.lower() != "no_proxy"}
