@@ -11,6 +11,7 @@ sends SIGTERM) and after SIGKILL (it resumes from the last checkpoint).
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import logging
 import math
@@ -65,11 +66,25 @@ def round_argument(about: str | None) -> int:
 
 
 def stage_arguments(about: str | None) -> argparse.ArgumentParser:
-    """A parser with the docstring of the stage's module as help."""
+    """A parser with the docstring of the stage's module as help. To be called before large imports, whose exit functions then run first."""
+    atexit.register(_leave)
     module = sys.modules["__main__"].__spec__
     how = {"description": about, "epilog": "params.yaml has the stage's settings.", "allow_abbrev": False}
     name = None if module is None else f"python -m {module.name}"
     return argparse.ArgumentParser(prog=name, formatter_class=argparse.RawDescriptionHelpFormatter, **how)
+
+
+def _leave() -> None:
+    """Exit function of a stage that has succeeded: compare once more what it has read, and exit at once. The end of torch and other modules
+    would take half a second, in which an edit went unnoticed before DVC hashes the files.
+    """
+    if Stage.finished is None or hasattr(sys, "last_value"):  # or an exception followed
+        return
+    code = Stage.finished.refusal_of_changes()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code or 0)
 
 
 class StageFailed(RuntimeError):
@@ -91,7 +106,10 @@ class Stage:
         work: the stage's command, params and hashes of its dependencies.
         resumed_from: the other work whose checkpoints it took over (checkpoints.resume_from), oldest first.
         scratch: folder of this work alone, outside the stage's outputs, which DVC deletes; removed when the stage succeeds.
+        finished: the stage of this process that has succeeded; None: none has.
     """
+
+    finished: Stage | None = None
 
     def __init__(self, name: str, *, resumable: bool = True, round_number: int | None = None):
         self.name = name if round_number is None else f"{name}@{round_number}"
@@ -132,14 +150,16 @@ class Stage:
     def __exit__(self, kind, error, traceback) -> None:
         self._watching.close()
         if error is None:
-            self._refuse_changes()
+            if (code := self.refusal_of_changes()) is not None:
+                self._lock.close()
+                sys.exit(code)
             self._note_where_it_began()
             self._keep_digests()
             for call in self._at_success:
                 call()
             shutil.rmtree(self.scratch, ignore_errors=True)
-            self._refuse_changes()  # again, since removing checkpoints may take seconds
             self._reading.record()
+            Stage.finished = self
         self._lock.close()
         if error is None:
             log.info("%s: done in %.1f s", self.name, time.monotonic() - self._started)
@@ -165,22 +185,24 @@ class Stage:
                     return True
         return False
 
-    def _refuse_changes(self) -> None:
-        """Fail if params, code or data aren't as at the start, since DVC would record them as those that the stage has read."""
+    def refusal_of_changes(self) -> int | None:
+        """The exit code, with a message, if params, code or data aren't as at the start: DVC would record them as those that the stage has
+        read.
+        """
         changes = self._reading.changes()
         if not (found := changes.shown()):
-            return
+            return None
         if (changes.files or changes.written) and not self._reading.loaded:
             remove_checkpoints(self.scratch, since=self._reading.began)
-        self._lock.close()
         again = "run it again" + ", which resumes from the checkpoint" * self._has_checkpoint()
         if not changes.lines:  # a retry may succeed
             log.error("%s: expected nobody to write what the stage reads, got: %s; nothing is recorded, %s", self.name, found, again)
-            sys.exit(CRASHED)
-        self._exit(
+            return CRASHED
+        self._tell(
             f"expected params, code and data as at the stage's start, got changes: {found}; nothing is recorded. To get these results, "
             f"undo that and {again}. To use what is there now, only run it again. A named run (--run) has a folder in which nobody edits"
         )
+        return REFUSED
 
     def _hide_secrets(self) -> None:
         """Remove environment variables that the stage may not see; a user's shell that starts DVC may hold secrets."""
@@ -299,9 +321,12 @@ class Stage:
         self._lock.flush()
 
     def _exit(self, message: str) -> None:
+        self._tell(message)
+        sys.exit(REFUSED)
+
+    def _tell(self, message: str) -> None:
         for line in message.splitlines():
             print(f"{self.name}: {reordering_shown(line)}", file=sys.stderr, flush=True)
-        sys.exit(REFUSED)
 
 
 def foreign_code() -> Path | None:

@@ -58,7 +58,7 @@ def test_params_edited_between_two_stages_stop_the_flow_unless_no_stage_reads_th
         check_params(project, "train_reward", begun)
     assert failed.value.refused
     (project / "params.yaml").write_text("sft: {")
-    with pytest.raises(StageFailed, match="got changes: .*params.yaml: expected YAML"):
+    with pytest.raises(StageFailed, match=r"got changes: .*params.yaml: expected YAML"):
         check_params(project, "train_reward", begun)
 
 

@@ -182,6 +182,23 @@ def test_a_stage_whose_data_was_written_before_its_first_checkpoint_was_seen_fai
     assert "step None" in begin("finish").communicate(timeout=60)[0]
 
 
+@pytest.mark.parametrize(
+    ("ending", "code", "message"),
+    [
+        ("atexit.register(print, 'last')", 0, "last\n"),
+        ("atexit.register(Path('inputs/rows').write_text, '2')", REFUSED, "got changes: data: inputs/rows changed; nothing is recorded"),
+        ("raise RuntimeError('afterwards')", 1, "RuntimeError: afterwards"),
+    ],
+)
+def test_a_stage_looks_once_more_as_its_process_ends(workspace, ending, code, message):
+    lines = ("import atexit", "from pathlib import Path", "from rlhf_core.stage.run import Stage, no_arguments", "no_arguments(None)")
+    (workspace / "work.py").write_text("\n".join([*lines, "with Stage('train_sft'):", "    pass", ending]))
+    command = [sys.executable, "work.py"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    assert done.returncode == code and message in done.stdout + done.stderr, done.stderr
+    assert "train_sft: done in " in done.stdout
+
+
 def test_code_of_another_folder_is_refused(workspace):
     (workspace / "rlhf_core").mkdir()
     (workspace / "rlhf_core/__init__.py").write_text("")
