@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flows.chain.command_line import run_flow
+from flows.chain.command_line import check_given_server, run_flow
 from flows.chain.locks import only_flow
 from flows.chain.overrides import check
 from flows.chain.pins import prepare_run
@@ -90,6 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     show_own_log()
     root, options = Path.cwd(), parse_arguments(arguments)
     try:
+        check_given_server()
         overrides, name = choose(root, options)
         with only_flow(root, name):
             stages = stages_until(stage_order(root), options.until)

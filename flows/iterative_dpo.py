@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flows.chain.command_line import run_flow
+from flows.chain.command_line import check_given_server, run_flow
 from flows.chain.updates import check_run
 from flows.chain.user_files import check_user_files
 from flows.full_pipeline import FAILED, GATE_REJECTED, INTERRUPTED, REFUSED, show_own_log
@@ -58,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     show_own_log()
     root, options = Path.cwd(), parse_arguments(arguments)
     try:
+        check_given_server()
         overrides = with_recipes(options.recipes, dict(map(parse_assignment, options.assignments)))
         params = check_run(root, options.series, overrides, rounds=True)
         check_user_files(root, options.series, params, rounds=True)  # the flow checks too, but only after Prefect is imported

@@ -12,8 +12,9 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import NoReturn
 
 # No usage statistics, network access only on request, fewer log lines, and threads that don't spin.
@@ -35,6 +36,7 @@ PROCESS_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # otherwise each engine logs how it binds its memory
     "DS_LOG_LEVEL": "error",
+    "PYTHONUTF8": "1",  # paths and texts are UTF-8, whatever the locale
     # How long a waiting OpenMP thread spins before it sleeps. Never: a step on two idle cores takes 1.5 times as long. The default,
     # a hundred times this: ten times as long whenever another process is busy on the same cores. docs/performance.md has the trade.
     "GOMP_SPINCOUNT": "3000",
@@ -46,11 +48,23 @@ PROCESS_ENVIRONMENT = {
 }
 
 
+# Set in a git hook, and by users who keep the repository elsewhere; they could name another repository than the project's folder.
+GIT_PLACES = frozenset(
+    (
+        *("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY"),
+        *("GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_NAMESPACE", "GIT_PREFIX"),
+    )
+)
+
 IMPORT_THRESHOLD = 100_000  # new objects between two garbage collections while modules are imported
 DEFAULT_THRESHOLD = gc.get_threshold()
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
+
+SOCKET_BYTES = 107  # of a socket's path on Linux
+VLLM_SOCKET = 36  # bytes of the name of a socket of vLLM, a UUID
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 STOPPED_BY_SIGNAL = 128 + signal.SIGTERM  # exit code after a stop by SIGTERM; a shell reports the same
 
@@ -72,6 +86,31 @@ def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
         thread.join()
 
 
+def bypass_proxies(environment: MutableMapping[str, str]) -> None:
+    """Name this machine in no_proxy, where a proxy is set: Ray's head and Prefect's server are asked at its loopback address."""
+    if any(environment.get(name) for proxy in ("http_proxy", "https_proxy", "all_proxy") for name in (proxy, proxy.upper())):
+        named = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
+        hosts = [host for host in named.split(",") if host.strip()]
+        environment["no_proxy"] = environment["NO_PROXY"] = ",".join(dict.fromkeys([*hosts, *LOOPBACK]))
+
+
+def socket_folder(room: int) -> str:
+    """The temporary folder, or a usual one with a shorter path where sockets in it couldn't be opened.
+
+    Args:
+        room: bytes of a socket's path below the folder.
+    Raises:
+        OSError: all paths are too long, or can't be written.
+    """
+    for folder in (tempfile.gettempdir(), "/tmp", "/var/tmp", f"/run/user/{os.getuid()}", "/dev/shm"):
+        if len(os.fsencode(folder)) + 1 + room <= SOCKET_BYTES and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    raise OSError(
+        f"temporary folder: expected a path of at most {SOCKET_BYTES - 1 - room} bytes for sockets, got {tempfile.gettempdir()}, and no "
+        "other that can be written; set TMPDIR to a shorter one"
+    )
+
+
 def configure_process() -> None:
     """Set the environment of this process and its children (a variable that is already set wins) and garbage collection for imports.
 
@@ -79,6 +118,10 @@ def configure_process() -> None:
     """
     for name, value in PROCESS_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    bypass_proxies(os.environ)
+    with contextlib.suppress(OSError):  # refused where a socket is needed
+        if (folder := socket_folder(VLLM_SOCKET)) != tempfile.gettempdir():
+            os.environ.setdefault("VLLM_RPC_BASE_PATH", folder)
     hush_libraries()
     collect_rarely()
     atexit.unregister(gc.freeze)
@@ -90,6 +133,11 @@ def hush_libraries() -> None:
     calls: PEFT imports it for every adapter, and rlhf_core/models/lora.py multiplies by dequantized weights.
     """
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+def without_git_places() -> dict[str, str]:
+    """This process's environment, in which a git command finds the repository of its working folder."""
+    return {name: value for name, value in os.environ.items() if name not in GIT_PLACES}
 
 
 def collect_rarely() -> None:

@@ -8,11 +8,12 @@ The page of a stopped chain is no output of DVC: the flow makes it, or the user 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rlhf_core.config import ConfigError, load_params
 from rlhf_core.paths import REPORT, STOPPED_REPORT, TIMINGS
-from rlhf_core.report.files import FILES, read_inputs
+from rlhf_core.report.files import FILES, check_recorded_params, read_inputs
 from rlhf_core.report.inputs import Stopped, read_processes, read_times
 from rlhf_core.report.page import render, render_times
 from rlhf_core.stage.run import Stage, stage_arguments
@@ -26,6 +27,8 @@ def main() -> None:
     if arguments.stopped_at is not None:
         return write_stopped(arguments.stopped_at, arguments.because)
     with Stage("report", resumable=False) as stage:
+        if "DVC_STAGE" in os.environ:  # which has run the stages before this one
+            check_recorded_params()
         write(render(read_inputs(stage.params, stage.fingerprint)), REPORT)
         STOPPED_REPORT.unlink(missing_ok=True)
         times = read_times(Path())

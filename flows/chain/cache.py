@@ -4,24 +4,43 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
-from flows.chain.stages import LineHandler, StageResult, run_stage
+from flows.chain.recorded import remove_unread
+from flows.chain.stages import LineHandler, StageFailed, StageResult, run_stage
 from rlhf_core.config import read_yaml
 from rlhf_core.provenance.dvc_cache import cache_folder
 from rlhf_core.provenance.file_hashes import dvc_md5
 
 
 def run_checked(stage: str, workspace: Path, *, timeout: float, grace: float, on_line: LineHandler, force: bool = False) -> StageResult:
-    """Like run_stage, but damaged files restored from DVC's cache are removed from it and the stage runs again."""
-    result = run_stage(stage, workspace, timeout=timeout, grace=grace, on_line=on_line, force=force)
+    """Like run_stage, but damaged files restored from DVC's cache are removed from it and the stage runs again.
+
+    Raises:
+        StageFailed: also if params, code or data changed while DVC recorded the stage.
+    """
+    result = _run(stage, workspace, timeout=timeout, grace=grace, on_line=on_line, force=force)
     damaged = remove_damaged(workspace, stage) if result.outcome == "restored" else []
     if not damaged:
         return result
     names = " and ".join(damaged)
     on_line(f"{stage}: expected from DVC's cache what dvc.lock says, got a damaged {names}; removed there, and the stage runs again")
-    return run_stage(stage, workspace, timeout=timeout, grace=grace, on_line=on_line)
+    return _run(stage, workspace, timeout=timeout, grace=grace, on_line=on_line)
+
+
+def _run(stage: str, workspace: Path, **how: Any) -> StageResult:
+    began = time.time()
+    result = run_stage(stage, workspace, **how)
+    if result.outcome == "ran" and (changed := remove_unread(stage, workspace, began)) is not None:
+        raise StageFailed(
+            stage,
+            f"{stage}: expected params, code and data as at the stage's start, got changes as it ended: {changed}; what DVC recorded is "
+            "removed. To get these results, undo that and run it again. To use what is there now, only run it again",
+            refused=True,
+        )
+    return result
 
 
 def remove_damaged(workspace: Path, stage: str) -> list[str]:

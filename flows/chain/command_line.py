@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -12,6 +14,10 @@ from typing import Any
 
 from flows.runs.liveness import liveness_tag
 from flows.server import use_home, use_server
+from rlhf_core.config import ConfigError, shown
+from rlhf_core.process import configure_process
+
+SERVER_SECONDS = 10.0
 
 
 def run_flow(root: Path, load: Callable[[], Any], *arguments: Any) -> Any:
@@ -34,6 +40,29 @@ def run_flow(root: Path, load: Callable[[], Any], *arguments: Any) -> Any:
             return flow(*arguments, return_state=True)
     except TerminationSignal as end:
         raise SystemExit(128 + end.signal) from None
+
+
+def check_given_server() -> None:
+    """
+    Raises:
+        ConfigError: nothing listens at PREFECT_API_URL. A server that answers late is waited for.
+    """
+    url = os.environ.get("PREFECT_API_URL")
+    if not url:
+        return
+    configure_process()
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=SERVER_SECONDS):
+            return
+    except (urllib.error.HTTPError, TimeoutError):
+        return
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        if not isinstance(reason, TimeoutError):
+            raise ConfigError(
+                f"PREFECT_API_URL: expected a Prefect server at {shown(url)}, got {shown(str(reason))}; start it, correct the address, or "
+                "unset the variable, so that the run starts a server of its own"
+            ) from error
 
 
 def end_by_signals() -> None:

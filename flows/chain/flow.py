@@ -28,7 +28,18 @@ from flows.chain.locks import only_flow
 from flows.chain.overrides import Overrides
 from flows.chain.pins import prepare_run
 from flows.chain.reach import check_cluster
-from flows.chain.stages import StageFailed, StageResult, check_chosen, read_stages, stage_environment, stage_order, stages_until, unchanged
+from flows.chain.stages import (
+    StageFailed,
+    StageResult,
+    check_chosen,
+    check_params,
+    read_stages,
+    stage_environment,
+    stage_order,
+    stages_until,
+    tracked_params,
+    unchanged,
+)
 from flows.chain.summary import read_metrics, report_line, report_of, stage_table, until_line
 from flows.chain.updates import check_run
 from flows.chain.worktree import commit_results, derive_name, run_within, slug
@@ -168,8 +179,10 @@ def _stages(
     forced = once_in_run(workspace, force)
     skipped = list(itertools.takewhile(lambda stage: stage != forced, unchanged(workspace, order)))
     check_cluster(root, params, [stage for stage in stages_until(order, until) if stage not in skipped])
+    begun = tracked_params(workspace)
     try:
         for stage in stages_until(order, until):
+            check_params(workspace, stage, begun)
             results.append(run_with_retries(stage, workspace, params.flow, skip=stage in skipped, force=stage == forced))
             if stage == forced:
                 note_forced(workspace, stage)

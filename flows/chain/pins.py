@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from flows.chain.reach import check_cluster
 from flows.chain.updates import check_run, check_update, has_begun
 from flows.chain.user_files import check_user_files
-from flows.chain.worktree import commit, prepare_worktree
+from flows.chain.worktree import commit, prepare_worktree, undone_on_failure
 from flows.registry.evidence import check_version
 from flows.registry.state import read_for_decision
 from flows.registry.tags import Version
@@ -47,6 +48,11 @@ def prepare_run(
     check_user_files(root, name, wanted)
     if name is not None and fresh:
         check_cluster(root, wanted, stages)
+    with nullcontext() if name is None else undone_on_failure(root, name):
+        return _prepare(root, name, overrides, fresh=fresh)
+
+
+def _prepare(root: Path, name: str | None, overrides: dict[str, Any], *, fresh: bool) -> Path:
     workspace = root if name is None else prepare_worktree(root, name, overrides)
     if pin_registry(root, workspace, chosen=overrides, fresh=fresh) and name is not None:
         refusal = commit(workspace, f"Run {name}: pin the registry's state", ["params.yaml"])

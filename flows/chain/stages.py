@@ -28,9 +28,10 @@ from flows.chain.children import Lines, stop_session
 from rlhf_core import config
 from rlhf_core.config import ConfigError, shown
 from rlhf_core.environment import keep_visible, of_stage
-from rlhf_core.process import PROCESS_ENVIRONMENT, end_with_parent, module_command
+from rlhf_core.process import PROCESS_ENVIRONMENT, bypass_proxies, end_with_parent, module_command, without_git_places
 from rlhf_core.progress import is_end, is_progress
 from rlhf_core.provenance.inputs import read_inputs, read_recorded
+from rlhf_core.stage.scratch import SHOWN, Work
 
 Outcome = Literal["ran", "cached", "restored"]
 LineHandler = Callable[[str], None]
@@ -167,15 +168,41 @@ def stages_until(order: list[str], until: str | None) -> list[str]:
     return order if until is None else order[: order.index(until) + 1]
 
 
+def tracked_params(workspace: Path) -> Work:
+    """The sections of params.yaml that stages depend on."""
+    tree = config.read_yaml(workspace / "params.yaml")
+    return Work("", {section: values for section, values in tree.items() if section not in config.UNTRACKED_SECTIONS}, {})
+
+
+def check_params(workspace: Path, stage: str, begun: Work) -> None:
+    """Check before a stage that params.yaml is as when the flow began; else the chain would be one of two halves.
+
+    Raises:
+        StageFailed: it was edited.
+    """
+    try:
+        changed = tracked_params(workspace).value_differences(begun)
+    except ConfigError as error:
+        changed = [str(error)]
+    if changed:
+        raise StageFailed(
+            stage,
+            f"{stage}: expected params.yaml as at the flow's start, got changes: {'; '.join(changed[:SHOWN])}; undo that and run it again, "
+            "or only run it again, which repeats the stages that read these values",
+            refused=True,
+        )
+
+
 def dvc_environment(workspace: Path) -> dict[str, str]:
     """Environment of DVC commands that run no stage. It keeps the credentials of DVC's remotes and drops Prefect's settings, including its
     password. This interpreter is first on PATH, and the workspace's code is first on PYTHONPATH.
     """
-    hidden = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "VIRTUAL_ENV")
-    inherited = {k: v for k, v in os.environ.items() if k not in hidden and not k.startswith("PREFECT_")}
+    inherited = {k: v for k, v in without_git_places().items() if k != "VIRTUAL_ENV" and not k.startswith("PREFECT_")}
     path = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)])
     code = os.pathsep.join(filter(None, [str(workspace.resolve()), inherited.get("PYTHONPATH")]))
-    return {**PROCESS_ENVIRONMENT, **inherited, "PATH": path, "PYTHONPATH": code, "PYTHONUNBUFFERED": "1"}
+    bypass_proxies(inherited)
+    # DVC starts stages with SHELL, which may be no shell, as for service accounts, or another language.
+    return {**PROCESS_ENVIRONMENT, **inherited, "PATH": path, "PYTHONPATH": code, "PYTHONUNBUFFERED": "1", "SHELL": "/bin/sh"}
 
 
 def up_to_date(workspace: Path, *stages: str) -> bool:
@@ -196,9 +223,9 @@ def unchanged(workspace: Path, stages: list[str]) -> list[str]:
 def _changed(workspace: Path, *stages: str) -> set[str] | None:
     """Which of these stages (none given: all) are outdated; None: DVC failed or took too long."""
     command = module_command("dvc", "status", "--json", *stages)
-    how = {"cwd": workspace, "env": dvc_environment(workspace), "timeout": STATUS_DEADLINE}
+    how = {"cwd": workspace, "env": dvc_environment(workspace), "timeout": STATUS_DEADLINE, "encoding": "utf-8"}
     with suppress(subprocess.TimeoutExpired, json.JSONDecodeError):
-        done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
+        done = subprocess.run(command, capture_output=True, check=False, **how)
         return set(with_something_to_do(workspace, json.loads(done.stdout))) if done.returncode == 0 else None
     return None
 
@@ -266,7 +293,7 @@ def _repro(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
         errors="replace",
         start_new_session=True,
         preexec_fn=partial(end_with_parent, os.getpid()),

@@ -8,23 +8,23 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 import signal
 import subprocess
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
+from configobj import ConfigObj
 
 from flows.chain.children import session_members, stop_session
-from flows.chain.stages import dvc_environment
 from rlhf_core.config import ConfigError, apply_overrides, shown
 from rlhf_core.paths import RUNS
-from rlhf_core.process import module_command
+from rlhf_core.process import without_git_places
 from rlhf_core.provenance.dvc_cache import cache_folder
 
 log = logging.getLogger("rlhf.flows")
@@ -48,18 +48,38 @@ def prepare_worktree(root: Path, name: str, overrides: dict[str, Any]) -> Path:
         ConfigError: the name is invalid, the folder isn't a worktree, or an override is refused.
     """
     path = worktree_path(root, name)
-    if not path.exists():
-        _add(root, path, name)
-    elif Path(git(path, "rev-parse", "--show-toplevel")) != path.resolve():
-        raise ConfigError(f"{RUNS}/{name}: expected a worktree of git, got another folder; move it away or choose another name")
-    share_cache(root, path)
-    if overrides:
-        apply_overrides(path / "params.yaml", overrides)
-    message = f"Run {name}: {json.dumps(overrides, sort_keys=True)}" if overrides else f"Run {name}: params as they were"
-    if (refusal := commit(path, message, ["params.yaml"])) is not None:
-        raise ConfigError(f"run {name}: {refusal}; correct what the hook names, or run with {NO_HOOKS}")
-    _say_what_differs(root, path, name)
+    with undone_on_failure(root, name):
+        if not path.exists():
+            _add(root, path, name)
+        elif Path(git(path, "rev-parse", "--show-toplevel")) != path.resolve():
+            raise ConfigError(f"{RUNS}/{name}: expected a worktree of git, got another folder; move it away or choose another name")
+        share_cache(root, path)
+        if overrides:
+            apply_overrides(path / "params.yaml", overrides)
+        message = f"Run {name}: {json.dumps(overrides, sort_keys=True)}" if overrides else f"Run {name}: params as they were"
+        if (refusal := commit(path, message, ["params.yaml"])) is not None:
+            raise ConfigError(f"run {name}: {refusal}; correct what the hook names, or run with {NO_HOOKS}")
+        _say_what_differs(root, path, name)
     return path
+
+
+@contextmanager
+def undone_on_failure(root: Path, name: str) -> Iterator[None]:
+    """Remove the run's worktree and branch if the block has made them and fails."""
+    path, branch = worktree_path(root, name), f"run/{name}"
+    there, known = path.exists(), git(root, "branch", "--list", branch) != ""
+    try:
+        yield
+    except BaseException:
+        if not there:
+            with suppress(ConfigError):  # the worktree or the branch may not exist
+                git(root, "worktree", "remove", "--force", str(path))
+            with suppress(ConfigError):
+                if not known:
+                    git(root, "branch", "-D", branch)
+            with suppress(OSError):
+                path.parent.rmdir()  # if it is empty
+        raise
 
 
 def worktree_path(root: Path, name: str) -> Path:
@@ -172,7 +192,7 @@ def commit_results(path: Path, message: str, files: list[str], inputs: list[str]
 
 
 def _add(root: Path, path: Path, name: str) -> None:
-    """Make the worktree. Raises ConfigError if git or a hook refuses, after removing what was made."""
+    """Make the worktree. Raises ConfigError: git or a hook refuses."""
     branch = f"run/{name}"
     git(root, "worktree", "prune")
     known = bool(git(root, "branch", "--list", branch))
@@ -180,11 +200,6 @@ def _add(root: Path, path: Path, name: str) -> None:
         log.warning("%s: starts from the last commit, without uncommitted changes", branch)
     how = [str(path), branch] if known else ["-b", branch, str(path), "HEAD"]
     if (refusal := _run_with_hooks(root, ["worktree", "add", "--quiet", *how], "git worktree add")) is not None:
-        with suppress(ConfigError):  # the worktree or the branch may not exist
-            git(root, "worktree", "remove", "--force", str(path))
-        with suppress(ConfigError):
-            if not known:
-                git(root, "branch", "-D", branch)
         raise ConfigError(f"run {name}: {refusal}; correct what it names, or run with {NO_HOOKS}")
 
 
@@ -193,10 +208,13 @@ def share_cache(root: Path, path: Path) -> None:
     local = path / ".dvc" / "config.local"
     if local.exists():
         return
+    aside = local.with_name("config.local.new")
     if (root / ".dvc" / "config.local").exists():
-        shutil.copy2(root / ".dvc" / "config.local", local)
-    cache = cache_folder(root).parents[1].resolve()
-    _run(module_command("dvc", "cache", "dir", "--local", str(cache)), path)
+        shutil.copy2(root / ".dvc" / "config.local", aside)
+    settings = ConfigObj(str(aside), encoding="utf-8", interpolation=False)  # `dvc config` writes ASCII only
+    settings.setdefault("cache", {})["dir"] = str(cache_folder(root).parents[1].resolve())
+    settings.write()
+    aside.replace(local)
 
 
 def _say_what_differs(root: Path, path: Path, name: str) -> None:
@@ -215,24 +233,24 @@ def has_identity(path: Path) -> bool:
 
 
 def git_environment() -> dict[str, str]:
-    hidden = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
-    return {k: v for k, v in os.environ.items() if k not in hidden and not k.startswith("PREFECT_")}
+    """Without Prefect's settings, for hooks."""
+    return {name: value for name, value in without_git_places().items() if not name.startswith("PREFECT_")}
 
 
 def git(path: Path, *arguments: str) -> str:
     return _run(["git", *arguments], path, git_environment())
 
 
-def _run(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> str:
-    """Output of a git or DVC command.
+def _run(command: list[str], folder: Path, environment: dict[str, str]) -> str:
+    """Output of a git command.
 
     Raises:
         ConfigError: it failed, or didn't end within COMMAND_SECONDS.
     """
-    done = run_within(COMMAND_SECONDS, command, folder, environment or dvc_environment(folder))
+    done = run_within(COMMAND_SECONDS, command, folder, environment)
     if done.returncode:
-        words = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise ConfigError(f"{' '.join(command[:4])}: expected to succeed in this checkout, got: {words}")
+        words = shown(" ".join(done.stderr.split()[-60:]), 600) or f"exit code {done.returncode}"
+        raise ConfigError(f"{' '.join(command[:4])}: expected to succeed in {folder}, got: {words}; correct what it names")
     return done.stdout.strip()
 
 

@@ -27,6 +27,7 @@ from rlhf_core.paths import (
     RUNS,
     STAGE_METRICS,
 )
+from rlhf_core.process import without_git_places
 from rlhf_core.provenance.dvc_cache import cache_folder
 from rlhf_core.report.differences import Results
 from rlhf_core.report.inputs import Side, read_times
@@ -142,4 +143,4 @@ def _from_cache(root: Path, read: Read) -> bytes | None:
 
 
 def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, check=False)
+    return subprocess.run(["git", *arguments], cwd=root, env=without_git_places(), capture_output=True, check=False)

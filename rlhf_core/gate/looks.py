@@ -20,11 +20,11 @@ from typing import IO, Any, Literal
 from pydantic import Field, ValidationError
 
 from rlhf_core.config import ConfigError, GateConfig, Section, shown
+from rlhf_core.process import without_git_places
 from rlhf_core.stage.files import lock_file
 
 LEDGER = "rlhf-gate-looks.jsonl"
 LOCK_DEADLINE = 60.0  # seconds
-_GIT_ASIDE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")  # set in a git hook; they could name another repository
 
 
 def look_level(confidence: float, number: int) -> float:
@@ -137,7 +137,7 @@ def run_name(root: Path) -> str:
 
 def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str] | None:
     """None: git is not installed."""
-    environment = {key: value for key, value in os.environ.items() if key not in _GIT_ASIDE} | {"LC_ALL": "C"}
+    environment = without_git_places() | {"LC_ALL": "C"}
     try:
         return subprocess.run(["git", *arguments], cwd=root, env=environment, capture_output=True, text=True, check=False)
     except FileNotFoundError:

@@ -19,7 +19,7 @@ from typing import BinaryIO
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from rlhf_core.config import ConfigError, shown
-from rlhf_core.process import PROCESS_ENVIRONMENT, module_command
+from rlhf_core.process import PROCESS_ENVIRONMENT, module_command, without_git_places
 from rlhf_core.provenance.file_hashes import dvc_md5, folder_sha256
 
 _CHUNK = 1 << 20  # bytes
@@ -160,8 +160,9 @@ def cache_folder(root: Path) -> Path:
 @lru_cache(maxsize=64)
 def _cache_folder(root: Path, *_stamps: tuple[int, int] | None) -> Path:
     """Result of DVC's command line, cached until a settings file changes. DVC isn't imported, since that installs its log handlers."""
-    environment = {**PROCESS_ENVIRONMENT, **os.environ}
-    done = subprocess.run(module_command("dvc", "cache", "dir"), cwd=root, env=environment, capture_output=True, text=True, check=False)
+    environment = PROCESS_ENVIRONMENT | without_git_places()
+    how = {"cwd": root, "env": environment, "encoding": "utf-8", "errors": "replace"}
+    done = subprocess.run(module_command("dvc", "cache", "dir"), capture_output=True, check=False, **how)
     if done.returncode:
         raise ConfigError(f"{root}: expected a DVC project, got: {' '.join(done.stderr.split())}; run from the project's folder")
     return root / done.stdout.strip() / "files" / "md5"

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -170,7 +171,7 @@ def _merged(known: Entry, found: Entry) -> Entry:
 
 def _write(path: Path, content: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
+    aside = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     aside.write_text(json.dumps(content), encoding="utf-8")
     aside.replace(path)
 

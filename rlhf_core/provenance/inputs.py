@@ -142,6 +142,29 @@ def changes_since(lock: Path, inputs: Tree, workspace: Path = Path(), *, ignored
     return [f"{line}; to run again: {', '.join(of)} and what depends on it" for line, of in stages_by_change.items()]
 
 
+def changed_inputs(recorded: Tree, workspace: Path = Path()) -> list[str]:
+    """Files and folders whose content isn't the recorded one, one line each. Names on the hub aren't looked up.
+
+    Args:
+        recorded: sections of data/inputs.json.
+    """
+    hashes, lines = FileHashes(workspace), []
+    for key, entry in (item for entries in recorded.values() for item in (entries or {}).items()):
+        if not entry or "path" not in entry:
+            continue
+        try:
+            now = _local(entry["path"], workspace, hashes)
+        except (OSError, ValueError) as error:
+            lines.append(f"{key}: {error}")
+            continue
+        if now is None:
+            lines.append(f"{key}: {entry['path']} is gone")
+        elif now != entry:
+            lines += [f"{key}: {line}" for line in _changed_files(entry, now, hashes)]
+    hashes.keep()
+    return list(dict.fromkeys(lines))
+
+
 def _differences(before: Tree, now: Tree, hashes: FileHashes) -> Iterator[str]:
     """Changes of inputs with the same name and path in both; a changed path is a change of params, which DVC reports."""
     for key, new in now.items():

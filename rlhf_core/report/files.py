@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rlhf_core.provenance.lineage import external_inputs, named_inputs
 from rlhf_core.report.differences import Results
 from rlhf_core.report.inputs import ReportInputs, Stopped, sha256
 from rlhf_core.stage.files import read_json
+from rlhf_core.stage.scratch import SHOWN, Work
 
 # Stage -> input of the report -> file.
 FILES: dict[str, dict[str, Path]] = {
@@ -59,6 +61,23 @@ def read_inputs(params: Params, fingerprint: str, stopped: Stopped | None = None
         baselines={} if stopped is not None else {name: Results(**run) for name, run in read_json(BASELINES).items() if run is not None},
         **content | {name: path.read_text() if name == "prompts" else READERS[path.suffix](path) for name, path in files.items()},
     )
+
+
+def check_recorded_params(stages: Iterable[str] = FILES) -> None:
+    """Check that these stages ran with the values of params.yaml, which the report shows.
+
+    Raises:
+        ValueError: dvc.lock has others: params.yaml was edited while a later stage ran.
+    """
+    tree, locked = read_yaml(PARAMS), read_yaml(LOCK)["stages"] if LOCK.is_file() else {}
+    for stage in stages:
+        then = ((locked.get(stage) or {}).get("params") or {}).get(str(PARAMS)) or {}
+        now = {key: reduce(lambda node, part: node.get(part) if isinstance(node, dict) else None, key.split("."), tree) for key in then}
+        if changed := Work("", now, {}).value_differences(Work("", then, {})):
+            raise ValueError(
+                f"{PARAMS}: expected the values that {stage} ran with, got others: {'; '.join(changed[:SHOWN])}; undo that, or run the "
+                f"chain or `dvc repro` again, which also runs {stage}"
+            )
 
 
 def read_outs(lock: Path, stages: Iterable[str]) -> dict[str, str]:

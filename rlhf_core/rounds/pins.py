@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 
-from rlhf_core.config import ConfigError, Section, fill_in, read_yaml
+from rlhf_core.config import ConfigError, Section, fill_in, read_yaml, read_yaml_text
 from rlhf_core.paths import ROUNDS_FILE, ROUNDS_PIPELINE
 from rlhf_core.provenance.file_hashes import dvc_md5
 
@@ -128,7 +128,7 @@ def read_round_stages(number: int, root: Path = Path()) -> dict[str, dict[str, A
     """The stages of one round by name (`sample_round@1`), with `${key}` and `${item...}` filled in as by DVC's foreach."""
     entry = read_yaml(root / ROUNDS_FILE)["rounds"][str(number)]
     text = fill_in((root / ROUNDS_PIPELINE).read_text(encoding="utf-8"), {"key": str(number), "item": entry, "rounds": "rounds"})
-    return {f"{name}@{number}": stage["do"] for name, stage in YAML(typ="safe", pure=True).load(text)["stages"].items()}
+    return {f"{name}@{number}": stage["do"] for name, stage in read_yaml_text(text, str(ROUNDS_PIPELINE))["stages"].items()}
 
 
 def prompts_hash(ids: Sequence[str]) -> str:

@@ -56,10 +56,12 @@ def submit_job(
         StorageRefused: there is no such storage.
         JobCrashed: the job failed otherwise, the cluster or the storage.
     """
-    from rlhf_core.engines.ray.cluster import local_head, python_path, run_job
+    from rlhf_core.engines.ray.cluster import forget_other_clusters, local_head, python_path, run_job
     from rlhf_core.models.folder import weight_files
 
     params = stage.params
+    for name in forget_other_clusters():
+        log.warning("%s: ignored; jobs run on the cluster of cluster.address, and on a Ray head of their own where that is null", name)
     with _cluster_errors(), contextlib.ExitStack() as stack:
         if params.cluster.address is not None:
             _check_first_time(stage)

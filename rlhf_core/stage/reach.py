@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from rlhf_core.process import exit_with
+from rlhf_core.process import configure_process, exit_with
 
 UNUSABLE, LATE = 2, 3
 
@@ -36,6 +36,7 @@ def main() -> int:
     from rlhf_core.engines.ray.cluster import ClusterError, HeadLate
     from rlhf_core.storage.address import StorageFailed, StorageLate
 
+    configure_process()
     try:
         check_reach(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)
     except (ClusterError, StorageFailed) as error:

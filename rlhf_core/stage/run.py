@@ -11,6 +11,8 @@ sends SIGTERM) and after SIGKILL (it resumes from the last checkpoint).
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
 import logging
 import math
 import os
@@ -20,18 +22,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import rlhf_core
 from rlhf_core.checkpoint.manifest import MANIFEST
 from rlhf_core.checkpoint.store import Origin, SaveFailed, StoreSettings
-from rlhf_core.config import ConfigError, Params, load_params, reordering_shown
+from rlhf_core.config import ConfigError, Params, reordering_shown
 from rlhf_core.environment import keep_visible, of_stage
 from rlhf_core.paths import CURVES, PLOTS, POLICY_MODEL, REWARD_MODEL, SCRATCH, SOURCES, STAGE_METRICS, STATE_DIGESTS
-from rlhf_core.process import STOPPED_BY_SIGNAL, Interrupted, configure_process, end_with_parent, show_own_log
+from rlhf_core.process import STOPPED_BY_SIGNAL, Interrupted, beside, configure_process, end_with_parent, show_own_log
 from rlhf_core.progress import name_stage
 from rlhf_core.stage.files import lock_file, publish_model, read_json, write_json
-from rlhf_core.stage.scratch import input_hashes, metrics_path, prepare_scratch, read_work
+from rlhf_core.stage.reading import Reading
+from rlhf_core.stage.scratch import input_hashes, metrics_path, prepare_scratch, remove_checkpoints
 
 if TYPE_CHECKING:
     from rlhf_core.models.card import CardFacts
@@ -61,11 +66,25 @@ def round_argument(about: str | None) -> int:
 
 
 def stage_arguments(about: str | None) -> argparse.ArgumentParser:
-    """A parser with the docstring of the stage's module as help."""
+    """A parser with the docstring of the stage's module as help. To be called before large imports, whose exit functions then run first."""
+    atexit.register(_leave)
     module = sys.modules["__main__"].__spec__
     how = {"description": about, "epilog": "params.yaml has the stage's settings.", "allow_abbrev": False}
     name = None if module is None else f"python -m {module.name}"
     return argparse.ArgumentParser(prog=name, formatter_class=argparse.RawDescriptionHelpFormatter, **how)
+
+
+def _leave() -> None:
+    """Exit function of a stage that has succeeded: compare once more what it has read, and exit at once. The end of torch and other modules
+    would take half a second, in which an edit went unnoticed before DVC hashes the files.
+    """
+    if Stage.finished is None or hasattr(sys, "last_value"):  # or an exception followed
+        return
+    code = Stage.finished.refusal_of_changes()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code or 0)
 
 
 class StageFailed(RuntimeError):
@@ -87,7 +106,10 @@ class Stage:
         work: the stage's command, params and hashes of its dependencies.
         resumed_from: the other work whose checkpoints it took over (checkpoints.resume_from), oldest first.
         scratch: folder of this work alone, outside the stage's outputs, which DVC deletes; removed when the stage succeeds.
+        finished: the stage of this process that has succeeded; None: none has.
     """
+
+    finished: Stage | None = None
 
     def __init__(self, name: str, *, resumable: bool = True, round_number: int | None = None):
         self.name = name if round_number is None else f"{name}@{round_number}"
@@ -95,17 +117,21 @@ class Stage:
         self._resumable = resumable
         self._stop = threading.Event()
         self._at_success: list[Callable[[], None]] = []
+        self._watching = contextlib.ExitStack()
         configure_process()
         show_own_log()
 
     def __enter__(self) -> Stage:
+        if (got := foreign_code()) is not None:
+            self._exit(f"code: expected rlhf_core of this folder, got {got}; unset PYTHONSAFEPATH and PYTHONPATH, or run in that folder")
         end_with_parent()  # `exec` in dvc.yaml makes DVC the parent, not a shell
         signal.signal(signal.SIGTERM, self._on_stop)
         try:
-            self.params: Params = load_params()
-            self.work = read_work(self.name, self._round_number)
+            self._reading = Reading(self.name, self._round_number)
         except ConfigError as error:
             self._exit(str(error))
+        self.params: Params = self._reading.params
+        self.work = self._reading.work
         self._hide_secrets()
         name_stage(self.name)
         self.scratch = SCRATCH / self.name / self.work.folder_name
@@ -118,15 +144,22 @@ class Stage:
             self._exit(str(error))
         self._started = time.monotonic()
         self._check_memory()
+        self._watching.enter_context(beside(partial(self._reading.watch, self._has_checkpoint)))
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
+        self._watching.close()
         if error is None:
+            if (code := self.refusal_of_changes()) is not None:
+                self._lock.close()
+                sys.exit(code)
             self._note_where_it_began()
             self._keep_digests()
             for call in self._at_success:
                 call()
             shutil.rmtree(self.scratch, ignore_errors=True)
+            self._reading.record()
+            Stage.finished = self
         self._lock.close()
         if error is None:
             log.info("%s: done in %.1f s", self.name, time.monotonic() - self._started)
@@ -144,8 +177,32 @@ class Stage:
             log.error("%s: crashed", self.name, exc_info=error)
             sys.exit(CRASHED)
 
-    def _has_checkpoint(self) -> bool:
-        return any(self.scratch.glob(f"*/step-*/{MANIFEST}"))
+    def _has_checkpoint(self, since: int = 0) -> bool:
+        """Whether a checkpoint was written after `since` (ns)."""
+        for manifest in self.scratch.glob(f"*/step-*/{MANIFEST}"):
+            with contextlib.suppress(FileNotFoundError):  # an old one, just removed
+                if manifest.stat().st_mtime_ns > since:
+                    return True
+        return False
+
+    def refusal_of_changes(self) -> int | None:
+        """The exit code, with a message, if params, code or data aren't as at the start: DVC would record them as those that the stage has
+        read.
+        """
+        changes = self._reading.changes()
+        if not (found := changes.shown()):
+            return None
+        if (changes.files or changes.written) and not self._reading.loaded:
+            remove_checkpoints(self.scratch, since=self._reading.began)
+        again = "run it again" + ", which resumes from the checkpoint" * self._has_checkpoint()
+        if not changes.lines:  # a retry may succeed
+            log.error("%s: expected nobody to write what the stage reads, got: %s; nothing is recorded, %s", self.name, found, again)
+            return CRASHED
+        self._tell(
+            f"expected params, code and data as at the stage's start, got changes: {found}; nothing is recorded. To get these results, "
+            f"undo that and {again}. To use what is there now, only run it again. A named run (--run) has a folder in which nobody edits"
+        )
+        return REFUSED
 
     def _hide_secrets(self) -> None:
         """Remove environment variables that the stage may not see; a user's shell that starts DVC may hold secrets."""
@@ -273,9 +330,18 @@ class Stage:
         self._lock.flush()
 
     def _exit(self, message: str) -> None:
+        self._tell(message)
+        sys.exit(REFUSED)
+
+    def _tell(self, message: str) -> None:
         for line in message.splitlines():
             print(f"{self.name}: {reordering_shown(line)}", file=sys.stderr, flush=True)
-        sys.exit(REFUSED)
+
+
+def foreign_code() -> Path | None:
+    """Where this code is, if the working folder has code of its own, whose hashes DVC would record; None: the code is of this folder."""
+    here, running = Path("rlhf_core/__init__.py"), Path(rlhf_core.__file__)
+    return running.parent if here.exists() and not here.samefile(running) else None
 
 
 def steps_at_the_end(steps: int) -> int:

@@ -62,11 +62,18 @@ class Work:
 
     def differences(self, older: Work) -> list[str]:
         """Differences from `older`, one line each: params with both values, data files, code files."""
+        return self.value_differences(older) + self.file_differences(older)
+
+    def value_differences(self, older: Work) -> list[str]:
         found = [] if self.command == older.command else [f"command: {older.command} -> {self.command}"]
         new, old = dict(_leaves(self.params)), dict(_leaves(older.params))
         for key in [*new, *(set(old) - set(new))]:
             if new.get(key) != old.get(key):
                 found.append(f"{key}: {_value(old, key)} -> {_value(new, key)}")
+        return found
+
+    def file_differences(self, older: Work) -> list[str]:
+        found = []
         for path in sorted({*self.files, *older.files}, key=lambda p: (is_code(p), p)):
             before, now = older.files.get(path), self.files.get(path)
             if before != now:
@@ -75,20 +82,35 @@ class Work:
         return found
 
 
-def read_work(stage: str, round_number: int | None = None) -> Work:
+def read_work(stage: str, round_number: int | None = None, root: Path = Path()) -> Work:
     """The work of a stage of dvc.yaml or, for a round, of rounds/dvc.yaml.
 
+    Args:
+        root: the project's folder.
     Raises:
         ConfigError: a dependency is missing.
     """
-    tree = read_yaml(Path("params.yaml"))
-    stages = read_stages(Path("dvc.yaml"), tree) if round_number is None else read_round_stages(round_number)
-    definition = stages[stage]
-    files = [path for dependency in definition["deps"] for path in _files(Path(dependency), stage)]
-    hashes = FileHashes(Path())
-    md5s = hashes.md5s(files)
+    tree = read_yaml(root / "params.yaml")
+    definition = read_definition(stage, round_number, tree, root)
+    return hash_work(definition, stage_files(definition, stage, root), tree, root)
+
+
+def read_definition(stage: str, round_number: int | None, tree: dict[str, Any], root: Path = Path()) -> dict[str, Any]:
+    """A stage's entry in its dvc.yaml, filled in from the tree of params.yaml or from the round."""
+    stages = read_stages(root / "dvc.yaml", tree) if round_number is None else read_round_stages(round_number, root)
+    return stages[stage]
+
+
+def stage_files(definition: dict[str, Any], stage: str, root: Path = Path()) -> list[Path]:
+    """The files of a stage's dependencies, relative to the project's folder. Raises ConfigError: one is missing."""
+    return [path for dependency in definition["deps"] for path in _files(Path(dependency), stage, root)]
+
+
+def hash_work(definition: dict[str, Any], files: list[Path], tree: dict[str, Any], root: Path = Path()) -> Work:
+    hashes = FileHashes(root)
+    md5s = hashes.md5s([root / path for path in files])
     hashes.keep()
-    return Work(definition["cmd"], dict(_tracked(definition["params"], tree)), dict(zip(map(str, files), md5s, strict=True)))
+    return Work(definition["cmd"], dict(_tracked(definition["params"], tree, root)), dict(zip(map(str, files), md5s, strict=True)))
 
 
 def input_hashes(work: Work, stage: str, round_number: int | None = None) -> dict[str, str]:
@@ -97,12 +119,13 @@ def input_hashes(work: Work, stage: str, round_number: int | None = None) -> dic
     Args:
         work: of this stage.
     """
-    stages = read_stages(Path("dvc.yaml"), read_yaml(Path("params.yaml"))) if round_number is None else read_round_stages(round_number)
-    inputs = [Path(d) for d in stages[stage]["deps"] if not is_code(d) and not d.startswith("metrics/")]
-    return {path.name if path.is_absolute() else path.as_posix(): _md5_of(path, work.files) for path in inputs}
+    definition = read_definition(stage, round_number, read_yaml(Path("params.yaml")))
+    inputs = [Path(d) for d in definition["deps"] if not is_code(d) and not d.startswith("metrics/")]
+    return {path.name if path.is_absolute() else path.as_posix(): md5_of(path, work.files) for path in inputs}
 
 
-def _md5_of(path: Path, files: dict[str, str]) -> str:
+def md5_of(path: Path, files: dict[str, str]) -> str:
+    """md5 of a dependency as in dvc.lock, from the md5s of its files."""
     if str(path) in files:
         return files[str(path)]
     return dvc_folder_md5({Path(file).relative_to(path).as_posix(): md5 for file, md5 in files.items() if path in Path(file).parents})
@@ -110,8 +133,8 @@ def _md5_of(path: Path, files: dict[str, str]) -> str:
 
 def metrics_path(stage: str, round_number: int | None) -> Path | None:
     """The first metrics file of a stage; None: it has none."""
-    stages = read_stages(Path("dvc.yaml"), read_yaml(Path("params.yaml"))) if round_number is None else read_round_stages(round_number)
-    entry = next(iter(stages[stage].get("metrics", [])), None)
+    definition = read_definition(stage, round_number, read_yaml(Path("params.yaml")))
+    entry = next(iter(definition.get("metrics", [])), None)
     return None if entry is None else Path(entry if isinstance(entry, str) else next(iter(entry)))
 
 
@@ -252,6 +275,17 @@ def _clear(scratch: Path, older: list[Path], keep: int, *, spared: Path | None) 
         shutil.rmtree(left_over)
 
 
+def remove_checkpoints(scratch: Path, *, since: int) -> None:
+    """Remove the checkpoints that were written after `since` (ns), or all if a storage has them."""
+    if stored_work(scratch) is not None:
+        _remove_stored(scratch)
+        shutil.rmtree(scratch)
+        return
+    for manifest in list(scratch.glob(f"*/step-*/{MANIFEST}")):
+        if manifest.stat().st_mtime_ns > since:
+            shutil.rmtree(manifest.parent)
+
+
 def stored_work(scratch: Path) -> dict[str, Any] | None:
     """Where a storage has the files of a scratch folder's work: url, work and timeout. None: no storage has."""
     path = scratch / STORED
@@ -309,27 +343,28 @@ def _value(values: dict[str, Any], key: str) -> str:
     return json.dumps(values[key]) if key in values else "nothing"
 
 
-def _tracked(params: list[str | dict[str, list[str]]], tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _tracked(params: list[str | dict[str, list[str]]], tree: dict[str, Any], root: Path) -> Iterator[tuple[str, Any]]:
     """Each entry of a stage's `params` and its value: a section or key of params.yaml, or keys of another file."""
     for entry in params:
         if isinstance(entry, str):
             yield entry, reduce(getitem, entry.split("."), tree)
             continue
         for file, keys in entry.items():
-            found = read_yaml(Path(file)) if Path(file).exists() else None  # a stage run without DVC may lack the hashes of its inputs
+            found = read_yaml(root / file) if (root / file).exists() else None  # a stage run without DVC may lack the hashes of its inputs
             for key in keys:
                 yield f"{file}:{key}", None if found is None else reduce(getitem, key.split("."), found)
 
 
-def _files(path: Path, stage: str) -> Iterator[Path]:
-    if not path.exists():
+def _files(path: Path, stage: str, root: Path) -> Iterator[Path]:
+    place = root / path
+    if not place.exists():
         raise ConfigError(
             f"{path}: expected the output of an earlier stage, got nothing; run `dvc repro {stage}`, which also runs missing stages"
         )
-    if path.is_file():
+    if place.is_file():
         yield path
     else:
-        yield from sorted(p for p in path.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+        yield from sorted(path / p.relative_to(place) for p in place.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
 
 
 def _hash(content: Any) -> str:

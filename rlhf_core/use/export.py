@@ -18,6 +18,7 @@ from typing import Any
 from rlhf_core.config import ConfigError, read_yaml_text
 from rlhf_core.models.card import CARD, GATE_HEADING, split_card, table, verdict, with_metadata
 from rlhf_core.paths import EVALUATION_METRICS, GATE_METRICS, POLICY_MODEL, REWARD_MODEL, ROUNDS, ROUNDS_PIPELINE, round_folder
+from rlhf_core.process import without_git_places
 from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.provenance.lineage import external_inputs, history, named_inputs
 from rlhf_core.use.choice import Chosen
@@ -176,8 +177,9 @@ def _figure(value: Any) -> str:
 
 def _git(root: Path, *command: str, strip: bool = True) -> str | None:
     """Output of a git command; None: it failed, or git isn't installed."""
+    how = {"cwd": root, "env": without_git_places(), "timeout": GIT_SECONDS, "encoding": "utf-8"}
     try:
-        done = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, timeout=GIT_SECONDS, check=False)
+        done = subprocess.run(["git", *command], **how, capture_output=True, text=True, check=False)
     except OSError:
         return None
     return (done.stdout.strip() if strip else done.stdout) if done.returncode == 0 else None

@@ -8,14 +8,20 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import shlex
 import socket
 import sys
+import tempfile
 import time
 import urllib.request
+from pathlib import Path
 
 import psutil
 
 from rlhf_core.engines.ray import cluster
+from rlhf_core.process import configure_process
+
+JOB = "import ray; ray.init(address='auto', logging_level='ERROR'); print('head', ray.get_runtime_context().gcs_address)"
 
 
 def metrics_shown(last: int) -> list[str]:
@@ -41,7 +47,17 @@ def metrics_shown(last: int) -> list[str]:
     return found
 
 
+def run(address: str) -> str:
+    """The output of a job that names its head."""
+    printed: list[str] = []
+    how = {"start_timeout": 120, "silence_timeout": 120, "pulse": Path("nothing"), "stop_requested": lambda: False}
+    command = f"exec {shlex.join([sys.executable, '-c', JOB])}"
+    cluster.run_job(address, command, name="probe", environment={}, on_output=printed.append, **how)
+    return "".join(printed)
+
+
 def main() -> None:
+    configure_process()
     free, handed, left = cluster.free_ports, [], int(sys.argv[1])
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -61,9 +77,15 @@ def main() -> None:
                     with contextlib.suppress(psutil.Error):
                         seen["running"].append(" ".join(process.cmdline()))
                 seen["metrics"] = metrics_shown(handed[-1][2])
+                seen["job"] = run(seen["address"])
         except cluster.ClusterError as error:
             seen["error"] = str(error)
-    seen |= {"dashboards": [p[1] for p in handed], "children": len(psutil.Process().children(recursive=True))}
+    seen["left"] = [str(path) for path in Path(tempfile.gettempdir()).iterdir()]
+    seen |= {
+        "dashboards": [p[1] for p in handed],
+        "ports": [p[0] for p in handed],
+        "children": len(psutil.Process().children(recursive=True)),
+    }
     print(json.dumps(seen))
 
 

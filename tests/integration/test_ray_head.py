@@ -11,17 +11,35 @@ from pathlib import Path
 import pytest
 from small_workspace import ROOT
 
+from rlhf_core.engines.ports import free_ports
 from rlhf_core.engines.ray.cluster import HEAD_STARTS
 
 pytestmark = pytest.mark.timeout(300)
 
 
+def elsewhere(temporary: Path) -> dict[str, str]:
+    """A user's environment that leads elsewhere: a dead proxy, also for this machine, another cluster, another repository."""
+    (nobody,) = free_ports(1)
+    proxy = f"http://127.0.0.1:{nobody}"
+    own = {key: value for key, value in os.environ.items() if key.lower() != "no_proxy"}
+    return own | {
+        **{"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), "GIT_DIR": "/nowhere", "PYTHONSTARTUP": "/nowhere", "LC_ALL": "C"},
+        **{"http_proxy": proxy, "HTTPS_PROXY": proxy, "all_proxy": proxy},
+        **{"RAY_ADDRESS": f"127.0.0.1:{nobody}", "RAY_API_SERVER_ADDRESS": proxy, "RAY_NAMESPACE": "other"},
+    }
+
+
 @pytest.fixture(scope="module")
-def seen() -> dict[int, dict]:
-    """What a start saw whose dashboard's port was taken so many times. Ray notices after seconds, so both start at once."""
+def seen(tmp_path_factory) -> dict[int, dict]:
+    """What a start saw whose dashboard's port was taken so many times. Ray notices after seconds, so both start at once. The first one has
+    the environment of `elsewhere`.
+    """
     probe = str(Path(__file__).with_name("ray_head_probe.py"))
-    how = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    probes = {times: subprocess.Popen([sys.executable, probe, str(times)], **how) for times in (1, 99)}
+    folder = tmp_path_factory.mktemp("a long path of the temporary folder, in which no socket can be opened") / ("x" * 60)
+    folder.mkdir()
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environments = {1: elsewhere(folder), 99: {**os.environ, "PYTHONPATH": str(ROOT)}}
+    probes = {times: subprocess.Popen([sys.executable, probe, str(times)], env=env, **how) for times, env in environments.items()}
     try:
         message = {times: started.communicate(timeout=250) for times, started in probes.items()}
     finally:
@@ -38,6 +56,11 @@ def test_a_port_that_was_taken_meanwhile_is_replaced(seen):
     running = "\n".join(seen[1]["running"])
     assert "gcs_server" in running and "dashboard.py" in running
     assert "ray.util.client" not in running, "expected no server for Ray's client, which nobody connects by"
+
+
+def test_a_job_runs_on_its_own_head_whatever_proxy_cluster_or_temporary_folder_the_environment_names(seen):
+    assert seen[1]["job"] == f"head 127.0.0.1:{seen[1]['ports'][-1]}\n"
+    assert seen[1]["left"] == []
 
 
 def test_metrics_are_refused_without_a_token(seen):

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhf_core.process import IMPORT_THRESHOLD, PROCESS_ENVIRONMENT, beside, module_command
+from rlhf_core.process import IMPORT_THRESHOLD, PROCESS_ENVIRONMENT, SOCKET_BYTES, beside, bypass_proxies, module_command, socket_folder
 
 ROOT = Path(__file__).parents[2]
 CYCLE = """
@@ -154,3 +154,38 @@ def test_a_process_that_ends_with_its_parent_does():
     while psutil.pid_exists(int(pid)) and psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("given", "bypassed"),
+    [
+        ({"PATH": "/bin"}, None),
+        ({"http_proxy": ""}, None),
+        ({"http_proxy": "http://proxy:3128"}, "localhost,127.0.0.1,::1"),
+        ({"ALL_PROXY": "socks5://proxy", "NO_PROXY": ".mine.org,localhost"}, ".mine.org,localhost,127.0.0.1,::1"),
+        ({"HTTPS_PROXY": "http://proxy", "no_proxy": "a", "NO_PROXY": "b"}, "a,localhost,127.0.0.1,::1"),
+    ],
+)
+def test_no_proxy_is_asked_for_this_machine(given, bypassed):
+    environment = dict(given)
+    bypass_proxies(environment)
+    assert environment == (given if bypassed is None else given | {"no_proxy": bypassed, "NO_PROXY": bypassed})
+
+
+def test_sockets_are_in_the_temporary_folder_unless_its_path_is_too_long(tmp_path, monkeypatch):
+    short, long = "/tmp", tmp_path / ("x" * 100)
+    long.mkdir()
+    for folder, room, expected in (
+        (short, 80, short),
+        (str(long), 80, "/tmp"),
+        (short, SOCKET_BYTES - 4, None),
+        (short, SOCKET_BYTES - 5, short),
+    ):
+        monkeypatch.setattr("tempfile.tempdir", folder)
+        if expected is None:
+            with pytest.raises(
+                OSError, match=f"temporary folder: expected a path of at most 3 bytes for sockets, got {folder}, and no other"
+            ):
+                socket_folder(room)
+        else:
+            assert socket_folder(room) == expected

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import psutil
 
 from rlhf_core.engines.ports import free_ports
+from rlhf_core.process import socket_folder
 
 if TYPE_CHECKING:
     from ray.exceptions import AuthenticationError
@@ -35,6 +36,13 @@ TAKEN = ("address already in use", "already occupied")  # Ray's error about a po
 SMALLEST_STORE = 300_000_000
 MARK = "RLHF_RAY_HEAD"  # environment variable of a head's processes: the head's folder
 POLL_SECONDS = 0.5  # polling costs the head's dashboard and agent CPU time
+# Variables that Ray prefers to the address it is given, and those of a Ray job that this process may be part of.
+OF_ANOTHER_CLUSTER = (
+    *("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_DASHBOARD_ADDRESS", "RAY_REDIS_ADDRESS", "RAY_NAMESPACE"),
+    "RAY_JOB_CONFIG_JSON_ENV_VAR",
+)
+# The longest path of a socket below a head's folder; the session's name has date, time and a process id.
+_SOCKET = "rlhf-ray-xxxxxxxx/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.1"
 
 
 class Readable(Protocol):
@@ -70,7 +78,14 @@ def local_head(
     Raises:
         ClusterError: the head isn't ready after `start_timeout` seconds.
     """
-    folder = Path(tempfile.mkdtemp(prefix="rlhf-ray-"))  # readable by this user only; Ray makes its folder inside readable by all
+    forget_other_clusters()
+    try:
+        place = socket_folder(len(_SOCKET))
+    except OSError as error:
+        raise ClusterError(f"Ray head: {error}") from error
+    # Readable by this user only; Ray makes its folder inside readable by all.
+    folder = Path(tempfile.mkdtemp(prefix="rlhf-ray-", dir=place))
+    spilled = [] if place == tempfile.gettempdir() else [Path(tempfile.mkdtemp(prefix="rlhf-spilled-"))]
     token = folder / "token"
     token.write_text(secrets.token_hex(32))
     token.chmod(0o600)
@@ -93,6 +108,7 @@ def local_head(
         deadline = time.monotonic() + start_timeout
         for attempt in range(1, HEAD_STARTS + 1):
             dashboard, command = _head_command(folder, cpus, store_bytes(weights))
+            command += [f"--object-spilling-directory={path}" for path in spilled]
             keeper = [sys.executable, "-m", "rlhf_core.engines.ray.head", str(folder), str(os.getpid()), *command]
             head = subprocess.Popen(keeper, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=keep_open)
             try:
@@ -111,7 +127,13 @@ def local_head(
     finally:
         if head is not None:
             _stop_head(head, folder)
-        shutil.rmtree(folder, ignore_errors=True)
+        for path in (folder, *spilled):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def forget_other_clusters() -> list[str]:
+    """Remove OF_ANOTHER_CLUSTER from the environment of this process and its children. Returns the names that were set."""
+    return [name for name in OF_ANOTHER_CLUSTER if os.environ.pop(name, None)]
 
 
 def python_path(root: Path) -> str:
@@ -198,6 +220,8 @@ def check_head(address: str, timeout: float = CHECK_SECONDS) -> None:
     expected = f"cluster.address: expected Ray's dashboard at {address}, got"
     todo = "start the cluster, or correct the address, or set it to null if no job is left to run (docs/cluster.md)"
 
+    forget_other_clusters()
+
     def ask() -> None:
         requests.get(f"{address}/api/version", timeout=timeout)  # Ray's client has no deadline
         JobSubmissionClient(address).list_jobs()
@@ -209,7 +233,8 @@ def check_head(address: str, timeout: float = CHECK_SECONDS) -> None:
     except (TimeoutError, requests.exceptions.Timeout) as error:
         raise HeadLate(f"{expected} no answer within {timeout:.0f} s; {todo}") from error
     except (requests.exceptions.ProxyError, requests.exceptions.SSLError) as error:
-        raise ClusterError(f"{expected} {type(error).__name__}: {_last_cause(error)}; {todo}") from error
+        proxy = ", or name its host in no_proxy" * isinstance(error, requests.exceptions.ProxyError)
+        raise ClusterError(f"{expected} {type(error).__name__}: {_last_cause(error)}; {todo}{proxy}") from error
     except requests.exceptions.ConnectionError as error:
         if any(isinstance(cause, NewConnectionError) for cause in _causes(error)):
             raise ClusterError(f"{expected} no connection ({_last_cause(error)}); {todo}") from error
@@ -267,6 +292,7 @@ def run_job(
     """
     from ray.job_submission import JobSubmissionClient
 
+    forget_other_clusters()
     patience = _Patience(silence_timeout)
     client = patience.ask(lambda: JobSubmissionClient(address), f"Ray head at {address}")
     job = _live_job(client, entrypoint, patience)

@@ -5,6 +5,7 @@ Exit code 0: the cluster has at least so many nodes; 1: it hasn't by the deadlin
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -14,8 +15,8 @@ from ray.util.state.common import NodeState
 from ray.util.state.exception import RayStateApiException
 
 from rlhf_core.config import number_of
-from rlhf_core.engines.ray.cluster import ClusterError, token_refusal
-from rlhf_core.process import exit_with
+from rlhf_core.engines.ray.cluster import ClusterError, forget_other_clusters, token_refusal
+from rlhf_core.process import bypass_proxies, exit_with
 
 POLL_SECONDS = 2.0
 ANSWER_SECONDS = 10
@@ -29,6 +30,8 @@ def wait_for_nodes(address: str, count: int, timeout: float) -> list[NodeState]:
     Raises:
         ClusterError: there are fewer by the deadline, the dashboard doesn't answer, or it refuses the token.
     """
+    forget_other_clusters()
+    bypass_proxies(os.environ)
     until = time.monotonic() + timeout
     answer = "no answer"
     while time.monotonic() < until:

@@ -9,11 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+from own_project import make_project
 
 from flows.chain import worktree
 from flows.chain.worktree import commit, commit_results, prepare_worktree
 from flows.runs.results import input_paths, result_paths
 from rlhf_core.config import ConfigError
+from rlhf_core.gate.looks import run_name
+from rlhf_core.provenance.dvc_cache import cache_folder
 
 ROOT = Path(__file__).parents[3]
 DVC = """\
@@ -168,6 +171,7 @@ def test_a_run_whose_params_a_hook_refuses_does_not_begin(project):
         ConfigError, match=r"run one: git commit: expected the repository's hooks to accept it.*no such params.*core.hooksPath"
     ):
         prepare_worktree(project, "one", {"seed": 7})
+    assert not (project / "runs").exists() and git(project, "branch", "--list", "run/one") == ""
     os.remove(project / ".git/hooks/pre-commit")
     assert "seed: 7" in (prepare_worktree(project, "one", {"seed": 7}) / "params.yaml").read_text()
     assert git(project / "runs/one", "log", "-1", "--format=%s") == 'Run one: {"seed": 7}'
@@ -183,6 +187,45 @@ def test_a_hook_of_a_new_worktree_has_a_deadline_and_leaves_nothing_half_made(pr
         prepare_worktree(project, "one", {"seed": 7})
     assert time.monotonic() - started < 30
     assert not (project / "runs/one").exists() and git(project, "branch", "--list", "run/one") == ""
+
+
+def test_a_run_that_fails_as_it_starts_leaves_a_run_that_was_there_and_a_branch_that_was_there(tmp_path):
+    project = make_project(tmp_path / "project")
+
+    def fail(name: str) -> None:
+        with pytest.raises(KeyboardInterrupt), worktree.undone_on_failure(project, name):
+            prepare_worktree(project, name, {"seed": 8})
+            raise KeyboardInterrupt
+
+    run = prepare_worktree(project, "one", {"seed": 7})
+    fail("one")
+    assert run.exists()
+    git(project, "worktree", "remove", "--force", str(run))
+    fail("one")
+    assert not run.exists() and git(project, "branch", "--list", "run/one").strip() == "run/one"
+    git(project, "branch", "-D", "run/one")
+    fail("one")
+    assert not run.parent.exists() and git(project, "branch", "--list", "run/one") == ""
+
+
+@pytest.mark.parametrize("name", ["Prüf ordner", '100% it\'s #1, "so"', "a=b;[c]", "日本 {x} $y"])
+def test_a_run_uses_the_projects_cache_in_a_folder_of_any_name(tmp_path, name):
+    project = make_project(tmp_path / name)
+    (project / ".dvc/config.local").write_text(f'[remote "mine"]\n    url = {tmp_path}/ä\n', encoding="utf-8")
+    run = prepare_worktree(project, "one", {})
+    assert cache_folder(run) == cache_folder(project) == project / ".dvc/cache/files/md5"
+    assert f"url = {tmp_path}/ä" in (run / ".dvc/config.local").read_text(encoding="utf-8")
+
+
+def test_the_repository_that_a_git_hook_names_is_not_that_of_the_project(tmp_path, monkeypatch):
+    project, other = make_project(tmp_path / "project"), make_project(tmp_path / "other")
+    for name, value in {"GIT_DIR": ".git", "GIT_WORK_TREE": ".", "GIT_INDEX_FILE": ".git/index", "GIT_COMMON_DIR": ".git"}.items():
+        monkeypatch.setenv(name, str(other / value))
+    run = prepare_worktree(project, "one", {"seed": 7})
+    assert worktree.git(run, "log", "-1", "--format=%s") == 'Run one: {"seed": 7}'
+    assert worktree.git(project, "branch", "--list", "run/one").endswith("run/one")
+    assert worktree.git(other, "branch", "--list") == "* main"
+    assert run_name(run) == "run/one"
 
 
 def test_a_command_of_git_has_a_deadline_though_a_child_holds_its_output(project, monkeypatch):

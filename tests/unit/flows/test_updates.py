@@ -11,11 +11,13 @@ from own_project import make_project
 
 from flows import compare
 from flows.chain import flow, pins
+from flows.chain.stages import StageFailed, check_params, tracked_params
 from flows.chain.worktree import git, prepare_worktree
 from flows.full_pipeline import REFUSED, main
 from flows.rounds import series
 from flows.runs.record import note
-from rlhf_core.config import ConfigError, load_params
+from rlhf_core.config import ConfigError, apply_overrides, load_params
+from rlhf_core.engines.ports import free_ports
 
 ROOT = Path(__file__).parents[3]
 
@@ -44,6 +46,29 @@ def test_other_params_are_refused_with_both_values_and_taken_with_update(project
     assert seed_of(run) == 8 and "run one: changed: seed 7 -> 8" in caplog.text
     assert git(run, "log", "-1", "--format=%s") == 'Run one: {"seed": 8}'
     assert load_params(run / "params.yaml").sft.steps == 50
+
+
+def test_params_edited_between_two_stages_stop_the_flow_unless_no_stage_reads_them(project):
+    begun = tracked_params(project)
+    apply_overrides(project / "params.yaml", {"flow.retries": 5, "cluster.threads": 3})
+    check_params(project, "train_reward", begun)
+    apply_overrides(project / "params.yaml", {"sft.learning_rate": 0.007})
+    message = r"train_reward: expected params.yaml as at the flow's start, got changes: sft.learning_rate: 0.002 -> 0.007; undo that"
+    with pytest.raises(StageFailed, match=message) as failed:
+        check_params(project, "train_reward", begun)
+    assert failed.value.refused
+    (project / "params.yaml").write_text("sft: {")
+    with pytest.raises(StageFailed, match=r"got changes: .*params.yaml: expected YAML"):
+        check_params(project, "train_reward", begun)
+
+
+def test_a_prefect_server_that_is_not_there_is_named_and_no_run_is_made(project, capsys, monkeypatch):
+    (port,) = free_ports(1)
+    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{port}/api")
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")
+    assert main(["--run", "one"]) == REFUSED
+    assert f"PREFECT_API_URL: expected a Prefect server at http://127.0.0.1:{port}/api, got" in capsys.readouterr().err
+    assert not (project / "runs").exists()
 
 
 def test_the_command_line_refuses_and_changes_nothing(project, capsys):

@@ -31,7 +31,7 @@ from rlhf_core.config.alignment import Method
 from rlhf_core.gate.run import unjudged
 from rlhf_core.paths import processes_file
 from rlhf_core.report.differences import Difference, Results, read_as
-from rlhf_core.report.files import read_inputs
+from rlhf_core.report.files import check_recorded_params, read_inputs
 from rlhf_core.report.inputs import ReportInputError, StageTime, read_processes
 from rlhf_core.report.page import METHOD_TITLES, render, render_times
 from rlhf_core.report.tables import METHOD_PARAMS, answer, evaluation_rows, expectations, samples, side_by_side
@@ -151,6 +151,20 @@ def test_same_inputs_same_bytes_and_everything_inside(tmp_path):
 def render_in(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(workspace)
     return render(read_inputs(load_params(), fingerprint="0" * 64))
+
+
+def test_a_report_of_params_that_a_stage_did_not_run_with_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(make_workspace(tmp_path))
+    lock = {
+        "stages": {"train_sft": {"cmd": "x", "params": {"params.yaml": {s: read_yaml(Path("params.yaml"))[s] for s in ("seed", "sft")}}}}
+    }
+    Path("dvc.lock").write_text(json.dumps(lock))
+    check_recorded_params()
+    apply_overrides(Path("params.yaml"), {"sft.learning_rate": 0.007, "reward.epochs": 3.0})
+    with pytest.raises(
+        ValueError, match=r"expected the values that train_sft ran with, got others: sft.learning_rate: 0.002 -> 0.007; undo"
+    ):
+        check_recorded_params()
 
 
 def test_a_run_without_judge_or_critic(tmp_path, monkeypatch):

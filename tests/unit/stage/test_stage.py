@@ -59,6 +59,11 @@ def work(stage):
             raise RuntimeError("no memory left")
         write_json(METRICS / "train_sft.json", {"loss": 1.0})
         return
+    if how in ("edited", "rewritten"):
+        store = CheckpointStore(stage.scratch / "sft", stage.store_settings(zero_stage=0))
+        store.save(5, lambda folder: (folder / "digest.json").write_text("{}"))
+        Path("inputs/rows").write_text("2" if how == "edited" else "1")
+        return
     checkpoint = stage.scratch / "checkpoint"
     print("resumed" if checkpoint.exists() else "fresh", stage.fingerprint[:16], flush=True)
     while how in ("wait", "deaf"):
@@ -151,6 +156,59 @@ def test_exit_codes_tell_a_refusal_from_a_crash(workspace, how, code, message):
     assert ("Traceback" in out + err) == (how == "crash")
     scratch = [p for p in (workspace / "scratch/train_sft").iterdir() if p.is_dir()]
     assert len(scratch) == (0 if how == "end" else 1)  # success leaves none
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "message"),
+    [
+        (
+            "edited",
+            REFUSED,
+            "train_sft: expected params, code and data as at the stage's start, got changes: data: inputs/rows changed; nothing",
+        ),
+        (
+            "rewritten",
+            CRASHED,
+            "train_sft: expected nobody to write what the stage reads, got: inputs/rows was written, and is as before now",
+        ),
+    ],
+)
+def test_a_stage_whose_data_was_written_before_its_first_checkpoint_was_seen_fails_and_begins_anew(workspace, how, code, message):
+    stage = begin(how)
+    out, err = stage.communicate(timeout=60)
+    assert stage.returncode == code and message in out + err, err
+    assert [path.name for path in (workspace / "scratch/train_sft").glob("*/sft/*")] == []
+    (workspace / "inputs/rows").write_text("1")
+    assert "step None" in begin("finish").communicate(timeout=60)[0]
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "message"),
+    [
+        ("atexit.register(print, 'last')", 0, "last\n"),
+        ("atexit.register(Path('inputs/rows').write_text, '2')", REFUSED, "got changes: data: inputs/rows changed; nothing is recorded"),
+        ("raise RuntimeError('afterwards')", 1, "RuntimeError: afterwards"),
+    ],
+)
+def test_a_stage_looks_once_more_as_its_process_ends(workspace, ending, code, message):
+    lines = ("import atexit", "from pathlib import Path", "from rlhf_core.stage.run import Stage, no_arguments", "no_arguments(None)")
+    (workspace / "work.py").write_text("\n".join([*lines, "with Stage('train_sft'):", "    pass", ending]))
+    command = [sys.executable, "work.py"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    assert done.returncode == code and message in done.stdout + done.stderr, done.stderr
+    assert "train_sft: done in " in done.stdout
+
+
+def test_code_of_another_folder_is_refused(workspace):
+    (workspace / "rlhf_core").mkdir()
+    (workspace / "rlhf_core/__init__.py").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-P", "work.py", "end"], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+    assert (
+        done.returncode == REFUSED
+        and f"code: expected rlhf_core of this folder, got {ROOT / 'rlhf_core'}; unset PYTHONSAFEPATH" in done.stderr
+    )
 
 
 def test_a_cluster_that_is_not_there_is_named_and_waited_for_without_a_traceback(workspace):

@@ -1,0 +1,146 @@
+"""What a stage reads at its start, and whether it is still there at its end.
+
+DVC hashes params and dependencies when a stage has ended. A file that is edited meanwhile would be recorded as the one that the stage read,
+and DVC's run cache would give the results to every later run with the edited file. So such a stage fails, and DVC records nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import ConfigError, parse_params, read_yaml
+from rlhf_core.paths import INPUTS, SCRATCH
+from rlhf_core.provenance.inputs import changed_inputs
+from rlhf_core.stage.scratch import SHOWN, Work, hash_work, read_definition, read_work, stage_files, write_aside
+
+WATCH_SECONDS = 15.0  # between two looks at the files of a running stage
+READ = "read.json"  # in the scratch folder of a stage: what its last successful run has read
+_UNDO = "undo that before it ends, or its results won't be recorded"
+
+Looks = dict[Path, tuple[int, int, int]]  # size, time of the last write, inode
+
+log = logging.getLogger("rlhf")
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What isn't as at the stage's start, one line each.
+
+    values: params. files: code and data. written: files that were written meanwhile and are as at the start again; a process that started
+    late may have read something else.
+    """
+
+    values: list[str]
+    files: list[str]
+    written: list[str]
+
+    @property
+    def lines(self) -> list[str]:
+        return self.values + self.files
+
+    def shown(self) -> str:
+        lines = self.lines or [f"{path} was written, and is as before now" for path in self.written]
+        return "; ".join(lines[:SHOWN] + [f"and {len(lines) - SHOWN} more"] * (len(lines) > SHOWN))
+
+
+class Reading:
+    """The params and dependencies of a stage as they are now.
+
+    Attributes:
+        params: the whole, checked params.yaml. work: see `Work`.
+        loaded: a checkpoint of this run was there while the files were unchanged; by then, its processes had loaded code and data.
+    Raises:
+        ConfigError: params are refused, a dependency is missing, or a file outside the project isn't what stage hash_inputs has hashed.
+    """
+
+    def __init__(self, stage: str, round_number: int | None):
+        self._stage, self._round_number = stage, round_number
+        self.began, self.loaded = time.time_ns(), False
+        tree = read_yaml(Path("params.yaml"))
+        self.params = parse_params(tree, "params.yaml")
+        definition = read_definition(stage, round_number, tree)
+        self._looks = self._look()  # before the files are read
+        self.work = hash_work(definition, stage_files(definition, stage), tree)
+        if changed := changed_inputs(self._inputs):
+            raise ConfigError(
+                f"{INPUTS}: expected the hashes of what this stage reads, got others for {'; '.join(changed[:SHOWN])}; it was edited after "
+                "stage hash_inputs: run the chain or `dvc repro` again"
+            )
+
+    @property
+    def _inputs(self) -> dict[str, Any]:
+        prefix = f"{INPUTS}:"
+        return {name.removeprefix(prefix): value for name, value in self.work.params.items() if name.startswith(prefix)}
+
+    def changes(self) -> Changes:
+        """Compare with what is there now. Files that look as before aren't read again."""
+        try:
+            now = read_work(self._stage, self._round_number)
+        except (ConfigError, OSError, ValueError, LookupError, TypeError) as error:  # half a file, or none
+            return Changes([f"params or dependencies can't be read any more: {error}"], [], [])
+        files = now.file_differences(self.work) + changed_inputs(self._inputs)
+        looks = _looks_of(map(Path, self.work.files))
+        written = [] if files else [str(path) for path, look in looks.items() if self._looks.get(path) != look]
+        return Changes(now.value_differences(self.work), files, written)
+
+    def watch(self, has_checkpoint: Callable[[int], bool], done: threading.Event) -> None:
+        """Warn of each change as it happens, until `done` is set.
+
+        Args:
+            has_checkpoint: whether there is a checkpoint that was written after this time (ns).
+        """
+        last, changed, warned = self._looks, False, ""
+        while not done.wait(WATCH_SECONDS):
+            if (looks := self._look()) == last:
+                self.loaded = self.loaded or (not changed and has_checkpoint(self.began))
+                continue
+            last, changes = looks, self.changes()
+            changed = changed or bool(changes.files or changes.written)
+            if changes.lines and (found := changes.shown()) != warned:
+                warned = found
+                log.warning("%s: changed while the stage runs, which goes on with what it read: %s; %s", self._stage, found, _UNDO)
+
+    def _look(self) -> Looks:
+        """Of all dependencies, new ones included, and of the files with values."""
+        with suppress(ConfigError, OSError, ValueError, LookupError, TypeError):
+            tree = read_yaml(Path("params.yaml"))
+            files = stage_files(read_definition(self._stage, self._round_number, tree), self._stage)
+            return _looks_of([*files, *map(Path, ("params.yaml", "dvc.yaml", INPUTS))])
+        return {}
+
+    def record(self) -> None:
+        """Keep what the stage has read, for the flow's comparison with dvc.lock (flows/chain/recorded.py)."""
+        write_aside(SCRATCH / self._stage / READ, asdict(self.work))
+
+
+def unlike_record(stage: str, round_number: int | None, root: Path) -> tuple[Work, list[str]] | None:
+    """What the last successful run of a stage has read, and what differs from it now; None: no record, or no difference.
+
+    Args:
+        root: the project's folder.
+    """
+    with suppress(OSError, ValueError, TypeError):
+        work = Work(**json.loads((root / SCRATCH / stage / READ).read_text(encoding="utf-8")))
+        try:
+            differences = read_work(stage, round_number, root).differences(work)
+        except (ConfigError, OSError, ValueError, LookupError, TypeError) as error:
+            return work, [f"params or dependencies can't be read any more: {error}"]
+        return (work, differences) if differences else None
+    return None
+
+
+def _looks_of(files: Iterable[Path]) -> Looks:
+    looks: Looks = {}
+    for path in files:
+        with suppress(OSError):
+            found = path.stat()
+            looks[path] = found.st_size, found.st_mtime_ns, found.st_ino
+    return looks
