@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -189,12 +190,13 @@ def write_tag(root: Path, name: str, commit: str, head: str, content: dict[str, 
 
     Args:
         head: first line of the message, for people. content: written below it as JSON.
-        after: Unix time of the artifact's newest tag. GTO and DVC order tags by their second, so the new tag gets a later one, unless the
-            clock is more than PATIENCE behind.
+        after: Unix time of the artifact's newest tag. The new tag gets a later second, by which GTO and DVC order tags; a decision that is
+            dated before the one that it follows is no decision.
     Returns:
         The tag's Unix time.
     Raises:
-        ConfigError: git can't write or sign the tag, or the key isn't an allowed signer's. No tag is left.
+        ConfigError: git can't write or sign the tag, the key isn't an allowed signer's, or the clock is more than PATIENCE behind. No tag
+            is left.
     """
     try:
         text = json.dumps(content, indent=1, sort_keys=True, allow_nan=False)
@@ -206,7 +208,7 @@ def write_tag(root: Path, name: str, commit: str, head: str, content: dict[str, 
     signers = allowed_signers(root)
     settings, how = signing(signers)
     identity = () if has_identity(root) else IDENTITY
-    _wait_for_next_second(after)
+    _wait_for_next_second(name, after)
     done = run_git(root, *identity, *settings, "tag", how, "--cleanup=verbatim", "--file=-", name, commit, content=message)
     if done.returncode:
         key = "; name your key with `git config user.signingKey FILE`" if signers else ""
@@ -221,7 +223,13 @@ def write_tag(root: Path, name: str, commit: str, head: str, content: dict[str, 
     return int(second)
 
 
-def _wait_for_next_second(after: int) -> None:
+def _wait_for_next_second(name: str, after: int) -> None:
     until = time.monotonic() + PATIENCE
-    while time.time() < after + 1 and time.monotonic() < until:
+    while (now := time.time()) < after + 1:
+        if time.monotonic() > until:
+            newest, here = (datetime.fromtimestamp(second, UTC).isoformat(timespec="seconds") for second in (after, now))
+            raise ConfigError(
+                f"tag {name}: expected a clock that is past the newest tag, of {newest}, got {here}; set this machine's clock, or, if that "
+                "tag was made by a wrong clock, wait until then"
+            )
         time.sleep(0.02)
