@@ -207,8 +207,8 @@ def read_promoted(root: Path, artifact: str) -> Version | None:
 
 
 def _versions(artifact: str, tags: list[Tag], bad: list[BadTag]) -> dict[str, Version]:
-    """Versions by name, oldest first. Appends to `bad` invalid tags, those of a model that already has a version, and those dated before the
-    version before.
+    """Versions by name, oldest first. Appends to `bad` the other tags: invalid ones, those of a model that already has a version, and those
+    dated before the version before.
     """
     numbered: dict[int, Tag] = {}
     for tag in tags:

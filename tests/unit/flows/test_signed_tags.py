@@ -167,7 +167,9 @@ def test_an_expired_key_cannot_date_a_decision_back(root):
     with pytest.raises(ConfigError, match=rf"tag {NAME}#prod!#2: expected a signature of an allowed signer"):
         read_promoted(root, NAME)  # of today, when the key has expired
     sign(root, f"{NAME}#prod!#2", back, lineage["commit"], "eve", date="2019-12-01T00:00:00Z")
-    with pytest.raises(ConfigError, match=rf"tag {NAME}#prod!#2: .*got one that is dated 2019-12-01T00:00:00\+00:00, before version v1\.0\.0"):
+    with pytest.raises(
+        ConfigError, match=rf"tag {NAME}#prod!#2: .*got one that is dated 2019-12-01T00:00:00\+00:00, before version v1\.0\.0"
+    ):
         read_promoted(root, NAME)
     other = {**lineage, "md5": "1" * 32 + ".dir"}
     sign(root, f"{NAME}@v2.0.0", other, lineage["commit"], "eve", date="2019-12-01T00:00:00Z")
