@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import time
 from collections.abc import Iterator
@@ -13,12 +14,15 @@ from typing import Any
 
 from flows.chain.worktree import IDENTITY, git, has_identity
 from flows.registry.evidence import check_version
+from flows.registry.figures import check_accuracy
 from flows.registry.objects import failure_text, run_git
 from flows.registry.signatures import allowed_signers, signing, verify
 from flows.registry.state import STAGE, Registry, read_for_decision, read_registry, version_number, why_not
 from flows.registry.tags import Event, Version
 from rlhf_core.config import MAX_BYTES, ConfigError, credential_in, shown
 from rlhf_core.stage.files import lock_file
+
+log = logging.getLogger("rlhf.flows")
 
 _NUMBER = re.compile(r"#([1-9][0-9]{0,8})$")
 MAX_NUMBER = 999_999_999
@@ -78,7 +82,7 @@ def promote(
         override: reason for promoting a version that its gate rejected or that was rolled back.
         approved: the model that a person approved (`Version.model`); None: no approval was requested.
     Raises:
-        ConfigError: the version may not be promoted, is already promoted, or its tag contradicts its commit.
+        ConfigError: the version may not be promoted, is already promoted, or its tag contradicts its commit or its held-out scores.
         AnotherModel: the version isn't the approved model.
     """
     with registry_lock(root):
@@ -86,6 +90,8 @@ def promote(
         chosen = registry.get(version or registry.newest_version() or "latest")
         check_approved(chosen, approved)
         check_version(root, chosen)
+        if chosen.gate_accuracy is not None and not check_accuracy(root, chosen):
+            log.warning("%s %s: its accuracy isn't computed again, since DVC's cache here lacks its scores", artifact, chosen.version)
         refusal = why_not(registry, chosen)
         if refusal and override is None:
             raise ConfigError(f"{artifact} {chosen.version}: {refusal}; to promote it anyway, give a reason with --override")

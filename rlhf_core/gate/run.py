@@ -149,15 +149,14 @@ def with_verdict(gate: dict[str, Any], config: GateConfig, *, exact_scores: bool
     return {"needed": True, **gate, "passed": passed, "checks": [check.as_json() for check in checks], "message": message}
 
 
-def with_registry(gate: dict[str, Any], config: GateConfig, reward_model: Path) -> dict[str, Any]:
-    """The gate with the override, and rejected if the registry has rolled this model back.
+def with_registry(gate: dict[str, Any], config: GateConfig, model: str) -> dict[str, Any]:
+    """The gate with the override, and rejected if the registry has rolled this model back. model: md5 of its folder, as in dvc.lock.
 
     A rollback of another model doesn't change gate.json, since a change would make DVC rerun every later stage.
     """
-    if gate["needed"] and config.rolled_back:
-        found = dvc_md5(reward_model)
+    if gate["needed"]:
         for entry in config.rolled_back:
-            if entry.md5 != found:
+            if entry.md5 != model:
                 continue
             check = {"name": "rolled_back", "value": 1, "low": None, "high": None, "threshold": 0, "n": 1, "passed": False}
             gate = {**gate, "checks": [*gate["checks"], check]}
