@@ -11,7 +11,8 @@ from functools import partial
 
 from rlhf_core.gate.checks import explain
 from rlhf_core.gate.looks import write_result
-from rlhf_core.gate.run import judge_model, unjudged, with_registry
+from rlhf_core.gate.run import judge_model
+from rlhf_core.gate.verdict import unjudged, with_registry
 from rlhf_core.paths import GATE_METRICS, PREPARED, REWARD_HELDOUT, REWARD_MODEL
 from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.stage.files import source_judges, write_json

@@ -18,7 +18,7 @@ from rlhf_core.config import Params
 from rlhf_core.gate.heldout import measure_ensemble, measure_scores
 from rlhf_core.gate.looks import at_look, look_level
 from rlhf_core.gate.pairs import pair_points
-from rlhf_core.gate.run import read_heldout, with_registry, with_verdict
+from rlhf_core.gate.verdict import read_heldout, with_registry, with_verdict
 
 BY_MODEL = ("probes", "external", "incumbent", "anchor", "judge")
 ROUNDING = 1e-5  # of metrics, which have six decimals or six significant digits

@@ -36,7 +36,8 @@ folder.mkdir(parents=True, exist_ok=True)
 if stage == "gate_reward":
     from rlhf_core.config import load_params
     from rlhf_core.gate.looks import write_result
-    from rlhf_core.gate.run import judge_model, with_registry
+    from rlhf_core.gate.run import judge_model
+    from rlhf_core.gate.verdict import with_registry
     from rlhf_core.provenance.file_hashes import dvc_md5
     from rlhf_core.stage.files import write_json
 

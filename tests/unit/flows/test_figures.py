@@ -17,7 +17,8 @@ from rlhf_core.config import ConfigError, load_params, read_yaml
 from rlhf_core.data.heldout import as_heldout_table
 from rlhf_core.data.schema import write_rows
 from rlhf_core.gate.looks import LEDGER, write_result
-from rlhf_core.gate.run import judge_model, with_registry
+from rlhf_core.gate.run import judge_model
+from rlhf_core.gate.verdict import with_registry
 from rlhf_core.paths import PREPARED, REWARD_HELDOUT, REWARD_MODEL
 from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.rounds.pins import Pin, PromptsPin, Round, write_rounds

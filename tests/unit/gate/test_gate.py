@@ -24,8 +24,8 @@ from rlhf_core.gate.checks import explain
 from rlhf_core.gate.heldout import Heldout, distinct_responses, measure_ensemble, measure_judge, measure_scores
 from rlhf_core.gate.looks import LEDGER
 from rlhf_core.gate.pairs import compare
-from rlhf_core.gate.run import COLUMNS, read_heldout, with_registry, with_verdict
 from rlhf_core.gate.scoring import LoadedModel
+from rlhf_core.gate.verdict import COLUMNS, read_heldout, with_registry, with_verdict
 from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.stage.files import write_json
 from rlhf_core.statistics.intervals import wilson_interval
