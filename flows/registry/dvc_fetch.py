@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from flows.chain.stages import dvc_environment
+from flows.chain.worktree import verify_remotes
 from flows.registry.evidence import read_files
 from rlhf_core.config import ConfigError, shown
 from rlhf_core.provenance.dvc_cache import cache_folder, listing, missing
@@ -42,6 +43,7 @@ def fetch_from_remote(root: Path, commit: str, path: str, md5: str) -> None:
         ConfigError: the remote is missing or incomplete, or the commit's settings name a remote that the project doesn't have.
     """
     check_remotes(root, commit)
+    verify_remotes(root)
     cache = cache_folder(root)
     failure = _pull(root, [md5])
     try:

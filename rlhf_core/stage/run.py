@@ -31,7 +31,7 @@ from rlhf_core.paths import CURVES, PLOTS, POLICY_MODEL, REWARD_MODEL, SCRATCH, 
 from rlhf_core.process import STOPPED_BY_SIGNAL, Interrupted, configure_process, end_with_parent, show_own_log
 from rlhf_core.progress import name_stage
 from rlhf_core.stage.files import lock_file, publish_model, read_json, write_json
-from rlhf_core.stage.scratch import input_hashes, metrics_path, prepare_scratch, read_work
+from rlhf_core.stage.scratch import check_dependencies, input_hashes, metrics_path, prepare_scratch, read_work
 
 if TYPE_CHECKING:
     from rlhf_core.models.card import CardFacts
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 # Exit codes. The flow retries all but the first: a retry would be refused again.
 REFUSED = 1  # params, data or a model were refused
 CRASHED = 70  # an unexpected error; EX_SOFTWARE of sysexits.h
+DVC_STAGE = "DVC_STAGE"  # environment variable that DVC sets for a stage's command
 TAIL = 20  # upper limit of the last steps over which final metrics are averaged
 LOCK_DEADLINE = 60.0  # seconds; a stage that got SIGTERM may still be writing its checkpoint
 
@@ -104,6 +105,8 @@ class Stage:
         try:
             self.params: Params = load_params()
             self.work = read_work(self.name, self._round_number)
+            if DVC_STAGE in os.environ:  # a stage that is run by hand may follow others that are in no dvc.lock
+                check_dependencies(self.work, self.name, self._round_number)
         except ConfigError as error:
             self._exit(str(error))
         self._hide_secrets()

@@ -23,6 +23,7 @@ from rlhf_core.checkpoint.manifest import MANIFEST
 from rlhf_core.checkpoint.store import Origin, checkpoint_steps
 from rlhf_core.config import CheckpointsConfig, ConfigError, read_stages, read_yaml
 from rlhf_core.provenance.file_hashes import FileHashes, dvc_folder_md5
+from rlhf_core.provenance.locked import check_locked
 from rlhf_core.rounds.pins import read_round_stages
 from rlhf_core.storage.address import Storage, StorageFailed
 
@@ -89,15 +90,25 @@ def read_work(stage: str, round_number: int | None = None) -> Work:
     return Work(definition["cmd"], dict(_tracked(definition["params"], tree)), dict(zip(map(str, files), md5s, strict=True)))
 
 
-def input_hashes(work: Work, stage: str, round_number: int | None = None) -> dict[str, str]:
+def input_hashes(work: Work, stage: str, round_number: int | None = None, *, metrics: bool = False) -> dict[str, str]:
     """md5 of each data file and model that a stage depends on, as in dvc.lock; a file outside the project is listed by its name.
 
     Args:
-        work: of this stage.
+        work: of this stage. metrics: include metrics files.
     """
     stages = read_stages(Path("dvc.yaml"), read_yaml(Path("params.yaml"))) if round_number is None else read_round_stages(round_number)
-    inputs = [Path(d) for d in stages[stage]["deps"] if not is_code(d) and not d.startswith("metrics/")]
+    inputs = [Path(d) for d in stages[stage]["deps"] if not is_code(d) and (metrics or not d.startswith("metrics/"))]
     return {path.name if path.is_absolute() else path.as_posix(): _md5_of(path, work.files) for path in inputs}
+
+
+def check_dependencies(work: Work, stage: str, round_number: int | None = None) -> None:
+    """Check that each output of an earlier stage that a stage reads has the hash of dvc.lock. Hashes are those of `work`.
+
+    Raises:
+        ConfigError: one has another hash.
+    """
+    for path, md5 in input_hashes(work, stage, round_number, metrics=True).items():
+        check_locked(path, md5)
 
 
 def _md5_of(path: Path, files: dict[str, str]) -> str:
