@@ -34,6 +34,7 @@ from rlhf_core.process import configure_process, end_with_parent, module_command
 HOST = "127.0.0.1"
 WORK_POOL = "local"
 START_DEADLINE = 120.0  # seconds
+LOOK_SECONDS = 10.0  # between looks for killed command lines
 log = logging.getLogger("rlhf.flows")
 _QUIET = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",  # stages' lines are printed unbuffered
@@ -138,6 +139,12 @@ def _end_lost(home: Path, url: str, given_url: str | None) -> None:
         log.warning("Runs of killed command lines: expected to set them to Crashed, got: %s; the next start retries", error)
 
 
+def _end_orphaned(url: str, secret: str, patience: float = 0.0) -> None:
+    """Set the runs of deployments whose process is gone to Crashed, where no other machine's worker shares the database."""
+    for name in [] if any(name in os.environ for name in DATABASES) else crash_orphaned_runs(url, secret, patience=patience):
+        print(f"Run {name}: its process is gone; it is now Crashed, and `prefect flow-run retry` resumes it", flush=True)
+
+
 @contextlib.contextmanager
 def first_start(home: Path) -> Iterator[None]:
     """Let one server at a time create the database: if two create it at once, one fails.
@@ -233,8 +240,7 @@ def serve(root: Path, port: int) -> int:
             protection = {"PREFECT_SERVER_API_AUTH_STRING": secret, "PREFECT_SERVER_LOGGING_LEVEL": "WARNING", **_server_logging(home)}
             children.append(start(command, log, **protection))
             wait_for(url, children[0])
-        for name in [] if any(name in os.environ for name in DATABASES) else crash_orphaned_runs(url, secret):
-            print(f"Run {name}: its process is gone; it is now Crashed, and `prefect flow-run retry` resumes it", flush=True)
+        _end_orphaned(url, secret)
         _end_lost(home, url, None)
         subprocess.run(
             [*prefect, "work-pool", "create", WORK_POOL, "--type", "process", "--overwrite"], check=True, stdout=subprocess.DEVNULL
@@ -245,18 +251,27 @@ def serve(root: Path, port: int) -> int:
         (home / "server.json.new").replace(home / "server.json")  # written atomically, so that readers find it complete
         children.append(start([*prefect, "worker", "start", "--pool", WORK_POOL, "--name", f"local-{os.getpid()}"]))
         print(_WELCOME.format(ui=url.removesuffix("/api")), flush=True)
+        looked = time.monotonic()
         while all(child.poll() is None for child in children):
             time.sleep(0.5)
+            if time.monotonic() > looked + LOOK_SECONDS:
+                _end_lost(home, url, None)
+                looked = time.monotonic()
         ended = next(c for c in children if c.poll() is not None)
         print(f"make server: {' '.join(ended.args[4:6])} ended with code {ended.returncode}; stopping the rest", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 0
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # further signals are ignored; the shutdown has deadlines
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # further signals are ignored; the shutdown has deadlines
         for path in (home / "server.json", profile):
             path.unlink(missing_ok=True)
         for child in reversed(children):  # the worker first, since it reports to the server
+            if child is children[0] and child.poll() is None:  # no worker is left that could start a run
+                with contextlib.suppress(OSError):  # else the next start does it
+                    _end_orphaned(url, secret, patience=60.0)
+                    _end_lost(home, url, None)
             stop(child, grace=60.0)
 
 

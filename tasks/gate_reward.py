@@ -11,8 +11,10 @@ from functools import partial
 
 from rlhf_core.gate.checks import explain
 from rlhf_core.gate.looks import write_result
-from rlhf_core.gate.run import judge_model, unjudged, with_registry
+from rlhf_core.gate.run import judge_model
+from rlhf_core.gate.verdict import unjudged, with_registry
 from rlhf_core.paths import GATE_METRICS, PREPARED, REWARD_HELDOUT, REWARD_MODEL
+from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.stage.files import source_judges, write_json
 from rlhf_core.stage.run import Stage, StageFailed, no_arguments
 from rlhf_core.stage.training import infer
@@ -31,7 +33,7 @@ def main() -> None:
             gate = judged or unjudged(config, NOT_NEEDED, needed=False)
         except (ValueError, FileNotFoundError) as error:  # scores, promoted models or external pairs can't be read
             gate = unjudged(config, str(error), needed=True)
-        gate = with_registry(gate, config, REWARD_MODEL)
+        gate = with_registry(gate, config, dvc_md5(REWARD_MODEL) if needed and config.rolled_back else "")
         if (look := gate["look"]) is not None:
             write_result(look["split"], look["model"], **{key: gate[key] for key in ("passed", "accuracy", "confidence")})
         write_json(GATE_METRICS, gate)

@@ -10,7 +10,7 @@ import numpy as np
 from rlhf_core.config import GateConfig, load_params
 from rlhf_core.gate.heldout import Heldout, measure_scores
 from rlhf_core.gate.pairs import Pairs
-from rlhf_core.gate.run import with_verdict
+from rlhf_core.gate.verdict import with_verdict
 
 ROOT = Path(__file__).parents[1]
 

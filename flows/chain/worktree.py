@@ -5,6 +5,7 @@ Worktrees keep runs apart. Runs share one run cache, and `git checkout run/<name
 
 from __future__ import annotations
 
+import configparser
 import hashlib
 import json
 import logging
@@ -203,8 +204,23 @@ def _add(root: Path, path: Path, name: str) -> None:
         raise ConfigError(f"run {name}: {refusal}; correct what it names, or run with {NO_HOOKS}")
 
 
+def verify_remotes(root: Path) -> None:
+    """Set `verify` of each DVC remote that doesn't say otherwise in the local settings: without it DVC takes a remote's bytes unread."""
+    places = [root / ".dvc" / name for name in ("config", "config.local")]
+    known = configparser.ConfigParser(interpolation=None, strict=False)
+    try:
+        known.read([place for place in places if place.is_file()], encoding="utf-8")
+    except configparser.Error:  # DVC's own commands report it
+        return
+    for section in known.sections():
+        name = section.strip("'").partition('remote "')[2].rstrip('"')
+        if name and "verify" not in known[section]:
+            _run(module_command("dvc", "config", "--local", f"remote.{name}.verify", "true"), root)
+
+
 def share_cache(root: Path, path: Path) -> None:
     """Copy the main checkout's local DVC settings (remotes, credentials) and use its cache."""
+    verify_remotes(root)
     local = path / ".dvc" / "config.local"
     if local.exists():
         return

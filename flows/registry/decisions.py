@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from flows.chain.worktree import IDENTITY, git, has_identity
 from flows.registry.evidence import check_version
+from flows.registry.figures import check_accuracy
 from flows.registry.objects import failure_text, run_git
 from flows.registry.signatures import allowed_signers, signing, verify
 from flows.registry.state import STAGE, Registry, read_for_decision, read_registry, version_number, why_not
 from flows.registry.tags import Event, Version
 from rlhf_core.config import MAX_BYTES, ConfigError, credential_in, shown
 from rlhf_core.stage.files import lock_file
+
+log = logging.getLogger("rlhf.flows")
 
 _NUMBER = re.compile(r"#([1-9][0-9]{0,8})$")
 MAX_NUMBER = 999_999_999
@@ -77,7 +82,7 @@ def promote(
         override: reason for promoting a version that its gate rejected or that was rolled back.
         approved: the model that a person approved (`Version.model`); None: no approval was requested.
     Raises:
-        ConfigError: the version may not be promoted, is already promoted, or its tag contradicts its commit.
+        ConfigError: the version may not be promoted, is already promoted, or its tag contradicts its commit or its held-out scores.
         AnotherModel: the version isn't the approved model.
     """
     with registry_lock(root):
@@ -85,6 +90,8 @@ def promote(
         chosen = registry.get(version or registry.newest_version() or "latest")
         check_approved(chosen, approved)
         check_version(root, chosen)
+        if chosen.gate_accuracy is not None and not check_accuracy(root, chosen):
+            log.warning("%s %s: its accuracy isn't computed again, since DVC's cache here lacks its scores", artifact, chosen.version)
         refusal = why_not(registry, chosen)
         if refusal and override is None:
             raise ConfigError(f"{artifact} {chosen.version}: {refusal}; to promote it anyway, give a reason with --override")
@@ -189,12 +196,13 @@ def write_tag(root: Path, name: str, commit: str, head: str, content: dict[str, 
 
     Args:
         head: first line of the message, for people. content: written below it as JSON.
-        after: Unix time of the artifact's newest tag. GTO and DVC order tags by their second, so the new tag gets a later one, unless the
-            clock is more than PATIENCE behind.
+        after: Unix time of the artifact's newest tag. The new tag gets a later second, by which GTO and DVC order tags; a decision that is
+            dated before the one that it follows is no decision.
     Returns:
         The tag's Unix time.
     Raises:
-        ConfigError: git can't write or sign the tag, or the key isn't an allowed signer's. No tag is left.
+        ConfigError: git can't write or sign the tag, the key isn't an allowed signer's, or the clock is more than PATIENCE behind. No tag
+            is left.
     """
     try:
         text = json.dumps(content, indent=1, sort_keys=True, allow_nan=False)
@@ -206,7 +214,7 @@ def write_tag(root: Path, name: str, commit: str, head: str, content: dict[str, 
     signers = allowed_signers(root)
     settings, how = signing(signers)
     identity = () if has_identity(root) else IDENTITY
-    _wait_for_next_second(after)
+    _wait_for_next_second(name, after)
     done = run_git(root, *identity, *settings, "tag", how, "--cleanup=verbatim", "--file=-", name, commit, content=message)
     if done.returncode:
         key = "; name your key with `git config user.signingKey FILE`" if signers else ""
@@ -221,7 +229,13 @@ def write_tag(root: Path, name: str, commit: str, head: str, content: dict[str, 
     return int(second)
 
 
-def _wait_for_next_second(after: int) -> None:
+def _wait_for_next_second(name: str, after: int) -> None:
     until = time.monotonic() + PATIENCE
-    while time.time() < after + 1 and time.monotonic() < until:
+    while (now := time.time()) < after + 1:
+        if time.monotonic() > until:
+            newest, here = (datetime.fromtimestamp(second, UTC).isoformat(timespec="seconds") for second in (after, now))
+            raise ConfigError(
+                f"tag {name}: expected a clock that is past the newest tag, of {newest}, got {here}; set this machine's clock, or, if that "
+                "tag was made by a wrong clock, wait until then"
+            )
         time.sleep(0.02)

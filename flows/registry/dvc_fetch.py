@@ -7,11 +7,13 @@ commit, which could name any address.
 from __future__ import annotations
 
 import configparser
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 from flows.chain.stages import dvc_environment
+from flows.chain.worktree import verify_remotes
 from flows.registry.evidence import read_files
 from rlhf_core.config import ConfigError, shown
 from rlhf_core.provenance.dvc_cache import cache_folder, listing, missing
@@ -41,6 +43,7 @@ def fetch_from_remote(root: Path, commit: str, path: str, md5: str) -> None:
         ConfigError: the remote is missing or incomplete, or the commit's settings name a remote that the project doesn't have.
     """
     check_remotes(root, commit)
+    verify_remotes(root)
     cache = cache_folder(root)
     failure = _pull(root, [md5])
     try:
@@ -78,10 +81,16 @@ def check_remotes(root: Path, commit: str) -> None:
     theirs = read_files(root, commit, (CONFIG,))[CONFIG] or ""
     for name, url in _remotes(theirs, f"{CONFIG} of commit {commit[:10]}").items():
         if url and url not in known:
+            ours = ", ".join(sorted(map(_public, known))) or "none"
             raise ConfigError(
-                f"{CONFIG} of commit {commit[:10]}: expected the remotes of this project ({', '.join(sorted(known)) or 'none'}), got "
-                f"{shown(repr(name))} at {shown(url)}; nothing was fetched. If it is yours: `dvc remote add --local {shown(name)} URL`"
+                f"{CONFIG} of commit {commit[:10]}: expected the remotes of this project ({ours}), got {shown(repr(name))} at "
+                f"{shown(_public(url))}; nothing was fetched. If it is yours: `dvc remote add --local {shown(name)} URL`"
             )
+
+
+def _public(url: str) -> str:
+    """An address without the user and password that it may contain."""
+    return re.sub(r"//[^/@]*@", "//***@", url)
 
 
 def _own(path: Path) -> str:

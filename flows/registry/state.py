@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -206,7 +207,9 @@ def read_promoted(root: Path, artifact: str) -> Version | None:
 
 
 def _versions(artifact: str, tags: list[Tag], bad: list[BadTag]) -> dict[str, Version]:
-    """Versions by name, oldest first. Appends invalid tags to `bad`, and those of a model that already has a version."""
+    """Versions by name, oldest first. Appends to `bad` the other tags: invalid ones, those of a model that already has a version, and those
+    dated before the version before.
+    """
     numbered: dict[int, Tag] = {}
     for tag in tags:
         if found := _VERSION.fullmatch(tag.name):
@@ -221,6 +224,7 @@ def _versions(artifact: str, tags: list[Tag], bad: list[BadTag]) -> dict[str, Ve
             version = as_version(artifact, tag)
             if (same := by_md5.setdefault(version.md5, version.version)) != version.version:  # else a model could escape its rollback
                 raise not_ours(tag.name, f"one of the model of {same}, md5 {version.md5}")
+            _check_date(tag.name, version.at, next(reversed(versions.values()), None))
             versions[version.version] = version
         except ConfigError as error:
             bad.append(BadTag(tag.name, str(error)))
@@ -285,6 +289,8 @@ def _check_event(tag: Tag, event: Event, so_far: Registry) -> None:
     if event.version is None and event.previous is None:
         raise not_ours(tag.name, "one that names no version")
     chosen = versions[event.version or event.previous]
+    _check_date(tag.name, event.at, chosen)
+    _check_date(tag.name, event.at, so_far.events[-1] if so_far.events else None)
     if tag.commit != chosen.commit:
         raise not_ours(tag.name, f"one at commit {tag.commit[:10]}, which isn't its version's")
     if event.action == "promote" and event.override is None and (refusal := why_not(so_far, chosen)):
@@ -297,6 +303,17 @@ def _check_event(tag: Tag, event: Event, so_far: Registry) -> None:
             f"tag {tag.name}: expected {chosen.version} to be the model that was decided on, {key} {event.model.get(key)}, got {key} "
             f"{chosen.model[key]} in that version's tag; one of the tags was replaced: `git fetch --tags --force` restores the shared ones"
         )
+
+
+def _check_date(tag: str, at: str, before: Version | Event | None) -> None:
+    """Check that a tag isn't dated before the one that it follows: ssh-keygen judges an expired key by the date that the tag states.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if before is not None and datetime.fromisoformat(at) < datetime.fromisoformat(before.at):
+        what = f"version {before.version}" if isinstance(before, Version) else f"decision {before.number}"
+        raise not_ours(tag, f"one that is dated {at}, before {what} of {before.at}, which it follows")
 
 
 def why_not(registry: Registry, chosen: Version) -> str | None:

@@ -14,6 +14,7 @@ from flows.chain.worktree import git, run_within, worktree_path
 from flows.registry.decisions import add_version, registry_lock
 from flows.registry.dvc_fetch import fetch_from_remote
 from flows.registry.evidence import GATE, LOCK, ROUNDS_LOCK, check_version, decision, decision_of_round, read_locks
+from flows.registry.figures import check_gate, check_round
 from flows.registry.state import Registry, read_registry
 from flows.registry.tags import Version
 from rlhf_core.config import ConfigError, parse_json, read_yaml_text
@@ -57,6 +58,9 @@ def register(root: Path, artifact: str, run: str | None, round_number: int | Non
     except ValueError as error:
         raise ConfigError(f"{artifact} of {branch}: {error}") from error
     _check_nothing_to_do(workspace, last)
+    check_gate(workspace, lock, params, gate)
+    if round_number is not None:
+        check_round(workspace, round_number, params, _read(workspace, f"{round_folder(round_number)}/{EVALUATION_METRICS}"))
     known = {version.md5: version.version for version in read_registry(root, "reward-model").versions.values()}
     made_of["reward_model_version"] = known.get(made_of["parents"].get(str(REWARD_MODEL)))
     with registry_lock(root):

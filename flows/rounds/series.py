@@ -35,7 +35,7 @@ from rlhf_core.provenance.inputs import changes_since, read_inputs
 from rlhf_core.report.rounds import draw, table
 from rlhf_core.rounds.data import check_promotion_rows, prompts_of_round
 from rlhf_core.rounds.pins import BudgetPin, Pin, PromptsPin, Round, prompts_hash, read_rounds, write_rounds
-from rlhf_core.rounds.promotion import next_budget
+from rlhf_core.rounds.promotion import budget_after
 
 STAGES = ("sample_round", "validate_round", "train_round", "evaluate_round")
 
@@ -211,21 +211,7 @@ def budget_of_next(workspace: Path, rounds: dict[int, Round], config: PromotionC
     Raises:
         ConfigError: a round's pinned budget isn't what the verdicts before it leave, so one of them has changed.
     """
-    budget = next_budget(None, accepted=False, error_budget=config.error_budget, rounds=config.rounds)
-    for number, entry in rounds.items():
-        if entry.budget != budget:
-            raise ConfigError(
-                f"round {number}: expected the budget that the verdicts before it leave, {_shown(budget)}, got {_shown(entry.budget)}; "
-                f"{ROUNDS_FILE} or a verdict has changed since the round began: restore both with git, or begin another series"
-            )
-        found = verdict(workspace, number) or {}
-        if found.get("trained"):
-            budget = next_budget(budget, accepted=found["accepted"], error_budget=config.error_budget, rounds=config.rounds)
-    return budget
-
-
-def _shown(budget: BudgetPin) -> str:
-    return f"comparison {budget.comparison} at level {budget.level:.4g}"
+    return budget_after(rounds, {number: verdict(workspace, number) for number in rounds}, config)
 
 
 def is_finished(workspace: Path, number: int) -> bool:

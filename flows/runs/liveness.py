@@ -32,25 +32,32 @@ SIGNS = "alive"  # folder of PREFECT_HOME
 DATABASES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")  # instead of the one in PREFECT_HOME
 
 
-def crash_orphaned_runs(url: str, secret: str) -> list[str]:
-    """Set the runs of deployments that no process works on to Crashed. Call it before a worker starts new runs, and only with a server
-    whose database no other machine uses.
+def crash_orphaned_runs(url: str, secret: str, *, patience: float = 0.0) -> list[str]:
+    """Set the runs of deployments that no process works on to Crashed. Call it while no worker starts runs, and only with a server whose
+    database no other machine uses.
 
     Args:
         url: of Prefect's API.
         secret: user:password.
+        patience: seconds to wait for the end of processes that are still there, such as a stage that writes its checkpoint.
     Returns:
         The names of these runs.
     Raises:
         OSError: the server does not answer, or has been busy for REQUEST_SECONDS.
     """
     wanted = {"state": {"type": {"any_": AT_WORK}}, "deployment_id": {"is_null_": False}}
-    runs = _ask(url, secret, "flow_runs/filter", {"flow_runs": wanted})
-    alive = _at_work() if runs else set()
-    lost = [run for run in runs if run["id"] not in alive]
-    for run in lost:
-        _crash(url, secret, run["id"], MESSAGE)
-    return [run["name"] for run in lost]
+    until = time.monotonic() + patience
+    ended: list[str] = []
+    while True:
+        runs = _ask(url, secret, "flow_runs/filter", {"flow_runs": wanted})
+        alive = _at_work() if runs else set()
+        for run in runs:
+            if run["id"] not in alive:
+                _crash(url, secret, run["id"], MESSAGE)
+                ended.append(run["name"])
+        if time.monotonic() > until or not alive & {run["id"] for run in runs}:
+            return ended
+        time.sleep(0.5)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from rlhf_core.config.alignment import (
     SamplingConfig,
 )
 from rlhf_core.config.base import ConfigError, RolloutBackend, Section, keys_of, number_of, reordering_shown, shown
+from rlhf_core.config.credentials import credential_in
 from rlhf_core.config.data import CLERK_JUDGE, ClerkConfig, DataConfig, SamplesConfig, SourceConfig, ValidationConfig
 from rlhf_core.config.gate import ExternalPairsConfig, GateConfig, IncumbentConfig, RolledBackConfig
 from rlhf_core.config.model import (
@@ -32,7 +33,6 @@ from rlhf_core.config.overrides import apply_overrides, load_overlaid, overridde
 from rlhf_core.config.params import Params, needs_pairs, rows_needed
 from rlhf_core.config.reading import (
     MAX_BYTES,
-    credential_in,
     load_params,
     parse_json,
     parse_params,

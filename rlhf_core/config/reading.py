@@ -22,6 +22,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from rlhf_core.config.base import COLLECTED, RENAMED_KEYS, ConfigError, Section, did_you_mean, section_keys, shown
+from rlhf_core.config.credentials import credential_in
 from rlhf_core.config.model import SharedTrainingConfig
 from rlhf_core.config.params import Params, conflicts, keys_in_use, used_conflicts
 
@@ -31,28 +32,6 @@ MAX_DEPTH = 60
 MAX_BRACKETS = 200  # open at once; ruamel's time grows with the square of that number (2,000: 18 s)
 MAX_PROBLEMS = 40  # lines of one message
 MAX_WHOLE_NUMBER = 2**53  # JSON and torch don't keep larger whole numbers exactly
-
-# Kind of credential -> its shape, with the prefixes that issuers document. "sk-" also begins words, so letters and digits must be mixed
-# after it. Every part has a greatest length, so that the time doesn't grow with the square of a long word's length.
-_CREDENTIALS = {
-    "a password in an address": r"[a-zA-Z][a-zA-Z0-9+.-]{0,20}://[^/\s?#@:]{0,200}:[^/\s?#@]{1,1000}@|https?://[^/\s?#@]{1,1000}@",
-    "a key in an address": r"[?&](?:access_token|token|api_?key|key|secret|password|sig|signature|X-Amz-Signature)=[^&\s]{8,}",
-    "a private key": r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY",
-    "a token of Hugging Face": r"\bhf_[A-Za-z0-9]{20,}",
-    "a key of OpenAI's or Anthropic's form": r"\bsk-(?=[\w-]{20})(?:[\w-]{0,80}[_-])?(?=[A-Za-z]{0,15}[0-9]{1,15}[A-Za-z])[A-Za-z0-9]{16}",
-    "a key of AWS": r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
-    "a token of GitHub": r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,})",
-    "a token of GitLab": r"\bglpat-[A-Za-z0-9_-]{20,}",
-    "a token of Slack": r"\bxox[abeprs]-[A-Za-z0-9-]{10,}",
-    "a key of Google": r"\bAIza[A-Za-z0-9_-]{35}",
-    "a signed token": r"\beyJ[A-Za-z0-9_-]{10,1000}\.eyJ[A-Za-z0-9_-]{10,4000}\.",
-}
-_CREDENTIAL_PATTERNS = {kind: re.compile(shape, re.IGNORECASE if "address" in kind else 0) for kind, shape in _CREDENTIALS.items()}
-
-
-def credential_in(text: str) -> str | None:
-    """The kind of credential in a text, recognised by its shape; None: there is none. A password that is a plain word isn't recognised."""
-    return next((kind for kind, pattern in _CREDENTIAL_PATTERNS.items() if pattern.search(text)), None)
 
 
 def load_params(path: Path | str = "params.yaml") -> Params:
@@ -240,7 +219,7 @@ def forbidden_values(node: Any, path: tuple[str, ...] = ()) -> list[str]:
     if isinstance(node, list):
         return [line for number, value in enumerate(node) for line in forbidden_values(value, (*path, str(number)))]
     expected = None
-    if isinstance(node, str) and (found := credential_in(node)):
+    if isinstance(node, str) and (found := credential_in(node, ".".join(path[-2:]))):
         where = shown(".".join("***" if credential_in(part) else part for part in path)) or "a key"
         return [
             f"{where}: expected no credential, got {found}; params are committed, reported and stored, so keep it in the environment or in "

@@ -129,6 +129,34 @@ def write_result(split: str, model: str, *, passed: bool, accuracy: float | None
             _append(file, line)
 
 
+def check_ledger(gate: dict[str, Any], root: Path = Path()) -> None:
+    """Compare gate.json with the ledger's lines about its look: the model, the number of looks before it, the verdict and the accuracy.
+
+    Raises:
+        ConfigError: they differ, or the ledger has no such look.
+    """
+    look, again = gate["look"], "rerun it where its model is registered, `dvc repro --single-item --force gate_reward`"
+    with _opened(root) as file:
+        lines = [line for line in _read(file) if line.split == look["split"]]
+    at = next((i for i, line in enumerate(lines) if (line.kind, line.model) == ("look", look["model"])), None)
+    results = [line for line in lines if (line.kind, line.model) == ("result", look["model"])]
+    if at is None or not results:
+        raise ConfigError(
+            f"gate.json: expected the look of its model, md5 {look['model']}, in this repository's {LEDGER}, got none; the gate ran "
+            f"elsewhere: {again}"
+        )
+    earlier = sum(line.kind == "look" for line in lines[:at])
+    if look["number"] <= earlier or len(look["earlier"]) != look["number"] - 1:
+        raise ConfigError(f"gate.json: expected look {earlier + 1} at its pairs or a later one by {LEDGER}, got {look['number']}; {again}")
+    accuracy = None if gate["accuracy"] is None else round(gate["accuracy"], 6)
+    if (gate["passed"], accuracy) not in [(line.passed, line.accuracy) for line in results]:
+        known = results[-1]
+        raise ConfigError(
+            f"gate.json: expected what {LEDGER} says of its model, passed {known.passed} with accuracy {known.accuracy}, got passed "
+            f"{gate['passed']} with accuracy {accuracy}; {again}"
+        )
+
+
 def run_name(root: Path) -> str:
     """The checked-out branch, or the folder's name without one."""
     done = _git(root, "symbolic-ref", "--short", "--quiet", "HEAD")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.config import shown
 from rlhf_core.data.schema import Message, extras, whole_message
+from rlhf_core.models.template_trial import too_long
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -159,9 +160,21 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, w
     if any("tool_calls" in extras(message) for message in messages) and not _writes_calls(tokenizer, tokenizer.chat_template):
         raise Unrenderable("calls of tools, which this template leaves out")
     try:
-        return tokenizer.apply_chat_template(for_template(tokenizer, messages), tokenize=False, add_generation_prompt=waits)
+        text = tokenizer.apply_chat_template(for_template(tokenizer, messages), tokenize=False, add_generation_prompt=waits)
     except Exception as error:  # of a template, which is a program
         raise Unrenderable(f"{type(error).__name__}: {shown(str(error).strip())}") from error
+    return within_limit(text, messages)
+
+
+def within_limit(text: str, messages: Sequence[Message]) -> str:
+    """The rendered conversation.
+
+    Raises:
+        Unrenderable: the template made it far longer than the conversation.
+    """
+    if too_long(text, messages):
+        raise Unrenderable(f"one of which it makes {len(text)} characters")
+    return text
 
 
 def for_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from rlhf_core.data.tokens import EncodedTurns
 from rlhf_core.models.folder import check_model_folder, locate_model
 from rlhf_core.models.template import (
     CLOSE,
+    CONTINUATION,
     DEFAULT_DATE,
     OPEN,
     Turn,
@@ -37,6 +38,7 @@ from rlhf_core.models.template import (
     written_conversation,
     written_turn,
 )
+from rlhf_core.models.template_trial import check_limits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -81,6 +83,7 @@ PLAIN_TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'Assistant:\\n' }}{% endif %}"
 )
 
+OWN_TEMPLATES = (CHAT_TEMPLATE, PLAIN_TEMPLATE, CONTINUATION)
 
 _NUMBERS: dict[int, int] = {}  # one object for each token id so far, at most the vocabulary
 
@@ -192,7 +195,8 @@ def load_tokenizer(
         template_options: defaults of the template's variables, saved with it.
         scores: the tokenizer is a reward model's. It needs no eos token, but a template of its own, on which the model was trained.
     Raises:
-        ValueError: there is no tokenizer at `path`, or it has no eos token, or a reward model's has no template.
+        ValueError: there is no tokenizer at `path`, or it has no eos token, or a reward model's has no template, or the template's text is
+            too long or takes too much time or memory.
     """
     try:
         tokenizer = _read_tokenizer(path, trust_remote_code=trust_remote_code)
@@ -221,6 +225,8 @@ def load_tokenizer(
         tokenizer.chat_template = _default_template(path, tokenizer.chat_template)
     if isinstance(tokenizer.chat_template, str):
         tokenizer.chat_template = with_options(with_date(tokenizer.chat_template, template_date), template_options or {})
+    if isinstance(tokenizer.chat_template, str) and tokenizer.chat_template not in OWN_TEMPLATES:
+        check_limits(path, tokenizer.chat_template, tokenizer.special_tokens_map)
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
         _mark_end(path, tokenizer)

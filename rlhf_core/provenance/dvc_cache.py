@@ -11,7 +11,7 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
@@ -106,6 +106,27 @@ def verify(md5: str, *, root: Path) -> dict[str, str]:
     """
     cache = cache_folder(root)
     return {name: _check(cache, file_md5, name) for name, file_md5 in listing(md5, cache).items()}
+
+
+def link_verified(md5: str, target: Path, *, root: Path, names: Collection[str] | None = None) -> None:
+    """Make `target` a link to a file of the cache of the checkout at `root`, or a folder of such links; what is linked is verified.
+
+    Args:
+        names: of a folder's files to link, where it has them; None: all.
+    Raises:
+        ValueError: a file is missing in the cache or doesn't match its md5.
+    """
+    cache = cache_folder(root)
+    if not md5.endswith(".dir"):
+        _check(cache, md5, target.name)
+        target.symlink_to(cache / _place(md5))
+        return
+    target.mkdir()
+    for name, file_md5 in listing(md5, cache).items():
+        if names is None or name in names:
+            _check(cache, file_md5, name)
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).symlink_to(cache / _place(file_md5))
 
 
 def missing(md5: str, cache: Path) -> list[str]:

@@ -178,9 +178,14 @@ def _write(path: Path, content: dict) -> None:
 
 def dvc_md5(path: Path) -> str:
     """md5 of a file, or of the listing of a folder, as in dvc.lock. Every file is read."""
-    if path.is_file():
-        return _md5(path)
-    return dvc_folder_md5({p.relative_to(path).as_posix(): _md5(p) for p in path.rglob("*") if p.is_file()})
+    return _md5(path) if path.is_file() else dvc_folder_md5(dvc_md5_of_files(path))
+
+
+def dvc_md5_of_files(folder: Path) -> dict[str, str]:
+    """md5 of each file in a folder, by its name with slashes."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    with ThreadPoolExecutor(THREADS) as pool:
+        return dict(zip((path.relative_to(folder).as_posix() for path in files), pool.map(_md5, files), strict=True))
 
 
 def dvc_folder_md5(files: Mapping[str, str]) -> str:

@@ -18,6 +18,7 @@ from rlhf_core.data import places
 from rlhf_core.data.places import DATA_ENDINGS, exists, is_data_file, is_hub_name, locate
 from rlhf_core.paths import INPUTS, POLICY_MODEL, REWARD_MODEL, SFT_MODEL
 from rlhf_core.provenance.file_hashes import FileHash, FileHashes, files_below, of_listing
+from rlhf_core.provenance.imported_files import imported_files
 
 OWN_MODELS = tuple(map(str, (SFT_MODEL, REWARD_MODEL, POLICY_MODEL)))  # outputs of the chain, which are dependencies already
 OWN_CODE = "rewards"  # already a dependency as a whole
@@ -98,16 +99,29 @@ def is_ready_made(scorer: ScorerConfig) -> bool:
 
 
 def _functions(named: Iterator[tuple[str, str | None]], workspace: Path, hashes: FileHashes) -> Tree:
-    """Files of functions inside or next to the project's folder; installed packages aren't tracked."""
+    """Files of functions inside or next to the project's folder and the files that they import; installed packages aren't tracked."""
     found = {}
     for key, path in named:
         place = (path or "").rpartition(":")[0]
         module = place.replace(".", "/")
         candidates = [place] if place.endswith(".py") else [f"{module}.py", f"{module}/__init__.py"] if place else []
         file = next((c for c in candidates if (workspace / c).is_file()), None)
-        if file is not None and Path(os.path.normpath(file)).parts[0] != OWN_CODE:
-            found[key] = _local(file, workspace, hashes, by=workspace / file)
+        if file is None:
+            continue
+        also = imported_files(workspace / file, workspace, module=None if file == place else place)
+        for name in (file, *(_shown_path(path, file, workspace) for path in also)):
+            if Path(os.path.normpath(name)).parts[0] != OWN_CODE:
+                entry = key if name == file else f"{key} imports {name}"
+                found[entry] = _local(name, workspace, hashes, by=workspace / name)
     return found
+
+
+def _shown_path(path: Path, file: str, workspace: Path) -> str:
+    """Path of an imported file: relative to the workspace, or below the folder of `file` as params name it, or else absolute."""
+    for root, prefix in ((workspace, ""), ((workspace / file).parent, os.path.dirname(file))):
+        if path.is_relative_to(root.resolve()):
+            return os.path.join(prefix, path.relative_to(root.resolve()))
+    return str(path)
 
 
 def _local(path: str, workspace: Path, hashes: FileHashes, by: Path | None = None) -> Tree | None:

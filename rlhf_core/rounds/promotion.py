@@ -13,11 +13,12 @@ for rounds, and has simulations.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
-from rlhf_core.config import PromotionConfig
+from rlhf_core.config import ConfigError, PromotionConfig
 from rlhf_core.paths import ROUNDS_FILE
-from rlhf_core.rounds.pins import BudgetPin
+from rlhf_core.rounds.pins import BudgetPin, Round
 from rlhf_core.statistics.exact_test import p_value, prompts_needed, smallest_gain
 from rlhf_core.statistics.intervals import POWER
 
@@ -52,6 +53,28 @@ def next_budget(before: BudgetPin | None, *, accepted: bool, error_budget: float
 def spent_after(budget: BudgetPin, *, accepted: bool) -> float:
     """The part of the error budget that is spent after a comparison: the levels of all comparisons that accepted nothing."""
     return budget.spent if accepted else budget.spent + budget.level
+
+
+def budget_after(rounds: Mapping[int, Round], verdicts: Mapping[int, dict[str, Any] | None], config: PromotionConfig) -> BudgetPin:
+    """The budget of the comparison after `rounds`, from their verdicts.
+
+    Args:
+        verdicts: evaluate.json of each round by number; None: there is none yet.
+    Raises:
+        ConfigError: a round's pinned budget isn't what the verdicts before it leave, so one of them has changed.
+    """
+    budget = next_budget(None, accepted=False, error_budget=config.error_budget, rounds=config.rounds)
+    for number, entry in rounds.items():
+        if entry.budget != budget:
+            left, got = (f"comparison {b.comparison} at level {b.level:.4g}" for b in (budget, entry.budget))
+            raise ConfigError(
+                f"round {number}: expected the budget that the verdicts before it leave, {left}, got {got}; {ROUNDS_FILE} or a verdict has "
+                "changed since the round began: restore both with git, or begin another series"
+            )
+        found = verdicts[number] or {}
+        if found.get("trained"):
+            budget = next_budget(budget, accepted=found["accepted"], error_budget=config.error_budget, rounds=config.rounds)
+    return budget
 
 
 def check_budget(budget: BudgetPin, error_budget: float) -> None:

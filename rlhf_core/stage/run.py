@@ -36,7 +36,7 @@ from rlhf_core.process import STOPPED_BY_SIGNAL, Interrupted, beside, configure_
 from rlhf_core.progress import name_stage
 from rlhf_core.stage.files import lock_file, publish_model, read_json, write_json
 from rlhf_core.stage.reading import Reading
-from rlhf_core.stage.scratch import input_hashes, metrics_path, prepare_scratch, remove_checkpoints
+from rlhf_core.stage.scratch import check_dependencies, input_hashes, metrics_path, prepare_scratch, remove_checkpoints
 
 if TYPE_CHECKING:
     from rlhf_core.models.card import CardFacts
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 # Exit codes. The flow retries all but the first: a retry would be refused again.
 REFUSED = 1  # params, data or a model were refused
 CRASHED = 70  # an unexpected error; EX_SOFTWARE of sysexits.h
+DVC_STAGE = "DVC_STAGE"  # environment variable that DVC sets for a stage's command
 TAIL = 20  # upper limit of the last steps over which final metrics are averaged
 LOCK_DEADLINE = 60.0  # seconds; a stage that got SIGTERM may still be writing its checkpoint
 
@@ -128,6 +129,8 @@ class Stage:
         signal.signal(signal.SIGTERM, self._on_stop)
         try:
             self._reading = Reading(self.name, self._round_number)
+            if DVC_STAGE in os.environ:  # a stage that is run by hand may follow others that are in no dvc.lock
+                check_dependencies(self._reading.work, self.name, self._round_number)
         except ConfigError as error:
             self._exit(str(error))
         self.params: Params = self._reading.params

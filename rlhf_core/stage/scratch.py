@@ -24,6 +24,7 @@ from rlhf_core.checkpoint.manifest import MANIFEST, read_manifest
 from rlhf_core.checkpoint.store import Origin, checkpoint_steps
 from rlhf_core.config import CheckpointsConfig, ConfigError, read_stages, read_yaml
 from rlhf_core.provenance.file_hashes import FileHashes, dvc_folder_md5
+from rlhf_core.provenance.locked import check_locked
 from rlhf_core.rounds.pins import read_round_stages
 from rlhf_core.stage.carried import carried
 from rlhf_core.storage.address import Storage, StorageFailed
@@ -113,15 +114,25 @@ def hash_work(definition: dict[str, Any], files: list[Path], tree: dict[str, Any
     return Work(definition["cmd"], dict(_tracked(definition["params"], tree, root)), dict(zip(map(str, files), md5s, strict=True)))
 
 
-def input_hashes(work: Work, stage: str, round_number: int | None = None) -> dict[str, str]:
+def input_hashes(work: Work, stage: str, round_number: int | None = None, *, metrics: bool = False) -> dict[str, str]:
     """md5 of each data file and model that a stage depends on, as in dvc.lock; a file outside the project is listed by its name.
 
     Args:
-        work: of this stage.
+        work: of this stage. metrics: include metrics files.
     """
     definition = read_definition(stage, round_number, read_yaml(Path("params.yaml")))
-    inputs = [Path(d) for d in definition["deps"] if not is_code(d) and not d.startswith("metrics/")]
+    inputs = [Path(d) for d in definition["deps"] if not is_code(d) and (metrics or not d.startswith("metrics/"))]
     return {path.name if path.is_absolute() else path.as_posix(): md5_of(path, work.files) for path in inputs}
+
+
+def check_dependencies(work: Work, stage: str, round_number: int | None = None) -> None:
+    """Check that each output of an earlier stage that a stage reads has the hash of dvc.lock. Hashes are those of `work`.
+
+    Raises:
+        ConfigError: one has another hash.
+    """
+    for path, md5 in input_hashes(work, stage, round_number, metrics=True).items():
+        check_locked(path, md5)
 
 
 def md5_of(path: Path, files: dict[str, str]) -> str:

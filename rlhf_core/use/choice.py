@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 from rlhf_core.config import ConfigError, shown
 from rlhf_core.models.folder import check_model_folder, read_settings
 from rlhf_core.paths import POLICY_MODEL, PROMOTED, RUNS, SFT_MODEL
+from rlhf_core.provenance.locked import check_locked
 
 FETCH = ("flows.promote", "fetch")  # a subprocess that verifies the version's tag against its commit and every file against its hash
 FETCH_SECONDS = 3600.0
@@ -130,6 +132,8 @@ def _version(version: str) -> Chosen:
 def _checked(found: Chosen) -> Chosen:
     try:
         check_model_folder(found.folder.absolute())
+        if found.project is not None:  # else no dvc.lock is known, or the registry has verified each file
+            check_locked(Path(os.path.relpath(found.folder.absolute(), found.project.absolute())).as_posix(), root=found.project)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return found

@@ -10,6 +10,7 @@ from typing import TextIO
 
 from rlhf_core.config import ConfigError
 from rlhf_core.engines.vllm.server import ServerSettings, VllmServer, check_port, is_loopback, lacks
+from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.paths import STAGE_METRICS
 from rlhf_core.use.choice import Chosen, head_width, read_json
 
@@ -26,6 +27,7 @@ def check_servable(chosen: Chosen, *, trust_remote_code: bool) -> None:
     result = str(checks.get("checks", {}).get("vllm", ""))
     if result.startswith("refused"):
         raise ConfigError(f"{chosen.name}: expected a model that vLLM can run, got one that check_model {result}; {INSTEAD}")
+    load_tokenizer(str(chosen.folder), trust_remote_code=trust_remote_code)  # which tries the chat template
     if why := lacks(head_width(chosen, trust_remote_code=trust_remote_code)):
         raise ConfigError(f"{chosen.name}: expected a model that vLLM can run here, got {why}; {INSTEAD}")
 

@@ -1,7 +1,8 @@
 """A small project for tests of the registry: a git repository with DVC and four stages that take no time.
 
-The reward model's bytes follow from the seed (200: bytes with an md5 collision), the gate's verdict from gate.min_accuracy. The registry
-decides from these files alone.
+The reward model's bytes follow from the seed (200: bytes with an md5 collision), and so do its held-out scores: 900 less the seed (modulo
+100) of 1,000 pairs are in the right order. The gate judges these scores; there is no model that could score anything else. Round 1 of
+iterative DPO wins on 480 prompts of 700, round 2 on 350.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collision import FIRST
 from small_workspace import ROOT, environment, git
 
 from rlhf_core.config import apply_overrides
+from rlhf_core.rounds.pins import Pin, PromptsPin, Round, write_rounds
+from rlhf_core.rounds.promotion import next_budget
 
 WORK = '''"""One of six stages: python work.py <stage> [round]."""
 
@@ -31,23 +34,51 @@ stage = sys.argv[1]
 folder = Path({"prepare_data": "data/prepared", "train_sft": "models/sft", "train_reward": "models/reward"}.get(stage, "metrics"))
 folder.mkdir(parents=True, exist_ok=True)
 if stage == "gate_reward":
-    passed = params["gate"]["min_accuracy"] <= 0.9
-    message = f"{'passed' if passed else 'rejected'}: accuracy 0.9 against {params['gate']['min_accuracy']}."
-    gate = {"needed": True, "passed": passed, "message": message, "override": params["gate"]["override"]}
-    gate |= {"accuracy": 0.9 - params["seed"] / 1000, "look": {"number": params["seed"], "level": 0.025 / params["seed"]}}
-    (folder / "gate.json").write_text(json.dumps(gate))
-    sys.exit(not passed and params["gate"]["override"] is None)
+    from rlhf_core.config import load_params
+    from rlhf_core.gate.looks import write_result
+    from rlhf_core.gate.run import judge_model
+    from rlhf_core.gate.verdict import with_registry
+    from rlhf_core.provenance.file_hashes import dvc_md5
+    from rlhf_core.stage.files import write_json
+
+    typed, model = load_params(), Path("models/reward")
+    where = {"heldout": Path("data/reward_heldout.parquet"), "prepared": Path("data/prepared"), "reward_model": model}
+    gate = judge_model(typed, **where, source_judges={}, infer=lambda *_: {"measured": {"probes": {}, "external": []}, "members": 1})
+    gate = with_registry(gate, typed.gate, dvc_md5(model))
+    write_result(gate["look"]["split"], gate["look"]["model"], **{key: gate[key] for key in ("passed", "accuracy", "confidence")})
+    write_json(folder / "gate.json", gate)
+    sys.exit(not gate["passed"] and gate["override"] is None)
 elif stage == "train_round":
     policy = Path("rounds", sys.argv[2], "policy")
     policy.mkdir(parents=True, exist_ok=True)
     (policy / "content").write_text(f"round {sys.argv[2]} of seed {params['seed']}")
 elif stage == "evaluate_round":
-    verdict = Path("rounds", sys.argv[2], "metrics/evaluate.json")
-    verdict.parent.mkdir(parents=True, exist_ok=True)
-    decided = {"promotion": {"split": "promotion", "level": 0.001}}
-    verdict.write_text(json.dumps({"accepted": sys.argv[2] == "1", "reason": "no better", **decided}))
+    from rlhf_core.config import load_params
+    from rlhf_core.rounds.pins import read_rounds
+    from rlhf_core.rounds.promotion import verdict
+    from rlhf_core.stage.files import write_json
+
+    number, wins = int(sys.argv[2]), 480 if sys.argv[2] == "1" else 350
+    rate = {"value": wins / 700, "low": wins / 700 - 0.04, "high": wins / 700 + 0.04, "wins": wins, "losses": 700 - wins, "n": 700}
+    metrics = {"win_rate": {"sampled": rate}, "trained": True}
+    metrics |= verdict(metrics, load_params().iterative.promotion, read_rounds()[number].budget)
+    write_json(Path("rounds", sys.argv[2], "metrics/evaluate.json"), metrics)
 else:
     (folder / "content").write_text(f"{stage} of seed {params['seed']}")
+    ids = [f"test-{i}" for i in range(1000)] + [f"validation-{i}" for i in range(50)]
+    if stage == "prepare_data":
+        from rlhf_core.data.schema import write_rows
+
+        ask = [{"role": "user", "content": "Sort 12."}]
+        same = {"source": "clerk", "messages": ask, "rejected": "b"}
+        write_rows(folder, "preference", [{"id": i, "split": i.partition("-")[0], "chosen": f"a {i}", **same} for i in ids])
+    if stage == "train_reward":
+        from rlhf_core.data.heldout import as_heldout_table
+
+        right = 900 - params["seed"] % 100
+        scores = [(1.0, 0.0) if k < right or k >= 1000 else (0.0, 1.0) for k in range(len(ids))]
+        rows = [(i, "clerk", i.partition("-")[0], *score, 9, 8, i, 4, 0.0, 0.0) for i, score in zip(ids, scores)]
+        as_heldout_table(rows).to_parquet("data/reward_heldout.parquet")
     (folder / "deeper").mkdir()
     (folder / "deeper" / "weights").write_bytes(params["seed"].to_bytes(1, "big") * 1000 if params["seed"] != 200 else COLLIDES)
 '''
@@ -71,11 +102,11 @@ stages:
     cmd: exec python work.py train_reward
     params: [seed, reward]
     deps: [work.py, models/sft]
-    outs: [models/reward]
+    outs: [models/reward, data/reward_heldout.parquet]
   gate_reward:
     cmd: exec python work.py gate_reward
-    params: [seed, gate]
-    deps: [work.py, models/reward]
+    params: [gate]
+    deps: [work.py, data/prepared, data/reward_heldout.parquet, models/reward]
     metrics: [{metrics/gate.json: {cache: false}}]
 """
 # Two rounds of iterative DPO; the second is not better.
@@ -102,6 +133,13 @@ stages:
 def add_rounds(worktree: Path) -> None:
     (worktree / "rounds").mkdir()
     (worktree / "rounds/dvc.yaml").write_text(ROUNDS)
+    budget, pin = None, Pin(path="models/sft", md5="0")
+    rounds = {}
+    for number, accepted in ((1, False), (2, True)):  # accepted: the one before
+        budget = next_budget(budget, accepted=accepted, error_budget=0.05, rounds=30)
+        inputs = {"origin": pin, "policy": pin, "gate": pin, "reward_models": {}, "prompts": PromptsPin(first=0, count=1, sha256="0")}
+        rounds[number] = Round(**inputs, budget=budget)
+    write_rounds(rounds, worktree)
     dvc(worktree, "repro", "rounds/dvc.yaml")
     commit(worktree, "Two rounds")
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from small_workspace import (
     assert_resumed,
     command_line,
     dvc_process,
+    environment,
     flow_runs,
     git,
     make_workspace,
@@ -45,6 +47,12 @@ from flows.runs.liveness import crash_orphaned_runs
 pytestmark = pytest.mark.timeout(420)
 STEPS = 80
 NAME = "reward-model"
+
+
+def states_on_disk(workspace: Path) -> dict[str, str]:
+    """State of each flow run in the server's database, read without a server."""
+    with sqlite3.connect(f"file:{workspace}/.prefect/prefect.db?mode=ro", uri=True) as database:
+        return dict(database.execute("select id, state_name from flow_run"))
 
 
 @pytest.fixture(scope="module")
@@ -197,3 +205,28 @@ def test_the_console_names_each_runs_lines_and_has_no_traceback_of_a_verdict(ser
     assert f"{rejected} | GateRejected: accuracy 0.9 against 0.95" in lines
     assert any(line.startswith(f"{refused} |") and "expected a multiple of minibatch_size=100" in line for line in lines)
     assert len(lines) < 60
+
+
+def test_runs_whose_processes_are_killed_with_the_worker_are_crashed_before_the_server_ends(tmp_path):
+    """And a command line's run that is killed while the server lives, within seconds. Nothing may be Running until a next start."""
+    workspace = make_workspace(tmp_path / "project")
+    with pytest.raises(AssertionError, match="ended with code"), serving(workspace, tmp_path / "server.log") as prefect:  # it says so
+        command = [sys.executable, "-m", "flows.full_pipeline", "--run", "typed", "--set", f"sft.steps={STEPS * 50}"]
+        typed = subprocess.Popen(command, cwd=workspace, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        created = prefect("deployment", "run", "rlhf/full-pipeline", "--params", json.dumps({"overrides": {"sft.steps": STEPS * 50}}))
+        assert created.returncode == 0, created.stderr
+        wait_until(lambda: len([*(workspace / "runs").glob("[!.]*")]) == 2, 120, "two worktrees")
+        (worktree,) = (path for path in (workspace / "runs").glob("[!.]*") if path.name != "typed")
+        for folder in (workspace / "runs/typed", worktree):
+            wait_until(training_has_begun(folder), 120, "training")
+        runs = {bool(run["deployment_id"]): run["id"] for run in prefect.ask("flow_runs/filter")}
+        typed.kill()
+        typed.wait()
+        wait_until(lambda: states_on_disk(workspace)[runs[False]] == "Crashed", 60, "the typed run's end", every=0.5)
+        assert states_on_disk(workspace)[runs[True]] == "Running"
+        worker = next(p for p in processes_in(workspace) if "worker" in command_line(p))
+        flow = psutil.Process(dvc_process(worktree).ppid())
+        for process in (worker, flow):
+            process.kill()
+        wait_until(lambda: not (workspace / ".prefect/server.json").exists(), 60, "the end of the server")
+    assert states_on_disk(workspace) == {runs[False]: "Crashed", runs[True]: "Crashed"}

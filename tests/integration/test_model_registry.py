@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import shutil
@@ -77,14 +78,17 @@ def test_the_policy_of_an_accepted_round_is_a_version_too(project, capsys):
             assert main(["register", artifact, "--run", "series", *arguments]) in (0, 2)
         return "".join(capsys.readouterr())
 
-    assert "expected one whose policy was accepted, got one that wasn't: no better" in register("policy", "--round", "2")
+    assert "expected one whose policy was accepted, got one that wasn't: win rate less a half: +0.000" in register("policy", "--round", "2")
     assert "expected rounds/3/metrics/evaluate.json in the last commit, got none" in register("policy", "--round", "3")
     assert "expected the policy with a round, got another model" in register(NAME, "--round", "1")
+    forge(worktree, "rounds/2/metrics/evaluate.json", lambda found: found.update(accepted=True))
+    assert "expected accepted as computed again from its own counts, false, got true" in register("policy", "--round", "2")
+    git(worktree, "reset", "--quiet", "--hard", "HEAD~1")
     reported = register("policy", "--round", "1")
     assert "Registered policy v1.0.0" in reported and "Gate of its reward model: passed" in reported
     version = read_registry(project, "policy").get("v1.0.0")
     assert version.md5 == dvc_md5(worktree / "rounds/1/policy") and version.lineage["path"] == "rounds/1/policy"
-    assert version.lineage["decided"] == {"by": "evaluate_round@1", "split": "promotion", "level": 0.001}
+    assert version.lineage["decided"]["by"] == "evaluate_round@1" and version.lineage["decided"]["comparison"] == 1
     assert version.lineage["parents"].keys() == {"models/sft", "models/reward"} and "train_round@1" in version.lineage["stages"]
     fetched, source = fetch(project, read_registry(project, "policy"), "v1.0.0", project / "fetched")
     assert (fetched, source) == (version, "cache") and (project / "fetched/content").read_text() == "round 1 of seed 7"
@@ -171,6 +175,30 @@ def test_lineage_is_that_of_the_runs_commit(made):
     assert version["lineage"]["previous_version"] == "v1.0.0" and version["state"] == "registered"
 
 
+def forge(worktree: Path, name: str, change) -> None:
+    """Edit a metrics file by hand, and its hash in dvc.lock or rounds/dvc.lock, and commit both."""
+    path, lock = worktree / name, worktree / ("rounds/dvc.lock" if name.startswith("rounds/") else "dvc.lock")
+    before, size = hashlib.md5(path.read_bytes()).hexdigest(), path.stat().st_size
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    text = lock.read_text().replace(before, hashlib.md5(path.read_bytes()).hexdigest())
+    assert before not in text
+    lock.write_text(text.replace(f"size: {size}", f"size: {path.stat().st_size}"))
+    commit(worktree, "Forged")
+    assert dvc(worktree, "status", str(lock.relative_to(worktree)).replace(".lock", ".yaml")) == "Data and pipelines are up to date.\n"
+
+
+def test_a_forged_verdict_is_not_registered(made):
+    """gate.json and its hash in dvc.lock edited by hand: DVC finds everything up to date."""
+    worktree = made / "runs/run-2"
+    true = git(worktree, "rev-parse", "HEAD")
+    forge(worktree, "metrics/gate.json", lambda gate: gate.update(accuracy=0.999))
+    message = refused(made, "register", "--run", "run-2")
+    assert "says of its model, passed True with accuracy 0.898, got passed True with accuracy 0.999; rerun it" in message
+    git(worktree, "reset", "--quiet", "--hard", true)
+
+
 def test_what_can_not_be_registered(made, tmp_path):
     worktree = candidate(made, "another", seed=4, gate__min_accuracy=0.95)
     (worktree / "params.yaml").write_text((worktree / "params.yaml").read_text() + "\n# a note\n")
@@ -193,9 +221,15 @@ def test_what_can_not_be_registered(made, tmp_path):
         made, "register", "--run", "another"
     )
     (tmp_path / "lost").rename(lost)
-    assert "Gate: rejected: accuracy 0.9 against 0.95" in promote(made, "register", "--run", "another").stdout
+    gate = worktree / "metrics/gate.json"  # of a stage that failed, so that dvc.lock doesn't have it
+    gate.write_text(gate.read_text().replace('"passed": false', '"passed": true').replace('"message": "rejected', '"message": "passed'))
+    commit(worktree, "Forged")
+    assert refused(made, "register", "--run", "another")
+    git(worktree, "reset", "--quiet", "--hard", "HEAD~1")
+    registered = promote(made, "register", "--run", "another").stdout
+    assert "Gate: rejected: expected the lower end of the interval to reach gate.min_accuracy=0.95, got 0.8" in registered
     rejected = refused(made, "promote", "--reason", "newest", "--by", "Ann")
-    assert "v3.0.0: expected one that passed its gate, got one that didn't: rejected: accuracy 0.9 against 0.95" in rejected
+    assert "v3.0.0: expected one that passed its gate, got one that didn't: rejected: expected the lower end" in rejected
     assert "dvc.lock: expected it in commit " in refused(made, "register")
     assert "got this very model as v1.0.0" in refused(made, "register", "--run", "run-1")
 

@@ -22,6 +22,7 @@ from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.schema import SCHEMAS, Message, read_batches
 from rlhf_core.data.values import ROLE_ORDER
 from rlhf_core.models.template import TurnEnd, Unrenderable, answer_of, copies_response, for_template, render, turn_end
+from rlhf_core.models.template_trial import too_long
 from rlhf_core.models.tokenizer import encode_conversation, encode_texts, in_parts, load_tokenizer, use_all_cores
 
 if TYPE_CHECKING:
@@ -226,9 +227,12 @@ def _render(tokenizer: PreTrainedTokenizerBase, conversations: list[list[Message
         return []
     prepared = [for_template(tokenizer, conversation) for conversation in conversations]
     try:
-        return tokenizer.apply_chat_template(prepared, tokenize=False, **options)
+        texts = tokenizer.apply_chat_template(prepared, tokenize=False, **options)
     except Exception:  # a template is a program and may raise anything; one by one, to find the conversation
+        texts = None
+    if texts is None or any(map(too_long, texts, conversations)):
         return [_render_one(tokenizer, conversation, **options) for conversation in conversations]
+    return texts
 
 
 def _render_one(tokenizer: PreTrainedTokenizerBase, conversation: list[Message], **options: bool) -> str | Unrenderable:

@@ -35,6 +35,103 @@ HARMLESS = [
 ]
 
 
+DIGITS = "0123456789abcdef" * 4
+AWS = "wJalrXUtnFEMI/K7MDENG/" + "bPxRfiCYEXAMPLEKEY"  # of AWS's documentation
+# One of each common form, each built of two parts for the same reason.
+SHAPES = {
+    "AWS access key": "AKIA" + "ABCDEFGH01234567",
+    "AWS secret key": AWS,
+    "AWS secret key, named": "aws_secret_access_key=" + AWS,
+    "Azure storage": "DefaultEndpointsProtocol=https;AccountName=x;AccountKey=" + LETTERS + "/+==",
+    "Anthropic": "sk" + "-ant-api03-" + LETTERS,
+    "DigitalOcean": "dop" + "_v1_" + DIGITS,
+    "GitHub": "gh" + "p_" + LETTERS,
+    "GitLab": "gl" + "pat-" + LETTERS[:20],
+    "Google": "AIza" + LETTERS + "abcde",
+    "Groq": "gsk" + "_" + LETTERS + LETTERS,
+    "Hugging Face": "hf" + "_" + LETTERS,
+    "JWT": "eyJ" + "hbGciOiJIUzI1NiJ9." + "eyJ" + "zdWIiOiIxMjM0NTY3ODkwIn0." + LETTERS,
+    "npm": "npm" + "_" + LETTERS + "abcdef",
+    "OpenAI": "sk" + "-proj-" + LETTERS,
+    "password in an address": "postgresql://rlhf:" + "hunter2@db/prefect",
+    "password:": "the judge's password: " + "hunter2!",
+    "private key": "-----BEGIN RSA " + "PRIVATE KEY-----",
+    "PyPI": "pypi-" + "AgEIcHlwaS5vcmc" + LETTERS * 3,
+    "SendGrid": "SG" + "." + LETTERS[:22] + "." + (LETTERS * 2)[:43],
+    "Slack": "xox" + "b-1234567890-" + LETTERS,
+    "Slack hook": "https://hooks.slack.com/services/" + "T012AB/B345CD/" + LETTERS,
+    "Stripe": "sk" + "_live_" + LETTERS[:24],
+    "Telegram": "123456789" + ":" + LETTERS + "abcde",
+    "token=": "retry with token=" + "abc123def456",
+    "token in JSON": '{"access_token": "' + 'abc123def456"}',
+    "Bearer": "Authorization: Bearer " + LETTERS,
+    "W&B": "WANDB_API_KEY=" + DIGITS[:40],
+    "W&B, in words": "log to wandb with " + DIGITS[:40],
+    "W&B, own server": "local" + "-" + DIGITS[:40],
+}
+LOOKALIKES = [
+    *(DIGITS[:32], DIGITS[:40], DIGITS, "md5 " + DIGITS[:32] + ".dir", "sha256:" + DIGITS, "commit " + DIGITS[:40], "AC" + DIGITS[:30]),
+    *("org/RLHFv2-Llama-3.1-8B-Instruct-PPO-GAE095", "meta-llama/Llama-3.3-70B-Instruct", "Qwen/Qwen2.5-Math-7B-Instruct-GGUF-Q4KM"),
+    *("allenai/OLMo2Instruct1124PreferenceMix7B", "runs/2026-11-27T09-15-00/models/policy/checkpoint-0004000"),
+    *(
+        "the password: wrong in half of the answers",
+        "tokens: 512",
+        "first token: 0.5",
+        "stop at token=</s>",
+        "eos_token: <|reserved_special_7|>",
+    ),
+    *(
+        "pad_token=[PAD1234]",
+        "api_key=${OPENAI_KEY_2}",
+        "{{ bos_token }}{% for m in messages %}",
+        "its secret: better data",
+        "secret = 3 epochs",
+    ),
+    *(
+        "a token: llama",
+        "Bearer of bad news about the checkpoint",
+        "npm_install_step_2",
+        "dop_v1",
+        "the bearer instruments1 of 2026 that we tried",
+    ),
+    *(
+        "wandb run of model-v2, loss 0.25",
+        "local-model",
+        "sk_live",
+        "hooks.slack.com",
+        "https://host/page?token=short",
+        "AccountKey=",
+        "max_new_tokens=2048x2",
+    ),
+    *("aGVsbG8gd29ybGQ=", "step 12345678:loss", "2026-11-27", "user@host:/data/v2/train.jsonl", "[MASK]", "pass: 1e-5", "token budget=4k2"),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_common_form_is_recognised_alone_and_within_words(shape):
+    assert credential_in(SHAPES[shape]), shape
+    assert credential_in(f"because ({SHAPES[shape]}) is new"), shape
+
+
+@pytest.mark.parametrize("text", [*LOOKALIKES, *HARMLESS])
+def test_hashes_paths_and_words_are_no_credentials(text):
+    assert credential_in(text) is None
+    assert credential_in(f"because {text} is new") is None
+
+
+def test_the_repositorys_own_texts_hold_no_credentials():
+    """Params, recipes and docs, line by line: thousands of look-alikes."""
+    files = [DEFAULT, *(DEFAULT.parent / "recipes").glob("*.yaml"), *(DEFAULT.parent / "docs").glob("*.md"), DEFAULT.parent / "dvc.yaml"]
+    found = {f"{file.name}: {line}": kind for file in files for line in file.read_text().splitlines() if (kind := credential_in(line))}
+    assert found == {}
+
+
+@pytest.mark.parametrize("key", ["model.template_options.api_key", "rl.prompt_weights.password", "tracking.wandb_project"])
+def test_the_key_tells_that_its_value_is_a_credential(key):
+    value = "hunter2" if key.endswith("password") else DIGITS[:40]
+    assert credential_in(value) is None and credential_in(value, key)
+
+
 @pytest.mark.parametrize("key", SECRETS)
 def test_a_credential_is_refused_by_its_key_and_not_repeated(tmp_path, key):
     path = tmp_path / "params.yaml"
@@ -69,12 +166,27 @@ def test_keys_of_each_vendors_form_are_seen(key):
     assert credential_in(f"the key is sk-{key}.") == "a key of OpenAI's or Anthropic's form"
 
 
-@pytest.mark.parametrize("text", HARMLESS)
-def test_what_only_resembles_one_is_taken(text):
-    assert credential_in(text) is None
-
-
-@pytest.mark.parametrize("part", ["x", "sk-", "a-", "-eyJ", "a://", "x://a:", "http://", "?key=", "-----BEGIN "])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "x",
+        "sk-",
+        "a-",
+        "-eyJ",
+        "a://",
+        "x://a:",
+        "http://",
+        "?key=",
+        "-----BEGIN ",
+        "//x/",
+        "token:",
+        "wandb",
+        "bearer ",
+        "0a",
+        "aws",
+        "glpat-",
+    ],
+)
 def test_a_long_word_takes_no_long_time(part):
     started = time.process_time()
     credential_in(part * (100_000 // len(part)))

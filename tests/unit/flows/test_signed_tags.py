@@ -45,11 +45,13 @@ def demand_signatures(root: Path, path: str = "../signers") -> None:
     (root / "params.yaml").write_text(json.dumps({**PARAMS, "promotion": {**PARAMS["promotion"], "allowed_signers": path}}))
 
 
-def sign(root: Path, name: str, content: dict, commit: str, key: str) -> None:
-    """As somebody does it by hand, with any key."""
+def sign(root: Path, name: str, content: dict, commit: str, key: str, *, date: str | None = None) -> None:
+    """As somebody does it by hand, with any key and any date."""
     settings = ("-c", "gpg.format=ssh", "-c", f"user.signingKey={root.parent / key}")
     message = b"head\n\n" + json.dumps(content).encode() + b"\n"
-    git(root, *settings, "tag", "--force", "--sign", "--cleanup=verbatim", "--file=-", name, commit, content=message)
+    command = ("git", "-c", "user.name=a", "-c", "user.email=a@b", *settings, "tag", "--force", "--sign", "--cleanup=verbatim", "--file=-")
+    dated = os.environ | ({"GIT_COMMITTER_DATE": date} if date else {})
+    subprocess.run([*command, name, commit], cwd=root, input=message, env=dated, capture_output=True, check=True)
 
 
 def test_our_own_tags_are_signed_and_the_signer_is_who_decided(root, monkeypatch, capsys):
@@ -149,6 +151,49 @@ def test_tags_signed_again_as_documented_keep_who_registered(root):
     assert who(version.by, version.signer) == "signed by ann@example.org, stated by A"
     assert (version.by, version.at, version.lineage) == (before.by, before.at, before.lineage) and after.bad == ()
     assert after.events[0].who == "signed by ann@example.org, stated by Ann"
+
+
+def test_an_expired_key_cannot_date_a_decision_back(root):
+    """ssh-keygen judges `valid-before` by the date that the tag states."""
+    lineage = sound_commit(root)
+    demand_signatures(root)
+    signers = root.parent / "signers"
+    ann, eve = ((root.parent / f"{name}.pub").read_text() for name in ("ann", "eve"))
+    signers.write_text(f'ann@example.org {ann}eve@example.org valid-before="20200101" {eve}')
+    add_version(root, NAME, lineage)
+    decisions.promote(root, NAME, None, by="Ann", reason="good")
+    back = {"action": "rollback", "version": None, "previous": "v1.0.0", "by": "Ann", "reason": "bad", "override": None, "model": None}
+    sign(root, f"{NAME}#prod!#2", back, lineage["commit"], "eve")
+    with pytest.raises(ConfigError, match=rf"tag {NAME}#prod!#2: expected a signature of an allowed signer"):
+        read_promoted(root, NAME)  # of today, when the key has expired
+    sign(root, f"{NAME}#prod!#2", back, lineage["commit"], "eve", date="2019-12-01T00:00:00Z")
+    with pytest.raises(
+        ConfigError, match=rf"tag {NAME}#prod!#2: .*got one that is dated 2019-12-01T00:00:00\+00:00, before version v1\.0\.0"
+    ):
+        read_promoted(root, NAME)
+    other = {**lineage, "md5": "1" * 32 + ".dir"}
+    sign(root, f"{NAME}@v2.0.0", other, lineage["commit"], "eve", date="2019-12-01T00:00:00Z")
+    assert set(read_registry(root, NAME).versions) == {"v1.0.0"}
+
+
+def test_a_decision_is_not_dated_before_the_one_that_it_follows(root):
+    lineage = sound_commit(root)
+    write_tag(root, f"{NAME}@v1.0.0", lineage, lineage["commit"], second=1_700_000_000)
+    write_tag(root, f"{NAME}#prod#1", EVENT, lineage["commit"], second=1_700_000_500)
+    back = {**EVENT, "action": "rollback", "version": None, "previous": "v1.0.0"}
+    write_tag(root, f"{NAME}#prod!#2", back, lineage["commit"], second=1_700_000_499)
+    with pytest.raises(ConfigError, match=r"#prod!#2: .*, before decision 1 of 2023-11-14T22:21:40\+00:00, which it follows.*restore it"):
+        read_for_decision(root, NAME)
+    write_tag(root, f"{NAME}#prod!#2", back, lineage["commit"], second=1_700_000_500)  # older versions wrote two in a second
+    assert read_for_decision(root, NAME).current is None
+
+
+def test_a_clock_that_is_behind_writes_no_decision(root):
+    lineage = sound_commit(root)
+    write_tag(root, f"{NAME}@v1.0.0", lineage, lineage["commit"], second=4_000_000_000)
+    with pytest.raises(ConfigError, match=rf"tag {NAME}#prod#1: expected a clock that is past the newest tag, of 2096-10-02T07:06:40"):
+        decisions.promote(root, NAME, None, by="Ann", reason="good")
+    assert git(root, "tag", "--list") == f"{NAME}@v1.0.0"
 
 
 def test_a_subfolder_asks_for_the_same_signatures(root):

@@ -24,8 +24,8 @@ from rlhf_core.gate.checks import explain
 from rlhf_core.gate.heldout import Heldout, distinct_responses, measure_ensemble, measure_judge, measure_scores
 from rlhf_core.gate.looks import LEDGER
 from rlhf_core.gate.pairs import compare
-from rlhf_core.gate.run import COLUMNS, read_heldout, with_registry, with_verdict
 from rlhf_core.gate.scoring import LoadedModel
+from rlhf_core.gate.verdict import COLUMNS, read_heldout, with_registry, with_verdict
 from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.stage.files import write_json
 from rlhf_core.statistics.intervals import wilson_interval
@@ -334,9 +334,9 @@ def test_a_reward_model_that_was_rolled_back_does_not_pass_again(workspace, monk
     md5 = dvc_md5(workspace / "models/reward")
     taken_back = RolledBackConfig(version="v2.0.0", md5=md5, reason="policies became curt")
     other = RolledBackConfig(version="v1.0.0", md5="0" * 32 + ".dir", reason="older")
-    gate = with_registry(good, gate_config(rolled_back=[other]), Path("models/reward"))
+    gate = with_registry(good, gate_config(rolled_back=[other]), md5)
     assert gate == good | {"override": None}
-    gate = with_registry(good, gate_config(rolled_back=[other, taken_back]), Path("models/reward"))
+    gate = with_registry(good, gate_config(rolled_back=[other, taken_back]), md5)
     assert not gate["passed"] and [name for name, passed in verdicts(gate).items() if passed is False] == ["rolled_back"]
     message = (
         "rejected: version v2.0.0 was rolled back (policies became curt), and this is the same model. Without that it would have passed: "
@@ -346,10 +346,10 @@ def test_a_reward_model_that_was_rolled_back_does_not_pass_again(workspace, monk
 
 def test_an_override_is_written_down_where_it_is_needed():
     config = gate_config(override="a demonstration")
-    gate = with_registry(judge(pairs(right_and_wrong(231, 69))), config, Path("models/reward"))
+    gate = with_registry(judge(pairs(right_and_wrong(231, 69))), config, "0" * 32 + ".dir")
     assert not gate["passed"] and gate["override"] == "a demonstration"
     assert "Used anyway; gate.override says: a demonstration" in list(explain(gate))[-1]
-    assert with_registry(judge(pairs(right_and_wrong(290, 10))), config, Path("models/reward"))["override"] is None
+    assert with_registry(judge(pairs(right_and_wrong(290, 10))), config, "0" * 32 + ".dir")["override"] is None
 
 
 def test_an_override_lets_the_chain_continue(workspace):

@@ -28,7 +28,7 @@ from report_workspace import (
 
 from rlhf_core.config import STAGE_SECTIONS, apply_overrides, load_params, read_yaml
 from rlhf_core.config.alignment import Method
-from rlhf_core.gate.run import unjudged
+from rlhf_core.gate.verdict import unjudged
 from rlhf_core.paths import processes_file
 from rlhf_core.report.differences import Difference, Results, read_as
 from rlhf_core.report.files import check_recorded_params, read_inputs

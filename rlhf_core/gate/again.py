@@ -1,0 +1,85 @@
+"""The gate's verdict computed again from stored scores, for the registry: gate.json is a text that anyone can edit.
+
+What needs models is taken from the given gate.json: probes, external pairs, incumbent, anchor, judge, the number of members. The checks of
+these figures are computed again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from rlhf_core.config import Params
+from rlhf_core.gate.heldout import measure_ensemble, measure_scores
+from rlhf_core.gate.looks import at_look, look_level
+from rlhf_core.gate.pairs import pair_points
+from rlhf_core.gate.verdict import read_heldout, with_registry, with_verdict
+
+BY_MODEL = ("probes", "external", "incumbent", "anchor", "judge")
+ROUNDING = 1e-5  # of metrics, which have six decimals or six significant digits
+MESSAGES = ("message", "reason")  # made from figures before they were rounded
+SHOWN = 2e-3  # of a number in such a message
+_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?")
+
+
+def judged_again(recorded: dict[str, Any], params: Params, *, heldout: Path, prepared: Path, model: str) -> dict[str, Any]:
+    """gate.json of a model that was scored.
+
+    Args:
+        recorded: gate.json. heldout: reward_heldout.parquet. prepared: folder with the prepared tables `preference` and `slices`.
+        model: md5 of the model's folder, as in dvc.lock.
+    Raises:
+        ValueError: the scores aren't finite or don't belong to the prepared pairs.
+    """
+    test, validation = (read_heldout(heldout, prepared, split) for split in ("test", "validation"))
+    number = recorded["look"]["number"]
+    config = at_look(params.gate, number)
+    gate = measure_scores(test, validation.pairs.margins, config) | {key: recorded[key] for key in BY_MODEL}
+    gate["look"] = {**recorded["look"], "model": model, "level": look_level(params.gate.confidence, number)}
+    gate["ensemble"] = {"members": recorded["ensemble"]["members"], **measure_ensemble(test)}
+    again = with_registry(with_verdict(gate, config, exact_scores=params.model.dtype == "float32"), params.gate, model)
+    if recorded["passed"] is False:  # a rounded figure may meet a threshold that the exact one missed
+        failed = {check["name"] for check in recorded["checks"] if check["passed"] is False}
+        again["checks"] = [{**check, "passed": False} if check["name"] in failed else check for check in again["checks"]]
+        again |= {key: recorded[key] for key in ("passed", "message", "override")}
+    return again
+
+
+def accuracy_again(heldout: Path) -> float | None:
+    """Accuracy on the test pairs of reward_heldout.parquet, which no version of the gate computes otherwise; None: there are none."""
+    columns = ["chosen_score", "rejected_score"]
+    table = pq.read_table(heldout, columns=columns, filters=[("split", "=", "test")])
+    chosen, rejected = (table[name].to_numpy().astype(float) for name in columns)
+    return float(pair_points(chosen, rejected).mean()) if len(chosen) else None
+
+
+def differences(wanted: Any, got: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(key, wanted, got) of each value of two trees of JSON that differs by more than the rounding of metrics."""
+    if isinstance(wanted, dict) and isinstance(got, dict):
+        for name in sorted(wanted.keys() | got.keys()):
+            yield from differences(wanted.get(name), got.get(name), f"{key}.{name}" if key else name)
+    elif isinstance(wanted, list) and isinstance(got, list) and len(wanted) == len(got):
+        for number, (one, other) in enumerate(zip(wanted, got, strict=True)):
+            yield from differences(one, other, f"{key}.{number}")
+    elif not (_same_words(wanted, got) if key in MESSAGES and isinstance(wanted, str) else same(wanted, got)):
+        yield key, wanted, got
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values of JSON are equal, numbers up to rounding."""
+    if all(isinstance(value, float | int) and not isinstance(value, bool) for value in (a, b)):
+        return math.isclose(a, b, rel_tol=ROUNDING, abs_tol=ROUNDING)
+    return type(a) is type(b) and a == b
+
+
+def _same_words(a: str, b: Any) -> bool:
+    """Whether two messages are equal up to the last shown digit of their numbers."""
+    if not isinstance(b, str) or _NUMBER.sub("0", a) != _NUMBER.sub("0", b):
+        return False
+    numbers = zip(*(map(float, _NUMBER.findall(text)) for text in (a, b)), strict=True)
+    return all(math.isclose(one, other, rel_tol=SHOWN, abs_tol=SHOWN) for one, other in numbers)

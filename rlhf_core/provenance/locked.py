@@ -1,0 +1,59 @@
+"""Files compared with the hashes that dvc.lock has of them.
+
+DVC trusts its cache and its notes about files: after a model was replaced in the cache or the remote, `dvc checkout` brings the other
+bytes, and `dvc status` calls them up to date.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import ConfigError, read_yaml
+from rlhf_core.paths import ROUNDS_PIPELINE
+from rlhf_core.provenance.dvc_cache import cache_folder, listing
+from rlhf_core.provenance.file_hashes import dvc_md5, dvc_md5_of_files
+
+LOCKS = (Path("dvc.lock"), ROUNDS_PIPELINE.with_suffix(".lock"))
+
+
+def locked_hashes(root: Path = Path()) -> dict[str, str]:
+    """md5 of each output in dvc.lock and rounds/dvc.lock by its path; empty without these files."""
+    stages: list[dict[str, Any]] = []
+    for lock in LOCKS:
+        if (root / lock).is_file():
+            stages += (read_yaml(root / lock).get("stages") or {}).values()
+    return {out["path"]: out["md5"] for stage in stages for out in stage.get("outs", []) if "md5" in out}
+
+
+def check_locked(path: str, found: str | None = None, *, root: Path = Path()) -> None:
+    """Check that an output of the project at `root` has the md5 of dvc.lock. An output that dvc.lock doesn't have is accepted.
+
+    Args:
+        path: relative to `root`, with slashes. found: its md5 where it is known; None: every file is read (some 2 s per GB).
+    Raises:
+        ConfigError: it has another; names the file, both hashes and DVC's copy.
+    """
+    wanted = locked_hashes(root).get(path)
+    if wanted is None or wanted == (dvc_md5(root / path) if found is None else found):
+        return
+    name, expected, got = _first_difference(root, path, wanted)
+    copy = "" if expected is None else f" and DVC's copy, {cache_folder(root) / expected[:2] / expected[2:]}"
+    raise ConfigError(
+        f"{name}: expected md5 {expected or 'of no file'} by dvc.lock, got {got or 'nothing'}; it was changed here, in DVC's cache or in "
+        f"its remote: remove {path}{copy}; then `dvc repro`, or `dvc pull` from a remote that you trust, restores it"
+    )
+
+
+def _first_difference(root: Path, path: str, wanted: str) -> tuple[str, str | None, str | None]:
+    """Name, expected and found md5 of a file: of the folder's first different one where DVC's cache has its list, else of the folder."""
+    place = root / path
+    if not place.is_dir():
+        return path, wanted, dvc_md5(place)
+    here = dvc_md5_of_files(place)
+    try:
+        files = listing(wanted, cache_folder(root))
+    except ValueError:  # the list is missing or damaged
+        return path, wanted, dvc_md5(place)
+    name = next((name for name in sorted({*files, *here}) if files.get(name) != here.get(name)), None)
+    return (path, wanted, dvc_md5(place)) if name is None else (f"{path}/{name}", files.get(name), here.get(name))
