@@ -80,11 +80,10 @@ def test_an_edit_while_a_stage_runs_is_not_recorded_and_undone_it_resumes(tmp_pa
         assert sorted(entry["params"]["params.yaml"]["sft"]["learning_rate"] for entry in run_cache(workspace)) == [0.002, 0.007]
 
 
-@pytest.mark.parametrize("name", ["project", "Prüf 100% it's #1"])
-def test_an_edit_between_a_stages_end_and_dvcs_record_is_found_by_the_flow(tmp_path, monkeypatch, name):
-    """The stage edits params.yaml itself once its own comparison is over."""
+def test_an_edit_between_a_stages_end_and_dvcs_record_is_found_by_the_flow(tmp_path, monkeypatch):
+    """The stage edits params.yaml itself once its own comparison is over. The folder's name is one that tools may trip over."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    workspace = make_workspace(tmp_path / name, retries=0, laid_out=False)
+    workspace = make_workspace(tmp_path / "Prüf 100% it's #1", retries=0, laid_out=False)
     late = """
     if sys.argv[1] == "train_sft" and not Path("edited").exists():
         Path("edited").touch()
