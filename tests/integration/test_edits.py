@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from small_chain import DEADLINE, await_checkpoint, change_params, copy_chain, output_of, results, run
+from small_chain import begin as begin_chain
 from small_workspace import ROOT, WORK, assert_resumed, environment, make_workspace, training_has_begun, wait_until
 
 from flows.chain.cache import run_checked
@@ -102,3 +104,20 @@ def test_an_edit_between_a_stages_end_and_dvcs_record_is_found_by_the_flow(tmp_p
     assert failed.value.refused and recorded(workspace) == {} and run_cache(workspace) == []
     assert run("prepare_data") == "cached" and run("train_sft") == "ran" and run("train_sft") == "cached"
     assert recorded(workspace)["params"]["params.yaml"]["sft"]["learning_rate"] == 0.007 and len(run_cache(workspace)) == 1
+
+
+@pytest.mark.long
+def test_sft_with_an_edited_learning_rate_is_not_recorded_and_undone_ends_with_the_same_bits(chain, tmp_path):
+    workspace = copy_chain(chain.workspace, tmp_path / "edited")
+    before, lock = results(workspace), (workspace / "dvc.lock").read_text()
+    rate = read_yaml(workspace / "params.yaml")["sft"]["learning_rate"]
+    again = ("dvc", "repro", "--single-item", "--force", "train_sft")
+    child = begin_chain(workspace, *again)
+    await_checkpoint(workspace, "train_sft", child)
+    change_params(workspace, {"sft": {"learning_rate": 0.007}})
+    assert child.wait(timeout=DEADLINE) != 0
+    assert f"got changes: sft.learning_rate: {rate} -> 0.007; nothing is recorded" in output_of(workspace)
+    assert (workspace / "dvc.lock").read_text() == lock
+    change_params(workspace, {"sft": {"learning_rate": rate}})
+    code, printed = run(workspace, *again)
+    assert code == 0 and results(workspace) == before and (workspace / "dvc.lock").read_text() == lock, printed
