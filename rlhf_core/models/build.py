@@ -40,7 +40,7 @@ FLASH = "flash_attention_2"
 _HEADS = ("score.weight", "classifier.weight")  # of the heads that a sequence classifier may have
 # Weights that models are published with and that their own forward pass doesn't read: rotary frequencies, masks and positions that older
 # versions of transformers saved as buffers, and heads of further tokens, which only speculative decoding uses.
-_UNREAD = re.compile(r"(rotary_emb\.inv_freq|rotary_pos_emb\.inv_freq|position_ids|\battn(ention)?\.(masked_)?bias)$|(^|\.)mtp\.")
+_UNREAD = re.compile(r"(rotary_emb\.inv_freq|rotary_pos_emb\.inv_freq|position_ids|\b(attn|attention)\.(masked_)?bias)$|(^|\.)mtp\.")
 _UNREAD_BY_CLASSIFIERS = re.compile(rf"{_UNREAD.pattern}|^(lm_head|embed_out|output_projection)\.")
 
 
@@ -167,8 +167,8 @@ def _check_loaded(path: str | Path, model: PreTrainedModel, info: dict[str, Any]
         found = FolderWeights(path).read([tied, source]) if Path(path).is_dir() else {}
         if tied not in model.all_tied_weights_keys or (len(found) == 2 and not torch.equal(*found.values())):
             raise ValueError(
-                f"model {path}: expected {tied} to equal {source}, since config.json ties them (tie_word_embeddings), got two matrices; set "
-                f"tie_word_embeddings to false if the model was trained with both, or else remove {tied}"
+                f"model {path}: expected {tied} to equal {source}, since config.json ties them (tie_word_embeddings), got two matrices; "
+                f"set tie_word_embeddings to false if the model was trained with both, or else remove {tied}"
             )
 
 

@@ -33,7 +33,7 @@ def check_rows(tokenizer: PreTrainedTokenizerBase, rows: int, *, subject: str) -
         names = ", ".join(f"{shown(token, 40)} ({outside[token]})" for token in written[:4])
         raise ValueError(
             f"{subject}: expected its tokenizer and chat template to write tokens below the {rows} rows of its embedding, got "
-            f"{names}; resize it (resize_token_embeddings({max(outside.values()) + 1}), then save_pretrained), or choose tokens that have rows"
+            f"{names}; resize it (resize_token_embeddings({max(outside.values()) + 1}), then save_pretrained), or choose tokens with rows"
         )
     others = ", ".join(shown(token, 40) for token in list(outside)[:4])
     log.warning("%s: no text may contain %s without a row in the embedding: %s", subject, number_of(len(outside), "token"), others)

@@ -25,7 +25,8 @@ from tests.tiny_models import merged_state_dict, settings
 
 LENGTHS = (60, 37, 52, 20)
 LIMITED = {"phi3_longrope": 32, "llama_dynamic": 32}  # tokens, with one set of frequencies
-STATEFUL = {"falcon_h1", "jamba", "bamba", "recurrent_gemma", "mamba2", "qwen3_next", "qwen3_5"}  # have layers whose state sees all before it
+# They have layers whose state sees all before it.
+STATEFUL = {"falcon_h1", "jamba", "bamba", "recurrent_gemma", "mamba2", "qwen3_next", "qwen3_5"}
 UNSHARED = STATEFUL | {"falcon_rw", "gpt_neo"}  # ALiBi takes positions from the mask; GPT-Neo has masks of its own
 IN_DETAIL = ("llama_tied", "qwen3", "gemma3", "mixtral", "gpt_oss", "falcon_h1", "qwen3_next", "qwen3_5")
 FALCONS = ("falcon_7b", "falcon_40b", "falcon_rw")  # whose linear layers are of a class of their own
