@@ -224,9 +224,12 @@ def _is_linear(kind: type) -> bool:
 
 
 def _read_by_parent(model: PreTrainedModel, name: str) -> bool:
-    """Whether a layer is part of a state-space mixer that may read its weight directly, which would ignore a correction of its output."""
-    parent, _, own = name.rpartition(".")
-    return own in ("dt_proj", "out_proj") and hasattr(model.get_submodule(parent), "A_log")
+    """Whether a layer is part of a state-space mixer, or of torch's attention (vision towers), that may read its weight directly, which
+    would ignore a correction of its output.
+    """
+    path, _, own = name.rpartition(".")
+    parent = model.get_submodule(path)
+    return own in ("dt_proj", "out_proj") and (hasattr(parent, "A_log") or isinstance(parent, nn.MultiheadAttention))
 
 
 # 4-bit base layers

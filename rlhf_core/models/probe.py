@@ -88,8 +88,8 @@ def can_share_prefixes(model: PreTrainedModel, *, max_length: int | None = None)
 
 
 def _has_own_masks(model: PreTrainedModel) -> bool:
-    """Whether the model holds masks as buffers, as GPT-Neo and CodeGen do: they count the columns of a row, which may be longer than any
-    sequence, and not positions.
+    """Whether the model holds masks as buffers, as GPT-Neo does: they count the columns of a row, which may be longer than any sequence,
+    and not positions.
     """
     return any(mask.ndim == 4 and mask.shape[-1] == mask.shape[-2] and not mask.is_floating_point() for mask in model.buffers())
 
