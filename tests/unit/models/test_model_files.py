@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig, GptOssForCausalLM
+from transformers import GenerationConfig, GptOssForCausalLM, Llama4Config, Llama4ForConditionalGeneration
 
 from rlhf_core.models.build import check_weights, load_language_model, load_scalar_model, new_scalar_model, save_model
 from rlhf_core.models.folder import check_model_folder, quantization
@@ -79,13 +79,28 @@ def test_a_head_that_disagrees_with_its_tie_is_refused_and_an_equal_one_is_read(
         "model.layers.1.attn.masked_bias",
         "model.layers.1.attention.bias",
         "model.embeddings.position_ids",
+        "transformer.h.0.attn.causal_mask",
         "mtp.layers.0.mlp.up_proj.weight",
+        "model.mtp_block.0.mlp.up_proj.weight",
     ],
 )
 def test_buffers_of_older_versions_and_heads_of_further_tokens_do_no_harm(folder: Path, name: str):
     weights(folder, lambda w: w | {name: torch.ones(1, 4)})
     check_weights(folder)
     load_language_model(folder)
+
+
+def test_the_language_model_of_a_folder_with_a_vision_tower_is_read_alone(tmp_path: Path):
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {**shape, "vocab_size": 300, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size_mlp": 64, "num_local_experts": 2}
+    sees = {**shape, "image_size": 28, "patch_size": 14, "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64}
+    both = Llama4ForConditionalGeneration(Llama4Config(text_config=text, vision_config=sees)).eval()
+    both.save_pretrained(tmp_path)
+    check_weights(tmp_path)
+    loaded, ids = load_language_model(tmp_path), torch.tensor([[5, 6, 7, 8]])
+    assert type(loaded).__name__ == "Llama4ForCausalLM"
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ids).logits, both(input_ids=ids).logits)
 
 
 def test_a_reward_model_may_keep_a_language_models_head_but_no_other_weights(reward_folder: Path, tmp_path: Path):
