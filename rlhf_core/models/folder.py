@@ -139,7 +139,13 @@ def count_parameters(path: str | Path) -> int:
     Raises:
         ValueError: a file is missing or truncated.
     """
-    return sum(math.prod(tensor["shape"]) for tensor in read_headers(path))
+    return sum(numbers_in(tensor) for tensor in read_headers(path))
+
+
+def numbers_in(tensor: dict[str, Any]) -> int:
+    """Numbers that a tensor holds, by its header. Of mxfp4, tensors of four dimensions have two in a byte, others their scales."""
+    count = math.prod(tensor["shape"])
+    return count if tensor["dtype"] != "U8" else 2 * count if len(tensor["shape"]) == 4 else 0
 
 
 def read_headers(path: str | Path) -> Iterator[dict[str, Any]]:

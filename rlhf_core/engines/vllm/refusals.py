@@ -16,7 +16,9 @@ NOT_RELOADED = ("GptOssForCausalLM",)
 
 # Errors of the CPU build for unsupported shapes and architectures; a RuntimeError counts if it contains one of these words.
 LACKS = (ValueError, NotImplementedError, AssertionError, KeyError, AttributeError, TypeError, IndexError, ImportError)
-LACKS_WORDS = ("unsupported", "head_dim", "not supported", "not implemented", "dispatch", "shape", "view size", "size of tensor")
+LACKS_WORDS = (
+    "unsupported", "head_dim", "not supported", "not implemented", "dispatch", "shape", "dimension", "view size", "size of t", "sizes of",
+)  # fmt: skip
 
 
 @contextmanager

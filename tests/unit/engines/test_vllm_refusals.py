@@ -21,6 +21,7 @@ CAN_RUN = r"rollout\.backend: expected a model that vLLM's CPU build can run, go
         (ValueError("first line\nlast line"), "ValueError: last line"),
         (RuntimeError("shape '[2, 3]' is invalid for input of size 7"), "RuntimeError: shape "),
         (RuntimeError("view size is not compatible with input tensor's size"), "RuntimeError: view size is not compatible"),
+        (RuntimeError("The expanded size of the tensor (4) must match the existing size (5)"), "RuntimeError: The expanded size"),
         (RuntimeError("The size of tensor a (4) must match the size of tensor b (5)"), "RuntimeError: The size of tensor a"),
         (AssertionError(), "AssertionError, for which vLLM gave no reason"),
     ],

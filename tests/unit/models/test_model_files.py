@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, GptOssForCausalLM, Llama4Config, Llama4ForConditionalGeneration
 
 from rlhf_core.models.build import check_weights, load_language_model, load_scalar_model, new_scalar_model, save_model
-from rlhf_core.models.folder import check_model_folder, quantization
+from rlhf_core.models.folder import check_model_folder, count_parameters, quantization
 from tests.model_families import FAMILIES
 
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # magnitudes of E2M1; a fourth bit is the sign
@@ -188,3 +188,4 @@ def test_an_mxfp4_folder_is_loaded_and_saved_in_full_precision(tokenizer, tmp_pa
     save_model(loaded, loaded.state_dict(), tokenizer, tmp_path / "saved")
     saved = load_file(tmp_path / "saved/model.safetensors")
     assert expected and all(torch.equal(saved[name], tensor) for name, tensor in expected.items())
+    assert count_parameters(tmp_path / "model") == count_parameters(tmp_path / "saved")
