@@ -34,7 +34,7 @@ from rlhf_core.trainers.sft import sft_phase
 CASES = ROOT.parent / "shared/cases/models"
 pytestmark = [
     pytest.mark.skipif(not CASES.is_dir(), reason="the makers of odd models are not here: ../shared/cases/models, beside the checkout"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 MESSAGES = [{"role": "user", "content": "What is the capital of France? " * 8}]
 ANSWER = "It is Paris. The sky is blue."
@@ -65,7 +65,7 @@ REFUSED = {
 def _made(folder: Path) -> None:
     for program in ("make_models.py", "bad_models.py"):
         command = [sys.executable, str(CASES / program), str(folder)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
     for name, change in FURTHER.items():
         shutil.copytree(folder / "chatml", folder / name)
