@@ -124,4 +124,20 @@ OTHERS: dict[str, Callable[[], PreTrainedModel]] = {
     "modernbert_decoder": lambda: _built(
         "ModernBertDecoder", num_hidden_layers=4, local_attention=2 * WINDOW, bos_token_id=2, cls_token_id=2, sep_token_id=1
     ),
+    "falcon_7b": lambda: _built("Falcon", multi_query=True, parallel_attn=True, new_decoder_architecture=False, bias=False),
+    "falcon_40b": lambda: _built("Falcon", new_decoder_architecture=True, num_kv_heads=1, bias=False),
+    "falcon_rw": lambda: _built("Falcon", alibi=True, multi_query=False, parallel_attn=False, new_decoder_architecture=False, bias=True),
+    "gpt_neo": lambda: _built("GPTNeo", num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]], window_size=WINDOW),
+    "biogpt": lambda: _built("BioGpt"),
+    "gpt_bigcode": lambda: _built("GPTBigCode", n_inner=2 * WIDTH),
+    "mamba2": lambda: _built("Mamba2", num_heads=4, head_dim=HEAD, state_size=16, n_groups=1, chunk_size=8, expand=2),
+    "qwen3_next": lambda: _built(
+        "Qwen3Next", head_dim=HEAD, num_hidden_layers=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=WIDTH,
+        shared_expert_intermediate_size=WIDTH, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    ),
+    "qwen3_5": lambda: _built(
+        "Qwen3_5", "Qwen3_5TextConfig", head_dim=HEAD, num_hidden_layers=4, linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=16, linear_value_head_dim=16,
+    ),
 }  # fmt: skip

@@ -7,16 +7,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from rlhf_core.config import LoraConfig, ModelConfig, Params, RolloutBackend, ScorerConfig
 from rlhf_core.engines.deepspeed_engine import device, join_world
 from rlhf_core.engines.vllm.refusals import refuse_without_sleep
 from rlhf_core.model_check.miniature import cut_config, random_model, smaller
 from rlhf_core.model_check.trial import Finding, Trial, TrialSettings, judged, largest, random_sequences, refused
-from rlhf_core.models.build import classifier
-from rlhf_core.models.folder import check_model_folder, refusals
+from rlhf_core.models.build import check_weights, classifier, vocabulary_size
+from rlhf_core.models.folder import check_model_folder, locate_model, refusals
 from rlhf_core.models.forward import ScalarModule
+from rlhf_core.models.rows import check_rows
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.planning.models import base_model
 from rlhf_core.planning.placement import place, transfer_ways
@@ -46,10 +47,13 @@ def run_trials(params: Params, tokenizer_folder: Path, scratch: Path) -> tuple[s
 
     Returns:
         The model's class name, and a finding for each part.
+    Raises:
+        ValueError: the model's files don't fit its configuration or its tokenizer.
     """
     join_world()
     model, loras = params.model, adapters(params)
     tokenizer = load_tokenizer(str(tokenizer_folder), trust_remote_code=model.trust_remote_code)
+    check_files(model, tokenizer)
     config = cut_config(model, tokenizer)
     language_model = random_model(config, seed=SEED, trust_remote_code=model.trust_remote_code)
     settings = TrialSettings(
@@ -72,6 +76,19 @@ def run_trials(params: Params, tokenizer_folder: Path, scratch: Path) -> tuple[s
         else:
             findings.append(trial.run(backend))
     return type(language_model).__name__, findings
+
+
+def check_files(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check the whole model, of which no weight is read: the small copy has neither its weights nor its vocabulary.
+
+    Raises:
+        ValueError: its weights aren't those of its config.json, or its embedding lacks tokens of the tokenizer.
+    """
+    if model.path is None:
+        return
+    path = locate_model(model.path, model.revision)
+    check_weights(path, trust_remote_code=model.trust_remote_code)
+    check_rows(tokenizer, vocabulary_size(path, trust_remote_code=model.trust_remote_code), subject=f"model {path}")
 
 
 def check_rl_job(params: Params, gpus: int) -> None:
@@ -114,7 +131,10 @@ def try_ready_made(scorer: ScorerConfig, model: ModelConfig) -> Finding:
 def _score_difference(scorer: ScorerConfig, folder: Path, model: ModelConfig) -> float:
     check_model_folder(folder)
     check_ready_made(scorer, folder)
-    load_tokenizer(str(folder), trust_remote_code=model.trust_remote_code, template_date=model.template_date, scores=True)
+    how = {"trust_remote_code": model.trust_remote_code}
+    tokenizer = load_tokenizer(str(folder), template_date=model.template_date, scores=True, **how)
+    check_weights(folder, scalar=True, **how)
+    check_rows(tokenizer, vocabulary_size(folder, **how), subject=f"reward model {folder}")
     with refusals(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     cut = smaller(config, kind=classifier(type(config)), trust_remote_code=model.trust_remote_code)

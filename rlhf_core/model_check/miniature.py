@@ -62,6 +62,7 @@ def smaller(config: PretrainedConfig, *, kind: type = AutoModelForCausalLM, trus
         kinds = layer_signatures(kind.from_config(config, trust_remote_code=trust_remote_code))
     wanted = max(LAYERS, max(kinds.index(kind) for kind in set(kinds)) + 1)
     tree = config.to_dict()
+    tree.pop("quantization_config", None)  # of the files, which are loaded without it
     text = config.get_text_config()
     part = tree if text is config else next(tree[name] for name in config.sub_configs if getattr(config, name, None) is text)
     _cut(part, text, min(wanted, len(kinds)), len(kinds))

@@ -35,7 +35,7 @@ from rlhf_core.models.build import (
 )
 from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters
-from rlhf_core.models.probe import shares_prefixes
+from rlhf_core.models.probe import PROBE_ERRORS, shares_prefixes
 from rlhf_core.sampling.requests import SamplingSettings
 from rlhf_core.trainers.demonstrations import Demonstration
 from rlhf_core.trainers.preference.objectives import Continuation, Pair, PairObjective, ResponseForward, no_reference
@@ -48,6 +48,7 @@ SHORTEST = 9  # tokens of the shortest sequence
 SAMPLED = 6  # tokens that an engine samples, twice, after each sequence
 COLUMNS = ("sft", "reward", "dpo", "lora", "shared_prefix", "pytorch", "vllm")  # vLLM last: its shutdown ends the process group
 ON = "on"
+ROUNDED = "right in float64; in float32 this model amplifies rounding"
 OFF = "off: on a GPU, or with a model that computes a shared prefix's continuations differently"
 
 log = logging.getLogger("rlhf")
@@ -136,13 +137,18 @@ class Trial:
     def _trained(self, column: str, step: Callable[[TrainEngine], None], *, lora: LoraConfig | None) -> Finding:
         model = self._load()
         add_adapters(model, lora, seed=self._settings.seed)
-        engine = self._engine(PolicyModule(model))
+        module = PolicyModule(model)
+        engine = self._engine(module)
         for _ in range(UPDATES):
             step(engine)
         engine.eval()
         with torch.no_grad():
             ours = engine(self._batch()).logprobs.float().cpu()
-        return judged(column, largest(ours, self._plain(self._saved(column, model, engine))))
+        folder = self._saved(column, model, engine)
+        found = judged(column, largest(ours, self._plain(folder)))
+        if found.refusal is not None and self._difference_in_double(module, folder) <= LIMIT:
+            return Finding(column, found.difference, note=ROUNDED)
+        return found
 
     def _reward(self) -> Finding:
         start = self._scratch / "scalar"
@@ -266,8 +272,19 @@ class Trial:
         save_model(model, engine.state_dict(), self._tokenizer, folder)
         return folder
 
-    def _plain(self, folder: Path) -> torch.Tensor:
-        return torch.cat(plain_logprobs(folder, self.sequences, trust_remote_code=self._settings.trust_remote_code))
+    def _plain(self, folder: Path, **how: Any) -> torch.Tensor:
+        return torch.cat(plain_logprobs(folder, self.sequences, trust_remote_code=self._settings.trust_remote_code, **how))
+
+    def _difference_in_double(self, module: PolicyModule, folder: Path) -> float:
+        """The largest difference in float64, which tells a mistake from rounding; infinite if the model can't be computed so. The engine of
+        the module can't be used afterwards.
+        """
+        try:
+            with torch.no_grad():
+                ours = module.double()(self._batch()).logprobs.cpu()
+            return largest(ours, self._plain(folder, dtype=torch.float64))
+        except PROBE_ERRORS:
+            return float("inf")
 
     def _engine_difference(self, rollouts: Any, folder: Path) -> float:
         """The largest difference on given and on sampled tokens. An engine reserves room for one more token than it is given."""
@@ -303,14 +320,16 @@ def largest(ours: torch.Tensor, plain: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def plain_logprobs(folder: Path, sequences: list[list[int]], *, trust_remote_code: bool = False) -> list[torch.Tensor]:
+def plain_logprobs(
+    folder: Path, sequences: list[list[int]], *, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
     """Log-probability of each token but the first, by transformers alone: whole logits, one sequence at a time."""
-    how = {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
+    how = {"trust_remote_code": trust_remote_code, "dtype": dtype}
     model = AutoModelForCausalLM.from_pretrained(folder, **how).to(device()).eval()
     found = []
     for ids in sequences:
         row = torch.tensor([ids], device=device())
-        logprobs = model(input_ids=row, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        logprobs = model(input_ids=row, use_cache=False).logits[0, :-1].to(dtype).log_softmax(-1)
         found.append(logprobs.gather(-1, row[0, 1:, None]).squeeze(-1).cpu())
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -16,8 +17,11 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    FineGrainedFP8Config,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    Mxfp4Config,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -25,15 +29,22 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from rlhf_core.config import ModelConfig
+from rlhf_core.config import ModelConfig, number_of, shown
 from rlhf_core.models.attention import fix_frequencies
-from rlhf_core.models.folder import check_model_folder, locate_model, refusals, weight_files
+from rlhf_core.models.folder import check_model_folder, locate_model, quantization, refusals, weight_files
 from rlhf_core.models.tokenizer import stop_ids, turn_end, write_ends
 
 log = logging.getLogger(__name__)
 Module = TypeVar("Module", bound=torch.nn.Module)
 FLASH = "flash_attention_2"
 _HEADS = ("score.weight", "classifier.weight")  # of the heads that a sequence classifier may have
+# Weights that models are published with and that a causal language model's forward pass doesn't read: frequencies, masks and positions that
+# older versions of transformers saved, heads of further tokens for speculative decoding, and what reads pictures and sound.
+_UNREAD = re.compile(
+    r"(\binv_freq|position_ids|\b(attn|attention)\.((masked_)?bias|causal_mask))$"
+    r"|(^|\.)(mtp\w*|vision_model|vision_tower|visual|multi_modal_projector|audio_tower)\."
+)
+_UNREAD_BY_CLASSIFIERS = re.compile(rf"{_UNREAD.pattern}|^(lm_head|embed_out|output_projection)\.")
 
 
 def new_language_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedModel:
@@ -81,13 +92,37 @@ def load_language_model(
     return _load(AutoModelForCausalLM, path, **how)
 
 
-def _load(kind: type, path: str | Path, *, trust_remote_code: bool, training_dtype: str, new: tuple[str, ...] = (), **how: Any):
+def check_weights(path: str | Path, *, trust_remote_code: bool = False, scalar: bool = False) -> None:
+    """Check by the names and shapes of a folder's weights that `load_language_model`, or `load_scalar_model`, will load it.
+
+    Raises:
+        ValueError: it won't.
+    """
+    how = {"trust_remote_code": trust_remote_code, "training_dtype": "float32", "device_map": {"": "meta"}}
+    if scalar:
+        _load_scalar(path, unread=_UNREAD_BY_CLASSIFIERS, **_labels(path), **how)
+    else:
+        _load(AutoModelForCausalLM, path, **how)
+
+
+def _load(
+    kind: type,
+    path: str | Path,
+    *,
+    trust_remote_code: bool,
+    training_dtype: str,
+    new: tuple[str, ...] = (),
+    unread: re.Pattern = _UNREAD,
+    **how: Any,
+):
     """
     Args:
         new: names of weights that the folder may lack and that the caller initializes.
+        unread: names of weights that the folder may have though the model doesn't read them.
     """
     check_model_folder(path)
     with refusals(path):
+        how |= _dequantizing(path)
         model, info = kind.from_pretrained(
             path,
             trust_remote_code=trust_remote_code,
@@ -97,12 +132,60 @@ def _load(kind: type, path: str | Path, *, trust_remote_code: bool, training_dty
             ignore_mismatched_sizes=True,  # refused below, by name
             **how,
         )
+    if "quantization_config" in how:
+        del model._weight_conversions  # by which saving would quantize again
+    _check_loaded(path, model, info, new=new, unread=unread)
+    if model.can_generate():
+        _make_savable(path, model)
+    return _with_flash_attention(model) if flash_attention_wanted(training_dtype) else model
+
+
+def _dequantizing(path: str | Path) -> dict[str, Any]:
+    """Arguments of from_pretrained for a folder that is loaded without the quantization of its files."""
+    method = quantization(PretrainedConfig.get_config_dict(path)[0])
+    config = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}.get(method)
+    return {} if config is None else {"quantization_config": config(dequantize=True)}
+
+
+def _check_loaded(path: str | Path, model: PreTrainedModel, info: dict[str, Any], *, new: tuple[str, ...], unread: re.Pattern) -> None:
+    """
+    Raises:
+        ValueError: the folder's weights aren't those that its config.json describes: others, more or fewer.
+    """
     if other := sorted(info["mismatched_keys"]):
         name, found, expected = other[0]
         raise ValueError(f"model {path}: expected {name} of shape {tuple(expected)}, as config.json says, got {tuple(found)}; restore it")
+    unexpected = sorted(name for name in info["unexpected_keys"] if not unread.search(name))
+    also = f", and {', '.join(unexpected[:3])}, which config.json doesn't describe" if unexpected else ""
     if missing := sorted(set(info["missing_keys"]) - set(new)):
-        raise ValueError(f"model {path}: expected all of its weights, got none for {', '.join(missing[:3])}; restore it, or choose another")
-    return _with_flash_attention(model) if flash_attention_wanted(training_dtype) else model
+        got = f"none for {', '.join(missing[:3])}{also}"
+        raise ValueError(f"model {path}: expected all of its weights, got {got}; restore it, or choose another")
+    if unexpected:
+        raise ValueError(
+            f"model {path}: expected only weights that {type(model).__name__} reads as config.json describes it, got "
+            f"{number_of(len(unexpected), 'other')}, such as {', '.join(unexpected[:3])}, without which it is another model; correct "
+            "config.json (layers, biases, experts), or remove these weights"
+        )
+    for tied, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        found = FolderWeights(path).read([tied, source]) if Path(path).is_dir() else {}
+        if tied not in model.all_tied_weights_keys or (len(found) == 2 and not torch.equal(*found.values())):
+            raise ValueError(
+                f"model {path}: expected {tied} to equal {source}, since config.json ties them (tie_word_embeddings), got two matrices; "
+                f"set tie_word_embeddings to false if the model was trained with both, or else remove {tied}"
+            )
+
+
+def _make_savable(path: str | Path, model: PreTrainedModel) -> None:
+    """Leave the token ids alone of a generation configuration that transformers reads but refuses to write, such as a temperature
+    without sampling. Samplers here have settings of their own.
+    """
+    given = model.generation_config
+    try:
+        given.validate(strict=True)
+    except ValueError as error:
+        log.info("model %s: only token ids of its generation_config.json are saved: %s", path, shown(" ".join(str(error).split())))
+        ids = {name: getattr(given, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        model.generation_config = GenerationConfig(**{name: None if isinstance(i, int) and i < 0 else i for name, i in ids.items()})
 
 
 def new_scalar_model(
@@ -117,7 +200,9 @@ def new_scalar_model(
         ValueError: the architecture's score head has more layers than a linear one; a language model has no weights for them.
     """
     _check_linear_score(language_model_path, trust_remote_code=trust_remote_code)
-    model = _load_scalar(language_model_path, trust_remote_code=trust_remote_code, training_dtype=training_dtype, num_labels=1, new=_HEADS)
+    every_name = re.compile("")  # the language model was checked as it was loaded
+    how = {"trust_remote_code": trust_remote_code, "training_dtype": training_dtype, "num_labels": 1}
+    model = _load_scalar(language_model_path, new=_HEADS, unread=every_name, **how)
     end = turn_end(tokenizer)
     pads_otherwise = tokenizer.pad_token_id not in (*end.trained, *end.after)[-1:]
     model.config.pad_token_id = tokenizer.pad_token_id if pads_otherwise else None
@@ -145,11 +230,16 @@ def load_scalar_model(path: str | Path, *, trust_remote_code: bool = False, trai
     Raises:
         ValueError: the folder holds no such model, or an incomplete one.
     """
+    how = {"trust_remote_code": trust_remote_code, "training_dtype": training_dtype, "unread": _UNREAD_BY_CLASSIFIERS}
+    return _load_scalar(path, **_labels(path), **how)
+
+
+def _labels(path: str | Path) -> dict[str, int]:
+    """Arguments of from_pretrained for a sequence classifier whose folder may not say how many labels it has."""
     check_model_folder(path)
     with refusals(path):
         settings, _ = PretrainedConfig.get_config_dict(path)
-    labels = {} if {"num_labels", "id2label"} & settings.keys() else {"num_labels": 1}
-    return _load_scalar(path, trust_remote_code=trust_remote_code, training_dtype=training_dtype, **labels)
+    return {} if {"num_labels", "id2label"} & settings.keys() else {"num_labels": 1}
 
 
 def _load_scalar(path: str | Path, *, trust_remote_code: bool, **how: Any) -> PreTrainedModel:

@@ -20,6 +20,7 @@ from rlhf_core.data.places import fetch_model, hub_is_online, is_hub_name, locat
 
 INDEX = "model.safetensors.index.json"
 MAX_HEADER = 100 << 20  # bytes; the limit of safetensors itself
+DEQUANTIZED = ("fp8", "mxfp4")  # methods whose weights transformers turns into plain ones as it loads them, on any device
 _WIDTHS = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F16": 2, "BF16": 2, "I16": 2, "F32": 4, "I32": 4, "F64": 8, "I64": 8}
 
 
@@ -60,7 +61,8 @@ def check_model_folder(path: str | Path) -> None:
     """Check a folder with a model. The library checks the name of a model on a hub.
 
     Raises:
-        ValueError: naming the file that is missing, truncated, outside the folder or not a safetensors file.
+        ValueError: naming the file that is missing, truncated, outside the folder or not a safetensors file; or the method by which the
+            weights are quantized.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -72,8 +74,22 @@ def check_model_folder(path: str | Path) -> None:
         raise ValueError(f"model {folder}: expected a model_type in config.json, got none; save it with save_pretrained")
     if (folder / "adapter_config.json").exists():  # transformers would load the model that it names, from anywhere
         raise ValueError(f"model {folder}: expected a whole model in safetensors, got adapters of another one; merge and save them")
+    if (method := quantization(settings)) is not None and method not in DEQUANTIZED:
+        raise ValueError(
+            f"model {folder}: expected weights in full precision, which can be trained, got some quantized by {method}; choose the model "
+            "that they were made from (`lora: {quantize: nf4}` of a training section keeps it in 4 bits), or dequantize and save them"
+        )
     for file in weight_files(folder):
         _check_safetensors(file)
+
+
+def quantization(settings: dict[str, Any]) -> str | None:
+    """The method by which the weights of a folder with this config.json are quantized; None: they aren't."""
+    parts = [settings, *(part for part in settings.values() if isinstance(part, dict))]  # or of the text model's part alone
+    found = next((part[key] for part in parts for key in ("quantization_config", "compression_config") if part.get(key)), None)
+    if found is None:
+        return None
+    return str(found.get("quant_method", "bitsandbytes")) if isinstance(found, dict) else str(found)
 
 
 def read_settings(folder: Path, name: str) -> dict[str, Any]:
@@ -123,7 +139,13 @@ def count_parameters(path: str | Path) -> int:
     Raises:
         ValueError: a file is missing or truncated.
     """
-    return sum(math.prod(tensor["shape"]) for tensor in read_headers(path))
+    return sum(numbers_in(tensor) for tensor in read_headers(path))
+
+
+def numbers_in(tensor: dict[str, Any]) -> int:
+    """Numbers that a tensor holds, by its header. Of mxfp4, tensors of four dimensions have two in a byte, others their scales."""
+    count = math.prod(tensor["shape"])
+    return count if tensor["dtype"] != "U8" else 2 * count if len(tensor["shape"]) == 4 else 0
 
 
 def read_headers(path: str | Path) -> Iterator[dict[str, Any]]:

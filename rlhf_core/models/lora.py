@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -72,7 +72,7 @@ def quantize_base(model: PreTrainedModel, config: LoraConfig | None) -> None:
     if config is not None and config.quantize is not None:
         for name in _targets(model, "all-linear"):
             parent, _, own = name.rpartition(".")
-            if type(layer := model.get_submodule(name)) is nn.Linear:
+            if isinstance(layer := model.get_submodule(name), nn.Linear) and not isinstance(layer, QuantizedLinear):
                 setattr(model.get_submodule(parent), own, QuantizedLinear(layer))
 
 
@@ -190,8 +190,11 @@ def _targets(model: PreTrainedModel, wanted: str | list[str]) -> list[str]:
     """Full names of the layers that get adapters."""
     language_head = model.get_output_embeddings()
     head = scalar_head(model) if language_head is None else language_head
-    kinds = (nn.Linear, Conv1D, QuantizedLinear)  # exactly: the routers of Llama 4 are derived from them and return something else
-    linear = [name for name, part in model.named_modules() if type(part) in kinds and part is not head and not _read_by_parent(model, name)]
+    linear = [
+        name for name, part in model.named_modules() if _is_linear(type(part)) and part is not head and not _read_by_parent(model, name)
+    ]
+    if not linear:
+        raise ValueError(f"lora: expected a model with linear layers, got {type(model).__name__} without any; set lora to null")
     if wanted == "all-linear":
         return linear
     targets = {name: [full for full in linear if f".{full}".endswith(f".{name}")] for name in wanted}
@@ -201,10 +204,32 @@ def _targets(model: PreTrainedModel, wanted: str | list[str]) -> list[str]:
     return sorted({full for found in targets.values() for full in found})
 
 
+@cache
+def _is_linear(kind: type) -> bool:
+    """Whether a module's class computes what a linear layer does. Falcon's is derived from it and does; Llama 4's router returns other
+    numbers.
+    """
+    if kind in (nn.Linear, Conv1D, QuantizedLinear):
+        return True
+    if not issubclass(kind, nn.Linear):
+        return False
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            layer, numbers = kind(3, 2), torch.randn(4, 3)
+            found = layer(numbers)
+        except Exception:  # another class's arguments, or its forward pass
+            return False
+        expected = nn.functional.linear(numbers, layer.weight, layer.bias)
+    return isinstance(found, torch.Tensor) and found.shape == expected.shape and torch.allclose(found, expected, atol=1e-6)
+
+
 def _read_by_parent(model: PreTrainedModel, name: str) -> bool:
-    """Whether a layer is part of a state-space mixer that may read its weight directly, which would ignore a correction of its output."""
-    parent, _, own = name.rpartition(".")
-    return own in ("dt_proj", "out_proj") and hasattr(model.get_submodule(parent), "A_log")
+    """Whether a layer is part of a state-space mixer, or of torch's attention (vision towers), that may read its weight directly, which
+    would ignore a correction of its output.
+    """
+    path, _, own = name.rpartition(".")
+    parent = model.get_submodule(path)
+    return own in ("dt_proj", "out_proj") and (hasattr(parent, "A_log") or isinstance(parent, nn.MultiheadAttention))
 
 
 # 4-bit base layers

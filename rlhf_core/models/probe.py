@@ -69,7 +69,7 @@ def can_share_prefixes(model: PreTrainedModel, *, max_length: int | None = None)
     Args:
         max_length: tokens of the longest sequence that the model will see; None: more than any window has.
     """
-    if model.config._attn_implementation not in TAKES_MASKS:
+    if model.config._attn_implementation not in TAKES_MASKS or _has_own_masks(model):
         return False
     prefix, branches = _probe_ids(model.config.get_text_config(), max_length)
     hidden = []
@@ -85,6 +85,13 @@ def can_share_prefixes(model: PreTrainedModel, *, max_length: int | None = None)
     shared, alone = hidden
     tolerance = STATE_TOLERANCE if model.dtype == torch.float32 else HALF_STATE_TOLERANCE
     return bool(((shared - alone).norm(dim=-1) <= tolerance * alone.norm(dim=-1)).all())
+
+
+def _has_own_masks(model: PreTrainedModel) -> bool:
+    """Whether the model holds masks as buffers, as GPT-Neo does: they count the columns of a row, which may be longer than any sequence,
+    and not positions.
+    """
+    return any(mask.ndim == 4 and mask.shape[-1] == mask.shape[-2] and not mask.is_floating_point() for mask in model.buffers())
 
 
 def _probe_ids(config: PretrainedConfig, max_length: int | None) -> tuple[list[int], list[list[int]]]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_core.config import ModelConfig
 from rlhf_core.data.places import locate, model_snapshot
-from rlhf_core.models.folder import read_headers
+from rlhf_core.models.folder import numbers_in, read_headers
 from rlhf_core.planning.shape import ModelShape, from_architecture, from_folder
 
 KNOWN_WITHIN = 0.02  # of the parameters: vectors that `ModelShape` leaves out
@@ -43,7 +42,7 @@ def read_model(folder: str | Path) -> Model:
         ValueError: a file is missing or truncated.
     """
     tensors = list(read_headers(folder))
-    parameters = sum(math.prod(tensor["shape"]) for tensor in tensors)
+    parameters = sum(map(numbers_in, tensors))
     dtypes = {tensor["dtype"] for tensor in tensors}
     try:
         shape = from_folder(folder)

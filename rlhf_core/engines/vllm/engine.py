@@ -113,7 +113,8 @@ class VllmEngine:
         if on_cpu:
             # Avoids compilation at the first generate. Set here since PyTorch has already read the environment variable.
             torch._dynamo.config.disable = os.environ.setdefault("TORCH_COMPILE_DISABLE", "1") == "1"
-            inspect_here(model_path, trust_remote_code)
+            with refusing_unsupported(model_path, trust_remote_code):  # some models' modules import packages that vLLM doesn't
+                inspect_here(model_path, trust_remote_code)
             _spare_transformers_classes()
 
         self.version = 0

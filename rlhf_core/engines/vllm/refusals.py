@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from pydantic import ValidationError
+
+from rlhf_core.config import shown
+
+LONGEST_REASON = 300  # characters
+
 # Architectures whose expert loading bypasses `reload_weights`: the old experts stay, and on the CPU the kernel is lost.
 NOT_RELOADED = ("GptOssForCausalLM",)
 
 # Errors of the CPU build for unsupported shapes and architectures; a RuntimeError counts if it contains one of these words.
-LACKS = (ValueError, NotImplementedError, AssertionError, KeyError, AttributeError)
-LACKS_WORDS = ("unsupported", "head_dim", "not supported", "not implemented", "dispatch")
+LACKS = (ValueError, NotImplementedError, AssertionError, KeyError, AttributeError, TypeError, IndexError, ImportError)
+LACKS_WORDS = (
+    "unsupported", "head_dim", "not supported", "not implemented", "dispatch", "shape", "dimension", "view size", "size of t", "sizes of",
+)  # fmt: skip
 
 
 @contextmanager
@@ -23,16 +31,24 @@ def refusing_unsupported(model_path: str, trust_remote_code: bool) -> Iterator[N
     try:
         yield
     except Exception as error:  # the build refuses models by errors of many types
-        reason = (str(error).strip().splitlines() or [""])[-1].strip()
+        reason = _reason(error)
         lacks = isinstance(error, LACKS) or (isinstance(error, RuntimeError) and any(w in str(error).lower() for w in LACKS_WORDS))
         if not lacks or "memory" in reason.lower():
             raise
         raised = type(error).__name__
         why = f"{raised}: {reason}" if reason else f"{raised}, for which vLLM gave no reason"
+        package = f"install {error.name}, or " if isinstance(error, ImportError) and error.name else ""
         raise ValueError(
             f"rollout.backend: expected a model that vLLM's CPU build can run, got {_architecture(model_path, trust_remote_code)} with "
-            f"{why}; set rollout.backend to pytorch"
+            f"{why}; {package}set rollout.backend to pytorch"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The last line of an error; of pydantic's, whose last line is an address, the first sentence of what it found."""
+    if isinstance(error, ValidationError):
+        return shown(error.errors()[0]["msg"].partition(". ")[0], LONGEST_REASON)
+    return shown((str(error).strip().splitlines() or [""])[-1].strip(), LONGEST_REASON)
 
 
 def refuse_without_reload(model_path: str, trust_remote_code: bool) -> None:

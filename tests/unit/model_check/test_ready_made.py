@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from chat_templates import templated
 from classifiers import save_classifier
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_params
 
 from rlhf_core.config import ScorerConfig
@@ -36,3 +38,19 @@ def test_one_without_a_template_is_refused_with_what_to_add(tmp_path):
     tokenizer.chat_template = None
     found = tried(save_classifier(tmp_path, "llama", tokenizer, vocab_size=400))
     assert found.difference is None and "add a chat_template.jinja" in found.refusal, found
+
+
+def test_one_whose_pad_token_has_no_row_is_refused_with_the_token(tmp_path):
+    tokenizer = templated("chatml")
+    folder, rows = save_classifier(tmp_path, "llama", tokenizer, vocab_size=len(tokenizer)), len(tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(folder)
+    found = tried(folder)
+    assert found.difference is None and f"below the {rows} rows of its embedding, got [PAD] ({rows}); resize it" in found.refusal, found
+
+
+def test_one_with_weights_that_nothing_reads_is_refused_by_their_names(tmp_path):
+    folder = save_classifier(tmp_path, "llama", templated("chatml"), vocab_size=400)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"gating.0.weight": torch.ones(2, 2)}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "got 1 other, such as gating.0.weight" in tried(folder).refusal

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from rlhf_core.config import LoraConfig
 from rlhf_core.model_check.miniature import random_model
 from rlhf_core.model_check.trial import LIMIT, ON, Trial, TrialSettings, largest
+from rlhf_core.models import lora
 from tests.model_families import FAMILIES, OTHERS
 
 LORA = LoraConfig(rank=4, alpha=8.0, dropout=0.0, target_modules="all-linear")
@@ -60,6 +61,22 @@ def test_a_limit_beyond_the_original_length_and_a_family_without_classifiers_are
     for column in ("sft", "reward", "shared_prefix"):
         found = tried.run(column)
         assert found.refusal is None and found.difference < LIMIT, found
+
+
+def test_a_difference_that_float64_doesnt_have_is_rounding(tmp_path):
+    """Qwen 3.5's adapted and merged weights: 4e-4 apart in float32."""
+    found = trial(tmp_path, "qwen3_5").run("lora")
+    assert found.refusal is None and found.difference < 10 * LIMIT, found
+
+
+def test_a_mistake_is_one_in_float64_too(tmp_path, monkeypatch):
+    """Adapters merged with a scale that is wrong by a thousandth."""
+    exact = lora.corrected
+    monkeypatch.setattr(
+        lora, "corrected", lambda weight, a, b, *, scale, transposed: exact(weight, a, b, scale=1.001 * scale, transposed=transposed)
+    )
+    found = trial(tmp_path, "qwen3_5").run("lora")
+    assert found.refusal.startswith("differs by") and found.difference > LIMIT, found
 
 
 def test_windows_are_met_by_sequences_that_share_their_beginning(tmp_path):

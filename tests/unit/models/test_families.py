@@ -25,8 +25,11 @@ from tests.tiny_models import merged_state_dict, settings
 
 LENGTHS = (60, 37, 52, 20)
 LIMITED = {"phi3_longrope": 32, "llama_dynamic": 32}  # tokens, with one set of frequencies
-STATEFUL = {"falcon_h1", "jamba", "bamba", "recurrent_gemma"}  # have layers whose state sees all before it
-IN_DETAIL = ("llama_tied", "qwen3", "gemma3", "mixtral", "gpt_oss", "falcon_h1")
+# They have layers whose state sees all before it.
+STATEFUL = {"falcon_h1", "jamba", "bamba", "recurrent_gemma", "mamba2", "qwen3_next", "qwen3_5"}
+UNSHARED = STATEFUL | {"falcon_rw", "gpt_neo"}  # ALiBi takes positions from the mask; GPT-Neo has masks of its own
+IN_DETAIL = ("llama_tied", "qwen3", "gemma3", "mixtral", "gpt_oss", "falcon_h1", "qwen3_next", "qwen3_5")
+FALCONS = ("falcon_7b", "falcon_40b", "falcon_rw")  # whose linear layers are of a class of their own
 ADAPTERS = LoraConfig(rank=4, alpha=8.0, dropout=0.0, target_modules="all-linear")
 
 
@@ -78,8 +81,8 @@ def test_log_probabilities_are_those_of_each_sequence_alone(name: str):
 @torch.no_grad()
 def test_shared_rows_say_what_whole_sequences_do_wherever_sharing_is_on(name: str):
     model, (longest, *others) = made(name)
-    assert can_share_prefixes(model, max_length=len(longest)) == (name not in STATEFUL)
-    if name in STATEFUL:
+    assert can_share_prefixes(model, max_length=len(longest)) == (name not in UNSHARED)
+    if name in UNSHARED:
         return
     half = len(longest) // 2
     prefix, ends = longest[:half], [ids[: len(longest) - half] for ids in others]
@@ -123,7 +126,12 @@ def test_sharded_weights_give_the_same_numbers(world, name: str):
     assert_close(found.detach(), expected)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "jamba"])
+def test_masks_that_count_columns_are_never_shared_even_below_their_window():
+    model, _ = made("gpt_neo")
+    assert not can_share_prefixes(model, max_length=8)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *FALCONS, "jamba"])
 @torch.no_grad()
 def test_a_folder_holds_the_model_and_what_adapters_made_of_it(name: str, folder):
     model, sequences = made(name)

@@ -34,6 +34,7 @@ from rlhf_core.models.build import (
 from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters, without_adapters
 from rlhf_core.trainers.rl.rank import TrainerRank
+from tests.model_families import FAMILIES, OTHERS
 
 pytestmark = pytest.mark.usefixtures("world")
 ALL = LoraConfig(rank=3, alpha=6.0, dropout=0.0, target_modules="all-linear")
@@ -192,6 +193,51 @@ def test_named_layers_alone_get_adapters(sft_folder: Path):
 def test_names_that_are_no_linear_layers_are_refused(sft_folder: Path, name: str):
     with pytest.raises(ValueError, match=rf"lora.target_modules: expected linear layers .*'q_proj'.* got \['{name}'\]"):
         add_adapters(load_language_model(sft_folder), LoraConfig(rank=2, alpha=1.0, dropout=0.0, target_modules=["q_proj", name]), seed=0)
+
+
+@pytest.mark.parametrize("family", ["falcon_7b", "falcon_40b", "falcon_rw", "llama", "gpt2", "llama4"])
+def test_all_linear_is_what_peft_takes_but_routers(family: str):
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+
+    made = (FAMILIES | OTHERS)[family]
+    ours, theirs = made(), get_peft_model(made(), PeftConfig(target_modules="all-linear"))
+    add_adapters(ours, settings_of(target_modules="all-linear"), seed=0)
+    wrapped = {name.removeprefix("base_model.model.") for name in adapted(theirs) if not name.endswith("router")}
+    assert adapted(ours) == wrapped and wrapped
+    assert family != "llama4" or any(name.endswith("router") for name in adapted(theirs))
+
+
+def test_a_layer_of_a_derived_class_is_quantized_too():
+    model = OTHERS["falcon_rw"]()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    add_adapters(model, settings_of(target_modules="all-linear", quantize="nf4"), seed=0)
+    after = merged_state_dict(model)
+    changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
+    assert changed == {name for name in before if name.endswith(("query_key_value.weight", "dense.weight", "_4h.weight", "_to_h.weight"))}
+
+
+def test_layers_whose_weights_their_parent_reads_get_no_adapters():
+    """torch's attention, as in vision towers, passes its output layer's weight to a function."""
+    model = FAMILIES["llama"]()
+    model.model.layers[0].tower = torch.nn.MultiheadAttention(64, 2)
+    add_adapters(model, settings_of(target_modules="all-linear"), seed=0)
+    assert adapted(model) and not any("tower" in name for name in adapted(model))
+
+
+def test_a_model_without_linear_layers_is_refused():
+    model = FAMILIES["llama"]()
+    model.model.layers = torch.nn.ModuleList()
+    with pytest.raises(ValueError, match="lora: expected a model with linear layers, got LlamaForCausalLM without any; set lora to null"):
+        add_adapters(model, settings_of(target_modules="all-linear"), seed=0)
+
+
+def settings_of(**changes) -> LoraConfig:
+    return LoraConfig(**{"rank": 4, "alpha": 8.0, "dropout": 0.0, **changes})
+
+
+def adapted(model: torch.nn.Module) -> set[str]:
+    return {name.removesuffix(".lora_A") for name, _ in model.named_modules() if name.endswith(".lora_A")}
 
 
 def test_dropout_is_active_in_training_only(sft_folder: Path):
