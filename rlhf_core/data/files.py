@@ -178,9 +178,10 @@ def _csv(path: Path, source: SourceConfig) -> Iterator[RawRecord]:
             for record in reader:
                 if None in record or None in record.values():
                     fields = sum(v is not None for k, v in record.items() if k is not None) + len(record.get(None, []))
+                    where = f"{_name(path)} line {before + reader.line_num}"
                     raise ValueError(
-                        f"{_name(path)} line {before + reader.line_num}: expected {len(reader.fieldnames)} fields as in the header, got {fields}: "
-                        f"{excerpt(record)}; quote fields that contain {_delimiter_name(delimiter)}, or set the source's delimiter"
+                        f"{where}: expected {len(reader.fieldnames)} fields as in the header, got {fields}: {excerpt(record)}; "
+                        f"quote fields that contain {_delimiter_name(delimiter)}, or set the source's delimiter"
                     )
                 yield RawRecord(f"line {before + reader.line_num}", record, note)
         except csv.Error as error:
