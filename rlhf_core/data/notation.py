@@ -29,9 +29,8 @@ _SENTENCES = {
     "transcripts": ("prompts are transcripts such as of Human: and Assistant:", "their turns are read as messages"),
     "turn_lists": ("prompt and answers are JSON lists of turns", "the turns are read as messages"),
 }
-_BEGINNING = re.compile(r"""\s*\[?\s*\{\s*(['"])(?:role|content|from|value)\1\s*:""")
+_BEGINNING = re.compile(r"""\[?\s*\{\s*(['"])(?:role|content|from|value)\1\s*:""")
 _ROLE = re.compile(rf"""(['"])(?:role|from)\1\s*:\s*(['"])(?:{"|".join(ROLES)})\2""", re.IGNORECASE)
-_WITHOUT_COMMAS = re.compile(r"\}\s*\n\s*\{")  # between the objects of an array, as NumPy prints it
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,7 @@ def with_messages(records: Iterable[RawRecord]) -> Iterator[RawRecord]:
 
 
 def _looks_like_messages(text: str) -> bool:
-    return _BEGINNING.match(text) is not None and _ROLE.search(text) is not None
+    return _BEGINNING.match(text.lstrip()) is not None and _ROLE.search(text) is not None
 
 
 def _messages(value: Any) -> Any:
@@ -191,7 +190,7 @@ def _literal(text: str) -> Any:
     if len(text) > LONGEST_LITERAL:
         raise ValueError("too long for a literal")
     with warnings.catch_warnings(action="ignore"):  # of escapes that Python doesn't know
-        return ast.literal_eval(_WITHOUT_COMMAS.sub("}, {", text.strip()))
+        return ast.literal_eval(text.strip().replace("}\n {", "}, {"))  # NumPy prints no commas between objects
 
 
 _PARSERS: tuple[Callable[[str], Any], ...] = (json.loads, _literal)

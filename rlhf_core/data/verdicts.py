@@ -11,6 +11,7 @@ from rlhf_core.data.schema import Message
 from rlhf_core.data.values import ROLES, kind, read_number, read_scalar, read_text
 
 TIES = ("tie", "tied", "both", "neither", "none", "draw", "equal", "same", "bothbad", "tie (bothbad)")
+LONGEST_ENDING = 20  # characters
 _ENDING = re.compile(r"(\d+|(?<![a-z])[a-z])$")  # of response_a, model_b, answer_0, A
 
 
@@ -63,7 +64,7 @@ def is_verdict(value: Any, first: str, second: str) -> bool:
 
 
 def _ending(name: str) -> str | None:
-    found = _ENDING.search(name.lower())
+    found = _ENDING.search(name[-LONGEST_ENDING:].lower())
     return found[1] if found else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,31 @@ def test_the_notation_needs_no_column_to_be_there():
 def test_a_label_is_written_as_the_data_have_it(label, text, tmp_path):
     rows = loaded(tmp_path, {"prompt": "q", "label": label}, format="prompt", uses=["prompt"]).rows["prompt"]
     assert rows[0]["label"] == text
+
+
+SPACES = 2**20
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            " " * SPACES,
+            "[" + "\n" * SPACES + "x",
+            "[{'role': 'user'}" + "\n" * SPACES + "x",
+            "[" * SPACES,
+            "{'role': 'user', 'content': " + "[" * SPACES,
+        ),
+        *("Human:" + "\n" * SPACES, "\nHuman:" * 10**5, "<extra_id_1>" * 10**5, '["' + "a" * SPACES),
+    ],
+)
+def test_hostile_texts_are_read_in_no_time(text, tmp_path):
+    start = time.process_time()
+    try:
+        loaded(tmp_path, {"prompt": text, "first": text, "second": text, "winner": "1" * SPACES + "x"}, format="compared")
+    except ValueError as error:
+        assert "expected" in str(error)
+    assert time.process_time() - start < 5
 
 
 @pytest.fixture(autouse=True)
