@@ -173,8 +173,9 @@ class SourceConfig(Section):
             yield f"{subject}: format {self.format} expects uses among {list(uses)}, got {unserved}; remove those"
         if unknown := [column for column in self.columns if column not in columns]:
             yield f"{subject}: format {self.format} expects columns named {list(columns)}, got {unknown}; write a name of the format first"
-        if lists := [column for column, theirs in self.columns.items() if isinstance(theirs, list) and column != "completions"]:
-            yield f"{subject}: columns {lists} expect one column each, got lists; only completions takes several"
+        several = "completions" if self.format == "graded" else None
+        if lists := [column for column, theirs in self.columns.items() if isinstance(theirs, list) and column != several]:
+            yield f"{subject}: columns {lists} expect one column each, got lists; only completions of format graded takes several"
         verdicts = [verdict for verdict in VERDICTS.get(self.format or "", ()) if set(verdict) & set(self.columns)]
         if len(verdicts) > 1 or (verdicts and not set(verdicts[0]) <= set(self.columns)):
             named = sorted({name for verdict in verdicts for name in verdict if name in self.columns})

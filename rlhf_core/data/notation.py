@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhf_core.config import SourceConfig, shown
 from rlhf_core.config.data import FORMATS
-from rlhf_core.data.transcripts import listed_turns, transcript
+from rlhf_core.data.transcripts import holds_turns, listed_turns, transcript
 from rlhf_core.data.values import ROLES, RawRecord, find_value, plain_number
 
 FIRST, FIRST_CHARACTERS = 100, 2**24  # records that tell, and the text in them, at most
@@ -24,10 +24,17 @@ AS_MESSAGES = "text that writes down messages, and is read as messages"
 LONGEST_LITERAL = 2**20  # characters of a Python literal, which takes more memory than JSON
 _SIDES = {"preference": ("chosen", "rejected"), "compared": ("first", "second"), "unpaired": ("completion",)}
 _MARKS = {"unpaired": "label", "graded": "good"}
-_SENTENCES = {
-    "whole_texts": ("answers begin with the prompt", "it is removed from them (implicit_prompt)"),
-    "transcripts": ("prompts are transcripts such as of Human: and Assistant:", "their turns are read as messages"),
-    "turn_lists": ("prompt and answers are JSON lists of turns", "the turns are read as messages"),
+_WHAT = {
+    "whole_texts": "answers begin with the prompt",
+    "transcripts": "prompts are transcripts such as of Human: and Assistant:",
+    "turn_lists": "prompt and answers are JSON lists of turns",
+    "one_whole_text": "some answers begin with the prompt and others to it don't,",
+    "answers_with_turns": "answers are transcripts such as of Human: and Assistant:",
+}
+_HOW = {  # what is read otherwise than it stands
+    "whole_texts": "it is removed from them (implicit_prompt)",
+    "transcripts": "their turns are read as messages",
+    "turn_lists": "the turns are read as messages",
 }
 _BEGINNING = re.compile(r"""\[?\s*\{\s*(['"])(?:role|content|from|value)\1\s*:""")
 _ROLE = re.compile(rf"""(['"])(?:role|from)\1\s*:\s*(['"])(?:{"|".join(ROLES)})\2""", re.IGNORECASE)
@@ -59,21 +66,23 @@ def notation_of(records: Sequence[Mapping[str, Any]], source: SourceConfig) -> N
     shares = {
         "whole_texts": 0.0 if source.implicit_prompt is False else _share(_begin(prompt, answers) for prompt, answers in texts),
         "transcripts": _share(transcript(prompt) is not None for prompt, _ in texts if isinstance(prompt, str) and prompt.strip()),
+        "one_whole_text": _share(_one_begins(prompt, answers) for prompt, answers in texts),
+        "answers_with_turns": _share(holds_turns(text) for _, answers in texts for text in answers if isinstance(text, str)),
         "turn_lists": _share(_are_turn_lists(prompt, answers) for prompt, answers in texts) if source.format == "compared" else 0.0,
     }
-    some = f"of the first {len(records)} records only"
+    of = f"of the first {len(records)} records"
     return Notation(
         whole_texts=bool(source.implicit_prompt) or shares["whole_texts"] >= NEARLY_ALL,
         transcripts=shares["transcripts"] >= NEARLY_ALL,
         turn_lists=shares["turn_lists"] >= NEARLY_ALL,
         signed=any(_is_minus_one(record, source) for record in records),
-        read=tuple(f"{what}; {how}" for what, how, share in _described(shares) if share >= NEARLY_ALL),
-        unsure=tuple(f"{what} in {share:.0%} {some}: not read so" for what, _, share in _described(shares) if FEW < share < NEARLY_ALL),
+        read=tuple(f"{_WHAT[name]}; {how}" for name, how in _HOW.items() if shares[name] >= NEARLY_ALL),
+        unsure=tuple(
+            f"{_WHAT[name]} in {share:.0%} {of}, and are read as they are"
+            for name, share in shares.items()
+            if share > (FEW if name in _HOW else 0.5) and not (name in _HOW and share >= NEARLY_ALL)
+        ),
     )
-
-
-def _described(shares: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
-    return ((*_SENTENCES[name], share) for name, share in shares.items())
 
 
 def _prompt(record: Mapping[str, Any], source: SourceConfig) -> Any:
@@ -98,9 +107,19 @@ def _are_turn_lists(prompt: Any, answers: list[Any]) -> bool:
 
 def _begin(prompt: Any, answers: list[Any]) -> bool | None:
     """Whether all answers begin with the prompt and go on; None if they aren't texts."""
-    if not answers or not all(isinstance(text, str) for text in (prompt, *answers)) or not (start := _plain(prompt)):
-        return None
-    return all(text.startswith(start) and len(text) > len(start) for text in map(_plain, answers))
+    begin = _each_begins(prompt, answers)
+    return all(begin) if begin else None
+
+
+def _one_begins(prompt: Any, answers: list[Any]) -> bool:
+    """Whether some answers begin with the prompt, and some don't."""
+    return len(set(_each_begins(prompt, answers))) > 1
+
+
+def _each_begins(prompt: Any, answers: list[Any]) -> list[bool]:
+    if not all(isinstance(text, str) for text in (prompt, *answers)) or not (start := _plain(prompt)):
+        return []
+    return [text.startswith(start) and len(text) > len(start) for text in map(_plain, answers)]
 
 
 def _plain(text: str) -> str:

@@ -50,6 +50,12 @@ def transcript(text: str) -> list[Message] | None:
     return messages if in_order(messages) else None
 
 
+def holds_turns(text: str) -> bool:
+    """Whether a text begins with a speaker's name and has turns of the user and of the assistant."""
+    text = text.strip()
+    return _BEGINNING.match(text) is not None and {"user", "assistant"} <= {turn["role"] for turn in _turns(text, _CLOSE)}
+
+
 def hh_turns(text: str) -> list[Message]:
     """The turns of one of Anthropic's transcripts as they stand.
 

@@ -178,6 +178,7 @@ def test_half_a_character_is_refused_before_parquet_trips_over_it():
         ({"format": "text", "uses": ["sft"]}, r"format text expects uses among \['pretrain'\], got \['sft'\]"),
         ({"format": "hh", "columns": {"prompt": "p"}}, r"expects columns named \['chosen', 'rejected'\], got \['prompt'\]"),
         ({"format": "hh", "columns": {"chosen": ["a", "b"]}}, "expect one column each"),
+        ({"format": "ranked", "columns": {"completions": ["a", "b"]}}, "expect one column each"),
         ({"format": "prompt", "implicit_prompt": True}, "implicit_prompt expects a format among .*, got prompt"),
         ({"format": "compared", "columns": {"winner": "w", "preference": "p"}}, r"to map preference, or winner, or first_score and"),
         ({"format": "compared", "columns": {"first_score": "s"}}, r"got \['first_score'\]; map one of these"),

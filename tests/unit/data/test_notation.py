@@ -119,7 +119,7 @@ class TestPromptInAnswers:
     def test_what_many_records_have_is_said_and_left(self, tmp_path, caplog):
         whole, other = {"prompt": "q", "chosen": "q 1", "rejected": "q 2"}, {"prompt": "r", "chosen": "a", "rejected": "b"}
         assert pairs(loaded(tmp_path, whole, other, whole))[0] == ("q", "q 1", "q 2")
-        assert "answers begin with the prompt in 67% of the first 3 records only: not read so" in caplog.text
+        assert "answers begin with the prompt in 67% of the first 3 records, and are read as they are" in caplog.text
 
     def test_a_record_that_differs_from_the_others_is_dropped(self, tmp_path):
         whole, other = {"prompt": "q", "chosen": "q 1", "rejected": "q 2"}, {"prompt": "q", "chosen": "q 3", "rejected": "4"}
@@ -127,6 +127,17 @@ class TestPromptInAnswers:
         assert len(found.rows["preference"]) == FIRST and found.dropped == {
             "rejected doesn't begin with the prompt, as other answers do": 1
         }
+
+    @pytest.mark.parametrize(
+        ("sides", "sentence"),
+        [
+            (("q 1", "2"), "some answers begin with the prompt and others to it don't, in 100% of the first 1 records"),
+            (("Human: q\n\nAssistant: 1", "Human: q\n\nAssistant: 2"), "answers are transcripts such as of Human: and Assistant: in 100%"),
+        ],
+    )
+    def test_other_whole_texts_are_said(self, sides, sentence, tmp_path, caplog):
+        assert pairs(loaded(tmp_path, {"prompt": "q", "chosen": sides[0], "rejected": sides[1]})) == [("q", *sides)]
+        assert sentence in caplog.text
 
     def test_the_source_may_say_so_or_say_no(self, tmp_path):
         whole, other = {"prompt": "q", "chosen": "q 1", "rejected": "q 2"}, {"prompt": "r", "chosen": "a", "rejected": "b"}
@@ -171,7 +182,10 @@ class TestTranscripts:
             {"prompt": "q", "chosen": "a", "rejected": "b"},
         )
         assert pairs(loaded(tmp_path, record, other))[0][0] == "Human: 2?\n\nAssistant:"
-        assert "prompts are transcripts such as of Human: and Assistant: in 50% of the first 2 records only: not read so" in caplog.text
+        assert (
+            "prompts are transcripts such as of Human: and Assistant: in 50% of the first 2 records, and are read as they are"
+            in caplog.text
+        )
 
     @pytest.mark.parametrize(
         "text",

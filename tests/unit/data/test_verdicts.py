@@ -141,7 +141,7 @@ class TestWinner:
         record = {"prompt": '["q", "r"]', "first": '["a", "b"]', "second": '["a", "c"]', "winner": "second"}
         notation = notation_of([record], source("compared"))
         assert notation.turn_lists and notation_of([record, {**record, "first": "b"}], source("compared")) == Notation(
-            unsure=("prompt and answers are JSON lists of turns in 50% of the first 2 records only: not read so",)
+            unsure=("prompt and answers are JSON lists of turns in 50% of the first 2 records, and are read as they are",)
         )
         rows = convert(record, source("compared"), notation)
         assert [m["content"] for m in rows["preference"][0]["messages"]] == ["q", "a", "r"] and sides(rows) == [("c", "b")]
