@@ -105,7 +105,12 @@ def _json_lines(path: Path, source: SourceConfig) -> Iterator[RawRecord]:
         name = _name(path)
         for number, line in enumerate(_lines(file, path), start=1):
             if line.strip():
-                yield RawRecord(f"line {number}", _object(_parse_line(line, f"{name} line {number}"), f"{name} line {number}"))
+                value = _parse_line(line, f"{name} line {number}")
+                if isinstance(value, list) and number == 1:
+                    raise ValueError(
+                        f"{name} line 1: expected a JSON object, got list: {excerpt(value)}; if it has all records, name it .json"
+                    )
+                yield RawRecord(f"line {number}", _object(value, f"{name} line {number}"))
 
 
 def _json(path: Path, source: SourceConfig) -> Iterator[RawRecord]:

@@ -36,7 +36,8 @@ _HOW = {  # what is read otherwise than it stands
     "transcripts": "their turns are read as messages",
     "turn_lists": "the turns are read as messages",
 }
-_BEGINNING = re.compile(r"""\[?\s*\{\s*(['"])(?:role|content|from|value)\1\s*:""")
+_OBJECT = re.compile(r"""\[?\s*\{\s*['"]""")
+_CONTENT = re.compile(r"""(['"])(?:content|value)\1\s*:""")
 _ROLE = re.compile(rf"""(['"])(?:role|from)\1\s*:\s*(['"])(?:{"|".join(ROLES)})\2""", re.IGNORECASE)
 
 
@@ -188,7 +189,7 @@ def with_messages(records: Iterable[RawRecord]) -> Iterator[RawRecord]:
 
 
 def _looks_like_messages(text: str) -> bool:
-    return _BEGINNING.match(text.lstrip()) is not None and _ROLE.search(text) is not None
+    return _OBJECT.match(text.lstrip()) is not None and _ROLE.search(text) is not None and _CONTENT.search(text) is not None
 
 
 def _messages(value: Any) -> Any:

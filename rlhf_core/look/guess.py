@@ -312,7 +312,8 @@ def _comparison(columns: Columns, names: Sequence[str], paths: Sequence[str], si
     first, second = sides
     two = f"{first} and {second} are two responses"
     if names == ("winner",):
-        return f"{two}, and {paths[0]} names the better one", ()
+        unsure = f"{paths[0]} is read as the name of the better one; look whether that is right"
+        return f"{two}, and {paths[0]} names the better one", () if paths[0] in WINNER[:3] else (unsure,)
     if names == ("preference",):
         unsure = f"{paths[0]} below 0 is read as {first} being better, above 0 as {second}; look whether that is right"
         return f"{two}, and {paths[0]} a number", () if paths[0] in COMPARED[1:] else (unsure,)

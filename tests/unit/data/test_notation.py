@@ -52,6 +52,10 @@ class TestMessagesInText:
         assert pairs(loaded(tmp_path, record)) == [(ASK["content"], GOOD["content"], BAD["content"])]
         assert "chosen, rejected: text that writes down messages, and is read as messages" in caplog.text
 
+    def test_messages_with_other_keys_first_are_read(self, tmp_path):
+        talks = [json.dumps([{"index": 0, **ASK}, {"weight": 1, **answer}]) for answer in (GOOD, BAD)]
+        assert pairs(loaded(tmp_path, {"chosen": talks[0], "rejected": talks[1]})) == [(ASK["content"], GOOD["content"], BAD["content"])]
+
     def test_a_table_that_pandas_wrote_is_read(self, tmp_path):
         folder = tmp_path / "as.csv"
         pd.DataFrame({"messages": [np.array([ASK, GOOD], dtype=object)] * 2}).to_csv(folder, index=False)

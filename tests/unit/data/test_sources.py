@@ -86,7 +86,8 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
             b'{"prompt": "q", "chosen": "a", "rejected": "b"}\n\n{"prompt": \n',
             r"d\.jsonl line 3: expected JSON, got '{\"prompt\":'",
         ),
-        ("d.jsonl", b'["a"]\n', r"d\.jsonl line 1: expected a JSON object, got list"),
+        ("d.jsonl", b'["a"]\n', r"d\.jsonl line 1: expected a JSON object, got list: .* name it \.json"),
+        ("d.jsonl", b'{"a": 1}\n["a"]\n', r"d\.jsonl line 2: expected a JSON object, got list: .* write one object per record"),
         (
             "d.jsonl",
             b'{"prompt": "q", "chosen": "a"}\n',

@@ -188,6 +188,15 @@ def test_two_verdicts_are_a_question(tmp_path, capsys):
     assert code == 2 and [r["columns"]["winner"] for r in found["readings"]] == ["better_response_id", "safer_response_id"]
 
 
+def test_a_number_that_may_be_no_name_is_something_to_look_at(tmp_path, capsys):
+    record = {"prompt": ASK, "response_0": GOOD, "response_1": BAD, "label": 0}
+    (tmp_path / "numbered.jsonl").write_text(json.dumps(record) + "\n")
+    code, found = looked(capsys, tmp_path / "numbered.jsonl")
+    (reading,) = found["readings"]
+    assert code == 0 and reading["columns"]["winner"] == "label"
+    assert "label is read as the name of the better one; look whether that is right" in reading["unsure"]
+
+
 def marked(folder: Path, *marks: str, name: str = "label") -> Path:
     path = folder / "kto.csv"
     with path.open("w", newline="", encoding="utf-8") as file:
