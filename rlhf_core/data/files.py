@@ -190,8 +190,8 @@ def _csv(path: Path, source: SourceConfig) -> Iterator[RawRecord]:
                     )
                 yield RawRecord(f"line {before + reader.line_num}", record, note)
         except csv.Error as error:
-            raise ValueError(
-                f"{_name(path)} line {before + reader.line_num}: expected CSV, got: {error}; correct that line ({note})"
+            raise ValueError(  # DictReader counts a line when it has read it
+                f"{_name(path)} line {before + reader.reader.line_num}: expected CSV, got: {shown(str(error))}; correct that line ({note})"
             ) from error
 
 

@@ -112,6 +112,7 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
         ("d.csv", b"prompt,chosen,rejected\nq,a,b\nq,a\n", r"d\.csv line 3: expected 3 fields as in the header, got 2"),
         ("d.csv", b"prompt,chosen,rejected\nq,a,b,c\n", r"d\.csv line 2: expected 3 fields as in the header, got 4"),
         ("d.csv", b"prompt,chosen,rejected\n", r"d\.csv: expected at least one record"),
+        ("d.csv", b'a\tb\n"q"x\ty\n', r"d\.csv line 2: expected CSV, got: '\\t' expected after"),
         ("d.jsonl.gz", b"{}", r"d\.jsonl\.gz: expected a complete gzip file"),
         ("d.jsonl.gz", gzip.compress(b'{"prompt": "q"}' * 9, mtime=0)[:-9], r"d\.jsonl\.gz: expected a complete gzip file"),
         ("d.parquet", b"PAR1 or not", r"d\.parquet: expected a Parquet file"),
