@@ -56,7 +56,9 @@ DataFormat = Literal[
     "messages",  # one column with a conversation whose last message is the assistant's
     "unpaired",  # prompt, completion, boolean label
     "graded",  # prompt and several completions, each marked good or bad: every good one against every bad one
-    "compared",  # prompt, first and second response, and a number: below 0 the first is preferred, above 0 the second
+    "ranked",  # prompt and several completions with a rank or score each: the best one against every worse one
+    "compared",  # prompt, first and second response, and which is better: a number, a name, or a score of each
+    "tree",  # a prompt with replies, which have replies in turn, and ranks among those of one message
     "prompt",  # prompt and, for verifiable tasks, label
     "text",  # plain text for pretraining
 ]
@@ -73,10 +75,19 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "messages": (("sft", "prompt"), ("messages", "label", "system")),
     "unpaired": (("sft", "preference", "prompt"), ("prompt", "completion", "label", "system")),
     "graded": (("sft", "preference", "prompt"), ("prompt", "completions", "completion", "good", "system")),
-    "compared": (("sft", "preference", "prompt"), ("prompt", "first", "second", "preference", "system")),
+    "ranked": (("sft", "preference", "prompt"), ("prompt", "completions", "completion", "rank", "score", "system")),
+    "compared": (
+        ("sft", "preference", "prompt"),
+        ("prompt", "first", "second", "preference", "winner", "first_score", "second_score", "system"),
+    ),
+    "tree": (("sft", "preference", "prompt"), ("tree", "text", "replies", "rank")),
     "prompt": (("prompt",), ("prompt", "label", "system")),
     "text": (("pretrain",), ("text",)),
 }
+
+# Format -> the columns that can say which answer is better; a source maps one of these.
+VERDICTS = {"compared": (("preference",), ("winner",), ("first_score", "second_score")), "ranked": (("rank",), ("score",))}
+WITH_ANSWERS = ("preference", "unpaired", "graded", "ranked", "compared")  # formats with a prompt and answers to be judged
 
 CLERK_JUDGE = "clerk"  # name of the built-in data's judge; another judge is a rule and has the name of its function
 
@@ -102,7 +113,9 @@ class SourceConfig(Section):
     columns: dict[str, str | list[str]] = Field(
         default_factory=dict
     )  # name in the format -> column in the file; dots reach into nested columns
-    implicit_prompt: bool = False  # preference without a prompt column: the common beginning of chosen and rejected is the prompt
+    # Whether answers begin with the prompt, which is removed from them; without a prompt column their common beginning is the prompt.
+    # None: found in the first records if there is a prompt column
+    implicit_prompt: bool | None = None
     slices: dict[str, str] = Field(default_factory=dict)  # name for the gate's slices -> column in the file
     license: str | None = Field(default=None, min_length=1)  # of the data, for the card of an exported model; changes nothing else
     drop: list[DropKind] = Field(default_factory=list)  # rows to leave out and count, instead of a refusal by validation
@@ -151,9 +164,8 @@ class SourceConfig(Section):
             yield f"{subject}: encoding expects a name such as utf-8, utf-16 or cp1252, got {got}"
         if self.delimiter in ('"', "\n", "\r"):
             yield f"{subject}: delimiter expects a character between fields, got {self.delimiter!r}; correct it"
-        if self.implicit_prompt and (self.format != "preference" or "prompt" in self.columns):
-            got = "a mapped prompt" if "prompt" in self.columns else f"format {self.format}"
-            yield f"{subject}: implicit_prompt expects format preference without a prompt column, got {got}; remove it"
+        if self.implicit_prompt and self.format not in WITH_ANSWERS:
+            yield f"{subject}: implicit_prompt expects a format among {list(WITH_ANSWERS)}, got {self.format}; remove it"
 
     def _format_conflicts(self, uses: tuple[str, ...], columns: tuple[str, ...]) -> Iterator[str]:
         subject = f"source {self.name}"
@@ -161,8 +173,14 @@ class SourceConfig(Section):
             yield f"{subject}: format {self.format} expects uses among {list(uses)}, got {unserved}; remove those"
         if unknown := [column for column in self.columns if column not in columns]:
             yield f"{subject}: format {self.format} expects columns named {list(columns)}, got {unknown}; write a name of the format first"
-        if lists := [column for column, theirs in self.columns.items() if isinstance(theirs, list) and column != "completions"]:
-            yield f"{subject}: columns {lists} expect one column each, got lists; only completions takes several"
+        several = "completions" if self.format == "graded" else None
+        if lists := [column for column, theirs in self.columns.items() if isinstance(theirs, list) and column != several]:
+            yield f"{subject}: columns {lists} expect one column each, got lists; only completions of format graded takes several"
+        verdicts = [verdict for verdict in VERDICTS.get(self.format or "", ()) if set(verdict) & set(self.columns)]
+        if len(verdicts) > 1 or (verdicts and not set(verdicts[0]) <= set(self.columns)):
+            named = sorted({name for verdict in verdicts for name in verdict if name in self.columns})
+            wanted = ", or ".join(" and ".join(verdict) for verdict in VERDICTS[self.format or ""])
+            yield f"{subject}: format {self.format} expects columns to map {wanted}, got {named}; map one of these"
         if taken := [name for name in self.slices if name in BUILT_IN_SLICES]:
             yield f"{subject}: slices expect names other than {list(BUILT_IN_SLICES)}, got {taken}; rename them"
         if self.label_pattern is not None:

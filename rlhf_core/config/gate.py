@@ -17,7 +17,7 @@ class ExternalPairsConfig(Section):
     path: str
     format: Literal["preference", "hh"] = "preference"
     columns: dict[str, str] = Field(default_factory=dict)
-    implicit_prompt: bool = False  # as of a data source
+    implicit_prompt: bool | None = None  # as of a data source
     subset: str | None = None
     min_accuracy: float | None = Field(default=None, ge=0, le=1)
 

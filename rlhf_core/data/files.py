@@ -11,6 +11,7 @@ import gzip
 import io
 import itertools
 import json
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,6 +30,9 @@ MAX_JSON_BYTES = 2**30  # of a .json file, which is read as a whole
 GZIP_FREE_BYTES = 2**22  # unpacked, up to which MAX_RATIO doesn't count
 DELIMITERS = (",", ";", "\t", "|")  # tried on a header
 MAX_HEADER_LINES = 100
+LISTS = ("data", "records", "rows", "examples", "items", "instances")  # keys of a .json file's object that hold its records
+_SPACE = re.compile(r"[ \t\r\n]*")
+_SEPARATOR = re.compile(r'"?sep=(.)"?\r?\n?', re.IGNORECASE)  # first line by which spreadsheets name a delimiter
 
 Reader = Callable[[Path, SourceConfig], Iterator[RawRecord]]
 
@@ -101,11 +105,16 @@ def _json_lines(path: Path, source: SourceConfig) -> Iterator[RawRecord]:
         name = _name(path)
         for number, line in enumerate(_lines(file, path), start=1):
             if line.strip():
-                yield RawRecord(f"line {number}", _object(_parse(line, f"{name} line {number}"), f"{name} line {number}"))
+                value = _parse_line(line, f"{name} line {number}")
+                if isinstance(value, list) and number == 1:
+                    raise ValueError(
+                        f"{name} line 1: expected a JSON object, got list: {excerpt(value)}; if it has all records, name it .json"
+                    )
+                yield RawRecord(f"line {number}", _object(value, f"{name} line {number}"))
 
 
 def _json(path: Path, source: SourceConfig) -> Iterator[RawRecord]:
-    """A JSON file with a list of objects, all of it in memory."""
+    """A JSON file, all of it in memory: a list of objects, an object with the list under one of LISTS, or objects after each other."""
     if (size := path.stat().st_size) > MAX_JSON_BYTES:
         raise ValueError(
             f"{_name(path)}: expected at most {MAX_JSON_BYTES} bytes, got {size}; make it JSON lines, which are read one by one"
@@ -115,13 +124,41 @@ def _json(path: Path, source: SourceConfig) -> Iterator[RawRecord]:
     if not text.strip():
         return
     name = _name(path)
-    records = _parse(text, name)
-    if not isinstance(records, list):
-        raise ValueError(
-            f"{_name(path)}: expected a list of objects, got {type(records).__name__}; name it .jsonl if it has one object a line"
-        )
+    values = _json_values(text, name)
+    records = _listed(values[0], name) if len(values) == 1 else values
     for number, record in enumerate(records, start=1):
         yield RawRecord(f"record {number}", _object(record, f"{name} record {number}"))
+
+
+def _json_values(text: str, name: str) -> list[Any]:
+    """The JSON values of a text, usually one; several if each is a record on a line, or over several lines."""
+    decoder, values, at = json.JSONDecoder(), [], 0
+    while at < len(text):
+        try:
+            value, end = decoder.raw_decode(text, _SPACE.match(text, at).end())
+        except (ValueError, RecursionError) as error:
+            raise _no_json(text, name, error) from error
+        values.append(value)
+        at = _SPACE.match(text, end).end()
+    return values
+
+
+def _listed(value: Any, name: str) -> list[Any]:
+    """The records of a file that is one JSON value.
+
+    Raises:
+        ValueError: it is neither a list nor an object with a list of records.
+    """
+    if isinstance(value, list):
+        return value
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}: expected a list of objects, got {type(value).__name__}; write one object per record")
+    lists = [key for key, of in value.items() if isinstance(of, list) and (key in LISTS or any(isinstance(item, dict) for item in of))]
+    if len(lists) == 1 and lists[0] in LISTS:
+        return value[lists[0]]
+    got = f"one object with the keys {shown(', '.join(map(str, value)), 200)}"
+    todo = "put the records of one list into a list (pandas: orient='records'), or name it .jsonl if it has one object a line"
+    raise ValueError(f"{name}: expected a list of objects, or an object with one under 'data', got {got}; {todo}")
 
 
 def _csv(path: Path, source: SourceConfig) -> Iterator[RawRecord]:
@@ -130,24 +167,32 @@ def _csv(path: Path, source: SourceConfig) -> Iterator[RawRecord]:
     with _open_text(path, source.encoding, newline="") as file:
         lines = _lines(file, path)
         header = _header(lines)
+        named = _SEPARATOR.fullmatch(header[0]) if header else None
+        if named:
+            header = _header(lines)
+        before = int(named is not None)  # lines before the header
         if header and not "".join(header).strip():
-            raise ValueError(f"{_name(path)} line 1: expected a header with the columns' names, got an empty line; remove it")
-        delimiter = source.delimiter or ("\t" if path.name.lower().endswith(".tsv") else _delimiter(header, path))
+            raise ValueError(f"{_name(path)} line {before + 1}: expected a header with the columns' names, got an empty line; remove it")
+        told = "\t" if path.name.lower().removesuffix(".gz").endswith(".tsv") else named and named[1]
+        delimiter = source.delimiter or told or _delimiter(header, path)
         note = f"its fields are separated by {_delimiter_name(delimiter)}; set the source's delimiter if that is wrong"
         reader = csv.DictReader(itertools.chain(header, lines), delimiter=delimiter, strict=True)
         try:
             if twice := [column for column, n in Counter(reader.fieldnames).items() if n > 1]:
-                raise ValueError(f"{_name(path)} line 1: expected different columns, got {shown(twice[0])} twice; rename one")
+                raise ValueError(f"{_name(path)} line {before + 1}: expected different columns, got {shown(twice[0])} twice; rename one")
             for record in reader:
                 if None in record or None in record.values():
                     fields = sum(v is not None for k, v in record.items() if k is not None) + len(record.get(None, []))
+                    where = f"{_name(path)} line {before + reader.line_num}"
                     raise ValueError(
-                        f"{_name(path)} line {reader.line_num}: expected {len(reader.fieldnames)} fields as in the header, got {fields}: "
-                        f"{excerpt(record)}; quote fields that contain {_delimiter_name(delimiter)}, or set the source's delimiter"
+                        f"{where}: expected {len(reader.fieldnames)} fields as in the header, got {fields}: {excerpt(record)}; "
+                        f"quote fields that contain {_delimiter_name(delimiter)}, or set the source's delimiter"
                     )
-                yield RawRecord(f"line {reader.line_num}", record, note)
+                yield RawRecord(f"line {before + reader.line_num}", record, note)
         except csv.Error as error:
-            raise ValueError(f"{_name(path)} line {reader.line_num}: expected CSV, got: {error}; correct that line ({note})") from error
+            raise ValueError(  # DictReader counts a line when it has read it
+                f"{_name(path)} line {before + reader.reader.line_num}: expected CSV, got: {shown(str(error))}; correct that line ({note})"
+            ) from error
 
 
 def _header(lines: Iterator[str]) -> list[str]:
@@ -183,8 +228,11 @@ _READERS: dict[str, Reader] = {
     ".jsonl": _json_lines,
     ".jsonl.gz": _json_lines,
     ".json": _json,
+    ".json.gz": _json,
     ".csv": _csv,
+    ".csv.gz": _csv,
     ".tsv": _csv,
+    ".tsv.gz": _csv,
     ".parquet": parquet_records,
 }
 
@@ -235,15 +283,22 @@ def _lines(file: io.TextIOBase, path: Path) -> Iterator[str]:
         yield line
 
 
-def _parse(text: str, where: str) -> Any:
+def _parse_line(line: str, where: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, brackets of thousands of levels
+        if line.strip() in ("{", "[", "[{") and where.endswith("line 1"):
+            got = f"{line.strip()!r}: the beginning of one over several lines"
+            raise ValueError(f"{where}: expected one JSON object a line, got {got}; name the file .json") from error
+        raise _no_json(line, where, error) from error
+
+
+def _no_json(text: str, where: str, error: ValueError | RecursionError) -> ValueError:
+    message = str(error)
+    if isinstance(error, json.JSONDecodeError):
         place = f"in {f'line {error.lineno} ' if error.lineno > 1 else ''}column {error.colno}"
         message = f"{error.msg.removesuffix(' at')} {place}"  # "Invalid control character at"
-        raise ValueError(f"{where}: expected JSON, got {text[:200].strip()[:60]!r}: {message}; correct it") from error
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets of thousands of levels
-        raise ValueError(f"{where}: expected JSON, got {text[:200].strip()[:60]!r}: {error}; correct it") from error
+    return ValueError(f"{where}: expected JSON, got {text[:200].strip()[:60]!r}: {message}; correct it")
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Records of users' data sets, in nine formats, as rows of the canonical schema.
+"""Records of users' data sets, in eleven formats, as rows of the canonical schema.
 
 A converter takes one record and returns rows by use, with all of the record's texts and no others. It raises `Dropped`, with the reason
 under which the record is counted, or `Misfit` if the record doesn't have the format at all.
@@ -15,10 +15,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf_core.config import SourceConfig, shown
+from rlhf_core.config.data import VERDICTS
 from rlhf_core.data.drops import Dropped, Misfit
+from rlhf_core.data.notation import Notation
 from rlhf_core.data.schema import Message, extras
+from rlhf_core.data.transcripts import hh_turns, interleaved, joined, listed_turns, prompt_messages
 from rlhf_core.data.values import (
-    ROLES,
     in_order,
     kind,
     not_finite,
@@ -28,20 +30,23 @@ from rlhf_core.data.values import (
     read_scalar,
     read_text,
 )
+from rlhf_core.data.verdicts import best_and_worse, best_replies, branchings, sign_of_winner
 
 Rows = dict[str, list[dict]]  # use -> rows without id, source and split
 MAX_PAIRS = 4096  # of one record, whose good and bad completions are all paired
-_HH_TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
+PLAIN = Notation()
 
 
-def convert(values: Mapping[str, Any], source: SourceConfig) -> Rows:
+def convert(values: Mapping[str, Any], source: SourceConfig, notation: Notation = PLAIN) -> Rows:
     """The rows of one record. If the source names slices, rows of the use preference also have a key `slices`.
 
+    Args:
+        notation: of the source's first records.
     Raises:
         Dropped: the record is left out.
         Misfit: the record doesn't have the source's format.
     """
-    record = Record(values, source)
+    record = Record(values, source, notation)
     rows = _CONVERTERS[source.format](record)
     if source.slices and "preference" in rows:
         slices = {name: read_scalar(record.at(column, wanted_for=name), column) for name, column in source.slices.items()}
@@ -52,9 +57,28 @@ def convert(values: Mapping[str, Any], source: SourceConfig) -> Rows:
 class Record:
     """One record, seen through the source's column mapping."""
 
-    def __init__(self, values: Mapping[str, Any], source: SourceConfig):
+    def __init__(self, values: Mapping[str, Any], source: SourceConfig, notation: Notation = PLAIN, start: str | None = None):
+        """start: the text with which answers begin and that isn't a part of them; None: the record's prompt, where notation says so."""
         self.values = values
         self.source = source
+        self.notation = notation
+        self._start = start
+
+    def inside(self, values: Mapping[str, Any]) -> Record:
+        """A part of this record, such as a completion in a list."""
+        return Record(values, self.source, self.notation, self.start)
+
+    @property
+    def start(self) -> str:
+        """The text with which the record's answers begin."""
+        if self._start is None:
+            prompt = self.get("prompt") if self.notation.whole_texts and self.has("prompt") else None
+            self._start = read_text(prompt, "prompt") if isinstance(prompt, str) else ""
+        return self._start
+
+    def has(self, name: str) -> bool:
+        """Whether the mapping names one of our columns, or the record has it under our name."""
+        return name in self.source.columns or name in self.values
 
     def get(self, name: str) -> Any:
         """The value of one of our columns.
@@ -77,8 +101,20 @@ class Record:
 
     def messages(self, name: str) -> list[Message]:
         """A completion, as text or as messages of which the last one is the assistant's."""
-        value = self.get(name)
-        return read_messages(value, name) if isinstance(value, list | Mapping) else [_message("assistant", read_text(value, name))]
+        return self.answer(self.get(name), name)
+
+    def answer(self, value: Any, name: str) -> list[Message]:
+        """The same, of a value.
+
+        Raises:
+            Dropped: the text doesn't begin with the prompt, as those of other records do.
+        """
+        if isinstance(value, list | Mapping):
+            return read_messages(value, name)
+        text = read_text(value, name)
+        if not text.startswith(self.start):
+            raise Dropped(f"{name} doesn't begin with the prompt, as other answers do")
+        return [_message("assistant", text.removeprefix(self.start).strip())]
 
     def prompt(self) -> list[Message]:
         """The prompt, as text or as messages; never empty."""
@@ -87,7 +123,7 @@ class Record:
             return read_messages(value, "prompt")
         if not (text := read_text(value, "prompt")):
             raise Dropped("prompt is empty")
-        return [_message("user", text)]
+        return prompt_messages(text, transcripts=self.notation.transcripts)
 
     def label(self) -> str | None:
         """The expected answer, stripped; extracted by `label_pattern` where the source has one.
@@ -131,7 +167,7 @@ def _preference(record: Record) -> Rows:
     if len(set(in_messages)) > 1:
         kinds = f"{type(chosen).__name__} and {type(rejected).__name__}; use text for both, or lists of messages"
         raise Misfit(f"expected chosen and rejected of one kind, got {kinds}", "chosen and rejected are of two kinds")
-    if "prompt" in record.source.columns or "prompt" in record.values:
+    if record.has("prompt"):
         return _pair(record, record.prompt(), record.messages("chosen"), record.messages("rejected"))
     if all(in_messages):
         return _pair(record, [], record.messages("chosen"), record.messages("rejected"))
@@ -160,45 +196,65 @@ def _pair_with_shared_prefix(record: Record, chosen: str, rejected: str) -> Rows
 
 def _hh(record: Record) -> Rows:
     """Anthropic-HH transcripts. Consecutive turns of one speaker are joined, after the turns before the last are compared one by one."""
-    chosen, rejected = _hh_turns(record.text("chosen")), _hh_turns(record.text("rejected"))
+    chosen, rejected = hh_turns(record.text("chosen")), hh_turns(record.text("rejected"))
     if chosen[:-1] != rejected[:-1]:
         raise Dropped("the prompts of chosen and rejected differ")
-    return _pair(record, [], _joined(chosen), _joined(rejected))
-
-
-def _hh_turns(text: str) -> list[Message]:
-    """The turns of a transcript as they stand.
-
-    Raises:
-        Misfit: the text has no turns.
-    """
-    before, *parts = _HH_TURN.split(text)
-    if not parts or before.strip():
-        got = f"{shown(repr(text[:60]))}; use another format"
-        raise Misfit(
-            f"expected a transcript of 'Human:' and 'Assistant:' turns, got {got}", "no transcript of 'Human:' and 'Assistant:' turns"
-        )
-    return [_message(ROLES[who.lower()], turn.strip()) for who, turn in zip(parts[::2], parts[1::2], strict=True)]
-
-
-def _joined(turns: list[Message]) -> list[Message]:
-    joined: list[Message] = []
-    for turn in turns:
-        if joined and joined[-1]["role"] == turn["role"]:
-            joined[-1] = _message(turn["role"], f"{joined[-1]['content']}\n\n{turn['content']}")
-        else:
-            joined.append(turn)
-    return joined
+    return _pair(record, [], joined(chosen), joined(rejected))
 
 
 def _compared(record: Record) -> Rows:
-    """Two responses and a number: below 0 the first one is better, above 0 the second one."""
-    preference = read_number(record.get("preference"), "preference")
-    if preference == 0:
+    """Two responses, and which one is better: a number below or above 0, a winner's name, or a score of each."""
+    sign = _sign(record)
+    if sign == 0:
         raise Dropped("neither response is preferred")
-    first, second = record.messages("first"), record.messages("second")
-    chosen, rejected = (first, second) if preference < 0 else (second, first)
-    return _pair(record, record.prompt(), chosen, rejected)
+    if record.notation.turn_lists:
+        turns = [listed_turns(record.get(name)) for name in ("prompt", "first", "second")]
+        prompt, (first, second) = [], (interleaved(turns[0], side) for side in turns[1:])
+    else:
+        first, second = record.messages("first"), record.messages("second")
+        whole = len(first) > 1 and len(second) > 1 and not record.has("prompt")
+        prompt = [] if whole else record.prompt()
+    chosen, rejected = (first, second) if sign < 0 else (second, first)
+    return _pair(record, prompt, chosen, rejected)
+
+
+def _verdict(record: Record) -> tuple[str, ...]:
+    """The columns that say which answer is better: those that the source maps, or else those that the record has."""
+    choices = VERDICTS[record.source.format or ""]
+    mapped = [names for names in choices if names[0] in record.source.columns]
+    return (mapped or [names for names in choices if all(map(record.has, names))] or list(choices))[0]
+
+
+def _sign(record: Record) -> float:
+    """Below 0: the first response is better; above 0: the second one; 0: neither."""
+    names = _verdict(record)
+    if names == ("winner",):
+        first, second = (str(record.source.columns.get(side, side)) for side in ("first", "second"))
+        return sign_of_winner(record.get("winner"), first, second)
+    numbers = [read_number(record.get(name), name) for name in names]
+    return numbers[0] if len(numbers) == 1 else numbers[1] - numbers[0]
+
+
+def _ranked(record: Record) -> Rows:
+    """The best completion against every worse one: that of the lowest rank or the highest score."""
+    items = record.get("completions")
+    if not isinstance(items, list) or not items:
+        message = f"column 'completions': expected a list of completions, got {kind(items)}; map another column"
+        raise Misfit(message, "completions are no list")
+    inner = [record.inside(item) for item in items if isinstance(item, Mapping)]
+    if len(inner) == len(items):
+        (name,) = _verdict(inner[0])
+        marks, answers = [item.get(name) for item in inner], [item.messages("completion") for item in inner]
+    else:
+        (name,) = _verdict(record)
+        marks, answers = record.get(name), [record.answer(item, "completions") for item in items]
+        if not isinstance(marks, list) or len(marks) != len(items):
+            message = f"column {name!r}: expected a list with a number for each of {len(items)} completions, got {kind(marks)}; map another"
+            raise Misfit(message, f"{name} has no number for each completion")
+    numbers = [read_number(mark, name) for mark in marks]
+    messages, texts = _split_answers(record, record.prompt(), answers)
+    best, worse = best_and_worse([-number for number in numbers] if name == "rank" else numbers)
+    return _graded_rows(record, messages, [texts[i] for i in best], [texts[i] for i in worse])
 
 
 def _graded(record: Record) -> Rows:
@@ -209,10 +265,15 @@ def _graded(record: Record) -> Rows:
         got = f"{kind(graded)}; see the recipe for GSM8K"
         message = f"column {columns!r}: expected completions with a text and a mark each, got {got}"
         raise Misfit(message, "completions have no text and mark each")
-    inner = [Record(item, record.source) for item in graded]
-    marks = [read_boolean(item.get("good"), "good") for item in inner]
+    inner = [record.inside(item) for item in graded]
+    marks = [read_boolean(item.get("good"), "good", signed=record.notation.signed) for item in inner]
     messages, texts = _split_answers(record, record.prompt(), [item.messages("completion") for item in inner])
     good, bad = ([text for text, mark in zip(texts, marks, strict=True) if mark is wanted] for wanted in (True, False))
+    return _graded_rows(record, messages, good, bad)
+
+
+def _graded_rows(record: Record, messages: list[Message], good: list[str], bad: list[str]) -> Rows:
+    """Every good completion against every bad one."""
     too_many = len(good) * len(bad) > MAX_PAIRS
     if too_many and "preference" in record.source.uses:
         raise Dropped(f"more than {MAX_PAIRS} pairs of good and bad completions")
@@ -224,7 +285,7 @@ def _graded(record: Record) -> Rows:
 
 
 def _unpaired(record: Record) -> Rows:
-    good = read_boolean(record.get("label"), "label")
+    good = read_boolean(record.get("label"), "label", signed=record.notation.signed)
     messages, [completion] = _split_answers(record, record.prompt(), [record.messages("completion")])
     pair = {"messages": messages, "chosen": completion if good else None, "rejected": None if good else completion}
     return {"preference": [pair], "sft": [{"messages": messages, "response": completion}] if good else [], **_prompt_row(messages)}
@@ -243,7 +304,7 @@ def _instruction(record: Record) -> Rows:
         raise Misfit(message, "history is no list of [question, answer]")
     texts = [read_text(text, "history") for turn in turns for text in turn]
     history = [_message(("user", "assistant")[number % 2], text) for number, text in enumerate(texts)]
-    messages = _answerable(record, [*history, _message("user", question)])
+    messages = _answerable(record, [*history, *prompt_messages(question, transcripts=record.notation.transcripts)])
     return {**_prompt_row(messages, record.label()), "sft": [{"messages": messages, "response": record.text("output")}]}
 
 
@@ -251,6 +312,21 @@ def _one_conversation(record: Record) -> Rows:
     *messages, last = read_messages(record.get("messages"), "messages")
     response, messages = _answer_text(last), _answerable(record, messages)
     return {**_prompt_row(messages, record.label()), "sft": [{"messages": messages, "response": response}]}
+
+
+def _tree(record: Record) -> Rows:
+    """Every reply of the assistant that has a rank against the best one; the best one, or the only one, is a demonstration."""
+    names = {name: str(record.source.columns.get(name, name)) for name in ("text", "replies", "rank")}
+    rows: Rows = {"sft": [], "preference": [], "prompt": []}
+    for messages, replies, ranks, learned in branchings(record.get("tree"), **names):
+        messages, best = _answerable(record, messages), best_replies(ranks)
+        rows["prompt"] += _prompt_row(messages)["prompt"]
+        rows["sft"] += [{"messages": messages, "response": replies[i]} for i in best if learned]
+        worse = [i for i, rank in enumerate(ranks) if rank is not None and i not in best]
+        rows["preference"] += [{"messages": messages, "chosen": replies[g], "rejected": replies[w]} for g in best for w in worse]
+    if not rows["prompt"]:
+        raise Dropped("a tree without a message of the user")
+    return rows
 
 
 def _prompt_only(record: Record) -> Rows:
@@ -266,6 +342,8 @@ _CONVERTERS: dict[str, Callable[[Record], Rows]] = {
     "hh": _hh,
     "compared": _compared,
     "graded": _graded,
+    "ranked": _ranked,
+    "tree": _tree,
     "unpaired": _unpaired,
     "instruction": _instruction,
     "messages": _one_conversation,

@@ -9,7 +9,7 @@ from pathlib import Path
 from rlhf_core.config import shown
 
 # Endings of the files that a source of kind file reads; `data.files` has a reader for each.
-DATA_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".tsv", ".parquet")
+DATA_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet")
 HUB_SECONDS = 30.0  # timeout of a request to the hub
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)

@@ -26,15 +26,16 @@ from rlhf_core.data.files import file_records
 from rlhf_core.data.filters import REASONS, contradictory_rows, duplicate_rows, remove_rows, row_fault
 from rlhf_core.data.formats import convert
 from rlhf_core.data.hashing import Ids, SeenKeys, chunks, conversation_text, hexadecimal, kept_by_weight, split_of, text_hash
+from rlhf_core.data.notation import AS_MESSAGES, beginning, notation_of, with_messages
 from rlhf_core.data.samples import Writer, sample_rows
 from rlhf_core.data.schema import ORIGIN, SCHEMAS, SLICES_SCHEMA, RowWriter, open_rows, read_batches
 from rlhf_core.data.tables import data_set_records
-from rlhf_core.data.values import MAX_NAME, RawRecord, unread_keys
+from rlhf_core.data.values import MAX_NAME, RawRecord, find_value, unread_keys
 from rlhf_core.progress import counted
 
 MISFITS = 100  # records at the beginning of a source without its format, after which reading stops
 NO_ROWS = "nothing in it for the source's uses"
-NO_PAIR = "graded records without a pair: all completions are good, or all bad"
+NO_PAIR = "records without a pair of a better and a worse completion"
 # Columns that have a meaning in many data sets. They are read only if the source maps them; else a warning names them.
 WELL_KNOWN = ("system", "system_prompt", "history", "context", "tools", "functions")
 _MESSAGE_COLUMNS = ("prompt", "messages", "chosen", "rejected", "first", "second", "completion")  # our columns that can hold messages
@@ -44,8 +45,8 @@ log = logging.getLogger("rlhf")
 
 
 def records_of(source: SourceConfig) -> Iterator[RawRecord]:
-    """The records of a source of kind file or huggingface. Raises what `read_source` does."""
-    return file_records(source) if source.kind == "file" else data_set_records(source)
+    """The records of a source of kind file or huggingface, with messages where texts write them down. Raises what `read_source` does."""
+    return with_messages(file_records(source) if source.kind == "file" else data_set_records(source))
 
 
 def read_source(
@@ -104,6 +105,11 @@ def _converted(records: Iterable[RawRecord], source: SourceConfig, dropped: Drop
     """
     refusal: ValueError | None = None  # of the first record that doesn't have the format
     misfits, fits = 0, False
+    first, records = beginning(records)
+    notation = notation_of([record.values for record in first], source)
+    assumed = [record.note for record in first[:1] if AS_MESSAGES in record.note]
+    for sentence in (*assumed, *notation.read, *notation.unsure):
+        log.warning("source %s: %s", source.name, sentence)
     for where, values, note in records:
         dropped.read += 1
         if columns := _unmapped_columns(values, source):
@@ -111,7 +117,7 @@ def _converted(records: Iterable[RawRecord], source: SourceConfig, dropped: Drop
         if keys := _unread_message_keys(values, source):
             dropped.count_message_keys(keys)
         try:
-            converted = convert(values, source)
+            converted = convert(values, source, notation)
         except Dropped as reason:
             dropped.add(str(reason), where, values)
             continue
@@ -154,24 +160,12 @@ def _unmapped_columns(values: Mapping[str, Any], source: SourceConfig) -> list[s
 
 def _unread_message_keys(values: Mapping[str, Any], source: SourceConfig) -> set[str]:
     """Keys of the record's messages that no format reads. They don't hold content, which would drop the record."""
-    conversations = [_find(values, source.columns.get(name, name)) for name in _MESSAGE_COLUMNS]
-    if source.format == "graded":
-        graded = _find(values, source.columns.get("completions", "completions"))
+    conversations = [find_value(values, source.columns.get(name, name)) for name in _MESSAGE_COLUMNS]
+    if source.format in ("graded", "ranked"):
+        graded = find_value(values, source.columns.get("completions", "completions"))
         items = [item for item in graded if isinstance(item, Mapping)] if isinstance(graded, list) else []
-        conversations += [_find(item, source.columns.get("completion", "completion")) for item in items]
+        conversations += [find_value(item, source.columns.get("completion", "completion")) for item in items]
     return {key for value in conversations for key in unread_keys(value)}
-
-
-def _find(values: Mapping[str, Any], path: str | list[str]) -> Any:
-    """As `formats.Record.at`, of one column or several; None where it is missing."""
-    if isinstance(path, list):
-        return [_find(values, one) for one in path]
-    if path in values or "." not in path:
-        return values.get(path)
-    value: Any = values
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,13 +38,14 @@ def parquet_records(path: Path, source: SourceConfig) -> Iterator[RawRecord]:
             groups = (file.metadata.row_group(group) for group in range(file.num_row_groups))
             _check_unpacked(path, sum(group.total_byte_size for group in groups))
             schema = file.schema_arrow
+            features = features_of(schema)
             batches = file.iter_batches(batch_size=PARQUET_ROWS)
             for records in limited((batch.to_pylist() for batch in batches), BATCH_BYTES):
                 unpacked += _characters(records)  # counted here: Arrow counts a shared text once
                 _check_unpacked(path, unpacked)
                 for record in records:
                     number += 1
-                    yield RawRecord(f"row {number}", drop_added_nulls(record, schema))
+                    yield RawRecord(f"row {number}", named_classes(drop_added_nulls(record, schema), features, f"{name} row {number}"))
     except MemoryError as error:
         limit = f"expected {PARQUET_ROWS} rows of at most {BATCH_BYTES} bytes in memory, got more after {number} rows"
         raise ValueError(f"{name}: {limit}; use another file") from error
@@ -101,9 +103,11 @@ def data_set_records(source: SourceConfig) -> Iterator[RawRecord]:
         data = data[source.dataset_split]
     assert isinstance(data, Dataset)
     schema, number = data.features.arrow_schema, 0
+    features = features_of(schema)
     try:
         for number, record in enumerate(limited(data, DATA_SET_BYTES), start=1):
-            yield RawRecord(f"{shown(source.path, MAX_NAME)} row {number}", drop_added_nulls(record, schema))
+            where = f"{shown(source.path, MAX_NAME)} row {number}"
+            yield RawRecord(where, named_classes(drop_added_nulls(record, schema), features, where))
     except MemoryError as error:
         got = f"more after row {number}"
         raise ValueError(f"{subject}: expected at most {DATA_SET_BYTES} bytes to read a row, got {got}; use another data set") from error
@@ -192,6 +196,44 @@ def _drop_nulls(value: Any, of: pa.DataType, *, inside: bool) -> None:
     elif isinstance(value, list) and is_list and pa.types.is_nested(of.value_type):
         for inner in value:
             _drop_nulls(inner, of.value_type, inside=inside)
+
+
+def features_of(schema: pa.Schema) -> dict[str, Any]:
+    """The columns whose numbers have names, as the library `datasets` describes them in a table's metadata; empty if none has."""
+    try:
+        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+        return {name: feature for name, feature in features.items() if '"ClassLabel"' in json.dumps(feature)}
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return {}
+
+
+def named_classes(record: dict[str, Any], features: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The record, changed in place, with the classes' names instead of their numbers: 0 may be called good.
+
+    Raises:
+        ValueError: a number has no name.
+    """
+    for name, feature in features.items():
+        if name in record:
+            record[name] = _named(record[name], feature, f"{where}: column {shown(repr(name), 60)}")
+    return record
+
+
+def _named(value: Any, feature: Any, where: str) -> Any:
+    if isinstance(value, list):
+        inner = feature.get("feature", feature) if isinstance(feature, dict) else feature[0] if isinstance(feature, list) else feature
+        return [_named(item, inner, where) for item in value]
+    if not isinstance(feature, dict):
+        return value
+    if isinstance(value, dict):  # a list of objects may be stored as an object of lists
+        inner = feature.get("feature", feature) if isinstance(feature.get("_type"), str) else feature
+        return {key: _named(item, inner.get(key), where) for key, item in value.items()} if isinstance(inner, dict) else value
+    names = feature.get("names") if feature.get("_type") == "ClassLabel" else None
+    if not isinstance(names, list) or not isinstance(value, int) or value == -1:  # -1: no label
+        return None if names and value == -1 else value
+    if not 0 <= value < len(names):
+        raise ValueError(f"{where}: expected the number of one of {len(names)} classes, got {value}; correct it")
+    return names[value]
 
 
 @contextmanager

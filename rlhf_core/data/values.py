@@ -43,11 +43,16 @@ CONTENT = (  # content that rows have no place for
     *("thinking", "thinking_content", "thought", "thoughts", "reasoning", "reasoning_text", "reasoning_details", "refusal"),
     *("text", "parts", "image", "images", "audio", "audios", "input_audio", "video", "videos", "file", "files", "attachments", "documents"),
 )
-# Spellings of true and false, in lower case. -1 is not among them: next to -1, 0 would be neutral, and here 0 is false.
-BOOLEANS = {
-    **dict.fromkeys(("true", "1", "yes", "good", "up"), True),
-    **dict.fromkeys(("false", "0", "no", "bad", "down"), False),
-}
+# Words for true and false, in lower case. -1 is not among them: next to -1, 0 is neutral (`read_boolean`).
+YES_AND_NO = (
+    *(("true", "false"), ("1", "0"), ("1.0", "0.0"), ("yes", "no"), ("good", "bad"), ("up", "down"), ("y", "n"), ("t", "f")),
+    *(("thumbs up", "thumbs down"), ("thumbs_up", "thumbs_down"), ("\N{THUMBS UP SIGN}", "\N{THUMBS DOWN SIGN}")),
+    *(("like", "dislike"), ("liked", "disliked"), ("accept", "reject"), ("accepted", "rejected"), ("chosen", "rejected")),
+    *(("positive", "negative"), ("desirable", "undesirable"), ("helpful", "unhelpful"), ("right", "wrong"), ("correct", "incorrect")),
+    *(("pass", "fail"), ("passed", "failed"), ("ok", "not ok")),
+)
+BOOLEANS = {word: meaning for words in YES_AND_NO for word, meaning in zip(words, (True, False), strict=True)}
+SIGNS = {"1": True, "+1": True, "1.0": True, "-1": False, "-1.0": False}  # in a column with -1
 _KNOWN = {"role", "from", "content", "value", "function_call", *FURTHER, *CONTENT}
 _IN_ORDER = re.compile(ROLE_ORDER)
 
@@ -58,6 +63,18 @@ class RawRecord(NamedTuple):
     where: str
     values: dict[str, Any]
     note: str = ""
+
+
+def find_value(values: Mapping[str, Any], path: str | list[str]) -> Any:
+    """As `formats.Record.at`, of one column or several; None where it is missing."""
+    if isinstance(path, list):
+        return [find_value(values, one) for one in path]
+    if path in values or "." not in path:
+        return values.get(path)
+    value: Any = values
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def read_text(value: Any, column: str) -> str:
@@ -85,31 +102,49 @@ def read_text(value: Any, column: str) -> str:
 
 
 def read_scalar(value: Any, column: str) -> str:
-    """Text, a number or a truth value, as text."""
+    """Text, a number or a truth value, as text: 18.0 as 18, and a truth value as true or false."""
     if isinstance(value, float) and not math.isfinite(value):
         raise not_finite(value, column)
     if value is not None and not isinstance(value, str | int | float | Decimal | date | time):
         message = f"column {column!r}: expected text or a number, got {kind(value)}; map another column"
         raise Misfit(message, f"{column} is neither text nor a number")
     try:
-        text = str(value)
+        text = plain_number(value) if isinstance(value, bool | float | Decimal) else str(value)
     except ValueError as error:  # Python refuses to write integers of thousands of digits
         message = f"column {column!r}: expected a number, got one of thousands of digits; correct it"
         raise Misfit(message, f"{column} is a number of thousands of digits") from error
     return read_text(text, column)
 
 
-def read_boolean(value: Any, column: str) -> bool:
-    """True or false, also as 1 or 0, or as one of BOOLEANS: CSV files have text only."""
+def read_boolean(value: Any, column: str, *, signed: bool = False) -> bool:
+    """True or false, also as 1 or 0, or as one of BOOLEANS: CSV files have text only.
+
+    Args:
+        signed: the column has 1 and -1; 0 is neither.
+    Raises:
+        Dropped: the value is null, or neutral.
+        Misfit: the value is something else.
+    """
     if value is None:
         raise Dropped(f"{column} is null")
-    if isinstance(value, int | float) and value in (0, 1):
-        return bool(value)
-    key = value.strip().lower() if isinstance(value, str) else None
-    if key not in BOOLEANS:
+    small = isinstance(value, int | float) and value in (-1, 0, 1)
+    key = value.strip().lower() if isinstance(value, str) else plain_number(value) if small else None
+    if signed and key in ("0", "0.0"):
+        raise Dropped(f"{column} is 0, between 1 and -1")
+    meanings = SIGNS if signed else BOOLEANS
+    if key not in meanings:
         got = str(value) if isinstance(value, float) else kind(value)
-        raise Misfit(f"column {column!r}: expected true or false, got {got}; convert it first", f"{column} is neither true nor false")
-    return BOOLEANS[key]
+        wanted = "1 or -1" if signed else "true or false"
+        raise Misfit(f"column {column!r}: expected {wanted}, got {got}; convert it first", f"{column} is neither true nor false")
+    return meanings[key]
+
+
+def plain_number(value: float | Decimal) -> str:
+    """A number or a truth value as JSON has it, without the fraction of a whole number: tables make 18.0 of 18 where a row has none."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    whole = not isinstance(value, int) and math.isfinite(value) and abs(value) < 2**53 and value == int(value)
+    return str(int(value)) if whole else str(value)
 
 
 def read_number(value: Any, column: str) -> float:

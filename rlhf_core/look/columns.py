@@ -8,22 +8,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.data.values import BOOLEANS
+from rlhf_core.data.values import BOOLEANS, SIGNS, YES_AND_NO
 
 MAX_DEPTH = 4  # of dotted paths
 MOSTLY = 0.6  # share of a column's values
 NEARLY_ALL = 0.9  # share of a column's values
 FEW_MARKS = 11  # different numbers, as of a scale from 0 to 10
 LONGEST_MARK, LARGEST_MARK = 40, 1e6  # characters, a number
-# Pairs of words that may mark a response and that no format reads. In lower case.
-MARKS_IN_WORDS = (
-    *(("1", "-1"), ("+1", "-1"), ("1.0", "0.0"), ("y", "n"), ("t", "f"), ("\N{THUMBS UP SIGN}", "\N{THUMBS DOWN SIGN}")),
-    *(("thumbs up", "thumbs down"), ("thumbs_up", "thumbs_down"), ("like", "dislike"), ("liked", "disliked"), ("right", "wrong")),
-    *(("accept", "reject"), ("accepted", "rejected"), ("chosen", "rejected"), ("positive", "negative"), ("correct", "incorrect")),
-    *(("pass", "fail"), ("passed", "failed"), ("helpful", "unhelpful"), ("desirable", "undesirable"), ("ok", "not ok")),
-)
+# Words that say in a column of a likely name that a response is good or bad. Others, such as positive, may be an expected answer.
+_FLAGS = {word for words in YES_AND_NO for word in words if words[0] in ("true", "1", "1.0", "good", "up", "chosen", "desirable", "liked")}
 _TRUE, _FALSE = ({word for word, means in BOOLEANS.items() if means is wanted} for wanted in (True, False))
-_FLAGS = ("true", "false", "0", "1")
+_SIGNS = tuple({sign for sign, means in SIGNS.items() if means is wanted} for wanted in (True, False))
 _USERS = ("user", "human", "prompter")
 
 
@@ -49,18 +44,18 @@ class Column:
 
     @property
     def is_flag(self) -> bool:
-        """Whether nearly every value is true or false, as a boolean, as 1 or 0, or as text."""
-        return self.share(lambda v: v in (0, 1) if isinstance(v, bool | int | float) else str(v).strip().lower() in _FLAGS) > 0.9
+        """Whether nearly every value is true or false, as a boolean, as 1 and 0 or -1, or as one of _FLAGS."""
+        return self.share(lambda value: _mark_text(value) in _FLAGS) > NEARLY_ALL or self._says(*_SIGNS)
 
     @property
     def is_mark(self) -> bool:
         """Whether the values are yes and no in words that the format unpaired reads."""
-        return self._says(_TRUE, _FALSE)
+        return self._says(_TRUE, _FALSE) or self._says(*_SIGNS)
 
     @property
     def may_mark(self) -> bool:
         """Whether the values may be marks: two words for yes and no, or a few repeated numbers."""
-        if self.is_mark or any(self._says({yes}, {no}) for yes, no in MARKS_IN_WORDS):
+        if self.is_mark:
             return True
         numbers = [text for text in map(_mark_text, self.values) if _is_number(text)]
         return len(numbers) > NEARLY_ALL * len(self.values) and 2 <= len(set(numbers)) <= min(FEW_MARKS, len(numbers) - 1)

@@ -6,6 +6,7 @@ several readings fit equally well, the user has to choose (look.settle).
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,8 @@ from typing import Any
 
 from rlhf_core.config import shown
 from rlhf_core.config.data import FORMATS
-from rlhf_core.look.columns import Column, same_keys
+from rlhf_core.data.verdicts import is_verdict
+from rlhf_core.look.columns import Column, kind_of, same_keys
 
 Columns = Mapping[str, Column]
 Mapped = dict[str, str | list[str]]
@@ -35,6 +37,12 @@ PAIRS = (
 )
 COMPLETION = ("completion", "response", "output", "answer", "generation", "solution", "target")
 GOOD = ("label", "good", "is_correct", "correct", "preferred", "liked", "thumbs_up", "passed", "feedback")
+# Words in the name of a column whose yes means that a response is bad: read as it is, it would turn all marks round.
+BAD = {
+    *("bad", "toxic", "harmful", "unsafe", "wrong", "incorrect", "rejected", "disliked", "dislike", "down", "negative"),
+    "flagged",
+    "spam",
+}
 COMPLETIONS = ("completions", "responses", "answers", "generations", "candidates")
 TALKS = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")
 INSTRUCTION = ("instruction", "question", "prompt", "query", "problem", "input")
@@ -50,11 +58,41 @@ SIDES = (
     ("response_a", "response_b"),
     ("answer_a", "answer_b"),
     ("completion_a", "completion_b"),
+    ("response_0", "response_1"),
+    ("answer_0", "answer_1"),
+    ("answer_1", "answer_2"),
+    ("conversation_a", "conversation_b"),
+    ("human_ref_A", "human_ref_B"),
 )
 COMPARED = ("preference", "overall_preference", "preference_strength")  # numbers below and above 0, as HelpSteer2 and 3 have them
+WINNER = (
+    *(
+        "winner",
+        "better_response_id",
+        "safer_response_id",
+        "preferred",
+        "better",
+        "choice",
+        "verdict",
+        "preference",
+        "label",
+        "chosen",
+        "best",
+    ),
+    *("human_preference", "vote"),
+)
+SCORE_PAIRS = (
+    *(("first_score", "second_score"), ("score_A", "score_B"), ("score_a", "score_b"), ("score_0", "score_1"), ("score_1", "score_2")),
+    *(("score1", "score2"), ("rating_a", "rating_b"), ("rating_1", "rating_2"), ("winner_model_a", "winner_model_b")),
+)
+COMPARED_PROMPT = ("history", "full_text", "post")  # a prompt's column in comparisons only
+RANK = ("rank",)
+SCORE = ("score", "overall_score", "pm_score", "rating", "reward")
+SCORES = (*SCORE, "scores", "ratings", "rewards", "ranks")  # lists beside a list of completions
+MOSTLY_VERDICTS = 0.9  # share of a column's values
 
 _TEXTS = {*PROMPT, *COMPLETION, *INSTRUCTION, *CONTEXT, *OUTPUT, *LABEL, *PLAIN} - {*GOOD}  # columns whose content is learned or checked
-_CAN_DO_WITHOUT = ("system", "history", "input", "label")
+_CAN_DO_WITHOUT = ("system", "history", "input", "label", "winner", "first_score", "second_score", "rank")
 _LIKELY = {
     **{
         "prompt": PROMPT,
@@ -64,28 +102,9 @@ _LIKELY = {
         "instruction": INSTRUCTION,
         "output": OUTPUT,
     },
-    **{"label": GOOD, "good": GOOD, "text": PLAIN, "preference": COMPARED},
+    **{"label": GOOD, "good": GOOD, "text": PLAIN, "preference": COMPARED, "rank": RANK, "score": SCORES, "tree": ("tree", "prompt")},
     **{side: names for sides in (PAIRS, SIDES) for side, names in zip(sides[0], zip(*sides, strict=True), strict=True)},
 }
-
-# Well-known data sets: name, columns, and the format with its further keys; "" if no format reads them.
-KNOWN = (
-    ("UltraFeedback (binarized)", {"prompt", "prompt_id", "chosen", "rejected", "messages", "score_chosen"}, "preference"),
-    ("ORPO-DPO-mix", {"source", "prompt", "chosen", "rejected"}, "preference"),
-    ("HelpSteer", {"prompt", "response", "helpfulness", "correctness", "coherence"}, ""),
-    ("HelpSteer2-Preference", {"prompt", "response_1", "response_2", "preference_strength"}, "compared"),
-    ("HelpSteer3-Preference", {"context", "response1", "response2", "overall_preference"}, "compared"),
-    ("OpenAI's preference files", {"input", "preferred_output", "non_preferred_output"}, "preference"),
-    ("TRL's unpaired preference (KTO)", {"prompt", "completion", "label"}, "unpaired"),
-    ("TRL's preference", {"prompt", "chosen", "rejected"}, "preference"),
-    ("Anthropic's HH-RLHF", {"chosen", "rejected"}, "hh"),
-    ("TRL's preference with an implicit prompt", {"chosen", "rejected"}, "preference"),
-    ("ShareGPT", {"conversations"}, "messages"),
-    ("Alpaca", {"instruction", "input", "output"}, "instruction"),
-    ("Dolly", {"instruction", "context", "response"}, "instruction"),
-    ("OpenAI's chat files", {"messages"}, "messages"),
-    ("GSM8K", {"question", "answer"}, "instruction label_pattern"),
-)
 
 
 @dataclass(frozen=True)
@@ -109,12 +128,6 @@ class Reading:
     def theirs(self) -> set[str]:
         """Paths of the user's columns that it reads."""
         return {path for value in self.columns.values() for path in (value if isinstance(value, list) else [value])}
-
-
-def known_as(columns: Columns, readings: Iterable[Reading]) -> str | None:
-    """The well-known data set with such columns, if its format is the one of a reading or no format reads it."""
-    formats = {form for r in readings for form in (r.format, " ".join([r.format, *r.options]))}
-    return next((name for name, wanted, form in KNOWN if wanted <= set(columns) and form in ("", *formats)), None)
 
 
 def propose(columns: Columns, named: Mapping[str, str]) -> list[Reading]:
@@ -219,31 +232,113 @@ def _graded_readings(columns: Columns, completions: str | list[str], text: str, 
         yield Reading("graded", {"prompt": prompt, "completions": completions, "completion": text, "good": good}, (why,))
 
 
-def _inner(objects: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
-    """The keys of a completion's text and mark."""
+def _inner(objects: Sequence[Mapping[str, Any]], marks: Sequence[str] = GOOD) -> tuple[str, str] | None:
+    """The keys of a completion's text and of its mark: true or false, or a number if the marks are ranks or scores."""
     keys = list(dict.fromkeys(key for item in objects for key in item))
     values = {key: [item[key] for item in objects if item.get(key) is not None] for key in keys}
     text_keys = [key for key in (*COMPLETION, "text", "content") if values.get(key)]
     texts = [key for key in text_keys if all(isinstance(v, str) for v in values[key])]
-    flags = [key for key in GOOD if values.get(key) and Column(key, Counter(), values[key]).is_flag]
-    return (texts[0], flags[0]) if texts and flags else None
+    columns = {key: Column(key, Counter(map(kind_of, values[key])), values[key]) for key in marks if values.get(key)}
+    found = [key for key, column in columns.items() if (column.is_flag if marks is GOOD else column.holds({"number"}))]
+    return (texts[0], found[0]) if texts and found else None
+
+
+def _ranked(columns: Columns) -> Iterator[Reading]:
+    prompts = pick(columns, PROMPT, TALK)
+    for path in pick(columns, COMPLETIONS, frozenset({"objects", "messages"})):
+        objects = [item for value in columns[path].of("objects", "messages") for item in value]
+        for name, marks in (("rank", RANK), ("score", SCORE)):
+            if inner := _inner(objects, marks):
+                text, mark = inner
+                why = f"{path} holds completions with a text and a {mark} each"
+                yield from (_of_ranks(prompt, name, mark, why, completions=path, completion=text) for prompt in prompts)
+                break
+    for path in pick(columns, (*COMPLETIONS, "completion"), frozenset({"list"})):
+        for mark in pick(columns, SCORES, frozenset({"list"})):
+            if _are_parallel(columns[path], columns[mark]):
+                name = "rank" if mark == "ranks" else "score"
+                why = f"{path} and {mark} are lists of completions and of a number for each"
+                yield from (_of_ranks(prompt, name, mark, why, completions=path) for prompt in prompts)
+
+
+def _of_ranks(prompt: str, name: str, mark: str, why: str, **completions: str) -> Reading:
+    order = "a lower" if name == "rank" else "a higher"
+    return Reading("ranked", {"prompt": prompt, name: mark, **completions}, (why, f"{order} {mark} is read as the better one"))
+
+
+def _are_parallel(completions: Column, numbers: Column) -> bool:
+    """Whether nearly every list of texts goes with a list of as many numbers."""
+    pairs = list(zip(completions.values, numbers.values, strict=False))
+    lists = [isinstance(texts, list) and isinstance(of, list) and len(texts) == len(of) for texts, of in pairs]
+    fit = [
+        ok and all(isinstance(text, str) for text in texts) and all(kind_of(n) == "number" for n in of)
+        for ok, (texts, of) in zip(lists, pairs, strict=True)
+    ]
+    return sum(fit) > MOSTLY_VERDICTS * len(fit)
 
 
 def _compared(columns: Columns) -> Iterator[Reading]:
-    sides = [side for side in SIDES if side_columns(columns, side, "")]
-    numbers = pick(columns, COMPARED, frozenset({"number"}))
-    for (first, second), number in product(sides[:1], numbers[:1]):
-        why = f"{first} and {second} are two responses, and {number} a number"
-        sure = number in COMPARED[1:]
-        unsure = () if sure else (f"{number} below 0 is read as {first} being better, above 0 as {second}; look whether that is right",)
-        for prompt in pick(columns, PROMPT, TALK):
-            mapped: Mapped = {"prompt": prompt, "first": first, "second": second, "preference": number}
-            yield Reading("compared", mapped, (why,), unsure)
+    sides = next((side for side in SIDES if side_columns(columns, side, "")), None)
+    if sides is None:
+        return
+    first, second = sides
+    prompts = pick(columns, PROMPT, TALK) or pick(columns, COMPARED_PROMPT, TALK)
+    whole = columns[first].holds({"messages"}) and columns[second].holds({"messages"})
+    numbers = [(path,) for path in pick(columns, COMPARED, frozenset({"number"}))[:1]]
+    winners = [
+        (path,) for path in pick(columns, WINNER, VALUE) if path not in (*sides, *numbers[:1]) and _names_winners(columns[path], *sides)
+    ]
+    scores = [pair for pair in SCORE_PAIRS if all(path in columns and columns[path].holds({"number"}) for path in pair)][:1]
+    for names, paths in (
+        *((("preference",), path) for path in numbers),
+        *((("winner",), p) for p in winners),
+        *((_SCORES, p) for p in scores),
+    ):
+        why, unsure = _comparison(columns, names, paths, sides)
+        for prompt in prompts or ([None] if whole else []):
+            mapped: Mapped = dict(zip(names, paths, strict=True)) | {"first": first, "second": second}
+            yield Reading("compared", mapped if prompt is None else {"prompt": prompt, **mapped}, (why,), unsure)
+
+
+_SCORES = ("first_score", "second_score")
+
+
+def _names_winners(column: Column, first: str, second: str) -> bool:
+    return column.share(lambda value: is_verdict(value, first, second)) > MOSTLY_VERDICTS
+
+
+def _comparison(columns: Columns, names: Sequence[str], paths: Sequence[str], sides: tuple[str, str]) -> tuple[str, tuple[str, ...]]:
+    """Why the columns tell which of two responses is better, and what they leave open."""
+    first, second = sides
+    two = f"{first} and {second} are two responses"
+    if names == ("winner",):
+        unsure = f"{paths[0]} is read as the name of the better one; look whether that is right"
+        return f"{two}, and {paths[0]} names the better one", () if paths[0] in WINNER[:3] else (unsure,)
+    if names == ("preference",):
+        unsure = f"{paths[0]} below 0 is read as {first} being better, above 0 as {second}; look whether that is right"
+        return f"{two}, and {paths[0]} a number", () if paths[0] in COMPARED[1:] else (unsure,)
+    marks = next((columns[path].values for path in ("labels", "label") if path in columns and columns[path].is_flag), [])
+    scores = zip(columns[paths[0]].values, columns[paths[1]].values, strict=False)
+    agree = [bool(mark) == (a > b) for mark, (a, b) in zip(marks, scores, strict=False) if kind_of(a) == kind_of(b) == "number" and a != b]
+    differ = min(sum(agree), len(agree) - sum(agree))
+    unsure = f"labels say otherwise than {paths[0]} and {paths[1]} in {differ} of {len(agree)} records, whichever label means {first}"
+    return f"{two}, and the one of the higher {paths[0]} or {paths[1]} is the better one", (unsure,) if differ > 0.1 * len(agree) else ()
+
+
+def _trees(columns: Columns) -> Iterator[Reading]:
+    for path, column in columns.items():
+        if "." not in path and column.share(_is_root) > MOSTLY_VERDICTS:
+            yield Reading("tree", {"tree": path}, (f"{path} is a message with replies, which have replies in turn",))
+
+
+def _is_root(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("replies"), list) and isinstance(value.get("text"), str) and "role" in value
 
 
 def _unpaired(columns: Columns) -> Iterator[Reading]:
     flags = [path for path in pick(columns, GOOD, VALUE) if columns[path].is_flag]
-    others = [path for path, column in columns.items() if "." not in path and path not in (*flags, *_TEXTS) and column.is_mark]
+    top = [path for path in columns if "." not in path and path not in (*flags, *_TEXTS)]
+    others = [path for path in top if columns[path].is_mark and not BAD & {*re.split("[^a-z]+", path.lower())}]
     for prompt, completion, good in product(pick(columns, PROMPT, TALK), pick(columns, COMPLETION, TALK), flags):
         if len({prompt, completion, good}) == 3:
             why = f"{good} is true or false and says whether {completion} is good"
@@ -275,10 +370,17 @@ def _instructions(columns: Columns) -> Iterator[Reading]:
         if columns[output].share(lambda text: "####" in str(text)) > 0.9:
             why = (*reading.why, f"{output} ends with #### and the result, which becomes the label")
             yield replace(reading, columns={**mapped, "label": output}, options={"label_pattern": GSM8K}, why=why)
-        elif label := _unlike(pick(columns, LABEL, VALUE), instruction, output, *context[:1]):
+        elif label := [
+            path for path in _unlike(pick(columns, LABEL, VALUE), instruction, output, *context[:1]) if not _marks(columns, path)
+        ]:
             yield replace(reading, columns={**mapped, "label": label[0]}, why=(*reading.why, f"{label[0]} is the label"))
         else:
             yield reading
+
+
+def _marks(columns: Columns, path: str) -> bool:
+    """Whether a column that is called like an expected answer marks the responses."""
+    return path.rpartition(".")[2] in GOOD and columns[path].is_mark
 
 
 def _prompts(columns: Columns) -> Iterator[Reading]:
@@ -299,7 +401,9 @@ def _plain(columns: Columns) -> Iterator[Reading]:
 _PROPOSALS: tuple[Callable[[Columns], Iterator[Reading]], ...] = (
     _pairs,
     _graded,
+    _ranked,
     _compared,
+    _trees,
     _unpaired,
     _conversations,
     _instructions,

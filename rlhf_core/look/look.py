@@ -18,12 +18,14 @@ from rlhf_core.config.data import FORMATS
 from rlhf_core.data.drops import DropCounts, Dropped, Misfit
 from rlhf_core.data.formats import convert
 from rlhf_core.data.hashing import conversation_text, split_of
+from rlhf_core.data.notation import beginning, notation_of
 from rlhf_core.data.places import is_data_file, locate
 from rlhf_core.data.schema import SCHEMAS
 from rlhf_core.data.sources import read_source, records_of
 from rlhf_core.data.values import RawRecord
 from rlhf_core.look.columns import Column, columns_of
-from rlhf_core.look.guess import Reading, known_as, propose
+from rlhf_core.look.guess import Reading, propose
+from rlhf_core.look.known import known_as
 from rlhf_core.look.settle import settle, unread_answers, unread_columns, unread_marks, unreadable_marks
 
 if TYPE_CHECKING:
@@ -213,10 +215,15 @@ def _check_columns(columns: Mapping[str, Any], found: Mapping[str, Column]) -> N
 def attempt(place: Place, reading: Reading, records: list[RawRecord]) -> Tried:
     """Convert the sample as prepare_data would; the reading's uses are those that get rows."""
     source = place.source(reading.format, FORMATS[reading.format][0], reading.columns, reading.options)
+    notation = notation_of([record.values for record in beginning(records)[0]], source)
+    reading = replace(reading, why=(*reading.why, *notation.read), unsure=(*reading.unsure, *notation.unsure))
+    if notation.whole_texts:
+        reading = replace(reading, options={**reading.options, "implicit_prompt": True})
+        source = source.model_copy(update={"implicit_prompt": True})
     taken, dropped, uses, refused = 0, DropCounts(), Counter[str](), ""
     for where, values, note in records:
         try:
-            rows = convert(values, source)
+            rows = convert(values, source, notation)
         except Dropped as reason:
             dropped.add(str(reason), where, values)
             continue

@@ -27,6 +27,8 @@ def guessed(guess: Guess, path: str, *, counts_all: bool = False) -> Iterator[st
     more = " for the guess, and all for the counts" if counts_all and not guess.whole else ""
     yield f"{shown(path)}: {count} {'record' if len(guess.records) == 1 else 'records'} read{more}"
     yield f"columns: {shown(', '.join(p for p in guess.columns if '.' not in p), 400)}"
+    if guess.records and guess.records[0].note:
+        yield f"assumed: {guess.records[0].note}"
     if guess.known:
         yield f"these are the columns of {guess.known}"
     if len(guess.fitting) == 1 and not guess.unreadable:
@@ -231,6 +233,7 @@ def as_json(guess: Guess, found: list[Looked], params: Params, model: Mapping[st
         "records": len(guess.records),
         "whole": guess.whole,
         "known": guess.known,
+        "assumed": guess.records[0].note if guess.records else "",
         "decided": len(guess.fitting) == 1 and guess.unreadable is None,
         "unsure": guess.unreadable,
         "max_length": params.model.max_length,

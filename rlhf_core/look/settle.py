@@ -13,7 +13,10 @@ MARKS = ("helpfulness", "correctness", "score", "scores", "rating", "reward", "q
 _TURN = "; docs/data.md describes how to turn them into pairs or booleans"
 FEW_WORDS = 4  # a shorter answer may be for training, or only for checking
 # Lower ranks read the whole record; higher ones would read a part of the same columns.
-_RANK = {"hh": 0, "preference": 0, "graded": 0, "compared": 0, "unpaired": 1, "messages": 2, "instruction": 2, "prompt": 3, "text": 2}
+_RANK = {
+    **dict.fromkeys(("hh", "preference", "graded", "ranked", "compared", "tree"), 0),
+    **{"unpaired": 1, "messages": 2, "instruction": 2, "text": 2, "prompt": 3},
+}
 
 
 def settle(readings: Sequence[Reading], columns: Columns) -> list[Reading]:
@@ -60,13 +63,17 @@ def unread_columns(reading: Reading, columns: Columns) -> list[str]:
 
 
 def unread_marks(reading: Reading, columns: Columns) -> list[str]:
-    """Unread columns that may mark some of the learned responses as bad."""
-    learns = "sft" in reading.uses and "preference" not in reading.uses
-    return [path for path in unread_columns(reading, columns) if columns[path].may_mark] if learns else []
+    """Columns that may mark some of the learned responses as bad: unread ones, or one that would be read as the expected answer."""
+    if "sft" not in reading.uses or "preference" in reading.uses:
+        return []
+    as_label = [path for path in ("label",) if path in columns and path not in reading.theirs() and columns[path].is_mark]
+    return [*as_label, *(path for path in unread_columns(reading, columns) if columns[path].may_mark)]
 
 
 def unreadable_marks(columns: Columns, readings: Iterable[Reading]) -> str | None:
     """A message about responses with marks, if no reading reads the marks; else None."""
+    if {"message_id", "parent_id", "role", "text"} <= set(columns):
+        return "each record is one message of a tree (message_id, parent_id); take the file of whole trees, which format tree reads"
     marks = [name for name in MARKS if name in columns and columns[name].holds({"number"}) and not columns[name].is_flag]
     marks += [path for path in dict.fromkeys(path for r in readings for path in unread_marks(r, columns)) if path not in marks]
     sides = [side for side in SIDES if side_columns(columns, side, "")]

@@ -156,6 +156,49 @@ def test_graded_completions_come_out_as_they_went_in(talk, more, whole):
     assert all(row["messages"] == talk.plain for of_use in rows.values() for row in of_use)
 
 
+@given(talk=talks(), others=st.lists(st.tuples(TEXT, st.integers(1, 3)), max_size=3), whole=st.booleans(), beside=st.booleans())
+def test_ranked_completions_come_out_as_they_went_in(talk, others, whole, beside):
+    ranked = [(talk.rejected, 2), (talk.chosen, 1), *others]
+    turns = talk.messages if whole else []
+    completions = [[*turns, *answer(text)] for text, _ in ranked]
+    ranks = [rank for _, rank in ranked]
+    inside = [{"completion": text, "rank": rank} for text, rank in zip(completions, ranks, strict=True)]
+    rows = convert(
+        {"prompt": talk.messages, **({"completions": completions, "rank": ranks} if beside else {"completions": inside})}, source("ranked")
+    )
+    best, worse = ([plain(text) for text, rank in ranked if (rank == 1) is wanted] for wanted in (True, False))
+    assert [(r["chosen"], r["rejected"]) for r in rows["preference"]] == [(b, w) for b in best for w in worse]
+    assert all(row["messages"] == talk.plain for of_use in rows.values() for row in of_use)
+
+
+@given(
+    talk=talks(),
+    spelling=SPELLINGS,
+    whole=st.booleans(),
+    verdict=st.sampled_from([{"winner": "second"}, {"first_score": 1, "second_score": 2}]),
+)
+def test_a_comparison_comes_out_as_it_went_in(talk, spelling, whole, verdict):
+    """With the prompt in its own column, or in both conversations."""
+    turns = spelled(talk.messages, spelling)
+    sides = {name: [*(turns if whole else []), *answer(text)] for name, text in (("first", talk.rejected), ("second", talk.chosen))}
+    rows = convert(sides | verdict | ({} if whole else {"prompt": turns}), source("compared"))
+    [pair] = rows["preference"]
+    assert pair == {"messages": talk.plain, "chosen": plain(talk.chosen), "rejected": plain(talk.rejected)}
+
+
+@given(talk=talks(system=False), more=TEXT)
+def test_a_tree_comes_out_as_it_went_in(talk, more):
+    """The conversation is one branch, whose last message has a better and a worse reply."""
+    last = [{"role": "assistant", "text": text, "rank": rank} for text, rank in ((talk.rejected, 1), (talk.chosen, 0))]
+    node = {"role": "prompter", "text": talk.messages[-1]["content"], "replies": last}
+    for message in reversed(talk.messages[:-1]):
+        node = {"role": message["role"], "text": message["content"], "replies": [node], "rank": 0, "other": more}
+    rows = convert({"tree": node}, source("tree"))
+    assert rows["preference"] == [{"messages": talk.plain, "chosen": plain(talk.chosen), "rejected": plain(talk.rejected)}]
+    assert rows["sft"][-1] == {"messages": talk.plain, "response": plain(talk.chosen)}
+    assert [row["messages"] for row in rows["prompt"]] == [talk.plain[:end] for end in range(1, len(talk.plain) + 1, 2)]
+
+
 @given(talk=talks(), text=TEXT)
 def test_prompts_and_texts_come_out_as_they_went_in(talk, text):
     assert convert({"prompt": talk.messages}, source("prompt"))["prompt"] == [{"messages": talk.plain, "label": None}]

@@ -207,7 +207,7 @@ def test_what_gives_no_row_is_counted(tmp_path):
     assert loaded.dropped.records == 1  # the other one is as it should be
     graded = [{"prompt": "q", "completions": [{"completion": "a", "good": True}, {"completion": "b", "good": good}]} for good in (0, 1)]
     loaded = load(tmp_path, *graded, format="graded", uses=("sft", "preference"))
-    assert loaded.dropped == {"graded records without a pair: all completions are good, or all bad": 1}
+    assert loaded.dropped == {"records without a pair of a better and a worse completion": 1}
     assert loaded.dropped.records == 0
 
 

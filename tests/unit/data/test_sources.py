@@ -37,9 +37,9 @@ def as_json_lines(records) -> str:
     return "".join(json.dumps(r) + "\n" for r in records)
 
 
-def as_csv(records) -> str:
+def as_csv(records, delimiter: str = ",") -> str:
     out = io.StringIO()
-    writer = csv.DictWriter(out, list(records[0]))
+    writer = csv.DictWriter(out, list(records[0]), delimiter=delimiter)
     writer.writeheader()
     writer.writerows(records)
     return out.getvalue()
@@ -49,6 +49,16 @@ WRITERS = {
     "d.jsonl": lambda path, records: path.write_text(as_json_lines(records), encoding="utf-8"),
     "d.jsonl.gz": lambda path, records: path.write_bytes(gzip.compress(as_json_lines(records).encode())),
     "d.json": lambda path, records: path.write_text(json.dumps(records, indent=1), encoding="utf-8"),
+    "d.json.gz": lambda path, records: path.write_bytes(gzip.compress(json.dumps(records).encode())),
+    "d.csv.gz": lambda path, records: path.write_bytes(gzip.compress(as_csv(records).encode())),
+    "d.tsv.gz": lambda path, records: path.write_bytes(gzip.compress(as_csv(records, delimiter="\t").encode())),
+    "lines.json": lambda path, records: path.write_text(as_json_lines(records), encoding="utf-8-sig"),
+    "pretty.json": lambda path, records: path.write_text("\n".join(json.dumps(r, indent=2) for r in records), encoding="utf-8"),
+    "data.json": lambda path, records: path.write_text(json.dumps({"version": 1, "data": records}), encoding="utf-8"),
+    "sep.csv": lambda path, records: path.write_text("sep=;\r\n" + as_csv(records, delimiter=";"), encoding="utf-8-sig", newline=""),
+    "enum.parquet": lambda path, records: pq.write_table(
+        pa.table({key: pa.array([r[key] for r in records]).dictionary_encode() for key in records[0]}), path
+    ),
     "d.csv": lambda path, records: path.write_text(as_csv(records), encoding="utf-8-sig", newline=""),
     "d.parquet": lambda path, records: pq.write_table(pa.Table.from_pylist(records), path),
 }
@@ -76,7 +86,8 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
             b'{"prompt": "q", "chosen": "a", "rejected": "b"}\n\n{"prompt": \n',
             r"d\.jsonl line 3: expected JSON, got '{\"prompt\":'",
         ),
-        ("d.jsonl", b'["a"]\n', r"d\.jsonl line 1: expected a JSON object, got list"),
+        ("d.jsonl", b'["a"]\n', r"d\.jsonl line 1: expected a JSON object, got list: .* name it \.json"),
+        ("d.jsonl", b'{"a": 1}\n["a"]\n', r"d\.jsonl line 2: expected a JSON object, got list: .* write one object per record"),
         (
             "d.jsonl",
             b'{"prompt": "q", "chosen": "a"}\n',
@@ -85,11 +96,23 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
         ("d.jsonl", '{"prompt": "ä"}\n'.encode("latin-1"), r"d\.jsonl: expected UTF-8, got byte 0xe4"),
         ("d.jsonl", b"", r"d\.jsonl: expected at least one record, got an empty file"),
         ("d.json", b"", r"d\.json: expected at least one record, got an empty file"),
-        ("d.json", b'{"data": []}', r"d\.json: expected a list of objects, got dict"),
+        ("d.json", b'{"data": []}', r"d\.json: expected at least one record, got an empty file"),
+        ("d.json", b'{"data": [{"a": 1}], "test": [{"a": 1}]}', r"expected a list of objects, .* got one object with the keys data, test"),
+        ("d.json", b'{"prompt": ["q"], "chosen": ["a"]}', r"keys prompt, chosen; put .* \(pandas: orient='records'\)"),
+        ("d.json", b"7", r"d\.json: expected a list of objects, got int"),
+        ("d.json", b'{"a": 1}\n{"a": 2}\n{"a"\n', r"d\.json: expected JSON, .* in line 4 column 1"),
+        (
+            "d.jsonl",
+            b'{\n  "prompt": "q"\n}\n',
+            r"line 1: expected one JSON object a line, got '{': .* over several lines; name the file \.json",
+        ),
+        ("d.jsonl", b"[\n]", r"line 1: expected one JSON object a line, got '\['"),
+        ("d.csv", b"sep=;\nprompt;chosen;rejected\nq;a\n", r"d\.csv line 3: expected 3 fields as in the header, got 2"),
         ("d.json", b'[\n{"a": 1},\n{]', r"d\.json: expected JSON, .*line 3 column 2"),
         ("d.csv", b"prompt,chosen,rejected\nq,a,b\nq,a\n", r"d\.csv line 3: expected 3 fields as in the header, got 2"),
         ("d.csv", b"prompt,chosen,rejected\nq,a,b,c\n", r"d\.csv line 2: expected 3 fields as in the header, got 4"),
         ("d.csv", b"prompt,chosen,rejected\n", r"d\.csv: expected at least one record"),
+        ("d.csv", b'a\tb\n"q"x\ty\n', r"d\.csv line 2: expected CSV, got: '\\t' expected after"),
         ("d.jsonl.gz", b"{}", r"d\.jsonl\.gz: expected a complete gzip file"),
         ("d.jsonl.gz", gzip.compress(b'{"prompt": "q"}' * 9, mtime=0)[:-9], r"d\.jsonl\.gz: expected a complete gzip file"),
         ("d.parquet", b"PAR1 or not", r"d\.parquet: expected a Parquet file"),

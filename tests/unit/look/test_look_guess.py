@@ -196,7 +196,7 @@ def test_a_choice_of_format_or_column_settles_it(tmp_path):
     ("record", "named"),
     [
         ({"prompt": "c#", "response": "A language.", "helpfulness": 3, "correctness": 4, "coherence": 4}, "helpfulness"),
-        ({"question": "2 + 2?", "response_a": "4", "response_b": "5", "winner": "a"}, "response_a"),
+        ({"question": "2 + 2?", "response_a": "4", "response_b": "5", "winner": "gpt-4"}, "response_a"),
     ],
 )
 def test_marks_and_comparisons_without_a_format_are_named(record, named, tmp_path):

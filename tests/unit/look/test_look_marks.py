@@ -27,7 +27,13 @@ def shown_of(capsys, path: Path, *options: str) -> tuple[int, dict]:
     return code, json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("marks", [("0", "1"), ("true", "false"), ("Yes", "no"), ("good", "bad"), ("up", "down")])
+@pytest.mark.parametrize(
+    "marks",
+    [
+        *(("0", "1"), ("true", "false"), ("Yes", "no"), ("good", "bad"), ("up", "down"), ("-1", "+1")),
+        *(("0.0", "1.0"), ("thumbs up", "thumbs down"), ("positive", "Negative")),
+    ],
+)
 @pytest.mark.parametrize("name", ["thumb", "einstellung"])
 def test_a_column_of_two_marks_is_a_question_and_not_a_guess(marks, name, tmp_path, capsys):
     code, found = shown_of(capsys, table(tmp_path, *marks, *marks, name=name))
@@ -38,7 +44,7 @@ def test_a_column_of_two_marks_is_a_question_and_not_a_guess(marks, name, tmp_pa
     assert unpaired["counts"]["sft"]["rows"] == 2 and unpaired["counts"]["preference"]["rows"] == 4
 
 
-@pytest.mark.parametrize("marks", [("+1", "-1"), ("1", "-1"), ("3", "5", "1", "5"), ("2.5", "0", "2.5"), ("thumbs up", "thumbs down")])
+@pytest.mark.parametrize("marks", [("3", "5", "1", "5"), ("2.5", "0", "2.5"), ("2", "-2", "0")])
 def test_marks_that_no_format_reads_are_a_question(marks, tmp_path, capsys):
     code, found = shown_of(capsys, table(tmp_path, *marks, *marks, name="einstellung"))
     assert code == 2 and "einstellung" in found["unsure"]

@@ -53,7 +53,7 @@ def texts(value: Any) -> list[str]:
 def read_by(record: dict, source: SourceConfig) -> list[Any]:
     """The values of the columns that the source reads, but for marks."""
     found = []
-    for ours in (name for name in FORMATS[source.format][1] if name not in ("good", "preference")):
+    for ours in (name for name in FORMATS[source.format][1] if name not in ("good", "preference", "winner")):
         theirs = source.columns.get(ours, ours)
         for path in theirs if isinstance(theirs, list) else [theirs]:
             value: Any = record
@@ -91,7 +91,7 @@ class TestBlock:
         kept = set(re.findall(r"\w+", json.dumps(rows)))
         for record in records:
             given = {word for text in texts(read_by(record, source)) for word in re.findall(r"\w+", text)}
-            assert given and given - kept <= ({"Human", "Assistant"} if source.format == "hh" else set())
+            assert given and given - kept <= ({"Human", "Assistant"} if source.format in ("hh", "ranked") else set())
 
     def test_the_look_guesses_the_source_that_the_page_shows(self, block, tmp_path):
         path, _, keys = written(block, tmp_path)
@@ -100,7 +100,7 @@ class TestBlock:
         (tried,) = guess(place, sample, whole=whole, format_=None, columns={}).fitting
         assert (tried.source.format, dict(tried.source.columns)) == (keys["format"], keys.get("columns", {}))
         assert tried.source.label_pattern == keys.get("label_pattern")
-        assert tried.source.implicit_prompt == keys.get("implicit_prompt", False)
+        assert tried.source.implicit_prompt == keys.get("implicit_prompt")
         assert tried.source.uses == list(FORMATS[keys["format"]][0])
 
 
