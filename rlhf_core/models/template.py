@@ -106,7 +106,7 @@ def _literal(value: Any) -> str:
 
 OPEN, CLOSE = "<think>", "</think>"
 _FUNCTION = "find_it"
-_QUESTION, _ANSWER = "Which one?", "That one."  # rendered to find what the template puts around them
+QUESTION, ANSWER = "Which one?", "That one."  # rendered to find what the template puts around them
 
 
 class Unrenderable(ValueError):
@@ -173,6 +173,11 @@ def for_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
     """The token ids with which the template ends an assistant's last turn."""
     return _end(tokenizer, tokenizer.chat_template)[1]
+
+
+def end_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """The texts of `turn_end`: trained and after; empty where its ids aren't the template's text."""
+    return _end(tokenizer, tokenizer.chat_template)[2]
 
 
 def copies_response(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -250,17 +255,21 @@ def _with_thoughts(turn: Turn) -> Turn:
 
 
 @lru_cache(maxsize=8)
-def _end(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, TurnEnd]:
-    """Text and ids that follow an assistant's last response. Here and below `template` is only the cache's key."""
-    whole = render(tokenizer, [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}], waits=False)
-    _, found, text = whole.rpartition(_ANSWER)
+def _end(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, TurnEnd, tuple[str, str]]:
+    """Text and ids that follow an assistant's last response, and `end_texts`. Here and below `template` is only the cache's key."""
+    whole = render(tokenizer, [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}], waits=False)
+    before, found, text = whole.rpartition(ANSWER)
     if not found:
         raise ValueError(f"chat template: expected the assistant's message in what it writes, got {shown(repr(whole))}; correct it")
-    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    alone, of_whole, head = (tuple(tokenizer(t, add_special_tokens=False)["input_ids"]) for t in (text, whole, before + found))
+    ids = of_whole[len(head) :] if of_whole[: len(head)] == head else alone
     first = next((i for i, token in enumerate(ids) if token in special_ids(tokenizer)), None)
     if first is None:
-        return text, TurnEnd((), ids) if tokenizer.eos_token_id is None else TurnEnd((tokenizer.eos_token_id,), ())
-    return text, TurnEnd(ids[: first + 1], ids[first + 1 :])
+        end = TurnEnd((), ids) if tokenizer.eos_token_id is None else TurnEnd((tokenizer.eos_token_id,), ())
+        return text, end, ("", "" if end.trained else text)
+    token = tokenizer.convert_ids_to_tokens(ids[first])
+    split = text.find(token) + len(token)
+    return text, TurnEnd(ids[: first + 1], ids[first + 1 :]), (text[:split], text[split:]) if token in text else ("", "")
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -282,15 +291,15 @@ def _copies(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
 
 @lru_cache(maxsize=8)
 def _keeps_edges(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    padded = f" \n{_ANSWER} \n"
-    return padded in render(tokenizer, [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": padded}], waits=False)
+    padded = f" \n{ANSWER} \n"
+    return padded in render(tokenizer, [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": padded}], waits=False)
 
 
 @lru_cache(maxsize=8)
 def _writes_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Whether the template writes calls of tools. True if it refuses the trial: it will refuse the conversation too, with a reason."""
     call = {"id": "call00000", "type": "function", "function": {"name": _FUNCTION, "arguments": {}}}
-    messages = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     try:
         return _FUNCTION in tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception:  # of a template, which is a program
@@ -306,11 +315,11 @@ def _content_form(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
             text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
         except Exception:  # of a template, which is a program
             return False
-        return _QUESTION in text and _ANSWER in text and "'type'" not in text and '"type"' not in text
+        return QUESTION in text and ANSWER in text and "'type'" not in text and '"type"' not in text
 
-    if not takes([{"type": "text", "text": _QUESTION}, {"type": "text", "text": _ANSWER}]):
+    if not takes([{"type": "text", "text": QUESTION}, {"type": "text", "text": ANSWER}]):
         return "text"
-    return "both" if takes(_QUESTION + _ANSWER) else "parts"
+    return "both" if takes(QUESTION + ANSWER) else "parts"
 
 
 def _in_form(message: Message, form: str) -> dict[str, Any]:
