@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TEXTS_AT_ONCE = 4096
-STARTS = ("", "\n", ":", ".")  # beginnings behind one of which any tokenizer gives a text the tokens that it has inside a text
+STARTS = ("", "\n", ":", "~")  # behind one of these any tokenizer gives a text the tokens that it has inside a text
+WORDS = (*(f"{word} " for word in ("It is", "The", "This", "To", "Yes", "No", "Sure", "We", "You")), *string.ascii_letters, *string.digits)
 BACK = 4  # preceding tokens that a token's text may depend on: a space, or the bytes of one character
 TORN = "\N{REPLACEMENT CHARACTER}"
 
@@ -147,7 +149,7 @@ def response_text(
 
 
 def keeps_borders(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the ids of prompt, answer and end, each by itself, are those of the whole conversation, for an answer in plain words."""
+    """Whether the ids of prompt, answer and end one after the other are those of the whole conversation, for answers in plain words."""
     return _keeps_borders(tokenizer, tokenizer.chat_template)
 
 
@@ -155,10 +157,10 @@ def keeps_borders(tokenizer: PreTrainedTokenizerBase) -> bool:
 def _keeps_borders(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """`template` is only the cache's key."""
     prompt, end = render(tokenizer, [{"role": "user", "content": QUESTION}], waits=True), scored_end(tokenizer)
-    ids = next(encode_texts(tokenizer, [prompt]))[1]
-    (found,) = ids_behind(tokenizer, [prompt], [Turn("", ANSWER)], end, prompt_ids={prompt: ids})
-    (bare,) = ids_behind(tokenizer, [prompt], [Turn("", ANSWER)], NO_END, prompt_ids={prompt: ids})
-    return found.joined is None and found.ids == [*bare.ids, *end.ids]
+    ids = {prompt: next(encode_texts(tokenizer, [prompt]))[1]}
+    turns = [Turn("", word + ANSWER) for word in ("", *WORDS)]
+    whole, bare = (ids_behind(tokenizer, [prompt] * len(turns), turns, e, prompt_ids=ids) for e in (end, NO_END))
+    return all(found.joined is None and found.ids == [*alone.ids, *end.ids] for found, alone in zip(whole, bare, strict=True))
 
 
 @lru_cache(maxsize=8)
@@ -206,11 +208,15 @@ def _behind(
     plain = not literal and [i for i in written if i in traits.special] == [i for i in expected if i in traits.special]
     if plain and fits:
         return Behind(written[start:])
-    opened = begun[start:] if tuple(begun[:start]) == context.ids else _kept(tokenizer, context.ids, turn.before, split=False)
-    before = [*context.ids, *opened]
-    if plain:
-        return Behind([*opened, *_kept(tokenizer, before, turn.text), *end.ids], written, start)
-    return Behind([*opened, *_plain_behind(tokenizer, context.text + turn.before, before, turn.text), *end.ids])
+    if plain:  # the prompt's end and the turn's beginning are joined
+        opened = begun[start:] if tuple(begun[:start]) == context.ids else _kept(tokenizer, context.ids, turn.before, split=False)
+        return Behind([*opened, *_kept(tokenizer, [*context.ids, *opened], turn.text), *end.ids], written, start)
+    text = turn.before + turn.text
+    last = next((i for i in range(len(begun) - 1, start - 1, -1) if begun[i] in traits.added), start - 1)
+    base_ids = [*context.ids, *begun[start : last + 1]]
+    head = 0 if last < start else turn.before.rfind(traits.added[begun[last]]) + len(traits.added[begun[last]])
+    behind = _plain_behind(tokenizer, context.text + text[:head], base_ids, text[head:])
+    return Behind([*base_ids[start:], *behind, *end.ids])
 
 
 def _plain_behind(tokenizer: PreTrainedTokenizerBase, base: str, base_ids: list[int], text: str) -> list[int]:

@@ -49,9 +49,9 @@ def without_stop(response_ids: list[int], stops: Collection[int], *, finished: b
 class RewardModelInput:
     """Turns conversations and sampled responses into token ids for a reward model.
 
-    If policy and reward model share a tokenizer, and a template that copies responses at whose borders no tokens are joined, the sampled
-    ids are used. Otherwise the response is decoded, and encoded again by the reward model's template. A finished response ends as that template ends a turn: a stop string stays
-    in the response, another end token doesn't.
+    If policy and reward model share a tokenizer, and a template that copies responses and whose borders join no tokens, the sampled ids are
+    used. Otherwise the response is decoded, and encoded again by the reward model's template. A finished response ends as that template
+    ends a turn: a stop string stays in the response, another end token doesn't.
 
     Args:
         stops: `stop_ids` of the policy, special tokens or not.

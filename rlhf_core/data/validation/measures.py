@@ -67,7 +67,7 @@ def measure(use: str, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) 
     All uses: id, source, split, the texts of TEXT_COLUMNS, and tokens: the length of the longest sequence that a trainer makes of the row,
         with the end token (of a prompt: with one token of an answer).
     With messages: conversation (as JSON), canonical_conversation (case and white space ignored), roles (joined by commas),
-        shortest_message (stripped) and template_error (why the chat template refuses the conversation).
+        shortest_message (stripped), template_error (why the chat template refuses the conversation) and joined (see `Behind`).
     sft, preference: <text>_decoded: the text after template, encoding and decoding.
     preference: pair (JSON of the conversation and both texts in sorted order), preference (the preferred one), is_pair,
         chosen_is_longer (in tokens: 1, 0 or, for a tie, 0.5), is_chosen (unpaired rows only).
@@ -343,7 +343,7 @@ def _without_sound_texts(use: str, measured: pd.DataFrame) -> pd.DataFrame:
     columns = {name: measured[name].mask(sound & measured[name].notna(), text) for name, text in STAND_INS.items() if name in measured}
     if "pair" in measured:
         columns["pair"] = _hashes(measured["pair"]).astype("str")
-    unused = ["canonical_conversation", *(f"{text}_tokens" for text in TEXT_COLUMNS[use])]
+    unused = ["canonical_conversation", "joined", *(f"{text}_tokens" for text in TEXT_COLUMNS[use])]
     return measured.drop(columns=unused, errors="ignore").assign(**columns)
 
 
