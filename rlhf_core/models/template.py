@@ -32,6 +32,9 @@ DEFAULT_DATE = "2024-07-26"  # several templates fall back to it where strftime_
 _ASKS_FOR_DAY = re.compile(r"\bstrftime_now\s*\(")
 _FORMAT = re.compile(r"\bstrftime_now\s*\(\s*(?:'([^'\\]*)'|\"([^\"\\]*)\")\s*\)")
 _PINNED = "{%- set strftime_now = "
+OPEN, CLOSE = "<think>", "</think>"
+QUESTION, ANSWER = "Which one?", "That one."  # rendered to find what the template puts around them
+_FUNCTION = "find_it"
 # Variables that apply_chat_template always passes.
 _TAKEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "strftime_now", "raise_exception"}
 
@@ -93,6 +96,45 @@ def with_options(template: str, options: dict[str, Any]) -> str:
     return "".join(defaults) + template
 
 
+def with_header(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer's template; if it ignores add_generation_prompt, with the header of an assistant's turn as generation prompt.
+
+    Without it the header would be a part of every response. White space before a response, such as Llama 2's, is no header.
+
+    Raises:
+        ValueError: it ignores add_generation_prompt, and writes different headers.
+    """
+    template, asked = tokenizer.chat_template, [{"role": "user", "content": QUESTION}]
+    prompt = render(tokenizer, asked, waits=True)
+    if prompt != render(tokenizer, asked, waits=False):
+        return template
+    talks = [asked, [*asked, {"role": "assistant", "content": ANSWER}, {"role": "user", "content": ANSWER}]]
+    headers = {_header(tokenizer, talk, answer) for talk in talks for answer in (ANSWER, QUESTION)}
+    if not any(header.strip() for header in headers):
+        return template
+    header, ending = max(headers, key=len), template.removesuffix("\n")  # a line break at the end is not rendered, in the middle it is
+    longer = f"{ending}{{% if add_generation_prompt %}}{{{{ {_literal(header)} }}}}{{% endif %}}"
+    tokenizer.chat_template = longer
+    written = [render(tokenizer, asked, waits=waits) for waits in (True, False)]
+    tokenizer.chat_template = template
+    if len(headers) > 1 or written != [prompt + header, prompt]:
+        got = " and ".join(shown(repr(h), 60) for h in sorted(headers))
+        raise ValueError(
+            f"chat template: expected a generation prompt where add_generation_prompt is true, got none, and {got} before an answer; "
+            "write `{% if add_generation_prompt %}` and the header of an answer at its end"
+        )
+    return longer
+
+
+def _header(tokenizer: PreTrainedTokenizerBase, messages: list[Message], answer: str) -> str:
+    """What the template writes between a conversation and an answer, without thoughts; empty if it refuses the conversation."""
+    try:
+        prompt, whole = (render(tokenizer, m, waits=False) for m in (messages, [*messages, {"role": "assistant", "content": answer}]))
+    except Unrenderable:
+        return ""
+    return whole.removeprefix(prompt).rpartition(answer)[0].partition(OPEN)[0] if whole.startswith(prompt) else ""
+
+
 def _literal(value: Any) -> str:
     """A value in Jinja's syntax: JSON with `none` for null, and a space before `}`, since `}}` would end an expression."""
     if isinstance(value, dict):
@@ -103,10 +145,6 @@ def _literal(value: Any) -> str:
 
 
 # Turns
-
-OPEN, CLOSE = "<think>", "</think>"
-_FUNCTION = "find_it"
-QUESTION, ANSWER = "Which one?", "That one."  # rendered to find what the template puts around them
 
 
 class Unrenderable(ValueError):

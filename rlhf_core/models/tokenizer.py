@@ -39,6 +39,7 @@ from rlhf_core.models.template import (
     render,
     turn_end,
     with_date,
+    with_header,
     with_options,
     written_conversation,
     written_turn,
@@ -212,7 +213,11 @@ def load_tokenizer(
     if isinstance(tokenizer.chat_template, str):
         tokenizer.chat_template = with_options(with_date(tokenizer.chat_template, template_date), template_options or {})
     try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
+        if not scores and (template := with_header(tokenizer)) != tokenizer.chat_template:
+            log.warning(
+                "tokenizer %s: its template ignores add_generation_prompt; the header of an answer is added and saved with it", path
+            )
+            tokenizer.chat_template = template
         _mark_end(path, tokenizer)
     except Exception as error:  # of a template, which is a program
         got = f"{type(error).__name__}: {shown(str(error))}"
