@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import Params
+from rlhf_core.data.control import VISIBLE
 from rlhf_core.data.hashing import text_hash
 from rlhf_core.models.response_ids import BACK, TORN
 from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, encode_scored
@@ -51,7 +52,7 @@ class UseCounts:
         self.lengths.update(int(t) for t in tokens)
         self.found["too_long"] += int((tokens > max_length).sum())
         texts = [*TEXT_COLUMNS[self.use], *([] if self.use == "pretrain" else ["shortest_message"])]
-        empty = [frame[text].notna() & ~frame[text].str.contains(r"\S", na=False) for text in texts]
+        empty = [frame[text].notna() & ~frame[text].str.contains(VISIBLE, na=False) for text in texts]
         self.found["empty"] += int(sum(empty).gt(0).sum()) if empty else 0
         if self.use != "pretrain":
             self._add_templates(frame)
@@ -59,11 +60,15 @@ class UseCounts:
             self._add_pairs(frame)
 
     def _add_templates(self, frame: pd.DataFrame) -> None:
+        from rlhf_core.data.validation.measures import TEXT_COLUMNS
         from rlhf_core.data.values import ROLE_ORDER
 
         self.found["roles out of order"] += int((~frame["roles"].str.match(ROLE_ORDER).eq(True)).sum())
         self.found["refused by the template"] += int(frame["template_error"].notna().sum())
         self.found[JOINED] += int(frame["joined"].sum())
+        self.found["templated"] += int(frame["control_token"].notna().sum())
+        ended = [frame[f"{text}_end_token"].notna() for text in TEXT_COLUMNS[self.use]]
+        self.found["end_token"] += int(sum(ended).gt(0).sum()) if ended else 0
 
     def _add_pairs(self, frame: pd.DataFrame) -> None:
         both = frame["chosen"].notna() & frame["rejected"].notna()

@@ -315,6 +315,19 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return {tokenizer.eos_token_id, *tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
 
 
+def template_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """The special tokens that the template writes around turns."""
+    return _template_tokens(tokenizer, tokenizer.chat_template)
+
+
+@lru_cache(maxsize=8)
+def _template_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, ...]:
+    asked = [{"role": "user", "content": QUESTION}]
+    texts = (render(tokenizer, asked, waits=True), render(tokenizer, [*asked, {"role": "assistant", "content": ANSWER}], waits=False))
+    ids = {token for text in texts for token in tokenizer(text, add_special_tokens=False)["input_ids"]}
+    return tuple(tokenizer.convert_ids_to_tokens(sorted(ids & special_ids(tokenizer) - {tokenizer.unk_token_id})))
+
+
 @lru_cache(maxsize=8)
 def _copies(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """`copies_response`, tried on what templates are known to change: white space at the edges, thoughts, line breaks."""

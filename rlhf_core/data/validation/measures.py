@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,11 +19,23 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlhf_core.data.control import VISIBLE, control_token, end_token, is_blank, without_end_tokens
 from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.schema import SCHEMAS, Message, read_batches
 from rlhf_core.data.values import ROLE_ORDER
 from rlhf_core.models.response_ids import BACK, encode_texts, ids_behind, in_parts, response_text, trained_end
-from rlhf_core.models.template import Turn, TurnEnd, Unrenderable, answer_of, copies_response, for_template, render, turn_end, written_turn
+from rlhf_core.models.template import (
+    Turn,
+    TurnEnd,
+    Unrenderable,
+    answer_of,
+    copies_response,
+    for_template,
+    render,
+    template_tokens,
+    turn_end,
+    written_turn,
+)
 from rlhf_core.models.tokenizer import load_tokenizer, use_all_cores
 
 if TYPE_CHECKING:
@@ -67,8 +79,9 @@ def measure(use: str, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) 
     All uses: id, source, split, the texts of TEXT_COLUMNS, and tokens: the length of the longest sequence that a trainer makes of the row,
         with the end token (of a prompt: with one token of an answer).
     With messages: conversation (as JSON), canonical_conversation (case and white space ignored), roles (joined by commas),
-        shortest_message (stripped), template_error (why the chat template refuses the conversation) and joined (see `Behind`).
-    sft, preference: <text>_decoded: the text after template, encoding and decoding.
+        shortest_message (stripped), template_error (why the chat template refuses the conversation), joined (see `Behind`) and
+        control_token: one that templates write around turns, in a message or a text.
+    sft, preference: <text>_decoded: the text after template, encoding and decoding; <text>_end_token: with which it ends as text.
     preference: pair (JSON of the conversation and both texts in sorted order), preference (the preferred one), is_pair,
         chosen_is_longer (in tokens: 1, 0 or, for a tie, 0.5), is_chosen (unpaired rows only).
     """
@@ -129,7 +142,7 @@ def _views(messages: list[Message | None]) -> tuple[str, str | None, str]:
     filled: list[Message] = [
         {"role": (m or {}).get("role") or "", "content": (m or {}).get("content") or "", "extra": (m or {}).get("extra")} for m in messages
     ]
-    shortest = min(((m["content"].strip() or m["extra"] or "") for m in filled), key=len, default=None)
+    shortest = min((("" if is_blank(m["content"]) else m["content"].strip()) or m["extra"] or "" for m in filled), key=len, default=None)
     return ",".join(m["role"] for m in filled), shortest, conversation_text(filled)
 
 
@@ -152,8 +165,11 @@ def _token_columns(frame: pd.DataFrame, texts: tuple[str, ...], tokenizer: PreTr
         if key in prompts and isinstance(text, str)
     ]
     answers = _answers(list(dict.fromkeys(rows)), conversations, prompts, prompt_ids, tokenizer)
+    own = template_tokens(tokenizer) if conversations else ()
+    in_messages = {key: control_token((m["content"] for m in messages), own) for key, messages in conversations.items()}
     columns: dict[str, pd.Series] = {
-        "template_error": _strings(str(rendered[key]) if key in rendered and key not in prompts else None for key in keys)
+        "control_token": _strings(in_messages.get(key) for key in keys),
+        "template_error": _strings(str(rendered[key]) if key in rendered and key not in prompts else None for key in keys),
     }
     longest, joined = np.zeros(len(frame)), np.zeros(len(frame), dtype=bool)
     for name in texts:
@@ -161,11 +177,20 @@ def _token_columns(frame: pd.DataFrame, texts: tuple[str, ...], tokenizer: PreTr
         columns[f"{name}_tokens"] = pd.Series([answer.tokens for answer in found], dtype=float)
         columns[f"{name}_decoded"] = _strings(answer.decoded for answer in found)
         longest = np.fmax(longest, columns[f"{name}_tokens"])
+        columns[f"{name}_end_token"] = _of_texts(frame[name], lambda text: end_token(text, own))
+        controls = _of_texts(frame[name], lambda text: control_token([without_end_tokens(text)], own))
+        columns["control_token"] = columns["control_token"].fillna(controls)
         joined |= np.array([answer.joined for answer in found], dtype=bool)
     prompt_tokens = pd.Series([len(prompt_ids[prompts[key]]) if key in prompts else np.nan for key in keys], dtype=float)
     end = turn_end(tokenizer) if prompts else TurnEnd((0,), ())
     behind = len(end.trained) * bool(texts) + len(end.after) * (len(texts) > 1)
     return columns | {"tokens": prompt_tokens + longest + (behind or 1), "joined": pd.Series(joined)}
+
+
+def _of_texts(texts: pd.Series, of: Callable[[str], str | None]) -> pd.Series:
+    """`of` of each text, computed once for each distinct one; missing where the text is."""
+    found = {text: of(text) for text in texts.dropna().unique().tolist()}
+    return _strings(found.get(text) for text in texts.tolist())
 
 
 class _Answer(NamedTuple):
@@ -351,7 +376,7 @@ def _sound(use: str, measured: pd.DataFrame) -> pd.Series:
     """Rows whose texts pass every check on single rows. A missing text passes and stays missing."""
     sound = pd.Series(True, index=measured.index)
     for text in TEXT_COLUMNS[use]:
-        sound &= measured[text].str.strip().ne("")
+        sound &= measured[text].str.contains(VISIBLE) | measured[text].isna()
         if (decoded := f"{text}_decoded") in measured:
             sound &= measured[text].eq(measured[decoded]) | measured[decoded].isna()
     if use != "pretrain":
