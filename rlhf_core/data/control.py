@@ -45,6 +45,7 @@ VISIBLE = rf"[^\s{_INVISIBLE}]"
 _VISIBLE = re.compile(VISIBLE)
 _END = re.compile(rf"(?:\s*(?:{'|'.join(map(re.escape, END_TOKENS))}))+\s*\Z")
 _TOKENS = re.compile("|".join(map(re.escape, sorted([*BEGIN_TOKENS, *END_TOKENS], key=len, reverse=True))))
+_BEGIN = re.compile(r"(?:<s>|<bos>|<\|begin_of_text\|>|<\|endoftext\|>)?\s*")
 _ROLES = {"system": "system", "user": "user", "assistant": "assistant", "model": "assistant", "tool": "tool", "ipython": "tool"}
 
 
@@ -53,14 +54,13 @@ class _Family(NamedTuple):
 
     opening: str
     ends: tuple[str, ...]
-    begin: str = ""
 
 
 _FAMILIES = (
-    _Family(r"<\|im_start\|>(?P<role>\w+)\n", ("<|im_end|>",), r"(?:<s>|<\|endoftext\|>)?"),
-    _Family(r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\n\n", ("<|eot_id|>",), r"(?:<\|begin_of_text\|>)?"),
-    _Family(r"<start_of_turn>(?P<role>\w+)\n", ("<end_of_turn>",), r"(?:<bos>)?"),
-    _Family(r"<\|(?P<role>system|user|assistant)\|>\n?", ("</s>", "<|end|>", "<|endoftext|>"), r"(?:<s>)?"),
+    _Family(r"<\|im_start\|>(?P<role>\w+)\n", ("<|im_end|>",)),
+    _Family(r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\n\n", ("<|eot_id|>",)),
+    _Family(r"<start_of_turn>(?P<role>\w+)\n", ("<end_of_turn>",)),
+    _Family(r"<\|(?P<role>system|user|assistant)\|>\n?", ("</s>", "<|end|>", "<|endoftext|>")),
 )
 _INSTRUCTION = re.compile(
     r"(?:<s>)?\s*\[INST\](?P<asked>.*?)\[/INST\](?P<answer>.*?)(?:(?P<end></s>)\s*|(?=(?:<s>)?\s*\[INST\])|\Z)", re.DOTALL
@@ -91,9 +91,10 @@ def end_token(text: str, own: Iterable[str] = ()) -> str | None:
     return next((token for token in own if text.rstrip().endswith(token)), None)
 
 
-def without_end_tokens(text: str) -> str:
-    """Without end tokens at its end, and the white space around them."""
-    return _END.sub("", text)
+def without_end_tokens(text: str, own: Iterable[str] = ()) -> str:
+    """Without end tokens, or one of `own`, at its end, and the white space around them."""
+    last = next((token for token in own if text.rstrip().endswith(token)), "")
+    return _END.sub("", text.rstrip().removesuffix(last).rstrip() if last else text)
 
 
 def control_token(texts: Iterable[str], own: Iterable[str] = ()) -> str | None:
@@ -127,7 +128,7 @@ def is_filled(value: Any) -> bool:
 def _turns(text: str, family: _Family) -> list[Message] | None:
     opening, ends = re.compile(family.opening), "|".join(map(re.escape, family.ends))
     own = re.compile(rf"{family.opening}|{ends}")
-    at = re.match(rf"{family.begin}\s*", text).end()
+    at = _BEGIN.match(text).end()
     messages: list[Message] = []
     while at < len(text):
         opened = opening.match(text, at)

@@ -178,7 +178,7 @@ def _token_columns(frame: pd.DataFrame, texts: tuple[str, ...], tokenizer: PreTr
         columns[f"{name}_decoded"] = _strings(answer.decoded for answer in found)
         longest = np.fmax(longest, columns[f"{name}_tokens"])
         columns[f"{name}_end_token"] = _of_texts(frame[name], lambda text: end_token(text, own))
-        controls = _of_texts(frame[name], lambda text: control_token([without_end_tokens(text)], own))
+        controls = _of_texts(frame[name], lambda text: control_token([without_end_tokens(text, own)], own))
         columns["control_token"] = columns["control_token"].fillna(controls)
         joined |= np.array([answer.joined for answer in found], dtype=bool)
     prompt_tokens = pd.Series([len(prompt_ids[prompts[key]]) if key in prompts else np.nan for key in keys], dtype=float)
