@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 4096
 JOINED = "whose response is tokenized apart: as one text, its first characters would be joined with the prompt's last ones"
+COMPOSED = "whose characters the tokenizer composes (Unicode's NFC): they are trained, and will be written, in composed form"
 
 
 @dataclass
@@ -66,6 +67,7 @@ class UseCounts:
         self.found["roles out of order"] += int((~frame["roles"].str.match(ROLE_ORDER).eq(True)).sum())
         self.found["refused by the template"] += int(frame["template_error"].notna().sum())
         self.found[JOINED] += int(frame["joined"].sum())
+        self.found[COMPOSED] += int(frame["composed"].sum())
         self.found["templated"] += int(frame["control_token"].notna().sum())
         ended = [frame[f"{text}_end_token"].notna() for text in TEXT_COLUMNS[self.use]]
         self.found["end_token"] += int(sum(ended).gt(0).sum()) if ended else 0

@@ -79,8 +79,8 @@ def measure(use: str, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) 
     All uses: id, source, split, the texts of TEXT_COLUMNS, and tokens: the length of the longest sequence that a trainer makes of the row,
         with the end token (of a prompt: with one token of an answer).
     With messages: conversation (as JSON), canonical_conversation (case and white space ignored), roles (joined by commas),
-        shortest_message (stripped), template_error (why the chat template refuses the conversation), joined (see `Behind`) and
-        control_token: one that templates write around turns, in a message or a text.
+        shortest_message (stripped), template_error (why the chat template refuses the conversation), joined and composed (see
+        `_Answer`) and control_token: one that templates write around turns, in a message or a text.
     sft, preference: <text>_decoded: the text after template, encoding and decoding; <text>_end_token: with which it ends as text.
     preference: pair (JSON of the conversation and both texts in sorted order), preference (the preferred one), is_pair,
         chosen_is_longer (in tokens: 1, 0 or, for a tie, 0.5), is_chosen (unpaired rows only).
@@ -171,7 +171,7 @@ def _token_columns(frame: pd.DataFrame, texts: tuple[str, ...], tokenizer: PreTr
         "control_token": _strings(in_messages.get(key) for key in keys),
         "template_error": _strings(str(rendered[key]) if key in rendered and key not in prompts else None for key in keys),
     }
-    longest, joined = np.zeros(len(frame)), np.zeros(len(frame), dtype=bool)
+    longest, joined, composed = np.zeros(len(frame)), *np.zeros((2, len(frame)), dtype=bool)
     for name in texts:
         found = [answers.get(row, _NO_ANSWER) for row in zip(keys, frame[name].tolist(), strict=True)]
         columns[f"{name}_tokens"] = pd.Series([answer.tokens for answer in found], dtype=float)
@@ -181,10 +181,11 @@ def _token_columns(frame: pd.DataFrame, texts: tuple[str, ...], tokenizer: PreTr
         controls = _of_texts(frame[name], lambda text: control_token([without_end_tokens(text, own)], own))
         columns["control_token"] = columns["control_token"].fillna(controls)
         joined |= np.array([answer.joined for answer in found], dtype=bool)
+        composed |= np.array([answer.composed for answer in found], dtype=bool)
     prompt_tokens = pd.Series([len(prompt_ids[prompts[key]]) if key in prompts else np.nan for key in keys], dtype=float)
     end = turn_end(tokenizer) if prompts else TurnEnd((0,), ())
     behind = len(end.trained) * bool(texts) + len(end.after) * (len(texts) > 1)
-    return columns | {"tokens": prompt_tokens + longest + (behind or 1), "joined": pd.Series(joined)}
+    return columns | {"tokens": prompt_tokens + longest + (behind or 1), "joined": pd.Series(joined), "composed": pd.Series(composed)}
 
 
 def _of_texts(texts: pd.Series, of: Callable[[str], str | None]) -> pd.Series:
@@ -197,14 +198,16 @@ class _Answer(NamedTuple):
     """A response in its conversation.
 
     tokens: as the template writes it, without its end. decoded: the text that decoding them gives. joined: see `Behind`.
+    composed: decoding gives the same text in composed characters (Unicode's NFC), which is no fault.
     """
 
     tokens: float
     decoded: str | None
-    joined: bool
+    joined: bool = False
+    composed: bool = False
 
 
-_NO_ANSWER = _Answer(np.nan, None, False)
+_NO_ANSWER = _Answer(np.nan, None)
 
 
 def _answers(
@@ -217,14 +220,14 @@ def _answers(
     """(conversation's key, response) -> how it is trained on.
 
     A template may trim a response and lay out its thoughts, or add empty ones. If it rewrites the answer, training would see another text
-    than the policy writes: then `decoded` is that other text. A tokenizer that composes characters (Unicode's NFC) rewrites nothing.
+    than the policy writes: then `decoded` is that other text.
     """
     found = {}
     for part in in_parts(rows):
         complete = _render(tokenizer, [[*conversations[key], {"role": "assistant", "content": text}] for key, text in part])
         turns = [_turn(tokenizer, conversations[key], text, prompts[key]) for key, text in part]
         fitting = [(row, turn, whole) for row, turn, whole in zip(part, turns, complete, strict=True) if isinstance(turn, Turn)]
-        found |= {row: _Answer(0, str(turn), False) for row, turn in zip(part, turns, strict=True) if not isinstance(turn, Turn)}
+        found |= {row: _Answer(0, str(turn)) for row, turn in zip(part, turns, strict=True) if not isinstance(turn, Turn)}
         texts = [prompts[key] for (key, _), _, _ in fitting]
         written = ids_behind(tokenizer, texts, [turn for _, turn, _ in fitting], trained_end(tokenizer), prompt_ids=prompt_ids)
         decoded: dict[tuple[int, ...], str] = {}
@@ -234,7 +237,8 @@ def _answers(
                 decoded[ids] = _without_end(response_text(tokenizer, prompt_ids[prompt], behind.ids, special=True), tokenizer)
             kept = _keeps_answer(decoded[ids], row[1], turn, str(whole), prompt, tokenizer)
             tokens = len(behind.ids) - len(turn_end(tokenizer).trained)
-            found[row] = _Answer(tokens, row[1] if kept is None else kept, behind.joined is not None)
+            composed = kept is None and not row[1].isascii() and _composed(row[1]) != row[1] and _composed(row[1]) in decoded[ids]
+            found[row] = _Answer(tokens, row[1] if kept is None else kept, behind.joined is not None, composed)
     return found
 
 
@@ -368,7 +372,7 @@ def _without_sound_texts(use: str, measured: pd.DataFrame) -> pd.DataFrame:
     columns = {name: measured[name].mask(sound & measured[name].notna(), text) for name, text in STAND_INS.items() if name in measured}
     if "pair" in measured:
         columns["pair"] = _hashes(measured["pair"]).astype("str")
-    unused = ["canonical_conversation", "joined", *(f"{text}_tokens" for text in TEXT_COLUMNS[use])]
+    unused = ["canonical_conversation", "joined", "composed", *(f"{text}_tokens" for text in TEXT_COLUMNS[use])]
     return measured.drop(columns=unused, errors="ignore").assign(**columns)
 
 

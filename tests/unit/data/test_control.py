@@ -20,6 +20,7 @@ from rlhf_core.data.schema import open_tables, write_rows
 from rlhf_core.data.sources import load_source
 from rlhf_core.data.validation.validate import validate
 from rlhf_core.look.__main__ import main
+from rlhf_core.look.rows import COMPOSED, UseCounts
 from rlhf_core.models.template import CONTINUATION
 from rlhf_core.models.tokenizer import encode_conversation
 
@@ -243,6 +244,9 @@ def test_decomposed_characters_pass_and_are_trained_as_the_tokenizer_writes_them
     assert failures(tmp_path / "a", tokenizer, {"sft": rows}) == {}
     ids, start = encode_conversation(tokenizer, QUESTION, text)
     assert tokenizer.decode(ids[start:-1]) == "Zoë is naïve."
+    counts = UseCounts("sft")
+    counts.add(rows, tokenizer, 200)
+    assert counts.objections() == {COMPOSED: 1}
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
     assert failures(tmp_path / "b", tokenizer, {"sft": rows}) == {"template_round_trip.response": 2}
 
