@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from rlhf_core.models.template import ANSWER, CLOSE, OPEN, QUESTION, Turn, end_texts, render, turn_end
+from rlhf_core.models.template import ANSWER, CLOSE, OPEN, QUESTION, Turn, end_texts, render, turn_end, written_turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -134,8 +134,12 @@ def response_text(
     """The text of a response's ids as it stands behind the prompt: by itself, decoders may strip a space from its beginning.
 
     Args:
-        special: with special tokens, which are left out otherwise.
+        special: with special tokens, which are left out otherwise. So is then what the template writes before every answer, such as the
+            name of a channel.
     """
+    header = () if special else _header_ids(tokenizer, tokenizer.chat_template)
+    if header and tuple(response_ids[: len(header)]) == header:
+        response_ids = response_ids[len(header) :]
     traits, how = _traits(tokenizer, len(tokenizer)), {"skip_special_tokens": not special}
     before = list(prompt_ids[-BACK:])
     if not before or before[-1] in traits.added:
@@ -161,6 +165,21 @@ def _keeps_borders(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     turns = [Turn("", word + ANSWER) for word in ("", *WORDS)]
     whole, bare = (ids_behind(tokenizer, [prompt] * len(turns), turns, e, prompt_ids=ids) for e in (end, NO_END))
     return all(found.joined is None and found.ids == [*alone.ids, *end.ids] for found, alone in zip(whole, bare, strict=True))
+
+
+@lru_cache(maxsize=8)
+def _header_ids(tokenizer: PreTrainedTokenizerBase, template: str | None) -> tuple[int, ...]:
+    """Ids of the text with special tokens that the template writes between every generation prompt and answer, but for thoughts."""
+    if template is None:
+        return ()
+    asked = [{"role": "user", "content": QUESTION}]
+    prompt = render(tokenizer, asked, waits=True)
+    begun = {written_turn(tokenizer, asked, {"role": "assistant", "content": text}, prompt).before for text in (ANSWER, QUESTION)}
+    before = begun.pop()
+    if begun or not before.strip() or OPEN in before:
+        return ()
+    whole, ids = (next(encode_texts(tokenizer, [text]))[1] for text in (prompt + before, prompt))
+    return tuple(whole[len(ids) :]) if whole[: len(ids)] == ids else ()
 
 
 @lru_cache(maxsize=8)
