@@ -43,7 +43,6 @@ _INVISIBLE = (
 )
 VISIBLE = rf"[^\s{_INVISIBLE}]"
 _VISIBLE = re.compile(VISIBLE)
-_END = re.compile(rf"(?:\s*(?:{'|'.join(map(re.escape, END_TOKENS))}))+\s*\Z")
 _TOKENS = re.compile("|".join(map(re.escape, sorted([*BEGIN_TOKENS, *END_TOKENS], key=len, reverse=True))))
 _BEGIN = re.compile(r"(?:<s>|<bos>|<\|begin_of_text\|>|<\|endoftext\|>)?\s*")
 _ROLES = {"system": "system", "user": "user", "assistant": "assistant", "model": "assistant", "tool": "tool", "ipython": "tool"}
@@ -62,8 +61,22 @@ _FAMILIES = (
     _Family(r"<start_of_turn>(?P<role>\w+)\n", ("<end_of_turn>",)),
     _Family(r"<\|(?P<role>system|user|assistant)\|>\n?", ("</s>", "<|end|>", "<|endoftext|>")),
 )
-_INSTRUCTION = re.compile(
-    r"(?:<s>)?\s*\[INST\](?P<asked>.*?)\[/INST\](?P<answer>.*?)(?:(?P<end></s>)\s*|(?=(?:<s>)?\s*\[INST\])|\Z)", re.DOTALL
+_BEGIN = re.compile(r"(?:<s>|<bos>|<\|begin_of_text\|>|<\|endoftext\|>)?\s*")
+_ROLES = {"system": "system", "user": "user", "assistant": "assistant", "model": "assistant", "tool": "tool", "ipython": "tool"}
+
+
+class _Family(NamedTuple):
+    """How a family of templates writes turns. opening: a pattern with the group role; ends: of the turns."""
+
+    opening: str
+    ends: tuple[str, ...]
+
+
+_FAMILIES = (
+    _Family(r"<\|im_start\|>(?P<role>\w+)\n", ("<|im_end|>",)),
+    _Family(r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\n\n", ("<|eot_id|>",)),
+    _Family(r"<start_of_turn>(?P<role>\w+)\n", ("<end_of_turn>",)),
+    _Family(r"<\|(?P<role>system|user|assistant)\|>\n?", ("</s>", "<|end|>", "<|endoftext|>")),
 )
 _SYSTEM = re.compile(r"\s*<<SYS>>\n?(?P<system>.*?)\n?<</SYS>>\s*(?P<asked>.*)", re.DOTALL)
 
@@ -85,16 +98,24 @@ def unwrapped(text: str) -> list[Message] | None:
 
 
 def end_token(text: str, own: Iterable[str] = ()) -> str | None:
-    """The token with which the text ends: one of END_TOKENS or of `own`."""
-    if found := _END.search(text):
-        return _TOKENS.search(found[0])[0]
-    return next((token for token in own if text.rstrip().endswith(token)), None)
+    """The first of the tokens with which the text ends: of END_TOKENS or of `own`."""
+    return _cut(text, (*END_TOKENS, *own))[1]
 
 
 def without_end_tokens(text: str, own: Iterable[str] = ()) -> str:
-    """Without end tokens, or one of `own`, at its end, and the white space around them."""
-    last = next((token for token in own if text.rstrip().endswith(token)), "")
-    return _END.sub("", text.rstrip().removesuffix(last).rstrip() if last else text)
+    """Without the tokens of END_TOKENS and `own` at its end, and the white space around them."""
+    return _cut(text, (*END_TOKENS, *own))[0]
+
+
+def _cut(text: str, tokens: tuple[str, ...]) -> tuple[str, str | None]:
+    """The text without these tokens at its end, and the first of them there."""
+    found, end = None, len(text.rstrip())
+    while text.endswith(tokens, 0, end):
+        found = max((token for token in tokens if text.endswith(token, 0, end)), key=len)
+        end -= len(found)
+        while end and text[end - 1].isspace():
+            end -= 1
+    return (text if found is None else text[:end]), found
 
 
 def control_token(texts: Iterable[str], own: Iterable[str] = ()) -> str | None:
@@ -148,18 +169,20 @@ def _turns(text: str, family: _Family) -> list[Message] | None:
 
 def _instructions(text: str) -> list[Message] | None:
     """Turns between [INST] and [/INST], whose template trims them."""
+    before, *turns = text.split("[INST]")
+    if before.strip() not in ("", "<s>"):
+        return None
     messages: list[Message] = []
-    at = 0
-    while at < len(text):
-        found = _INSTRUCTION.match(text, at)
-        if found is None or found.end() == at or "[INST]" in found["answer"] + found["asked"]:
+    for number, turn in enumerate(turns, start=1):
+        asked, closed, answer = turn.partition("[/INST]")
+        answer = answer.strip()
+        if number < len(turns):
+            answer = answer.removesuffix("<s>").rstrip()
+        answer = answer.removesuffix("</s>").rstrip()
+        if not closed or "</s>" in answer or "[/INST]" in answer or (not answer and number < len(turns)):
             return None
-        asked = found["asked"]
-        if not messages and (system := _SYSTEM.fullmatch(asked)):
-            messages.append({"role": "system", "content": system["system"].strip()})
-            asked = system["asked"]
-        messages.append({"role": "user", "content": asked.strip()})
-        if answer := found["answer"].strip():
-            messages.append({"role": "assistant", "content": answer})
-        at = found.end()
+        if not messages and asked.lstrip().startswith("<<SYS>>"):
+            system, _, asked = asked.lstrip().removeprefix("<<SYS>>").partition("<</SYS>>")
+            messages.append({"role": "system", "content": system.strip()})
+        messages += [{"role": "user", "content": asked.strip()}, *([{"role": "assistant", "content": answer}] if answer else [])]
     return messages

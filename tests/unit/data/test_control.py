@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import unicodedata
 from pathlib import Path
 
@@ -256,3 +257,13 @@ def test_what_templates_write_around_turns_is_found_in_texts(chat):
     text = shaped("byte-level", chat).apply_chat_template(ASKED, tokenize=False)
     assert control_token([text]) == {**dict.fromkeys(("vicuna", "alpaca", "spaced"), "</s>"), "llama-2": "[INST]", "mistral": "[INST]",
         "chatml": "<|im_start|>", "llama-3": "<|start_header_id|>", "gemma": "<start_of_turn>"}.get(chat, "<|user|>")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text", ["</s>" * 200_000, " " * 800_000 + "a", "[INST]" * 100_000, "<|im_start|>user\n" * 50_000, "[INST]" + " " * 800_000]
+)
+def test_long_texts_take_no_longer_than_they_are(text):
+    begun = time.perf_counter()
+    unwrapped(text)
+    end_token(text), without_end_tokens(text), control_token([text], ["<x>"]), placeholder(text), is_blank(text)
+    assert time.perf_counter() - begun < 20  # squared it would be minutes; here it is a second at most
