@@ -7,7 +7,7 @@ from typing import Any
 from rlhf_core.config import ValidationConfig
 
 LIMITS = {
-    **{f"max_{name}_fraction": 0.0 for name in ("empty", "identical", "duplicate", "contradictory", "too_long")},
+    **{f"max_{name}_fraction": 0.0 for name in ("empty", "identical", "duplicate", "contradictory", "too_long", "templated", "end_token")},
     "max_dropped_fraction": 0.1,
     "max_length_bias": 0.5,
     "min_label_balance": 0.0,

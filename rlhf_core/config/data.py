@@ -118,6 +118,7 @@ class SourceConfig(Section):
     implicit_prompt: bool | None = None
     slices: dict[str, str] = Field(default_factory=dict)  # name for the gate's slices -> column in the file
     license: str | None = Field(default=None, min_length=1)  # of the data, for the card of an exported model; changes nothing else
+    strip_end_tokens: bool = False  # well-known end tokens, written as text, at the end of answers
     drop: list[DropKind] = Field(default_factory=list)  # rows to leave out and count, instead of a refusal by validation
     label_pattern: str | None = None  # regular expression that finds the label inside its column; its first group, if it has one
 
@@ -215,6 +216,8 @@ class ValidationConfig(Section):
     max_dropped_fraction: float = Fraction
     max_empty_fraction: float = Field(default=0.0, ge=0, le=1)
     max_identical_fraction: float = Field(default=0.0, ge=0, le=1)
+    max_templated_fraction: float = Field(default=0.01, ge=0, le=1)
+    max_end_token_fraction: float = Field(default=0.01, ge=0, le=1)
     max_duplicate_fraction: float = Fraction
     max_contradictory_fraction: float = Fraction
     max_too_long_fraction: float = Fraction

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from rlhf_core.data.control import is_blank
 from rlhf_core.data.hashing import SeenKeys, text_hash
 from rlhf_core.data.schema import TEXTS, Message, RowWriter, open_rows, read_batches
 from rlhf_core.models.template import Unrenderable, conversation_key, render
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REASONS = {
-    "empty": "with a text of white space only (empty)",
+    "empty": "with a text in which nothing is visible (empty)",
     "identical": "whose chosen and rejected are the same text (identical)",
     "contradictory": "that another row contradicts (contradictory)",
     "duplicate": "that another row repeats (duplicate)",
@@ -37,7 +38,7 @@ def row_fault(row: Mapping[str, Any], drop: Collection[str]) -> str | None:
     if "empty" in drop:
         texts = [row[name] for name in TEXTS if row.get(name) is not None]
         messages = row.get("messages") or ()
-        if not all(text.strip() for text in texts) or not all(m["content"].strip() or m.get("extra") for m in messages):
+        if any(map(is_blank, texts)) or any(is_blank(m["content"]) and not m.get("extra") for m in messages):
             return "empty"
     sides = row.get("chosen"), row.get("rejected")
     if "identical" in drop and None not in sides and sides[0].strip() == sides[1].strip():

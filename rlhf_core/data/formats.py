@@ -3,8 +3,9 @@
 A converter takes one record and returns rows by use, with all of the record's texts and no others. It raises `Dropped`, with the reason
 under which the record is counted, or `Misfit` if the record doesn't have the format at all.
 
-Texts are stripped: chat templates bring their own white space, and many strip their input. CRLF and CR become LF. Content in several parts,
-and further keys of messages that chat templates read, go to the field `extra` (data.schema).
+White space at the edges of texts stays: a continuation begins with it, and chat templates treat it in their ways. CRLF and CR become LF.
+A prompt that a well-known chat template has written becomes its messages. Content in several parts, and further keys of messages that chat
+templates read, go to the field `extra` (data.schema).
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from typing import Any
 
 from rlhf_core.config import SourceConfig, shown
 from rlhf_core.config.data import VERDICTS
+from rlhf_core.data.control import PICTURES, is_blank, is_filled, placeholder, unwrapped, without_end_tokens
 from rlhf_core.data.drops import Dropped, Misfit
 from rlhf_core.data.notation import Notation
-from rlhf_core.data.schema import Message, extras
+from rlhf_core.data.schema import TEXTS, Message, extras
 from rlhf_core.data.transcripts import hh_turns, interleaved, joined, listed_turns, prompt_messages
 from rlhf_core.data.values import (
     in_order,
     kind,
     not_finite,
+    pictures,
     read_boolean,
     read_messages,
     read_number,
@@ -46,12 +49,31 @@ def convert(values: Mapping[str, Any], source: SourceConfig, notation: Notation 
         Dropped: the record is left out.
         Misfit: the record doesn't have the source's format.
     """
+    _check_pictures(values, source)
     record = Record(values, source, notation)
     rows = _CONVERTERS[source.format](record)
+    _check_placeholders(rows)
     if source.slices and "preference" in rows:
         slices = {name: read_scalar(record.at(column, wanted_for=name), column) for name, column in source.slices.items()}
         rows["preference"] = [{**row, "slices": slices} for row in rows["preference"]]
     return rows
+
+
+def _check_pictures(values: Mapping[str, Any], source: SourceConfig) -> None:
+    """Raises: Misfit: a column that the source doesn't name has pictures, video or sound."""
+    filled = [column for column in PICTURES if is_filled(values.get(column))]
+    named = [*source.columns.values(), *source.slices.values()] if filled else []
+    paths = {path.split(".")[0] for theirs in named for path in ([theirs] if isinstance(theirs, str) else theirs)}
+    if found := next((column for column in filled if column not in paths), None):
+        raise pictures(f"column {found!r}", f"column {found} has pictures, video or sound")
+
+
+def _check_placeholders(rows: Rows) -> None:
+    """Raises: Misfit: a text holds a place for a picture, video or sound."""
+    for row in (row for use, of_use in rows.items() if use != "pretrain" for row in of_use):
+        texts = [*(m["content"] for m in row["messages"]), *(row[name] for name in TEXTS if row.get(name))]
+        if found := next(filter(None, map(placeholder, texts)), None):
+            raise pictures(f"{found} in a text", f"a text has the placeholder {found}")
 
 
 class Record:
@@ -63,6 +85,7 @@ class Record:
         self.source = source
         self.notation = notation
         self._start = start
+        self._templated = False
 
     def inside(self, values: Mapping[str, Any]) -> Record:
         """A part of this record, such as a completion in a list."""
@@ -101,9 +124,9 @@ class Record:
 
     def messages(self, name: str) -> list[Message]:
         """A completion, as text or as messages of which the last one is the assistant's."""
-        return self.answer(self.get(name), name)
+        return self.completion(self.get(name), name)
 
-    def answer(self, value: Any, name: str) -> list[Message]:
+    def completion(self, value: Any, name: str) -> list[Message]:
         """The same, of a value.
 
         Raises:
@@ -112,18 +135,31 @@ class Record:
         if isinstance(value, list | Mapping):
             return read_messages(value, name)
         text = read_text(value, name)
-        if not text.startswith(self.start):
-            raise Dropped(f"{name} doesn't begin with the prompt, as other answers do")
-        return [_message("assistant", text.removeprefix(self.start).strip())]
+        if not self.start:
+            return _conversation(text) or [_message("assistant", text)]
+        for whole, start in ((text, self.start), (text.lstrip(), self.start.strip())):
+            if whole.startswith(start):
+                return [_message("assistant", whole.removeprefix(start))]
+        raise Dropped(f"{name} doesn't begin with the prompt, as other answers do")
 
     def prompt(self) -> list[Message]:
         """The prompt, as text or as messages; never empty."""
         value = self.get("prompt")
         if isinstance(value, list | Mapping):
             return read_messages(value, "prompt")
-        if not (text := read_text(value, "prompt")):
-            raise Dropped("prompt is empty")
-        return prompt_messages(text, transcripts=self.notation.transcripts)
+        return self.question(read_text(value, "prompt"), "prompt")
+
+    def question(self, text: str, name: str) -> list[Message]:
+        """The user's message with a text, or the messages of a chat template that has written it. Then answers lose its end tokens."""
+        if is_blank(text):
+            raise Dropped(f"{name} is empty")
+        messages = unwrapped(text)
+        self._templated = messages is not None and messages[-1]["role"] == "user"
+        return messages if self._templated else prompt_messages(text, transcripts=self.notation.transcripts)
+
+    def answer(self, text: str) -> str:
+        """An answer's text, without end tokens at its end if they are to be stripped."""
+        return without_end_tokens(text) if self.source.strip_end_tokens or self._templated else text
 
     def label(self) -> str | None:
         """The expected answer, stripped; extracted by `label_pattern` where the source has one.
@@ -169,7 +205,8 @@ def _preference(record: Record) -> Rows:
         raise Misfit(f"expected chosen and rejected of one kind, got {kinds}", "chosen and rejected are of two kinds")
     if record.has("prompt"):
         return _pair(record, record.prompt(), record.messages("chosen"), record.messages("rejected"))
-    if all(in_messages):
+    talks = in_messages if all(in_messages) else [isinstance(side, str) and _conversation(side) for side in (chosen, rejected)]
+    if all(talks):
         return _pair(record, [], record.messages("chosen"), record.messages("rejected"))
     if not record.source.implicit_prompt:
         got = shown(", ".join(map(str, record.values)))
@@ -190,8 +227,9 @@ def _pair_with_shared_prefix(record: Record, chosen: str, rejected: str) -> Rows
         shared = shared[: max((i + 1 for i, c in enumerate(shared) if c.isspace()), default=0)]
     if not shared.strip():
         raise Dropped("chosen and rejected share no beginning")
-    messages = _answerable(record, [_message("user", shared.strip())])
-    return _pair_rows(messages, chosen[len(shared) :].strip(), rejected[len(shared) :].strip())
+    shared = shared.rstrip()  # the space before an answer's first word is the answer's, as in its tokens
+    messages = _answerable(record, record.question(shared, "prompt"))
+    return _pair_rows(messages, *(record.answer(text[len(shared) :]) for text in (chosen, rejected)))
 
 
 def _hh(record: Record) -> Rows:
@@ -247,7 +285,7 @@ def _ranked(record: Record) -> Rows:
         marks, answers = [item.get(name) for item in inner], [item.messages("completion") for item in inner]
     else:
         (name,) = _verdict(record)
-        marks, answers = record.get(name), [record.answer(item, "completions") for item in items]
+        marks, answers = record.get(name), [record.completion(item, "completions") for item in items]
         if not isinstance(marks, list) or len(marks) != len(items):
             message = f"column {name!r}: expected a list with a number for each of {len(items)} completions, got {kind(marks)}; map another"
             raise Misfit(message, f"{name} has no number for each completion")
@@ -293,10 +331,9 @@ def _unpaired(record: Record) -> Rows:
 
 def _instruction(record: Record) -> Rows:
     """An instruction, followed by the text of `input`, after the turns of `history`: a list of [question, answer]."""
-    if not (question := record.text("instruction")):
-        raise Dropped("instruction is empty")
+    question = record.text("instruction")
     context = record.optional("input")
-    if context is not None and (more := read_text(context, "input")):
+    if context is not None and not is_blank(more := read_text(context, "input")) and not is_blank(question):
         question = f"{question}\n\n{more}"
     turns = record.mapped("history") or []
     if not isinstance(turns, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
@@ -304,13 +341,13 @@ def _instruction(record: Record) -> Rows:
         raise Misfit(message, "history is no list of [question, answer]")
     texts = [read_text(text, "history") for turn in turns for text in turn]
     history = [_message(("user", "assistant")[number % 2], text) for number, text in enumerate(texts)]
-    messages = _answerable(record, [*history, *prompt_messages(question, transcripts=record.notation.transcripts)])
-    return {**_prompt_row(messages, record.label()), "sft": [{"messages": messages, "response": record.text("output")}]}
+    messages = _answerable(record, [*history, *record.question(question, "instruction")])
+    return {**_prompt_row(messages, record.label()), "sft": [{"messages": messages, "response": record.answer(record.text("output"))}]}
 
 
 def _one_conversation(record: Record) -> Rows:
     *messages, last = read_messages(record.get("messages"), "messages")
-    response, messages = _answer_text(last), _answerable(record, messages)
+    response, messages = record.answer(_answer_text(last)), _answerable(record, messages)
     return {**_prompt_row(messages, record.label()), "sft": [{"messages": messages, "response": response}]}
 
 
@@ -321,9 +358,11 @@ def _tree(record: Record) -> Rows:
     for messages, replies, ranks, learned in branchings(record.get("tree"), **names):
         messages, best = _answerable(record, messages), best_replies(ranks)
         rows["prompt"] += _prompt_row(messages)["prompt"]
-        rows["sft"] += [{"messages": messages, "response": replies[i]} for i in best if learned]
+        rows["sft"] += [{"messages": messages, "response": record.answer(replies[i])} for i in best if learned]
         worse = [i for i, rank in enumerate(ranks) if rank is not None and i not in best]
-        rows["preference"] += [{"messages": messages, "chosen": replies[g], "rejected": replies[w]} for g in best for w in worse]
+        rows["preference"] += [
+            {"messages": messages, "chosen": record.answer(replies[g]), "rejected": record.answer(replies[w])} for g in best for w in worse
+        ]
     if not rows["prompt"]:
         raise Dropped("a tree without a message of the user")
     return rows
@@ -350,6 +389,12 @@ _CONVERTERS: dict[str, Callable[[Record], Rows]] = {
     "prompt": _prompt_only,
     "text": _plain_text,
 }
+
+
+def _conversation(text: str) -> list[Message] | None:
+    """The messages of a text that a chat template has written, if the last one is an answer."""
+    messages = unwrapped(text)
+    return messages if messages and messages[-1]["role"] == "assistant" else None
 
 
 def _message(role: str, text: str) -> Message:
@@ -382,9 +427,9 @@ def _split_answers(record: Record, prompt: list[Message], sides: list[list[Messa
     Raises:
         Dropped: the turns before the answers differ, or don't go with the prompt.
     """
-    answers = [_answer_text(side[-1]) for side in sides]
+    answers = [record.answer(_answer_text(side[-1])) for side in sides]
     earlier = [side[:-1] for side in sides]
-    if any(turns != earlier[0] for turns in earlier):
+    if any(not _are_same(turns, earlier[0]) for turns in earlier):
         raise Dropped("the prompts of chosen and rejected differ")
     turns = earlier[0] if sides else []
     if not turns or not prompt:
@@ -410,9 +455,16 @@ def _contains(turns: list[Message], prompt: list[Message]) -> bool:
 def _starts_with(turns: list[Message], prompt: list[Message]) -> bool:
     """Whether the first turns have all that the prompt has."""
     return len(turns) >= len(prompt) and all(
-        (own["role"], own["content"]) == (wanted["role"], wanted["content"]) and wanted.get("extra") in (None, own.get("extra"))
+        (own["role"], own["content"].strip()) == (wanted["role"], wanted["content"].strip())
+        and wanted.get("extra") in (None, own.get("extra"))
         for own, wanted in zip(turns, prompt, strict=False)
     )
+
+
+def _are_same(turns: list[Message], others: list[Message]) -> bool:
+    """Whether two conversations differ at most by white space at the edges of their texts."""
+    edgeless = ([{**turn, "content": turn["content"].strip()} for turn in of] for of in (turns, others))
+    return turns == others or next(edgeless) == next(edgeless)
 
 
 def _answerable(record: Record, messages: list[Message]) -> list[Message]:
@@ -420,7 +472,8 @@ def _answerable(record: Record, messages: list[Message]) -> list[Message]:
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise Dropped("the prompt doesn't end with a message of the user or of a tool")
     system = record.mapped("system")
-    if system is not None and (text := read_text(system, "system")) and messages[0] != (first := _message("system", text)):
+    text = "" if system is None else read_text(system, "system")
+    if not is_blank(text) and not _are_same(messages[:1], [first := _message("system", text)]):
         if messages[0]["role"] == "system":
             raise Dropped("the column system and the conversation have different system messages")
         messages = [first, *messages]

@@ -14,6 +14,7 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 
 from rlhf_core.config import shown
+from rlhf_core.data.control import PICTURE_PARTS, PICTURES, is_filled
 from rlhf_core.data.drops import Dropped, Misfit
 from rlhf_core.data.schema import Message, joined_parts
 
@@ -78,7 +79,7 @@ def find_value(values: Mapping[str, Any], path: str | list[str]) -> Any:
 
 
 def read_text(value: Any, column: str) -> str:
-    """Text, stripped, with line feeds as its only line breaks.
+    """Text with line feeds as its only line breaks, and the white space at its edges.
 
     Raises:
         Dropped: the value is null.
@@ -98,11 +99,11 @@ def read_text(value: Any, column: str) -> str:
     except UnicodeEncodeError as error:
         message = f"column {column!r}: expected text, got half a character ({error.reason}); write it again as UTF-8"
         raise Misfit(message, f"{column} has half a character") from error
-    return (value.replace("\r\n", "\n").replace("\r", "\n") if "\r" in value else value).strip()
+    return value.replace("\r\n", "\n").replace("\r", "\n") if "\r" in value else value
 
 
 def read_scalar(value: Any, column: str) -> str:
-    """Text, a number or a truth value, as text: 18.0 as 18, and a truth value as true or false."""
+    """Text, a number or a truth value, as text, stripped: 18.0 as 18, and a truth value as true or false."""
     if isinstance(value, float) and not math.isfinite(value):
         raise not_finite(value, column)
     if value is not None and not isinstance(value, str | int | float | Decimal | date | time):
@@ -113,7 +114,7 @@ def read_scalar(value: Any, column: str) -> str:
     except ValueError as error:  # Python refuses to write integers of thousands of digits
         message = f"column {column!r}: expected a number, got one of thousands of digits; correct it"
         raise Misfit(message, f"{column} is a number of thousands of digits") from error
-    return read_text(text, column)
+    return read_text(text, column).strip()
 
 
 def read_boolean(value: Any, column: str, *, signed: bool = False) -> bool:
@@ -174,6 +175,15 @@ def not_finite(value: float, column: str) -> Misfit:
     return Misfit(f"column {column!r}: expected text or a finite number, got {name}; correct or remove the record", reason)
 
 
+def pictures(where: str, reason: str) -> Misfit:
+    """For pictures, video and sound."""
+    return Misfit(
+        f"{where}: expected text alone, got pictures, video or sound, which are not supported; take such records out, or the column if the "
+        "texts do without it",
+        reason,
+    )
+
+
 def kind(value: Any) -> str:
     """A short description of a value, for a message."""
     if value is None:
@@ -230,6 +240,8 @@ def _message(message: Mapping[str, Any], column: str) -> Message:
             f"column {column!r}: expected messages with role (one of {', '.join(ROLES)}) and content, got a role {got}; convert them first",
             "a message has an unknown role",
         )
+    if beside := next((key for key in PICTURES if is_filled(message.get(key))), None):
+        raise pictures(f"{beside} in a message of column {column!r}", f"a message has {beside} beside its text")
     if beside := next((key for key in CONTENT if not _is_empty(message.get(key))), None):
         raise Dropped(f"a message has {beside} beside its text")
     if content is None:
@@ -277,6 +289,8 @@ def _text_parts(content: list, column: str) -> list[dict[str, str]]:
     if not all(isinstance(part, Mapping) for part in content):
         message = f"column {column!r}: expected content as text or a list of parts, got a list of something else; convert it first"
         raise Misfit(message, "a message's content is neither text nor parts")
+    if any(part.get("type") in PICTURE_PARTS for part in content):
+        raise pictures(f"a message of column {column!r}", "a message has parts with pictures, video or sound")
     if any(part.get("type") != "text" for part in content):
         raise Dropped("a message has parts that are not text")
     return [{"type": "text", "text": read_text(part.get("text"), column)} for part in content]

@@ -15,12 +15,13 @@ from pydantic import ValidationError
 
 from rlhf_core.config import ConfigError, Params, SourceConfig, shown
 from rlhf_core.config.data import FORMATS
+from rlhf_core.data.control import end_token, unwrapped
 from rlhf_core.data.drops import DropCounts, Dropped, Misfit
 from rlhf_core.data.formats import convert
 from rlhf_core.data.hashing import conversation_text, split_of
 from rlhf_core.data.notation import beginning, notation_of
 from rlhf_core.data.places import is_data_file, locate
-from rlhf_core.data.schema import SCHEMAS
+from rlhf_core.data.schema import SCHEMAS, TEXTS
 from rlhf_core.data.sources import read_source, records_of
 from rlhf_core.data.values import RawRecord
 from rlhf_core.look.columns import Column, columns_of
@@ -221,6 +222,7 @@ def attempt(place: Place, reading: Reading, records: list[RawRecord]) -> Tried:
         reading = replace(reading, options={**reading.options, "implicit_prompt": True})
         source = source.model_copy(update={"implicit_prompt": True})
     taken, dropped, uses, refused = 0, DropCounts(), Counter[str](), ""
+    ends, templated = Counter[str](), 0
     for where, values, note in records:
         try:
             rows = convert(values, source, notation)
@@ -232,6 +234,8 @@ def attempt(place: Place, reading: Reading, records: list[RawRecord]) -> Tried:
             refused = refused or f"{where}: {error}{f'; {note}' if note else ''}"
             continue
         taken += 1
+        ends.update(_end_tokens(rows))
+        templated += any(isinstance(value, str) and unwrapped(value) is not None for value in values.values())
         uses.update(use for use, of_use in rows.items() if of_use)
     if not taken:
         return Tried(reading, source, 0, refused or dropped.summary())
@@ -239,7 +243,21 @@ def attempt(place: Place, reading: Reading, records: list[RawRecord]) -> Tried:
     if dropped.records > MANY * len(records):
         unsure = f"{dropped.records} of {len(records)} records are left out, most often since: {shown(dropped.most_common(1)[0][0])}"
         reading = replace(reading, unsure=(*reading.unsure, unsure))
-    return Tried(replace(reading, uses=tuple(given)), source.model_copy(update={"uses": given}), taken, None)
+    if ends:
+        token, count = ends.most_common(1)[0]
+        unsure = f"{count} records have an answer that ends in {token!r} as text, an end token: strip_end_tokens takes it off"
+        reading = replace(reading, unsure=(*reading.unsure, unsure))
+    if templated:
+        why = f"{templated} records have a text that a chat template has written, which is read as its messages"
+        reading = replace(reading, why=(*reading.why, why))
+    changes = {"uses": given, "strip_end_tokens": bool(ends)}
+    return Tried(replace(reading, uses=tuple(given)), source.model_copy(update=changes), taken, None)
+
+
+def _end_tokens(rows: Mapping[str, list[dict]]) -> set[str]:
+    """The end tokens, as text, with which a record's answers end."""
+    answers = (row[name] for of_use in rows.values() for row in of_use for name in TEXTS if name != "text" and row.get(name))
+    return {token for answer in answers if (token := end_token(answer)) is not None}
 
 
 def _with_warnings(tried: Tried, columns: Mapping[str, Column]) -> Tried:

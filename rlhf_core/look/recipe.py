@@ -19,6 +19,8 @@ LIMITS = {
     "contradictory": "max_contradictory_fraction",
     "too_long": "max_too_long_fraction",
     "duplicate": "max_duplicate_fraction",
+    "templated": "max_templated_fraction",
+    "end_token": "max_end_token_fraction",
 }
 KEYS = ("name", "kind", "path", "subset", "dataset_split", "format", "columns", "label_pattern", "uses", "weight")
 

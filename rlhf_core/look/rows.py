@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import Params
+from rlhf_core.data.control import VISIBLE
 from rlhf_core.data.hashing import text_hash
+from rlhf_core.models.response_ids import BACK, TORN
 from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, encode_scored
 from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations, encode_texts
 
@@ -21,9 +23,8 @@ if TYPE_CHECKING:
 
 
 ROWS_AT_ONCE = 4096
-
-BACK = 4  # preceding tokens that a token's text may depend on: a space, or the bytes of one character
-TORN = "\N{REPLACEMENT CHARACTER}"
+JOINED = "whose response is tokenized apart: as one text, its first characters would be joined with the prompt's last ones"
+COMPOSED = "whose characters the tokenizer composes (Unicode's NFC): they are trained, and will be written, in composed form"
 
 
 @dataclass
@@ -52,7 +53,7 @@ class UseCounts:
         self.lengths.update(int(t) for t in tokens)
         self.found["too_long"] += int((tokens > max_length).sum())
         texts = [*TEXT_COLUMNS[self.use], *([] if self.use == "pretrain" else ["shortest_message"])]
-        empty = [frame[text].notna() & ~frame[text].str.contains(r"\S", na=False) for text in texts]
+        empty = [frame[text].notna() & ~frame[text].str.contains(VISIBLE, na=False) for text in texts]
         self.found["empty"] += int(sum(empty).gt(0).sum()) if empty else 0
         if self.use != "pretrain":
             self._add_templates(frame)
@@ -60,10 +61,16 @@ class UseCounts:
             self._add_pairs(frame)
 
     def _add_templates(self, frame: pd.DataFrame) -> None:
+        from rlhf_core.data.validation.measures import TEXT_COLUMNS
         from rlhf_core.data.values import ROLE_ORDER
 
         self.found["roles out of order"] += int((~frame["roles"].str.match(ROLE_ORDER).eq(True)).sum())
         self.found["refused by the template"] += int(frame["template_error"].notna().sum())
+        self.found[JOINED] += int(frame["joined"].sum())
+        self.found[COMPOSED] += int(frame["composed"].sum())
+        self.found["templated"] += int(frame["control_token"].notna().sum())
+        ended = [frame[f"{text}_end_token"].notna() for text in TEXT_COLUMNS[self.use]]
+        self.found["end_token"] += int(sum(ended).gt(0).sum()) if ended else 0
 
     def _add_pairs(self, frame: pd.DataFrame) -> None:
         both = frame["chosen"].notna() & frame["rejected"].notna()
@@ -184,10 +191,10 @@ def _sides(row: dict, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequence]:
         if row[side] is not None:
             ids, start = encode_conversation(tokenizer, row["messages"], row[side])
             name = f"preference, {side}" if paired else f"kto, {'desirable' if side == 'chosen' else 'undesirable'}"
-            scored = len(encode_scored(tokenizer, row["messages"], row[side]))
-            remark = (
-                f"the reward model reads {scored}, as the template writes the whole conversation" if paired and scored != len(ids) else ""
-            )
+            scored = encode_scored(tokenizer, row["messages"], row[side])
+            reads = "the reward model reads {}, as the template writes the whole conversation".format
+            other = reads(len(scored)) if len(scored) != len(ids) else reads("other tokens") if scored != ids else ""
+            remark = other if paired else ""
             yield Sequence(name, ids, [False] * start + [True] * (len(ids) - start), remark)
 
 

@@ -33,6 +33,9 @@ DEFAULT_DATE = "2024-07-26"  # several templates fall back to it where strftime_
 _ASKS_FOR_DAY = re.compile(r"\bstrftime_now\s*\(")
 _FORMAT = re.compile(r"\bstrftime_now\s*\(\s*(?:'([^'\\]*)'|\"([^\"\\]*)\")\s*\)")
 _PINNED = "{%- set strftime_now = "
+OPEN, CLOSE = "<think>", "</think>"
+QUESTION, ANSWER = "Which one?", "That one."  # rendered to find what the template puts around them
+_FUNCTION = "find_it"
 # Variables that apply_chat_template always passes.
 _TAKEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "strftime_now", "raise_exception"}
 
@@ -94,6 +97,45 @@ def with_options(template: str, options: dict[str, Any]) -> str:
     return "".join(defaults) + template
 
 
+def with_header(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer's template; if it ignores add_generation_prompt, with the header of an assistant's turn as generation prompt.
+
+    Without it the header would be a part of every response. White space before a response, such as Llama 2's, is no header.
+
+    Raises:
+        ValueError: it ignores add_generation_prompt, and writes different headers.
+    """
+    template, asked = tokenizer.chat_template, [{"role": "user", "content": QUESTION}]
+    prompt = render(tokenizer, asked, waits=True)
+    if prompt != render(tokenizer, asked, waits=False):
+        return template
+    talks = [asked, [*asked, {"role": "assistant", "content": ANSWER}, {"role": "user", "content": ANSWER}]]
+    headers = {_header(tokenizer, talk, answer) for talk in talks for answer in (ANSWER, QUESTION)}
+    if not any(header.strip() for header in headers):
+        return template
+    header, ending = max(headers, key=len), template.removesuffix("\n")  # a line break at the end is not rendered, in the middle it is
+    longer = f"{ending}{{% if add_generation_prompt %}}{{{{ {_literal(header)} }}}}{{% endif %}}"
+    tokenizer.chat_template = longer
+    written = [render(tokenizer, asked, waits=waits) for waits in (True, False)]
+    tokenizer.chat_template = template
+    if len(headers) > 1 or written != [prompt + header, prompt]:
+        got = " and ".join(shown(repr(h), 60) for h in sorted(headers))
+        raise ValueError(
+            f"chat template: expected a generation prompt where add_generation_prompt is true, got none, and {got} before an answer; "
+            "write `{% if add_generation_prompt %}` and the header of an answer at its end"
+        )
+    return longer
+
+
+def _header(tokenizer: PreTrainedTokenizerBase, messages: list[Message], answer: str) -> str:
+    """What the template writes between a conversation and an answer, without thoughts; empty if it refuses the conversation."""
+    try:
+        prompt, whole = (render(tokenizer, m, waits=False) for m in (messages, [*messages, {"role": "assistant", "content": answer}]))
+    except Unrenderable:
+        return ""
+    return whole.removeprefix(prompt).rpartition(answer)[0].partition(OPEN)[0] if whole.startswith(prompt) else ""
+
+
 def _literal(value: Any) -> str:
     """A value in Jinja's syntax: JSON with `none` for null, and a space before `}`, since `}}` would end an expression."""
     if isinstance(value, dict):
@@ -104,10 +146,6 @@ def _literal(value: Any) -> str:
 
 
 # Turns
-
-OPEN, CLOSE = "<think>", "</think>"
-_FUNCTION = "find_it"
-_QUESTION, _ANSWER = "Which one?", "That one."  # rendered to find what the template puts around them
 
 
 class Unrenderable(ValueError):
@@ -188,6 +226,11 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
     return _end(tokenizer, tokenizer.chat_template)[1]
 
 
+def end_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """The texts of `turn_end`: trained and after; empty where its ids aren't the template's text."""
+    return _end(tokenizer, tokenizer.chat_template)[2]
+
+
 def copies_response(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the template copies every response unchanged after the generation prompt. Then prompt, sampled ids and turn end together are
     the rendered conversation.
@@ -263,22 +306,39 @@ def _with_thoughts(turn: Turn) -> Turn:
 
 
 @lru_cache(maxsize=8)
-def _end(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, TurnEnd]:
-    """Text and ids that follow an assistant's last response. Here and below `template` is only the cache's key."""
-    whole = render(tokenizer, [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}], waits=False)
-    _, found, text = whole.rpartition(_ANSWER)
+def _end(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, TurnEnd, tuple[str, str]]:
+    """Text and ids that follow an assistant's last response, and `end_texts`. Here and below `template` is only the cache's key."""
+    whole = render(tokenizer, [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}], waits=False)
+    before, found, text = whole.rpartition(ANSWER)
     if not found:
         raise ValueError(f"chat template: expected the assistant's message in what it writes, got {shown(repr(whole))}; correct it")
-    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    alone, of_whole, head = (tuple(tokenizer(t, add_special_tokens=False)["input_ids"]) for t in (text, whole, before + found))
+    ids = of_whole[len(head) :] if of_whole[: len(head)] == head else alone
     first = next((i for i, token in enumerate(ids) if token in special_ids(tokenizer)), None)
     if first is None:
-        return text, TurnEnd((), ids) if tokenizer.eos_token_id is None else TurnEnd((tokenizer.eos_token_id,), ())
-    return text, TurnEnd(ids[: first + 1], ids[first + 1 :])
+        end = TurnEnd((), ids) if tokenizer.eos_token_id is None else TurnEnd((tokenizer.eos_token_id,), ())
+        return text, end, ("", "" if end.trained else text)
+    token = tokenizer.convert_ids_to_tokens(ids[first])
+    split = text.find(token) + len(token)
+    return text, TurnEnd(ids[: first + 1], ids[first + 1 :]), (text[:split], text[split:]) if token in text else ("", "")
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Ids that plain text never gives: special tokens, and tokens added for a template without being marked as special."""
     return {tokenizer.eos_token_id, *tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+
+
+def template_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """The special tokens that the template writes around turns."""
+    return _template_tokens(tokenizer, tokenizer.chat_template)
+
+
+@lru_cache(maxsize=8)
+def _template_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, ...]:
+    asked = [{"role": "user", "content": QUESTION}]
+    texts = (render(tokenizer, asked, waits=True), render(tokenizer, [*asked, {"role": "assistant", "content": ANSWER}], waits=False))
+    ids = {token for text in texts for token in tokenizer(text, add_special_tokens=False)["input_ids"]}
+    return tuple(tokenizer.convert_ids_to_tokens(sorted(ids & special_ids(tokenizer) - {tokenizer.unk_token_id})))
 
 
 @lru_cache(maxsize=8)
@@ -295,15 +355,15 @@ def _copies(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
 
 @lru_cache(maxsize=8)
 def _keeps_edges(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    padded = f" \n{_ANSWER} \n"
-    return padded in render(tokenizer, [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": padded}], waits=False)
+    padded = f" \n{ANSWER} \n"
+    return padded in render(tokenizer, [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": padded}], waits=False)
 
 
 @lru_cache(maxsize=8)
 def _writes_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Whether the template writes calls of tools. True if it refuses the trial: it will refuse the conversation too, with a reason."""
     call = {"id": "call00000", "type": "function", "function": {"name": _FUNCTION, "arguments": {}}}
-    messages = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     try:
         return _FUNCTION in tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception:  # of a template, which is a program
@@ -319,11 +379,11 @@ def _content_form(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
             text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
         except Exception:  # of a template, which is a program
             return False
-        return _QUESTION in text and _ANSWER in text and "'type'" not in text and '"type"' not in text
+        return QUESTION in text and ANSWER in text and "'type'" not in text and '"type"' not in text
 
-    if not takes([{"type": "text", "text": _QUESTION}, {"type": "text", "text": _ANSWER}]):
+    if not takes([{"type": "text", "text": QUESTION}, {"type": "text", "text": ANSWER}]):
         return "text"
-    return "both" if takes(_QUESTION + _ANSWER) else "parts"
+    return "both" if takes(QUESTION + ANSWER) else "parts"
 
 
 def _in_form(message: Message, form: str) -> dict[str, Any]:

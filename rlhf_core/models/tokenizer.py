@@ -7,25 +7,31 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import itertools
 import json
 import logging
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import ModelConfig, shown
 from rlhf_core.data.schema import TEXTS, Message
 from rlhf_core.data.tokens import EncodedTurns
 from rlhf_core.models.folder import check_model_folder, locate_model
+from rlhf_core.models.response_ids import (
+    NO_END,
+    encode_texts,
+    ids_behind,
+    in_parts,
+    keeps_borders,
+    response_text,
+    scored_end,
+    trained_end,
+)
 from rlhf_core.models.template import (
-    CLOSE,
     CONTINUATION,
     DEFAULT_DATE,
-    OPEN,
     Turn,
     TurnEnd,
     Unrenderable,
@@ -34,6 +40,7 @@ from rlhf_core.models.template import (
     render,
     turn_end,
     with_date,
+    with_header,
     with_options,
     written_conversation,
     written_turn,
@@ -56,7 +63,9 @@ __all__ = [
     "encode_scored_turns",
     "encode_texts",
     "encode_turns",
+    "keeps_borders",
     "load_tokenizer",
+    "response_text",
     "stop_ids",
     "turn_end",
     "use_all_cores",
@@ -65,8 +74,6 @@ __all__ = [
 
 log = logging.getLogger("rlhf")
 
-T = TypeVar("T")
-TEXTS_AT_ONCE = 4096
 PLAIN_CLASS = "TokenizersBackend"  # what a tokenizer without a class of its own is saved as
 GENERATION_CONFIG = "generation_config.json"
 PAD, END = "<pad>", "<|end|>"
@@ -162,22 +169,6 @@ def all_cores(threads: int) -> Iterator[None]:
         os.environ["TOKENIZERS_PARALLELISM"] = "false" if before is None else before
 
 
-def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: bool) -> Iterator[tuple[str, list[int]]]:
-    """Each text and its token ids, without special tokens. Texts are tokenized in parts, since a tokenizer's output also holds offsets and
-    masks.
-    """
-    options = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False, **options}
-    for part in in_parts(texts):
-        yield from zip(part, tokenizer(part, **options)["input_ids"], strict=True)
-
-
-def in_parts(items: Iterable[T]) -> Iterator[list[T]]:
-    """The items in parts of TEXTS_AT_ONCE, in order."""
-    rest = iter(items)
-    while part := list(itertools.islice(rest, TEXTS_AT_ONCE)):
-        yield part
-
-
 def load_tokenizer(
     path: str,
     *,
@@ -228,7 +219,11 @@ def load_tokenizer(
     if isinstance(tokenizer.chat_template, str) and tokenizer.chat_template not in OWN_TEMPLATES:
         check_limits(path, tokenizer.chat_template, tokenizer.special_tokens_map)
     try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
+        if not scores and (template := with_header(tokenizer)) != tokenizer.chat_template:
+            log.warning(
+                "tokenizer %s: its template ignores add_generation_prompt; the header of an answer is added and saved with it", path
+            )
+            tokenizer.chat_template = template
         _mark_end(path, tokenizer)
     except Exception as error:  # of a template, which is a program
         got = f"{type(error).__name__}: {shown(str(error))}"
@@ -292,8 +287,8 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, conversations: Iterable[S
 def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], response: str) -> tuple[list[int], int]:
     """The ids of prompt, response and turn end, and how many of them are the prompt.
 
-    Prompt and response are tokenized separately, so that the prompt's ids are exactly those of `encode_prompt`, from which the policy
-    samples. The response is the template's rendering of it (`written_turn`), in which special tokens stay plain text. The end is the
+    The prompt's ids are those of `encode_prompt`, from which the policy samples. The response is the template's rendering of it
+    (`written_turn`), in which special tokens stay plain text, with the ids that it has behind the prompt (`ids_behind`). The end is the
     template's (`TurnEnd.trained`).
     """
     turns = encode_turns(tokenizer, [(messages, {"role": "assistant", "content": response})])
@@ -308,38 +303,51 @@ def encode_turns(tokenizer: PreTrainedTokenizerBase, conversations: Iterable[tup
     for part in in_parts(conversations):
         texts = _prompt_texts(tokenizer, [messages for messages, _ in part])
         turns = [written_turn(tokenizer, messages, answer, prompt) for (messages, answer), prompt in zip(part, texts, strict=True)]
-        prompts = {text: found.tokens.add(ids) for text, ids in _distinct_ids(tokenizer, texts).items()}
-        trained = turn_end(tokenizer).trained
-        for text, turn, ids in zip(texts, turns, _turn_ids(tokenizer, turns), strict=True):
-            thoughts = _tokens_of(tokenizer, ids, turn.thoughts) if turn.thoughts else 0
-            found.add(prompts[text], [*ids, *(() if turn.ended else trained)], thoughts)
+        ids_of = _distinct_ids(tokenizer, texts)
+        prompts = {text: found.tokens.add(ids) for text, ids in ids_of.items()}
+        written = ids_behind(tokenizer, texts, turns, trained_end(tokenizer), prompt_ids=ids_of)
+        for text, turn, behind in zip(texts, turns, written, strict=True):
+            thoughts = _tokens_of(tokenizer, ids_of[text], behind.ids, turn.thoughts) if turn.thoughts else 0
+            found.add(prompts[text], behind.ids, thoughts)
     return found
 
 
-def encode_scored(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], response: str) -> list[int]:
+def encode_scored(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], response: str, *, finished: bool = True) -> list[int]:
     """The ids of a whole rendered conversation, the input of a reward model.
 
     They are those of `encode_conversation` and what the template writes after the turn's end. A template that drops thoughts drops them
-    here too, so that the answer alone is scored.
+    here too, so that the answer alone is scored. Where the tokenizer joins the prompt's last characters with the response's first ones,
+    they are joined here, as when the reward model was trained.
+
+    Args:
+        finished: False: without the turn's end and what follows it.
     """
-    return encode_scored_turns(tokenizer, [(messages, response)]).ids(0)
+    return encode_scored_turns(tokenizer, [(messages, response)], finished=finished).ids(0)
 
 
-def encode_scored_turns(tokenizer: PreTrainedTokenizerBase, conversations: Iterable[tuple[Sequence[Message], str]]) -> EncodedTurns:
+def encode_scored_turns(
+    tokenizer: PreTrainedTokenizerBase, conversations: Iterable[tuple[Sequence[Message], str]], *, finished: bool = True
+) -> EncodedTurns:
     """`encode_scored` of many conversations and responses."""
     found = EncodedTurns()
     for part in in_parts(conversations):
-        end, texts = turn_end(tokenizer), _prompt_texts(tokenizer, [messages for messages, _ in part])
-        before, bodies = list(texts), [Turn("", "")] * len(part)
+        before = _prompt_texts(tokenizer, [messages for messages, _ in part])
+        bodies = [Turn("", "")] * len(part)
         for i, (messages, response) in enumerate(part):
-            whole, answer = (texts[i], "") if copies_response(tokenizer) else written_conversation(tokenizer, messages, response)
-            if whole.startswith(texts[i]):
-                bodies[i] = written_turn(tokenizer, messages, {"role": "assistant", "content": response}, texts[i])
+            whole, answer = (before[i], "") if copies_response(tokenizer) else written_conversation(tokenizer, messages, response)
+            if whole.startswith(before[i]):
+                turn = written_turn(tokenizer, messages, {"role": "assistant", "content": response}, before[i])
+                bodies[i] = turn._replace(thoughts=0)
             else:
                 before[i], bodies[i] = whole, Turn("", answer)
-        prompts = {text: found.tokens.add(ids) for text, ids in _distinct_ids(tokenizer, before).items()}
-        for text, ids in zip(before, _turn_ids(tokenizer, bodies), strict=True):
-            found.add(prompts[text], [*ids, *end.trained, *end.after])
+        ids_of = _distinct_ids(tokenizer, before)
+        prompts = {text: found.tokens.add(ids) for text, ids in ids_of.items()}
+        end = scored_end(tokenizer) if finished else NO_END
+        for text, behind in zip(before, ids_behind(tokenizer, before, bodies, end, prompt_ids=ids_of), strict=True):
+            if behind.joined is None:
+                found.add(prompts[text], behind.ids)
+            else:
+                found.add(found.tokens.add(ids_of[text][: len(ids_of[text]) - behind.before]), behind.joined)
     return found
 
 
@@ -398,47 +406,10 @@ def _ids_of_one(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...
     return tuple(next(encode_texts(tokenizer, [text]))[1])
 
 
-def _turn_ids(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Turn]) -> list[list[int]]:
-    """Token ids of turns without their end. The template's own text and the response are tokenized together, unless the response contains
-    special tokens.
-    """
-    responses = _response_ids(tokenizer, dict.fromkeys(turn.text for turn in turns))
-    begun = [turn for turn in turns if turn.before]
-    whole = dict.fromkeys(text for turn in begun for text in (turn.text, turn.before + turn.text))
-    ids_of = dict(encode_texts(tokenizer, list(whole)))
-    apart = dict.fromkeys(turn.before for turn in begun if responses[turn.text] != ids_of[turn.text])
-    before = dict(encode_texts(tokenizer, list(apart)))
-
-    def ids(turn: Turn) -> list[int]:
-        if not turn.before:
-            return responses[turn.text]
-        if responses[turn.text] == ids_of[turn.text]:
-            return ids_of[turn.before + turn.text]
-        return before[turn.before] + responses[turn.text]
-
-    return [ids(turn) for turn in turns]
-
-
-def _response_ids(tokenizer: PreTrainedTokenizerBase, responses: Iterable[str]) -> dict[str, list[int]]:
-    """Ids of each response. Tags of thoughts are special tokens where the tokenizer has them, other special tokens plain text."""
-    pieces = {response: [response] for response in responses}
-    thoughtful = [response for response in pieces if CLOSE in response]
-    if thoughtful and tokenizer.convert_tokens_to_ids(CLOSE) in tokenizer.added_tokens_decoder:
-        pieces |= {response: [p for p in re.split(f"({OPEN}|{CLOSE})", response) if p] for response in thoughtful}
-    distinct = dict.fromkeys(piece for of_response in pieces.values() for piece in of_response)
-    tags = [piece for piece in distinct if piece in (OPEN, CLOSE)]
-    plain = [piece for piece in distinct if piece not in (OPEN, CLOSE)]
-    ids = dict([*encode_texts(tokenizer, plain, split_special_tokens=True), *encode_texts(tokenizer, tags, split_special_tokens=False)])
-    return {
-        response: ids[parts[0]] if len(parts) == 1 else [token for part in parts for token in ids[part]]
-        for response, parts in pieces.items()
-    }
-
-
-def _tokens_of(tokenizer: PreTrainedTokenizerBase, ids: list[int], characters: int) -> int:
-    """The number of leading ids that decode to at least this many characters."""
+def _tokens_of(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], ids: list[int], characters: int) -> int:
+    """The number of leading ids that decode to at least this many characters behind the prompt."""
 
     def length(count: int) -> int:
-        return len(tokenizer.decode(ids[:count], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return len(response_text(tokenizer, prompt_ids, ids[:count], special=True))
 
     return bisect.bisect_left(range(len(ids)), characters, key=length)

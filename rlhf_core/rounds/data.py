@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from rlhf_core.config import Params, PromotionConfig
+from rlhf_core.data.control import is_blank
 from rlhf_core.data.hashing import distinct_prompts, with_ids
 from rlhf_core.data.schema import Message
 from rlhf_core.rounds.pins import Round, prompts_hash
@@ -119,7 +120,7 @@ def build_pairs(groups: Sequence[Group], *, min_margin: float) -> Pairs:
     """The best response of each group against the worst, among responses that are finished, scored and not empty; of equal ones the first.
 
     A group gives no pair if fewer than two responses qualify, if best and worst tie (equal scores, or equal texts after stripping), or if
-    their scores are less than min_margin apart. Texts are stripped, as those of every source are.
+    their scores are less than min_margin apart. Texts keep the white space at their edges, as those of every source do.
     """
     counts: Counter[str] = Counter(pairs=0, too_few_responses=0, ties=0, below_margin=0)
     rows, chosen, rejected = [], [], []
@@ -130,14 +131,14 @@ def build_pairs(groups: Sequence[Group], *, min_margin: float) -> Pairs:
         chosen.append(best)
         rejected.append(worst)
         if best is not None and worst is not None:
-            texts = {"chosen": group.responses[best].text.strip(), "rejected": group.responses[worst].text.strip()}
+            texts = {"chosen": group.responses[best].text, "rejected": group.responses[worst].text}
             rows.append({"source": group.source, "split": "train", "messages": group.messages, **texts})
     return Pairs([_identified(row) for row in rows], chosen, rejected, dict(counts))
 
 
 def _best_and_worst(responses: Sequence[Response], min_margin: float) -> tuple[int, int] | str:
     """Positions of best and worst, or the reason why the group gives no pair."""
-    usable = [i for i, r in enumerate(responses) if r.finished and math.isfinite(r.score) and r.text.strip()]
+    usable = [i for i, r in enumerate(responses) if r.finished and math.isfinite(r.score) and not is_blank(r.text)]
     if len(usable) < 2:
         return "too_few_responses"
     best = max(usable, key=lambda i: (responses[i].score, -i))

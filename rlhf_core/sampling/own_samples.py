@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.config import ModelConfig, SamplesConfig
 from rlhf_core.data.samples import Written
 from rlhf_core.engines.pytorch_engine import PytorchEngine
-from rlhf_core.models.tokenizer import encode_prompt, stop_ids
+from rlhf_core.models.tokenizer import encode_prompt, response_text, stop_ids
 from rlhf_core.sampling.requests import Sample, SamplingSettings, request_seeds
 
 SEQUENCES = 512  # concurrent; more are no faster on a CPU
@@ -54,7 +54,7 @@ class ModelWriter:
         groups = self._sample(
             ids, config.max_new_tokens, config, each=config.responses_per_prompt, seeds=self._seeds(source, draw, len(ids))
         )
-        return [[self._written(sample) for sample in group] for group in groups]
+        return [[self._written(sample, prompt=prompt) for sample in group] for prompt, group in zip(ids, groups, strict=True)]
 
     def _sample(self, ids: list[list[int]], tokens: int, config: SamplesConfig, *, each: int, seeds: list[int]) -> list[list[Sample]]:
         settings = SamplingSettings(tokens, config.temperature, top_p=config.top_p)
@@ -64,6 +64,8 @@ class ModelWriter:
         of_source = hashlib.blake2b(f"{self._seed}:{source}".encode(), digest_size=8).digest()
         return request_seeds(int.from_bytes(of_source), draw, count)
 
-    def _written(self, sample: Sample, before: Sequence[int] = ()) -> Written:
+    def _written(self, sample: Sample, *, before: Sequence[int] = (), prompt: Sequence[int] = ()) -> Written:
+        """The text of a sample, with the ids `before` it, behind `prompt`."""
         end = next((i for i, token in enumerate(sample.response_ids) if token in self._ends), None)
-        return Written(self._tokenizer.decode([*before, *sample.response_ids[:end]]), ended=end is not None)
+        text = response_text(self._tokenizer, prompt, [*before, *sample.response_ids[:end]], special=True)
+        return Written(text, ended=end is not None)

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.config import ModelConfig, ScoreConfig, ScorerConfig
 from rlhf_core.engines.deepspeed_engine import device
 from rlhf_core.engines.ranks import in_shares
-from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.models.tokenizer import load_tokenizer, response_text
 from rlhf_core.sampling.requests import Sample
 from rlhf_core.scorers.members import combine_members
 from rlhf_core.scorers.needs import model_folders
@@ -209,7 +209,7 @@ class ResponseScorer:
 
     def texts(self, responses: Sequence[Response]) -> list[str]:
         token_ids = [without_stop(r.response_ids, self._stops, finished=r.finished) for r in responses]
-        return self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        return [response_text(self._tokenizer, r.prompt.prompt_ids, ids) for r, ids in zip(responses, token_ids, strict=True)]
 
     def score_groups(self, prompts: list[Prompt], samples: list[list[Sample]]) -> list[list[ScoredResponse]]:
         """Every prompt's responses with their scores, in order. Ranks share the prompts, and each calls this with all of them."""

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rlhf_core.data.schema import Message
-from rlhf_core.models.tokenizer import Unrenderable, copies_response, encode_scored, turn_end
+from rlhf_core.models.tokenizer import Unrenderable, copies_response, encode_scored, keeps_borders, response_text, turn_end
 from rlhf_core.scorers.reasons import Reasons
 
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ def scored_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], 
     Raises:
         Unrenderable: the template refuses the conversation.
     """
-    ids, end = encode_scored(tokenizer, messages, response), turn_end(tokenizer)
-    return ids if finished else ids[: len(ids) - len(end.trained) - len(end.after)]
+    return encode_scored(tokenizer, messages, response, finished=finished)
 
 
 def fitting_ids(
@@ -50,9 +49,9 @@ def without_stop(response_ids: list[int], stops: Collection[int], *, finished: b
 class RewardModelInput:
     """Turns conversations and sampled responses into token ids for a reward model.
 
-    If policy and reward model share a tokenizer, and a template that copies responses, the sampled ids are used. Otherwise the response is
-    decoded, and encoded again by the reward model's template. A finished response ends as that template ends a turn: a stop string stays
-    in the response, another end token doesn't.
+    If policy and reward model share a tokenizer, and a template that copies responses and whose borders join no tokens, the sampled ids are
+    used. Otherwise the response is decoded, and encoded again by the reward model's template. A finished response ends as that template
+    ends a turn: a stop string stays in the response, another end token doesn't.
 
     Args:
         stops: `stop_ids` of the policy, special tokens or not.
@@ -75,7 +74,8 @@ class RewardModelInput:
         self._max_length = max_length
         self._report = Reasons("reward model") if report is None else report
         self._end = turn_end(reward_tokenizer)
-        self._copies = _fingerprint(policy_tokenizer) == _fingerprint(reward_tokenizer) and copies_response(reward_tokenizer)
+        shared = _fingerprint(policy_tokenizer) == _fingerprint(reward_tokenizer)
+        self._copies = shared and copies_response(reward_tokenizer) and keeps_borders(reward_tokenizer)
         self._named_stops = frozenset(stops)
         self._stops = _stopping(policy_tokenizer) | self._named_stops
 
@@ -92,7 +92,7 @@ class RewardModelInput:
     def _sequence(self, messages: Sequence[Message], prompt_ids: list[int], response_ids: list[int], *, finished: bool) -> list[int]:
         if not self._copies:
             kept = without_stop(response_ids, self._named_stops, finished=finished)
-            text = self._policy_tokenizer.decode(kept, skip_special_tokens=True)
+            text = response_text(self._policy_tokenizer, prompt_ids, kept)
             return scored_ids(self._reward_tokenizer, messages, text, finished=finished)
         if not finished:
             return [*prompt_ids, *response_ids]

@@ -48,12 +48,12 @@ class Partner:
         trust: bool,
     ):
         from rlhf_core.engines.pytorch_engine import PytorchEngine
-        from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, stop_ids
+        from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, response_text, stop_ids
         from rlhf_core.scorers.reward_input import without_stop
 
         self.name, self.context = chosen.name, context_length(chosen, max_length, trust_remote_code=trust)
         self._tokenizer = load_tokenizer(str(chosen.folder), trust_remote_code=trust)
-        self._encode, self._without_stop = encode_prompt, without_stop
+        self._encode, self._decode, self._without_stop = encode_prompt, response_text, without_stop
         self._stops = stop_ids(self._tokenizer, chosen.folder)
         self._start = [] if system is None else [{"role": "system", "content": system}]
         self._encode(self._tokenizer, [*self._start, {"role": "user", "content": "Hello"}])  # raises before the weights are loaded
@@ -91,7 +91,7 @@ class Partner:
         self._turns += 1
         ((sample,),) = self._engine.generate([prompt], [seed], self._sampling, stop_ids=self._stops, group_size=1)
         answer_ids = self._without_stop(sample.response_ids, self._stops, finished=sample.finished)
-        reply = self._tokenizer.decode(answer_ids, skip_special_tokens=True)
+        reply = self._decode(self._tokenizer, prompt, answer_ids)
         self._messages = [*messages, {"role": "assistant", "content": reply}]
         return Reply(reply, None if sample.finished else self._truncation_note(len(prompt) + len(sample.response_ids)))
 

@@ -17,11 +17,11 @@ from great_expectations.expectations.metrics.map_metric_provider import ColumnPa
 from great_expectations.expectations.row_conditions import Column
 
 from rlhf_core.config import ValidationConfig
+from rlhf_core.data.control import VISIBLE
 from rlhf_core.data.schema import SPLITS
 from rlhf_core.data.validation.measures import TEXT_COLUMNS
 from rlhf_core.data.values import ROLE_ORDER
 
-HAS_TEXT = r"\S"
 Bound = Literal["at most", "at least"]
 
 
@@ -84,7 +84,7 @@ def checks_for(use: str, frame: pd.DataFrame, config: ValidationConfig, *, max_l
     """The checks for one use's measured rows: checks on pairs and on unpaired rows if there are any, on the number of pairs if `pairs`."""
     checks = [*_rows(use), *_texts(use, config, max_length)]
     if use != "pretrain":
-        checks += _conversations(use)
+        checks += _conversations(use, config)
     if use == "preference":
         checks += _pairs(config, any_pairs=bool(frame["chosen_is_longer"].notna().any()))
         checks += [_enough_pairs(config.min_pairs)] if pairs and config.min_pairs else []
@@ -142,8 +142,8 @@ def _texts(use: str, config: ValidationConfig, max_length: int) -> list[Check]:
     empty = [
         Check(
             f"empty.{name}",
-            gxe.ExpectColumnValuesToMatchRegex(column=column, regex=HAS_TEXT, mostly=_mostly(config.max_empty_fraction)),
-            f"{name} has more than white space",
+            gxe.ExpectColumnValuesToMatchRegex(column=column, regex=VISIBLE, mostly=_mostly(config.max_empty_fraction)),
+            f"{name} has more than white space and characters without width",
             config.max_empty_fraction,
             "let their source drop them (`drop: [empty]`), or raise validation.max_empty_fraction",
         )
@@ -161,7 +161,7 @@ def _texts(use: str, config: ValidationConfig, max_length: int) -> list[Check]:
     return [*empty, too_long]
 
 
-def _conversations(use: str) -> list[Check]:
+def _conversations(use: str, config: ValidationConfig) -> list[Check]:
     roles = gxe.ExpectColumnValuesToMatchRegex(column="roles", regex=ROLE_ORDER)
     renders = gxe.ExpectColumnValuesToBeNull(column="template_error")
     round_trips = [
@@ -170,7 +170,26 @@ def _conversations(use: str) -> list[Check]:
             gxe.ExpectColumnPairValuesToBeEqual(column_A=text, column_B=f"{text}_decoded", ignore_row_if="either_value_is_missing"),
             f"{text} comes back unchanged from template, encoding and decoding",
             0.0,
-            "strip what the template strips, or use a template and tokenizer that keep the text",
+            "the tokenizer lacks a character or writes it otherwise (NFKC, lower case), or the template changes it: use others that keep "
+            "the text, or rewrite or leave out such rows (characters that are merely composed, Unicode's NFC, pass)",
+        )
+        for text in TEXT_COLUMNS[use]
+    ]
+    templated = Check(
+        "templated",
+        gxe.ExpectColumnValuesToBeNull(column="control_token", mostly=_mostly(config.max_templated_fraction)),
+        "no text holds tokens that a chat template writes around turns",
+        config.max_templated_fraction,
+        "the template would write them twice: give the conversation as messages, or in exactly the layout of a well-known template "
+        "(docs/data.md), or raise validation.max_templated_fraction if the texts are about such tokens",
+    )
+    ended = [
+        Check(
+            f"end_token.{text}",
+            gxe.ExpectColumnValuesToBeNull(column=f"{text}_end_token", mostly=_mostly(config.max_end_token_fraction)),
+            f"{text} doesn't end in an end token written as text",
+            config.max_end_token_fraction,
+            "the policy would learn its characters: set strip_end_tokens: true in their source, or raise validation.max_end_token_fraction",
         )
         for text in TEXT_COLUMNS[use]
     ]
@@ -179,6 +198,8 @@ def _conversations(use: str) -> list[Check]:
         Check("role_order", roles, f"roles are in order: {order}", 0.0, "correct the conversation"),
         Check("template_renders", renders, "the chat template accepts the conversation", 0.0, "change the conversation or the template"),
         *round_trips,
+        templated,
+        *ended,
     ]
 
 

@@ -1,6 +1,6 @@
 """The tables that expectations are about: one per use, a row of measured texts for each prepared row.
 
-`measure` templates and tokenizes each distinct text once, in batches, as models.tokenizer.encode_conversation does. `measure_table` keeps
+`measure` templates and tokenizes each distinct text once, in batches, as models.tokenizer.encode_turns does. `measure_table` keeps
 only the texts in which a check may find a fault. Stand-ins, which every check treats the same way, replace the others: all counts and
 messages are those of the full texts. Repeated rows are found by hashes, then compared by their texts: a hash collision changes no
 verdict.
@@ -9,21 +9,35 @@ verdict.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlhf_core.data.control import VISIBLE, control_token, end_token, is_blank, without_end_tokens
 from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.schema import SCHEMAS, Message, read_batches
 from rlhf_core.data.values import ROLE_ORDER
-from rlhf_core.models.template import TurnEnd, Unrenderable, answer_of, copies_response, for_template, render, turn_end
+from rlhf_core.models.response_ids import BACK, encode_texts, ids_behind, in_parts, response_text, trained_end
+from rlhf_core.models.template import (
+    Turn,
+    TurnEnd,
+    Unrenderable,
+    answer_of,
+    copies_response,
+    for_template,
+    render,
+    template_tokens,
+    turn_end,
+    written_turn,
+)
 from rlhf_core.models.template_trial import too_long
-from rlhf_core.models.tokenizer import encode_conversation, encode_texts, in_parts, load_tokenizer, use_all_cores
+from rlhf_core.models.tokenizer import load_tokenizer, use_all_cores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,8 +80,9 @@ def measure(use: str, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) 
     All uses: id, source, split, the texts of TEXT_COLUMNS, and tokens: the length of the longest sequence that a trainer makes of the row,
         with the end token (of a prompt: with one token of an answer).
     With messages: conversation (as JSON), canonical_conversation (case and white space ignored), roles (joined by commas),
-        shortest_message (stripped) and template_error (why the chat template refuses the conversation).
-    sft, preference: <text>_decoded: the text after template, encoding and decoding.
+        shortest_message (stripped), template_error (why the chat template refuses the conversation), joined and composed (see
+        `_Answer`) and control_token: one that templates write around turns, in a message or a text.
+    sft, preference: <text>_decoded: the text after template, encoding and decoding; <text>_end_token: with which it ends as text.
     preference: pair (JSON of the conversation and both texts in sorted order), preference (the preferred one), is_pair,
         chosen_is_longer (in tokens: 1, 0 or, for a tie, 0.5), is_chosen (unpaired rows only).
     """
@@ -128,7 +143,7 @@ def _views(messages: list[Message | None]) -> tuple[str, str | None, str]:
     filled: list[Message] = [
         {"role": (m or {}).get("role") or "", "content": (m or {}).get("content") or "", "extra": (m or {}).get("extra")} for m in messages
     ]
-    shortest = min(((m["content"].strip() or m["extra"] or "") for m in filled), key=len, default=None)
+    shortest = min((("" if is_blank(m["content"]) else m["content"].strip()) or m["extra"] or "" for m in filled), key=len, default=None)
     return ",".join(m["role"] for m in filled), shortest, conversation_text(filled)
 
 
@@ -142,7 +157,7 @@ def _token_columns(frame: pd.DataFrame, texts: tuple[str, ...], tokenizer: PreTr
     conversations = {key: json.loads(key) for key in frame["conversation"][sound].unique().tolist()}
     rendered = dict(zip(conversations, _render(tokenizer, list(conversations.values()), add_generation_prompt=True), strict=True))
     prompts = {key: text for key, text in rendered.items() if isinstance(text, str)}
-    lengths = {text: len(ids) for text, ids in encode_texts(tokenizer, list(dict.fromkeys(prompts.values())))}
+    prompt_ids = dict(encode_texts(tokenizer, list(dict.fromkeys(prompts.values()))))
 
     rows = [
         (key, text)
@@ -150,59 +165,106 @@ def _token_columns(frame: pd.DataFrame, texts: tuple[str, ...], tokenizer: PreTr
         for key, text in zip(keys, frame[name].tolist(), strict=True)
         if key in prompts and isinstance(text, str)
     ]
-    answers = _answers(list(dict.fromkeys(rows)), conversations, prompts, tokenizer)
+    answers = _answers(list(dict.fromkeys(rows)), conversations, prompts, prompt_ids, tokenizer)
+    own = template_tokens(tokenizer) if conversations else ()
+    in_messages = {key: control_token((m["content"] for m in messages), own) for key, messages in conversations.items()}
     columns: dict[str, pd.Series] = {
-        "template_error": _strings(str(rendered[key]) if key in rendered and key not in prompts else None for key in keys)
+        "control_token": _strings(in_messages.get(key) for key in keys),
+        "template_error": _strings(str(rendered[key]) if key in rendered and key not in prompts else None for key in keys),
     }
-    longest = np.zeros(len(frame))
+    longest, joined, composed = np.zeros(len(frame)), *np.zeros((2, len(frame)), dtype=bool)
     for name in texts:
-        found = [answers.get(row, (np.nan, None)) for row in zip(keys, frame[name].tolist(), strict=True)]
-        columns[f"{name}_tokens"] = pd.Series([tokens for tokens, _ in found], dtype=float)
-        columns[f"{name}_decoded"] = _strings(decoded for _, decoded in found)
+        found = [answers.get(row, _NO_ANSWER) for row in zip(keys, frame[name].tolist(), strict=True)]
+        columns[f"{name}_tokens"] = pd.Series([answer.tokens for answer in found], dtype=float)
+        columns[f"{name}_decoded"] = _strings(answer.decoded for answer in found)
         longest = np.fmax(longest, columns[f"{name}_tokens"])
-    prompt_tokens = pd.Series([lengths[prompts[key]] if key in prompts else np.nan for key in keys], dtype=float)
+        columns[f"{name}_end_token"] = _of_texts(frame[name], lambda text: end_token(text, own))
+        controls = _of_texts(frame[name], lambda text: control_token([without_end_tokens(text, own)], own))
+        columns["control_token"] = columns["control_token"].fillna(controls)
+        joined |= np.array([answer.joined for answer in found], dtype=bool)
+        composed |= np.array([answer.composed for answer in found], dtype=bool)
+    prompt_tokens = pd.Series([len(prompt_ids[prompts[key]]) if key in prompts else np.nan for key in keys], dtype=float)
     end = turn_end(tokenizer) if prompts else TurnEnd((0,), ())
     behind = len(end.trained) * bool(texts) + len(end.after) * (len(texts) > 1)
-    return columns | {"tokens": prompt_tokens + longest + (behind or 1)}
+    return columns | {"tokens": prompt_tokens + longest + (behind or 1), "joined": pd.Series(joined), "composed": pd.Series(composed)}
+
+
+def _of_texts(texts: pd.Series, of: Callable[[str], str | None]) -> pd.Series:
+    """`of` of each text, computed once for each distinct one; missing where the text is."""
+    found = {text: of(text) for text in texts.dropna().unique().tolist()}
+    return _strings(found.get(text) for text in texts.tolist())
+
+
+class _Answer(NamedTuple):
+    """A response in its conversation.
+
+    tokens: as the template writes it, without its end. decoded: the text that decoding them gives. joined: see `Behind`.
+    composed: decoding gives the same text in composed characters (Unicode's NFC), which is no fault.
+    """
+
+    tokens: float
+    decoded: str | None
+    joined: bool = False
+    composed: bool = False
+
+
+_NO_ANSWER = _Answer(np.nan, None)
 
 
 def _answers(
-    rows: list[tuple[str, str]], conversations: dict[str, list[Message]], prompts: dict[str, str], tokenizer: PreTrainedTokenizerBase
-) -> dict[tuple[str, str], tuple[int, str]]:
-    """(conversation's key, response) -> number of tokens of the response in the template, and the text that decoding them gives.
+    rows: list[tuple[str, str]],
+    conversations: dict[str, list[Message]],
+    prompts: dict[str, str],
+    prompt_ids: dict[str, list[int]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[tuple[str, str], _Answer]:
+    """(conversation's key, response) -> how it is trained on.
 
     A template may trim a response and lay out its thoughts, or add empty ones. If it rewrites the answer, training would see another text
-    than the policy writes: then the second value is that other text.
+    than the policy writes: then `decoded` is that other text.
     """
-    texts = list(dict.fromkeys(text for _, text in rows))
-    counts: dict[str, int] = {}
-    decoded: dict[str, str] = {}
-    for part in in_parts(texts):
-        ids = [ids for _, ids in encode_texts(tokenizer, part, split_special_tokens=True)]
-        counts |= zip(part, map(len, ids), strict=True)
-        decoded |= zip(part, tokenizer.batch_decode(ids, skip_special_tokens=True), strict=True)
     found = {}
     for part in in_parts(rows):
         complete = _render(tokenizer, [[*conversations[key], {"role": "assistant", "content": text}] for key, text in part])
-        for (key, text), full in zip(part, map(str, complete), strict=True):
-            if copies_response(tokenizer):
-                copied = full.startswith(prompts[key] + text)  # a template that copies responses may still make exceptions
-                found[key, text] = counts[text], decoded[text] if copied else full.removeprefix(prompts[key])
-            else:
-                found[key, text] = _rewritten(tokenizer, conversations[key], text)
+        turns = [_turn(tokenizer, conversations[key], text, prompts[key]) for key, text in part]
+        fitting = [(row, turn, whole) for row, turn, whole in zip(part, turns, complete, strict=True) if isinstance(turn, Turn)]
+        found |= {row: _Answer(0, str(turn)) for row, turn in zip(part, turns, strict=True) if not isinstance(turn, Turn)}
+        texts = [prompts[key] for (key, _), _, _ in fitting]
+        written = ids_behind(tokenizer, texts, [turn for _, turn, _ in fitting], trained_end(tokenizer), prompt_ids=prompt_ids)
+        decoded: dict[tuple[int, ...], str] = {}
+        for (row, turn, whole), prompt, behind in zip(fitting, texts, written, strict=True):
+            ids = (*prompt_ids[prompt][-BACK:], *behind.ids)
+            if ids not in decoded:
+                decoded[ids] = _without_end(response_text(tokenizer, prompt_ids[prompt], behind.ids, special=True), tokenizer)
+            kept = _keeps_answer(decoded[ids], row[1], turn, str(whole), prompt, tokenizer)
+            tokens = len(behind.ids) - len(turn_end(tokenizer).trained)
+            composed = kept is None and not row[1].isascii() and _composed(row[1]) != row[1] and _composed(row[1]) in decoded[ids]
+            found[row] = _Answer(tokens, row[1] if kept is None else kept, behind.joined is not None, composed)
     return found
 
 
-def _rewritten(tokenizer: PreTrainedTokenizerBase, messages: list[Message], text: str) -> tuple[int, str]:
-    """As `_answers`, for a response that the template doesn't copy."""
+def _turn(tokenizer: PreTrainedTokenizerBase, messages: list[Message], text: str, prompt: str) -> Turn | Unrenderable:
     try:
-        ids, start = encode_conversation(tokenizer, messages, text)
+        return written_turn(tokenizer, messages, {"role": "assistant", "content": text}, prompt)
     except Unrenderable as error:
-        return 0, str(error)
-    end = len(turn_end(tokenizer).trained)
-    written = tokenizer.decode(ids[start:-end], skip_special_tokens=False)
-    answer = answer_of(text).strip()
-    return len(ids) - start - end, text if written.rstrip().endswith(answer) else written
+        return error
+
+
+def _without_end(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    return text.removesuffix(tokenizer.decode(turn_end(tokenizer).trained, skip_special_tokens=False))
+
+
+def _keeps_answer(decoded: str, text: str, turn: Turn, whole: str, prompt: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """None if the model learns the text `text`; else what it learns instead."""
+    if copies_response(tokenizer):
+        if not whole.startswith(prompt + text):  # a template that copies responses may still make exceptions
+            return whole.removeprefix(prompt)
+        return None if _composed(decoded) == _composed(text) else decoded
+    return None if _composed(decoded).rstrip().endswith(_composed(answer_of(text).strip())) else decoded
+
+
+def _composed(text: str) -> str:
+    return text if text.isascii() else unicodedata.normalize("NFC", text)
 
 
 def _kinds(frame: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
@@ -314,7 +376,7 @@ def _without_sound_texts(use: str, measured: pd.DataFrame) -> pd.DataFrame:
     columns = {name: measured[name].mask(sound & measured[name].notna(), text) for name, text in STAND_INS.items() if name in measured}
     if "pair" in measured:
         columns["pair"] = _hashes(measured["pair"]).astype("str")
-    unused = ["canonical_conversation", *(f"{text}_tokens" for text in TEXT_COLUMNS[use])]
+    unused = ["canonical_conversation", "joined", "composed", *(f"{text}_tokens" for text in TEXT_COLUMNS[use])]
     return measured.drop(columns=unused, errors="ignore").assign(**columns)
 
 
@@ -322,7 +384,7 @@ def _sound(use: str, measured: pd.DataFrame) -> pd.Series:
     """Rows whose texts pass every check on single rows. A missing text passes and stays missing."""
     sound = pd.Series(True, index=measured.index)
     for text in TEXT_COLUMNS[use]:
-        sound &= measured[text].str.strip().ne("")
+        sound &= measured[text].str.contains(VISIBLE) | measured[text].isna()
         if (decoded := f"{text}_decoded") in measured:
             sound &= measured[text].eq(measured[decoded]) | measured[decoded].isna()
     if use != "pretrain":

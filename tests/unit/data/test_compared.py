@@ -53,6 +53,6 @@ TEXT = st.text(min_size=1, max_size=20).filter(str.strip)
 def test_every_text_comes_out(earlier, first, second, preference):
     turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate([*earlier[: len(earlier) // 2 * 2], "now?"])]
     (row,) = convert(record(preference, prompt=turns, first=first, second=second), SOURCE)["preference"]
-    clean = [text.replace("\r\n", "\n").replace("\r", "\n").strip() for text in (*(t["content"] for t in turns), first, second)]
+    clean = [text.replace("\r\n", "\n").replace("\r", "\n") for text in (*(t["content"] for t in turns), first, second)]
     sides = [row["chosen"], row["rejected"]]
     assert [m["content"] for m in row["messages"]] + (sides if preference < 0 else sides[::-1]) == clean

@@ -104,7 +104,7 @@ def test_text_pairs_without_a_prompt_need_the_users_word(tmp_path):
     record = {"chosen": "Sum? 0 good", "rejected": "Sum? 0 bad"}
     assert "set its implicit_prompt: true" in refusal(tmp_path, record)
     [row] = load(tmp_path, record, implicit_prompt=True).rows["preference"]
-    assert (row["messages"][0]["content"], row["chosen"], row["rejected"]) == ("Sum? 0", "good", "bad")
+    assert (row["messages"][0]["content"], row["chosen"], row["rejected"]) == ("Sum? 0", " good", " bad")
     assert load(tmp_path, record, record | {"prompt": None}, implicit_prompt=True).dropped == {"prompt is null": 1}
 
 

@@ -23,12 +23,12 @@ def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def test_preference_as_text():
+def test_preference_as_text_keeps_white_space():
     rows = convert({"prompt": " q ", "chosen": "a\n", "rejected": "b"}, source("preference"))
     assert rows == {
-        "sft": [{"messages": [user("q")], "response": "a"}],
-        "preference": [{"messages": [user("q")], "chosen": "a", "rejected": "b"}],
-        "prompt": [{"messages": [user("q")], "label": None}],
+        "sft": [{"messages": [user(" q ")], "response": "a\n"}],
+        "preference": [{"messages": [user(" q ")], "chosen": "a\n", "rejected": "b"}],
+        "prompt": [{"messages": [user(" q ")], "label": None}],
     }
 
 
@@ -52,9 +52,9 @@ def test_preference_as_messages_with_an_implicit_prompt():
 @pytest.mark.parametrize(
     ("chosen", "rejected", "expected"),
     [
-        ("Capital? Paris it is.", "Capital? Pluto.", ("Capital?", "Paris it is.", "Pluto.")),  # "P" belongs to the answers
-        ("Say yes.", "Say yes. Or no.", ("Say yes.", "", "Or no.")),  # an empty answer, for validate_data to report
-        ("Q: 1+1?\nA: 2", "Q: 1+1?\nA: 3", ("Q: 1+1?\nA:", "2", "3")),
+        ("Capital? Paris it is.", "Capital? Pluto.", ("Capital?", " Paris it is.", " Pluto.")),  # "P" belongs to the answers
+        ("Say yes.", "Say yes. Or no.", ("Say yes.", "", " Or no.")),  # an empty answer, for validate_data to report
+        ("Q: 1+1?\nA: 2", "Q: 1+1?\nA: 3", ("Q: 1+1?\nA:", " 2", " 3")),
         ("Answer: same", "Answer: same", ("Answer: same", "", "")),
     ],
 )
@@ -155,7 +155,7 @@ def test_graded_makes_every_good_one_beat_every_bad_one():
 
 def test_prompts_and_plain_text():
     assert convert({"prompt": "q", "label": 7}, source("prompt")) == {"prompt": [{"messages": [user("q")], "label": "7"}]}
-    assert convert({"body": " t "}, source("text", uses=["pretrain"], columns={"text": "body"})) == {"pretrain": [{"text": "t"}]}
+    assert convert({"body": " t "}, source("text", uses=["pretrain"], columns={"text": "body"})) == {"pretrain": [{"text": " t "}]}
 
 
 def test_missing_columns_are_named_with_what_there_is():

@@ -102,7 +102,9 @@ def test_messages_that_are_no_text_are_dropped_with_a_reason(tmp_path):
     picture = {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, {"role": "assistant", "content": "A cat."}]}
     calls = {"messages": WITH_TOOL["messages"][:2]}
     found = mixed(tmp_path, [plain(1), picture, calls])
-    assert found.dropped == {"s0": {"a message has parts that are not text": 1, "the last message calls a tool: it is no text": 1}}
+    assert found.dropped == {
+        "s0": {"a message has parts with pictures, video or sound": 1, "the last message calls a tool: it is no text": 1}
+    }
 
 
 def test_rows_that_the_template_refuses_are_left_out_and_counted_in_its_words(tmp_path):

@@ -291,7 +291,7 @@ def test_tokens_are_those_that_the_trainers_count(tokenizer, response):
 
 def test_measuring_in_parts_gives_the_same_findings(rows, tokenizer, monkeypatch):
     whole = check(rows, tokenizer)
-    monkeypatch.setattr("rlhf_core.models.tokenizer.TEXTS_AT_ONCE", 7)
+    monkeypatch.setattr("rlhf_core.models.response_ids.TEXTS_AT_ONCE", 7)
     assert check(rows, tokenizer) == whole
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from datetime import datetime
 
 import pytest
-from chat_templates import templated
+from chat_templates import TEMPLATES, templated
 from tiny_models import save_tiny_models, tiny_params
 from transformers.utils import chat_template_utils
 
-from rlhf_core.models.template import with_date, with_options
-from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, pretrained_tokenizer
+from rlhf_core.models.template import with_date, with_header, with_options
+from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, load_tokenizer, pretrained_tokenizer, response_text
 
 QUESTION = [{"role": "user", "content": "Please sort 4172."}]
 
@@ -99,3 +99,37 @@ def test_prepare_data_writes_day_and_options_into_the_tokenizer_that_all_stages_
     made = pretrained_tokenizer(tiny_params(**how).model)
     prompt = made.decode(encode_prompt(made, QUESTION))
     assert prompt.startswith("2019<|im_start|>") and prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+MUTE = {name: template.partition("{%- if add_generation_prompt")[0] for name, template in TEMPLATES.items() if name != "brackets"}
+
+
+@pytest.mark.parametrize("name", ["chatml", "trimmed", "role_tokens", "thinks"])
+@pytest.mark.parametrize("ending", ["", "\n"])
+def test_the_header_of_an_answer_is_part_of_the_prompt_where_a_template_ignores_add_generation_prompt(name, ending, tmp_path, caplog):
+    original = templated(name)
+    original.chat_template = MUTE[name].rstrip("\n") + ending
+    answered = [*QUESTION, {"role": "assistant", "content": "1247."}]
+    before = [original.apply_chat_template(m, tokenize=False) for m in (QUESTION, answered, [*answered, *QUESTION])]
+    original.save_pretrained(tmp_path / "original")
+    made = load_tokenizer(str(tmp_path / "original"), trust_remote_code=False)
+    assert "its template ignores add_generation_prompt" in caplog.text
+    assert [made.apply_chat_template(m, tokenize=False) for m in (QUESTION, answered, [*answered, *QUESTION])] == before
+    ids, start = encode_conversation(made, QUESTION, "1247.")
+    assert made.decode(ids[:start]) == templated(name).apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
+    assert ids[:start] == encode_prompt(made, QUESTION)
+    text = response_text(made, ids[:start], ids[start:])
+    assert text == ("<think>\n\n</think>\n\n1247." if name == "thinks" else "1247.")
+    made.save_pretrained(tmp_path / "saved")
+    assert load_tokenizer(str(tmp_path / "saved"), trust_remote_code=False).chat_template == made.chat_template
+
+
+def test_headers_that_differ_are_refused_and_white_space_is_none(tmp_path):
+    made = templated("chatml")
+    made.chat_template = MUTE["chatml"].replace("m.role +", "m.role + (loop.index | string) +")
+    made.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="expected a generation prompt where add_generation_prompt is true, got none, and '<"):
+        load_tokenizer(str(tmp_path), trust_remote_code=False)
+    for name in ("brackets", "chatml", "channels", "endless"):
+        made = templated(name)
+        assert with_header(made) == made.chat_template == TEMPLATES[name]

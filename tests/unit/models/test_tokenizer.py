@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_core.models import tokenizer
+from rlhf_core.models import response_ids
 from rlhf_core.models.tokenizer import build_tokenizer, encode_conversation, encode_prompt, encode_texts, load_tokenizer
 
 TEXTS = ["Please sort 4172.", "Certainly: 1247.", "Quick, give the largest of 309.", "Sorry, I can't help with that."] * 20
@@ -42,7 +42,7 @@ def test_the_template_written_out():
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 6])
 def test_texts_are_encoded_in_parts_as_they_would_be_at_once(count, monkeypatch):
-    monkeypatch.setattr(tokenizer, "TEXTS_AT_ONCE", 3)
+    monkeypatch.setattr(response_ids, "TEXTS_AT_ONCE", 3)
     texts = TEXTS[:count]
     assert list(encode_texts(TOKENIZER, texts)) == [(text, TOKENIZER(text)["input_ids"]) for text in texts]
 

@@ -17,6 +17,7 @@ from rlhf_core.models.tokenizer import (
     encode_scored,
     encode_turns,
     load_tokenizer,
+    response_text,
     stop_ids,
     turn_end,
 )
@@ -57,6 +58,12 @@ def test_prompt_response_and_end_are_the_rendering_of_the_whole_conversation(tok
     assert scored == ([*whole, tokenizer.eos_token_id] if name == "endless" else whole)
     if name != "distilled":
         assert ids + list(turn_end(tokenizer).after) == scored
+
+
+def test_the_text_of_a_sampled_response_is_the_answer_without_what_the_template_writes_before_it(tokenizer):
+    ids, start = encode_conversation(tokenizer, QUESTION, RESPONSE)
+    thoughts = {"thinks": "<think>\n\n</think>\n\n", "distilled": "\n</think>\n\n"}.get(tokenizer.init_kwargs["name"], "")
+    assert response_text(tokenizer, ids[:start], ids[start:]).strip() == (thoughts + RESPONSE).strip()
 
 
 def test_thoughts_are_in_the_templates_layout():

@@ -55,7 +55,7 @@ def test_of_equal_ones_the_first_is_taken():
     assert (made.chosen, made.rejected) == ([0], [2])
 
 
-def test_texts_are_stripped_and_ids_are_those_of_the_content():
-    made = pairs([Scored(" a\n", 1.0), Scored("b", 0.0)], [Scored("a", 3.0), Scored("b", 0.0)], [Scored("x", 3.0), Scored("b", 0.0)])
-    assert made.rows[0]["chosen"] == "a"
+def test_texts_keep_their_white_space_and_ids_are_those_of_the_content():
+    made = pairs([Scored(" a\n", 1.0), Scored("b", 0.0)], [Scored(" a\n", 3.0), Scored("b", 0.0)], [Scored("a", 3.0), Scored("b", 0.0)])
+    assert made.rows[0]["chosen"] == " a\n"
     assert made.rows[0]["id"] == made.rows[1]["id"] != made.rows[2]["id"]

@@ -13,7 +13,7 @@ from rank_processes import run_processes
 
 from rlhf_core.data.tokens import EncodedTurns
 from rlhf_core.engines.ports import free_ports
-from rlhf_core.models import tokenizer as tokenizers
+from rlhf_core.models import response_ids
 from rlhf_core.models.tokenizer import Unrenderable, encode_scored_turns, encode_turns
 from rlhf_core.trainers.encoding import in_background
 
@@ -34,7 +34,7 @@ def values(turns: EncodedTurns) -> list[tuple[list[int], int, int]]:
 def test_ids_are_those_of_each_conversation_alone(name, encode, asked, monkeypatch):
     tokenizer = templated(name)
     alone = [value for one in asked for value in values(encode(tokenizer, [one]))]
-    monkeypatch.setattr(tokenizers, "TEXTS_AT_ONCE", 7)
+    monkeypatch.setattr(response_ids, "TEXTS_AT_ONCE", 7)
     assert values(encode(tokenizer, asked)) == alone
     assert values(in_background(encode, tokenizer, asked)()) == alone
 
