@@ -17,7 +17,7 @@ from rlhf_core.config import ConfigError, Params, SourceConfig, shown
 from rlhf_core.config.data import FORMATS
 from rlhf_core.data.drops import DropCounts, Dropped, Misfit
 from rlhf_core.data.formats import convert
-from rlhf_core.data.hashing import conversation_text, split_of
+from rlhf_core.data.hashing import split_of, split_text
 from rlhf_core.data.places import is_data_file, locate
 from rlhf_core.data.schema import SCHEMAS
 from rlhf_core.data.sources import read_source, records_of
@@ -292,5 +292,5 @@ def _own_tokenizer(rows: list[tuple[str, dict]], params: Params) -> PreTrainedTo
     data = params.data
     fractions = {name: getattr(data, name) for name in ("validation_fraction", "test_fraction", "promotion_fraction")}
     in_order = (row for use in SCHEMAS for of, row in rows if of == use)
-    texts = ({**row, "split": split_of(row.get("text") or conversation_text(row["messages"]), **fractions)} for row in in_order)
+    texts = ({**row, "split": split_of(split_text(row), **fractions)} for row in in_order)
     return new_tokenizer(params.model, texts)

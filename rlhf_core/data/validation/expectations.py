@@ -103,15 +103,18 @@ def presence_checks() -> list[Check]:
     """For a table with id (`<use>:<split>`) and rows."""
     expectation = gxe.ExpectColumnValuesToBeBetween(column="rows", min_value=1)
     meaning = "the stages find rows in every use and split they read"
-    advice = "add a source with that use to data.sources, or more rows"
+    advice = (
+        "add a source with that use to data.sources, or more rows; conversations with the same first message of the user are in one split, "
+        "so make a fixed instruction the system message"
+    )
     return [Check("rows_present", expectation, meaning, 0.0, advice, unit="share of uses and splits")]
 
 
 def leakage_checks() -> list[Check]:
     """For the table `across_uses`."""
-    expectation = ExpectColumnAToDetermineColumnB(column_A="canonical_conversation", column_B="split")
-    meaning = "no conversation is in two splits, in any use"
-    return [Check("split_leakage", expectation, meaning, 0.0, "split by the conversation, as prepare_data does")]
+    expectation = ExpectColumnAToDetermineColumnB(column_A="beginning", column_B="split")
+    meaning = "no beginning of a conversation is in two splits, in any use"
+    return [Check("split_leakage", expectation, meaning, 0.0, "split by the first message of the user, as prepare_data does")]
 
 
 def _rows(use: str) -> list[Check]:
