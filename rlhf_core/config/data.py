@@ -80,6 +80,9 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 CLERK_JUDGE = "clerk"  # name of the built-in data's judge; another judge is a rule and has the name of its function
 
+# With kind file, the dataset_split that takes every file of a folder.
+ALL_FILES = "all"
+
 # Slices of the gate that need no column of the data.
 BUILT_IN_SLICES = ("source", "prompt_length", "response_length", "length_order")
 
@@ -198,6 +201,8 @@ class ValidationConfig(Section):
     max_empty_fraction: float = Field(default=0.0, ge=0, le=1)
     max_identical_fraction: float = Field(default=0.0, ge=0, le=1)
     max_duplicate_fraction: float = Fraction
+    max_near_duplicate_fraction: float = Field(default=0.02, ge=0, le=1)
+    max_contained_fraction: float = Field(default=0.25, ge=0, le=1)
     max_contradictory_fraction: float = Fraction
     max_too_long_fraction: float = Fraction
     max_length_bias: float = Field(ge=0, le=0.5)

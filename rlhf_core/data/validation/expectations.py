@@ -5,7 +5,7 @@ Only the validation stages import this module: importing great_expectations take
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -115,6 +115,35 @@ def leakage_checks() -> list[Check]:
     expectation = ExpectColumnAToDetermineColumnB(column_A="beginning", column_B="split")
     meaning = "no beginning of a conversation is in two splits, in any use"
     return [Check("split_leakage", expectation, meaning, 0.0, "split by the first message of the user, as prepare_data does")]
+
+
+def repeat_checks(groups: Iterable[str], config: ValidationConfig) -> list[Check]:
+    """For the table `prompts_repeated_in_training`, whose groups are named."""
+    aside = "take these prompts out of the training data or of the held-out ones, or raise validation.{} knowingly".format
+    checks = []
+    for group in groups:
+        of_group = Column("group") == group
+        near = gxe.ExpectColumnValuesToBeNull(column="near", row_condition=of_group, mostly=_mostly(config.max_near_duplicate_fraction))
+        inside = gxe.ExpectColumnValuesToBeNull(column="contained", row_condition=of_group, mostly=_mostly(config.max_contained_fraction))
+        checks += [
+            Check(
+                f"near_duplicates.{group}",
+                near,
+                f"training has no prompt of {group} again, with other marks, a system message or text around it",
+                config.max_near_duplicate_fraction,
+                aside("max_near_duplicate_fraction"),
+                unit="share of prompts",
+            ),
+            Check(
+                f"contained_prompts.{group}",
+                inside,
+                f"no short prompt of {group} is part of a longer training prompt",
+                config.max_contained_fraction,
+                aside("max_contained_fraction"),
+                unit="share of prompts",
+            ),
+        ]
+    return checks
 
 
 def _rows(use: str) -> list[Check]:
