@@ -99,7 +99,7 @@ class SourceConfig(Section):
     delimiter: str | None = Field(default=None, min_length=1, max_length=1)  # of a CSV file; null: detected in its header
     encoding: str = "utf-8"  # of text files
     subset: str | None = None  # of a Hugging Face data set
-    dataset_split: str = "train"  # of a Hugging Face data set
+    dataset_split: str = "train"  # of a Hugging Face data set, or of a folder whose files are named by splits
     revision: str | None = None  # of a Hugging Face data set: branch, tag or commit; None: what the cache has, or the newest
     format: DataFormat | None = None
     columns: dict[str, str | list[str]] = Field(
