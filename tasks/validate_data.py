@@ -33,6 +33,7 @@ def main() -> None:
             max_length=params.model.max_length,
             needed=rows_needed(params),
             pairs=needs_pairs(params),
+            external=params.gate.external if params.reward.enabled else (),
             docs=docs,
         )
         write_json(STAGE_METRICS["validate_data"], summary(findings, tables, max_reported_ids=params.validation.max_reported_ids))

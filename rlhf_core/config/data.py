@@ -91,6 +91,9 @@ WITH_ANSWERS = ("preference", "unpaired", "graded", "ranked", "compared")  # for
 
 CLERK_JUDGE = "clerk"  # name of the built-in data's judge; another judge is a rule and has the name of its function
 
+# With kind file, the dataset_split that takes every file of a folder.
+ALL_FILES = "all"
+
 # Slices of the gate that need no column of the data.
 BUILT_IN_SLICES = ("source", "prompt_length", "response_length", "length_order")
 
@@ -107,7 +110,7 @@ class SourceConfig(Section):
     delimiter: str | None = Field(default=None, min_length=1, max_length=1)  # of a CSV file; null: detected in its header
     encoding: str = "utf-8"  # of text files
     subset: str | None = None  # of a Hugging Face data set
-    dataset_split: str = "train"  # of a Hugging Face data set
+    dataset_split: str = "train"  # of a Hugging Face data set, or of a folder whose files are named by splits
     revision: str | None = None  # of a Hugging Face data set: branch, tag or commit; None: what the cache has, or the newest
     format: DataFormat | None = None
     columns: dict[str, str | list[str]] = Field(
@@ -219,6 +222,8 @@ class ValidationConfig(Section):
     max_templated_fraction: float = Field(default=0.01, ge=0, le=1)
     max_end_token_fraction: float = Field(default=0.01, ge=0, le=1)
     max_duplicate_fraction: float = Fraction
+    max_near_duplicate_fraction: float = Field(default=0.02, ge=0, le=1)
+    max_contained_fraction: float = Field(default=0.25, ge=0, le=1)
     max_contradictory_fraction: float = Fraction
     max_too_long_fraction: float = Fraction
     max_length_bias: float = Field(ge=0, le=0.5)

@@ -8,6 +8,9 @@ from typing import Literal
 from pydantic import Field
 
 from rlhf_core.config.base import Fraction, Section
+from rlhf_core.config.data import ALL_FILES, SourceConfig
+
+SUBSET = "subset"
 
 
 class ExternalPairsConfig(Section):
@@ -20,6 +23,20 @@ class ExternalPairsConfig(Section):
     implicit_prompt: bool | None = None  # as of a data source
     subset: str | None = None
     min_accuracy: float | None = Field(default=None, ge=0, le=1)
+
+    def source(self) -> SourceConfig:
+        """The pairs as a data source; its slice SUBSET is the column `subset`."""
+        return SourceConfig(
+            name=self.name,
+            kind="file",
+            uses=["preference"],
+            path=self.path,
+            dataset_split=ALL_FILES,
+            format=self.format,
+            columns=dict(self.columns),
+            implicit_prompt=self.implicit_prompt,
+            slices={SUBSET: self.subset} if self.subset is not None else {},
+        )
 
 
 class IncumbentConfig(Section):

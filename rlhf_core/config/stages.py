@@ -17,7 +17,7 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
         *("rl.reward.scorers", "rejection_sampling.scorers", "iterative.scorers"),
     ),
     "prepare_data": ("seed", "data", "model", "validation.max_dropped_fraction"),
-    "validate_data": ("validation", "model", "reward.enabled", "alignment"),
+    "validate_data": ("validation", "model", "reward.enabled", "alignment", "gate.external"),
     "check_model": (
         *("model", "alignment", "sft.lora", "sft.zero_stage", "reward.enabled", "reward.lora", "rl.reward.scorers"),
         *("rl.placement", "rl.trainer.ranks", "rl.trainer.gpus_per_rank", "rl.rollout", "rejection_sampling.scorers"),
@@ -47,6 +47,7 @@ ROUND_STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
 # Sections of data/inputs.json, the hashes of data and models outside the project, that each stage depends on; both pipelines list the same.
 INPUT_SECTIONS: dict[str, tuple[str, ...]] = {
     "prepare_data": ("sources", "judges", "model", "chat_template"),
+    "validate_data": ("external",),
     "check_model": ("model", "scorers"),
     "train_sft": ("model",),
     "gate_reward": ("judges", "external"),

@@ -11,15 +11,17 @@ import gzip
 import io
 import itertools
 import json
+import logging
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import SourceConfig, shown
+from rlhf_core.config.data import ALL_FILES
 from rlhf_core.data.drops import excerpt
 from rlhf_core.data.places import exists, locate
 from rlhf_core.data.tables import MAX_RATIO, parquet_records
@@ -33,12 +35,21 @@ MAX_HEADER_LINES = 100
 LISTS = ("data", "records", "rows", "examples", "items", "instances")  # keys of a .json file's object that hold its records
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SEPARATOR = re.compile(r'"?sep=(.)"?\r?\n?', re.IGNORECASE)  # first line by which spreadsheets name a delimiter
+SHOWN_FILES = 5
+# Split -> words for it in names of files, those of the library `datasets`.
+SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+
+log = logging.getLogger("rlhf")
 
 Reader = Callable[[Path, SourceConfig], Iterator[RawRecord]]
 
 
 def file_records(source: SourceConfig) -> Iterator[RawRecord]:
-    """The records of a file, or of all files of a folder in the order of their names.
+    """The records of a file, or of a folder's files of the source's split in the order of their names.
 
     Raises:
         ValueError, FileNotFoundError: there is no such file, or it can't be read.
@@ -47,11 +58,11 @@ def file_records(source: SourceConfig) -> Iterator[RawRecord]:
     if not exists(path):
         got = "nothing there; correct the path, relative to the project's folder"
         raise FileNotFoundError(f"{_name(path)}: expected a data file or folder, got {got}")
-    files = sorted(p for p in entries_below(path) if _reader(p)) if path.is_dir() else [path]
-    if not files:
-        raise ValueError(
-            f"{_name(path)}: expected files that end in {', '.join(_READERS)}, got a folder without any; correct the source's path"
-        )
+    files, aside = files_of_split(path, source.dataset_split) if path.is_dir() else ([path], [])
+    if aside:
+        names = ", ".join(shown(str(file.relative_to(path)), MAX_NAME) for file in aside[:SHOWN_FILES])
+        more = f" and {len(aside) - SHOWN_FILES} more" if len(aside) > SHOWN_FILES else ""
+        log.warning("source %s: files of other splits by their names are not read: %s%s", source.name, names, more)
     for file in files:
         reader = _reader(file)
         if reader is None:
@@ -77,6 +88,41 @@ def file_records(source: SourceConfig) -> Iterator[RawRecord]:
             ) from error
         if count == 0:
             raise ValueError(f"{_name(file)}: expected at least one record, got an empty file; remove it or correct the source's path")
+
+
+def files_of_split(folder: Path, split: str) -> tuple[list[Path], list[Path]]:
+    """The data files of a folder that belong to a split by their names, and the others; both sorted.
+
+    A word of SPLIT_WORDS, or the split itself, stands in a name or in a folder's name between characters that are no letters. The split
+    train has the files that name no other split, and ALL_FILES every file.
+
+    Raises:
+        ValueError: no file ends as data files do, or none is of the split.
+    """
+    files = sorted(p for p in entries_below(folder) if _reader(p))
+    if not files:
+        raise ValueError(
+            f"{_name(folder)}: expected files that end in {', '.join(_READERS)}, got a folder without any; correct the source's path"
+        )
+    if split == ALL_FILES:
+        return files, []
+    names = {file: file.relative_to(folder).as_posix().lower() for file in files}
+    if split == "train":
+        held_out = [word for other, words in SPLIT_WORDS.items() if other != "train" for word in words]
+        chosen = [file for file in files if _has_word(names[file], SPLIT_WORDS["train"]) or not _has_word(names[file], held_out)]
+    else:
+        chosen = [file for file in files if _has_word(names[file], SPLIT_WORDS.get(split, (split.lower(),)))]
+    if not chosen:
+        there = shown(", ".join(str(file.relative_to(folder)) for file in files[:SHOWN_FILES]), MAX_NAME)
+        raise ValueError(
+            f"{_name(folder)}: expected files of the split {shown(split)} by their names, got {there}; set the source's dataset_split to "
+            f"theirs, or to {ALL_FILES} if all of them may be trained on"
+        )
+    return chosen, [file for file in files if file not in set(chosen)]
+
+
+def _has_word(name: str, words: Iterable[str]) -> bool:
+    return re.search(rf"(?<![a-z])({'|'.join(map(re.escape, words))})(?![a-z])", name) is not None
 
 
 def _name(path: Path) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,8 +30,24 @@ def distinct_prompts(rows: Sequence[dict]) -> list[dict]:
     return list(first.values())
 
 
+def split_text(row: Mapping[str, Any]) -> str:
+    """The text that decides a row's split: of a conversation its beginning, up to the first message of the user.
+
+    So a conversation and its continuations, whose earlier turns may be trained on, are in one split.
+    """
+    if "text" in row:
+        return row["text"]
+    return conversation_text(beginning(row["messages"]))
+
+
+def beginning(messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages up to the first one of the user; all of them if there is none."""
+    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
+    return messages[: first + 1]
+
+
 def split_of(text: str, *, validation_fraction: float, test_fraction: float, promotion_fraction: float) -> Split:
-    """The split of a conversation's canonical text: the same in every use and for every seed.
+    """The split of a row's `split_text`: the same in every use and for every seed.
 
     The promotion split takes its share next to the test split, so moving the boundary between these two leaves validation and train as
     they are.

@@ -21,8 +21,8 @@ A source with the key `slices` also gives the values that the gate groups its pa
 id: unique within a use and independent of the order of rows: a hash of source and content.
 origin: the place of the row's record: a file's path as in params.yaml and its line, or a data set's name and its row; null if the row
     wasn't read from anywhere. Validation names it; trainers don't read it.
-split: by a hash of the conversation, the same in every use. train; validation: evaluated during training; test: for the gate and the
-    evaluation; promotion: only for promoting rounds of iterative DPO.
+split: by a hash of the conversation's beginning, the same in every use. train; validation: evaluated during training; test: for the gate
+    and the evaluation; promotion: only for promoting rounds of iterative DPO.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from rlhf_core.data.drops import DropCounts, Dropped, Misfit, Tally, excerpt
 from rlhf_core.data.files import file_records
 from rlhf_core.data.filters import REASONS, contradictory_rows, duplicate_rows, remove_rows, row_fault
 from rlhf_core.data.formats import convert
-from rlhf_core.data.hashing import Ids, SeenKeys, chunks, conversation_text, hexadecimal, kept_by_weight, split_of, text_hash
+from rlhf_core.data.hashing import Ids, SeenKeys, chunks, conversation_text, hexadecimal, kept_by_weight, split_of, split_text, text_hash
 from rlhf_core.data.notation import AS_MESSAGES, beginning, notation_of, with_messages
 from rlhf_core.data.samples import Writer, sample_rows
 from rlhf_core.data.schema import ORIGIN, SCHEMAS, SLICES_SCHEMA, RowWriter, open_rows, read_batches
@@ -278,7 +278,7 @@ def _write_source(
                 of_chunk = ids[use].assign(of_use)
                 numbers[use].frombytes(of_chunk.tobytes())
                 for row_id, row in zip(of_chunk.tolist(), of_use, strict=True):
-                    split = split_of(row["text"] if "text" in row else conversation_text(row["messages"]), **fractions)
+                    split = split_of(split_text(row), **fractions)
                     files[use].add({"id": hexadecimal(row_id), "source": source.name, "split": split, **row})
     return {use: np.frombuffer(of_use, dtype=np.uint64) for use, of_use in numbers.items() if of_use}
 

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.config import ExternalPairsConfig, IncumbentConfig, SourceConfig
+from rlhf_core.config import ExternalPairsConfig, IncumbentConfig
+from rlhf_core.config.gate import SUBSET
 from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.places import locate
 from rlhf_core.data.schema import Message
@@ -29,7 +30,6 @@ from rlhf_core.scorers.reward_input import fitting_ids
 from rlhf_core.scorers.reward_model import MICROBATCH_TOKENS, load_members, score_by_members
 from rlhf_core.statistics.clusters import cluster_codes, share_interval
 
-SUBSET = "subset"
 REPORTED = ("accuracy", "low", "high", "ties", "n")
 
 Text = tuple[Sequence[Message], str]  # a conversation and a response to it
@@ -94,18 +94,7 @@ def score_external(config: ExternalPairsConfig, model: LoadedModel, *, confidenc
     Raises:
         ValueError, FileNotFoundError: the file is missing, or doesn't have the configured columns.
     """
-    source = SourceConfig(
-        name=config.name,
-        kind="file",
-        uses=["preference"],
-        weight=1.0,
-        path=config.path,
-        format=config.format,
-        columns=dict(config.columns),
-        implicit_prompt=config.implicit_prompt,
-        slices={SUBSET: config.subset} if config.subset is not None else {},
-    )
-    loaded = load_source(source, seed=0)
+    loaded = load_source(config.source(), seed=0)
     rows = loaded.rows["preference"]
     chosen, rejected = (model.score_texts([(row["messages"], row[side]) for row in rows]) for side in ("chosen", "rejected"))
     known = np.isfinite(chosen) & np.isfinite(rejected)

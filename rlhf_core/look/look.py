@@ -17,8 +17,9 @@ from rlhf_core.config import ConfigError, Params, SourceConfig, shown
 from rlhf_core.config.data import FORMATS
 from rlhf_core.data.control import end_token, unwrapped
 from rlhf_core.data.drops import DropCounts, Dropped, Misfit
+from rlhf_core.data.files import files_of_split
 from rlhf_core.data.formats import convert
-from rlhf_core.data.hashing import conversation_text, split_of
+from rlhf_core.data.hashing import split_of, split_text
 from rlhf_core.data.notation import beginning, notation_of
 from rlhf_core.data.places import is_data_file, locate
 from rlhf_core.data.schema import SCHEMAS, TEXTS
@@ -32,6 +33,7 @@ from rlhf_core.look.settle import settle, unread_answers, unread_columns, unread
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rlhf_core.data.near_duplicates import Compared
     from rlhf_core.look.rows import Sequence, UseCounts
 
 GUESSED_FROM = 2000  # records of the sample, at most
@@ -84,6 +86,7 @@ class Guess:
     known: the name of a well-known data set with such columns. records: the sample; whole: whether the data has no others.
     fitting: the readings to choose from; a single one is the guess. others: readings that don't fit, or that a fitting one includes.
     unreadable: a message about marks that no reading reads. chosen: the format, if the user chose it.
+    aside: files of a folder that aren't read, since they name another split.
     """
 
     known: str | None
@@ -94,6 +97,7 @@ class Guess:
     others: list[Tried]
     unreadable: str | None
     chosen: str | None = None
+    aside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ class Looked:
 
     samples: (place of a record, its rows' sequences or the template's refusals).
     dropped: what was left out, and the number of records read.
+    repeats: split that is held out -> its prompts, compared with training.
     """
 
     tried: Tried
@@ -109,6 +114,7 @@ class Looked:
     dropped: DropCounts
     samples: list[tuple[str, list[Sequence | str]]]
     counts: Mapping[str, UseCounts]
+    repeats: Mapping[str, list[Compared]]
 
 
 def name_of(path: str) -> str:
@@ -135,7 +141,7 @@ def place_of(path: str, options: Mapping[str, Any]) -> Place:
     else:
         kind = "huggingface"
     given = {key: value for key, value in options.items() if value is not None}
-    of_other = ("subset", "dataset_split") if kind == "file" else ("delimiter", "encoding")
+    of_other = (("subset",) if there.is_dir() else ("subset", "dataset_split")) if kind == "file" else ("delimiter", "encoding")
     if wrong := [key for key in of_other if key in given]:
         raise ValueError(f"{shown(path)}: expected no {wrong[0]} of kind {kind}, got {shown(given[wrong[0]])}; take it out")
     try:
@@ -143,6 +149,15 @@ def place_of(path: str, options: Mapping[str, Any]) -> Place:
     except (LookupError, ValueError) as error:
         raise ValueError(f"encoding: expected a name such as utf-8 or cp1252, got {shown(given['encoding'])}; correct it") from error
     return Place(kind, path, given)
+
+
+def files_aside(place: Place) -> tuple[str, ...]:
+    """The names of a folder's files that aren't read, since they name another split."""
+    folder = locate(place.path)
+    if place.kind != "file" or not folder.is_dir():
+        return ()
+    _, aside = files_of_split(folder, place.source("text", ["pretrain"], {}, {}).dataset_split)
+    return tuple(str(file.relative_to(folder)) for file in aside)
 
 
 def sample_of(place: Place, limit: int) -> tuple[list[RawRecord], bool]:
@@ -180,7 +195,7 @@ def guess(place: Place, records: list[RawRecord], *, whole: bool, format_: str |
     read = [t.reading for t in fitting]
     unreadable = None if judged else unreadable_marks(found, read) or (None if columns else unread_answers(found, read))
     known = known_as(found, read)
-    return Guess(known, found, records, whole, fitting, others, None if format_ is not None else unreadable, format_)
+    return Guess(known, found, records, whole, fitting, others, None if format_ is not None else unreadable, format_, files_aside(place))
 
 
 def _chosen(readings: list[Reading], format_: str | None, columns: Mapping[str, Any]) -> list[Reading]:
@@ -287,6 +302,7 @@ def look(
     Raises:
         What `read_source` does.
     """
+    from rlhf_core.look.repeats import Repeats
     from rlhf_core.look.rows import Counting, sequences
     from rlhf_core.models.template import Unrenderable
 
@@ -296,7 +312,7 @@ def look(
         first = list(islice(rows, GUESSED_FROM * 8))
         tokenizer = _own_tokenizer(first, params)
         rows = chain(first, rows)
-    counting = Counting(tokenizer, params)
+    counting, repeats = Counting(tokenizer, params), Repeats(params)
     samples: dict[str, list[Sequence | str]] = {}
     for use, row in rows:
         where = row["origin"]
@@ -307,7 +323,8 @@ def look(
             except Unrenderable as error:
                 of_record.append(f"{use}: {error}")
         counting.add(use, row)
-    return Looked(tried, tokenizer, dropped, list(samples.items()), counting.done())
+        repeats.add(where, row)
+    return Looked(tried, tokenizer, dropped, list(samples.items()), counting.done(), repeats.counted())
 
 
 def _own_tokenizer(rows: list[tuple[str, dict]], params: Params) -> PreTrainedTokenizerBase:
@@ -317,5 +334,5 @@ def _own_tokenizer(rows: list[tuple[str, dict]], params: Params) -> PreTrainedTo
     data = params.data
     fractions = {name: getattr(data, name) for name in ("validation_fraction", "test_fraction", "promotion_fraction")}
     in_order = (row for use in SCHEMAS for of, row in rows if of == use)
-    texts = ({**row, "split": split_of(row.get("text") or conversation_text(row["messages"]), **fractions)} for row in in_order)
+    texts = ({**row, "split": split_of(split_text(row), **fractions)} for row in in_order)
     return new_tokenizer(params.model, texts)

@@ -8,6 +8,7 @@ from typing import Any, get_args
 from rlhf_core.config import Params, number_of, shown
 from rlhf_core.config.data import DropKind
 from rlhf_core.data.drops import DropCounts
+from rlhf_core.look import repeats
 from rlhf_core.look.guess import columns_line
 from rlhf_core.look.look import Guess, Looked, Tried
 from rlhf_core.look.recipe import LIMITS, dropped_share, exceeds_limit, recipe, yaml_lines
@@ -29,6 +30,9 @@ def guessed(guess: Guess, path: str, *, counts_all: bool = False) -> Iterator[st
     yield f"columns: {shown(', '.join(p for p in guess.columns if '.' not in p), 400)}"
     if guess.records and guess.records[0].note:
         yield f"assumed: {guess.records[0].note}"
+    if guess.aside:
+        names = shown(", ".join(guess.aside), 400)
+        yield f"not read, since their names are of other splits: {names} (--split test reads those named so, --split all every file)"
     if guess.known:
         yield f"these are the columns of {guess.known}"
     if len(guess.fitting) == 1 and not guess.unreadable:
@@ -191,6 +195,7 @@ def _counts(found: Looked, params: Params) -> Iterator[str]:
         ):  # a prompt's count includes one token of an answer
             yield f"  {crowded} leave no room for rl.rollout.max_new_tokens, {new}: RL leaves them out"
         yield from (f"  {objection(kind, count, values['rows'], params)}" for kind, count in values["objections"].items())
+    yield from (shown(line, 600) for line in repeats.lines(found.repeats, params))
 
 
 def _reasons(dropped: DropCounts, reasons: list[str]) -> Iterator[str]:
@@ -233,6 +238,7 @@ def as_json(guess: Guess, found: list[Looked], params: Params, model: Mapping[st
     return {
         "records": len(guess.records),
         "whole": guess.whole,
+        "aside": list(guess.aside),
         "known": guess.known,
         "assumed": guess.records[0].note if guess.records else "",
         "decided": len(guess.fitting) == 1 and guess.unreadable is None,
@@ -266,6 +272,10 @@ def _json_of(found: Looked) -> dict[str, Any]:
         "left_out": found.dropped.records,
         "dropped": dict(found.dropped),
         "counts": {use: counts.values() for use, counts in found.counts.items()},
+        "repeats": {
+            split: {"prompts": len(prompts), **{kind: sum(getattr(p, kind) is not None for p in prompts) for kind in repeats.LIMITS}}
+            for split, prompts in found.repeats.items()
+        },
         "samples": [
             {"where": where, "sequences": [s if isinstance(s, str) else vars(s) for s in sequences]} for where, sequences in found.samples
         ],

@@ -5,7 +5,7 @@ Only the validation stages import this module: importing great_expectations take
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -103,15 +103,47 @@ def presence_checks() -> list[Check]:
     """For a table with id (`<use>:<split>`) and rows."""
     expectation = gxe.ExpectColumnValuesToBeBetween(column="rows", min_value=1)
     meaning = "the stages find rows in every use and split they read"
-    advice = "add a source with that use to data.sources, or more rows"
+    advice = (
+        "add a source with that use to data.sources, or more rows; conversations with the same first message of the user are in one split, "
+        "so make a fixed instruction the system message"
+    )
     return [Check("rows_present", expectation, meaning, 0.0, advice, unit="share of uses and splits")]
 
 
 def leakage_checks() -> list[Check]:
     """For the table `across_uses`."""
-    expectation = ExpectColumnAToDetermineColumnB(column_A="canonical_conversation", column_B="split")
-    meaning = "no conversation is in two splits, in any use"
-    return [Check("split_leakage", expectation, meaning, 0.0, "split by the conversation, as prepare_data does")]
+    expectation = ExpectColumnAToDetermineColumnB(column_A="beginning", column_B="split")
+    meaning = "no beginning of a conversation is in two splits, in any use"
+    return [Check("split_leakage", expectation, meaning, 0.0, "split by the first message of the user, as prepare_data does")]
+
+
+def repeat_checks(groups: Iterable[str], config: ValidationConfig) -> list[Check]:
+    """For the table `prompts_repeated_in_training`, whose groups are named."""
+    aside = "take these prompts out of the training data or of the held-out ones, or raise validation.{} knowingly".format
+    checks = []
+    for group in groups:
+        of_group = Column("group") == group
+        near = gxe.ExpectColumnValuesToBeNull(column="near", row_condition=of_group, mostly=_mostly(config.max_near_duplicate_fraction))
+        inside = gxe.ExpectColumnValuesToBeNull(column="contained", row_condition=of_group, mostly=_mostly(config.max_contained_fraction))
+        checks += [
+            Check(
+                f"near_duplicates.{group}",
+                near,
+                f"training has no prompt of {group} again, with other marks, a system message or text around it",
+                config.max_near_duplicate_fraction,
+                aside("max_near_duplicate_fraction"),
+                unit="share of prompts",
+            ),
+            Check(
+                f"contained_prompts.{group}",
+                inside,
+                f"no short prompt of {group} is part of a longer training prompt",
+                config.max_contained_fraction,
+                aside("max_contained_fraction"),
+                unit="share of prompts",
+            ),
+        ]
+    return checks
 
 
 def _rows(use: str) -> list[Check]:

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_core.data.control import VISIBLE, control_token, end_token, is_blank, without_end_tokens
-from rlhf_core.data.hashing import conversation_text
+from rlhf_core.data.hashing import beginning, conversation_text
 from rlhf_core.data.schema import SCHEMAS, Message, read_batches
 from rlhf_core.data.values import ROLE_ORDER
 from rlhf_core.models.response_ids import BACK, encode_texts, ids_behind, in_parts, response_text, trained_end
@@ -79,8 +79,8 @@ def measure(use: str, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) 
 
     All uses: id, source, split, the texts of TEXT_COLUMNS, and tokens: the length of the longest sequence that a trainer makes of the row,
         with the end token (of a prompt: with one token of an answer).
-    With messages: conversation (as JSON), canonical_conversation (case and white space ignored), roles (joined by commas),
-        shortest_message (stripped), template_error (why the chat template refuses the conversation), joined and composed (see
+    With messages: conversation (as JSON), beginning (up to the first message of the user, case and white space
+        ignored), roles (joined by commas), shortest_message (stripped), template_error (why the chat template refuses the conversation), joined and composed (see
         `_Answer`) and control_token: one that templates write around turns, in a message or a text.
     sft, preference: <text>_decoded: the text after template, encoding and decoding; <text>_end_token: with which it ends as text.
     preference: pair (JSON of the conversation and both texts in sorted order), preference (the preferred one), is_pair,
@@ -134,17 +134,17 @@ def _conversation_columns(conversations: list[list[Message] | None]) -> dict[str
     views = {key: _views(messages) for key, messages in distinct.items()}
     nothing = (None, None, None)
     columns = list(zip(*(views.get(key, nothing) for key in keys), strict=True)) or [(), (), ()]
-    names = ("roles", "shortest_message", "canonical_conversation")
+    names = ("roles", "shortest_message", "beginning")
     return {"conversation": _strings(keys), **{name: _strings(column) for name, column in zip(names, columns, strict=True)}}
 
 
 def _views(messages: list[Message | None]) -> tuple[str, str | None, str]:
-    """Roles, the shortest message and the canonical text; nulls count as empty texts."""
+    """Roles, the shortest message and the canonical text of the beginning; nulls count as empty texts."""
     filled: list[Message] = [
         {"role": (m or {}).get("role") or "", "content": (m or {}).get("content") or "", "extra": (m or {}).get("extra")} for m in messages
     ]
     shortest = min((("" if is_blank(m["content"]) else m["content"].strip()) or m["extra"] or "" for m in filled), key=len, default=None)
-    return ",".join(m["role"] for m in filled), shortest, conversation_text(filled)
+    return ",".join(m["role"] for m in filled), shortest, conversation_text(beginning(filled))
 
 
 def _token_columns(frame: pd.DataFrame, texts: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> dict[str, pd.Series]:
@@ -305,7 +305,7 @@ def _render_one(tokenizer: PreTrainedTokenizerBase, conversation: list[Message],
 
 
 def measure_table(use: str, table: pq.ParquetFile, tokenizer: PreTrainedTokenizerBase) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Two tables: `measure` of all rows with stand-ins; and each row's conversation (hash of the canonical text) and split.
+    """Two tables: `measure` of all rows with stand-ins; and each row's conversation (hash of its beginning) and split.
 
     The second table is empty for a use without conversations.
     """
@@ -313,8 +313,8 @@ def measure_table(use: str, table: pq.ParquetFile, tokenizer: PreTrainedTokenize
     for rows in _parts(table):
         measured = measure(use, rows, tokenizer)
         frames.append(_without_sound_texts(use, measured))
-        if "canonical_conversation" in measured:
-            places.append(pd.DataFrame({"conversation": _hashes(measured["canonical_conversation"]), "split": measured["split"]}))
+        if "beginning" in measured:
+            places.append(pd.DataFrame({"conversation": _hashes(measured["beginning"]), "split": measured["split"]}))
     frame = pd.DataFrame({name: pd.concat([part.pop(name) for part in frames], ignore_index=True) for name in list(frames[0])})
     if "pair" in frame:
         _restore_repeated_pairs(frame, table)
@@ -323,21 +323,21 @@ def measure_table(use: str, table: pq.ParquetFile, tokenizer: PreTrainedTokenize
 
 
 def across_uses(tables: dict[str, pq.ParquetFile], places: dict[str, pd.DataFrame]) -> pd.DataFrame:
-    """All conversations of all uses: id (`<use>:<id>`), canonical_conversation, split; stand-ins unless a conversation is in two splits.
+    """All conversations of all uses: id (`<use>:<id>`), beginning, split; stand-ins unless a beginning is in two splits.
 
     Args:
         places: use -> the second table of `measure_table`.
     """
     places = {use: of_use for use, of_use in places.items() if len(of_use)}
     if not places:
-        return pd.DataFrame(columns=["id", "canonical_conversation", "split"])
+        return pd.DataFrame(columns=["id", "beginning", "split"])
     splits = pd.CategoricalDtype(sorted(set().union(*(of_use["split"].cat.categories for of_use in places.values()))))
     rows = pd.concat({use: of_use.astype({"split": splits}) for use, of_use in places.items()})
     distinct = rows.dropna().drop_duplicates()["conversation"]
     leaked = rows["conversation"].isin(distinct[distinct.duplicated()]) & rows["split"].notna()
     texts = [read_texts(use, _rows_at(tables[use], leaked[use])) for use in places]
     found = pd.concat(of_use.assign(id=f"{use}:" + of_use["id"]) for use, of_use in zip(places, texts, strict=True))
-    present = {"id": slice(None), "canonical_conversation": rows["conversation"].notna(), "split": rows["split"].notna()}
+    present = {"id": slice(None), "beginning": rows["conversation"].notna(), "split": rows["split"].notna()}
     columns = {name: _mostly_blank(found[name], leaked.to_numpy(), present[name]) for name in present}
     return pd.DataFrame(columns)
 
@@ -376,7 +376,7 @@ def _without_sound_texts(use: str, measured: pd.DataFrame) -> pd.DataFrame:
     columns = {name: measured[name].mask(sound & measured[name].notna(), text) for name, text in STAND_INS.items() if name in measured}
     if "pair" in measured:
         columns["pair"] = _hashes(measured["pair"]).astype("str")
-    unused = ["canonical_conversation", "joined", "composed", *(f"{text}_tokens" for text in TEXT_COLUMNS[use])]
+    unused = ["beginning", "joined", "composed", *(f"{text}_tokens" for text in TEXT_COLUMNS[use])]
     return measured.drop(columns=unused, errors="ignore").assign(**columns)
 
 

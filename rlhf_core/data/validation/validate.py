@@ -28,11 +28,12 @@ from great_expectations.data_context.types.base import DataContextConfig, InMemo
 from great_expectations.exceptions import GreatExpectationsError
 from great_expectations.execution_engine import pandas_execution_engine
 
-from rlhf_core.config import ValidationConfig, reordering_shown
+from rlhf_core.config import ExternalPairsConfig, ValidationConfig, reordering_shown
 from rlhf_core.data.drops import located, start_of
 from rlhf_core.data.schema import MESSAGES, ORIGIN, SCHEMAS, WIDE_MESSAGES, read_batches
-from rlhf_core.data.validation.expectations import Check, checks_for, leakage_checks, presence_checks, schema_checks
+from rlhf_core.data.validation.expectations import Check, checks_for, leakage_checks, presence_checks, repeat_checks, schema_checks
 from rlhf_core.data.validation.measures import across_uses, measure_table, schema_frame
+from rlhf_core.data.validation.repeats import prompts_repeated_in_training
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,6 +78,7 @@ class Finding:
     observed: the number that is compared with the limit, in `unit`.
     ids: of all unexpected rows, sorted.
     places: for the first ids of a failed check: id -> the origin of the row's record and the start of its text.
+    repeated_by: id -> the id of a training row that repeats the row.
     """
 
     name: str
@@ -92,6 +94,7 @@ class Finding:
     passed: bool
     ids: tuple[str, ...]
     places: Mapping[str, str] = field(default_factory=dict)
+    repeated_by: Mapping[str, str] = field(default_factory=dict)
 
     def message(self) -> str:
         """A message for people: expectation, limit, number of rows, the first ids with their origin, and what to do."""
@@ -166,6 +169,7 @@ def validate(
     max_length: int,
     needed: Sequence[tuple[str, str]] = READ_LATER,
     pairs: bool = True,
+    external: Sequence[ExternalPairsConfig] = (),
     docs: Path | None = None,
 ) -> list[Finding]:
     """Run every check on every use. Findings don't depend on the order of the rows.
@@ -176,7 +180,10 @@ def validate(
         tables: use -> the file that prepare_data wrote.
         needed: uses and splits that must have rows.
         pairs: whether the method learns from pairs; then there must be enough pairs, and single responses with a label don't count.
+        external: pairs whose prompts must not be in training either.
         docs: a folder for the Data Docs.
+    Raises:
+        ValueError, FileNotFoundError: external pairs can't be read.
     """
     validator, findings, places = Validator(), [], {}
     for use in (u for u in SCHEMAS if u in tables):
@@ -188,9 +195,21 @@ def validate(
             del frame  # only one use's table is in memory at a time
     findings += validator.run("rows", ALL_USES, _row_counts(tables, needed, pairs=pairs), presence_checks())
     findings += validator.run("splits", ALL_USES, across_uses(tables, places), leakage_checks())
+    findings += _repeats(validator, {use: tables[use] for use in places}, config, external)
     if docs is not None:
         _write_docs(validator, docs)
     return _located(findings, tables)
+
+
+def _repeats(
+    validator: Validator, tables: dict[str, pq.ParquetFile], config: ValidationConfig, external: Sequence[ExternalPairsConfig]
+) -> list[Finding]:
+    frame = prompts_repeated_in_training(tables, external)
+    if frame.empty:
+        return []
+    repeated_by = dict(zip(frame["id"], frame["near"].fillna(frame["contained"]), strict=True))
+    findings = validator.run("prompts in training", ALL_USES, frame, repeat_checks(frame["group"].unique().tolist(), config))
+    return [replace(f, repeated_by={i: repeated_by[i] for i in f.ids[:IDS_IN_MESSAGE]}) for f in findings]
 
 
 def _located(findings: list[Finding], tables: dict[str, pq.ParquetFile]) -> list[Finding]:
@@ -204,14 +223,28 @@ def _located(findings: list[Finding], tables: dict[str, pq.ParquetFile]) -> list
 
 
 def _places(finding: Finding, found: dict[str, dict[str, str]]) -> dict[str, str]:
-    named = zip(finding.ids, _named_rows(finding), strict=False)
-    return {shown: found[use][row_id] for shown, (use, row_id) in named if row_id in found.get(use, {})}
+    """Id -> place of the rows that the message names, where it is known, with the place of the training row that repeats it."""
+    places = {}
+    for shown_id in finding.ids[:IDS_IN_MESSAGE]:
+        (use, row_id), repeat = _use_and_id(finding, shown_id), finding.repeated_by.get(shown_id)
+        known = [found[use][row_id]] if row_id in found.get(use, {}) else []
+        if repeat is not None:
+            of_use, of_id = _use_and_id(finding, repeat)
+            known.append(f"training has {found.get(of_use, {}).get(of_id, repeat)}")
+        if known:
+            places[shown_id] = "; ".join(known)
+    return places
 
 
 def _named_rows(finding: Finding) -> list[tuple[str, str]]:
     """(use, id) of the rows that the message names."""
     ids = finding.ids[:IDS_IN_MESSAGE]
-    return [tuple(i.split(":", 1)) for i in ids if ":" in i] if finding.use == ALL_USES else [(finding.use, i) for i in ids]
+    return [_use_and_id(finding, i) for i in (*ids, *(finding.repeated_by[i] for i in ids if i in finding.repeated_by))]
+
+
+def _use_and_id(finding: Finding, shown_id: str) -> tuple[str, str]:
+    use, _, row_id = shown_id.partition(":") if finding.use == ALL_USES else (finding.use, "", shown_id)
+    return use, row_id
 
 
 def summary(findings: list[Finding], tables: dict[str, pq.ParquetFile], *, max_reported_ids: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 from gate_pairs import write_slices
 
-from rlhf_core.data.hashing import conversation_text, distinct_prompts, kept_by_weight, split_of, with_ids
+from rlhf_core.data.hashing import conversation_text, distinct_prompts, kept_by_weight, split_of, split_text, with_ids
 from rlhf_core.data.schema import read_slices
 
 FRACTIONS = {"validation_fraction": 0.06, "test_fraction": 0.12, "promotion_fraction": 0.08}
@@ -43,6 +43,16 @@ def test_case_and_white_space_make_no_other_conversation_and_words_and_roles_do(
     assert text("user", "Sort 21.") != text("system", "Sort 21.")
     together = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert conversation_text(together) != text("user", "a\nassistant\tb")
+
+
+def test_the_first_message_of_the_user_and_what_is_before_it_decide_the_split():
+    """Of a conversation with one message of the user that is all of it, so its split depends on the whole text."""
+    asked, more = {"role": "user", "content": "Sort  4066."}, {"role": "user", "content": "And 12?"}
+    system, answer = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "0466."}
+    assert split_text({"messages": [asked]}) == split_text({"messages": [asked, answer, more]}) == "user\tsort 4066."
+    assert split_text({"messages": [system, asked]}) == split_text({"messages": [system, asked, answer, more]})
+    assert split_text({"messages": [system, asked]}) == "system\tbe brief.\nuser\tsort 4066."
+    assert split_text({"messages": [answer]}) == "assistant\t0466." and split_text({"text": "Sort  12"}) == "Sort  12"
 
 
 def test_ids_are_unique_even_for_equal_rows_and_survive_shuffling():

@@ -141,7 +141,7 @@ def test_a_conversation_in_two_splits_is_a_leak_even_across_uses_and_with_other_
     rows["prompt"][4]["messages"] = user("double  7.")  # a test row; sft07 and preference07 are in train
     leak = ("preference:preference07", "prompt:prompt04", "prompt:prompt07", "sft:sft07")
     assert SPLIT[4] == "test" and SPLIT[7 % 5] == "train"
-    assert failures(check(rows, tokenizer)) == [("all", "split_leakage", 4, leak)]
+    assert failures(check(rows, tokenizer)) == [("all", "split_leakage", 4, leak), ("all", "near_duplicates.test", 1, ("prompt:prompt04",))]
 
 
 def test_uses_and_splits_that_later_stages_read_must_have_rows(rows, tokenizer):

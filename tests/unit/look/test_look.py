@@ -26,7 +26,7 @@ from tests.tiny_models import DEFAULTS, tiny_params, tiny_tokenizer
 
 ROOT = Path(__file__).parents[3]
 TURNS = [
-    {"role": "user", "content": "Please sort 4172."},
+    {"role": "user", "content": "Please sort 7142."},
     {"role": "assistant", "content": "<think>\nFour digits.\n</think>\n\nSorted: 1247."},
     {"role": "user", "content": "And 309?"},
 ]
