@@ -12,6 +12,7 @@ from rlhf_core.statistics.clusters import accuracy_needed
 
 SLICE = "slice: "  # prefix of the names of slices' checks
 MAX_SLICES = 5  # named in a message
+UNEVEN = 4  # times as many prompts as equal ones with the same precision, from which on a message says so
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,9 @@ def sentences(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> 
 
 def _measured(gate: dict[str, Any], config: GateConfig) -> str:
     n, interval = gate["n"], f"{percent(config.confidence)} interval {gate['low']:.4f} to {gate['high']:.4f}"
-    return f"held-out accuracy {gate['accuracy']:.4f} on {n} pairs of {gate['prompts']} prompts, {interval}"
+    uneven = gate["prompts_effective"] < gate["prompts"] / UNEVEN
+    few = f" (some have so many of the pairs that they count as {gate['prompts_effective']:.1f})" if uneven else ""
+    return f"held-out accuracy {gate['accuracy']:.4f} on {n} pairs of {gate['prompts']} prompts{few}, {interval}"
 
 
 def _too_few(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
