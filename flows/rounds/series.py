@@ -17,7 +17,7 @@ from flows.chain.updates import check_run, check_update
 from flows.chain.user_files import check_user_files
 from flows.chain.worktree import commit, commit_results, prepare_worktree, worktree_path
 from flows.runs.results import input_paths, result_paths
-from rlhf_core.config import UNTRACKED_SECTIONS, ConfigError, Params, PromotionConfig, load_params, read_yaml
+from rlhf_core.config import UNTRACKED_SECTIONS, ConfigError, Params, load_params, read_yaml
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import (
     GATE_METRICS,
@@ -35,7 +35,7 @@ from rlhf_core.provenance.inputs import changes_since, read_inputs
 from rlhf_core.report.rounds import draw, table
 from rlhf_core.rounds.data import check_promotion_rows, prompts_of_round
 from rlhf_core.rounds.pins import BudgetPin, Pin, PromptsPin, Round, prompts_hash, read_rounds, write_rounds
-from rlhf_core.rounds.promotion import next_budget
+from rlhf_core.rounds.spending import Outcome, begin_comparison, improved, record_rounds
 
 STAGES = ("sample_round", "validate_round", "train_round", "evaluate_round")
 
@@ -94,6 +94,8 @@ def forget_unmade(workspace: Path) -> None:
     """
     if not unmade(workspace):
         return
+    (entry,) = read_rounds(workspace).values()
+    record_rounds(workspace.name, improved(load_params(workspace / "params.yaml")), [(1, entry.budget, "none")], workspace)
     write_rounds({}, workspace)
     if (refusal := commit(workspace, "Take back the beginning of round 1", [str(ROUNDS_FILE)])) is not None:
         log.warning("Round 1: the removal of its entry is not committed; %s", refusal)
@@ -187,7 +189,7 @@ def new_round(workspace: Path, rounds: dict[int, Round], params: Params, start: 
         reward_models={s.name: pin(s.path or REWARD_MODEL) for s in config.scorers if s.kind == "reward_model"},
         gate=pin(GATE_METRICS),
         prompts=PromptsPin(first=(number - 1) * len(prompts), count=len(prompts), sha256=prompts_hash(prompts)),
-        budget=budget_of_next(workspace, rounds, config.promotion),
+        budget=_budget_of_next(workspace, rounds, params),
     )
 
 
@@ -205,27 +207,33 @@ def check_promotion_split(workspace: Path, params: Params) -> None:
         raise ConfigError(str(error)) from error
 
 
-def budget_of_next(workspace: Path, rounds: dict[int, Round], config: PromotionConfig) -> BudgetPin:
-    """The budget of the comparison after `rounds`, from their verdicts.
+def _budget_of_next(workspace: Path, rounds: dict[int, Round], params: Params) -> BudgetPin:
+    """The budget of the comparison after `rounds`, and after those of other series that improve the same model.
 
     Raises:
-        ConfigError: a round's pinned budget isn't what the verdicts before it leave, so one of them has changed.
+        ConfigError: a round's pinned budget or its verdict has changed since it was recorded, or nothing of the error budget is left.
     """
-    budget = next_budget(None, accepted=False, error_budget=config.error_budget, rounds=config.rounds)
-    for number, entry in rounds.items():
-        if entry.budget != budget:
-            raise ConfigError(
-                f"round {number}: expected the budget that the verdicts before it leave, {_shown(budget)}, got {_shown(entry.budget)}; "
-                f"{ROUNDS_FILE} or a verdict has changed since the round began: restore both with git, or begin another series"
-            )
-        found = verdict(workspace, number) or {}
-        if found.get("trained"):
-            budget = next_budget(budget, accepted=found["accepted"], error_budget=config.error_budget, rounds=config.rounds)
+    record_comparisons(workspace, rounds, params)
+    improves, config, number = improved(params), params.iterative.promotion, len(rounds) + 1
+    budget, before = begin_comparison(workspace.name, number, improves, config, workspace)
+    if before.series:
+        log.info(
+            "Round %d: comparison %d of all that improve %s, at level %.2g; other series (%s) have spent %.2g of the error budget %g",
+            *(number, budget.comparison, improves, budget.level, ", ".join(before.series), before.spent, config.error_budget),
+        )
     return budget
 
 
-def _shown(budget: BudgetPin) -> str:
-    return f"comparison {budget.comparison} at level {budget.level:.4g}"
+def record_comparisons(workspace: Path, rounds: dict[int, Round], params: Params) -> None:
+    """Append what the ledger of comparisons lacks of this series; see `record_rounds`."""
+    record_rounds(workspace.name, improved(params), [(n, entry.budget, _outcome(workspace, n)) for n, entry in rounds.items()], workspace)
+
+
+def _outcome(workspace: Path, number: int) -> Outcome | None:
+    found = verdict(workspace, number)
+    if found is None:
+        return None
+    return "accepted" if found["accepted"] else "kept" if found.get("trained") else "none"
 
 
 def is_finished(workspace: Path, number: int) -> bool:
@@ -257,7 +265,8 @@ def results(workspace: Path) -> list[dict[str, Any]]:
 
 
 def publish(workspace: Path, number: int) -> str:
-    """Write figure and table of all rounds and commit the results of this one. Returns the table."""
+    """Write figure and table of all rounds, record this one's verdict and commit its results. Returns the table."""
+    record_comparisons(workspace, read_rounds(workspace), load_params(workspace / "params.yaml"))
     rows = results(workspace)
     text = table(rows)
     (workspace / ROUNDS_TABLE).write_text(f"# Rounds of {workspace.name}\n\n{text}", encoding="utf-8")

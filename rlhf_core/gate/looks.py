@@ -6,25 +6,17 @@ on one that shares at least SHARED of its pairs, and the level decreases with th
 
 from __future__ import annotations
 
-import contextlib
-import os
-import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from rlhf_core.config import ConfigError, GateConfig, Section, shown
+from rlhf_core.config import GateConfig, Section
 from rlhf_core.gate.overlap import SplitKeys, read_sketch, write_sketch
-from rlhf_core.stage.files import lock_file
+from rlhf_core.stage.ledger import Ledger, git, now
 
-LEDGER = "rlhf-gate-looks.jsonl"
-LOCK_DEADLINE = 60.0  # seconds
 SHARED = 0.1  # of a split's pairs, from which on the looks at another split count for it
-_GIT_ASIDE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")  # set in a git hook; they could name another repository
 
 
 def look_level(confidence: float, number: int) -> float:
@@ -85,22 +77,7 @@ class Look:
     earlier: list[dict[str, Any]]
 
 
-def ledger_path(root: Path) -> Path:
-    """The ledger in git's common folder, which all worktrees share; without git, in `root`.
-
-    Raises:
-        ConfigError: git fails.
-    """
-    done = _git(root, "rev-parse", "--path-format=absolute", "--git-common-dir")
-    if done is None:
-        return root / LEDGER
-    if done.returncode == 0:
-        return Path(done.stdout.strip()) / LEDGER
-    if "not a git repository" in done.stderr:
-        return root / LEDGER
-    raise ConfigError(
-        f"{LEDGER}: expected git to name the repository's common folder, got: {' '.join(done.stderr.split())}; repair the repository first"
-    )
+LEDGER = Ledger("rlhf-gate-looks.jsonl", "the gate", _Line)
 
 
 def take_look(keys: SplitKeys, model: str, root: Path = Path()) -> Look:
@@ -116,14 +93,14 @@ def take_look(keys: SplitKeys, model: str, root: Path = Path()) -> Look:
         ConfigError: the ledger can't be read or written.
     """
     split = keys.sha256
-    with _opened(root) as file:
-        lines = _read(file)
+    with LEDGER.opened(root) as file:
+        lines = LEDGER.read(file)
         at = next((i for i, line in enumerate(lines) if (line.kind, line.split, line.model) == ("look", split, model)), len(lines))
         if at == len(lines):
-            begun = {"split": split, "run": run_name(root), "at": _now()}
+            begun = {"split": split, "run": run_name(root), "at": now()}
             sketches = {"prompts": write_sketch(keys.prompts), "responses": write_sketch(keys.responses)}
             known = any((line.kind, line.split) == ("split", split) for line in lines)
-            _append(file, *([] if known else [_Line(kind="split", **begun, **sketches)]), _Line(kind="look", model=model, **begun))
+            LEDGER.append(file, *([] if known else [_Line(kind="split", **begun, **sketches)]), _Line(kind="look", model=model, **begun))
     before = lines[:at]
     shares = {line.split: keys.share_in(read_sketch(line.prompts), read_sketch(line.responses)) for line in before if line.kind == "split"}
     shares = {name: share for name, share in shares.items() if share >= SHARED} | {split: 1.0}
@@ -142,26 +119,17 @@ def write_result(split: str, model: str, *, passed: bool, accuracy: float | None
         ConfigError: the ledger can't be read or written.
     """
     found = {"passed": passed, "accuracy": None if accuracy is None else round(accuracy, 6), "confidence": confidence}
-    line = _Line(kind="result", split=split, model=model, run=run_name(root), at=_now(), **found)
-    with _opened(root) as file:
-        of_look = [x for x in _read(file) if (x.kind, x.split, x.model) == ("result", split, model)]
+    line = _Line(kind="result", split=split, model=model, run=run_name(root), at=now(), **found)
+    with LEDGER.opened(root) as file:
+        of_look = [x for x in LEDGER.read(file) if (x.kind, x.split, x.model) == ("result", split, model)]
         if not of_look or of_look[-1].model_dump(include=set(found)) != found:
-            _append(file, line)
+            LEDGER.append(file, line)
 
 
 def run_name(root: Path) -> str:
     """The checked-out branch, or the folder's name without one."""
-    done = _git(root, "symbolic-ref", "--short", "--quiet", "HEAD")
+    done = git(root, "symbolic-ref", "--short", "--quiet", "HEAD")
     return root.resolve().name if done is None or done.returncode else done.stdout.strip()
-
-
-def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str] | None:
-    """None: git is not installed."""
-    environment = {key: value for key, value in os.environ.items() if key not in _GIT_ASIDE} | {"LC_ALL": "C"}
-    try:
-        return subprocess.run(["git", *arguments], cwd=root, env=environment, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return None
 
 
 def _first_results(lines: list[_Line]) -> dict[tuple[str, str | None], _Line]:
@@ -172,52 +140,3 @@ def _first_results(lines: list[_Line]) -> dict[tuple[str, str | None], _Line]:
 def _shown(number: int, line: _Line, result: _Line | None) -> dict[str, Any]:
     known = {key: getattr(result, key, None) for key in ("passed", "accuracy", "confidence")}
     return {"number": number, "model": line.model, "run": line.run, **known}
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-@contextlib.contextmanager
-def _opened(root: Path) -> Iterator[IO[bytes]]:
-    """The ledger, exclusively locked."""
-    path = ledger_path(root)
-    try:
-        file = path.open("a+b")
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: expected to be able to write the gate's looks there, got: {error.strerror}; change its rights"
-        ) from error
-    with file:
-        try:
-            lock_file(file, LOCK_DEADLINE)
-        except TimeoutError as error:
-            raise ConfigError(f"{path}: {error}; wait for it") from error
-        yield file
-
-
-def _read(file: IO[bytes]) -> list[_Line]:
-    file.seek(0)
-    found = []
-    for number, text in enumerate(file.read().splitlines(), start=1):
-        try:
-            found.append(_Line.model_validate_json(text))
-        except ValidationError as error:
-            got = shown(text.decode(errors="replace"))
-            raise ConfigError(
-                f"{file.name}, line {number}: expected one that the gate wrote, got {got!r}; correct or remove that line"
-            ) from error
-    return found
-
-
-def _append(file: IO[bytes], *lines: _Line) -> None:
-    """Append lines durably, or nothing."""
-    end = file.seek(0, os.SEEK_END)
-    try:
-        file.write(b"".join(line.model_dump_json(exclude_none=True).encode() + b"\n" for line in lines))
-        file.flush()
-        os.fsync(file.fileno())
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            os.ftruncate(file.fileno(), end)
-        raise ConfigError(f"{file.name}: expected to write a look there, got: {error.strerror}; make room") from error

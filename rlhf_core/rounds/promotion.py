@@ -1,10 +1,12 @@
-"""Whether a round's policy replaces the one before it, and the error budget that a series of rounds spends on these comparisons.
+"""Whether a round's policy replaces the one before it, and the error budget that rounds spend on these comparisons.
 
-`error_budget` bounds the chance that a series ever accepts a policy that is no better than the one before. Comparison i accepts at a
-p-value of at most its level:
+`error_budget` bounds the chance that any series that improves the same model (`rlhf_core.rounds.spending.improved`) ever accepts a policy
+that is no better than the one before. Comparison i of all of them accepts at a p-value of at most its level:
 
     level_i = error_budget * share_i + (level_{i-1} if comparison i-1 accepted, otherwise 0)
     share_i = 0.8 / T for i <= T,  0.2 * T / ((i - 1) i) for i > T,  T = iterative.promotion.rounds;  the shares sum to 1
+
+and at most 0.8 of what is left, since error_budget and T may differ from those of earlier series.
 
 Source: Online Fallback of Tian and Ramdas 2021, https://arxiv.org/abs/1910.04900, with other shares. docs/statistics.md says why it holds
 for rounds, and has simulations.
@@ -36,17 +38,18 @@ def share(comparison: int, rounds: int) -> float:
 
 
 def next_budget(before: BudgetPin | None, *, accepted: bool, error_budget: float, rounds: int) -> BudgetPin:
-    """What the next comparison may spend.
+    """What the next comparison may spend: the level by its number, but at most 0.8 of what comparisons with other settings have left.
 
     Args:
-        before: of the series' last comparison; None before the first. A round whose data was refused made no comparison.
+        before: of the last comparison; None before the first. A round whose data was refused made no comparison.
         accepted: the last comparison accepted its policy, so that its level is added to the next.
     """
     if before is None:
         return BudgetPin(comparison=1, level=error_budget * share(1, rounds), spent=0.0)
     number = before.comparison + 1
-    carried = before.level if accepted else 0.0
-    return BudgetPin(comparison=number, level=error_budget * share(number, rounds) + carried, spent=spent_after(before, accepted=accepted))
+    carried, spent = before.level if accepted else 0.0, spent_after(before, accepted=accepted)
+    level = min(error_budget * share(number, rounds) + carried, WITHIN_HORIZON * (error_budget - spent))
+    return BudgetPin(comparison=number, level=max(level, 0.0), spent=spent)
 
 
 def spent_after(budget: BudgetPin, *, accepted: bool) -> float:

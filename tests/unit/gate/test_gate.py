@@ -258,7 +258,7 @@ def test_two_models_in_two_worktrees_are_two_looks_and_one_that_is_judged_again_
         (shutil.copytree if source.is_dir() and not source.is_symlink() else os.symlink)(source, other / name)
     (other / "models/reward/note").write_text("another model by its md5")
 
-    ledger = workspace / ".git" / LEDGER
+    ledger = workspace / ".git" / LEDGER.name
     first_run, first = run_gate(workspace)
     kill_after_look(other, ledger)
     assert not (other / "metrics").exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import ConfigError, load_params
-from rlhf_core.gate.looks import LEDGER, at_look, ledger_path, look_level, take_look, write_result
+from rlhf_core.gate.looks import LEDGER, at_look, look_level, take_look, write_result
 from rlhf_core.gate.overlap import KEPT, SplitKeys, split_hash
 
 ROOT = Path(__file__).parents[3]
@@ -105,7 +105,7 @@ def test_a_split_of_other_pairs_starts_a_count(tmp_path, rows):
 
 def test_a_line_of_an_older_version_counts_for_the_same_pairs(tmp_path):
     old = {"kind": "look", "split": SPLIT, "model": MODELS[0], "run": "main", "at": "2026-01-01T00:00:00+00:00"}
-    (tmp_path / LEDGER).write_text(json.dumps(old) + "\n")
+    (tmp_path / LEDGER.name).write_text(json.dumps(old) + "\n")
     assert take_look(keys(*range(39)), MODELS[1], tmp_path).number == 1  # nothing tells what the older split had
     assert take_look(KEYS, MODELS[2], tmp_path).number == 3
     assert take_look(keys(*range(38)), MODELS[3], tmp_path).number == 4  # now it does
@@ -114,7 +114,7 @@ def test_a_line_of_an_older_version_counts_for_the_same_pairs(tmp_path):
 def test_the_share_of_a_large_split_is_estimated_from_a_bounded_sketch(tmp_path):
     """Of 10,000 pairs 1,500 are in the first split, or 500; its sketch has 4,096 of its 10,000 prompts."""
     take_look(keys(*range(10_000)), MODELS[0], tmp_path)
-    assert len((tmp_path / LEDGER).read_bytes()) < 2 * 8 * KEPT * 4 / 3 + 1000
+    assert len((tmp_path / LEDGER.name).read_bytes()) < 2 * 8 * KEPT * 4 / 3 + 1000
     (look,) = take_look(keys(*range(8_500, 18_500)), MODELS[1], tmp_path).earlier
     assert look["shared"] == pytest.approx(0.15, abs=0.02)
     assert take_look(keys(*range(9_500, 19_500)), MODELS[1], tmp_path).number == 2  # 0.05 of it in the first, 0.9 in the second
@@ -131,7 +131,7 @@ def test_worktrees_share_one_count_and_a_model_keeps_its_number(repository):
     assert second.earlier == [{"number": 1, "model": MODELS[0], "run": "main", **result, "shared": 1.0}]
     assert take_look(KEYS, MODELS[0], worktree) == first and take_look(KEYS, MODELS[1], repository) == second
     assert take_look(OTHER_KEYS, MODELS[1], repository).number == 1
-    assert ledger_path(repository) == ledger_path(worktree) == (repository / ".git" / LEDGER)
+    assert LEDGER.path(repository) == LEDGER.path(worktree) == (repository / ".git" / LEDGER.name)
     third = take_look(KEYS, MODELS[2], repository)
     assert [(look["run"], look["passed"]) for look in third.earlier] == [("main", False), ("run/a", None)]
 
@@ -141,7 +141,7 @@ def test_interrupted_before_the_result_is_one_look(repository):
     again = take_look(KEYS, MODELS[0], repository)
     for _ in range(2):
         write_result(SPLIT, MODELS[0], passed=True, accuracy=0.8123456789, confidence=0.95, root=repository)
-    lines = [json.loads(line) for line in ledger_path(repository).read_text().splitlines()]
+    lines = [json.loads(line) for line in LEDGER.path(repository).read_text().splitlines()]
     assert again.number == 1 and [line["kind"] for line in lines] == ["split", "look", "result"]
 
 
@@ -152,7 +152,7 @@ def test_other_thresholds_change_no_earlier_look(repository):
     second = take_look(KEYS, MODELS[1], repository)
     write_result(SPLIT, MODELS[0], passed=True, accuracy=0.7, confidence=0.95, root=repository)
     assert take_look(KEYS, MODELS[1], repository) == second
-    results = [json.loads(line) for line in ledger_path(repository).read_text().splitlines()]
+    results = [json.loads(line) for line in LEDGER.path(repository).read_text().splitlines()]
     assert [line["passed"] for line in results if line["kind"] == "result"] == [False, True]
 
 
@@ -178,12 +178,12 @@ def test_looks_at_once_get_different_numbers(repository):
 
 def test_without_git_the_ledger_is_in_the_folder(tmp_path):
     assert take_look(KEYS, MODELS[0], tmp_path).number == 1 and take_look(KEYS, MODELS[1], tmp_path).number == 2
-    assert (tmp_path / LEDGER).is_file()
+    assert (tmp_path / LEDGER.name).is_file()
 
 
 def test_git_that_refuses_does_not_start_another_count(repository):
     (repository / ".git/config").write_text("[core\n")
-    with pytest.raises(ConfigError, match=f"{LEDGER}: expected git to name the repository's common folder, got: .*bad config"):
+    with pytest.raises(ConfigError, match=f"{LEDGER.name}: expected git to name the repository's common folder, got: .*bad config"):
         take_look(KEYS, MODELS[0], repository)
 
 
@@ -206,7 +206,7 @@ OF_A_SPLIT = b'{"kind": "split", "split": "' + b"5" * 64 + b'", "run": "a", "at"
 )
 def test_a_line_that_the_gate_did_not_write_is_refused_by_its_number(tmp_path, bad):
     take_look(KEYS, MODELS[0], tmp_path)
-    path = tmp_path / LEDGER
+    path = tmp_path / LEDGER.name
     path.write_bytes(path.read_bytes() + bad)
     with pytest.raises(ConfigError, match=r"looks\.jsonl, line 3: expected one that the gate wrote, got .*; correct or remove") as error:
         take_look(KEYS, MODELS[1], tmp_path)
@@ -214,6 +214,6 @@ def test_a_line_that_the_gate_did_not_write_is_refused_by_its_number(tmp_path, b
 
 
 def test_a_ledger_that_can_not_be_written_is_an_error(tmp_path):
-    (tmp_path / LEDGER).mkdir()
-    with pytest.raises(ConfigError, match="expected to be able to write the gate's looks there"):
+    (tmp_path / LEDGER.name).mkdir()
+    with pytest.raises(ConfigError, match="expected the gate to be able to write there"):
         take_look(KEYS, MODELS[0], tmp_path)
