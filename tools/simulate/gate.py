@@ -93,6 +93,17 @@ def chain(rng: np.random.Generator, config: GateConfig, *, guarded: bool, fresh:
     return truth
 
 
+def chain_row(rng: np.random.Generator, config: GateConfig, how: str, replications: int, *, nights: int = CHAIN, **options: bool) -> Row:
+    """How often a chain ends below the margin. options: of `chain`."""
+    ends = np.array([chain(rng, config, nights=nights, **options) for _ in range(replications)])
+    case = (
+        f"{nights} candidates from {START}, each truly worse by {STEP}, end more than {MARGIN} below, {how} "
+        f"(at {ends.mean():.3f} in the mean, {ends.min():.3f} at worst)"
+    )
+    below = int((ends < START - MARGIN - STEP / 2).sum())
+    return Row(case, "at most 0.05" if nights == CHAIN else "no bound", below, replications)
+
+
 def power(rng: np.random.Generator, config: GateConfig, number: int) -> tuple[bool, bool]:
     """Whether a model of accuracy BETTER passes the threshold at a look; and one of START with incumbent and anchor of START."""
     split = Split.draw(rng)
@@ -148,19 +159,8 @@ def simulate(replications: int, rng: np.random.Generator) -> list[Row]:
                 how = "" if tries == 1 else ", looks counted" if counted else ", each judged as the first look"
                 case = f"{'a model' if tries == 1 else f'any of {tries} models'} at the threshold passes{where}{how}"
                 rows.append(Row(case, "at most 0.025" if tries == 1 else "at most 0.05", hits, replications))
-    for how, nights, options in (
-        ("against the incumbent alone, each judged as the first look", CHAIN, {"guarded": False}),
-        ("with the anchor, on the same pairs, looks counted", CHAIN, {"guarded": True}),
-        ("with the anchor, on other pairs every night", CHAIN, {"guarded": True, "fresh": True}),
-        ("with the anchor, on other pairs every night", YEAR, {"guarded": True, "fresh": True}),
-    ):
-        n = replications if nights == CHAIN else max(1, replications // 10)
-        ends = np.array([chain(rng, config, nights=nights, **options) for _ in range(n)])
-        case = (
-            f"{nights} candidates from {START}, each truly worse by {STEP}, end more than {MARGIN} below, {how} "
-            f"(at {ends.mean():.3f} in the mean, {ends.min():.3f} at worst)"
-        )
-        rows.append(Row(case, "at most 0.05" if nights == CHAIN else "no bound", int((ends < START - MARGIN - STEP / 2).sum()), n))
+    rows.append(chain_row(rng, config, "against the incumbent alone, each judged as the first look", replications, guarded=False))
+    rows.append(chain_row(rng, config, "with the anchor, on the same pairs, looks counted", replications, guarded=True))
     worse = sum(worse_passes(rng, config) for _ in range(replications))
     rows.append(Row(f"a model that is worse than the incumbent by {MARGIN} passes", "at most 0.025", worse, replications))
     for prompts in (200, PROMPTS):
@@ -172,4 +172,7 @@ def simulate(replications: int, rng: np.random.Generator) -> list[Row]:
         found = [power(rng, config, number) for _ in range(replications)]
         for k, what in enumerate((f"a model of {BETTER}", f"a model as good as incumbent and anchor ({START})")):
             rows.append(Row(f"{what} passes at look {number}", "high", sum(f[k] for f in found), replications))
+    other_pairs = "with the anchor, on other pairs every night"
+    rows.append(chain_row(rng, config, other_pairs, replications, guarded=True, fresh=True))
+    rows.append(chain_row(rng, config, other_pairs, max(1, replications // 10), guarded=True, fresh=True, nights=YEAR))
     return rows

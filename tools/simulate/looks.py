@@ -20,7 +20,7 @@ LAST = max(TRIES)
 EXCHANGED = PROMPTS // 3
 
 
-def row(prompt: int, text: str = "What is the answer to question {}?") -> dict[str, Any]:
+def row(prompt: int, text: str) -> dict[str, Any]:
     """A pair of a prompt. Its responses don't depend on the prompt's text."""
     responses = {"chosen": f"The answer to this question is {prompt}.", "rejected": "I don't know."}
     return {"messages": [{"role": "user", "content": text.format(prompt)}], **responses}
