@@ -1,6 +1,7 @@
 """Pin the registry's state in a run's params when the run starts, so that no stage reads the registry.
 
-`gate.incumbent` is the promoted reward model, `gate.anchor` the most accurate one ever promoted, `gate.rolled_back` those rolled back.
+`gate.incumbent` is the promoted reward model, `gate.anchor` the promoted one that no later one
+clearly beats, `gate.rolled_back` those rolled back.
 A run keeps its first incumbent and anchor; `gate.rolled_back` is updated at each start.
 """
 

@@ -1,7 +1,7 @@
 """Computes again the figures on which a registration rests: metrics in a commit are texts, and so is dvc.lock with their hashes.
 
 The gate's verdict follows from the held-out scores, whose hash is in the model's lineage, and its look from the ledger. A round's verdict
-follows from its counts of prompts and from the error budget of the rounds before it. Scores and answers are made by models and aren't made
+follows from its counts of prompts, and its error budget is in the ledger of comparisons. Scores and answers are made by models and aren't made
 again: whoever can write a DVC cache with matching hashes in dvc.lock can still forge those.
 """
 
@@ -19,7 +19,8 @@ from rlhf_core.config import ConfigError, Params, parse_json, parse_params, show
 from rlhf_core.paths import EVALUATION_METRICS, GATE_METRICS, PREPARED, REWARD_HELDOUT, REWARD_MODEL, ROUNDS_FILE, round_folder
 from rlhf_core.provenance.dvc_cache import cache_folder, link_verified, missing
 from rlhf_core.rounds.pins import read_rounds
-from rlhf_core.rounds.promotion import budget_after, verdict
+from rlhf_core.rounds.promotion import verdict
+from rlhf_core.rounds.spending import improved, outcome_of, record_rounds
 
 PAIRS = ("preference.parquet", "slices.parquet")  # of the prepared data, which the gate reads
 AGAIN = "run `dvc repro --single-item --force gate_reward` there, and commit what it writes"
@@ -105,22 +106,23 @@ def check_accuracy(root: Path, version: Version) -> bool:
 
 
 def check_round(workspace: Path, number: int, params: dict[str, Any], evaluated: dict[str, Any]) -> None:
-    """Compute a round's verdict again from its counts, and its error budget from the rounds before it.
+    """Compute a round's verdict again from its counts, and compare budgets and outcomes up to it with the ledger of comparisons.
 
     Args:
         evaluated: the round's evaluate.json. The other files are those of the workspace, in which all is committed.
     Raises:
         ConfigError: a figure differs.
     """
-    name, config = f"{round_folder(number)}/{EVALUATION_METRICS}", _typed(params).iterative.promotion
+    name, typed = f"{round_folder(number)}/{EVALUATION_METRICS}", _typed(params)
     remedy = "restore it with git, or run its stage again"
     rounds = read_rounds(workspace)
     if number not in rounds:
         raise ConfigError(f"{ROUNDS_FILE}: expected an entry for round {number}, got {list(rounds) or 'none'}; restore it with git")
     earlier = {k: _read_verdict(workspace, k) for k in range(1, number)}
     try:
-        budget_after({k: rounds[k] for k in range(1, number + 1)}, {**earlier, number: evaluated}, config)
-        again = verdict(evaluated, config, rounds[number].budget)
+        made = [(k, rounds[k].budget, outcome_of(found)) for k, found in {**earlier, number: evaluated}.items()]
+        record_rounds(workspace.name, improved(typed), made, workspace)
+        again = verdict(evaluated, typed.iterative.promotion, rounds[number].budget)
         _compare(name, json.loads(json.dumps(again)), {key: evaluated.get(key) for key in again}, "its own counts", remedy)
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ConfigError(f"{name}: expected what evaluate_round writes, got another form ({shown(str(error))}); {remedy}") from error

@@ -53,9 +53,19 @@ class Registry:
 
     @property
     def anchor(self) -> Version | None:
-        """The version with the highest accuracy at its gate among those promoted and not rolled back; the oldest of equal ones."""
-        known = [v for v in self.versions.values() if v.gate_accuracy is not None and self.state(v.version) in ("promoted", "superseded")]
-        return max(known, key=lambda v: v.gate_accuracy, default=None)
+        """The first promoted version, replaced by each later one that clearly beats it on the same pairs.
+
+        Versions that were rolled back, or whose gate judged no model, are left out. The highest accuracy wouldn't do: measured on other
+        pairs it is often another model's luck.
+        """
+        found: Version | None = None
+        for name in dict.fromkeys(event.version for event in self.events if event.version in self.versions):
+            version = self.versions[name]
+            if version.gate_accuracy is None or name in self.rolled_back:
+                continue
+            if found is None or version.clearly_beats(found):
+                found = version
+        return found
 
     @property
     def rolled_back(self) -> dict[str, Event]:

@@ -76,6 +76,12 @@ class Version:
         """Held-out accuracy; None: the gate judged no reward model."""
         return (self.lineage["gate"] or {}).get("accuracy")
 
+    def clearly_beats(self, other: Version) -> bool:
+        """Whether its gate compared it with that version, and the whole interval of the difference in accuracy is above 0."""
+        gate = self.lineage["gate"] or {}
+        compared = [gate[role] for role in ("incumbent", "anchor") if gate.get(role)]
+        return any(found["md5"] == other.md5 and (found["low"] or 0.0) > 0 for found in compared)
+
     @property
     def sha256(self) -> str | None:
         """sha256 of the folder by `rlhf_core.provenance.file_hashes.folder_sha256`; None: it was registered by its md5 only."""
@@ -140,6 +146,11 @@ class _Look(_Form):
     level: float
 
 
+class _Compared(_Form):
+    md5: str
+    low: float | None
+
+
 class _Gate(_Form):
     needed: bool
     passed: bool
@@ -147,6 +158,8 @@ class _Gate(_Form):
     override: str | None
     accuracy: float | None = Field(default=None, ge=0, le=1)
     look: _Look | None = None
+    incumbent: _Compared | None = None
+    anchor: _Compared | None = None
 
 
 class _Alignment(_Form):

@@ -17,7 +17,7 @@ from flows.chain.updates import check_run, check_update
 from flows.chain.user_files import check_user_files
 from flows.chain.worktree import commit, commit_results, prepare_worktree, worktree_path
 from flows.runs.results import input_paths, result_paths
-from rlhf_core.config import UNTRACKED_SECTIONS, ConfigError, Params, PromotionConfig, load_params, read_yaml
+from rlhf_core.config import UNTRACKED_SECTIONS, ConfigError, Params, load_params, read_yaml
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import (
     GATE_METRICS,
@@ -35,7 +35,7 @@ from rlhf_core.provenance.inputs import changes_since, read_inputs
 from rlhf_core.report.rounds import draw, table
 from rlhf_core.rounds.data import check_promotion_rows, prompts_of_round
 from rlhf_core.rounds.pins import BudgetPin, Pin, PromptsPin, Round, prompts_hash, read_rounds, write_rounds
-from rlhf_core.rounds.promotion import budget_after
+from rlhf_core.rounds.spending import begin_comparison, improved, outcome_of, record_rounds
 
 STAGES = ("sample_round", "validate_round", "train_round", "evaluate_round")
 
@@ -94,6 +94,8 @@ def forget_unmade(workspace: Path) -> None:
     """
     if not unmade(workspace):
         return
+    (entry,) = read_rounds(workspace).values()
+    record_rounds(workspace.name, improved(load_params(workspace / "params.yaml")), [(1, entry.budget, "none")], workspace)
     write_rounds({}, workspace)
     if (refusal := commit(workspace, "Take back the beginning of round 1", [str(ROUNDS_FILE)])) is not None:
         log.warning("Round 1: the removal of its entry is not committed; %s", refusal)
@@ -187,7 +189,7 @@ def new_round(workspace: Path, rounds: dict[int, Round], params: Params, start: 
         reward_models={s.name: pin(s.path or REWARD_MODEL) for s in config.scorers if s.kind == "reward_model"},
         gate=pin(GATE_METRICS),
         prompts=PromptsPin(first=(number - 1) * len(prompts), count=len(prompts), sha256=prompts_hash(prompts)),
-        budget=budget_of_next(workspace, rounds, config.promotion),
+        budget=_budget_of_next(workspace, rounds, params),
     )
 
 
@@ -205,13 +207,27 @@ def check_promotion_split(workspace: Path, params: Params) -> None:
         raise ConfigError(str(error)) from error
 
 
-def budget_of_next(workspace: Path, rounds: dict[int, Round], config: PromotionConfig) -> BudgetPin:
-    """The budget of the comparison after `rounds`, from their verdicts.
+def _budget_of_next(workspace: Path, rounds: dict[int, Round], params: Params) -> BudgetPin:
+    """The budget of the comparison after `rounds`, and after those of other series that improve the same model.
 
     Raises:
-        ConfigError: a round's pinned budget isn't what the verdicts before it leave, so one of them has changed.
+        ConfigError: a round's pinned budget or its verdict has changed since it was recorded, or nothing of the error budget is left.
     """
-    return budget_after(rounds, {number: verdict(workspace, number) for number in rounds}, config)
+    record_comparisons(workspace, rounds, params)
+    improves, config, number = improved(params), params.iterative.promotion, len(rounds) + 1
+    budget, before = begin_comparison(workspace.name, number, improves, config, workspace)
+    if before.series:
+        log.info(
+            "Round %d: comparison %d of all that improve %s, at level %.2g; other series (%s) have spent %.2g of the error budget %g",
+            *(number, budget.comparison, improves, budget.level, ", ".join(before.series), before.spent, config.error_budget),
+        )
+    return budget
+
+
+def record_comparisons(workspace: Path, rounds: dict[int, Round], params: Params) -> None:
+    """Append what the ledger of comparisons lacks of this series; see `record_rounds`."""
+    made = [(number, entry.budget, outcome_of(verdict(workspace, number))) for number, entry in rounds.items()]
+    record_rounds(workspace.name, improved(params), made, workspace)
 
 
 def is_finished(workspace: Path, number: int) -> bool:
@@ -243,7 +259,8 @@ def results(workspace: Path) -> list[dict[str, Any]]:
 
 
 def publish(workspace: Path, number: int) -> str:
-    """Write figure and table of all rounds and commit the results of this one. Returns the table."""
+    """Write figure and table of all rounds, record this one's verdict and commit its results. Returns the table."""
+    record_comparisons(workspace, read_rounds(workspace), load_params(workspace / "params.yaml"))
     rows = results(workspace)
     text = table(rows)
     (workspace / ROUNDS_TABLE).write_text(f"# Rounds of {workspace.name}\n\n{text}", encoding="utf-8")

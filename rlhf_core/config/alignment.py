@@ -142,8 +142,8 @@ class PromotionConfig(Section):
     """The requirement for a round's policy to replace the previous one.
 
     metric: win_rate (of the score, ties half) or judge (difference in shares, where the data has a judge), on the promotion split.
-    error_budget: chance that a series of rounds ever accepts a policy that is no better (rlhf_core/rounds/promotion.py).
-    rounds: comparisons over which most of the budget is spread; a series may have more.
+    error_budget: chance that any series from this start ever accepts a policy that is no better (rlhf_core/rounds/spending.py).
+    rounds: comparisons over which most of the budget is spread; there may be more.
     min_advantage: for the lower bound of the win rate minus a half, or of the difference.
     """
 

@@ -66,7 +66,7 @@ class GateConfig(Section):
     probe_pairs: pairs that are scored again, in other batches, with other padding and another length limit.
     max_score_difference: between such scores of one text.
     max_format_shift: by which added white space or markup may move a score, in standard deviations of the scores.
-    incumbent, anchor: the promoted reward model, and the most accurate one that was ever promoted; the flow writes both when it starts.
+    incumbent, anchor: the promoted reward model, and the promoted one that no later one clearly beats; the flow writes both when it starts.
     max_regression: in accuracy; the lower bound of the difference to incumbent and anchor must not be below minus this.
     rolled_back: reward models that were rolled back, which never pass; the flow writes them when it starts.
     override: the reason to use a reward model that does not pass.

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.special import expit, ndtr, ndtri
+from scipy.special import expit, ndtr
 
-from rlhf_core.statistics.clusters import mean_interval, share_interval
+from rlhf_core.statistics.clusters import mean_interval, mean_spread, share_interval
 
 BINS = 10  # of confidence, from 0.5 to 1
 HALVINGS = 40  # bisection steps
@@ -71,9 +71,10 @@ def calibration_error(margins: np.ndarray, points: np.ndarray, clusters: np.ndar
 
     Let d_b be the mean over all pairs of (point - claim) inside bin b. The sample's error, sum |d_b|, is positive even for a calibrated
     model, because absolute values don't cancel. Suppose that the errors of the d_b are normal with covariance C over clusters, and that the
-    true gaps are r d_b. Then the expected sample error is M(r) = sum E|N(r d_b, C_bb)|, a sum of means of folded normals, with standard
-    deviation S(r). The value is r * sum |d_b| for the r with M(r) = sum |d_b|, or 0 if M(0) is larger. The ends of the interval solve
-    M(r) + z S(r) = sum |d_b| and M(r) - z S(r) = sum |d_b|.
+    true gaps are r d_b. C is estimated as v_r of `mean_spread` is. Then the expected sample error is M(r) = sum E|N(r d_b, C_bb)|, a sum of
+    means of folded normals, with standard deviation S(r). The value is r * sum |d_b| for the r with M(r) = sum |d_b|, or 0 if M(0) is
+    larger. The ends of the interval solve M(r) + t S(r) = sum |d_b| and M(r) - t S(r) = sum |d_b|, t Student's quantile with the degrees of
+    freedom of `mean_spread`.
 
     Source: Naeini et al. 2015, https://doi.org/10.1609/aaai.v29i1.9602, in the form of Guo et al. 2017. On the bias of a binned
     error: Kumar, Liang and Ma 2019, https://arxiv.org/abs/1909.10155, section 5, for the squared one; see also Roelofs et al. 2022,
@@ -82,16 +83,17 @@ def calibration_error(margins: np.ndarray, points: np.ndarray, clusters: np.ndar
     Args:
         margins: [N], divided by the temperature. points: [N]. clusters: [N], codes from 0. One cluster gives the interval 0 to 1.
     """
-    gaps = _gaps(margins, points, clusters)
-    found = np.abs(gaps.sum(axis=0)) / len(margins)
-    m, total = len(gaps), float(found.sum())
-    if m < 2:
+    gaps, n = _gaps(margins, points, clusters), len(margins)
+    found = np.abs(gaps.sum(axis=0)) / n
+    total = float(found.sum())
+    if len(gaps) < 2:
         return CalibrationError(total, 0.0, 1.0, total)
-    residuals = gaps - gaps.mean(axis=0)
-    covariance = m / (m - 1) * (residuals.T @ residuals) / len(margins) ** 2
+    shares = np.bincount(clusters)[:, None] / n
+    residuals = (gaps - shares * gaps.sum(axis=0)) / np.sqrt(1 - shares)
+    covariance = residuals.T @ residuals / n**2
     signs = np.sign(gaps.sum(axis=0))
-    z = float(ndtri((1 + confidence) / 2))
-    value, low, high = (total * _share_of_gaps(found, covariance * np.outer(signs, signs), total, k) for k in (0.0, z, -z))
+    t = mean_spread(points - _claims(margins)[0], clusters).quantile(confidence)
+    value, low, high = (total * _share_of_gaps(found, covariance * np.outer(signs, signs), total, k) for k in (0.0, t, -t))
     return CalibrationError(min(1.0, value), min(1.0, low), min(1.0, high), total)
 
 

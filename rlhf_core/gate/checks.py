@@ -8,10 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlhf_core.config import GateConfig
+from rlhf_core.gate.looks import SHARED
 from rlhf_core.statistics.clusters import accuracy_needed
 
 SLICE = "slice: "  # prefix of the names of slices' checks
 MAX_SLICES = 5  # named in a message
+UNEVEN = 4  # times as many prompts as equal ones with the same precision, from which on a message says so
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,9 @@ def sentences(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> 
 
 def _measured(gate: dict[str, Any], config: GateConfig) -> str:
     n, interval = gate["n"], f"{percent(config.confidence)} interval {gate['low']:.4f} to {gate['high']:.4f}"
-    return f"held-out accuracy {gate['accuracy']:.4f} on {n} pairs of {gate['prompts']} prompts, {interval}"
+    uneven = gate["prompts_effective"] < gate["prompts"] / UNEVEN
+    few = f" (some have so many of the pairs that they count as {gate['prompts_effective']:.1f})" if uneven else ""
+    return f"held-out accuracy {gate['accuracy']:.4f} on {n} pairs of {gate['prompts']} prompts{few}, {interval}"
 
 
 def _too_few(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
@@ -225,7 +229,7 @@ def _look(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> str 
     if judged.passed is None or not gate["n"]:
         return None
     number = gate["look"]["number"]
-    message = f"This is look {number} on the split, for which the intervals are those of {percent(config.confidence)}"
+    message = f"This is look {number} at pairs of the split, for which the intervals are those of {percent(config.confidence)}"
     if judged.passed:
         return f"{message}."
     needed = accuracy_needed(config.min_accuracy, gate["n_effective"], config.confidence)
@@ -240,7 +244,8 @@ def _look(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> str 
     if best < needed:
         message += (
             f" The most accurate model of all looks has {best:.4f}, which would have passed as look 1: the split is worn out. Hold out "
-            "more pairs (add preference data, or raise data.test_fraction), and the looks are counted anew."
+            "more pairs (add preference data, or raise data.test_fraction): that narrows the interval, and looks at splits that share less "
+            f"than {SHARED:.0%} of the pairs don't count."
         )
     return message
 

@@ -16,7 +16,7 @@ from rlhf_core.statistics.clusters import bootstrap, cluster_codes, percentile_i
 
 # Keys of gate.json that are null where nothing was measured.
 MEASURED = (
-    *("accuracy", "low", "high", "ties", "n", "prompts", "design_effect", "n_effective"),
+    *("accuracy", "low", "high", "ties", "n", "prompts", "prompts_effective", "design_effect", "n_effective"),
     *("worst_slice", "calibration", "length", "probes", "incumbent", "anchor", "judge", "ensemble", "look"),
 )
 

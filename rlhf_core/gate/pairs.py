@@ -60,7 +60,8 @@ def pair_points(chosen: np.ndarray, rejected: np.ndarray) -> np.ndarray:
 def summarize(pairs: Pairs, confidence: float) -> dict[str, Any]:
     """Accuracy, a tie counting half, with its interval over prompts. Without pairs: accuracy None, interval 0 to 1."""
     if not len(pairs):
-        return {"accuracy": None, "low": 0.0, "high": 1.0, "ties": 0, "n": 0, "prompts": 0, "design_effect": None, "n_effective": 0.0}
+        counts = {"ties": 0, "n": 0, "prompts": 0, "prompts_effective": 0.0}
+        return {"accuracy": None, "low": 0.0, "high": 1.0, **counts, "design_effect": None, "n_effective": 0.0}
     points = pairs.points
     interval = share_interval(points, pairs.clusters, confidence)
     return {
@@ -70,6 +71,7 @@ def summarize(pairs: Pairs, confidence: float) -> dict[str, Any]:
         "ties": int((points == 0.5).sum()),
         "n": len(pairs),
         "prompts": interval.clusters,
+        "prompts_effective": interval.clusters_effective,
         "design_effect": interval.design_effect,
         "n_effective": interval.n_effective,
     }

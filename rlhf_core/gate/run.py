@@ -11,7 +11,8 @@ import numpy as np
 
 from rlhf_core.config import GateConfig, Params
 from rlhf_core.gate.heldout import Heldout, distinct_responses, measure_ensemble, measure_judge, measure_scores
-from rlhf_core.gate.looks import at_look, look_level, split_hash, take_look
+from rlhf_core.gate.looks import at_look, look_level, take_look
+from rlhf_core.gate.overlap import SplitKeys
 from rlhf_core.gate.verdict import read_heldout, with_verdict
 from rlhf_core.progress import Bar
 from rlhf_core.provenance.file_hashes import dvc_md5
@@ -34,7 +35,7 @@ def judge_model(
     """
     # The split test, which training never reads, unlike validation.
     test, validation = (read_heldout(heldout, prepared, split) for split in ("test", "validation"))
-    look = take_look(split_hash(test.rows), dvc_md5(reward_model)) if len(test.pairs) else None
+    look = take_look(SplitKeys.of_rows(test.rows), dvc_md5(reward_model)) if len(test.pairs) else None
     config = params.gate if look is None else at_look(params.gate, look.number)
     gate = measure_scores(test, validation.pairs.margins, config)
     if look is not None:

@@ -39,10 +39,10 @@ class PromptsPin(Section):
 
 
 class BudgetPin(Section):
-    """The part of the series' error budget that a round's comparison may spend (rlhf_core/rounds/promotion.py).
+    """The part of the error budget that a round's comparison may spend (rlhf_core/rounds/promotion.py).
 
-    comparison: number in the series, from 1; a round whose data is refused makes no comparison. level: the largest p-value that accepts.
-    spent: sum of the levels of earlier comparisons that accepted nothing.
+    comparison: number among all that improve the same model, from 1; a round whose data is refused makes no comparison. level: the largest
+    p-value that accepts. spent: sum of the levels of earlier comparisons that accepted nothing.
     """
 
     comparison: int

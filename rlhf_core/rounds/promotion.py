@@ -1,10 +1,12 @@
-"""Whether a round's policy replaces the one before it, and the error budget that a series of rounds spends on these comparisons.
+"""Whether a round's policy replaces the one before it, and the error budget that rounds spend on these comparisons.
 
-`error_budget` bounds the chance that a series ever accepts a policy that is no better than the one before. Comparison i accepts at a
-p-value of at most its level:
+`error_budget` bounds the chance that any series that improves the same model (`rlhf_core.rounds.spending.improved`) ever accepts a policy
+that is no better than the one before. Comparison i of all of them accepts at a p-value of at most its level:
 
     level_i = error_budget * share_i + (level_{i-1} if comparison i-1 accepted, otherwise 0)
     share_i = 0.8 / T for i <= T,  0.2 * T / ((i - 1) i) for i > T,  T = iterative.promotion.rounds;  the shares sum to 1
+
+and at most 0.8 of what is left, since error_budget and T may differ from those of earlier series.
 
 Source: Online Fallback of Tian and Ramdas 2021, https://arxiv.org/abs/1910.04900, with other shares. docs/statistics.md says why it holds
 for rounds, and has simulations.
@@ -13,12 +15,11 @@ for rounds, and has simulations.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
-from rlhf_core.config import ConfigError, PromotionConfig
+from rlhf_core.config import PromotionConfig
 from rlhf_core.paths import ROUNDS_FILE
-from rlhf_core.rounds.pins import BudgetPin, Round
+from rlhf_core.rounds.pins import BudgetPin
 from rlhf_core.statistics.exact_test import p_value, prompts_needed, smallest_gain
 from rlhf_core.statistics.intervals import POWER
 
@@ -37,44 +38,23 @@ def share(comparison: int, rounds: int) -> float:
 
 
 def next_budget(before: BudgetPin | None, *, accepted: bool, error_budget: float, rounds: int) -> BudgetPin:
-    """What the next comparison may spend.
+    """What the next comparison may spend: the level by its number, but at most 0.8 of what comparisons with other settings have left.
 
     Args:
-        before: of the series' last comparison; None before the first. A round whose data was refused made no comparison.
+        before: of the last comparison; None before the first. A round whose data was refused made no comparison.
         accepted: the last comparison accepted its policy, so that its level is added to the next.
     """
     if before is None:
         return BudgetPin(comparison=1, level=error_budget * share(1, rounds), spent=0.0)
     number = before.comparison + 1
-    carried = before.level if accepted else 0.0
-    return BudgetPin(comparison=number, level=error_budget * share(number, rounds) + carried, spent=spent_after(before, accepted=accepted))
+    carried, spent = before.level if accepted else 0.0, spent_after(before, accepted=accepted)
+    level = min(error_budget * share(number, rounds) + carried, WITHIN_HORIZON * (error_budget - spent))
+    return BudgetPin(comparison=number, level=max(level, 0.0), spent=spent)
 
 
 def spent_after(budget: BudgetPin, *, accepted: bool) -> float:
     """The part of the error budget that is spent after a comparison: the levels of all comparisons that accepted nothing."""
     return budget.spent if accepted else budget.spent + budget.level
-
-
-def budget_after(rounds: Mapping[int, Round], verdicts: Mapping[int, dict[str, Any] | None], config: PromotionConfig) -> BudgetPin:
-    """The budget of the comparison after `rounds`, from their verdicts.
-
-    Args:
-        verdicts: evaluate.json of each round by number; None: there is none yet.
-    Raises:
-        ConfigError: a round's pinned budget isn't what the verdicts before it leave, so one of them has changed.
-    """
-    budget = next_budget(None, accepted=False, error_budget=config.error_budget, rounds=config.rounds)
-    for number, entry in rounds.items():
-        if entry.budget != budget:
-            left, got = (f"comparison {b.comparison} at level {b.level:.4g}" for b in (budget, entry.budget))
-            raise ConfigError(
-                f"round {number}: expected the budget that the verdicts before it leave, {left}, got {got}; {ROUNDS_FILE} or a verdict has "
-                "changed since the round began: restore both with git, or begin another series"
-            )
-        found = verdicts[number] or {}
-        if found.get("trained"):
-            budget = next_budget(budget, accepted=found["accepted"], error_budget=config.error_budget, rounds=config.rounds)
-    return budget
 
 
 def check_budget(budget: BudgetPin, error_budget: float) -> None:

@@ -21,7 +21,7 @@ class ShareInterval:
 
     design_effect: variance relative to that of independent trials; NaN where it can't be estimated.
     n_effective: number of independent trials with the same precision.
-    clusters: their number.
+    clusters: their number. clusters_effective: number of equal clusters with the same precision, or fewer.
     """
 
     low: float
@@ -29,6 +29,19 @@ class ShareInterval:
     design_effect: float
     n_effective: float
     clusters: int
+    clusters_effective: float
+
+
+@dataclass(frozen=True)
+class MeanSpread:
+    """Variance of a mean over clusters, and the degrees of freedom of its estimate."""
+
+    variance: float
+    degrees_of_freedom: float
+
+    def quantile(self, confidence: float) -> float:
+        """Student's quantile of a two-sided interval."""
+        return float(stdtrit(self.degrees_of_freedom, (1 + confidence) / 2))
 
 
 def cluster_codes(names: np.ndarray) -> np.ndarray:
@@ -36,13 +49,47 @@ def cluster_codes(names: np.ndarray) -> np.ndarray:
     return np.unique(names, return_inverse=True)[1]
 
 
+def mean_spread(values: np.ndarray, clusters: np.ndarray) -> MeanSpread:
+    """Variance of a mean of values over at least two clusters of any sizes.
+
+    With n_i values and the sum r_i of deviations from the mean in cluster i, w_i = n_i / n, and the variance s^2 of all values:
+    v_r = sum r_i^2 / (1 - w_i) / n^2,  v_m = s^2 / n (1 + rho (sum n_i^2 / n - 1)),  variance = max(v_r, v_m)
+    df = max(1, (sum V_i)^2 / sum V_i^2 - 1),  V_i = n_i (1 + (n_i - 1) rho)
+    rho, from 0 to 1, is the correlation of two values of a cluster, a mean over clusters weighted by n_i. v_r holds for any dependence, but
+    a cluster with a large share makes it uncertain, and r_i^2 is too small there on average; v_m then learns from the other clusters too.
+    Clusters of equal size have v_r, with m - 1 degrees of freedom.
+    Sources: v_r: Bell and McCaffrey 2002, Survey Methodology 28, 169-181; v_m: Kish 1965, Survey Sampling, section 5.4; df: Satterthwaite
+    1946, https://doi.org/10.2307/3002019, with rho as in Imbens and Kolesar 2016, https://doi.org/10.1162/REST_a_00552
+
+    Args:
+        values: [n]. clusters: [n], codes from 0.
+    """
+    n, sizes = len(values), np.bincount(clusters).astype(float)
+    deviations = values - values.mean()
+    sums = np.bincount(clusters, weights=deviations)
+    alone = float((deviations**2).mean())
+    correlation, several = 0.0, sizes > 1
+    if alone > 0 and several.any():
+        products = (sums**2 - np.bincount(clusters, weights=deviations**2))[several] / (sizes[several] - 1)  # n_i times a pair's mean
+        correlation = min(1.0, max(0.0, float(products.sum() / sizes[several].sum()) / alone))
+    robust = float((sums**2 / (1 - sizes / n)).sum()) / n**2
+    modelled = alone / n * (1 + correlation * (float((sizes**2).sum()) / n - 1))
+    parts = sizes * (1 + (sizes - 1) * correlation)
+    return MeanSpread(max(robust, modelled), max(1.0, effective_clusters(parts) - 1))
+
+
+def effective_clusters(weights: np.ndarray) -> float:
+    """Number of equal weights with the same sum of squares relative to their sum: (sum w)^2 / sum w^2 (Kish 1965)."""
+    return float(weights.sum() ** 2 / (weights**2).sum())
+
+
 def share_interval(points: np.ndarray, clusters: np.ndarray, confidence: float) -> ShareInterval:
     """Wilson's interval of a mean of points between 0 and 1, with the effective number of trials.
 
-    With y_i the points of cluster i, n_i its trials, m clusters, p = sum y_i / n:
-    v = m / (m - 1) * sum (y_i - n_i p)^2 / n^2,  d = max(1, v n / (p (1 - p))),  n_effective = n / d * (z / t)^2
-    z is the normal quantile and t Student's with m - 1 degrees of freedom. Where every cluster has one trial it is Wilson's own. At p = 0
-    and 1 nothing varies and the clusters count as one trial each, as does a single cluster, which shows no spread.
+    With the variance v of `mean_spread`, n trials and their share p:
+    d = max(1, v n / (p (1 - p))),  n_effective = n / d * (z / t)^2
+    z is the normal quantile and t Student's. Where every cluster has one trial it is Wilson's own. At p = 0 and 1 nothing varies, and
+    the clusters count as one trial each (if they have equal sizes, else as fewer), as does a single cluster, which shows no spread.
     Source: Rao and Scott 1992, Biometrics 48, 577-585; the degrees of freedom: Korn and Graubard 1998, Survey Methodology 24, 193-201
 
     Args:
@@ -51,16 +98,16 @@ def share_interval(points: np.ndarray, clusters: np.ndarray, confidence: float) 
     n, m = len(points), int(clusters.max()) + 1 if len(clusters) else 0
     successes = float(points.sum())
     if m == n:
-        return ShareInterval(*wilson_interval(successes, n, confidence), 1.0, n, m)
+        return ShareInterval(*wilson_interval(successes, n, confidence), 1.0, n, m, m)
     p = successes / n
     if m == 1 or p in (0.0, 1.0):
-        return ShareInterval(*wilson_interval(p * m, m, confidence), math.nan, m, m)
-    residuals = np.bincount(clusters, weights=points - p)
-    variance = m / (m - 1) * float((residuals**2).sum()) / n**2
-    design_effect = max(1.0, variance * n / (p * (1 - p)))
-    quantile = (1 + confidence) / 2
-    n_effective = n / design_effect * (float(ndtri(quantile)) / float(stdtrit(m - 1, quantile))) ** 2
-    return ShareInterval(*wilson_interval(p * n_effective, n_effective, confidence), design_effect, n_effective, m)
+        trials = effective_clusters(np.bincount(clusters))
+        return ShareInterval(*wilson_interval(p * trials, trials, confidence), math.nan, trials, m, trials)
+    spread = mean_spread(points, clusters)
+    design_effect = max(1.0, spread.variance * n / (p * (1 - p)))
+    n_effective = n / design_effect * (float(ndtri((1 + confidence) / 2)) / spread.quantile(confidence)) ** 2
+    interval = wilson_interval(p * n_effective, n_effective, confidence)
+    return ShareInterval(*interval, design_effect, n_effective, m, spread.degrees_of_freedom + 1)
 
 
 def accuracy_needed(threshold: float, n_effective: float, confidence: float) -> float:
@@ -72,17 +119,14 @@ def accuracy_needed(threshold: float, n_effective: float, confidence: float) -> 
 
 
 def mean_interval(values: np.ndarray, clusters: np.ndarray, confidence: float) -> tuple[float, float]:
-    """Student's interval of a mean over clusters: mean +- t sqrt(v), v as in `share_interval`, m - 1 degrees of freedom.
+    """Student's interval of a mean over clusters: mean +- t sqrt(v), with v and the degrees of freedom of `mean_spread`.
 
     (-inf, inf) with fewer than two clusters.
     """
-    m = int(clusters.max()) + 1 if len(clusters) else 0
-    if m < 2:
+    if len(clusters) == 0 or clusters.max() == 0:
         return -math.inf, math.inf
-    mean = float(values.mean())
-    residuals = np.bincount(clusters, weights=values - mean)
-    variance = m / (m - 1) * float((residuals**2).sum()) / len(values) ** 2
-    half = float(stdtrit(m - 1, (1 + confidence) / 2)) * math.sqrt(variance)
+    mean, spread = float(values.mean()), mean_spread(values, clusters)
+    half = spread.quantile(confidence) * math.sqrt(spread.variance)
     return mean - half, mean + half
 
 
@@ -90,8 +134,8 @@ def difference_interval(differences: np.ndarray, clusters: np.ndarray, confidenc
     """Score interval of a mean of differences between -1 and 1 over clusters: `paired_interval` with the effective number of trials.
 
     n_effective is as in `share_interval`, with the variance of the differences in the place of p (1 - p). Where all differences are equal
-    the clusters count as one trial each. A difference of a half counts half for the side that is ahead. Student's interval is unsuitable:
-    its width goes to 0 with the number of pairs on which the two differ. (-inf, inf) with fewer than two clusters.
+    the clusters count as one trial each, or fewer. A difference of a half counts half for the side that is ahead. Student's interval is
+    unsuitable: its width goes to 0 with the number of pairs on which the two differ. (-inf, inf) with fewer than two clusters.
 
     Args:
         differences: [n], of two models' points on each pair. clusters: [n], codes from 0.
@@ -104,12 +148,11 @@ def difference_interval(differences: np.ndarray, clusters: np.ndarray, confidenc
     if m == n:
         n_effective = float(n)
     elif alone == 0:
-        n_effective = float(m)
+        n_effective = effective_clusters(np.bincount(clusters))
     else:
-        residuals = np.bincount(clusters, weights=differences - differences.mean())
-        variance = m / (m - 1) * float((residuals**2).sum()) / n**2
-        quantile = (1 + confidence) / 2
-        n_effective = n / max(1.0, variance / alone) * (float(ndtri(quantile)) / float(stdtrit(m - 1, quantile))) ** 2
+        spread = mean_spread(differences, clusters)
+        ratio = float(ndtri((1 + confidence) / 2)) / spread.quantile(confidence)
+        n_effective = n / max(1.0, spread.variance / alone) * ratio**2
     share = n_effective / n
     return paired_interval(ahead * share, behind * share, max(n_effective, (ahead + behind) * share), confidence)
 

@@ -1,6 +1,6 @@
 """python -m tools.simulate [PART ...] [--replications N] [--seed N] [--write]
 
-Each part is a module of this folder with `simulate(replications, rng) -> list[Row]`. --write replaces docs/tables/simulated-<part>.csv.
+Each part is a module of this folder with `simulate(replications, rng) -> Iterable[Row]`. --write replaces docs/tables/simulated-<part>.csv.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from tools.simulate.rows import HEADER
 
-PARTS = ("intervals", "rounds", "gate")
+PARTS = ("intervals", "rounds", "gate", "prompts", "looks")
 TABLES = Path("docs/tables")
 
 

@@ -24,7 +24,7 @@ from tools.simulate.rows import Row
 
 PROMPTS, PAIRS = 720, 6  # pairs of each prompt; about the size of the built-in data's test split
 OF_PROMPT, OF_PAIR = 0.08, 0.75  # of the variance: a design effect of 1.2, and two models of 0.85 that disagree on 11% of the pairs
-THRESHOLD, START, STEP, CHAIN, MARGIN = 0.75, 0.88, 0.005, 30, 0.02
+THRESHOLD, START, STEP, CHAIN, YEAR, MARGIN = 0.75, 0.88, 0.005, 30, 365, 0.02
 BETTER = 0.775
 
 
@@ -36,10 +36,11 @@ class Split:
     prompts: np.ndarray
 
     @classmethod
-    def draw(cls, rng: np.random.Generator, prompts: int = PROMPTS) -> Split:
-        of_prompt = np.repeat(rng.standard_normal(prompts), PAIRS)
-        shared = math.sqrt(OF_PROMPT) * of_prompt + math.sqrt(OF_PAIR) * rng.standard_normal(prompts * PAIRS)
-        return cls(shared, np.repeat(np.arange(prompts), PAIRS))
+    def draw(cls, rng: np.random.Generator, sizes: np.ndarray | None = None, of_prompt: float = OF_PROMPT) -> Split:
+        """sizes: number of pairs of each prompt; None: PAIRS of each of PROMPTS. of_prompt: the prompt's part of what models share."""
+        prompts = np.repeat(np.arange(PROMPTS), PAIRS) if sizes is None else np.repeat(np.arange(len(sizes)), sizes)
+        parts = rng.standard_normal(prompts.max() + 1)[prompts], rng.standard_normal(len(prompts))
+        return cls(math.sqrt(of_prompt) * parts[0] + math.sqrt(OF_PROMPT + OF_PAIR - of_prompt) * parts[1], prompts)
 
     def points(self, accuracy: float, rng: np.random.Generator) -> np.ndarray:
         """Points [N] of a model with this true accuracy."""
@@ -68,22 +69,39 @@ def any_passes(rng: np.random.Generator, config: GateConfig, *, tries: int, coun
     return False
 
 
-def chain(rng: np.random.Generator, config: GateConfig, *, guarded: bool) -> float:
+def chain(rng: np.random.Generator, config: GateConfig, *, guarded: bool, fresh: bool = False, nights: int = CHAIN) -> float:
     """True accuracy at the end of a chain of candidates, each worse by STEP than the promoted model, which it replaces if it passes.
 
     Args:
         guarded: with the anchor and counted looks; False: the incumbent alone, and every look as the first.
+        fresh: other pairs every night, so that every look is the first.
     """
     split = Split.draw(rng)
-    truth = START
+    truth = held = START  # of incumbent and anchor
     incumbent = anchor = split.points(START, rng)
-    for number in range(2, CHAIN + 2):  # the first promoted one was look 1
+    for number in range(2, nights + 2):  # the first promoted one was look 1
+        if fresh:
+            split = Split.draw(rng)
+            incumbent = split.points(truth, rng)
+            anchor = incumbent if held == truth else split.points(held, rng)
         candidate = split.points(truth - STEP, rng)
-        promoted = {"incumbent": incumbent} | ({"anchor": anchor} if guarded else {})
-        if passes(split, candidate, at_look(config, number) if guarded else config, **promoted):
+        at = at_look(config, number) if guarded and not fresh else config
+        if passes(split, candidate, at, incumbent=incumbent, **({"anchor": anchor} if guarded else {})):
             truth, incumbent = truth - STEP, candidate
-            anchor = max(anchor, candidate, key=np.mean)  # of equal ones the older
+            if compare(candidate, anchor, split.prompts, at.confidence)["low"] > 0:  # flows.registry.state.Registry.anchor
+                held, anchor = truth, candidate
     return truth
+
+
+def chain_row(rng: np.random.Generator, config: GateConfig, how: str, replications: int, *, nights: int = CHAIN, **options: bool) -> Row:
+    """How often a chain ends below the margin. options: of `chain`."""
+    ends = np.array([chain(rng, config, nights=nights, **options) for _ in range(replications)])
+    case = (
+        f"{nights} candidates from {START}, each truly worse by {STEP}, end more than {MARGIN} below, {how} "
+        f"(at {ends.mean():.3f} in the mean, {ends.min():.3f} at worst)"
+    )
+    below = int((ends < START - MARGIN - STEP / 2).sum())
+    return Row(case, "at most 0.05" if nights == CHAIN else "no bound", below, replications)
 
 
 def power(rng: np.random.Generator, config: GateConfig, number: int) -> tuple[bool, bool]:
@@ -141,14 +159,8 @@ def simulate(replications: int, rng: np.random.Generator) -> list[Row]:
                 how = "" if tries == 1 else ", looks counted" if counted else ", each judged as the first look"
                 case = f"{'a model' if tries == 1 else f'any of {tries} models'} at the threshold passes{where}{how}"
                 rows.append(Row(case, "at most 0.025" if tries == 1 else "at most 0.05", hits, replications))
-    for guarded in (False, True):
-        ends = np.array([chain(rng, config, guarded=guarded) for _ in range(replications)])
-        how = "with the anchor, looks counted" if guarded else "against the incumbent alone, each judged as the first look"
-        case = (
-            f"{CHAIN} candidates from {START}, each truly worse by {STEP}, end more than {MARGIN} below, {how} "
-            f"(at {ends.mean():.3f} in the mean, {ends.min():.3f} at worst)"
-        )
-        rows.append(Row(case, "at most 0.05", int((ends < START - MARGIN - STEP / 2).sum()), replications))
+    rows.append(chain_row(rng, config, "against the incumbent alone, each judged as the first look", replications, guarded=False))
+    rows.append(chain_row(rng, config, "with the anchor, on the same pairs, looks counted", replications, guarded=True))
     worse = sum(worse_passes(rng, config) for _ in range(replications))
     rows.append(Row(f"a model that is worse than the incumbent by {MARGIN} passes", "at most 0.025", worse, replications))
     for prompts in (200, PROMPTS):
@@ -160,4 +172,7 @@ def simulate(replications: int, rng: np.random.Generator) -> list[Row]:
         found = [power(rng, config, number) for _ in range(replications)]
         for k, what in enumerate((f"a model of {BETTER}", f"a model as good as incumbent and anchor ({START})")):
             rows.append(Row(f"{what} passes at look {number}", "high", sum(f[k] for f in found), replications))
+    other_pairs = "with the anchor, on other pairs every night"
+    rows.append(chain_row(rng, config, other_pairs, replications, guarded=True, fresh=True))
+    rows.append(chain_row(rng, config, other_pairs, max(1, replications // 10), guarded=True, fresh=True, nights=YEAR))
     return rows

@@ -10,6 +10,7 @@ from rlhf_core.statistics.exact_test import p_value
 from tools.simulate.rows import Row
 
 ERROR_BUDGET, HORIZON = 0.05, 30  # the defaults of iterative.promotion
+NIGHTS = 30
 GAINS = (0.02, 0.04, 0.08)  # of win rate over the previous policy
 PROMPTS = (1000, 4000)
 
@@ -49,6 +50,12 @@ def simulate(replications: int, rng: np.random.Generator) -> list[Row]:
                 case = f"a gain of {100 * gain:.0f} points in each round, {_prompts(n, decided)}"
                 rows.append(_row(f"{case}: the first accepted", "power", accepted[:, 0]))
                 rows.append(_row(f"{case}: any of 30 accepted", "power", accepted.any(1)))
+    for rounds in (1, 5):
+        ahead, behind = draw(np.zeros(NIGHTS), 1000, 0.5, replications, rng)
+        each = judged(ahead.reshape(-1, 1), behind.reshape(-1, 1), 1000, rounds=rounds).reshape(replications, NIGHTS)
+        case = f"{NIGHTS} series of one round without gain, iterative.promotion.rounds {rounds}, {_prompts(1000, 0.5)}"
+        rows.append(_row(f"{case}, each with a budget of its own: any accepted", "not in use", each.any(1)))
+        rows.append(_row(f"{case}, one budget: any accepted", "at most 0.05", judged(ahead, behind, 1000, rounds=rounds).any(1)))
     return rows
 
 
@@ -61,14 +68,14 @@ def series(gains: np.ndarray, n: int, decided: float, replications: int, rng: np
     return judged(*draw(gains, n, decided, replications, rng), n)
 
 
-def judged(ahead: np.ndarray, behind: np.ndarray, n: int) -> np.ndarray:
-    """Which rounds accept, of [replications, rounds] numbers of prompts."""
+def judged(ahead: np.ndarray, behind: np.ndarray, n: int, *, rounds: int = HORIZON) -> np.ndarray:
+    """Which rounds accept, of [replications, rounds] numbers of prompts, with `rounds` as iterative.promotion.rounds."""
     accepted = np.zeros(ahead.shape, dtype=bool)
     for i in range(len(ahead)):
-        budget = next_budget(None, accepted=False, error_budget=ERROR_BUDGET, rounds=HORIZON)
+        budget = next_budget(None, accepted=False, error_budget=ERROR_BUDGET, rounds=rounds)
         for t in range(ahead.shape[1]):
             accepted[i, t] = p_value(int(ahead[i, t]), int(behind[i, t]), n) <= budget.level
-            budget = next_budget(budget, accepted=bool(accepted[i, t]), error_budget=ERROR_BUDGET, rounds=HORIZON)
+            budget = next_budget(budget, accepted=bool(accepted[i, t]), error_budget=ERROR_BUDGET, rounds=rounds)
     return accepted
 
 

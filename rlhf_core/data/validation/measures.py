@@ -79,8 +79,8 @@ def measure(use: str, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) 
 
     All uses: id, source, split, the texts of TEXT_COLUMNS, and tokens: the length of the longest sequence that a trainer makes of the row,
         with the end token (of a prompt: with one token of an answer).
-    With messages: conversation (as JSON), beginning (up to the first message of the user, case and white space
-        ignored), roles (joined by commas), shortest_message (stripped), template_error (why the chat template refuses the conversation), joined and composed (see
+    With messages: conversation (as JSON), beginning (up to the first message of the user, case and white space ignored), roles (joined by
+        commas), shortest_message (stripped), template_error (why the chat template refuses the conversation), joined and composed (see
         `_Answer`) and control_token: one that templates write around turns, in a message or a text.
     sft, preference: <text>_decoded: the text after template, encoding and decoding; <text>_end_token: with which it ends as text.
     preference: pair (JSON of the conversation and both texts in sorted order), preference (the preferred one), is_pair,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -218,10 +219,47 @@ def test_a_verdict_changed_after_later_rounds_started_is_refused(workspace):
         series.current_round(workspace, params, start=SFT, last=9)
         finish(workspace, number, accepted=False)
     write_json(workspace / "rounds/1/metrics/evaluate.json", {"round": 1, "accepted": True, "trained": True})
-    with pytest.raises(
-        ConfigError, match=r"round 2: expected the budget that the verdicts before it leave, comparison 2 at level 0.002667"
-    ):
+    with pytest.raises(ConfigError, match=r"round 1: expected the outcome kept, as when it ended \(in .*jsonl\), got accepted; .* restore"):
         series.current_round(workspace, params, start=SFT, last=9)
+
+
+def test_a_changed_budget_of_a_round_is_refused(workspace):
+    params = load_params("params.yaml")
+    series.current_round(workspace, params, start=SFT, last=9)
+    finish(workspace, 1, accepted=False)
+    entry = read_rounds()[1]
+    write_rounds({1: entry.model_copy(update={"budget": entry.budget.model_copy(update={"level": 0.04})})})
+    with pytest.raises(ConfigError, match=r"round 1: expected the budget that its comparison began with, comparison 1 at level 0\.001333"):
+        series.current_round(workspace, params, start=SFT, last=9)
+
+
+def second_worktree(workspace: Path, name: str) -> Path:
+    """Another worktree of the repository, with the same inputs."""
+    other = workspace / "runs" / name
+    subprocess.run(["git", "worktree", "add", "--quiet", "-b", f"run/{name}", str(other)], cwd=workspace, check=True, capture_output=True)
+    for part in ("params.yaml", "data", "models", "metrics"):
+        (shutil.copytree if (workspace / part).is_dir() else shutil.copy)(workspace / part, other / part)
+    (other / "rounds").mkdir(exist_ok=True)
+    for part in ("rounds/dvc.yaml", "rounds/rounds.yaml"):
+        (other / part).write_text((ROOT / part).read_text())
+    return other
+
+
+def test_a_series_in_another_worktree_continues_the_error_budget_and_says_so(workspace, caplog):
+    change_promotion(rounds=1)
+    params = load_params("params.yaml")
+    second = second_worktree(workspace, "second")
+    series.current_round(workspace, params, start=SFT, last=9)
+    finish(workspace, 1, accepted=False)
+    with caplog.at_level("INFO", logger="rlhf.flows"):
+        series.current_round(second, params, start=SFT, last=9)
+    (budget,) = (entry.budget for entry in read_rounds(second).values())
+    assert (budget.comparison, budget.level, budget.spent) == (2, pytest.approx(0.005), pytest.approx(0.04))
+    assert "comparison 2 of all that improve sft of the built-in model, at level 0.005" in caplog.text
+    assert f"other series ({workspace.name}) have spent 0.04 of the error budget 0.05" in caplog.text
+    series.forget_unmade(second)  # its comparison wasn't made
+    series.current_round(workspace, params, start=SFT, last=9)
+    assert budgets()[1] == budget
 
 
 def test_a_series_from_before_the_error_budget_is_refused_with_what_to_do(workspace):

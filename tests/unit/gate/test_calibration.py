@@ -68,10 +68,10 @@ def test_the_bias_of_one_bin_by_hand():
     assert s * math.sqrt(2 / math.pi) * math.exp(-(u**2) / (2 * s**2)) + u * math.erf(u / s / math.sqrt(2)) == pytest.approx(
         0.155, abs=1e-6
     )
-    # The upper end: one deviation of the folded normal times 1.96 below its mean is what was found.
+    # The upper end: a deviation of the folded normal times 2.364624 (t, 7 degrees of freedom) below its mean is what was found.
     u = found.high
     mean = s * math.sqrt(2 / math.pi) * math.exp(-(u**2) / (2 * s**2)) + u * math.erf(u / s / math.sqrt(2))
-    assert mean - 1.959964 * math.sqrt(u**2 + s**2 - mean**2) == pytest.approx(0.155, abs=1e-5)
+    assert mean - 2.364624 * math.sqrt(u**2 + s**2 - mean**2) == pytest.approx(0.155, abs=1e-5)
 
 
 def test_pairs_of_one_prompt_are_no_news():

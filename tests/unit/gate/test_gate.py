@@ -258,7 +258,7 @@ def test_two_models_in_two_worktrees_are_two_looks_and_one_that_is_judged_again_
         (shutil.copytree if source.is_dir() and not source.is_symlink() else os.symlink)(source, other / name)
     (other / "models/reward/note").write_text("another model by its md5")
 
-    ledger = workspace / ".git" / LEDGER
+    ledger = workspace / ".git" / LEDGER.name
     first_run, first = run_gate(workspace)
     kill_after_look(other, ledger)
     assert not (other / "metrics").exists()
@@ -270,13 +270,14 @@ def test_two_models_in_two_worktrees_are_two_looks_and_one_that_is_judged_again_
     (earlier,) = second["look"]["earlier"]
     assert earlier == {
         "number": 1, "model": dvc_md5(workspace / "models/reward"), "run": "main", "passed": True, "accuracy": 1.0, "confidence": 0.95,
+        "shared": 1.0,
     }  # fmt: skip
     assert second["low"] < first["low"] and second["accuracy"] == first["accuracy"]
 
     written = (workspace / "metrics/gate.json").read_bytes()
     run_gate(workspace)
     assert (workspace / "metrics/gate.json").read_bytes() == written
-    assert [json.loads(line)["kind"] for line in ledger.read_text().splitlines()] == ["look", "result"] * 2
+    assert [json.loads(line)["kind"] for line in ledger.read_text().splitlines()] == ["split", *["look", "result"] * 2]
 
 
 def kill_after_look(folder: Path, ledger: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_later_look_needs_more_and_says_so():
     gate = judge(rows, config, look=look(2, 0.81))
     assert not gate["passed"] and gate["confidence"] == pytest.approx(0.975)
     assert (
-        "This is look 2 on the split, for which the intervals are those of 97.5%: accuracy 0.7807 is needed, 0.7768 at look 1."
+        "This is look 2 at pairs of the split, for which the intervals are those of 97.5%: accuracy 0.7807 is needed, 0.7768 at look 1."
         in gate["message"]
     )
     assert "worn out" not in gate["message"]  # a model with 0.81 has been seen
@@ -113,5 +113,5 @@ def test_a_later_look_needs_more_and_says_so():
     assert "worn out" not in weak["message"]
     passed = judge(pairs(right_and_wrong(900, 100)), config, look=look(2, 0.81))
     assert passed["passed"] and passed["message"].startswith("passed: ")
-    assert passed["message"].endswith(" This is look 2 on the split, for which the intervals are those of 97.5%.")
+    assert passed["message"].endswith(" This is look 2 at pairs of the split, for which the intervals are those of 97.5%.")
     assert "look" not in judge(rows, look=look(1))["message"]

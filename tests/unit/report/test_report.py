@@ -418,8 +418,8 @@ def test_the_gate_shows_slices_calibration_and_the_incumbent(tmp_path, monkeypat
     page = render_in(workspace, monkeypatch)
     gate_part = page[page.index('<section id="gate">') : page.index('<section id="evaluation">')]
     assert "Against the incumbent, v3" in gate_part and "+0.2 points (−0.6 to +1.0)" in gate_part
-    assert "Against the anchor, v&lt;1&gt;, the most accurate" in gate_part and "−0.4 points (−1.2 to +0.4)" in gate_part
-    assert "Look 32 at these test pairs" in gate_part and "31 other reward models were judged on them before" in gate_part
+    assert "Against the anchor, v&lt;1&gt;, the promoted model that no later one" in gate_part and "−0.4 points (−1.2 to +0.4)" in gate_part
+    assert "Look 32 at these test pairs" in gate_part and "31 other models were judged on them before" in gate_part
     assert "run/&lt;31&gt;" in gate_part and "run/&lt;11&gt;" not in gate_part and "The last 20 of 31 earlier looks" in gate_part
     assert gate_part.count("no verdict yet") == 1 and "Intervals of 99.995%" in gate_part
     assert 'data-figure="gate_reliability"' in gate_part and 'data-figure="gate_external"' in gate_part

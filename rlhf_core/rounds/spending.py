@@ -1,0 +1,155 @@
+"""The ledger of comparisons: what the rounds of all series have spent of the error budget, by what they improve.
+
+A new series has a new worktree, but often the same start. If it also had a new error budget, one of thirty such series would accept a
+useless policy by chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from rlhf_core.config import ConfigError, Params, PromotionConfig, Section
+from rlhf_core.rounds.pins import BudgetPin
+from rlhf_core.rounds.promotion import next_budget
+from rlhf_core.stage.ledger import Ledger, now
+
+Outcome = Literal["accepted", "kept", "none"]  # none: the round made no comparison
+
+
+class _Line(Section):
+    """A line of the ledger: a round may make a comparison, with its budget; or how that ended.
+
+    improves: of `improved`. series: its name, which another series may have had before. at: ISO 8601.
+    """
+
+    improves: str
+    series: str
+    round: int
+    at: str
+    budget: BudgetPin | None = None
+    outcome: Outcome | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> _Line:
+        if (self.budget is None) == (self.outcome is None):
+            raise ValueError("not one of budget and outcome")
+        return self
+
+
+LEDGER = Ledger("rlhf-round-comparisons.jsonl", "the flow iterative-dpo", _Line)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The comparison of a round. outcome: None while it isn't known."""
+
+    improves: str
+    series: str
+    round: int
+    budget: BudgetPin
+    outcome: Outcome | None = None
+
+
+@dataclass(frozen=True)
+class Before:
+    """What was spent before a comparison by other series: their names, in order, and the sum of their levels that accepted nothing."""
+
+    series: tuple[str, ...]
+    spent: float
+
+
+def improved(params: Params) -> str:
+    """What a series improves: the model that `iterative.start` names, of one base model.
+
+    A start that was trained again is another file, but the same thing to improve.
+    """
+    return f"{params.iterative.start} of {params.model.path or 'the built-in model'}"
+
+
+def outcome_of(evaluated: dict[str, Any] | None) -> Outcome | None:
+    """How a round's comparison ended. evaluated: its evaluate.json; None: there is none yet."""
+    if evaluated is None:
+        return None
+    return "accepted" if evaluated["accepted"] else "kept" if evaluated.get("trained") else "none"
+
+
+def record_rounds(series: str, improves: str, rounds: Sequence[tuple[int, BudgetPin, Outcome | None]], root: Path) -> None:
+    """Append a series' comparisons and outcomes that the ledger lacks: those that ended since, or all in a clone.
+
+    Args:
+        rounds: number, pinned budget and outcome of each round.
+    Raises:
+        ConfigError: the ledger has another budget or outcome of a round, or can't be read or written.
+    """
+    with LEDGER.opened(root) as file:
+        found = {(c.series, c.round): c for c in _comparisons(LEDGER.read(file))}  # the last of each name
+        for number, budget, outcome in rounds:
+            line = {"improves": improves, "series": series, "round": number, "at": now()}
+            known = found.get((series, number))
+            if known is None:
+                LEDGER.append(file, _Line(**line, budget=budget))
+            elif known.budget != budget:
+                raise _changed(number, f"the budget that its comparison began with, {_shown(known.budget)}", _shown(budget), file.name)
+            if known is not None and known.outcome not in (None, outcome):
+                raise _changed(number, f"the outcome {known.outcome}, as when it ended", str(outcome), file.name)
+            if outcome is not None and (known is None or known.outcome is None):
+                LEDGER.append(file, _Line(**line, outcome=outcome))
+
+
+def begin_comparison(series: str, number: int, improves: str, config: PromotionConfig, root: Path) -> tuple[BudgetPin, Before]:
+    """The budget of a series' next comparison after all comparisons of what it improves, appended to the ledger.
+
+    A comparison without an outcome counts as one that accepted nothing.
+
+    Raises:
+        ConfigError: nothing of the error budget is left, or the ledger can't be read or written.
+    """
+    with LEDGER.opened(root) as file:
+        made = [c for c in _comparisons(LEDGER.read(file)) if c.improves == improves and c.outcome != "none"]
+        last = None if not made else BudgetPin(comparison=len(made), level=made[-1].budget.level, spent=_spent(made[:-1]))
+        accepted = bool(made) and made[-1].outcome == "accepted"
+        budget = next_budget(last, accepted=accepted, error_budget=config.error_budget, rounds=config.rounds)
+        others = [c for c in made if c.series != series]
+        before = Before(tuple(dict.fromkeys(c.series for c in others)), _spent(others))
+        if budget.level <= 0:
+            names = ", ".join(dict.fromkeys(c.series for c in made))
+            raise ConfigError(
+                f"iterative.promotion.error_budget: expected more than the {budget.spent:.4g} that comparisons of {improves} have spent "
+                f"(series {names}), got {config.error_budget:g}; raise it knowingly: it bounds the chance that any of these series ever "
+                "accepts a policy that is no better"
+            )
+        LEDGER.append(file, _Line(improves=improves, series=series, round=number, at=now(), budget=budget))
+    return budget, before
+
+
+def _spent(comparisons: Sequence[Comparison]) -> float:
+    return sum(c.budget.level for c in comparisons if c.outcome != "accepted")
+
+
+def _comparisons(lines: Sequence[_Line]) -> list[Comparison]:
+    """In the order in which they began. An outcome is that of the last comparison of its series and round."""
+    found: list[Comparison] = []
+    at: dict[tuple[str, int], int] = {}
+    for line in lines:
+        if line.budget is not None:
+            at[line.series, line.round] = len(found)
+            found.append(Comparison(line.improves, line.series, line.round, line.budget))
+        elif (i := at.get((line.series, line.round))) is not None:
+            found[i] = replace(found[i], outcome=line.outcome)
+    return found
+
+
+def _shown(budget: BudgetPin) -> str:
+    return f"comparison {budget.comparison} at level {budget.level:.4g}"
+
+
+def _changed(number: int, expected: str, got: str, ledger: str) -> ConfigError:
+    return ConfigError(
+        f"round {number}: expected {expected} (in {ledger}), got {got}; rounds.yaml or a verdict has changed since: restore both with git, "
+        "or begin another series"
+    )
