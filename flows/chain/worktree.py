@@ -5,7 +5,6 @@ Worktrees keep runs apart. Runs share one run cache, and `git checkout run/<name
 
 from __future__ import annotations
 
-import configparser
 import hashlib
 import json
 import logging
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from configobj import ConfigObj
+from configobj import ConfigObj, ConfigObjError
 
 from flows.chain.children import session_members, stop_session
 from rlhf_core.config import ConfigError, apply_overrides, shown
@@ -206,16 +205,17 @@ def _add(root: Path, path: Path, name: str) -> None:
 
 def verify_remotes(root: Path) -> None:
     """Set `verify` of each DVC remote that doesn't say otherwise in the local settings: without it DVC takes a remote's bytes unread."""
-    places = [root / ".dvc" / name for name in ("config", "config.local")]
-    known = configparser.ConfigParser(interpolation=None, strict=False)
+    how = {"encoding": "utf-8", "interpolation": False}  # `dvc config` writes ASCII only
     try:
-        known.read([place for place in places if place.is_file()], encoding="utf-8")
-    except configparser.Error:  # DVC's own commands report it
+        shared, local = (ConfigObj(str(root / ".dvc" / name), **how) for name in ("config", "config.local"))
+    except (ConfigObjError, OSError, UnicodeDecodeError):  # DVC's own commands report it
         return
-    for section in known.sections():
-        name = section.strip("'").partition('remote "')[2].rstrip('"')
-        if name and "verify" not in known[section]:
-            _run(module_command("dvc", "config", "--local", f"remote.{name}.verify", "true"), root)
+    remotes = dict.fromkeys(name for name in [*shared, *local] if name.startswith('remote "'))
+    unsaid = [name for name in remotes if not any("verify" in settings.get(name, {}) for settings in (shared, local))]
+    for name in unsaid:
+        local.setdefault(name, {})["verify"] = "true"
+    if unsaid:
+        local.write()
 
 
 def share_cache(root: Path, path: Path) -> None:
@@ -227,7 +227,7 @@ def share_cache(root: Path, path: Path) -> None:
     aside = local.with_name("config.local.new")
     if (root / ".dvc" / "config.local").exists():
         shutil.copy2(root / ".dvc" / "config.local", aside)
-    settings = ConfigObj(str(aside), encoding="utf-8", interpolation=False)  # `dvc config` writes ASCII only
+    settings = ConfigObj(str(aside), encoding="utf-8", interpolation=False)
     settings.setdefault("cache", {})["dir"] = str(cache_folder(root).parents[1].resolve())
     settings.write()
     aside.replace(local)
