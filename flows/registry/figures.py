@@ -1,8 +1,8 @@
 """Computes again the figures on which a registration rests: metrics in a commit are texts, and so is dvc.lock with their hashes.
 
 The gate's verdict follows from the held-out scores, whose hash is in the model's lineage, and its look from the ledger. A round's verdict
-follows from its counts of prompts, and its error budget is in the ledger of comparisons. Scores and answers are made by models and aren't made
-again: whoever can write a DVC cache with matching hashes in dvc.lock can still forge those.
+follows from its counts of prompts, and its error budget is in the ledger of comparisons. Scores and answers are made by models and aren't
+made again: whoever can write a DVC cache with matching hashes in dvc.lock can still forge those.
 """
 
 from __future__ import annotations
