@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.config import SourceConfig
+from rlhf_core.data.control import is_blank
 from rlhf_core.data.drops import Dropped
 from rlhf_core.data.formats import convert
 from rlhf_core.data.sources import load_source
@@ -26,7 +27,7 @@ USES = {"sft", "preference", "prompt"}
 
 
 def plain(text: str) -> str:
-    return re.sub("\r\n?", "\n", text).strip()
+    return re.sub("\r\n?", "\n", text)
 
 
 def source(format: str, uses=("prompt",), **more) -> SourceConfig:
@@ -132,7 +133,7 @@ def test_an_instruction_comes_out_with_system_history_and_input(talk, more):
     record = {"instruction": last, "input": more, "output": talk.chosen, "system": first}
     record["history"] = [list(pair) for pair in zip(earlier[::2], earlier[1::2], strict=True)]
     [row] = convert(record, source("instruction", columns={"system": "system", "history": "history"}))["sft"]
-    requested = f"{plain(last)}\n\n{plain(more)}".strip()
+    requested = plain(last) if is_blank(more) else f"{plain(last)}\n\n{plain(more)}"
     assert row == {"messages": [*talk.plain[:-1], {"role": "user", "content": requested}], "response": plain(talk.chosen)}
 
 
