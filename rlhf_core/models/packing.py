@@ -36,9 +36,9 @@ def packs(model: PreTrainedModel, batch: TokenBatch) -> bool:
     """Whether the model computes this batch without padding.
 
     It doesn't where rows have prefixes and branches, whose mask FlashAttention can't take, nor where layers have a state, which would
-    pass from one sequence to the next.
+    pass from one sequence to the next, nor where attention of the model's own (Falcon, GPT-Neo) doesn't pass the lengths on.
     """
-    if batch.mask_is_needed or len(batch.input_ids) == 1 or not takes_lengths(model):
+    if not model._supports_attention_backend or batch.mask_is_needed or len(batch.input_ids) == 1 or not takes_lengths(model):
         return False
     return not getattr(model, "_is_stateful", False) and layer_kinds(model.config.get_text_config()) <= {FULL, SLIDING}
 

@@ -21,8 +21,8 @@ from rlhf_core.models.build import trunk
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.packing import pack, packs
 
-STATEFUL = ("falcon_h1", "jamba", "bamba", "recurrent_gemma")
-OTHER_LAYERS = ("llama4",)  # chunks
+STATEFUL = ("falcon_h1", "jamba", "bamba", "recurrent_gemma", "mamba2", "qwen3_next", "qwen3_5")
+OTHER_LAYERS = ("llama4", "falcon_7b", "falcon_40b", "falcon_rw", "gpt_neo", "biogpt")  # chunks; attention of their own
 ALL = FAMILIES | OTHERS
 PACKED = [name for name in ALL if name not in (*STATEFUL, *OTHER_LAYERS)]
 
@@ -111,7 +111,7 @@ def test_router_logits_of_the_routed_tokens_are_in_the_same_order(name: str, fla
 
 
 @pytest.mark.parametrize("name", [*STATEFUL, *OTHER_LAYERS])
-def test_models_with_states_or_chunks_stay_padded(name: str, flash: None):
+def test_models_with_states_chunks_or_attention_of_their_own_stay_padded(name: str, flash: None):
     assert not packs(with_lengths(name), batch_of())
 
 
