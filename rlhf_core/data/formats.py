@@ -135,12 +135,13 @@ class Record:
         if isinstance(value, list | Mapping):
             return read_messages(value, name)
         text = read_text(value, name)
-        if not self.start:
-            return _conversation(text) or [_message("assistant", text)]
-        for whole, start in ((text, self.start), (text.lstrip(), self.start.strip())):
-            if whole.startswith(start):
-                return [_message("assistant", whole.removeprefix(start))]
-        raise Dropped(f"{name} doesn't begin with the prompt, as other answers do")
+        if not self.start and (written := _conversation(text)):
+            return written
+        beginnings = ((text, self.start), (text.lstrip(), self.start.strip()))
+        answer = next((whole.removeprefix(start) for whole, start in beginnings if whole.startswith(start)), None)
+        if answer is None:
+            raise Dropped(f"{name} doesn't begin with the prompt, as other answers do")
+        return [_message("assistant", answer.strip() if self.notation.transcripts else answer)]
 
     def prompt(self) -> list[Message]:
         """The prompt, as text or as messages; never empty."""

@@ -120,7 +120,7 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("rl.rollout.kv_cache_gib", "rl.rollout.max_concurrent_sequences", "rl.rollout.max_logprob_difference"): {},
     ("rl.rollout.bfloat16_mean_difference", "rl.rollout.bfloat16_p999_difference", "rl.rollout.recomputed_fraction"): {},
     ("rl.rollout.one_step_off_policy", "rl.rollout.dispatch", "rl.rollout.take_turns", "rl.rollout.tensor_parallel_size"): {},
-    ("rl.rollout.prefix_caching", "rl.rollout.weight_transfer"): {},
+    ("rl.rollout.prefix_caching", "rl.rollout.enforce_eager", "rl.rollout.weight_transfer"): {},
     # RL: evaluation, limits, processes
     ("rl.evaluation.metric",): {"best": ANEW},
     ("rl.evaluation.prompts",): {"best": ANEW, "score_tracks": ANEW},

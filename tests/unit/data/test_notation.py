@@ -94,26 +94,27 @@ class TestMessagesInText:
 
 class TestPromptInAnswers:
     @pytest.mark.parametrize(
-        ("format", "record"),
+        ("format", "record", "expected"),
         [
-            ("preference", {"prompt": "2+2? ", "chosen": "2+2? 4", "rejected": "2+2? 5"}),
-            ("compared", {"prompt": "2+2?", "first": "2+2?\n4", "second": "2+2?5", "preference": -1}),
+            ("preference", {"prompt": "2+2? ", "chosen": "2+2? 4", "rejected": "2+2? 5"}, ("2+2? ", "4", "5")),
+            ("compared", {"prompt": "2+2?", "first": "2+2?\n4", "second": "2+2?5", "preference": -1}, ("2+2?", "\n4", "5")),
             (
                 "graded",
                 {"prompt": "2+2?", "completions": [{"completion": "2+2? 4", "good": True}, {"completion": "2+2? 5", "good": False}]},
+                ("2+2?", " 4", " 5"),
             ),
-            ("ranked", {"prompt": "2+2?", "completions": ["2+2? 4", "2+2? 5"], "score": [2, 1]}),
+            ("ranked", {"prompt": "2+2?", "completions": ["2+2? 4", "2+2? 5"], "score": [2, 1]}, ("2+2?", " 4", " 5")),
         ],
     )
-    def test_the_prompt_is_removed_from_answers_that_begin_with_it(self, format, record, tmp_path, caplog):
+    def test_the_prompt_is_removed_from_answers_that_begin_with_it(self, format, record, expected, tmp_path, caplog):
         found = loaded(tmp_path, record, format=format)
-        assert pairs(found) == [("2+2?", "4", "5")] and found.rows["sft"][0]["response"] == "4"
+        assert pairs(found) == [expected] and found.rows["sft"][0]["response"] == expected[1]
         assert "answers begin with the prompt; it is removed from them (implicit_prompt)" in caplog.text
 
     def test_feedback_without_pairs_loses_it_too(self, tmp_path):
         records = [{"prompt": "q?", "completion": f"q? {n}", "label": n == 4} for n in (4, 5)]
         rows = loaded(tmp_path, *records, format="unpaired").rows["preference"]
-        assert [(row["chosen"], row["rejected"]) for row in rows] == [("4", None), (None, "5")]
+        assert [(row["chosen"], row["rejected"]) for row in rows] == [(" 4", None), (None, " 5")]
 
     def test_answers_that_begin_so_by_chance_stay_whole(self, tmp_path, caplog):
         chance, other = {"prompt": "Say hi", "chosen": "Say hi you", "rejected": "Say hi!"}, {"prompt": "q", "chosen": "a", "rejected": "b"}
@@ -146,7 +147,7 @@ class TestPromptInAnswers:
     def test_the_source_may_say_so_or_say_no(self, tmp_path):
         whole, other = {"prompt": "q", "chosen": "q 1", "rejected": "q 2"}, {"prompt": "r", "chosen": "a", "rejected": "b"}
         assert pairs(loaded(tmp_path, whole, implicit_prompt=False)) == [("q", "q 1", "q 2")]
-        assert pairs(loaded(tmp_path, whole, other, other, implicit_prompt=True)) == [("q", "1", "2")]
+        assert pairs(loaded(tmp_path, whole, other, other, implicit_prompt=True)) == [("q", " 1", " 2")]
 
 
 TURNS = [
