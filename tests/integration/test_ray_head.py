@@ -59,7 +59,7 @@ def test_a_port_that_was_taken_meanwhile_is_replaced(seen):
 
 
 def test_a_job_runs_on_its_own_head_whatever_proxy_cluster_or_temporary_folder_the_environment_names(seen):
-    assert seen[1]["job"] == f"head 127.0.0.1:{seen[1]['ports'][-1]}\n"
+    assert seen[1]["job"].splitlines()[-1] == f"head 127.0.0.1:{seen[1]['ports'][-1]}"
     assert seen[1]["left"] == []
 
 

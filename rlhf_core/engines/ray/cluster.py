@@ -102,7 +102,7 @@ def local_head(
     # Ray serves metrics without authentication on two ports. The second can't be switched off; -1 is no port.
     os.environ.setdefault("RAY_enable_metrics_collection", "0")
     os.environ.setdefault("DASHBOARD_METRIC_PORT", "-1")
-    environment = {**os.environ, MARK: str(folder)}
+    environment = {**os.environ, MARK: str(folder)} | ({"TMPDIR": place} if spilled else {})  # Python's sockets are there too
     head = None
     try:
         deadline = time.monotonic() + start_timeout
