@@ -91,6 +91,8 @@ def bypass_proxies(environment: MutableMapping[str, str]) -> None:
     if any(environment.get(name) for proxy in ("http_proxy", "https_proxy", "all_proxy") for name in (proxy, proxy.upper())):
         named = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
         hosts = [host for host in named.split(",") if host.strip()]
+        if "*" in map(str.strip, hosts):  # no host has a proxy
+            return
         environment["no_proxy"] = environment["NO_PROXY"] = ",".join(dict.fromkeys([*hosts, *LOOPBACK]))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import ssl
 import sys
 import urllib.error
 import urllib.request
@@ -58,7 +59,7 @@ def check_given_server() -> None:
         return
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        if not isinstance(reason, TimeoutError):
+        if not isinstance(reason, TimeoutError | ssl.SSLError):  # Prefect has settings of its own for certificates
             raise ConfigError(
                 f"PREFECT_API_URL: expected a Prefect server at {shown(url)}, got {shown(str(reason))}; start it, correct the address, or "
                 "unset the variable, so that the run starts a server of its own"

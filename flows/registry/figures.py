@@ -20,7 +20,8 @@ from rlhf_core.paths import EVALUATION_METRICS, GATE_METRICS, PREPARED, REWARD_H
 from rlhf_core.provenance.dvc_cache import cache_folder, link_verified, missing
 from rlhf_core.rounds.pins import read_rounds
 from rlhf_core.rounds.promotion import verdict
-from rlhf_core.rounds.spending import improved, outcome_of, record_rounds
+from rlhf_core.rounds.spending import check_rounds, outcome_of
+from rlhf_core.stage.files import finite
 
 PAIRS = ("preference.parquet", "slices.parquet")  # of the prepared data, which the gate reads
 AGAIN = "run `dvc repro --single-item --force gate_reward` there, and commit what it writes"
@@ -73,7 +74,7 @@ def _judged_again(workspace: Path, lock: dict[str, Any], params: Params, gate: d
             )
         except ValueError as error:
             raise ConfigError(f"{GATE_METRICS}: expected scores from which to compute it again, got: {error}") from error
-    return json.loads(json.dumps(found))  # in the file's form
+    return finite(found)
 
 
 def check_accuracy(root: Path, version: Version) -> bool:
@@ -120,10 +121,10 @@ def check_round(workspace: Path, number: int, params: dict[str, Any], evaluated:
         raise ConfigError(f"{ROUNDS_FILE}: expected an entry for round {number}, got {list(rounds) or 'none'}; restore it with git")
     earlier = {k: _read_verdict(workspace, k) for k in range(1, number)}
     try:
-        made = [(k, rounds[k].budget, outcome_of(found)) for k, found in {**earlier, number: evaluated}.items()]
-        record_rounds(workspace.name, improved(typed), made, workspace)
         again = verdict(evaluated, typed.iterative.promotion, rounds[number].budget)
-        _compare(name, json.loads(json.dumps(again)), {key: evaluated.get(key) for key in again}, "its own counts", remedy)
+        _compare(name, finite(again), {key: evaluated.get(key) for key in again}, "its own counts", remedy)
+        made = [(k, rounds[k].budget, outcome_of(found)) for k, found in {**earlier, number: evaluated}.items()]
+        check_rounds(workspace.name, made, workspace)
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ConfigError(f"{name}: expected what evaluate_round writes, got another form ({shown(str(error))}); {remedy}") from error
 

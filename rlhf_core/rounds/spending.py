@@ -93,12 +93,33 @@ def record_rounds(series: str, improves: str, rounds: Sequence[tuple[int, Budget
             known = found.get((series, number))
             if known is None:
                 LEDGER.append(file, _Line(**line, budget=budget))
-            elif known.budget != budget:
-                raise _changed(number, f"the budget that its comparison began with, {_shown(known.budget)}", _shown(budget), file.name)
-            if known is not None and known.outcome not in (None, outcome):
-                raise _changed(number, f"the outcome {known.outcome}, as when it ended", str(outcome), file.name)
+            else:
+                _compare(known, budget, outcome, file.name)
             if outcome is not None and (known is None or known.outcome is None):
                 LEDGER.append(file, _Line(**line, outcome=outcome))
+
+
+def check_rounds(series: str, rounds: Sequence[tuple[int, BudgetPin, Outcome | None]], root: Path) -> None:
+    """Compare a series' rounds, as for `record_rounds`, with the ledger.
+
+    Raises:
+        ConfigError: the ledger has no such round, another budget or another outcome, or can't be read.
+    """
+    with LEDGER.opened(root) as file:
+        found = {(c.series, c.round): c for c in _comparisons(LEDGER.read(file))}
+    for number, budget, outcome in rounds:
+        if (known := found.get((series, number))) is None:
+            raise ConfigError(
+                f"round {number}: expected its comparison in this repository's {LEDGER.name}, got none; register it where the series ran"
+            )
+        _compare(known, budget, outcome, LEDGER.name)
+
+
+def _compare(known: Comparison, budget: BudgetPin, outcome: Outcome | None, ledger: str) -> None:
+    if known.budget != budget:
+        raise _changed(known.round, f"the budget that its comparison began with, {_shown(known.budget)}", _shown(budget), ledger)
+    if known.outcome not in (None, outcome):
+        raise _changed(known.round, f"the outcome {known.outcome}, as when it ended", str(outcome), ledger)
 
 
 def begin_comparison(series: str, number: int, improves: str, config: PromotionConfig, root: Path) -> tuple[BudgetPin, Before]:

@@ -37,15 +37,16 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(path.name + ".tmp")
-    aside.write_text(json.dumps(_finite(content), indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
+    aside.write_text(json.dumps(finite(content), indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
     aside.replace(path)
 
 
-def _finite(node: Any, key: str = "") -> Any:
+def finite(node: Any, key: str = "") -> Any:
+    """The content that `write_json` writes: rounded, and null for NaN and infinity."""
     if isinstance(node, dict):
-        return {k: _finite(v, k) for k, v in node.items()}
+        return {k: finite(v, k) for k, v in node.items()}
     if isinstance(node, list | tuple):
-        return [_finite(v, key) for v in node]
+        return [finite(v, key) for v in node]
     if isinstance(node, float) and not math.isfinite(node):
         return None
     if isinstance(node, float):

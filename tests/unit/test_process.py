@@ -161,6 +161,7 @@ def test_a_process_that_ends_with_its_parent_does():
     [
         ({"PATH": "/bin"}, None),
         ({"http_proxy": ""}, None),
+        ({"http_proxy": "http://proxy:3128", "no_proxy": "*"}, None),
         ({"http_proxy": "http://proxy:3128"}, "localhost,127.0.0.1,::1"),
         ({"ALL_PROXY": "socks5://proxy", "NO_PROXY": ".mine.org,localhost"}, ".mine.org,localhost,127.0.0.1,::1"),
         ({"HTTPS_PROXY": "http://proxy", "no_proxy": "a", "NO_PROXY": "b"}, "a,localhost,127.0.0.1,::1"),

@@ -22,8 +22,10 @@ from rlhf_core.gate.verdict import with_registry
 from rlhf_core.paths import PREPARED, REWARD_HELDOUT, REWARD_MODEL
 from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.rounds.pins import Pin, PromptsPin, Round, write_rounds
-from rlhf_core.rounds.promotion import next_budget, verdict
-from rlhf_core.stage.files import write_json
+from rlhf_core.rounds.promotion import verdict
+from rlhf_core.rounds.spending import LEDGER as LEDGER_OF_ROUNDS
+from rlhf_core.rounds.spending import begin_comparison, outcome_of, record_rounds
+from rlhf_core.stage.files import finite, write_json
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,16 +33,21 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory) -> Path:
     """A workspace whose gate has judged a model at its second look, with all in DVC's cache."""
-    root = tmp_path_factory.mktemp("judged")
+    return judged_workspace(tmp_path_factory.mktemp("judged"), right_and_wrong(880, 110, 10), pairs=1)
+
+
+def judged_workspace(root: Path, margins: list[float], *, pairs: int) -> Path:
+    """pairs: of each prompt."""
     git(root, "init", "--quiet")
     (root / ".dvc").mkdir()
     (root / ".dvc/config").write_text("")
     shutil.copy(ROOT / "params.yaml", root)
-    ids = [f"test-{i}" for i in range(1000)] + [f"validation-{i}" for i in range(50)]
+    ids = [f"test-{i}" for i in range(len(margins))] + [f"validation-{i}" for i in range(50)]
     rows = [{"id": i, "source": "clerk", "split": i.partition("-")[0], "chosen": f"a {i}", "rejected": "b"} for i in ids]
     write_rows(root / PREPARED, "preference", [row | {"messages": [{"role": "user", "content": "Sort."}]} for row in rows])
-    margins = right_and_wrong(880, 110, 10) + [1.0] * 50
-    scores = [(i, "clerk", i.partition("-")[0], m, 0.0, 9, 8, i, 4, 0.0, 0.0) for i, m in zip(ids, margins, strict=True)]
+    prompts = [f"{i.partition('-')[0]}-{int(i.partition('-')[2]) // pairs}" for i in ids]
+    found = zip(ids, prompts, [*margins, *[1.0] * 50], strict=True)
+    scores = [(i, "clerk", i.partition("-")[0], m, 0.0, 9, 8, prompt, 4, 0.0, 0.0) for i, prompt, m in found]
     as_heldout_table(scores).to_parquet(root / REWARD_HELDOUT)
     for content in (b"another model", b"this model"):
         (root / REWARD_MODEL).mkdir(parents=True, exist_ok=True)
@@ -87,13 +94,16 @@ def check(root: Path, change=lambda gate: None) -> None:
 FORGED = {
     "accuracy": (
         lambda g: g.update(accuracy=0.999),
-        rf"what {LEDGER} says of its model, passed True with accuracy 0.885, got passed True with",
+        rf"what {LEDGER.name} says of its model, passed True with accuracy 0.885, got passed True with",
     ),
-    "verdict": (lambda g: g.update(passed=False), rf"what {LEDGER} says of its model, passed True"),
-    "first look": (lambda g: g["look"].update(number=1, earlier=[]), rf"expected look 2 at its pairs or a later one by {LEDGER}, got 1"),
+    "verdict": (lambda g: g.update(passed=False), rf"what {LEDGER.name} says of its model, passed True"),
+    "first look": (
+        lambda g: g["look"].update(number=1, earlier=[]),
+        rf"expected look 2 at its pairs or a later one by {LEDGER.name}, got 1",
+    ),
     "level": (
         lambda g: g["look"].update(level=0.025),
-        r"look.level as computed again from .*, 0\.0125\d+, got 0.025",
+        r"look.level as computed again from .*, 0\.0125, got 0.025",
     ),
     "low": (
         lambda g: g.update(low=0.884),
@@ -108,7 +118,7 @@ FORGED = {
     "words": (lambda g: g.update(message="passed: well"), "expected message as computed again"),
     "override": (lambda g: g.update(override="why not"), "expected override as computed again .*, null, got"),
     "model": (lambda g: g["look"].update(model="0" * 32 + ".dir"), "a verdict on the model of dvc.lock, md5 .*, got one on 000"),
-    "split": (lambda g: g["look"].update(split="0" * 64), rf".* in this repository's {LEDGER}, got none; the gate ran elsewhere"),
+    "split": (lambda g: g["look"].update(split="0" * 64), rf".* in this repository's {LEDGER.name}, got none; the gate ran elsewhere"),
     "unjudged": (lambda g: g.update(look=None), "expected a verdict with its look at the test pairs, got none"),
     "a key less": (lambda g: g.pop("ensemble"), "expected what gate_reward writes, got another form"),
     "a list": (lambda g: g.update(look=[]), "expected what gate_reward writes, got another form"),
@@ -125,6 +135,11 @@ def test_a_forged_gate_is_refused_with_both_values(judged, name):
 def test_a_true_gate_is_accepted_and_so_is_one_that_is_not_needed(judged):
     check(judged)
     check_gate(judged, {"stages": {}}, {}, {"needed": False})
+
+
+@pytest.mark.parametrize(("margin", "pairs"), [(2.0, 2), (0.0, 1), (2.0, 1000)], ids=["all right", "all tied", "one prompt"])
+def test_a_true_gate_with_figures_that_are_not_finite_is_accepted(tmp_path, margin, pairs):
+    check(judged_workspace(tmp_path, [margin] * 1000, pairs=pairs))
 
 
 def test_scores_that_differ_from_their_hash_or_are_missing_are_refused(judged):
@@ -157,19 +172,20 @@ def test_a_promotion_computes_the_accuracy_again_where_the_scores_are_here(judge
     assert not check_accuracy(judged, version(0.9, stages=elsewhere))
 
 
-def test_a_rounds_verdict_follows_from_its_counts_and_the_rounds_before(tmp_path):
+def test_a_rounds_verdict_follows_from_its_counts_and_its_budget_is_in_the_ledger(tmp_path):
     params = read_yaml(ROOT / "params.yaml")
     config, pin = load_params(ROOT / "params.yaml").iterative.promotion, Pin(path="models/sft", md5="0")
     (tmp_path / "rounds").mkdir()
-    rounds, budget, accepted, found = {}, None, False, {}
+    rounds, outcomes = {}, []
     for number, wins in ((1, 350), (2, 430)):
-        budget = next_budget(budget, accepted=accepted, error_budget=config.error_budget, rounds=config.rounds)
+        budget, _ = begin_comparison(tmp_path.name, number, "sft", config, tmp_path)
         inputs = {"origin": pin, "policy": pin, "gate": pin, "reward_models": {}, "prompts": PromptsPin(first=0, count=1, sha256="0")}
         rounds[number] = Round(**inputs, budget=budget)
         rate = {"value": wins / 700, "low": wins / 700 - 0.04, "high": wins / 700 + 0.04, "wins": wins, "losses": 700 - wins, "n": 700}
         found = {"win_rate": {"sampled": rate}, "trained": True}
         found |= verdict(found, config, budget)
-        accepted = found["accepted"]
+        outcomes.append((number, budget, outcome_of(found)))
+        record_rounds(tmp_path.name, "sft", outcomes, tmp_path)
         write_json(tmp_path / f"rounds/{number}/metrics/evaluate.json", found)
     write_rounds(rounds, tmp_path)
 
@@ -184,5 +200,21 @@ def test_a_rounds_verdict_follows_from_its_counts_and_the_rounds_before(tmp_path
     with pytest.raises(ConfigError, match=r"expected promotion\.p_value as computed again"):
         check_round(tmp_path, 2, params, read(2) | {"promotion": {**read(2)["promotion"], "p_value": 1e-300 + 0.5}})
     write_json(tmp_path / "rounds/1/metrics/evaluate.json", read(1) | {"accepted": True})  # would hand its level on
-    with pytest.raises(ConfigError, match="round 2: expected the budget that the verdicts before it leave"):
+    with pytest.raises(ConfigError, match=r"round 1: expected the outcome kept, as when it ended .* got accepted"):
+        check_round(tmp_path, 2, params, read(2))
+    write_json(tmp_path / "rounds/1/metrics/evaluate.json", read(1) | {"accepted": False})
+    generous = {
+        number: entry.model_copy(update={"budget": entry.budget.model_copy(update={"level": 0.9})}) for number, entry in rounds.items()
+    }
+    write_rounds(generous, tmp_path)
+    forged = read(2) | verdict(read(2), config, generous[2].budget)
+    with pytest.raises(
+        ConfigError, match=r"round 1: expected the budget that its comparison began with, .* got comparison 1 at level 0\.9"
+    ):
+        check_round(tmp_path, 2, params, json.loads(json.dumps(finite(forged))))
+    write_rounds(rounds, tmp_path)
+    (tmp_path / LEDGER_OF_ROUNDS.name).unlink()
+    with pytest.raises(
+        ConfigError, match=r"round 1: expected its comparison in this repository's .* got none; register it where the series ran"
+    ):
         check_round(tmp_path, 2, params, read(2))
