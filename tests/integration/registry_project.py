@@ -150,11 +150,16 @@ def make_project(folder: Path) -> Path:
     shutil.copytree(ROOT / ".dvc", folder / ".dvc", ignore=shutil.ignore_patterns("tmp", "cache", "config.local"))
     for name in (".gitignore", ".dvcignore", "params.yaml", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
-    (folder / "work.py").write_text(WORK.replace("@", FIRST.hex()))
-    (folder / "dvc.yaml").write_text(DVC)
     git(folder, "init", "--quiet", "--initial-branch", "main")
-    commit(folder, "A small project")
+    write_stages(folder)
     return folder
+
+
+def write_stages(project: Path) -> None:
+    """Commit the stages of this module as those of a project."""
+    (project / "work.py").write_text(WORK.replace("@", FIRST.hex()))
+    (project / "dvc.yaml").write_text(DVC)
+    commit(project, "Stages that take no time")
 
 
 def commit(folder: Path, message: str) -> None:

@@ -70,7 +70,7 @@ import json, os
 from pathlib import Path
 def score(prompts, responses, labels, metadata):
     print(dict(os.environ), flush=True)
-    Path(__file__).with_suffix(".json").write_text(json.dumps(dict(os.environ)))
+    (Path(__file__).parents[2] / "looks.json").write_text(json.dumps(dict(os.environ)))
     return [0.0] * len(responses)
 """
 
@@ -85,7 +85,7 @@ def test_a_reward_function_sees_of_the_environment_what_it_may(chain, tmp_path):
     change_params(workspace, PYTORCH_ROLLOUTS, {"rl": brief, "tracking": wandb, "flow": {"environment": list(NAMED)}})
     code, printed = run(workspace, "dvc", "repro", "--single-item", "train_policy")
     assert code == 0, printed
-    seen = json.loads((workspace / "rewards/looks.json").read_text())
+    seen = json.loads((tmp_path / "looks.json").read_text())
     assert not set(PLANTED) & set(seen) and seen["SCORER_API_KEY"] == NAMED["SCORER_API_KEY"] and "PATH" in seen
     assert not any(secret in printed for secret in PLANTED.values())
     kept = [p for p in (workspace / "wandb").rglob("*") if p.is_file() and any(s.encode() in p.read_bytes() for s in PLANTED.values())]

@@ -98,7 +98,9 @@ def test_overrides_run_in_a_worktree_that_shares_the_run_cache_and_is_found_agai
     assert {"dvc.lock", "metrics/gate.json", "params.yaml"} <= set(git(worktree, "ls-files").splitlines())
     assert (workspace / "params.yaml").read_text() == before
 
-    again = run_flow(workspace, *arguments, PREFECT_API_URL="http://127.0.0.1:9/api")  # nobody answers there
+    refused = run_flow(workspace, *arguments, PREFECT_API_URL="http://127.0.0.1:9/api")  # nobody answers there
+    assert refused.returncode == 2 and "PREFECT_API_URL: expected a Prefect server at http://127.0.0.1:9/api" in refused.stderr
+    again = run_flow(workspace, *arguments)
     assert outcomes(again.stdout) == dict.fromkeys(ORDER, "cached"), again.stderr
     assert list((workspace / "runs").glob("[!.]*")) == [worktree]
 

@@ -21,7 +21,7 @@ import pytest
 from registry_tags import write_tag
 
 sys.path.insert(0, str(Path(__file__).parent))
-from registry_project import candidate
+from registry_project import candidate, write_stages
 from small_workspace import (
     ORDER,
     SERVER_SECONDS,
@@ -131,7 +131,11 @@ def answer(prefect: Any, run: str, **fields: object) -> str:
 
 def test_a_promotion_waits_for_a_persons_decision(served):
     project, prefect = served
+    own_stages = git(project, "rev-parse", "HEAD")
+    write_stages(project)  # the gate of the other tests judges nothing
     candidate(project, "first", seed=1)
+    candidate(project, "second", seed=2)
+    git(project, "reset", "--quiet", "--hard", own_stages)
     assert versions.register(project, NAME, "first").version == "v1.0.0"
 
     def state(run: str) -> dict:
@@ -149,7 +153,6 @@ def test_a_promotion_waits_for_a_persons_decision(served):
     assert {becomes(run, "PAUSED")["name"] for run in (moved, refused, approved)} == {"Suspended"}
     # One that was answered right away was lost once: Prefect started it again, and it had no folder and no end.
     wait_until(lambda: not any("prefect.engine" in command_line(p) for p in processes_in(project)), 180, "the end of their processes")
-    candidate(project, "second", seed=2)
     versions.register(project, NAME, "second")  # newer than the version that waits for approval
 
     for password in (None, "rlhf:guessed"):

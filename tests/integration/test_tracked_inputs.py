@@ -158,8 +158,8 @@ def test_missing_files_are_named_before_a_worktree_is_made(project):
     done = run_flow(project, "--run", "new", PREFECT_HOME="/proc/nowhere")
     assert done.returncode == 2 and time.monotonic() - started < 10
     assert done.stderr.splitlines() == [
-        "data.sources.mine: expected files in ../data that end in .jsonl, .jsonl.gz, .json, .csv, .tsv, .parquet, got none; correct the "
-        "path",
+        "data.sources.mine: expected files in ../data that end in .jsonl, .jsonl.gz, .json, .json.gz, .csv, .csv.gz, .tsv, .tsv.gz, "
+        ".parquet, got none; correct the path",
         "model.path: expected a folder with a pretrained model, got ../model with nothing there (relative to the project's folder); put "
         "one there, or set model.path to another folder, or to the Hugging Face name of any small causal model, which is downloaded with "
         "HF_HUB_OFFLINE=0",
