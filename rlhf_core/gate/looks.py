@@ -6,6 +6,7 @@ on one that shares at least SHARED of its pairs, and the level decreases with th
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -159,7 +160,8 @@ def check_ledger(gate: dict[str, Any], root: Path = Path()) -> None:
 def run_name(root: Path) -> str:
     """The checked-out branch, or the folder's name without one."""
     done = git(root, "symbolic-ref", "--short", "--quiet", "HEAD")
-    return root.resolve().name if done is None or done.returncode else done.stdout.strip()
+    name = root.resolve().name if done is None or done.returncode else done.stdout.strip()
+    return os.fsencode(name).decode(errors="replace")  # JSON is UTF-8
 
 
 def _first_results(lines: list[_Line]) -> dict[tuple[str, str | None], _Line]:
