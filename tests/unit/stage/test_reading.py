@@ -123,7 +123,7 @@ def test_a_new_a_missing_and_an_unreadable_file_are_changes(project):
 
 
 @pytest.mark.parametrize(("file", "words"), [("rlhf_core/models/file", "code: rlhf_core/models/file changed"), ("base/config.json", "")])
-def test_a_running_stage_warns_of_an_edit_and_knows_until_when_its_processes_read_what_was_hashed(project, caplog, monkeypatch, file, words):
+def test_a_running_stage_warns_of_an_edit_and_knows_until_when_its_files_were_clean(project, caplog, monkeypatch, file, words):
     """By a look at its files every few seconds; an edit of code or of a model outside, undone before the stage ends, is one too."""
     monkeypatch.setattr(reading, "WATCH_SECONDS", 0.01)
     params, caplog.handler.level = Path("params.yaml").read_text(), logging.WARNING
