@@ -33,8 +33,10 @@ def main() -> None:
             gate = judged or unjudged(config, NOT_NEEDED, needed=False)
         except (ValueError, FileNotFoundError) as error:  # scores, promoted models or external pairs can't be read
             gate = unjudged(config, str(error), needed=True)
-        gate = with_registry(gate, config, dvc_md5(REWARD_MODEL) if needed and config.rolled_back else "")
-        if (look := gate["look"]) is not None:
+        look = gate["look"]
+        model = look["model"] if look is not None else dvc_md5(REWARD_MODEL) if needed and config.rolled_back else ""
+        gate = with_registry(gate, config, model)
+        if look is not None:
             write_result(look["split"], look["model"], **{key: gate[key] for key in ("passed", "accuracy", "confidence")})
         write_json(GATE_METRICS, gate)
         for line in explain(gate):

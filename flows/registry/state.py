@@ -53,18 +53,24 @@ class Registry:
 
     @property
     def anchor(self) -> Version | None:
-        """The first promoted version, replaced by each later one that clearly beats it on the same pairs.
+        """The first promoted version, replaced by each later one that clearly beats it on the same pairs: the lower bound of the gain in
+        accuracy is above 0.
 
-        Versions that were rolled back, or whose gate judged no model, are left out. The highest accuracy wouldn't do: measured on other
+        Versions whose gate judged no model are left out. One that was rolled back is never the anchor, but links a version that was
+        compared with it to the anchor before: the sum of both lower bounds counts. The highest accuracy wouldn't do: measured on other
         pairs it is often another model's luck.
         """
-        found: Version | None = None
+        found, rolled_back = None, self.rolled_back
+        links: dict[str, float] = {}  # by md5: lower bound of the gain over `found`, of itself and of rolled-back versions
         for name in dict.fromkeys(event.version for event in self.events if event.version in self.versions):
             version = self.versions[name]
-            if version.gate_accuracy is None or name in self.rolled_back:
+            if version.gate_accuracy is None or (found is None and name in rolled_back):
                 continue
-            if found is None or version.clearly_beats(found):
-                found = version
+            gain = max((low + links[md5] for md5, low in version.gains.items() if md5 in links), default=None)
+            if name in rolled_back:
+                links |= {} if gain is None else {version.md5: gain}
+            elif found is None or (gain is not None and gain > 0):
+                found, links = version, {version.md5: 0.0}
         return found
 
     @property

@@ -76,11 +76,12 @@ class Version:
         """Held-out accuracy; None: the gate judged no reward model."""
         return (self.lineage["gate"] or {}).get("accuracy")
 
-    def clearly_beats(self, other: Version) -> bool:
-        """Whether its gate compared it with that version, and the whole interval of the difference in accuracy is above 0."""
+    @property
+    def gains(self) -> dict[str, float]:
+        """Lower bound of its accuracy minus another version's, on the same pairs, by the md5 of each that its gate compared it with."""
         gate = self.lineage["gate"] or {}
         compared = [gate[role] for role in ("incumbent", "anchor") if gate.get(role)]
-        return any(found["md5"] == other.md5 and (found["low"] or 0.0) > 0 for found in compared)
+        return {found["md5"]: found["low"] for found in compared if found["low"] is not None}
 
     @property
     def sha256(self) -> str | None:

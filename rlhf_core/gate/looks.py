@@ -6,11 +6,12 @@ on one that shares at least SHARED of its pairs, and the level decreases with th
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator
 
 from rlhf_core.config import ConfigError, GateConfig, Section
 from rlhf_core.gate.overlap import SplitKeys, read_sketch, write_sketch
@@ -37,32 +38,37 @@ def at_look(config: GateConfig, number: int) -> GateConfig:
 
 
 class _Line(Section):
-    """A line of the ledger. kind: split, sketches of its texts before its first look; look, a model begins to be judged on a split; or
-    result, its outcome.
+    """A line of the ledger. kind: look, a model begins to be judged on a split; or result, its outcome.
 
     split: of `split_hash`. model: md5 of its folder, as in dvc.lock. run: branch, or folder without git. at: ISO 8601.
-    confidence: of the intervals that decided. prompts, responses: of `write_sketch`.
+    confidence: of the intervals that decided.
     """
 
-    kind: Literal["split", "look", "result"]
+    kind: Literal["look", "result"]
     split: str = Field(pattern=r"^[0-9a-f]{64}$")
-    model: str | None = Field(default=None, pattern=r"^[0-9a-f]{32}\.dir$")
+    model: str = Field(pattern=r"^[0-9a-f]{32}\.dir$")
     run: str
     at: str
     passed: bool | None = None
     accuracy: float | None = None
     confidence: float | None = None
-    prompts: str | None = None
-    responses: str | None = None
 
-    @model_validator(mode="after")
-    def _whole(self) -> _Line:
-        if (self.model is None) != (self.kind == "split"):
-            raise ValueError("a look without its model, or a split with one")
-        if self.kind == "split":
-            read_sketch(self.prompts or "nothing")
-            read_sketch("nothing" if self.responses is None else self.responses)
-        return self
+
+class _Split(Section):
+    """Sketches of a split's texts. line: how many lines the ledger of looks had, so that earlier looks keep their numbers. prompts,
+    responses: of `write_sketch`.
+    """
+
+    split: str = Field(pattern=r"^[0-9a-f]{64}$")
+    line: int = Field(ge=0)
+    prompts: str = Field(min_length=1)
+    responses: str
+
+    @field_validator("prompts", "responses")
+    @classmethod
+    def _sketch(cls, text: str) -> str:
+        read_sketch(text)
+        return text
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,7 @@ class Look:
 
 
 LEDGER = Ledger("rlhf-gate-looks.jsonl", "the gate", _Line)
+SPLITS = Ledger("rlhf-gate-splits.jsonl", "the gate", _Split)  # a file of its own: older versions refuse other lines among the looks
 
 
 def take_look(keys: SplitKeys, model: str, root: Path = Path()) -> Look:
@@ -93,16 +100,17 @@ def take_look(keys: SplitKeys, model: str, root: Path = Path()) -> Look:
         ConfigError: the ledger can't be read or written.
     """
     split = keys.sha256
-    with LEDGER.opened(root) as file:
-        lines = LEDGER.read(file)
+    with LEDGER.opened(root) as file, SPLITS.opened(root) as sketches:
+        lines, known = LEDGER.read(file), {line.split: line for line in SPLITS.read(sketches)}
         at = next((i for i, line in enumerate(lines) if (line.kind, line.split, line.model) == ("look", split, model)), len(lines))
         if at == len(lines):
-            begun = {"split": split, "run": run_name(root), "at": now()}
-            sketches = {"prompts": write_sketch(keys.prompts), "responses": write_sketch(keys.responses)}
-            known = any((line.kind, line.split) == ("split", split) for line in lines)
-            LEDGER.append(file, *([] if known else [_Line(kind="split", **begun, **sketches)]), _Line(kind="look", model=model, **begun))
+            if split not in known:
+                texts = {"prompts": write_sketch(keys.prompts), "responses": write_sketch(keys.responses)}
+                SPLITS.append(sketches, _Split(split=split, line=at, **texts))
+            LEDGER.append(file, _Line(kind="look", split=split, model=model, run=run_name(root), at=now()))
     before = lines[:at]
-    shares = {line.split: keys.share_in(read_sketch(line.prompts), read_sketch(line.responses)) for line in before if line.kind == "split"}
+    of_others = [line for line in known.values() if line.line <= at]
+    shares = {line.split: keys.share_in(read_sketch(line.prompts), read_sketch(line.responses)) for line in of_others}
     shares = {name: share for name, share in shares.items() if share >= SHARED} | {split: 1.0}
     looks, results = [line for line in before if line.kind == "look" and line.split in shares], _first_results(before)
     earlier = [
@@ -159,7 +167,8 @@ def check_ledger(gate: dict[str, Any], root: Path = Path()) -> None:
 def run_name(root: Path) -> str:
     """The checked-out branch, or the folder's name without one."""
     done = git(root, "symbolic-ref", "--short", "--quiet", "HEAD")
-    return root.resolve().name if done is None or done.returncode else done.stdout.strip()
+    name = root.resolve().name if done is None or done.returncode else done.stdout.strip()
+    return os.fsencode(name).decode(errors="replace")  # JSON is UTF-8
 
 
 def _first_results(lines: list[_Line]) -> dict[tuple[str, str | None], _Line]:

@@ -163,9 +163,7 @@ def changed_inputs(recorded: Tree, workspace: Path = Path()) -> list[str]:
         recorded: sections of data/inputs.json.
     """
     hashes, lines = FileHashes(workspace), []
-    for key, entry in (item for entries in recorded.values() for item in (entries or {}).items()):
-        if not entry or "path" not in entry:
-            continue
+    for key, entry in _local_entries(recorded):
         try:
             now = _local(entry["path"], workspace, hashes)
         except (OSError, ValueError) as error:
@@ -177,6 +175,17 @@ def changed_inputs(recorded: Tree, workspace: Path = Path()) -> list[str]:
             lines += [f"{key}: {line}" for line in _changed_files(entry, now, hashes)]
     hashes.keep()
     return list(dict.fromkeys(lines))
+
+
+def input_files(recorded: Tree, workspace: Path = Path()) -> Iterator[Path]:
+    """The files that `changed_inputs` compares, those of folders included; none is read."""
+    for _, entry in _local_entries(recorded):
+        place = locate(entry["path"], workspace)
+        yield from files_below(place) if place.is_dir() else (place,)
+
+
+def _local_entries(recorded: Tree) -> Iterator[tuple[str, Tree]]:
+    return ((key, entry) for entries in recorded.values() for key, entry in (entries or {}).items() if entry and "path" in entry)
 
 
 def _differences(before: Tree, now: Tree, hashes: FileHashes) -> Iterator[str]:

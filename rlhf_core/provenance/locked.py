@@ -26,22 +26,32 @@ def locked_hashes(root: Path = Path()) -> dict[str, str]:
     return {out["path"]: out["md5"] for stage in stages for out in stage.get("outs", []) if "md5" in out}
 
 
-def check_locked(path: str, found: str | None = None, *, root: Path = Path()) -> None:
-    """Check that an output of the project at `root` has the md5 of dvc.lock. An output that dvc.lock doesn't have is accepted.
+def check_locked(path: str, found: str | None = None, *, root: Path = Path()) -> str | None:
+    """The md5 of an output, if it was computed. Check that an output of the project at `root` has the md5 of dvc.lock. An
+    output that dvc.lock doesn't have is accepted.
 
     Args:
         path: relative to `root`, with slashes. found: its md5 where it is known; None: every file is read (some 2 s per GB).
     Raises:
-        ConfigError: it has another; names the file, both hashes and DVC's copy.
+        ConfigError: it has another; names the file, both hashes, and DVC's copy where that is damaged.
     """
     wanted = locked_hashes(root).get(path)
-    if wanted is None or wanted == (dvc_md5(root / path) if found is None else found):
-        return
+    if wanted is None:
+        return found
+    found = dvc_md5(root / path) if found is None else found
+    if wanted == found:
+        return found
     name, expected, got = _first_difference(root, path, wanted)
-    copy = "" if expected is None else f" and DVC's copy, {cache_folder(root) / expected[:2] / expected[2:]}"
+    copy = None if expected is None else cache_folder(root) / expected[:2] / expected[2:]
+    if copy is not None and not copy.is_file():
+        restore = f"remove {path}; then `dvc repro`, or `dvc pull` from a remote that you trust, restores it"
+    elif copy is not None and dvc_md5(copy) != expected.removesuffix(".dir"):
+        restore = f"remove {path} and DVC's copy, {copy}; then `dvc repro`, or `dvc pull` from a remote that you trust, restores it"
+    else:
+        restore = f"remove {path}; `dvc checkout {path}` restores it"
     raise ConfigError(
         f"{name}: expected md5 {expected or 'of no file'} by dvc.lock, got {got or 'nothing'}; it was changed here, in DVC's cache or in "
-        f"its remote: remove {path}{copy}; then `dvc repro`, or `dvc pull` from a remote that you trust, restores it"
+        f"its remote, or a stage made it that DVC didn't record. If you made it, `dvc repro` or `dvc commit` records it; else {restore}"
     )
 
 

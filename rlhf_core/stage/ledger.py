@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -105,7 +106,8 @@ def git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str] | None:
     """The finished command. None: git is not installed."""
     environment = without_git_places() | {"LC_ALL": "C"}
     try:
-        return subprocess.run(["git", *arguments], cwd=root, env=environment, capture_output=True, text=True, check=False)
+        how = {"encoding": sys.getfilesystemencoding(), "errors": "surrogateescape"}  # a path has any bytes, as for os.fsdecode
+        return subprocess.run(["git", *arguments], cwd=root, env=environment, capture_output=True, check=False, **how)
     except FileNotFoundError:
         return None
 

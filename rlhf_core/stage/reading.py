@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 from rlhf_core.config import ConfigError, parse_params, read_yaml
 from rlhf_core.paths import INPUTS, SCRATCH
-from rlhf_core.provenance.inputs import changed_inputs
+from rlhf_core.provenance.inputs import changed_inputs, input_files, read_recorded
 from rlhf_core.stage.scratch import SHOWN, Work, hash_work, read_definition, read_work, stage_files, write_aside
 
 WATCH_SECONDS = 15.0  # between two looks at the files of a running stage
@@ -56,14 +56,15 @@ class Reading:
 
     Attributes:
         params: the whole, checked params.yaml. work: see `Work`.
-        loaded: a checkpoint of this run was there while the files were unchanged; by then, its processes had loaded code and data.
+        clean_until: until then (ns) no file was written; older checkpoints are of processes that read the files as hashed. A later one may
+            be of a process that was replaced since, and read other files.
     Raises:
         ConfigError: params are refused, a dependency is missing, or a file outside the project isn't what stage hash_inputs has hashed.
     """
 
     def __init__(self, stage: str, round_number: int | None):
         self._stage, self._round_number = stage, round_number
-        self.began, self.loaded = time.time_ns(), False
+        self.clean_until = time.time_ns()
         tree = read_yaml(Path("params.yaml"))
         self.params = parse_params(tree, "params.yaml")
         definition = read_definition(stage, round_number, tree)
@@ -87,20 +88,17 @@ class Reading:
         except (ConfigError, OSError, ValueError, LookupError, TypeError) as error:  # half a file, or none
             return Changes([f"params or dependencies can't be read any more: {error}"], [], [])
         files = now.file_differences(self.work) + changed_inputs(self._inputs)
-        looks = _looks_of(map(Path, self.work.files))
+        looks = _looks_of([*map(Path, self.work.files), *input_files(self._inputs)])
         written = [] if files else [str(path) for path, look in looks.items() if self._looks.get(path) != look]
         return Changes(now.value_differences(self.work), files, written)
 
-    def watch(self, has_checkpoint: Callable[[int], bool], done: threading.Event) -> None:
-        """Warn of each change as it happens, until `done` is set.
-
-        Args:
-            has_checkpoint: whether there is a checkpoint that was written after this time (ns).
-        """
+    def watch(self, done: threading.Event) -> None:
+        """Warn of each change as it happens, until `done` is set."""
         last, changed, warned = self._looks, False, ""
         while not done.wait(WATCH_SECONDS):
+            at = time.time_ns()
             if (looks := self._look()) == last:
-                self.loaded = self.loaded or (not changed and has_checkpoint(self.began))
+                self.clean_until = self.clean_until if changed else at
                 continue
             last, changes = looks, self.changes()
             changed = changed or bool(changes.files or changes.written)
@@ -109,11 +107,11 @@ class Reading:
                 log.warning("%s: changed while the stage runs, which goes on with what it read: %s; %s", self._stage, found, _UNDO)
 
     def _look(self) -> Looks:
-        """Of all dependencies, new ones included, and of the files with values."""
-        with suppress(ConfigError, OSError, ValueError, LookupError, TypeError):
+        """Of all dependencies, new ones included, of the files with values, and of all that data/inputs.json has."""
+        with suppress(ConfigError, OSError, ValueError, LookupError, TypeError, AttributeError):
             tree = read_yaml(Path("params.yaml"))
             files = stage_files(read_definition(self._stage, self._round_number, tree), self._stage)
-            return _looks_of([*files, *map(Path, ("params.yaml", "dvc.yaml", INPUTS))])
+            return _looks_of([*files, *input_files(read_recorded() or {}), *map(Path, ("params.yaml", "dvc.yaml", INPUTS))])
         return {}
 
     def record(self) -> None:

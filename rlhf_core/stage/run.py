@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +146,7 @@ class Stage:
             self._exit(str(error))
         self._started = time.monotonic()
         self._check_memory()
-        self._watching.enter_context(beside(partial(self._reading.watch, self._has_checkpoint)))
+        self._watching.enter_context(beside(self._reading.watch))
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -180,13 +179,8 @@ class Stage:
             log.error("%s: crashed", self.name, exc_info=error)
             sys.exit(CRASHED)
 
-    def _has_checkpoint(self, since: int = 0) -> bool:
-        """Whether a checkpoint was written after `since` (ns)."""
-        for manifest in self.scratch.glob(f"*/step-*/{MANIFEST}"):
-            with contextlib.suppress(FileNotFoundError):  # an old one, just removed
-                if manifest.stat().st_mtime_ns > since:
-                    return True
-        return False
+    def _has_checkpoint(self) -> bool:
+        return any(self.scratch.glob(f"*/step-*/{MANIFEST}"))
 
     def refusal_of_changes(self) -> int | None:
         """The exit code, with a message, if params, code or data aren't as at the start: DVC would record them as those that the stage has
@@ -195,8 +189,8 @@ class Stage:
         changes = self._reading.changes()
         if not (found := changes.shown()):
             return None
-        if (changes.files or changes.written) and not self._reading.loaded:
-            remove_checkpoints(self.scratch, since=self._reading.began)
+        if changes.files or changes.written:
+            remove_checkpoints(self.scratch, since=self._reading.clean_until)
         again = "run it again" + ", which resumes from the checkpoint" * self._has_checkpoint()
         if not changes.lines:  # a retry may succeed
             log.error("%s: expected nobody to write what the stage reads, got: %s; nothing is recorded, %s", self.name, found, again)

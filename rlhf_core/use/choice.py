@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,14 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Chosen:
-    """name: of the model, for messages. folder: its files. project: the folder with its run's metrics; None: unknown."""
+    """name: of the model, for messages. folder: its files. project: the folder with its run's metrics; None: unknown.
+    md5: as in dvc.lock, where it is known.
+    """
 
     name: str
     folder: Path
     project: Path | None
+    md5: str | None = None
 
 
 def choose(*, run: str | None = None, model: Path | None = None, version: str | None = None) -> Chosen:
@@ -133,7 +136,8 @@ def _checked(found: Chosen) -> Chosen:
     try:
         check_model_folder(found.folder.absolute())
         if found.project is not None:  # else no dvc.lock is known, or the registry has verified each file
-            check_locked(Path(os.path.relpath(found.folder.absolute(), found.project.absolute())).as_posix(), root=found.project)
+            path = Path(os.path.relpath(found.folder.absolute(), found.project.absolute())).as_posix()
+            return replace(found, md5=check_locked(path, root=found.project))
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return found

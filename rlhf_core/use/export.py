@@ -47,7 +47,7 @@ def export(chosen: Chosen, folder: Path, *, root: Path = Path()) -> Path:
         head, body = split_card(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    md5 = dvc_md5(chosen.folder)
+    md5 = chosen.md5 or dvc_md5(chosen.folder)
     commit, read = _source(chosen, root)
     sections = [body, *_after_training(md5, read, body), *_licences(read), _origin(md5, commit, root)]
     aside = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")

@@ -19,6 +19,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from rlhf_core.process import without_git_places
 from tools.doctor.cuda import find_cuda
 from tools.doctor.findings import Finding, import_error, version_of
 
@@ -124,7 +125,8 @@ def find_git(folder: Path) -> list[Finding]:
         return [Finding("git", "not installed", "broken", "needed by DVC and for the runs' worktrees; install git")]
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False).stdout.strip()
+        how = {"env": without_git_places(), "encoding": "utf-8", "errors": "replace"}
+        return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, check=False, **how).stdout.strip()
 
     if not git("rev-parse", "--verify", "--quiet", "HEAD"):
         return [Finding("git", "no commit here", "broken", "runs start from a commit; clone the project, or `git init` and commit")]

@@ -98,7 +98,7 @@ class Progress:
         """The state for a run that resumes with this configuration; the log says what begins anew.
 
         Args:
-            names: fields of the state that mean something else in this run (rlhf_core/checkpoint/carried.py).
+            names: fields of the state that mean something else in this run (rlhf_core/stage/carried.py).
         """
         best, coef = self.best, self.kl_coef
         if best is not None and ("best" in names or best.metric != rl.evaluation.metric):

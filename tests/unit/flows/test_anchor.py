@@ -37,6 +37,7 @@ def than(accuracy: float | None, **lows: tuple[int, float | None]) -> dict[str, 
 
 V1, V2, V3, V4 = (f"v{k}.0.0" for k in range(1, 5))
 IN_TURN = [("promote", V1, None), ("promote", V2, V1), ("promote", V3, V2)]
+BACK = [("rollback", V2, V3), ("rollback", V1, V2), ("promote", V3, V1)]  # both, and v3 is promoted again
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,17 @@ IN_TURN = [("promote", V1, None), ("promote", V2, V1), ("promote", V3, V2)]
         ([than(0.88), than(0.88)], [("promote", V2, None), ("promote", V1, V2)], V2),  # in the order of promotion
         ([than(0.88), than(0.99, incumbent=(1, 0.1))], [*IN_TURN[:2], ("rollback", V1, V2)], V1),
         ([than(0.88), than(0.99, incumbent=(1, 0.1))], [*IN_TURN[:2], ("rollback", V1, V2), ("promote", V2, V1)], V2),
+        # v3 knows v1 by way of v2, which was rolled back: by at least 0.06 - 0.005 better, by less than 0, by way of two, and not compared
+        ([than(0.8), than(0.9, incumbent=(1, 0.06)), than(0.92, incumbent=(2, -0.005))], [*IN_TURN, *BACK], V3),
+        ([than(0.8), than(0.81, incumbent=(1, 0.001)), than(0.81, incumbent=(2, -0.019))], [*IN_TURN, *BACK], V1),
+        (
+            [than(0.8), than(0.9, incumbent=(1, 0.06)), than(0.89, incumbent=(2, -0.02)), than(0.88, incumbent=(3, -0.02))],
+            [*IN_TURN, ("promote", V4, V3), ("rollback", V3, V4), ("rollback", V2, V3), ("rollback", V1, V2), ("promote", V4, V1)],
+            V4,
+        ),
+        ([than(0.8), than(0.9, incumbent=(1, 0.06)), than(0.92)], [*IN_TURN, *BACK], V1),
+        ([than(0.9), than(0.8, incumbent=(1, -0.2)), than(0.9, incumbent=(2, 0.05))], [*IN_TURN, *BACK], V1),
+        ([than(0.8), than(0.9, incumbent=(1, 0.06))], [("promote", V1, None), ("rollback", None, V1), ("promote", V2, None)], V2),
         ([than(None), than(0.7, incumbent=(1, None))], IN_TURN[:2], V2),  # the first gate judged no model
         ([than(0.8), than(0.7, incumbent=(1, None))], IN_TURN[:2], V1),  # of one prompt: no interval
         ([than(None)], IN_TURN[:1], None),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import ConfigError, load_params
-from rlhf_core.gate.looks import LEDGER, at_look, look_level, take_look, write_result
+from rlhf_core.gate.looks import LEDGER, SPLITS, at_look, look_level, take_look, write_result
 from rlhf_core.gate.overlap import KEPT, SplitKeys, split_hash
 
 ROOT = Path(__file__).parents[3]
@@ -109,12 +109,13 @@ def test_a_line_of_an_older_version_counts_for_the_same_pairs(tmp_path):
     assert take_look(keys(*range(39)), MODELS[1], tmp_path).number == 1  # nothing tells what the older split had
     assert take_look(KEYS, MODELS[2], tmp_path).number == 3
     assert take_look(keys(*range(38)), MODELS[3], tmp_path).number == 4  # now it does
+    assert take_look(keys(*range(39)), MODELS[1], tmp_path).number == 1  # an earlier look keeps its number
 
 
 def test_the_share_of_a_large_split_is_estimated_from_a_bounded_sketch(tmp_path):
     """Of 10,000 pairs 1,500 are in the first split, or 500; its sketch has 4,096 of its 10,000 prompts."""
     take_look(keys(*range(10_000)), MODELS[0], tmp_path)
-    assert len((tmp_path / LEDGER.name).read_bytes()) < 2 * 8 * KEPT * 4 / 3 + 1000
+    assert len((tmp_path / SPLITS.name).read_bytes()) < 2 * 8 * KEPT * 4 / 3 + 1000
     (look,) = take_look(keys(*range(8_500, 18_500)), MODELS[1], tmp_path).earlier
     assert look["shared"] == pytest.approx(0.15, abs=0.02)
     assert take_look(keys(*range(9_500, 19_500)), MODELS[1], tmp_path).number == 2  # 0.05 of it in the first, 0.9 in the second
@@ -142,7 +143,9 @@ def test_interrupted_before_the_result_is_one_look(repository):
     for _ in range(2):
         write_result(SPLIT, MODELS[0], passed=True, accuracy=0.8123456789, confidence=0.95, root=repository)
     lines = [json.loads(line) for line in LEDGER.path(repository).read_text().splitlines()]
-    assert again.number == 1 and [line["kind"] for line in lines] == ["split", "look", "result"]
+    assert again.number == 1 and [line["kind"] for line in lines] == ["look", "result"]  # all that older versions know
+    (split,) = [json.loads(line) for line in SPLITS.path(repository).read_text().splitlines()]
+    assert split.keys() == {"split", "line", "prompts", "responses"} and split["split"] == SPLIT
 
 
 def test_other_thresholds_change_no_earlier_look(repository):
@@ -187,7 +190,7 @@ def test_git_that_refuses_does_not_start_another_count(repository):
         take_look(KEYS, MODELS[0], repository)
 
 
-OF_A_SPLIT = b'{"kind": "split", "split": "' + b"5" * 64 + b'", "run": "a", "at": "b", "prompts": "%s", "responses": ""}\n'
+OF_A_SPLIT = b'{"split": "' + b"5" * 64 + b'", "line": 0, "prompts": "%s", "responses": ""}\n'
 
 
 @pytest.mark.parametrize(
@@ -206,9 +209,9 @@ OF_A_SPLIT = b'{"kind": "split", "split": "' + b"5" * 64 + b'", "run": "a", "at"
 )
 def test_a_line_that_the_gate_did_not_write_is_refused_by_its_number(tmp_path, bad):
     take_look(KEYS, MODELS[0], tmp_path)
-    path = tmp_path / LEDGER.name
+    path = tmp_path / (SPLITS if bad.startswith(OF_A_SPLIT[:10]) else LEDGER).name
     path.write_bytes(path.read_bytes() + bad)
-    with pytest.raises(ConfigError, match=r"looks\.jsonl, line 3: expected one that the gate wrote, got .*; correct or remove") as error:
+    with pytest.raises(ConfigError, match=rf"{path.name}, line 2: expected one that the gate wrote, got .*; correct or remove") as error:
         take_look(KEYS, MODELS[1], tmp_path)
     assert "\x1b" not in str(error.value)
 

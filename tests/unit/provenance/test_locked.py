@@ -72,7 +72,7 @@ def poison(store: Path) -> str:
 
 
 def test_a_model_replaced_in_the_cache_is_refused_by_stages_and_uses(project, monkeypatch):
-    check_locked("models/sft", root=project)
+    assert check_locked("models/sft", root=project) == dvc_md5(project / "models/sft")
     md5 = poison(project / ".dvc/cache")
     shutil.rmtree(project / "models/sft")
     dvc(project, "checkout")
@@ -121,14 +121,22 @@ def test_files_missing_added_and_unknown_to_the_lock(project):
     assert locked_hashes(project) == {"models/sft": dvc_md5(sft)} and locked_hashes(project / "models") == {}
     check_locked("models/of-another", root=project)
     (sft / "more").write_text("more")
-    with pytest.raises(ConfigError, match=r"^models/sft/more: expected md5 of no file by dvc\.lock, got \w+; .* remove models/sft; then"):
+    message = r"^models/sft/more: expected md5 of no file by dvc\.lock, got \w+; .* remove models/sft; `dvc checkout models/sft`"
+    with pytest.raises(ConfigError, match=message):
         check_locked("models/sft", root=project)
     (sft / "more").unlink()
+    (sft / "config.json").write_text("[]")  # as a stage run by hand leaves it; DVC's copy is sound
+    with pytest.raises(ConfigError, match=r"`dvc commit` records it; else remove models/sft; `dvc checkout models/sft` restores it$"):
+        check_locked("models/sft", root=project)
+    shutil.rmtree(sft)
+    dvc(project, "checkout", "models/sft")  # as the message says
+    check_locked("models/sft", root=project)
     (sft / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"^models/sft/config\.json: expected md5 \w+ by dvc\.lock, got nothing; "):
         check_locked("models/sft", root=project)
     shutil.rmtree(project / ".dvc/cache")
-    with pytest.raises(ConfigError, match=r"^models/sft: expected md5 \w+\.dir by dvc\.lock, got \w+\.dir; "):
+    message = r"^models/sft: expected md5 \w+\.dir by dvc\.lock, got \w+\.dir; .*remove models/sft; then `dvc repro`"
+    with pytest.raises(ConfigError, match=message):
         check_locked("models/sft", root=project)
     check_locked("models/sft", locked_hashes(project)["models/sft"], root=project)  # a hash that the stage has computed already
     (project / "rounds").mkdir()

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -95,11 +96,14 @@ def test_an_edit_while_a_stage_runs_is_found_and_named(project, stage, number):
     for section in (key.partition(":")[2] for key in begun.work.params if key.startswith(str(INPUTS))):
         place = Path(OUTSIDE[section])
         file = place / "config.json" if place.is_dir() else place
+        before = file.stat()
         file.write_text("edited")
         assert any(f"{place} changed" in line for line in begun.changes().lines), section
         with pytest.raises(ConfigError, match=f"data/inputs.json: expected the hashes of what this stage reads, got others for .*{place}"):
             Reading(stage, number)
         file.write_text("{}")
+        assert (begun.changes().lines, begun.changes().written) == ([], [str(file)])
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
         INPUTS.write_text(inputs.replace('"sha256": "', '"sha256": "0'))
         assert any(line.startswith(f"data/inputs.json:{section}.") for line in begun.changes().lines), section
         INPUTS.write_text(inputs)
@@ -118,23 +122,28 @@ def test_a_new_a_missing_and_an_unreadable_file_are_changes(project):
     assert "params or dependencies can't be read any more: params.yaml: expected YAML" in begun.changes().shown()
 
 
-def test_a_running_stage_warns_of_an_edit_and_knows_when_its_processes_had_loaded(project, caplog, monkeypatch):
+@pytest.mark.parametrize(("file", "words"), [("rlhf_core/models/file", "code: rlhf_core/models/file changed"), ("base/config.json", "")])
+def test_a_running_stage_warns_of_an_edit_and_knows_until_when_its_files_were_clean(project, caplog, monkeypatch, file, words):
+    """By a look at its files every few seconds; an edit of code or of a model outside, undone before the stage ends, is one too."""
     monkeypatch.setattr(reading, "WATCH_SECONDS", 0.01)
     params, caplog.handler.level = Path("params.yaml").read_text(), logging.WARNING
-    for has_checkpoint in (False, True):
-        begun, done, asked = Reading("train_sft", None), threading.Event(), []
-        watching = threading.Thread(target=begun.watch, args=(lambda since, has=has_checkpoint, to=asked: to.append(since) or has, done))
-        watching.start()
-        until(lambda begun=begun, asked=asked: len(asked) > 2 or begun.loaded)
-        Path("params.yaml").write_text(params.replace("learning_rate: 2.0e-3", "learning_rate: 7.0e-3", 1))
-        Path("rlhf_core/models/file").write_text("edited")
-        until(lambda: "sft.learning_rate: 0.002 -> 0.007; code: rlhf_core/models/file changed" in caplog.text)
-        done.set()
-        watching.join()
-        assert begun.loaded == has_checkpoint
-        Path("params.yaml").write_text(params)
-        write(Path("rlhf_core/models/file"))
-        caplog.clear()
+    begun, done = Reading("train_sft", None), threading.Event()
+    watching = threading.Thread(target=begun.watch, args=(done,))
+    watching.start()
+    seen = time.time_ns()
+    until(lambda: begun.clean_until > seen)
+    edited = time.time_ns()
+    Path("params.yaml").write_text(params.replace("learning_rate: 2.0e-3", "learning_rate: 7.0e-3", 1))
+    Path(file).write_text("edited")
+    until(lambda: "sft.learning_rate: 0.002 -> 0.007" in caplog.text and (words or "base changed") in caplog.text)
+    Path("params.yaml").write_text(params)
+    write(Path(file))
+    undone = begun.changes()
+    assert (undone.lines, undone.written) == ([], [file])
+    done.wait(0.3)  # some looks more
+    done.set()
+    watching.join()
+    assert seen < begun.clean_until <= edited + 10**7
 
 
 def until(condition) -> None:

@@ -68,8 +68,16 @@ def test_a_media_package_that_can_not_be_imported_is_broken(site):
     assert findings["torchaudio"].level == "ok"
 
 
-def test_a_folder_without_a_commit_is_broken(tmp_path):
+def git_folder(root: Path) -> str:
+    command = ["git", "rev-parse", "--absolute-git-dir"]
+    return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_a_folder_without_a_commit_is_broken(tmp_path, monkeypatch):
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    with monkeypatch.context() as hook:  # git's hooks set it, and the doctor asks about the folder
+        hook.setenv("GIT_DIR", git_folder(ROOT))
+        assert [f.level for f in find_git(tmp_path)] == ["broken"]
     assert [f.level for f in find_git(tmp_path)] == ["broken"]
     identity = ("-c", "user.name=x", "-c", "user.email=x@localhost")
     subprocess.run(
