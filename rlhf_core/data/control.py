@@ -61,24 +61,6 @@ _FAMILIES = (
     _Family(r"<start_of_turn>(?P<role>\w+)\n", ("<end_of_turn>",)),
     _Family(r"<\|(?P<role>system|user|assistant)\|>\n?", ("</s>", "<|end|>", "<|endoftext|>")),
 )
-_BEGIN = re.compile(r"(?:<s>|<bos>|<\|begin_of_text\|>|<\|endoftext\|>)?\s*")
-_ROLES = {"system": "system", "user": "user", "assistant": "assistant", "model": "assistant", "tool": "tool", "ipython": "tool"}
-
-
-class _Family(NamedTuple):
-    """How a family of templates writes turns. opening: a pattern with the group role; ends: of the turns."""
-
-    opening: str
-    ends: tuple[str, ...]
-
-
-_FAMILIES = (
-    _Family(r"<\|im_start\|>(?P<role>\w+)\n", ("<|im_end|>",)),
-    _Family(r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\n\n", ("<|eot_id|>",)),
-    _Family(r"<start_of_turn>(?P<role>\w+)\n", ("<end_of_turn>",)),
-    _Family(r"<\|(?P<role>system|user|assistant)\|>\n?", ("</s>", "<|end|>", "<|endoftext|>")),
-)
-_SYSTEM = re.compile(r"\s*<<SYS>>\n?(?P<system>.*?)\n?<</SYS>>\s*(?P<asked>.*)", re.DOTALL)
 
 
 def is_blank(text: str) -> bool:
