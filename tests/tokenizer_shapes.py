@@ -28,6 +28,13 @@ def _byte_level() -> Tokenizer:
     return backend
 
 
+def _with_words() -> Tokenizer:
+    """Line breaks and tags of HTML as added tokens that aren't special, as Gemma has them."""
+    backend = _byte_level()
+    backend.add_tokens(["\n", "\n\n", "<b>", "</b>"])
+    return backend
+
+
 def _sentencepiece(scheme: str) -> Tokenizer:
     backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     backend.decoder = decoders.Sequence(STRIP[: None if scheme != "never" else -1])
@@ -65,6 +72,7 @@ def _wordpiece() -> Tokenizer:
 
 SHAPES = {
     "byte-level": _byte_level,
+    "added words": _with_words,
     "metaspace always": lambda: _sentencepiece("always"),
     "metaspace first": lambda: _sentencepiece("first"),
     "metaspace never": lambda: _sentencepiece("never"),

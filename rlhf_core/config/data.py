@@ -87,6 +87,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 # Format -> the columns that can say which answer is better; a source maps one of these.
 VERDICTS = {"compared": (("preference",), ("winner",), ("first_score", "second_score")), "ranked": (("rank",), ("score",))}
+WITH_PROMPTS = tuple(name for name, (_, columns) in FORMATS.items() if {"prompt", "instruction"} & set(columns))
 WITH_ANSWERS = ("preference", "unpaired", "graded", "ranked", "compared")  # formats with a prompt and answers to be judged
 
 CLERK_JUDGE = "clerk"  # name of the built-in data's judge; another judge is a rule and has the name of its function
@@ -119,6 +120,8 @@ class SourceConfig(Section):
     # Whether answers begin with the prompt, which is removed from them; without a prompt column their common beginning is the prompt.
     # None: found in the first records if there is a prompt column
     implicit_prompt: bool | None = None
+    # Whether the turns of prompts such as "Human: ... Assistant:" are messages. None: found in the first records
+    transcripts: bool | None = None
     slices: dict[str, str] = Field(default_factory=dict)  # name for the gate's slices -> column in the file
     license: str | None = Field(default=None, min_length=1)  # of the data, for the card of an exported model; changes nothing else
     strip_end_tokens: bool = False  # well-known end tokens, written as text, at the end of answers
@@ -170,6 +173,8 @@ class SourceConfig(Section):
             yield f"{subject}: delimiter expects a character between fields, got {self.delimiter!r}; correct it"
         if self.implicit_prompt and self.format not in WITH_ANSWERS:
             yield f"{subject}: implicit_prompt expects a format among {list(WITH_ANSWERS)}, got {self.format}; remove it"
+        if self.transcripts and self.format not in WITH_PROMPTS:
+            yield f"{subject}: transcripts expects a format among {list(WITH_PROMPTS)}, got {self.format}; remove it"
 
     def _format_conflicts(self, uses: tuple[str, ...], columns: tuple[str, ...]) -> Iterator[str]:
         subject = f"source {self.name}"

@@ -20,7 +20,8 @@ class ExternalPairsConfig(Section):
     path: str
     format: Literal["preference", "hh"] = "preference"
     columns: dict[str, str] = Field(default_factory=dict)
-    implicit_prompt: bool | None = None  # as of a data source
+    implicit_prompt: bool | None = None  # as of a data source, as is transcripts
+    transcripts: bool | None = None
     subset: str | None = None
     min_accuracy: float | None = Field(default=None, ge=0, le=1)
 
@@ -35,6 +36,7 @@ class ExternalPairsConfig(Section):
             format=self.format,
             columns=dict(self.columns),
             implicit_prompt=self.implicit_prompt,
+            transcripts=self.transcripts,
             slices={SUBSET: self.subset} if self.subset is not None else {},
         )
 

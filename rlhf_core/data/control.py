@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from numbers import Number
 from typing import Any, NamedTuple
 
 from rlhf_core.data.schema import Message
@@ -36,6 +37,7 @@ BEGIN_TOKENS = (
 PLACEHOLDERS = ("<image>", "<video>", "<audio>", "<|image|>", "<|image_pad|>", "<|vision_start|>", "<start_of_image>", "<image_soft_token>")
 PICTURES = ("image", "images", "picture", "pictures", "video", "videos", "audio", "audios")
 PICTURE_PARTS = ("image", "image_url", "input_image", "video", "video_url", "audio", "audio_url", "input_audio")
+_NOTHING = ("", "none", "null", "false", "nan", "n/a")  # texts that tables have where there is nothing
 # White space beyond ASCII's, and characters without width or ink: a text of these looks empty.
 _INVISIBLE = (
     "\u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
@@ -45,6 +47,7 @@ VISIBLE = rf"[^\s{_INVISIBLE}]"
 _VISIBLE = re.compile(VISIBLE)
 _TOKENS = re.compile("|".join(map(re.escape, sorted([*BEGIN_TOKENS, *END_TOKENS], key=len, reverse=True))))
 _BEGIN = re.compile(r"(?:<s>|<bos>|<\|begin_of_text\|>|<\|endoftext\|>)?\s*")
+_EMPTY_THOUGHTS = re.compile(r"\A\s*<think>\s*</think>")  # with which a generation prompt turns thoughts off
 _ROLES = {"system": "system", "user": "user", "assistant": "assistant", "model": "assistant", "tool": "tool", "ipython": "tool"}
 
 
@@ -61,24 +64,6 @@ _FAMILIES = (
     _Family(r"<start_of_turn>(?P<role>\w+)\n", ("<end_of_turn>",)),
     _Family(r"<\|(?P<role>system|user|assistant)\|>\n?", ("</s>", "<|end|>", "<|endoftext|>")),
 )
-_BEGIN = re.compile(r"(?:<s>|<bos>|<\|begin_of_text\|>|<\|endoftext\|>)?\s*")
-_ROLES = {"system": "system", "user": "user", "assistant": "assistant", "model": "assistant", "tool": "tool", "ipython": "tool"}
-
-
-class _Family(NamedTuple):
-    """How a family of templates writes turns. opening: a pattern with the group role; ends: of the turns."""
-
-    opening: str
-    ends: tuple[str, ...]
-
-
-_FAMILIES = (
-    _Family(r"<\|im_start\|>(?P<role>\w+)\n", ("<|im_end|>",)),
-    _Family(r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\n\n", ("<|eot_id|>",)),
-    _Family(r"<start_of_turn>(?P<role>\w+)\n", ("<end_of_turn>",)),
-    _Family(r"<\|(?P<role>system|user|assistant)\|>\n?", ("</s>", "<|end|>", "<|endoftext|>")),
-)
-_SYSTEM = re.compile(r"\s*<<SYS>>\n?(?P<system>.*?)\n?<</SYS>>\s*(?P<asked>.*)", re.DOTALL)
 
 
 def is_blank(text: str) -> bool:
@@ -89,12 +74,16 @@ def is_blank(text: str) -> bool:
 def unwrapped(text: str) -> list[Message] | None:
     """The conversation that a well-known chat template has written as this text; None if it isn't exactly that.
 
-    A generation prompt at its end is no message. Known: ChatML, Llama 2 and Mistral, Llama 3, Gemma, Zephyr and Phi 3.
+    A generation prompt at its end, with empty thoughts or without, is no message, nor is an empty system prompt.
+    Known: ChatML, Llama 2 and Mistral, Llama 3, Gemma, Zephyr and Phi 3.
     """
     if "<|" not in text and "[INST]" not in text and "<start_of_turn>" not in text:
         return None
     readings = (_instructions(text), *(_turns(text, family) for family in _FAMILIES))
-    return next((messages for messages in readings if messages), None)
+    messages = next((messages for messages in readings if messages), [])
+    if messages and messages[0]["role"] == "system" and is_blank(messages[0]["content"]):  # templates write it without being asked to
+        messages = messages[1:]
+    return messages or None
 
 
 def end_token(text: str, own: Iterable[str] = ()) -> str | None:
@@ -108,7 +97,12 @@ def without_end_tokens(text: str, own: Iterable[str] = ()) -> str:
 
 
 def _cut(text: str, tokens: tuple[str, ...]) -> tuple[str, str | None]:
-    """The text without these tokens at its end, and the first of them there."""
+    """The text without these tokens at its end, and the first of them there.
+
+    `</s>` stays where an `<s>` inside the text is open: HTML for struck text.
+    """
+    if text.lstrip().find("<s>") > 0:
+        tokens = tuple(token for token in tokens if token != "</s>")
     found, end = None, len(text.rstrip())
     while text.endswith(tokens, 0, end):
         found = max((token for token in tokens if text.endswith(token, 0, end)), key=len)
@@ -130,20 +124,28 @@ def control_token(texts: Iterable[str], own: Iterable[str] = ()) -> str | None:
 
 
 def placeholder(text: str) -> str | None:
-    """The placeholder of a picture, video or sound at the beginning or end of a text or of one of its lines."""
+    """The placeholder of a picture, video or sound at the beginning or end of a text or of one of its lines.
+
+    A token with its closing tag in the text, such as `</video>`, is an element of HTML, SVG or RSS.
+    """
     if "<" not in text or not any(token in text for token in PLACEHOLDERS):
         return None
     lines = [line.strip() for line in text.splitlines()]
-    return next((token for line in lines for token in PLACEHOLDERS if line.startswith(token) or line.endswith(token)), None)
+    tokens = [token for token in PLACEHOLDERS if token in text and f"</{token[1:]}" not in text]
+    return next((token for line in lines for token in tokens if line.startswith(token) or line.endswith(token)), None)
 
 
-def is_filled(value: Any) -> bool:
-    """Whether a column's value is neither null nor empty, nor an object or list of such values only."""
-    if isinstance(value, dict):
-        return any(map(is_filled, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(is_filled, value))
-    return value is not None and value != "" and value == value  # NaN, which stands for a missing value, differs from itself
+def is_filled(value: Any, *, inside: bool = False) -> bool:
+    """Whether the value of a column for pictures or sound has some: bytes, a text other than `none` and the like, or a list or object of
+    such values or of numbers. A number or truth value by itself says whether there are pictures, or how many.
+    """
+    if isinstance(value, dict | list | tuple):
+        return any(is_filled(item, inside=True) for item in (value.values() if isinstance(value, dict) else value))
+    if isinstance(value, Number):
+        return inside and not isinstance(value, bool) and value == value  # NaN, which stands for a missing value, differs from itself
+    if isinstance(value, str):
+        return value.strip().lower() not in _NOTHING
+    return bool(value)
 
 
 def _turns(text: str, family: _Family) -> list[Message] | None:
@@ -161,7 +163,7 @@ def _turns(text: str, family: _Family) -> list[Message] | None:
         if following is None or opening.match(text, following.start()):  # a turn without an end is a generation prompt, or the last answer
             if following is not None or role != "assistant":
                 return None
-            return messages if is_blank(content) else [*messages, {"role": role, "content": content}]
+            return messages if is_blank(_EMPTY_THOUGHTS.sub("", content)) else [*messages, {"role": role, "content": content}]
         messages.append({"role": role, "content": content})
         at = re.compile(r"\s*").match(text, following.end()).end()
     return messages

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from rlhf_core.data.control import is_blank
 from rlhf_core.data.hashing import SeenKeys, text_hash
-from rlhf_core.data.schema import TEXTS, Message, RowWriter, open_rows, read_batches
+from rlhf_core.data.schema import TEXTS, Message, RowWriter, edgeless, open_rows, read_batches
 from rlhf_core.models.template import Unrenderable, conversation_key, render
 
 if TYPE_CHECKING:
@@ -84,13 +84,16 @@ def _pair_keys(path: Path, sources: Collection[str]) -> tuple[np.ndarray, np.nda
 
 
 def _pair_key(row: Mapping[str, Any]) -> int:
-    """63 bits for the conversation and its texts, one bit for the preferred text; 0 or 1 where there is nothing to compare."""
-    chosen, rejected = row["chosen"], row["rejected"]
+    """63 bits for the conversation and its texts, one bit for the preferred text; 0 or 1 where there is nothing to compare.
+
+    White space at the edges of texts doesn't count.
+    """
+    chosen, rejected = (None if row[side] is None else row[side].strip() for side in ("chosen", "rejected"))
     if row["messages"] is None or (chosen is None and rejected is None):
         return 0
     paired = chosen is not None and rejected is not None
     sides = sorted([chosen or "", rejected or ""])
-    text = json.dumps([row["messages"], paired, *sides], ensure_ascii=False)
+    text = json.dumps([edgeless(row["messages"]), paired, *sides], ensure_ascii=False)
     first = chosen == sides[0] if paired else chosen is not None
     return text_hash(text) & ~1 | first
 

@@ -141,7 +141,7 @@ class Record:
         answer = next((whole.removeprefix(start) for whole, start in beginnings if whole.startswith(start)), None)
         if answer is None:
             raise Dropped(f"{name} doesn't begin with the prompt, as other answers do")
-        return [_message("assistant", answer.strip() if self.notation.transcripts else answer)]
+        return [_message("assistant", answer.removeprefix(" ").strip("\n") if self.notation.transcripts else answer)]
 
     def prompt(self) -> list[Message]:
         """The prompt, as text or as messages; never empty."""

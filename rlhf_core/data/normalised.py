@@ -7,11 +7,14 @@ import unicodedata
 
 _APOSTROPHES = "'\u2018\u2019\u02bc`\u00b4"  # deleted: "don't" and "dont" are one word
 _DASHES = "\u2010\u2011\u2012\u2013\u2212"  # written as the ASCII minus
-_KEPT = "+*/%#@&\\-.,:"  # signs that Unicode counts as punctuation; of the last four those that belong to a number
+_KEPT = "+*/%#@&\\-.,:()[]!"  # signs that Unicode counts as punctuation; from the minus on those that belong to a number or a formula
 # Characters that draw nothing though their category doesn't say so: fillers and variation selectors (Default_Ignorable_Code_Point in
 # https://www.unicode.org/Public/UCD/latest/ucd/DerivedCoreProperties.txt).
 _DRAWS_NOTHING = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0000-\U000e0fff]")
 _NO_NUMBER = re.compile(r"(?<!\d)[.,:]|[.,:](?!\d)|-(?!\s*\d)")
+# Brackets group the parts of a formula: a text with a digit and an operator. A mark is a factorial's, or of "unequal".
+_OPERATOR, _BRACKETS = re.compile(r"[+*/=<>^]|-(?=\s*\d)"), re.compile(r"[()\[\]]")
+_NO_FACTORIAL = re.compile(r"(?<![\d)])!(?!=)")
 
 
 class _Table(dict[int, str | None]):
@@ -45,9 +48,13 @@ def normalised_text(text: str) -> str:
     """Words of a text, with one space between them: texts that differ only in what a reader overlooks become equal.
 
     Unicode's NFKC and case folding; then without invisible characters and punctuation. Digits, signs of numbers and operators stay:
-    "2-2?" isn't "2+2?", and "1.5" isn't "15". Of a text of punctuation alone the punctuation stays.
+    "2-2?" isn't "2+2?", and "1.5" isn't "15"; so do the brackets of formulas, "5!" and "!=". Of a text of punctuation alone the
+    punctuation stays.
     """
     seen = unicodedata.normalize("NFKC", text).casefold().translate(_VISIBLE)
     seen = unicodedata.normalize("NFKC", seen)  # deletions and case folding may leave a letter apart from its accent
-    words = _NO_NUMBER.sub(" ", seen).translate(_WORDS).split()
+    marked = _NO_NUMBER.sub(" ", seen)
+    if not (_OPERATOR.search(marked) and any(map(str.isdigit, marked))):
+        marked = _BRACKETS.sub(" ", marked)
+    words = _NO_FACTORIAL.sub(" ", marked).translate(_WORDS).split()
     return " ".join(words or seen.split())

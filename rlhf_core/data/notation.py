@@ -33,7 +33,7 @@ _WHAT = {
 }
 _HOW = {  # what is read otherwise than it stands
     "whole_texts": "it is removed from them (implicit_prompt)",
-    "transcripts": "their turns are read as messages",
+    "transcripts": "their turns are read as messages (transcripts)",
     "turn_lists": "the turns are read as messages",
 }
 _OBJECT = re.compile(r"""\[?\s*\{\s*['"]""")
@@ -61,12 +61,12 @@ class Notation:
 
 
 def notation_of(records: Sequence[Mapping[str, Any]], source: SourceConfig) -> Notation:
-    """The notation of a source's first records. `implicit_prompt` says whether answers begin with the prompt, unless it is None."""
+    """The notation of a source's first records; `implicit_prompt` and `transcripts` decide on whole texts and transcripts unless None."""
     records = records[:FIRST]
     texts = [(_prompt(record, source), _answers(record, source)) for record in records]
     shares = {
         "whole_texts": 0.0 if source.implicit_prompt is False else _share(_begin(prompt, answers) for prompt, answers in texts),
-        "transcripts": _share(transcript(prompt) is not None for prompt, _ in texts if isinstance(prompt, str) and prompt.strip()),
+        "transcripts": 0.0 if source.transcripts is False else _share(_transcripts(prompt for prompt, _ in texts)),
         "one_whole_text": _share(_one_begins(prompt, answers) for prompt, answers in texts),
         "answers_with_turns": _share(holds_turns(text) for _, answers in texts for text in answers if isinstance(text, str)),
         "turn_lists": _share(_are_turn_lists(prompt, answers) for prompt, answers in texts) if source.format == "compared" else 0.0,
@@ -74,7 +74,7 @@ def notation_of(records: Sequence[Mapping[str, Any]], source: SourceConfig) -> N
     of = f"of the first {len(records)} records"
     return Notation(
         whole_texts=bool(source.implicit_prompt) or shares["whole_texts"] >= NEARLY_ALL,
-        transcripts=shares["transcripts"] >= NEARLY_ALL,
+        transcripts=bool(source.transcripts) or shares["transcripts"] >= NEARLY_ALL,
         turn_lists=shares["turn_lists"] >= NEARLY_ALL,
         signed=any(_is_minus_one(record, source) for record in records),
         read=tuple(f"{_WHAT[name]}; {how}" for name, how in _HOW.items() if shares[name] >= NEARLY_ALL),
@@ -84,6 +84,16 @@ def notation_of(records: Sequence[Mapping[str, Any]], source: SourceConfig) -> N
             if share > (FEW if name in _HOW else 0.5) and not (name in _HOW and share >= NEARLY_ALL)
         ),
     )
+
+
+def check_signs(record: Mapping[str, Any], source: SourceConfig, notation: Notation) -> None:
+    """Raises ValueError: a mark is -1, which none of the first records has, so that 0 was read as false and not as neutral."""
+    if not notation.signed and _is_minus_one(record, source):
+        name = _MARKS[source.format or ""]
+        raise ValueError(
+            f"column {shown(repr(source.columns.get(name, name)))}: expected marks as in the first {FIRST} records, got -1, which none "
+            "of them has and beside which 0 means neither good nor bad; write the marks as true and false, or put a record with -1 first"
+        )
 
 
 def _prompt(record: Mapping[str, Any], source: SourceConfig) -> Any:
@@ -99,6 +109,11 @@ def _answers(record: Mapping[str, Any], source: SourceConfig) -> list[Any]:
         of = find_value(record, names["completions"])
         return [find_value(item, names["completion"]) if isinstance(item, Mapping) else item for item in of] if isinstance(of, list) else []
     return [find_value(record, names[side]) for side in _SIDES.get(source.format or "", ())]
+
+
+def _transcripts(prompts: Iterable[Any]) -> Iterator[bool]:
+    """Whether each of the prompts that are texts is a transcript."""
+    return (transcript(prompt) is not None for prompt in prompts if isinstance(prompt, str) and prompt.strip())
 
 
 def _are_turn_lists(prompt: Any, answers: list[Any]) -> bool:

@@ -28,7 +28,7 @@ split: by a hash of the conversation's beginning, the same in every use. train; 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -67,6 +67,11 @@ ROW_GROUP_BYTES = 2**25  # uncompressed, of a file written piece by piece; a sma
 def extras(message: Message) -> dict[str, Any]:
     """A message's further keys."""
     return json.loads(message.get("extra") or "{}")
+
+
+def edgeless(messages: Sequence[Message | None]) -> list[Message | None]:
+    """The messages without white space at the edges of their texts; null stays."""
+    return [{**m, "content": m["content"].strip()} if m and m["content"] else m for m in messages]
 
 
 def whole_message(message: Message) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from rlhf_core.data.files import file_records
 from rlhf_core.data.filters import REASONS, contradictory_rows, duplicate_rows, remove_rows, row_fault
 from rlhf_core.data.formats import convert
 from rlhf_core.data.hashing import Ids, SeenKeys, chunks, conversation_text, hexadecimal, kept_by_weight, split_of, split_text, text_hash
-from rlhf_core.data.notation import AS_MESSAGES, beginning, notation_of, with_messages
+from rlhf_core.data.notation import AS_MESSAGES, beginning, check_signs, notation_of, with_messages
 from rlhf_core.data.samples import Writer, sample_rows
 from rlhf_core.data.schema import ORIGIN, SCHEMAS, SLICES_SCHEMA, RowWriter, open_rows, read_batches
 from rlhf_core.data.tables import data_set_records
@@ -101,7 +101,7 @@ def _converted(records: Iterable[RawRecord], source: SourceConfig, dropped: Drop
     """The rows of all records that can be converted.
 
     Raises:
-        ValueError: no record has the source's format.
+        ValueError: no record has the source's format, or -1 occurs among marks that are read as 1 and 0.
     """
     refusal: ValueError | None = None  # of the first record that doesn't have the format
     misfits, fits = 0, False
@@ -116,6 +116,10 @@ def _converted(records: Iterable[RawRecord], source: SourceConfig, dropped: Drop
             dropped.unmapped.update(columns)
         if keys := _unread_message_keys(values, source):
             dropped.count_message_keys(keys)
+        try:
+            check_signs(values, source, notation)
+        except ValueError as error:
+            raise ValueError(f"source {source.name}: {where}: {error}") from error
         try:
             converted = convert(values, source, notation)
         except Dropped as reason:

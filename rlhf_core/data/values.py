@@ -242,7 +242,7 @@ def _message(message: Mapping[str, Any], column: str) -> Message:
         )
     if beside := next((key for key in PICTURES if is_filled(message.get(key))), None):
         raise pictures(f"{beside} in a message of column {column!r}", f"a message has {beside} beside its text")
-    if beside := next((key for key in CONTENT if not _is_empty(message.get(key))), None):
+    if beside := next((key for key in CONTENT if key not in PICTURES and not _is_empty(message.get(key))), None):
         raise Dropped(f"a message has {beside} beside its text")
     if content is None:
         raise Dropped("a message has no content")

@@ -12,7 +12,10 @@ from rlhf_core.data.values import ROLES, kind, read_number, read_scalar, read_te
 
 TIES = ("tie", "tied", "both", "neither", "none", "draw", "equal", "same", "bothbad", "tie (bothbad)")
 LONGEST_ENDING = 20  # characters
-_ENDING = re.compile(r"(\d+|(?<![a-z])[a-z])$")  # of response_a, model_b, answer_0, A
+_ENDING = re.compile(r"(\d+|(?<![a-z])[a-z])$")  # of response_a, answer_0, human_ref_A
+# Winners that name an answer by its ending. Other names that end so, such as llama-2, are models.
+_STEMS = "model|response|answer|assistant|completion|option|output|candidate|conversation"
+_NAMED = re.compile(rf"(?:(?:{_STEMS})[ _-]?)?(\d+|[a-z])")
 
 
 def best_and_worse(scores: Sequence[float]) -> tuple[list[int], list[int]]:
@@ -31,8 +34,8 @@ def sign_of_winner(value: Any, first: str, second: str) -> int:
     """-1 if the first answer wins, 1 if the second does, 0 for a tie.
 
     Args:
-        value: first or second, the name of an answer's column, or a name with the ending that only one of the columns has: model_a for
-            response_a.
+        value: first or second, the name of an answer's column, or the ending that only one of the columns has, alone or behind one of a
+            few words: a or model_a for response_a.
         first, second: names of the answers' columns.
     Raises:
         Dropped: the value is null. Misfit: it names neither.
@@ -44,8 +47,8 @@ def sign_of_winner(value: Any, first: str, second: str) -> int:
         return 0
     names = [{own, column.lower()} for own, column in (("first", first), ("second", second))]
     endings = [_ending(column) for column in (first, second)]
-    ending = _ending(text) if endings[0] != endings[1] else None
-    wins = [text in own or (ending is not None and ending == of) for own, of in zip(names, endings, strict=True)]
+    named = _NAMED.fullmatch(text) if endings[0] != endings[1] else None
+    wins = [text in own or (named is not None and named[1] == of) for own, of in zip(names, endings, strict=True)]
     if wins[0] == wins[1]:
         message = (
             f"column 'winner': expected {first!r}, {second!r} or tie, got {kind(value)}; map first_score and second_score, or convert it"

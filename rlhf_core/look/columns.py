@@ -19,6 +19,7 @@ LONGEST_MARK, LARGEST_MARK = 40, 1e6  # characters, a number
 _FLAGS = {word for words in YES_AND_NO for word in words if words[0] in ("true", "1", "1.0", "good", "up", "chosen", "desirable", "liked")}
 _TRUE, _FALSE = ({word for word, means in BOOLEANS.items() if means is wanted} for wanted in (True, False))
 _SIGNS = tuple({sign for sign, means in SIGNS.items() if means is wanted} for wanted in (True, False))
+_NEUTRAL = ("0", "0.0")  # beside signs
 _USERS = ("user", "human", "prompter")
 
 
@@ -45,12 +46,12 @@ class Column:
     @property
     def is_flag(self) -> bool:
         """Whether nearly every value is true or false, as a boolean, as 1 and 0 or -1, or as one of _FLAGS."""
-        return self.share(lambda value: _mark_text(value) in _FLAGS) > NEARLY_ALL or self._says(*_SIGNS)
+        return self.share(lambda value: _mark_text(value) in _FLAGS) > NEARLY_ALL or self._says(*_SIGNS, _NEUTRAL)
 
     @property
     def is_mark(self) -> bool:
         """Whether the values are yes and no in words that the format unpaired reads."""
-        return self._says(_TRUE, _FALSE) or self._says(*_SIGNS)
+        return self._says(_TRUE, _FALSE) or self._says(*_SIGNS, _NEUTRAL)
 
     @property
     def may_mark(self) -> bool:
@@ -66,10 +67,11 @@ class Column:
         several = self.share(lambda value: isinstance(value, str) and len(value.split()) > 1) > NEARLY_ALL
         return several and len(set(map(str, self.values))) > min(FEW_MARKS, len(self.values) / 2)
 
-    def _says(self, yes: Collection[str], no: Collection[str]) -> bool:
+    def _says(self, yes: Collection[str], no: Collection[str], neither: Collection[str] = ()) -> bool:
         """Whether nearly every value is one of these words, and both yes and no occur."""
-        marks = Counter("yes" if text in yes else "no" if text in no else "" for text in map(_mark_text, self.values))
-        return marks["yes"] > 0 < marks["no"] and marks["yes"] + marks["no"] > NEARLY_ALL * len(self.values)
+        words = (("yes", yes), ("no", no), ("neither", neither))
+        marks = Counter(next((says for says, of in words if text in of), "") for text in map(_mark_text, self.values))
+        return marks["yes"] > 0 < marks["no"] and len(self.values) - marks[""] > NEARLY_ALL * len(self.values)
 
     @property
     def ends_with_user(self) -> bool:

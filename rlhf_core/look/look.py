@@ -20,7 +20,7 @@ from rlhf_core.data.drops import DropCounts, Dropped, Misfit
 from rlhf_core.data.files import files_of_split
 from rlhf_core.data.formats import convert
 from rlhf_core.data.hashing import split_of, split_text
-from rlhf_core.data.notation import beginning, notation_of
+from rlhf_core.data.notation import beginning, check_signs, notation_of
 from rlhf_core.data.places import is_data_file, locate
 from rlhf_core.data.schema import SCHEMAS, TEXTS
 from rlhf_core.data.sources import read_source, records_of
@@ -44,6 +44,7 @@ MEANINGFUL = {
     *("response", "output", "completion", "answer"),
 }
 MANY = 0.1  # share of the records left out above which a reading gets a warning
+ENDED = 0.01  # share of the records with an end token as text above which it is stripped: the default of max_end_token_fraction
 MOSTLY = 0.5  # of the best reading's converted records, which another reading must reach to be offered
 
 
@@ -236,9 +237,16 @@ def attempt(place: Place, reading: Reading, records: list[RawRecord]) -> Tried:
     if notation.whole_texts:
         reading = replace(reading, options={**reading.options, "implicit_prompt": True})
         source = source.model_copy(update={"implicit_prompt": True})
+    if notation.transcripts:
+        reading = replace(reading, options={**reading.options, "transcripts": True})
+        source = source.model_copy(update={"transcripts": True})
     taken, dropped, uses, refused = 0, DropCounts(), Counter[str](), ""
     ends, templated = Counter[str](), 0
     for where, values, note in records:
+        try:
+            check_signs(values, source, notation)
+        except ValueError as error:
+            return Tried(reading, source, 0, f"{where}: {error}")
         try:
             rows = convert(values, source, notation)
         except Dropped as reason:
@@ -258,14 +266,16 @@ def attempt(place: Place, reading: Reading, records: list[RawRecord]) -> Tried:
     if dropped.records > MANY * len(records):
         unsure = f"{dropped.records} of {len(records)} records are left out, most often since: {shown(dropped.most_common(1)[0][0])}"
         reading = replace(reading, unsure=(*reading.unsure, unsure))
+    strips = sum(ends.values()) > ENDED * taken
     if ends:
         token, count = ends.most_common(1)[0]
-        unsure = f"{count} records have an answer that ends in {token!r} as text, an end token: strip_end_tokens takes it off"
+        done = "strip_end_tokens takes it off" if strips else "it stays, since strip_end_tokens would change all such answers"
+        unsure = f"{count} records have an answer that ends in {token!r} as text, an end token: {done}"
         reading = replace(reading, unsure=(*reading.unsure, unsure))
     if templated:
         why = f"{templated} records have a text that a chat template has written, which is read as its messages"
         reading = replace(reading, why=(*reading.why, why))
-    changes = {"uses": given, "strip_end_tokens": bool(ends)}
+    changes = {"uses": given, "strip_end_tokens": strips}
     return Tried(replace(reading, uses=tuple(given)), source.model_copy(update=changes), taken, None)
 
 

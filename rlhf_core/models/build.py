@@ -39,10 +39,11 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 FLASH = "flash_attention_2"
 _HEADS = ("score.weight", "classifier.weight")  # of the heads that a sequence classifier may have
 # Weights that models are published with and that a causal language model's forward pass doesn't read: frequencies, masks and positions that
-# older versions of transformers saved, heads of further tokens for speculative decoding, and what reads pictures and sound.
+# older versions of transformers saved, heads of further tokens for speculative decoding, the value head of a PPO trainer, and what reads
+# pictures and sound.
 _UNREAD = re.compile(
     r"(\binv_freq|position_ids|\b(attn|attention)\.((masked_)?bias|causal_mask))$"
-    r"|(^|\.)(mtp\w*|vision_model|vision_tower|visual|multi_modal_projector|audio_tower)\."
+    r"|^v_head\.|(^|\.)(mtp\w*|vision_model|vision_tower|visual|multi_modal_projector|audio_tower)\."
 )
 _UNREAD_BY_CLASSIFIERS = re.compile(rf"{_UNREAD.pattern}|^(lm_head|embed_out|output_projection)\.")
 

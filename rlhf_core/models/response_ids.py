@@ -98,9 +98,6 @@ def scored_end(tokenizer: PreTrainedTokenizerBase) -> End:
 NO_END = End("", ())
 
 
-NO_END = End("", ())
-
-
 def ids_behind(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], turns: Sequence[Turn], end: End, *, prompt_ids: Mapping[str, list[int]]
 ) -> list[Behind]:

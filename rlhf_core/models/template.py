@@ -36,6 +36,7 @@ _PINNED = "{%- set strftime_now = "
 OPEN, CLOSE = "<think>", "</think>"
 QUESTION, ANSWER = "Which one?", "That one."  # rendered to find what the template puts around them
 _FUNCTION = "find_it"
+_CONTROL = re.compile(r"(?!</?[a-z][a-z0-9]*>$)[<\[].+[>\]]")  # an added token in brackets, but no tag of HTML
 # Variables that apply_chat_template always passes.
 _TAKEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "strftime_now", "raise_exception"}
 
@@ -329,7 +330,7 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def template_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """The special tokens that the template writes around turns."""
+    """The control tokens that the template writes around turns: special ones, and others in brackets that are no tags of HTML."""
     return _template_tokens(tokenizer, tokenizer.chat_template)
 
 
@@ -338,7 +339,9 @@ def _template_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple
     asked = [{"role": "user", "content": QUESTION}]
     texts = (render(tokenizer, asked, waits=True), render(tokenizer, [*asked, {"role": "assistant", "content": ANSWER}], waits=False))
     ids = {token for text in texts for token in tokenizer(text, add_special_tokens=False)["input_ids"]}
-    return tuple(tokenizer.convert_ids_to_tokens(sorted(ids & special_ids(tokenizer) - {tokenizer.unk_token_id})))
+    added, special = tokenizer.added_tokens_decoder, {tokenizer.eos_token_id, *tokenizer.all_special_ids}
+    own = {i for i in ids & special_ids(tokenizer) if i in special or added[i].special or _CONTROL.fullmatch(added[i].content)}
+    return tuple(tokenizer.convert_ids_to_tokens(sorted(own - {tokenizer.unk_token_id})))
 
 
 @lru_cache(maxsize=8)

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from rlhf_core.data.control import VISIBLE, control_token, end_token, is_blank, without_end_tokens
 from rlhf_core.data.hashing import beginning, conversation_text
-from rlhf_core.data.schema import SCHEMAS, Message, read_batches
+from rlhf_core.data.schema import SCHEMAS, Message, edgeless, read_batches
 from rlhf_core.data.values import ROLE_ORDER
 from rlhf_core.models.response_ids import BACK, encode_texts, ids_behind, in_parts, response_text, trained_end
 from rlhf_core.models.template import (
@@ -83,7 +83,7 @@ def measure(use: str, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) 
         commas), shortest_message (stripped), template_error (why the chat template refuses the conversation), joined and composed (see
         `_Answer`) and control_token: one that templates write around turns, in a message or a text.
     sft, preference: <text>_decoded: the text after template, encoding and decoding; <text>_end_token: with which it ends as text.
-    preference: pair (JSON of the conversation and both texts in sorted order), preference (the preferred one), is_pair,
+    preference: pair (JSON of the conversation and both texts in sorted order, all stripped), preference (the preferred one), is_pair,
         chosen_is_longer (in tokens: 1, 0 or, for a tie, 0.5), is_chosen (unpaired rows only).
     """
     frame = read_texts(use, rows)
@@ -101,16 +101,18 @@ def read_texts(use: str, rows: Sequence[dict]) -> pd.DataFrame:
 
 
 def pair_columns(frame: pd.DataFrame) -> dict[str, pd.Series]:
-    """The columns pair and preference."""
+    """The columns pair and preference. White space at the edges of texts doesn't count."""
     is_pair, is_unpaired = _kinds(frame)
-    sides = [sorted([c, r]) for c, r in zip(frame["chosen"].fillna(""), frame["rejected"].fillna(""), strict=True)]
+    chosen, rejected = frame["chosen"].str.strip(), frame["rejected"].str.strip()
+    sides = [sorted([c, r]) for c, r in zip(chosen.fillna(""), rejected.fillna(""), strict=True)]
+    conversations = {text: edgeless(json.loads(text)) for text in frame["conversation"].dropna().unique().tolist()}
     keys = (
-        json.dumps([conversation, bool(paired), *texts], ensure_ascii=False)
+        json.dumps([conversations.get(conversation), bool(paired), *texts], ensure_ascii=False)
         for conversation, paired, texts in zip(frame["conversation"], is_pair, sides, strict=True)
     )
     return {
         "pair": _strings(keys).where(frame["conversation"].notna() & (is_pair | is_unpaired)),
-        "preference": frame["chosen"].where(is_pair, frame["chosen"].notna().map({True: "chosen", False: "rejected"})),
+        "preference": chosen.where(is_pair, frame["chosen"].notna().map({True: "chosen", False: "rejected"})),
     }
 
 

@@ -13,7 +13,7 @@ from strict_limits import strict_limits
 from tokenizer_shapes import CHATS, shaped
 
 from rlhf_core.config import SourceConfig
-from rlhf_core.data.control import control_token, end_token, is_blank, placeholder, unwrapped, without_end_tokens
+from rlhf_core.data.control import control_token, end_token, is_blank, is_filled, placeholder, unwrapped, without_end_tokens
 from rlhf_core.data.drops import Dropped, Misfit
 from rlhf_core.data.filters import row_fault
 from rlhf_core.data.formats import convert
@@ -21,8 +21,9 @@ from rlhf_core.data.schema import open_tables, write_rows
 from rlhf_core.data.sources import load_source
 from rlhf_core.data.validation.validate import validate
 from rlhf_core.look.__main__ import main
+from rlhf_core.look.look import guess, place_of, sample_of
 from rlhf_core.look.rows import COMPOSED, UseCounts
-from rlhf_core.models.template import CONTINUATION
+from rlhf_core.models.template import CONTINUATION, template_tokens
 from rlhf_core.models.tokenizer import encode_conversation
 
 QUESTION = [{"role": "user", "content": "Tell me about the fox."}]
@@ -128,6 +129,18 @@ def test_a_text_that_is_not_exactly_a_templates_stays_a_text(text):
         assert convert(pair(text), source())["preference"][0]["messages"] == [{"role": "user", "content": text}]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<|system|>\n</s>\n<|user|>\nTell me about the fox.</s>\n<|assistant|>\n",
+        "[INST] <<SYS>>\n\n<</SYS>>\n\nTell me about the fox. [/INST]",
+        "<|im_start|>user\nTell me about the fox.<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    ],
+)
+def test_empty_system_prompts_and_empty_thoughts_are_no_messages(text):
+    assert unwrapped(text) == QUESTION and unwrapped("<|system|>\n</s>\n") is None
+
+
 def test_control_tokens_in_texts_have_a_limit(tmp_path):
     rows = [{"messages": QUESTION, "response": f"It is {i}."} for i in range(20)]
     assert failures(tmp_path / "a", templated("chatml"), {"sft": rows}) == {}
@@ -147,6 +160,7 @@ def test_control_tokens_in_texts_have_a_limit(tmp_path):
     [
         ("It is red.</s>", "</s>", "It is red."),
         ("Red. <|im_end|>\n", "<|im_end|>", "Red."), ("a<|eot_id|><|end_of_text|>", "<|eot_id|>", "a"),
+        ("<p><s>old</s>", None, "<p><s>old</s>"), ("<s> It is red.</s>", "</s>", "<s> It is red."),
         ("Use </s> here", None, "Use </s> here"), ("a ", None, "a "), ("<|endoftext|>", "<|endoftext|>", ""),
     ],
 )  # fmt: skip
@@ -164,6 +178,15 @@ def test_end_tokens_as_text_have_a_limit(tmp_path):
     made = {"preference": rows, "sft": [{"messages": QUESTION, "response": "It is."}]}
     assert failures(tmp_path / "a", templated("role_tokens"), made) == {"end_token.chosen": 1, "end_token.rejected": 1}
     assert failures(tmp_path / "b", templated("role_tokens"), made, max_end_token_fraction=0.05) == {}
+
+
+@pytest.mark.parametrize(("ended", "strips"), [(1, False), (2, True)])
+def test_look_strips_end_tokens_above_the_limit_of_validation(ended, strips, tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps(pair(f"Tell {i}.", f"It is {i}.{'</s>' * (i < ended)}", f"No {i}.")) + "\n" for i in range(150)))
+    place = place_of(str(path), {})
+    (tried,) = guess(place, *sample_of(place, 150)[:1], whole=True, format_=None, columns={}).fitting
+    assert tried.source.strip_end_tokens is strips and any("'</s>' as text" in line for line in tried.reading.unsure)
 
 
 def test_look_counts_end_tokens_and_its_recipe_takes_them_off(tmp_path, capsys):
@@ -222,6 +245,25 @@ def test_records_without_pictures_stay_and_those_with_some_are_counted(tmp_path)
     assert placeholder("write an <image> tag") is None and is_blank("") and control_token(["a < b"]) is None
 
 
+@pytest.mark.parametrize("value", [False, True, 0, 2, 1.0, float("nan"), "none", " N/A ", "null", b"", {"bytes": None, "path": None}, [[]]])
+def test_a_column_that_says_there_are_no_pictures_has_none(value):
+    assert convert(pair("q", images=value), source())["preference"]
+    assert convert({"messages": [{**QUESTION[0], "audio": value}, ANSWER]}, source("messages"))["sft"]
+
+
+@pytest.mark.parametrize("value", [b"x", "a.png", {"array": [0.0, 0.1]}, [{"bytes": b"x"}]])
+def test_a_column_with_pictures_or_sound_is_filled(value):
+    assert is_filled(value)
+
+
+@pytest.mark.parametrize(
+    "code", ["<video>\n  <source src='a'>\n</video>", "<svg>\n<image>\n</image>\n</svg>", "<audio>\nNo sound.\n</audio>"]
+)
+def test_elements_of_html_are_no_placeholders(code):
+    assert placeholder(code) is None and convert(pair("Show it.", code), source())["preference"][0]["chosen"] == code
+    assert placeholder(f"{code}\n<|image|>") == "<|image|>"
+
+
 # Texts that look empty
 
 
@@ -267,3 +309,11 @@ def test_long_texts_take_no_longer_than_they_are(text):
     unwrapped(text)
     end_token(text), without_end_tokens(text), control_token([text], ["<x>"]), placeholder(text), is_blank(text)
     assert time.perf_counter() - begun < 20  # squared it would be minutes; here it is a second at most
+
+
+def test_line_breaks_and_html_as_added_tokens_are_no_control_tokens(tmp_path):
+    tokenizer = shaped("added words", "gemma")
+    assert {"\n", "<b>"} <= {token.content for token in tokenizer.added_tokens_decoder.values() if not token.special}
+    assert set(template_tokens(tokenizer)) >= {"<start_of_turn>", "<end_of_turn>"}
+    rows = [{"messages": [{"role": "user", "content": "Tell me\nmore."}], "response": "It is <b>red</b>.\n\nIt is."}]
+    assert failures(tmp_path, tokenizer, {"sft": rows}) == {}

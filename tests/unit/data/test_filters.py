@@ -10,6 +10,7 @@ import pytest
 from strict_limits import strict_limits
 
 from rlhf_core.config import DataConfig, ValidationConfig
+from rlhf_core.data.filters import REASONS
 from rlhf_core.data.prepare import Prepared, drop_too_long
 from rlhf_core.data.schema import open_rows, read_rows
 from rlhf_core.data.sources import Mixed, mix
@@ -221,3 +222,14 @@ def test_a_use_that_has_lost_all_its_rows_is_none_of_the_prepared(tmp_path):
     found = prepared(of, tmp_path)
     assert found.uses == ["prompt"] and [p.name for p in (tmp_path / "out").iterdir()] == ["prompt.parquet"]
     assert set(Prepared(of, found, tokenizer(), {"prompt": {}}).metrics()["rows"]) == {"prompt"}
+
+
+@pytest.mark.parametrize("kind", ["contradictory", "duplicate"])
+def test_white_space_at_edges_hides_neither_repetitions_nor_contradictions(tmp_path, kind):
+    sides = {"chosen": "b ", "rejected": "\na"} if kind == "contradictory" else {"chosen": " a", "rejected": "b\n"}
+    path = write(tmp_path / "d.jsonl", [*SOUND, {"prompt": "Which?", "chosen": "a", "rejected": "b"}, {"prompt": "Which?\n", **sides}])
+    prepared(config({"path": str(path)}), tmp_path / "kept")
+    found = {f.name: f.unexpected for f in failed(tmp_path / "kept", strict_limits(max_duplicate_fraction=0.0))}
+    assert {name: found.get(name, 0) for name in found if "pairs" in name} == {f"{kind}_pairs": 2}
+    mixed = prepared(config({"path": str(path), "drop": [kind]}), tmp_path / "dropped")
+    assert mixed.dropped["s0"].get(f"preference rows {REASONS[kind]}") == (2 if kind == "contradictory" else 1)

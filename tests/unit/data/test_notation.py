@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from rlhf_core.config import SourceConfig
 from rlhf_core.data.drops import Dropped
@@ -275,3 +276,30 @@ def test_hostile_texts_are_read_in_no_time(text, tmp_path):
 @pytest.fixture(autouse=True)
 def _warnings_only(caplog):
     caplog.set_level(logging.WARNING, logger="rlhf")
+
+
+@pytest.mark.parametrize("format", ["unpaired", "graded"])
+def test_a_minus_one_that_comes_late_is_refused(format, tmp_path):
+    def record(mark: int) -> dict:
+        answer = {"completion": "a", "good": mark}
+        return {"prompt": "q", "completions": [answer]} if format == "graded" else {"prompt": "q", "completion": "a", "label": mark}
+
+    marks = [1] * FIRST + [0] * 50
+    assert loaded(tmp_path, *map(record, marks), format=format, uses=["sft"]).dropped.records == 0
+    with pytest.raises(ValueError, match=r"source mine: \S+data.jsonl line 151: column '(label|good)': .* got -1, which none of them has"):
+        loaded(tmp_path, *map(record, [*marks, -1]), format=format, uses=["sft"])
+
+
+TALK = {"prompt": "Human: 2+2?\n\nAssistant:", "chosen": "    return 4\n", "rejected": " 5"}
+
+
+def test_transcripts_can_be_switched_off_and_on(tmp_path, caplog):
+    assert pairs(loaded(tmp_path, TALK)) == [("2+2?", "   return 4", "5")]
+    assert "prompts are transcripts such as of Human: and Assistant:; their turns are read as messages (transcripts)" in caplog.text
+    caplog.clear()
+    assert pairs(loaded(tmp_path, TALK, transcripts=False)) == [(TALK["prompt"], TALK["chosen"], TALK["rejected"])] and not caplog.text
+    other = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    found = loaded(tmp_path, TALK, other, transcripts=True)
+    assert len(pairs(found)) == 1 and found.dropped == {"the prompt is no transcript, as those of other records are": 1}
+    with pytest.raises(ValidationError, match=r"transcripts expects a format among .*, got hh; remove it"):
+        source("x.jsonl", "hh", transcripts=True)

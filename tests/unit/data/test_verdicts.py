@@ -97,6 +97,7 @@ class TestWinner:
             ),
             *((0, ("response_0", "response_1"), -1), (1.0, ("response_0", "response_1"), 1), ("2", ("answer1", "answer2"), 1)),
             *(("tie", ("x", "y"), 0), ("tie (bothbad)", ("x", "y"), 0), ("second", ("response_a", "response_b"), 1)),
+            *(("Assistant B", ("response_a", "response_b"), 1), ("answer1", ("response_1", "response_2"), -1)),
         ],
     )
     def test_a_name_says_which_response_wins(self, value, columns, sign):
@@ -107,7 +108,8 @@ class TestWinner:
         [
             (0, ("human_ref_A", "human_ref_B")),
             ("a", ("x", "y")),
-            ("gpt-4", ("response_a", "response_b")),
+            *((model, ("response_a", "response_b")) for model in ("gpt-4", "vicuna-13b", "llama-2-7b")),
+            *((model, ("response_1", "response_2")) for model in ("claude-2", "llama-1")),
             (True, ("a_1", "b_1")),
             ("1", ("a_1", "b_1")),
         ],

@@ -89,3 +89,24 @@ def test_a_format_without_its_columns_offers_the_line_that_names_them(tmp_path, 
     out = capsys.readouterr().out
     assert "map label in the source's columns; its fields are separated by ';'" in out
     assert "--format unpaired --columns prompt=question completion=answer label=..." in out
+
+
+def marked(folder: Path, *marks: int) -> Path:
+    path = folder / "marks.jsonl"
+    lines = ({"prompt": f"What is {i}?", "completion": f"It is the number {i}.", "label": mark} for i, mark in enumerate(marks))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_zero_between_one_and_minus_one_is_a_mark_too(tmp_path, capsys):
+    code, found = shown_of(capsys, marked(tmp_path, *[1, -1, 1, 0] * 10))
+    assert (code, [r["format"] for r in found["readings"]]) == (0, ["unpaired"])
+    assert found["readings"][0]["counts"]["preference"]["rows"] == 30
+
+
+def test_a_late_minus_one_is_said_and_not_read_as_an_answer(tmp_path, capsys):
+    path = marked(tmp_path, *[1] * 120, *[0] * 60, *[-1] * 10)
+    code, found = shown_of(capsys, path)
+    assert code == 2 and "label" in found["unsure"]
+    main([str(path), "--params", str(DEFAULTS), "--format", "unpaired"])
+    assert "got -1, which none of them has" in capsys.readouterr().out
