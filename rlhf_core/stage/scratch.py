@@ -33,6 +33,9 @@ WORK = "work.json"  # in a scratch folder: command, params and hashes of its wor
 STORED = "stored.json"  # in a scratch folder: where a storage has the work's files
 RESUMED_FROM = "resumed_from.json"  # in a scratch folder: the other work that it resumed from, oldest first
 TAKING_OVER = "taking-over-"
+NO_DEPENDENCY = re.compile(
+    r"__pycache__|\.DS_Store|\.#.*|.*~|\..*\.sw[a-z]|4913"
+)  # an editor's files; in .dvcignore too
 CODE = ("tasks", "rlhf_core", "flows", "rewards")
 SHOWN = 12  # differences shown in a message
 
@@ -375,7 +378,8 @@ def _files(path: Path, stage: str, root: Path) -> Iterator[Path]:
     if place.is_file():
         yield path
     else:
-        yield from sorted(path / p.relative_to(place) for p in place.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+        files = (p.relative_to(place) for p in place.rglob("*") if p.is_file())
+        yield from sorted(path / file for file in files if not any(map(NO_DEPENDENCY.fullmatch, file.parts)))
 
 
 def _hash(content: Any) -> str:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlhf_core.checkpoint.store import CheckpointStore, Origin, StoreSettings
-from rlhf_core.config import CheckpointsConfig, ConfigError
-from rlhf_core.stage.scratch import RESUMED_FROM, WORK, Work, checkpoint_of, prepare_scratch
+from rlhf_core.config import CheckpointsConfig, ConfigError, read_yaml
+from rlhf_core.provenance.file_hashes import dvc_folder_md5
+from rlhf_core.stage.scratch import RESUMED_FROM, WORK, Work, checkpoint_of, prepare_scratch, stage_files
 
 BEFORE = Work(
     "exec python -m tasks.train_sft",
@@ -192,3 +197,19 @@ def test_the_newest_folders_of_given_up_work_stay_and_older_ones_go(tmp_path: Pa
 def test_a_scratch_folder_is_named_by_stage_and_fingerprint(value: str):
     with pytest.raises(ValueError, match="resume_from"):
         CheckpointsConfig(keep_last=2, keep_best=0, keep_abandoned=2, resume_from=value)
+
+
+def test_an_editors_files_are_no_dependency_of_ours_or_of_dvcs(tmp_path: Path):
+    """They come and go while a stage runs, though nothing is edited."""
+    code = tmp_path / "rewards"
+    code.mkdir()
+    for name in ("mine.py", ".mine.py.swp", "mine.py~", ".#mine.py", ".DS_Store", "4913", ".hidden.py"):
+        (code / name).write_text(name)
+    shutil.copy(Path(__file__).parents[3] / ".dvcignore", tmp_path)
+    (tmp_path / "dvc.yaml").write_text("stages: {s: {cmd: echo, deps: [rewards]}}\n")
+    for command in ("init --no-scm --quiet", "repro --quiet"):
+        subprocess.run([sys.executable, "-m", "dvc", *command.split()], cwd=tmp_path, check=True, capture_output=True)
+    files = stage_files({"deps": ["rewards"]}, "s", tmp_path)
+    assert [path.name for path in files] == [".hidden.py", "mine.py"]
+    locked = read_yaml(tmp_path / "dvc.lock")["stages"]["s"]["deps"][0]
+    assert locked["md5"] == dvc_folder_md5({path.name: hashlib.md5((tmp_path / path).read_bytes()).hexdigest() for path in files})
