@@ -14,12 +14,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhf_core.data.places import main_checkout
 
@@ -27,6 +27,7 @@ RACY_NS = 2 * 10**9  # coarsest timestamp resolution of common file systems
 TRIES = 3  # of hashing a file that changes during reading
 THREADS = 4  # hashing releases the GIL
 LARGE = 2**31  # bytes; some seconds
+Item, Result = TypeVar("Item"), TypeVar("Result")
 SMALL = 2**20  # bytes; a smaller input of a stage is hashed as fast as it is looked up
 LISTS = 64  # newest folder listings, used in messages only
 _NOT_DATA = (".git", "__pycache__")
@@ -69,8 +70,7 @@ class FileHashes:
     def md5s(self, paths: Collection[Path]) -> list[str]:
         """md5 of each file, an input of a stage. Raises the errors of `of_file`."""
         large = {path for path in paths if path.stat().st_size >= SMALL}
-        with ThreadPoolExecutor(THREADS) as pool:
-            found = dict(zip(large, pool.map(lambda path: self._hash(path, "md5")[1], large), strict=True))
+        found = dict(zip(large, _in_threads(lambda path: self._hash(path, "md5")[1], large), strict=True))
         return [found[path] if path in large else _md5(path) for path in paths]
 
     def _hash(self, path: Path, algorithm: str) -> tuple[int, str]:
@@ -94,8 +94,7 @@ class FileHashes:
     def of_folder(self, folder: Path) -> dict[str, FileHash]:
         """Hash of each file in a folder by its relative path, sorted."""
         names = sorted(path.relative_to(folder).as_posix() for path in files_below(folder))
-        with ThreadPoolExecutor(THREADS) as pool:
-            return dict(zip(names, pool.map(lambda name: self.of_file(folder / name), names), strict=True))
+        return dict(zip(names, _in_threads(lambda name: self.of_file(folder / name), names), strict=True))
 
     def keep(self) -> None:
         """Save new hashes for later runs. If two runs save at once, some hashes may be lost and are computed again."""
@@ -184,8 +183,16 @@ def dvc_md5(path: Path) -> str:
 def dvc_md5_of_files(folder: Path) -> dict[str, str]:
     """md5 of each file in a folder, by its name with slashes."""
     files = [path for path in folder.rglob("*") if path.is_file()]
-    with ThreadPoolExecutor(THREADS) as pool:
-        return dict(zip((path.relative_to(folder).as_posix() for path in files), pool.map(_md5, files), strict=True))
+    return dict(zip((path.relative_to(folder).as_posix() for path in files), _in_threads(_md5, files), strict=True))
+
+
+def _in_threads(function: Callable[[Item], Result], items: Collection[Item]) -> list[Result]:
+    """The function of each item; in this thread alone while the interpreter ends, which allows no other any more."""
+    try:
+        with ThreadPoolExecutor(THREADS) as pool:
+            return list(pool.map(function, items))
+    except RuntimeError:
+        return list(map(function, items))
 
 
 def dvc_folder_md5(files: Mapping[str, str]) -> str:

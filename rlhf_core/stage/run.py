@@ -80,7 +80,11 @@ def _leave() -> None:
     """
     if Stage.finished is None or hasattr(sys, "last_value"):  # or an exception followed
         return
-    code = Stage.finished.refusal_of_changes()
+    try:
+        code = Stage.finished.refusal_of_changes()
+    except Exception:  # the process's border: an exit function that fails would leave the exit code at 0, and DVC would record
+        log.exception("%s: what it has read can't be compared with what is there; nothing is recorded", Stage.finished.name)
+        code = CRASHED
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -33,9 +33,7 @@ WORK = "work.json"  # in a scratch folder: command, params and hashes of its wor
 STORED = "stored.json"  # in a scratch folder: where a storage has the work's files
 RESUMED_FROM = "resumed_from.json"  # in a scratch folder: the other work that it resumed from, oldest first
 TAKING_OVER = "taking-over-"
-NO_DEPENDENCY = re.compile(
-    r"__pycache__|\.DS_Store|\.#.*|.*~|\..*\.sw[a-z]|4913"
-)  # an editor's files; in .dvcignore too
+NO_DEPENDENCY = re.compile(r"__pycache__|\.DS_Store|\.#.*|.*~|\..*\.sw[a-z]|4913")  # an editor's files; in .dvcignore too
 CODE = ("tasks", "rlhf_core", "flows", "rewards")
 SHOWN = 12  # differences shown in a message
 
