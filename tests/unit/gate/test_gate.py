@@ -277,7 +277,7 @@ def test_two_models_in_two_worktrees_are_two_looks_and_one_that_is_judged_again_
     written = (workspace / "metrics/gate.json").read_bytes()
     run_gate(workspace)
     assert (workspace / "metrics/gate.json").read_bytes() == written
-    assert [json.loads(line)["kind"] for line in ledger.read_text().splitlines()] == ["split", *["look", "result"] * 2]
+    assert [json.loads(line)["kind"] for line in ledger.read_text().splitlines()] == ["look", "result"] * 2
 
 
 def kill_after_look(folder: Path, ledger: Path) -> None:

@@ -51,7 +51,7 @@ def test_tokens_of_a_sample_are_those_of_its_conversations_and_of_a_response_yet
 
 def test_what_starts_a_head_of_ray_has_not_imported_ray():
     """It reads whether there are tokens when it is imported, which is before the head has made one."""
-    names = ("limits", "peers", "ours_online", "driver", "gpu.rl", "gpu.peer", "gpu.job")
+    names = ("limits", "peers", "ours_online", "driver", "gpu.harness", "gpu.jobs", "gpu.job")
     modules = ", ".join(f"tools.bench.{name}" for name in names)
     subprocess.run([sys.executable, "-c", f"import sys, {modules}; assert 'ray' not in sys.modules"], cwd=ROOT, check=True)
 
