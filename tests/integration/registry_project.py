@@ -19,6 +19,8 @@ from small_workspace import ROOT, environment, git
 from rlhf_core.config import apply_overrides
 from rlhf_core.rounds.pins import Pin, PromptsPin, Round, write_rounds
 from rlhf_core.rounds.promotion import next_budget
+from rlhf_core.rounds.spending import outcome_of, record_rounds
+from rlhf_core.stage.files import read_json
 
 WORK = '''"""One of six stages: python work.py <stage> [round]."""
 
@@ -113,7 +115,7 @@ stages:
 ROUNDS = """
 stages:
   train_round:
-    foreach: {1: models/sft, 2: rounds/1/policy}
+    foreach: {"1": models/sft, "2": rounds/1/policy}
     do:
       wdir: ..
       cmd: exec python work.py train_round ${key}
@@ -121,7 +123,7 @@ stages:
       deps: [work.py, models/reward, "${item}"]
       outs: ["rounds/${key}/policy"]
   evaluate_round:
-    foreach: {1: 1, 2: 2}
+    foreach: {"1": 1, "2": 2}
     do:
       wdir: ..
       cmd: exec python work.py evaluate_round ${key}
@@ -141,6 +143,9 @@ def add_rounds(worktree: Path) -> None:
         rounds[number] = Round(**inputs, budget=budget)
     write_rounds(rounds, worktree)
     dvc(worktree, "repro", "rounds/dvc.yaml")
+    found = {number: read_json(worktree / f"rounds/{number}/metrics/evaluate.json") for number in rounds}
+    made = [(number, entry.budget, outcome_of(found[number])) for number, entry in rounds.items()]
+    record_rounds(worktree.name, "the SFT model", made, worktree)
     commit(worktree, "Two rounds")
 
 
