@@ -5,8 +5,12 @@ bytecode, which hundreds of processes would otherwise compile again.
 """
 
 import gc
+import logging
 import os
 import signal
+from collections.abc import Iterator
+
+import pytest
 
 from rlhf_core.process import configure_process
 
@@ -46,3 +50,24 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """Exclude imported objects from garbage collection; they live to the end."""
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[None]:
+    """DeepSpeed's world of one rank, in this process; DeepSpeed keeps its groups, so a process can leave it once only."""
+    import torch.distributed as dist
+
+    from rlhf_core.engines.deepspeed_engine import join_world
+
+    join_world()
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def handlers_as_before() -> Iterator[None]:
+    """Remove the log handlers that a test adds: their streams are closed when it ends."""
+    before = {name: list(logging.getLogger(name).handlers) for name in (None, "rlhf")}
+    yield
+    for name, handlers in before.items():
+        logging.getLogger(name).handlers[:] = handlers

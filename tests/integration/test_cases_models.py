@@ -9,7 +9,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from hostile import is_clear
 from small_workspace import ROOT
 from tiny_models import settings, tiny_params
 
-from rlhf_core.engines.deepspeed_engine import TrainEngine, join_world
+from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.model_check.check import run_trials
 from rlhf_core.model_check.trial import plain_logprobs
 from rlhf_core.models.build import new_language_model, save_model
@@ -35,6 +34,7 @@ CASES = ROOT.parent / "shared/cases/models"
 pytestmark = [
     pytest.mark.skipif(not CASES.is_dir(), reason="the makers of odd models are not here: ../shared/cases/models, beside the checkout"),
     pytest.mark.timeout(600),
+    pytest.mark.usefixtures("world"),
 ]
 MESSAGES = [{"role": "user", "content": "What is the capital of France? " * 8}]
 ANSWER = "It is Paris. The sky is blue."
@@ -105,15 +105,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cases")
     _made(folder)
     return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    import torch.distributed as dist
-
-    join_world()
-    yield
-    dist.destroy_process_group()
 
 
 def first_minute(folder: Path, scratch: Path) -> tuple[list[str], torch.Tensor, Path]:

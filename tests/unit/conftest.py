@@ -1,9 +1,8 @@
-"""What the tests of models and training share: a tokenizer, two tiny models on disk, a data-parallel world of one."""
+"""What the tests of models and training share: a tokenizer and two tiny models on disk."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,15 +44,3 @@ def sft_folder(model_folders: tuple[Path, Path]) -> Path:
 @pytest.fixture(scope="session")
 def reward_folder(model_folders: tuple[Path, Path]) -> Path:
     return model_folders[1]
-
-
-@pytest.fixture(scope="session")
-def world() -> Iterator[None]:
-    """DeepSpeed's world of one rank, in this process."""
-    import torch.distributed as dist
-
-    from rlhf_core.engines.deepspeed_engine import join_world
-
-    join_world()
-    yield
-    dist.destroy_process_group()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,6 @@ EXPECTED: dict[str, tuple[str, dict[str, str], int, str]] = {
     "stringified_sides": ("preference", {}, 12, "chosen, rejected: text that writes down messages, and is read as messages"),
 }
 FILES = (*EXPECTED, "endtoken", "templated", "rlaifv", "llamafactory_mm")
-
-
-@pytest.fixture(autouse=True)
-def no_earlier_log(monkeypatch):
-    """A handler of another test in this process writes to a stream that is closed."""
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
 
 
 def looked(capsys, path: Path, *options: str) -> tuple[int, dict[str, Any]]:

@@ -7,7 +7,7 @@ import copy
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_core.engines.deepspeed_engine import TrainEngine, join_world
+from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import frozen
 from rlhf_core.models.forward import PolicyModule
@@ -16,9 +16,8 @@ from tests.tiny_models import settings
 LENGTH = 300
 
 
-def test_in_bfloat16_a_policy_and_its_reference_are_the_same_at_every_position():
+def test_in_bfloat16_a_policy_and_its_reference_are_the_same_at_every_position(world):
     """With the rotary frequencies rounded, as a cast of the whole module rounds them, they were 0.1 apart after 100 tokens."""
-    join_world()
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
