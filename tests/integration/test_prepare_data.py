@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from flows.chain.overrides import check
 from rlhf_core.config import apply_overrides, read_recipe
@@ -186,7 +187,7 @@ def test_the_stage_does_not_import_torch(prepared):
 
 @pytest.mark.parametrize("recipe", ["hh_rlhf", "gsm8k"])
 def test_recipes_are_complete_parameters(recipe):
-    params = check(ROOT / "params.yaml", read_recipe(ROOT / f"recipes/{recipe}.yaml"))
+    params = check(CLERK_PARAMS, read_recipe(ROOT / f"recipes/{recipe}.yaml"))
     assert {"sft", "preference", "prompt"} == {use for source in params.data.sources for use in source.uses}
 
 

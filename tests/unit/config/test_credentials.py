@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from flows.chain.overrides import check
 from flows.full_pipeline import main
 from rlhf_core.config import ConfigError, apply_overrides, credential_in, load_params
 
-DEFAULT = Path(__file__).parents[3] / "params.yaml"
+DEFAULT = CLERK_PARAMS
 # Put together here, so that no scanner takes this file for a leak.
 LETTERS = "abcdefghij0123456789ABCDEFGHIJ"
 SECRETS = {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clerk_params import CLERK_PARAMS
 from ruamel.yaml import YAML
 
 from flows.chain.overrides import check
@@ -27,7 +28,7 @@ from rlhf_core.config import (
     set_key,
 )
 
-DEFAULT = Path(__file__).parents[3] / "params.yaml"
+DEFAULT = CLERK_PARAMS
 TRAINED = ("sft", "reward", "dpo", "kto", "rejection_sampling", "conditional_sft")
 # Values by section, in the order of TRAINED; one value is that of every section.
 EFFECTIVE: dict[str, tuple[Any, ...]] = {
