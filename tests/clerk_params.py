@@ -1,4 +1,4 @@
-"""params.yaml with recipes/clerk.yaml laid over it, as a file: the small, complete job that most tests start from."""
+"""The small, complete job that most tests start from, as a file: params.yaml with recipes/clerk.yaml laid over it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from rlhf_core.config import overridden, read_text, with_recipes
+from tools.clerk import ROOT, clerk_text
 
-ROOT = Path(__file__).parents[1]
+__all__ = ["CLERK_PARAMS", "ROOT"]
 
 
 def _written() -> Path:
-    text = overridden(read_text(ROOT / "params.yaml"), with_recipes([ROOT / "recipes/clerk.yaml"], {}), subject="the clerk's params")[0]
     folder = Path(tempfile.mkdtemp(prefix="clerk-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = folder / "params.yaml"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(clerk_text(), encoding="utf-8")
     return path
 
 

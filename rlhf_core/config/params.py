@@ -197,10 +197,11 @@ def incomplete(tree: dict[str, Any], params: Params, *, rounds: bool = False) ->
     """
     model = params.model.path is not None or params.model.architecture is not None
     if not model or not params.data.sources:
-        missing = {key: what for key, what, given in (("model.path", "model", model), ("data.sources", "data", params.data.sources)) if not given}
+        needed = (("model.path", "model", model), ("data.sources", "data", params.data.sources))
+        missing = {key: what for key, what, given in needed if not given}
         yield (
             f"{' and '.join(missing)}: expected your {' and your '.join(missing.values())}, got none; add --params and a recipe that names "
-            "both, such as recipes/clerk.yaml, or one that `python -m rlhf_core.look DATA --model MODEL` prints"
+            "both, such as recipes/clerk.yaml, or the one that `rlhf_core.look` prints for your data (docs/data.md)"
         )
     elif params.model.path is None:
         used = rates_in_use(params, rounds=rounds)

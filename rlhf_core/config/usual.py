@@ -1,4 +1,7 @@
-"""Usual learning rates of pretrained models with 0.1 to 8B parameters: the meaning of `learning_rate: null` (docs/training.md has the sources)."""
+"""Usual learning rates of pretrained models with 0.1 to 8B parameters: the meaning of `learning_rate: null`.
+
+docs/training.md has the same table with its sources.
+"""
 
 from __future__ import annotations
 

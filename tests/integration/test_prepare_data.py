@@ -31,8 +31,8 @@ SMALL = {
 def workspace(folder: Path, overrides: dict) -> Path:
     """Parameters and the code of the checkout, nothing else."""
     folder.mkdir()
-    for name in ("params.yaml", "dvc.yaml"):
-        shutil.copy(ROOT / name, folder)
+    for file in (CLERK_PARAMS, ROOT / "dvc.yaml"):
+        shutil.copy(file, folder)
     for name in ("tasks", "rlhf_core", "rewards"):
         (folder / name).symlink_to(ROOT / name)
     apply_overrides(folder / "params.yaml", overrides)

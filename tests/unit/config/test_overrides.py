@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clerk_params import CLERK_PARAMS
+from clerk_params import CLERK_PARAMS, ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -119,7 +119,7 @@ def test_a_mapping_that_is_one_value_is_replaced_as_a_whole(params_file, tmp_pat
     assert apply_overrides(params_file, {"rl.reward.overlong": None, "rl.prompt_weights": {}}) == load_params(DEFAULT)
 
 
-@pytest.mark.parametrize("recipe", sorted((DEFAULT.parent / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
 def test_recipes_of_the_project_fit_the_default(recipe):
     check(DEFAULT, read_recipe(recipe))
 

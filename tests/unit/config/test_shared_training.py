@@ -231,7 +231,7 @@ def test_a_batch_needs_an_example_for_each_group_that_shares_sequences():
 
 
 def test_adapters_have_the_documented_defaults(params_file):
-    documented = re.search(r"lora: (\{.*?\}) +# the defaults", (DEFAULT.parent / "docs/lora.md").read_text(encoding="utf-8"))[1]
+    documented = re.search(r"lora: (\{.*?\}) +# the defaults", (Path(__file__).parents[3] / "docs/lora.md").read_text(encoding="utf-8"))[1]
     assert LoraConfig() == LoraConfig(**parse_yaml(documented, "docs/lora.md"))
     params = apply_overrides(params_file, {"training.lora": {}, "rl.lora": {"rank": 4}})
     assert params.dpo.lora == LoraConfig() and params.rl.lora == LoraConfig(rank=4)
