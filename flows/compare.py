@@ -3,9 +3,9 @@
     python -m flows.compare --params recipes/clerk.yaml [--algorithms ppo grpo ...] [--seeds 0 1 2] [--jobs 2] [--set key=value]
     python -m flows.compare --params recipes/clerk.yaml --methods dpo dpo:ipo kto rejection_sampling ...
 
-Each pair of algorithm or method and seed is a run with its own worktree, runs/compare-<name>-<seed>. recipes/compare.yaml is applied to
-params.yaml and the recipes. Stages that runs share (data, SFT and reward model of a seed) are computed once and restored from DVC's run cache. A second
-call resumes where the first one ended.
+Each pair of algorithm or method and seed is a run with its own worktree, runs/compare-<name>-<seed>; recipes/compare.yaml is laid over the
+recipes that are given. Stages that runs share (data, SFT and reward model of a seed) are computed once and restored from DVC's run cache. A
+second call resumes where the first one ended.
 """
 
 from __future__ import annotations

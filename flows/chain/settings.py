@@ -1,4 +1,4 @@
-"""Point out, at the start of a run, settings that are known to wreck a pretrained model."""
+"""Point out, at the start of a run, settings that wreck pretrained models."""
 
 from __future__ import annotations
 
