@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from clerk_params import CLERK_PARAMS
 from torch import nn
 from transformers import (
     GPT2Config,
@@ -42,7 +43,7 @@ torch.set_num_threads(1)
 PAD = 0
 MAX_LENGTH = 64
 TEXTS = ["Please sort 4172.", "Certainly: 1247.", "Quick, give the largest of 309.", "Sorry, I can't help with that."] * 20
-DEFAULTS = Path(__file__).parents[1] / "params.yaml"
+DEFAULTS = CLERK_PARAMS
 
 
 def tiny_tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:

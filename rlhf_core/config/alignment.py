@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.base import RolloutBackend, Section
+from rlhf_core.config.base import LearningRate, RolloutBackend, Section
 from rlhf_core.config.model import LoraConfig, TrainingConfig
 from rlhf_core.config.scorers import ScorerConfig, raw_scorer_conflicts
 
@@ -170,7 +170,7 @@ class IterativeConfig(Section):
 
     start: Literal["sft", "policy", "registry"]
     steps: int = Field(gt=0)
-    learning_rate: float = Field(gt=0)
+    learning_rate: LearningRate
     sampling: SamplingConfig
     scorers: list[ScorerConfig] = Field(min_length=1)
     min_margin: float = Field(ge=0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchema, model_validator
 
 COLLECTED = "conflicts are collected"  # validation context: the caller gathers the conflicts of all sections
 
@@ -29,6 +29,8 @@ _REORDERING = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 Fraction = Field(ge=0.0, le=1.0)
 RolloutBackend = Literal["vllm", "pytorch"]
+# params.yaml may have null, which rlhf_core/config/usual.py replaces before a section is read.
+LearningRate = Annotated[float, Field(gt=0), WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]})]
 
 
 class ConfigError(ValueError):

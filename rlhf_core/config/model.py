@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rlhf_core.config.base import Fraction, Section, shown
+from rlhf_core.config.base import Fraction, LearningRate, Section, shown
 
 Schedule = Literal["cosine", "linear", "constant", "wsd", "wsd_linear"]
 Optimizer = Literal["adamw", "adamw_8bit", "lion"]
@@ -43,7 +43,7 @@ class ModelConfig(Section):
     max_length: int = Field(ge=8)
     template_date: str = "2024-07-26"
     template_options: dict[str, Any] = Field(default_factory=dict)
-    architecture: ArchitectureConfig
+    architecture: ArchitectureConfig | None
 
     def conflicts(self) -> Iterator[str]:
         try:
@@ -179,7 +179,7 @@ class TrainingConfig(SharedTrainingConfig):
     """Keys of every supervised stage."""
 
     batch_size: int = Field(gt=0)
-    learning_rate: float = Field(gt=0)
+    learning_rate: LearningRate
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from rlhf_core.config.base import RENAMED_COLUMNS, RENAMED_KEYS, did_you_mean
+from rlhf_core.config.base import RENAMED_COLUMNS, RENAMED_KEYS, LearningRate, did_you_mean
 from rlhf_core.config.dead import dead_settings
 from rlhf_core.config.model import LoraConfig, OptimizerConfig, Schedule, sequence_conflicts, takers
 from rlhf_core.config.rl_parts import (
@@ -44,7 +44,7 @@ class RlConfig(OptimizerConfig):
     samples_per_step: int = Field(gt=0)
     minibatch_size: int = Field(gt=0)
     epochs: int = Field(ge=1)
-    learning_rate: float = Field(gt=0)
+    learning_rate: LearningRate
     schedule: Schedule = "constant"
     warmup_steps: int = Field(ge=0)
     min_learning_rate_fraction: float = Field(default=0.0, ge=0, le=1)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import Params
 from rlhf_core.config.base import subsection, with_defaults
+from rlhf_core.config.usual import with_usual_rates
 
 if TYPE_CHECKING:
     from rlhf_core.stage.scratch import Work
@@ -192,7 +193,7 @@ def row_of(key: str) -> str | None:
 def settings(params: Mapping[str, Any]) -> dict[str, Any]:
     """Every key of a stage's params and its value, with defaults; scorers by their names."""
     found: dict[str, Any] = {}
-    for name, value in params.items():
+    for name, value in with_usual_rates(dict(params)).items():
         field = Params.model_fields.get(name)
         section = None if field is None else subsection(field.annotation)[0]
         found.update(_leaves(value if section is None else with_defaults(section, value), name))

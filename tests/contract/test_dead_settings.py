@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import ConfigError, parse_params, read_yaml, set_key
 
-DEFAULTS = read_yaml(Path(__file__).parents[2] / "params.yaml")
+DEFAULTS = read_yaml(CLERK_PARAMS)
 JUDGE = {"name": "judge", "kind": "judge", "weight": 1.0}
 GRPO = {"rl.algorithm": "grpo"}
 ONE_STEP_OFF = {"rl.rollout.one_step_off_policy": True}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import (
     Algorithm,
@@ -21,7 +21,7 @@ from rlhf_core.config import (
 )
 from rlhf_core.config.scorers import KIND_FIELDS
 
-DEFAULT = Path(__file__).parents[3] / "params.yaml"
+DEFAULT = CLERK_PARAMS
 
 
 def changed(key: str, value: Any) -> dict[str, Any]:

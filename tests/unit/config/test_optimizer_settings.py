@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 from tiny_models import rl_job, tiny_params
 
 from rlhf_core.config import ConfigError, overridden
@@ -12,7 +13,7 @@ from rlhf_core.engines.deepspeed_engine import EngineSettings
 from rlhf_core.trainers.rl.rank import TrainerRank
 from rlhf_core.trainers.supervised import engine_settings
 
-DEFAULT = Path(__file__).parents[3] / "params.yaml"
+DEFAULT = CLERK_PARAMS
 
 
 def settings_of(section: str = "sft", steps: int = 10, **overrides) -> EngineSettings:

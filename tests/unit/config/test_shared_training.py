@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clerk_params import CLERK_PARAMS
 from ruamel.yaml import YAML
 
 from flows.chain.overrides import check
@@ -27,7 +28,7 @@ from rlhf_core.config import (
     set_key,
 )
 
-DEFAULT = Path(__file__).parents[3] / "params.yaml"
+DEFAULT = CLERK_PARAMS
 TRAINED = ("sft", "reward", "dpo", "kto", "rejection_sampling", "conditional_sft")
 # Values by section, in the order of TRAINED; one value is that of every section.
 EFFECTIVE: dict[str, tuple[Any, ...]] = {
@@ -230,7 +231,7 @@ def test_a_batch_needs_an_example_for_each_group_that_shares_sequences():
 
 
 def test_adapters_have_the_documented_defaults(params_file):
-    documented = re.search(r"lora: (\{.*?\}) +# the defaults", (DEFAULT.parent / "docs/lora.md").read_text(encoding="utf-8"))[1]
+    documented = re.search(r"lora: (\{.*?\}) +# the defaults", (Path(__file__).parents[3] / "docs/lora.md").read_text(encoding="utf-8"))[1]
     assert LoraConfig() == LoraConfig(**parse_yaml(documented, "docs/lora.md"))
     params = apply_overrides(params_file, {"training.lora": {}, "rl.lora": {"rank": 4}})
     assert params.dpo.lora == LoraConfig() and params.rl.lora == LoraConfig(rank=4)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import overridden, parse_assignment, read_text
 from rlhf_core.planning.__main__ import main
 from rlhf_core.planning.hardware import GIB
 from rlhf_core.planning.remedy import shown
 
-PARAMS = Path(__file__).parents[3] / "params.yaml"
+PARAMS = CLERK_PARAMS
 ON = ("--gpu", "h100", "--gpus", "8")
 GRPO = ("--algorithm", "grpo", "--group-size", "16", "--samples", "512", "--minibatch", "128", "--epochs", "2", "--no-reference")
 LONG = ("--prompt-length", "500", "--longest", "1500", "--microbatch-tokens", "8192", "--max-concurrent", "64")

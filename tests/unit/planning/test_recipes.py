@@ -29,7 +29,7 @@ BY_TURNS = ("grpo_8b", "ppo_8b")
 
 
 def params_of(recipe: Path) -> Params:
-    return overridden(read_text(ROOT / "params.yaml"), read_recipe(recipe), subject=recipe.name)[1]
+    return overridden(read_text(ROOT / "params.yaml"), read_recipe(recipe), subject=recipe.name, complete=False)[1]
 
 
 def machine_of(name: str) -> Machine:

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from report_workspace import ROOT, curves, evaluation, metrics, set_shares, win_rate
+from clerk_params import CLERK_PARAMS
+from report_workspace import curves, evaluation, metrics, set_shares, win_rate
 
 from rlhf_core.config import load_params
 from rlhf_core.report.blame import Blame, blame
@@ -28,7 +29,7 @@ def run(*, judge: bool = True, sft: float = 0.45, policy: float = 0.88, win: flo
         if judge:
             set_shares(result, mode, sft=sft, policy=policy)
         result["win_rate"][mode] = win_rate(round(400 * win), 0)
-    config = load_params(ROOT / "params.yaml")
+    config = load_params(CLERK_PARAMS)
     scorers = [scorer.model_dump() for scorer in config.evaluation_scorers]
     params = config.model_dump()
     params["alignment"]["method"] = method
