@@ -17,6 +17,10 @@ RENAMED_KEYS = {
     "rl.reward.mask_cut_off": "rl.reward.mask_truncated",
     "rl.monitor.cut_off": "rl.monitor.truncated",
 }
+# Key whose old name has another meaning now -> what it is. Named in the message where the key is missing.
+MOVED_KEYS = {
+    "rl.ppo_epochs": "the passes over each rollout batch, which were rl.epochs; rl.epochs counts passes over the training prompts"
+}
 RENAMED_COLUMNS = {"cut_off_fraction": "truncated_fraction"}  # the same for columns of plots/train_policy.csv
 
 MIN_SIMILARITY = 0.7  # of difflib's ratio: rollout.max_tokens suggests rl.rollout.max_new_tokens

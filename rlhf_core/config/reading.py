@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from rlhf_core.config.base import COLLECTED, RENAMED_KEYS, ConfigError, Section, did_you_mean, section_keys, shown
+from rlhf_core.config.base import COLLECTED, MOVED_KEYS, RENAMED_KEYS, ConfigError, Section, did_you_mean, section_keys, shown
 from rlhf_core.config.credentials import credential_in
 from rlhf_core.config.model import SharedTrainingConfig
 from rlhf_core.config.params import Params, conflicts, incomplete, keys_in_use, used_conflicts
@@ -252,6 +252,8 @@ def _explain(subject: str, error: dict[str, Any]) -> str:
         meant = did_you_mean(key, section_keys(Params, item=next((str(part) for part in error["loc"] if isinstance(part, int)), "0")))
         return f"{subject}: {key}: expected a known key, got one that nothing reads; {meant or 'remove it or correct its spelling'}"
     if error["type"] == "missing":
+        if key in MOVED_KEYS:
+            return f"{subject}: {key}: expected {MOVED_KEYS[key]}, got nothing; write ppo_epochs: 1, or the number that epochs had"
         shared = len(error["loc"]) == 2 and error["loc"][0] != "training" and error["loc"][1] in SharedTrainingConfig.model_fields
         todo = "take it from the default params.yaml" + (", or take over the section training with `<<: *training`" if shared else "")
         return f"{subject}: {key}: expected a value, got nothing; {todo}"

@@ -243,7 +243,7 @@ def workload(params: Params, arguments: argparse.Namespace) -> Workload:
         samples=rl.samples_per_step,
         group_size=rl.group_size,
         minibatch=rl.minibatch_size,
-        epochs=rl.epochs,
+        ppo_epochs=rl.ppo_epochs,
         prompt_length=arguments.prompt_length or model.max_length - longest,
         response_length=arguments.response_length or longest,
         longest=longest,

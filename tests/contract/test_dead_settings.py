@@ -37,7 +37,7 @@ PAIRS = [
     Pair("rl.ppo.critic_warmup_steps", {"rl.ppo.critic_warmup_steps": 80}, {}, GRPO),
     Pair("rl.max_approx_kl", {"rl.max_approx_kl": 0.1}, {}, MINIBATCHES),
     Pair("rl.max_approx_kl", {"rl.max_approx_kl": 0.1}, ONE_STEP_OFF | {"rl.correction.kind": "tis"}, ONE_STEP_OFF),
-    Pair("rl.dual_clip", {"rl.dual_clip": 3.0}, {}, {"rl.epochs": 2}),
+    Pair("rl.dual_clip", {"rl.dual_clip": 3.0}, {}, {"rl.ppo_epochs": 2}),
     Pair("rl.rollout.recomputed_fraction", {"rl.rollout.recomputed_fraction": 0.5}, {"rl.kl.coef": 0.0}, {}),
     Pair("rl.rollout.recomputed_fraction", {"rl.rollout.recomputed_fraction": 0.5}, ONE_STEP_OFF, MINIBATCHES),
     Pair("rl.rollout.dispatch", {"rl.rollout.dispatch": "dynamic"}, {"rl.rollout.engines": 1}, {}),

@@ -94,7 +94,7 @@ ONE_STEP = {"rl.minibatch_size": 256, "rl.kl.placement": "loss", "rl.kl.estimato
         ({"rl.kl.placement": "reward", "rl.kl.coef": 0.0}, "from_update"),
         ({"rl.rollout.min_new_tokens": 3}, "from_update"),
         ({"rl.minibatch_size": 128}, "recompute"),
-        ({"rl.epochs": 2}, "recompute"),
+        ({"rl.ppo_epochs": 2}, "recompute"),
         ({"rl.kl.placement": "reward"}, "recompute"),
         ({"rl.correction.kind": "tis"}, "recompute"),
         ({"rl.rollout.top_p": 0.9}, "recompute"),

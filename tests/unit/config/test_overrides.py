@@ -63,7 +63,7 @@ def test_back_to_the_old_value_gives_the_old_params(params_file):
             "override data.sources.1.weight: expected a key of params.yaml, got '1' of a list; its items are 0 to 0",
         ),
         ({"seed.deeper": 1}, "override seed.deeper: expected a key of params.yaml, got 'deeper'; see params.yaml"),
-        ({"rl.steps": 5, "rl.epochs": "two"}, "override: rl.epochs: expected a valid integer, got 'two'"),
+        ({"rl.steps": 5, "rl.ppo_epochs": "two"}, "override: rl.ppo_epochs: expected a valid integer, got 'two'"),
     ],
 )
 def test_refused_overrides_write_nothing(params_file, overrides, message):

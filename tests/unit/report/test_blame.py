@@ -67,7 +67,7 @@ def test_an_sft_loss_that_did_not_fall():
     still = curve.assign(loss=curve["loss"].where(curve["phase"] == "pretrain", 10.4))
     found = blame(failed_run(sft_curves=still))
     assert (found.stage, found.figure) == ("train_sft", "SFT loss 10.4 in its first steps, 10.4 in its last")
-    assert found.checks[0] == "sft.learning_rate and sft.steps"
+    assert found.checks[0] == "sft.learning_rate, and sft.epochs or sft.steps"
     assert blame(run(sft_curves=still)) is None, "a suspicion is no fault of a run that came out well"
     broken = curve.assign(loss=curve["loss"].where(curve["phase"] == "pretrain", np.nan))
     assert blame(failed_run(sft_curves=broken)).stage == "train_sft"
@@ -142,7 +142,7 @@ def test_rl_that_did_not_raise_its_reward_or_had_nothing_to_learn_from():
 def test_other_ways_to_the_policy_are_judged_by_their_loss():
     inputs = failed_run(method="dpo")
     still = blame(replace(inputs, policy_curves=inputs.policy_curves.assign(loss=0.693)))
-    assert (still.stage, still.checks) == ("train_policy", ("dpo.learning_rate and dpo.steps",))
+    assert (still.stage, still.checks) == ("train_policy", ("dpo.learning_rate, and dpo.epochs or dpo.steps",))
     assert blame(inputs).figure == "share that the judge accepts: +0.0 points greedy, +0.0 sampled, on 400 prompts"
 
 
