@@ -116,9 +116,9 @@ def test_each_rate_is_in_its_range_and_loras_are_about_ten_times_the_full_ones(k
 
 def test_the_page_has_the_same_table():
     page = (ROOT / "docs/training.md").read_text()
-    rows = re.findall(
-        r"^\| (`[^|]+`) \| ([\d.e-]+) \(([\d.e-]+) to ([\d.e-]+)\) \| (?:([\d.e-]+) \(([\d.e-]+) to ([\d.e-]+)\)|) *\|", page, re.M
-    )
+    number = r"([\d.e-]+)"
+    cell = rf"{number} \({number} to {number}\)"
+    rows = re.findall(rf"^\| (`[^|]+`) \| {cell} \| (?:{cell}|) *\|", page, re.MULTILINE)
     told = {key: row[1:] for row in rows for key in re.findall(r"`([\w.]+)`", row[0])}
     assert set(told) == set(LEARNING_RATES)
     for key, numbers in told.items():
