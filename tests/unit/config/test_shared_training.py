@@ -116,7 +116,8 @@ def test_a_recipe_may_change_the_shared_section_and_be_a_whole_file(tmp_path):
 
 
 def test_a_section_without_the_shared_keys_says_how_to_take_them_over():
-    text = DEFAULT.read_text().replace("kto:\n  <<: *training\n", "kto:\n", 1)
+    before, kto = DEFAULT.read_text().split("\nkto:\n")
+    text = f"{before}\nkto:\n{kto.replace('  <<: *training', '', 1)}"
     with pytest.raises(ConfigError) as error:
         overridden(text, {}, subject="params.yaml")
     (line,) = (line for line in str(error.value).splitlines() if "kto.zero_stage" in line)
