@@ -77,7 +77,7 @@ class Case:
     @property
     def config(self) -> Any:
         own = {"reward": {"epochs": 4.0, "batch_size": 4}, "kto": {"batch_size": 8}, "dpo": {"nll_coef": 0.2}}
-        values = {**SIZES, **({"steps": STEPS} if self.kind != "reward" else {}), **own.get(self.kind, {}), **self.changes}
+        values = {**SIZES, "steps": None if self.kind == "reward" else STEPS, **own.get(self.kind, {}), **self.changes}
         return getattr(tiny_params(), self.kind).model_copy(update=values)
 
 
@@ -144,7 +144,7 @@ def _reward(case: Case, config: Any, start: Path, loop: Callable[..., TrainLoop]
 
 def _preference(case: Case, config: Any, start: Path, loop: Callable[..., TrainLoop], saved: dict[str, torch.Tensor]) -> dict[str, Any]:
     train = {"dpo": train_on_pairs, "kto": train_on_examples}[case.kind]
-    run = PreferenceRun(start, config.steps, tiny_params().model, Path(case.scratch), loop())
+    run = PreferenceRun(start, tiny_params().model, Path(case.scratch), loop())
     trained = train(rows(16), rows(case.heldout, first=16), config, run)
     saved.update(trained.engine.state_dict(every_rank=True))
     return trained.metrics

@@ -41,19 +41,22 @@ def apply_overrides(path: Path, overrides: dict[str, Any]) -> Params:
     return params
 
 
-def overridden(text: str, overrides: dict[str, Any], *, subject: str, source: str = "override", rounds: bool = False) -> tuple[str, Params]:
+def overridden(
+    text: str, overrides: dict[str, Any], *, subject: str, source: str = "override", rounds: bool = False, complete: bool = True
+) -> tuple[str, Params]:
     """The text of a params.yaml with overrides, and its params. An override of `training` reaches each section that takes it over.
 
     Args:
         subject: names the text in messages.
         source: names the overrides in messages.
         rounds: for a series of rounds of iterative DPO.
+        complete: whether the result must have all that a run needs, a model and data.
     Raises:
         ConfigError: a line for each key that is unknown, or whose value is refused or conflicts with another.
     """
     plain = read_yaml_text(text, subject)
     if not overrides:
-        return text, parse_params(plain, subject=subject, rounds=rounds)
+        return text, parse_params(plain, subject=subject, rounds=rounds, complete=complete)
     yaml = YAML()
     yaml.preserve_quotes = True
     yaml.width = 4096
@@ -68,7 +71,7 @@ def overridden(text: str, overrides: dict[str, Any], *, subject: str, source: st
         yaml.dump(tree, written)
         text = written.getvalue()
         plain = read_yaml_text(text, source)
-    return text, parse_params(plain, subject=source, problems=problems, rounds=rounds)
+    return text, parse_params(plain, subject=source, problems=problems, rounds=rounds, complete=complete)
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
@@ -114,13 +117,14 @@ def _leaves(node: dict[str, Any], path: tuple[str, ...], section: type[Section])
 
 def load_overlaid(path: Path, recipe: Path | None) -> Params:
     """The params of params.yaml with a recipe laid over them. The recipe may be a whole params.yaml, and must be where `path` is missing.
+    The result may name no model and no data.
 
     Raises:
         ConfigError: naming every key that is unknown, or whose value is refused or conflicts with another.
     """
     if recipe is None or not path.exists():
-        return load_params(path if recipe is None else recipe)
-    return overridden(read_text(path), read_recipe(recipe), subject=str(path), source=shown(str(recipe)))[1]
+        return load_params(path if recipe is None else recipe, complete=False)
+    return overridden(read_text(path), read_recipe(recipe), subject=str(path), source=shown(str(recipe)), complete=False)[1]
 
 
 def set_keys(tree: Any, overrides: dict[str, Any]) -> list[str]:

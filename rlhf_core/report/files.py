@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from rlhf_core.config import STAGE_SECTIONS, Params, read_yaml
+from rlhf_core.config import STAGE_SECTIONS, Params, read_yaml, with_usual_rates
 from rlhf_core.paths import CURVES, EVALUATION_PROMPTS, EVALUATION_SAMPLES, MODELS, PREPARED, REWARD_HELDOUT, STAGE_METRICS, TOKEN_LENGTHS
 from rlhf_core.provenance.lineage import external_inputs, named_inputs
 from rlhf_core.report.differences import Results
@@ -49,7 +49,7 @@ def read_inputs(params: Params, fingerprint: str, stopped: Stopped | None = None
     return ReportInputs(
         title=params.report.title,
         params={s: v for s, v in params.model_dump().items() if s in STAGE_SECTIONS["report"]},
-        written_params={s: v for s, v in read_yaml(PARAMS).items() if s in STAGE_SECTIONS["report"]},
+        written_params={s: v for s, v in with_usual_rates(read_yaml(PARAMS)).items() if s in STAGE_SECTIONS["report"]},
         evaluation_scorers=[scorer.model_dump() for scorer in params.evaluation_scorers],
         method_scorers=[scorer.model_dump() for scorer in (params.method_scorers or ("", []))[1]],
         files={path.as_posix(): sha256(path) for path in sorted(files.values())},

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,7 +128,7 @@ def train_member(
         comparisons,
         heldout,
         name=f"reward_member_{member}" if member else "reward",
-        steps=math.ceil(config.epochs * len(comparisons) / config.batch_size),
+        steps=config.steps_over(len(comparisons), per_step=config.batch_size),
         batch_size=config.batch_size,
         pad_id=filler_id(model),
         microbatch_tokens=config.microbatch_tokens,
@@ -140,7 +139,7 @@ def train_member(
     add_adapters(model, config.lora, seed=seed)
     engine = TrainEngine(ScalarModule(model), settings)
     found = train_phase(engine, phase, loop(first_step=member * phase.steps, seed=seed))
-    metrics = {"trained": True, "pairs": sum(len(c.pairs) for c in comparisons), "dropped_too_long": dropped, "steps": phase.steps}
+    metrics = {"trained": True, "pairs": sum(len(c.pairs) for c in comparisons), "dropped_too_long": dropped}
     return engine, metrics | found
 
 

@@ -119,7 +119,8 @@ def train_phase(engine: TrainEngine, phase: Phase, loop: TrainLoop) -> Metrics:
     earliest; with ema_decay their average. The engine can't be trained further.
 
     Returns:
-        Held-out metrics of these weights, if the phase has held-out data; with keep_best also best_step, their step counted from 1.
+        steps and the epochs that they make; held-out metrics of the weights, if the phase has held-out data; with keep_best also best_step,
+        their step counted from 1.
     Raises:
         Interrupted: a stop was requested, and the state is saved.
         SaveFailed: a checkpoint can't be written.
@@ -127,6 +128,9 @@ def train_phase(engine: TrainEngine, phase: Phase, loop: TrainLoop) -> Metrics:
     """
     if loop.keep_best and phase.evaluate is None:
         raise ValueError(f"keep_best: expected held-out data to judge {phase.name} by, got none; add some, or set keep_best to false")
+    epochs = phase.steps * phase.batch_size / max(1, phase.num_examples)
+    if is_first():
+        log.info("%s: %d steps of %d, %.3g epochs of %d examples", phase.name, phase.steps, phase.batch_size, epochs, phase.num_examples)
     collect_by_default()
     seed_generators(loop.seed + rank())
     store = RankStore(lambda: loop.checkpoints(phase.name))
@@ -140,7 +144,7 @@ def train_phase(engine: TrainEngine, phase: Phase, loop: TrainLoop) -> Metrics:
     finally:
         store.close()
     engine.exchange_average()
-    metrics = {} if phase.evaluate is None else evaluate(engine, phase.evaluate)
+    metrics = {"steps": phase.steps, "epochs": epochs} | ({} if phase.evaluate is None else evaluate(engine, phase.evaluate))
     return metrics if best is None else metrics | {"best_step": best.step}
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import ConfigError, parse_params, read_yaml, set_key
 
-DEFAULTS = read_yaml(Path(__file__).parents[2] / "params.yaml")
+DEFAULTS = read_yaml(CLERK_PARAMS)
 JUDGE = {"name": "judge", "kind": "judge", "weight": 1.0}
 GRPO = {"rl.algorithm": "grpo"}
 ONE_STEP_OFF = {"rl.rollout.one_step_off_policy": True}
@@ -37,7 +37,7 @@ PAIRS = [
     Pair("rl.ppo.critic_warmup_steps", {"rl.ppo.critic_warmup_steps": 80}, {}, GRPO),
     Pair("rl.max_approx_kl", {"rl.max_approx_kl": 0.1}, {}, MINIBATCHES),
     Pair("rl.max_approx_kl", {"rl.max_approx_kl": 0.1}, ONE_STEP_OFF | {"rl.correction.kind": "tis"}, ONE_STEP_OFF),
-    Pair("rl.dual_clip", {"rl.dual_clip": 3.0}, {}, {"rl.epochs": 2}),
+    Pair("rl.dual_clip", {"rl.dual_clip": 3.0}, {}, {"rl.ppo_epochs": 2}),
     Pair("rl.rollout.recomputed_fraction", {"rl.rollout.recomputed_fraction": 0.5}, {"rl.kl.coef": 0.0}, {}),
     Pair("rl.rollout.recomputed_fraction", {"rl.rollout.recomputed_fraction": 0.5}, ONE_STEP_OFF, MINIBATCHES),
     Pair("rl.rollout.dispatch", {"rl.rollout.dispatch": "dynamic"}, {"rl.rollout.engines": 1}, {}),

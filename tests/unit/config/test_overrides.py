@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clerk_params import CLERK_PARAMS, ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ from rlhf_core.config import (
     read_yaml,
 )
 
-DEFAULT = Path(__file__).parents[3] / "params.yaml"
+DEFAULT = CLERK_PARAMS
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_back_to_the_old_value_gives_the_old_params(params_file):
             "override data.sources.1.weight: expected a key of params.yaml, got '1' of a list; its items are 0 to 0",
         ),
         ({"seed.deeper": 1}, "override seed.deeper: expected a key of params.yaml, got 'deeper'; see params.yaml"),
-        ({"rl.steps": 5, "rl.epochs": "two"}, "override: rl.epochs: expected a valid integer, got 'two'"),
+        ({"rl.steps": 5, "rl.ppo_epochs": "two"}, "override: rl.ppo_epochs: expected a valid integer, got 'two'"),
     ],
 )
 def test_refused_overrides_write_nothing(params_file, overrides, message):
@@ -118,7 +119,7 @@ def test_a_mapping_that_is_one_value_is_replaced_as_a_whole(params_file, tmp_pat
     assert apply_overrides(params_file, {"rl.reward.overlong": None, "rl.prompt_weights": {}}) == load_params(DEFAULT)
 
 
-@pytest.mark.parametrize("recipe", sorted((DEFAULT.parent / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
 def test_recipes_of_the_project_fit_the_default(recipe):
     check(DEFAULT, read_recipe(recipe))
 

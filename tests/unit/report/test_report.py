@@ -14,6 +14,7 @@ from typing import get_args
 
 import pandas as pd
 import pytest
+from clerk_params import CLERK_PARAMS
 from report_workspace import (
     HOSTILE,
     REMOVED,
@@ -44,7 +45,7 @@ from tasks.train_reward import NOT_TRAINED
 
 def test_every_method_has_a_title_and_params_that_are_there():
     assert METHOD_TITLES.keys() == METHOD_PARAMS.keys() == set(get_args(Method))
-    params = read_yaml(Path(__file__).parents[3] / "params.yaml")
+    params = read_yaml(CLERK_PARAMS)
     for path in (path for paths in METHOD_PARAMS.values() for path in paths):
         reduce(getitem, path.split("."), params)
 

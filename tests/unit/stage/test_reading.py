@@ -12,6 +12,7 @@ from operator import getitem
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 from ruamel.yaml import YAML
 
 from rlhf_core.config import ConfigError, apply_overrides, load_params, read_yaml
@@ -45,9 +46,10 @@ OVERRIDES = {
 def project(tmp_path, monkeypatch) -> Path:
     """The project's params and pipelines, with a small file for each dependency and for each file outside."""
     monkeypatch.chdir(tmp_path)
-    for name in ("params.yaml", "dvc.yaml", "rounds/dvc.yaml"):
+    for name in ("dvc.yaml", "rounds/dvc.yaml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copy(CLERK_PARAMS, tmp_path)
     apply_overrides(tmp_path / "params.yaml", OVERRIDES)
     pin = Pin(path="models/sft", md5="0")
     entry = {"origin": pin, "policy": pin, "reward_models": {}, "gate": pin, "prompts": PromptsPin(first=0, count=1, sha256="0")}

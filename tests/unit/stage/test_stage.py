@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from clerk_params import CLERK_PARAMS
 from ruamel.yaml import YAML
 from safetensors.torch import save_file
 
@@ -81,7 +82,7 @@ with Stage("train_sft", resumable=sys.argv[1] != "deaf") as stage:
 
 @pytest.fixture
 def workspace(tmp_path, monkeypatch) -> Path:
-    (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text())
+    (tmp_path / "params.yaml").write_text(CLERK_PARAMS.read_text())
     (tmp_path / "dvc.yaml").write_text(DVC)
     (tmp_path / "work.py").write_text(WORK)
     (tmp_path / "inputs").mkdir()

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from clerk_params import CLERK_PARAMS
 from tiny_models import tiny_params
 
 from rlhf_core.data.schema import write_rows
@@ -57,8 +58,8 @@ def make_workspace(folder: Path, sft_folder: Path) -> Path:
     ]
     write_rows(folder / "data/prepared", "preference", rows)
     (folder / "data/prepared/sources.json").write_text("{}")
-    for name in ("dvc.yaml", "params.yaml"):
-        shutil.copy(ROOT / name, folder / name)
+    for file in (CLERK_PARAMS, ROOT / "dvc.yaml"):
+        shutil.copy(file, folder)
     return folder
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import Params, parse_params, read_yaml, set_key
@@ -29,7 +30,7 @@ REJECTED = {"passed": False, "message": "rejected: too few pairs.", "override": 
 
 
 def params(*scorers: dict, **changes) -> Params:
-    tree = read_yaml(ROOT / "params.yaml")
+    tree = read_yaml(CLERK_PARAMS)
     if scorers:
         tree["rl"]["reward"]["scorers"] = [{"name": s["kind"], "weight": 1.0, "normalization": "none", **s} for s in scorers]
     for key, value in changes.items():
