@@ -224,7 +224,8 @@ def rates_in_use(params: Params, *, rounds: bool = False) -> list[str]:
     """The keys of the learning rates that a run trains with, but for that of pretraining."""
     used = tuple(f"{name}." for name in keys_in_use(params, rounds=rounds))
     keys = [key for key in (*LEARNING_RATES, "iterative.learning_rate") if key.startswith(used)]
-    return [key for key in keys if key != CRITIC_RATE or params.rl.algorithm == "ppo"]
+    unused = {CRITIC_RATE: params.rl.algorithm != "ppo", "reward.learning_rate": not params.reward.is_trained}
+    return [key for key in keys if not unused.get(key)]
 
 
 def unusual(params: Params, parameters: int | None, *, rounds: bool = False) -> list[str]:

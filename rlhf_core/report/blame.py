@@ -139,6 +139,7 @@ def _sft(inputs: ReportInputs) -> Iterator[Blame]:
 
 def _reward_model(inputs: ReportInputs) -> Iterator[Blame]:
     accuracy, low, n = (need(inputs.gate, key) for key in ("accuracy", "low", "n"))
+    is_trained = inputs.params["reward"].get("path") is None
     if low <= 0.5:
         yield Blame(
             "train_reward",
@@ -146,9 +147,7 @@ def _reward_model(inputs: ReportInputs) -> Iterator[Blame]:
             "The reward model is no better than guessing, so its rewards are noise.",
             (
                 "whether the columns chosen and rejected are mapped correctly",
-                "reward.learning_rate, and reward.epochs or reward.steps"
-                if inputs.params["reward"].get("path") is None
-                else "the model at reward.path",
+                "reward.learning_rate, and reward.epochs or reward.steps" if is_trained else "the model at reward.path",
                 "gate.min_accuracy",
             ),
         )
