@@ -52,6 +52,7 @@ def project(tmp_path_factory) -> Path:
     return workspace
 
 
+@pytest.mark.long
 def test_dpo_without_sft_starts_from_the_given_weights(project: Path):
     given, taken = read_state_dict(project.parent / "outside/sft"), read_state_dict(project / "models/sft")
     assert given.keys() == taken.keys() and all(torch.equal(given[name], taken[name]) for name in given)
@@ -63,6 +64,7 @@ def test_dpo_without_sft_starts_from_the_given_weights(project: Path):
     assert "# Given model" in (project / "models/sft/README.md").read_text()
 
 
+@pytest.mark.long
 def test_a_policy_and_a_reward_model_from_elsewhere_are_judged_beside_the_given_model(project: Path):
     """The policy is that of the chain before, so that the evaluation finds the same answers."""
     outside = project.parent / "outside"
