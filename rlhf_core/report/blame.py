@@ -52,12 +52,16 @@ def blame(inputs: ReportInputs) -> Blame | None:
     refused = next(_refusals(inputs), None)
     good = outcome(inputs.evaluation, inputs.evaluation_scorers, confidence=need(inputs.params, "evaluation", "confidence"))
     if good.tone == "good" or good == NOT_COMPARED:
-        return refused
+        return refused and _told(refused, inputs)
     order = ["validate_data", "train_sft", "train_reward", "gate_reward", "train_policy", "evaluate"]
     found = [*([refused] if refused else []), *_suspicions(inputs)]
-    first, params = min(found, key=lambda b: order.index(b.stage)), inputs.params
-    checks = tuple(told(check, params) for check in first.checks)
-    return replace(first, figure=told(first.figure, params), sentence=told(first.sentence, params), checks=checks)
+    return _told(min(found, key=lambda b: order.index(b.stage)), inputs)
+
+
+def _told(found: Blame, inputs: ReportInputs) -> Blame:
+    params = inputs.params
+    checks = tuple(told(check, params) for check in found.checks)
+    return replace(found, figure=told(found.figure, params), sentence=told(found.sentence, params), checks=checks)
 
 
 def _refusals(inputs: ReportInputs) -> Iterator[Blame]:

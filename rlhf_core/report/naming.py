@@ -9,6 +9,8 @@ SFT, GIVEN = "SFT model", "given model"
 # Sentences of a policy that this chain trained, and what is known of one from elsewhere.
 _OF_TRAINING = {
     " it started from": "",
+    ", and the policy starts from it": "",
+    "but a policy was trained on it": "but it scored the policy’s answers",
     ": the policy has learned to hack its reward": ": the policy satisfies the reward by other means",
     "No earlier stage explains it: the training did not make the policy better.": "The policy from elsewhere is no better here.",
     "learning rate, steps and KL divergence of the policy’s training": "how the policy was trained elsewhere",
