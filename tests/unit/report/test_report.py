@@ -400,6 +400,17 @@ def test_who_is_to_blame_and_what_was_overridden_or_stopped_stands_at_the_top(tm
     assert page.count("kl: &lt;9&gt;") >= 2 and "The policy is that of step 25." in page
 
 
+def test_a_setting_that_wrecks_a_pretrained_model_stands_at_the_top_unless_the_model_is_small(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    apply_overrides(workspace / "params.yaml", {"model.path": "some/model"})
+    told = "sft.learning_rate: full training at 0.002; usual 5e-6 to 2e-5 (docs/training.md)"
+    edit_metrics(workspace, "train_sft", {"parameters": 135_000_000})
+    page = render_in(workspace, monkeypatch)
+    assert told in page[: page.index("</header>")]
+    edit_metrics(workspace, "train_sft", {"parameters": 260_000})
+    assert "docs/training.md" not in render_in(workspace, monkeypatch)
+
+
 def test_the_gate_shows_slices_calibration_and_the_incumbent(tmp_path, monkeypatch):
     workspace = make_workspace(tmp_path)
     incumbent = {"version": "v3", "md5": "m", "n": 2_800, "not_scored": 12, "accuracy": 0.871, "candidate_accuracy": 0.873}
