@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.checkpoint.store import StoreSettings
-from rlhf_core.config import Params, RlConfig, ScorerConfig
+from rlhf_core.config import RlConfig, ScorerConfig
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import PREPARED, REWARD_MODEL, SFT_MODEL, TIMINGS
+from rlhf_core.sampling.prompts import with_steps
 from rlhf_core.scorers.needs import check_scorers, model_folders, uses_own_reward_model
 from rlhf_core.stage.files import has_labels, read_json, source_judges
 from rlhf_core.stage.luggage import Luggage
@@ -20,8 +20,6 @@ from rlhf_core.stage.setup import rl_setup
 from rlhf_core.stage.stored_job import uses_storage
 from rlhf_core.storage.work import OUTPUTS
 from rlhf_core.trainers.rl.job import PLACEMENT, POLICY, RlJob
-
-log = logging.getLogger("rlhf")
 
 
 def check_rewards(rl: RlConfig, gate: dict) -> str | None:
@@ -79,7 +77,7 @@ def describe_job(stage: Stage, output: Path, luggage: Luggage | None = None) -> 
         luggage: takes the inputs along, for nodes that don't see this folder.
     """
     params = stage.params
-    rl = with_steps(params)
+    rl = with_steps(params, SFT_MODEL)
     rl = with_absolute_paths(rl) if luggage is None else luggage.on_node(rl)
     judges, models = source_judges(), model_folders(params.rl.reward.scorers, REWARD_MODEL)
     timings = TIMINGS / "train_policy.csv"
@@ -107,24 +105,6 @@ def describe_job(stage: Stage, output: Path, luggage: Luggage | None = None) -> 
         timings=str(timings.resolve() if luggage is None else timings),
         checks_cluster=params.cluster.address is not None,
     )
-
-
-def with_steps(params: Params) -> RlConfig:
-    """The section rl with the number of steps, which its epochs over the training prompts may give.
-
-    Raises:
-        ValueError: a setting doesn't fit the number of steps, or no prompt leaves room for a response.
-    """
-    rl = params.rl
-    if rl.steps is not None:
-        log.info("rl: rl.steps %d replaces rl.epochs; passes over each rollout batch are rl.ppo_epochs %d", rl.steps, rl.ppo_epochs)
-        return rl
-    from rlhf_core.trainers.rl.data import prompts_with_room
-
-    prompts = len(prompts_with_room(SFT_MODEL, PREPARED, "train", params.model, rl))
-    rl = rl.over_prompts(prompts)
-    log.info("rl: %d steps of %d prompts, %g epochs of %d prompts", rl.steps, rl.rollout_batch_size, rl.epochs, prompts)
-    return rl
 
 
 def checkpoint_settings(stage: Stage, rl: RlConfig) -> StoreSettings:

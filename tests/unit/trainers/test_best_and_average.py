@@ -92,7 +92,7 @@ def test_the_best_weights_by_the_held_out_loss_are_those_of_a_run_that_ends_ther
     assert metrics["best_step"] == best and metrics["heldout_loss"] == pytest.approx(min(heldout), rel=1e-6)
     short, found = Run(tmp_path / "short", sft_folder, keep_best=False).run(of=phase(best))
     assert largest_difference(weights, short.state_dict()) == 0
-    assert found == {"heldout_loss": metrics["heldout_loss"]}
+    assert found == {"steps": best, "epochs": best * 3 / len(TRAIN), "heldout_loss": metrics["heldout_loss"]}
     last, _ = Run(tmp_path / "last", sft_folder, keep_best=False).run()
     assert largest_difference(weights, last.state_dict()) > 1e-3
 

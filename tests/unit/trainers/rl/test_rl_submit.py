@@ -30,6 +30,7 @@ REJECTED = {"passed": False, "message": "rejected: too few pairs.", "override": 
 
 def params(*scorers: dict, **changes) -> Params:
     tree = read_yaml(ROOT / "params.yaml")
+    tree["rl"]["steps"] = 60
     if scorers:
         tree["rl"]["reward"]["scorers"] = [{"name": s["kind"], "weight": 1.0, "normalization": "none", **s} for s in scorers]
     for key, value in changes.items():
@@ -146,6 +147,25 @@ def test_the_job_gets_absolute_folders_of_the_models_it_uses(workspace):
     assert [s.path for s in others.rl.reward.scorers] == ["elsewhere", f"{workspace}/rewards/mine.py:score", "package.module:score"]
     others.write(workspace / "job.json")
     assert RlJob.read(workspace / "job.json") == others
+
+
+def test_the_job_has_the_steps_that_the_epochs_over_its_prompts_make(workspace, sft_folder, caplog):
+    """65 of 66 prompts leave room for a response; of 4 each step has 2 prompts, and 1.5 epochs begin a 49th batch."""
+    caplog.set_level("INFO", "rlhf")
+    texts = ["Please sort 4172. " * 30, *["2 + 2?"] * 65]
+    message = {"source": "mine", "split": "train", "label": None}
+    rows = [{**message, "id": str(i), "messages": [{"role": "user", "content": text}]} for i, text in enumerate(texts)]
+    write_rows(workspace / "data/prepared", "prompt", [*rows, {**rows[1], "id": "x", "split": "test"}])
+    (workspace / "models/sft").symlink_to(sft_folder)
+    short = {"rl__epochs": 1.5, "rl__steps": None, "rl__samples_per_step": 8, "rl__minibatch_size": 8, "rl__algorithm": "rloo"}
+    assert job(workspace, params(**short)).rl.steps == 49
+    assert "rl: 49 steps of 2 prompts, 1.5 epochs of 65 prompts" in caplog.text
+    assert job(workspace, params(**short | {"rl__steps": 7})).rl.steps == 7
+    assert "rl: rl.steps 7 replaces rl.epochs; passes over each rollout batch are rl.ppo_epochs 1" in caplog.text
+    with pytest.raises(ValueError, match=r"rl\.kl\.refresh_reference_every: expected less than steps=49, got 49"):
+        job(workspace, params(**short, rl__kl__refresh_reference_every=49))
+    with pytest.raises(ValueError, match=r"rl\.steps: expected the number of steps of rl\.epochs, got null"):
+        RlJob(**{**dict(job(workspace, params())), "rl": params(**short).rl})
 
 
 def test_final_figures_are_means_over_the_last_steps_of_every_scorer_too(tmp_path):
