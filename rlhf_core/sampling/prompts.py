@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_core.config import Params, RlConfig
+from rlhf_core.config import Params, RlConfig, number_of
 from rlhf_core.data.batching import batch_indices
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import PREPARED
@@ -61,5 +61,6 @@ def with_steps(params: Params, tokenizer_folder: Path) -> RlConfig:
     rows, longest = read_rows(PREPARED, "prompt", "train"), model.max_length - rl.rollout.max_new_tokens
     prompts = len(fitting_prompts(rows, tokenizer, longest=longest, what="prompts of the train split"))
     rl = rl.over_prompts(prompts)
-    log.info("rl: %d steps of %d prompts, %g epochs of %d prompts", rl.steps, rl.rollout_batch_size, rl.epochs, prompts)
+    steps, epochs = number_of(rl.steps, "step"), number_of(rl.epochs, "epoch")
+    log.info("rl: %s of %s, %s of %d prompts", steps, number_of(rl.rollout_batch_size, "prompt"), epochs, prompts)
     return rl

@@ -213,17 +213,22 @@ def test_the_setup_says_how_a_policy_was_trained():
     assert (on_gpus["weight_transfer"], on_gpus["gpus"]) == (["ipc", "nccl"], {"in_cluster": 4, "per_rank": 0.6, "per_engine": 0.4})
 
 
-def test_the_end_of_a_short_run_is_its_last_third(tmp_path):
+def test_the_end_of_a_short_run_is_its_last_third(tmp_path, caplog):
     given = params(rl__algorithm="grpo")
     rows = pd.DataFrame({"step": range(1, 11)})
     for name in ("kl_mean", "response_length", "entropy", "truncated_fraction", "score_reward_model", "logprob_difference"):
         rows[name] = 1.0
     rows["score_mean"] = [float(step) for step in range(1, 11)]
     rows.to_csv(tmp_path / "curves.csv", index=False)
-    (tmp_path / "monitor.json").write_text("{}")
+    (tmp_path / "monitor.json").write_text('{"stopped": null}')
     (tmp_path / PLACEMENT).write_text(json.dumps(ON_CPUS))
     figures = final_figures(tmp_path, given.rl)
     assert (figures["score_mean"], figures["averaged_steps"]) == (8.5, 4)  # (7 + 8 + 9 + 10) / 4; a third of 10, rounded up
+    assert (figures["steps"], figures["planned_steps"], figures["ended_by"]) == (10, 60, "max_minutes")
+    assert "rl: max_minutes ended the training after step 10 of 60, at 17% of the learning rate's schedule" in caplog.text
+    assert "ended_by" not in final_figures(tmp_path, given.rl.model_copy(update={"steps": 10}))
+    (tmp_path / "monitor.json").write_text('{"stopped": {"limit": "kl"}}')
+    assert "ended_by" not in final_figures(tmp_path, given.rl)
 
 
 def test_output_that_nobody_reads_any_more_does_not_end_the_stage():
