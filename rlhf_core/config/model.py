@@ -158,9 +158,11 @@ class SharedTrainingConfig(OptimizerConfig):
     YAML's merge key makes the values part of each section: DVC reruns a stage when a value that its section takes over changes, and not
     when the section has a value of its own.
 
+    max_minutes: of training, after which the stage ends with its best state; None: no limit.
     sequence_parallel: ranks that share each sequence; ranks / sequence_parallel is the data-parallel size.
     """
 
+    max_minutes: float | None = Field(default=None, gt=0)
     warmup_fraction: float = Fraction
     microbatch_tokens: int = Field(gt=0)
     ranks: int = Field(default=1, ge=1)

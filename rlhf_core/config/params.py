@@ -229,7 +229,7 @@ def rates_in_use(params: Params, *, rounds: bool = False) -> list[str]:
 
 
 def unusual(params: Params, parameters: int | None, *, rounds: bool = False) -> list[str]:
-    """Learning rates in use that are known to wreck a pretrained model, each with the usual range.
+    """Learning rates in use so far above the usual range that they wreck pretrained models, each with that range.
 
     Args:
         parameters: of the model; None: unknown, which counts as large.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 LION_DIVISOR = 5.0  # the paper's rates for Lion are 3 to 10 times lower than AdamW's
-WRECKING_FACTOR = 5.0  # a rate so many times above the usual range is pointed out
+WRECKING_FACTOR = 10.0  # a rate so many times above the usual range is pointed out
 SMALL_MODEL = 50_000_000  # parameters; below, rates that are high here are usual
 
 
@@ -31,8 +31,8 @@ class Rates:
     lora: Usual | None  # None: the model has no adapters
 
 
-_SFT = Rates(full=Usual(2e-5, 5e-6, 2e-5), lora=Usual(2e-4, 1e-4, 5e-4))
-_PREFERENCE = Rates(full=Usual(1e-6, 5e-7, 1e-6), lora=Usual(1e-5, 5e-6, 5e-5))
+_SFT = Rates(full=Usual(2e-5, 5e-6, 2e-5), lora=Usual(2e-4, 5e-5, 2e-4))
+_PREFERENCE = Rates(full=Usual(1e-6, 5e-7, 1e-6), lora=Usual(1e-5, 5e-6, 1e-5))
 # Dotted key of params.yaml -> its usual values. The section's `lora` chooses, but the critic is always trained in full.
 LEARNING_RATES: dict[str, Rates] = {
     "sft.learning_rate": _SFT,

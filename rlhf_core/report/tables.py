@@ -47,6 +47,7 @@ LABELS = {
     "algorithm": "algorithm",
     "loss": "loss",
     "steps": "steps",
+    "planned_steps": "steps planned",
     "epochs": "passes over the training rows",
     "demonstrations": "demonstrations",
     "dropped_too_long": "dropped, too long",

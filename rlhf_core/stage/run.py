@@ -293,6 +293,10 @@ class Stage:
         elif kind == "reward" and (path := self.params.reward.path) is not None:
             params |= {"reward": {"path": path}}
         figures = {name: value for name, value in metrics.items() if name.startswith("heldout_") and isinstance(value, float)}
+        notes = []
+        if metrics.get("ended_by") == "max_minutes":
+            steps = f"{metrics['steps']} of {metrics['planned_steps']} steps"
+            notes.append(f"Training ended by `max_minutes` after {steps}, so it can't be rebuilt to the bit.")
         resumed = "Training resumed from a checkpoint of other work (`checkpoints.resume_from`)."
         return CardFacts(
             kind=kind,
@@ -303,7 +307,7 @@ class Stage:
             inputs=inputs,
             gate=gate,
             figures=figures,
-            notes=[resumed] * bool(self.resumed_from),
+            notes=[*notes, *[resumed] * bool(self.resumed_from)],
         )
 
     def _base_of(self, kind: str) -> str | None:

@@ -19,11 +19,11 @@ import time
 from pathlib import Path
 
 import psutil
-from clerk_params import CLERK_PARAMS
 from ruamel.yaml import YAML
 from small_workspace import ROOT, command_line, git, never_on_schedule, processes_in, wait_until
 
 from flows.chain.stages import dvc_environment
+from tools.clerk import clerk_text
 
 ORDER = [  # after hash_inputs
     *("prepare_data", "validate_data", "check_model", "train_sft", "train_reward", "gate_reward"),
@@ -74,7 +74,7 @@ def make_chain(folder: Path, *recipes: dict) -> Path:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
     (folder / "baselines.json").write_text('{"previous": null, "promoted": null}')
-    shutil.copy(CLERK_PARAMS, folder)
+    (folder / "params.yaml").write_text(clerk_text(), encoding="utf-8")
     never_on_schedule(folder)
     change_params(folder, *(recipes or (SMALL, {"data": {"sources": {0: {"clerk": SMALL_CLERK}}}})))
     git(folder, "init", "--quiet", "--initial-branch", "main")

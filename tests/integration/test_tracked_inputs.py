@@ -202,8 +202,8 @@ def test_a_deployments_run_takes_a_recipe_and_refuses_a_stage_that_is_none(proje
     (project / "mine.yaml").write_text("sft: {batch_size: 2, steps: 5}\n")
     code = (
         "from flows.chain.flow import rlhf; print(sorted(rlhf.parameters.properties)); "
-        "states = [rlhf({}, 'new', force='prepare', return_state=True), rlhf(params='absent.yaml', return_state=True), "
-        "rlhf({'sft.steps': 4}, 'new', params='mine.yaml', until='prepare_data', return_state=True)]; "
+        "states = [rlhf({}, 'new', force='prepare', return_state=True), rlhf(recipes=['absent.yaml'], return_state=True), "
+        "rlhf({'sft.steps': 4}, 'new', recipes=['mine.yaml'], until='prepare_data', return_state=True)]; "
         "[print(state.name, state.message) for state in states]"
     )
     command = [sys.executable, "-c", code]

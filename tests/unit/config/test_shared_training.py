@@ -36,6 +36,7 @@ EFFECTIVE: dict[str, tuple[Any, ...]] = {
     "epochs": (1.0, 2.5, 1.0, 1.0, 1.0, 1.0),
     "steps": (250, None, 200, 200, 150, 700),
     "learning_rate": (2e-3, 1e-3, 3e-4, 3e-4, 1e-3, 2e-3),
+    "max_minutes": (None,) * 6,
     "schedule": ("cosine",) * 6,
     "warmup_fraction": (0.05,) * 6,
     "min_learning_rate_fraction": (0.05,) * 6,

@@ -36,7 +36,7 @@ def run(*, judge: bool = True, sft: float = 0.45, policy: float = 0.88, win: flo
     empty = {name: pd.DataFrame(columns=columns) for name, columns in REQUIRED_COLUMNS.items() if name in ("lengths", "heldout", "samples")}
     inputs = ReportInputs(
         title="", params=params, written_params={}, files={}, outs={}, external=[], packages={}, fingerprint="", stopped=None, baselines={},
-        evaluation_scorers=scorers, method_scorers=scorers,
+        evaluation_scorers=scorers, method_scorers=scorers, unusual=[],
         data=found["prepare_data"], validation=found["validation"], model_check=found["check_model"],
         sft=found["train_sft"], reward=found["train_reward"], gate=found["gate"], policy=found["train_policy"], evaluation=result,
         sft_curves=frames["train_sft"], reward_curves=frames["train_reward"], policy_curves=frames["train_policy"], prompts="", **empty,

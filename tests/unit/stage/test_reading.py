@@ -135,7 +135,7 @@ def test_a_running_stage_warns_of_an_edit_and_knows_until_when_its_files_were_cl
     seen = time.time_ns()
     until(lambda: begun.clean_until > seen)
     edited = time.time_ns()
-    Path("params.yaml").write_text(params.replace("learning_rate: 2.0e-3", "learning_rate: 7.0e-3", 1))
+    Path("params.yaml").write_text(params.replace("learning_rate: 0.002", "learning_rate: 0.007", 1))
     Path(file).write_text("edited")
     until(lambda: "sft.learning_rate: 0.002 -> 0.007" in caplog.text and (words or "base changed") in caplog.text)
     Path("params.yaml").write_text(params)

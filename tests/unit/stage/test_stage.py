@@ -379,7 +379,7 @@ def test_a_card_names_the_inputs_that_count_and_their_md5s(workspace):
 
 
 def test_a_stage_that_cannot_fit_is_refused_before_it_works_unless_the_check_is_off(workspace):
-    change(workspace / "params.yaml", "layers: 3,", "layers: 3000000,")
+    change(workspace / "params.yaml", "layers: 3\n", "layers: 3000000\n")
     child = begin("end")
     out, err = child.communicate(timeout=60)
     assert child.returncode == REFUSED and "fresh" not in out
