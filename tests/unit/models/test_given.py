@@ -120,9 +120,7 @@ def test_a_policys_tokenizer_may_be_missing_or_equal_and_nothing_else(folder, to
     template.write_text("{# another text that writes the same #}" + tokenizer.chat_template)
     assert taken() is tokenizer
     template.write_text(tokenizer.chat_template.replace("<|assistant|>", "<|assistant|>So "))
-    with pytest.raises(
-        ValueError, match=r"expected the chat template of models/sft, which writes .*got .*So .*own_template"
-    ):
+    with pytest.raises(ValueError, match=r"expected the chat template of models/sft, which writes .*got .*So .*own_template"):
         taken()
     assert "So " in taken(own_template=True).chat_template
     tiny_tokenizer(vocab_size=310).save_pretrained(folder)
