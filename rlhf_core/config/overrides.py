@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -92,12 +92,14 @@ def with_recipes(recipes: Iterable[Path | str], overrides: dict[str, Any]) -> di
     """The values of the recipes, each laid over those before it, and the overrides over all.
 
     Raises:
-        ConfigError: a recipe can't be read.
+        ConfigError: a recipe can't be read, or it or the overrides set epochs that steps below them would replace.
     """
     values: dict[str, Any] = {}
-    for recipe in recipes:
-        values |= read_recipe(Path(recipe))
-    return values | overrides
+    for source, layer in (*((f"recipe {shown(str(recipe))}", read_recipe(Path(recipe))) for recipe in recipes), ("--set", overrides)):
+        if problems := [f"{source}: {problem}" for problem in _replaced_epochs(layer, values.get)]:
+            raise ConfigError("\n".join(problems))
+        values |= layer
+    return values
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -135,7 +137,24 @@ def set_keys(tree: Any, overrides: dict[str, Any]) -> list[str]:
             set_key(tree, dotted, value)
         except ConfigError as error:
             problems.append(str(error))
-    return problems
+
+    def value_at(dotted: str) -> Any:
+        node = tree
+        for part in dotted.split("."):
+            node = node.get(part) if isinstance(node, dict) else None
+        return node
+
+    return sorted([*problems, *(f"override {problem}" for problem in _replaced_epochs(overrides, value_at))])
+
+
+def _replaced_epochs(overrides: Mapping[str, Any], value_at: Callable[[str], Any]) -> Iterator[str]:
+    """A line for each key `epochs` that has no effect because `steps`, which the same overrides don't set, is a number below them."""
+    for key in overrides:
+        section, _, last = key.rpartition(".")
+        steps = f"{section}.steps"
+        if last == "epochs" and steps not in overrides and (number := value_at(steps)) is not None:
+            moved = f"; passes over each rollout batch are {section}.ppo_epochs" * (section == "rl")
+            yield f"{key}: expected {steps} null, since steps replace epochs, got {number}; set {steps} to null beside it{moved}"
 
 
 def set_key(tree: Any, dotted: str, value: Any) -> None:

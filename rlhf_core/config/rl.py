@@ -39,9 +39,10 @@ Algorithm = Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce
 
 
 class RlConfig(OptimizerConfig, LengthConfig):
-    """epochs: over the training prompts. ppo_epochs: passes over each rollout batch."""
+    """epochs: over the training prompts. ppo_epochs: passes over each rollout batch. max_minutes: as of SharedTrainingConfig."""
 
     algorithm: Algorithm
+    max_minutes: float | None = Field(default=None, gt=0)
     samples_per_step: int = Field(gt=0)
     minibatch_size: int = Field(gt=0)
     ppo_epochs: int = Field(ge=1)

@@ -32,6 +32,7 @@ STATE = {
         "position": "steps done, and in RL prompts drawn; the position in the data follows from them",
         "generators": "of random numbers, of each rank",
         "curves": "rows of the steps done",
+        "seconds": "of training, which count toward max_minutes",
     },
     "supervised": {
         "best_loss": "step and held-out loss of the best evaluation",
@@ -85,11 +86,12 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("training.lora.dropout",): {},
     ("training.microbatch_tokens", "training.sequence_parallel", "training.offload_optimizer", "training.offload_parameters"): {},
     ("training.gradient_checkpointing", "training.disable_dropout", "training.offload_frozen", "training.reference"): {},
-    ("training.checkpoint_every", "training.eval_every", "training.keep_best"): {},
+    ("training.checkpoint_every", "training.eval_every", "training.keep_best", "training.max_minutes"): {},
     # What supervised training learns, and its held-out loss
     ("sft.pretrain",): {"pretraining": REFUSED},
     ("sft.train_on", "sft.train_on_thoughts", "reward.margin"): {"best_loss": ANEW},
     ("reward.enabled", "reward.centering_coef", "reward.ensemble", "conditional_sft.wanted", "iterative.promotion"): {},
+    ("sft.enabled", "reward.path", "reward.pinned", "external", "data/inputs.json:reward", "data/inputs.json:policy"): {},
     ("training.loss", "training.beta", "dpo.label_smoothing", "dpo.length_normalize", "dpo.simpo_margin", "dpo.nll_coef"): {
         "best_loss": ANEW
     },

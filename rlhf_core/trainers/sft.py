@@ -125,7 +125,7 @@ def pretrain(
     phase = sft_phase("pretrain", examples, [], steps=steps, batch_size=batch_size, **how)
     settings = engine_settings(config, steps=steps, learning_rate=config.pretrain.learning_rate, dtype=model_config.dtype, seed=loop.seed)
     engine = TrainEngine(PolicyModule(model), settings)
-    train_phase(engine, phase, replace(loop, keep_best=False))
+    train_phase(engine, phase, replace(loop, keep_best=False, max_minutes=None))
     weights = engine.state_dict(every_rank=True)
     engine.close()
     return weights, steps

@@ -79,6 +79,26 @@ def conflicts(*changes: dict[str, Any]) -> list[str]:
     return []
 
 
+def test_a_number_of_steps_that_epochs_give_is_checked_once_it_is_known():
+    late = {
+        "rl.steps": None,
+        "rl.ppo.critic_warmup_steps": 9,
+        "rl.kl.refresh_reference_every": 9,
+        "rl.schedule": "wsd",
+        "rl.warmup_steps": 9,
+    }
+    tree = copy.deepcopy(DEFAULTS)
+    for key, value in late.items():
+        set_key(tree, key, value)
+    rl = parse_params(tree).rl
+    assert rl.over_prompts(256 * 30).steps == 30
+    with pytest.raises(ValueError, match=r"rl\.ppo\.critic_warmup_steps: expected less than steps=9") as refused:
+        rl.over_prompts(256 * 9)
+    assert "rl.kl.refresh_reference_every: expected less than steps=9, got 9" in str(refused.value)
+    with pytest.raises(ValueError, match=r"rl\.decay_fraction: expected at most 0\.1"):
+        rl.over_prompts(256 * 19)
+
+
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair.key} {pair.killer}")
 def test_a_setting_that_another_leaves_without_effect_is_refused(pair: Pair):
     (line,) = conflicts(pair.killer, pair.dead)

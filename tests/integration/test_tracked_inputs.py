@@ -85,6 +85,7 @@ def ran(found: dict[str, str]) -> list[str]:
     return [stage for stage in STAGES if found.get(stage) == "ran"]
 
 
+@pytest.mark.long
 def test_dvc_alone_runs_what_changed_data_and_models_change(project):
     data, model = project.parent / "data", project.parent / "model"
     assert ran(repro(project)) == STAGES
@@ -133,6 +134,7 @@ def test_the_first_stage_names_a_missing_file(project):
     assert "hash_inputs: model.path: expected a folder with a pretrained model, got ../model with nothing there" in done.stderr
 
 
+@pytest.mark.long
 def test_a_mended_file_counts_in_a_new_run_and_in_one_that_is_there(project, server):
     assert run_flow(project, "--run", "old", PREFECT_API_URL=server).returncode == 0
     started = time.monotonic()

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rlhf_core.config import ModelConfig, RlConfig
 from rlhf_core.data.batching import batch_indices, stream_indices
 from rlhf_core.data.schema import Split, read_rows
 from rlhf_core.models.tokenizer import load_tokenizer
@@ -24,14 +23,9 @@ def read_prompts(job: RlJob, split: Split) -> list[Prompt]:
     Raises:
         ValueError: no prompt does.
     """
-    return prompts_with_room(Path(job.sft_model), Path(job.prepared), split, job.model, job.rl)
-
-
-def prompts_with_room(sft_model: Path, prepared: Path, split: Split, model: ModelConfig, rl: RlConfig) -> list[Prompt]:
-    """As `read_prompts`, before there is a job."""
-    tokenizer = load_tokenizer(str(sft_model), trust_remote_code=model.trust_remote_code)
-    rows = read_rows(prepared, "prompt", split)
-    longest = model.max_length - rl.rollout.max_new_tokens
+    tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
+    rows = read_rows(Path(job.prepared), "prompt", split)
+    longest = job.model.max_length - job.rl.rollout.max_new_tokens
     return fitting_prompts(rows, tokenizer, longest=longest, what=f"prompts of the {split} split")
 
 

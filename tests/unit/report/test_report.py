@@ -233,6 +233,14 @@ def test_a_run_without_a_reward_model(tmp_path, monkeypatch):
     assert "reward.epochs</dt>" not in page
 
 
+def test_a_stage_that_max_minutes_ended_is_named_at_the_top(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    assert "max_minutes ended" not in render_in(workspace, monkeypatch)
+    edit_metrics(workspace, "train_policy", {"steps": 1210, "planned_steps": 4000, "ended_by": "max_minutes"})
+    page = render_in(workspace, monkeypatch)
+    assert "max_minutes ended train_policy after 1,210 of 4,000 steps." in page.split("</header>")[0]
+
+
 def test_the_training_part_says_how_each_model_was_trained(tmp_path, monkeypatch):
     workspace = make_workspace(tmp_path)
     assert "Ranks, engines and adapters" not in render_in(workspace, monkeypatch)  # metrics of an older version
