@@ -1,91 +1,26 @@
-"""A reward model loaded from its folder: its scores of pairs, of pairs from elsewhere, and against a promoted model's."""
+"""A reward model's scores of pairs from elsewhere, and of held-out pairs against a promoted model's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import ExternalPairsConfig, IncumbentConfig
 from rlhf_core.config.gate import SUBSET
 from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.places import locate
-from rlhf_core.data.schema import Message
 from rlhf_core.data.sources import load_source
-from rlhf_core.engines.ranks import in_shares, on_first
+from rlhf_core.engines.ranks import on_first
 from rlhf_core.gate.heldout import Heldout
 from rlhf_core.gate.pairs import compare, pair_points
-from rlhf_core.models.forward import ScalarModule
-from rlhf_core.models.template import DEFAULT_DATE
-from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.provenance.dvc_cache import checkout
 from rlhf_core.provenance.file_hashes import FileHashes
-from rlhf_core.scorers.reasons import Reasons
-from rlhf_core.scorers.reward_input import fitting_ids
-from rlhf_core.scorers.reward_model import MICROBATCH_TOKENS, load_members, score_by_members
+from rlhf_core.scorers.loaded import LoadedModel
 from rlhf_core.statistics.clusters import cluster_codes, share_interval
 
 REPORTED = ("accuracy", "low", "high", "ties", "n")
-
-Text = tuple[Sequence[Message], str]  # a conversation and a response to it
-
-
-def _unreported(reason: str, *, count: int) -> None:
-    """A report for refusals that a probe provokes."""
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """Every member of a reward model with its tokenizer. Scores are the members' mean."""
-
-    members: list[ScalarModule]
-    tokenizer: PreTrainedTokenizerBase
-    max_length: int
-    device: torch.device
-    report: Reasons = field(default_factory=lambda: Reasons("gate"))
-
-    @classmethod
-    def load(cls, folder: Path, *, max_length: int, trust_remote_code: bool, template_date: str = DEFAULT_DATE) -> LoadedModel:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        members = load_members(folder, device=device, trust_remote_code=trust_remote_code)
-        tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code, template_date=template_date, scores=True)
-        return cls(members, tokenizer, max_length, device)
-
-    def encode(self, messages: Sequence[Message], response: str, *, max_length: int | None = None) -> list[int] | None:
-        """Token ids; None if longer than the limit or refused by the template."""
-        own = max_length is None  # another limit is a probe's, which provokes refusals
-        limit = self.max_length if own else max_length
-        return fitting_ids(self.tokenizer, [(messages, response)], max_length=limit, report=self.report if own else _unreported)[0]
-
-    def score(self, sequences: Sequence[list[int] | None], *, microbatch_tokens: int = MICROBATCH_TOKENS) -> np.ndarray:
-        """Scores [len(sequences)]; NaN where a sequence is None."""
-        return score_by_members(
-            self.members,
-            list(sequences),
-            pad_id=self.tokenizer.pad_token_id,
-            microbatch_tokens=microbatch_tokens,
-            device=self.device,
-        ).double().mean(1).numpy()  # fmt: skip
-
-    def score_texts(self, texts: Sequence[Text], *, reported: bool = True) -> np.ndarray:
-        """Scores [len(texts)]; each distinct text is scored once. Ranks share the texts, and each calls this with all of them.
-
-        Args:
-            reported: False: texts without ids are not reported.
-        """
-        position: dict[tuple[int, ...] | None, int] = {}
-        places = []
-        for messages, response in texts:
-            ids = self.encode(messages, response, max_length=None if reported else self.max_length)
-            places.append(position.setdefault(None if ids is None else tuple(ids), len(position)))
-        distinct = [None if ids is None else list(ids) for ids in position]
-        scores = np.array(in_shares(distinct, lambda own: self.score(own).tolist()))
-        return scores[places] if places else np.zeros(0)
 
 
 def score_external(config: ExternalPairsConfig, model: LoadedModel, *, confidence: float) -> dict[str, Any]:
