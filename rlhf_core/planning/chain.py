@@ -12,7 +12,7 @@ from rlhf_core.planning.shape import ModelShape
 from rlhf_core.planning.speed import Speed
 from rlhf_core.planning.timing import forward_flops, update_flops
 
-TRIALS = 60.0  # seconds of check_model beside its start
+TRIALS = 30.0  # seconds of check_model beside its start
 AT_ONCE = 256  # responses of an engine in the evaluation
 ANSWERS = 2  # of each model to a prompt of the evaluation: sampled and greedy
 
@@ -34,6 +34,11 @@ class Rows:
     def responses(self) -> float:
         """Of a row."""
         return self.tokens / self.sequence if self.sequence else 0.0
+
+    def computed(self, *, shares_prompts: bool) -> float:
+        """Tokens of a row that are computed."""
+        again = (self.responses - 1) * max(0.0, self.sequence - self.response)
+        return self.tokens - again if shares_prompts else self.tokens
 
 
 @dataclass(frozen=True)
@@ -59,9 +64,9 @@ def stage_times(params: Params, shape: ModelShape, rows: Mapping[str, Rows], spe
     return found
 
 
-def row_flops(shape: ModelShape, rows: Rows) -> float:
+def row_flops(shape: ModelShape, rows: Rows, *, shares_prompts: bool = False) -> float:
     """FLOP of a forward pass over a row; the head is computed at the tokens of responses."""
-    trunk = forward_flops(shape, rows.tokens, rows.sequence, head=False)
+    trunk = forward_flops(shape, rows.computed(shares_prompts=shares_prompts), rows.sequence, head=False)
     return trunk + rows.responses * rows.response * 2 * shape.embedding
 
 
@@ -75,7 +80,7 @@ def supervised_time(key: str, params: Params, shape: ModelShape, rows: Rows, spe
     """Training, its evaluations on held-out rows, and with a reference one forward pass over all rows."""
     section = getattr(params, key)
     steps = section.steps_over(rows.train, per_step=section.batch_size)
-    one = row_flops(shape, rows)
+    one = row_flops(shape, rows, shares_prompts=speed.shares_prompts)
     updated = steps * section.batch_size * one * update_factor(section.lora, checkpointing=section.gradient_checkpointing)
     evaluations = math.ceil(steps / section.eval_every)
     scored = evaluations * rows.heldout + (rows.train + rows.heldout if reference else 0)

@@ -10,7 +10,7 @@ from rlhf_core.planning.hardware import Efficiency, Gpu
 ROWS = 256  # tokens of the measured product: so short that some of many run undisturbed by other processes
 MEASURED_SECONDS = 1.0
 # Shares of the measured product's FLOP/s that passes of whole models reach on a CPU; docs/planning.md compares them with runs.
-CPU_UPDATE, CPU_FORWARD, CPU_DECODE = 0.6, 0.6, 0.3
+CPU_UPDATE, CPU_FORWARD, CPU_DECODE = 0.7, 0.9, 0.3
 GPU_DECODE_STEP = 0.01  # seconds of launches and scheduling; assumed
 START, GPU_START = 25.0, 60.0  # seconds of a stage before and after it computes: imports, loading, saving, hashing
 
@@ -20,7 +20,8 @@ class Speed:
     """FLOP/s of all devices together in an update, a forward pass and in decoding.
 
     bandwidth: bytes/s of the devices' memory together in decoding; None: it isn't what limits it. decode_step: seconds of a decoding step
-    beside both. start: seconds of a stage beside its computing. basis: for people. devices: GPUs; 1 for a CPU.
+    beside both. start: seconds of a stage beside its computing. basis: for people. devices: GPUs; 1 for a CPU. shares_prompts: two
+    responses to one prompt are computed with one pass over it.
     """
 
     update: float
@@ -31,6 +32,7 @@ class Speed:
     start: float
     basis: str
     devices: int = 1
+    shares_prompts: bool = False
 
     @property
     def of_one(self) -> Speed:
@@ -52,7 +54,7 @@ def of_cpu(hidden: int, intermediate: int, dtype: str, cores: int) -> Speed:
     """Of this machine's CPU, by a product of a model's size on one core, in a second."""
     flops = cores * measured_flops(hidden, intermediate, dtype)
     basis = f"{flops / 1e9:.0f} GFLOP/s of {cores} cores, by a product of {ROWS} x {hidden} x {intermediate} in {dtype} on one of them"
-    return Speed(CPU_UPDATE * flops, CPU_FORWARD * flops, CPU_DECODE * flops, None, 0.0, START, basis)
+    return Speed(CPU_UPDATE * flops, CPU_FORWARD * flops, CPU_DECODE * flops, None, 0.0, START, basis, shares_prompts=True)
 
 
 def measured_flops(hidden: int, intermediate: int, dtype: str) -> float:

@@ -31,6 +31,12 @@ def test_a_row_is_its_trunk_its_attention_and_the_head_at_its_responses():
     assert row_flops(SHAPE, ROWS) == 1600 + 800 + 320
 
 
+def test_a_prompt_of_two_responses_is_computed_once_where_passes_share_it():
+    """A pair of 10 + 10 tokens with responses of 4 has a prompt of 6: 14 tokens instead of 20, and 2720 - 6 x (2 x 40 + 2 x 10 x 2)."""
+    assert ROWS.computed(shares_prompts=True) == 14
+    assert row_flops(SHAPE, ROWS, shares_prompts=True) == 2720 - 6 * 120
+
+
 def test_adapters_save_the_gradients_of_frozen_weights():
     assert update_factor(None, checkpointing=False) == 3 and update_factor(None, checkpointing=True) == 4
     assert update_factor(LoraConfig(), checkpointing=False) == 2 and update_factor(LoraConfig(), checkpointing=True) == 3
