@@ -25,10 +25,12 @@ class Backend:
 
     workers: parts that `map` runs at the same time.
     keeps_graphs: whether the graph of a forward pass is small enough, and free of state, for a later update to backpropagate through it.
+    merges: whether tokens that rows of a batch have in common at their beginning are computed once, and padding isn't computed.
     """
 
     workers: int = 1
     keeps_graphs: bool = False
+    merges: bool = False
 
     def hidden_states(
         self, model: PreTrainedModel, batch: TokenBatch, rows: torch.Tensor, positions: torch.Tensor, *, routed: torch.Tensor | None = None

@@ -30,6 +30,7 @@ class CpuBackend(Backend):
     """
 
     keeps_graphs = True
+    merges = True
 
     @staticmethod
     def supports(model: PreTrainedModel) -> bool:
