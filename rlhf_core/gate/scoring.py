@@ -74,7 +74,7 @@ class LoadedModel:
         ).double().mean(1).numpy()  # fmt: skip
 
     def score_texts(self, texts: Sequence[Text], *, reported: bool = True) -> np.ndarray:
-        """Scores [len(texts)]; each distinct text is scored once, in all calls. Ranks share the texts, and each calls this with all of them.
+        """Scores [len(texts)]; each distinct text is scored once, in all calls. Ranks share the texts; each calls this with all of them.
 
         Args:
             reported: False: texts without ids are not reported.

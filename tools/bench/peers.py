@@ -186,7 +186,9 @@ def pretrained_inputs(folder: Path, arguments: argparse.Namespace) -> Inputs:
     source = ExternalPairsConfig(name="pairs", path=str(arguments.pairs), format="hh").source()
     pairs: dict[str, dict[str, Any]] = {}
     for row in load_source(source, seed=0).rows["preference"]:
-        if all(len(encode_conversation(tokenizer, row["messages"], row[side])[0]) <= arguments.max_length for side in ("chosen", "rejected")):
+        if all(
+            len(encode_conversation(tokenizer, row["messages"], row[side])[0]) <= arguments.max_length for side in ("chosen", "rejected")
+        ):
             pairs.setdefault(json.dumps(row["messages"]), {name: row[name] for name in ("messages", "chosen", "rejected")})
         if len(pairs) == ROWS:
             break

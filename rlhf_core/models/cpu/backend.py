@@ -18,6 +18,7 @@ from rlhf_core.models.build import trunk
 from rlhf_core.models.cpu.decoder import LlamaDecoder
 from rlhf_core.models.cpu.packed import can_pack, packed_states
 from rlhf_core.models.decoding import Decoder
+from rlhf_core.models.lora import has_adapters
 
 WORKERS = 2
 THREADS = "cpu-backend"
@@ -78,7 +79,8 @@ class CpuBackend(Backend):
         return [future.result() for future in started]
 
     def decoder(self, model: PreTrainedModel, *, probed: bool = False) -> Decoder:
-        return LlamaDecoder(model) if type(model) is LlamaForCausalLM else super().decoder(model, probed=probed)
+        plain = type(model) is LlamaForCausalLM and not has_adapters(model)
+        return LlamaDecoder(model) if plain else super().decoder(model, probed=probed)
 
 
 @cache

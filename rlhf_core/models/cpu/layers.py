@@ -24,6 +24,38 @@ def _normalized_backward(grad: torch.Tensor, normalized: torch.Tensor, inverse: 
     return torch.addcmul(grad, normalized, projected, value=-1.0).mul_(inverse)
 
 
+class Correction(NamedTuple):
+    """Factors of what adapters add to a matrix: left [out, r], right [r, in]."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+class MatrixGradient:
+    """The gradient of a matrix, summed over pieces of rows: of its weight, or if it is frozen of the factors of its correction.
+
+    weight_grad, left_grad, right_grad: None where not wanted.
+    """
+
+    def __init__(self, weight: torch.Tensor, correction: Correction | None, *, trains: bool):
+        self.weight_grad = torch.zeros_like(weight) if trains else None
+        self._correction = correction
+        self.left_grad, self.right_grad = (None, None) if correction is None else map(torch.zeros_like, correction)
+
+    def add(self, output_grad: torch.Tensor, inputs: torch.Tensor) -> None:
+        """
+        Args:
+            output_grad: [N, out].
+            inputs: [N, in].
+        """
+        if self.weight_grad is not None:
+            self.weight_grad.addmm_(output_grad.t(), inputs)
+        if self._correction is not None:  # d(left right) = output_grad^T inputs, which is never made
+            left, right = self._correction
+            self.left_grad.addmm_(output_grad.t(), inputs @ right.t())
+            self.right_grad.addmm_((output_grad @ left).t(), inputs)
+
+
 def _rotated_part(projected: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """Queries and keys [N, heads, D / 2] as complex numbers, a view."""
     _, heads, half = rotation.shape
@@ -72,20 +104,22 @@ def rotated_qkv_backward(
     rotation: torch.Tensor,
     places: torch.Tensor | None,
     rows: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of hidden states and weight.
+    of_weight: MatrixGradient,
+) -> torch.Tensor:
+    """The gradient of the hidden states.
 
     Args:
         grad: of each place; if `places` is None, of each row, and overwritten.
+        of_weight: takes the weight's gradient.
     """
-    hidden_grad, weight_grad = torch.empty_like(normalized), torch.zeros_like(weight)
+    hidden_grad = torch.empty_like(normalized)
     for first in range(0, len(normalized), rows):
         last = min(first + rows, len(normalized))
         part = grad[first:last] if places is None else grad.index_select(0, places[first:last])
         _rotated_part(part, rotation).mul_(rotation[first:last].conj())
         hidden_grad[first:last] = _normalized_backward(part @ weight, normalized[first:last], inverse[first:last])
-        weight_grad.addmm_(part.t(), normalized[first:last])
-    return hidden_grad, weight_grad
+        of_weight.add(part, normalized[first:last])
+    return hidden_grad
 
 
 def swiglu(
@@ -115,22 +149,24 @@ def swiglu_backward(
     inverse: torch.Tensor,
     projected: torch.Tensor,
     rows: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x, gate and up, and down."""
-    x_grad, gate_up_grad, down_grad = torch.empty_like(normalized), torch.zeros_like(gate_up), torch.zeros_like(down)
+    of_gate_up: MatrixGradient,
+    of_down: MatrixGradient,
+) -> torch.Tensor:
+    """The gradient of x; `of_gate_up` and `of_down` take those of the weights."""
+    x_grad = torch.empty_like(normalized)
     for first in range(0, len(grad), rows):
         last = min(first + rows, len(grad))
         of_piece = grad[first:last]
         gate, up = projected[first:last].chunk(2, -1)
         silu, inner = F.silu(gate), of_piece @ down
-        down_grad.addmm_(of_piece.t(), silu * up)
+        of_down.add(of_piece, silu * up)
         halves = torch.empty_like(projected[first:last])
         gate_grad, up_grad = halves.chunk(2, -1)
         torch.mul(inner, silu, out=up_grad)
         torch.ops.aten.silu_backward(inner.mul_(up), gate, grad_input=gate_grad)
         x_grad[first:last] = _normalized_backward(halves @ gate_up, normalized[first:last], inverse[first:last]).add_(of_piece)
-        gate_up_grad.addmm_(halves.t(), normalized[first:last])
-    return x_grad, gate_up_grad, down_grad
+        of_gate_up.add(halves, normalized[first:last])
+    return x_grad
 
 
 # Attention in the blocks of a layout
