@@ -31,29 +31,43 @@ class Correction(NamedTuple):
     right: torch.Tensor
 
 
-class MatrixGradient:
-    """The gradient of a matrix, summed over pieces of rows: of its weight, or if it is frozen of the factors of its correction.
+class Matrix:
+    """A matrix [out, in] with its correction, and the sum of its gradients over pieces of rows: of the weight, or if that is frozen of the
+    correction's factors.
 
-    weight_grad, left_grad, right_grad: None where not wanted.
+    weight: without the correction, if there is one.
+    trains: the weight's gradient is wanted; None: no gradient is.
+    gradients: of weight, left and right; None where not wanted.
     """
 
-    def __init__(self, weight: torch.Tensor, correction: Correction | None, *, trains: bool):
-        self.weight_grad = torch.zeros_like(weight) if trains else None
-        self._correction = correction
-        self.left_grad, self.right_grad = (None, None) if correction is None else map(torch.zeros_like, correction)
+    def __init__(self, weight: torch.Tensor, left: torch.Tensor | None, right: torch.Tensor | None, *, trains: bool | None = None):
+        self.weight = weight
+        self.correction = None if left is None else Correction(left, right)
+        wanted = (weight if trains else None, *((None, None) if trains is None else (left, right)))
+        self.gradients = tuple(None if matrix is None else torch.zeros_like(matrix) for matrix in wanted)
 
-    def add(self, output_grad: torch.Tensor, inputs: torch.Tensor) -> None:
+    def product(self, inputs: torch.Tensor, *, added: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[N, out] of the inputs [N, in], plus `added`."""
+        matrix = self.weight.t()
+        found = torch.mm(inputs, matrix, out=out) if added is None else torch.addmm(added, inputs, matrix, out=out)
+        return found if self.correction is None else found.addmm_(inputs @ self.correction.right.t(), self.correction.left.t())
+
+    def input_gradient(self, gradient: torch.Tensor, *, added: torch.Tensor | None = None) -> torch.Tensor:
+        """[N, in], given that of the output; `added` is added to in place."""
+        found = gradient @ self.weight if added is None else added.addmm_(gradient, self.weight)
+        return found if self.correction is None else found.addmm_(gradient @ self.correction.left, self.correction.right)
+
+    def add_gradient(self, gradient: torch.Tensor, inputs: torch.Tensor) -> None:
         """
         Args:
-            output_grad: [N, out].
-            inputs: [N, in].
+            gradient: [N, out], of the output for the inputs [N, in].
         """
-        if self.weight_grad is not None:
-            self.weight_grad.addmm_(output_grad.t(), inputs)
-        if self._correction is not None:  # d(left right) = output_grad^T inputs, which is never made
-            left, right = self._correction
-            self.left_grad.addmm_(output_grad.t(), inputs @ right.t())
-            self.right_grad.addmm_((output_grad @ left).t(), inputs)
+        of_weight, of_left, of_right = self.gradients
+        if of_weight is not None:
+            of_weight.addmm_(gradient.t(), inputs)
+        if self.correction is not None:  # gradient^T inputs, that of their product, is never made
+            of_left.addmm_(gradient.t(), inputs @ self.correction.right.t())
+            of_right.addmm_((gradient @ self.correction.left).t(), inputs)
 
 
 def _rotated_part(projected: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
@@ -104,13 +118,14 @@ def rotated_qkv_backward(
     rotation: torch.Tensor,
     places: torch.Tensor | None,
     rows: int,
-    of_weight: MatrixGradient,
+    matrix: Matrix,
 ) -> torch.Tensor:
     """The gradient of the hidden states.
 
     Args:
+        weight: with its correction added.
         grad: of each place; if `places` is None, of each row, and overwritten.
-        of_weight: takes the weight's gradient.
+        matrix: sums the gradients.
     """
     hidden_grad = torch.empty_like(normalized)
     for first in range(0, len(normalized), rows):
@@ -118,55 +133,60 @@ def rotated_qkv_backward(
         part = grad[first:last] if places is None else grad.index_select(0, places[first:last])
         _rotated_part(part, rotation).mul_(rotation[first:last].conj())
         hidden_grad[first:last] = _normalized_backward(part @ weight, normalized[first:last], inverse[first:last])
-        of_weight.add(part, normalized[first:last])
+        matrix.add_gradient(part, normalized[first:last])
     return hidden_grad
 
 
 def swiglu(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, eps: float, learns: bool, rows: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The result; if `learns`, also the normalized rows, 1 / rms and the projections."""
+    x: torch.Tensor, norm: torch.Tensor, gate: Matrix, up: Matrix, down: Matrix, eps: float, learns: bool, rows: int
+) -> tuple[torch.Tensor, ...]:
+    """x + down(silu(gate(n)) * up(n)), n = norm * x / rms(x); if `learns`, also x / rms(x), 1 / rms, gate(n) and up(n).
+
+    The weights are multiplied by as they are: a copy of them, as of several in one, costs as much as some hundred rows.
+    """
     count, size = x.shape
-    kept = count if learns else 0
-    normalized, inverse, projected = x.new_empty([kept, size]), x.new_empty([count, 1]), x.new_empty([kept, len(gate_up)])
+    kept, width = count if learns else 0, len(gate.weight)
+    normalized, inverse = x.new_empty([kept, size]), x.new_empty([count, 1])
+    gates, ups = x.new_empty([kept, width]), x.new_empty([kept, width])
     result = torch.empty_like(x)
     for first in range(0, count, rows):
         last = min(first + rows, count)
         of_rows, scale = x[first:last], inverse[first:last]
         scale.copy_(_inverse_rms(of_rows, eps))
-        of_piece = torch.mul(of_rows, scale, out=normalized[first:last]) if learns else of_rows * scale
-        product = torch.mm(of_piece, gate_up.t(), out=projected[first:last]) if learns else torch.mm(of_piece, gate_up.t())
-        gate, up = product.chunk(2, -1)
-        torch.addmm(of_rows, F.silu(gate).mul_(up), down.t(), out=result[first:last])
-    return result, normalized, inverse, projected
+        inputs = (torch.mul(of_rows, scale, out=normalized[first:last]) if learns else of_rows * scale) * norm
+        of_gate = gate.product(inputs, out=gates[first:last] if learns else None)
+        of_up = up.product(inputs, out=ups[first:last] if learns else None)
+        down.product(F.silu(of_gate).mul_(of_up), added=of_rows, out=result[first:last])
+    return result, normalized, inverse, gates, ups
 
 
 def swiglu_backward(
     grad: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    norm: torch.Tensor,
+    gate: Matrix,
+    up: Matrix,
+    down: Matrix,
     normalized: torch.Tensor,
     inverse: torch.Tensor,
-    projected: torch.Tensor,
+    gates: torch.Tensor,
+    ups: torch.Tensor,
     rows: int,
-    of_gate_up: MatrixGradient,
-    of_down: MatrixGradient,
-) -> torch.Tensor:
-    """The gradient of x; `of_gate_up` and `of_down` take those of the weights."""
-    x_grad = torch.empty_like(normalized)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of x and of the norm's weight; the matrices sum their own."""
+    x_grad, norm_grad = torch.empty_like(normalized), torch.zeros_like(norm)
     for first in range(0, len(grad), rows):
         last = min(first + rows, len(grad))
-        of_piece = grad[first:last]
-        gate, up = projected[first:last].chunk(2, -1)
-        silu, inner = F.silu(gate), of_piece @ down
-        of_down.add(of_piece, silu * up)
-        halves = torch.empty_like(projected[first:last])
-        gate_grad, up_grad = halves.chunk(2, -1)
-        torch.mul(inner, silu, out=up_grad)
-        torch.ops.aten.silu_backward(inner.mul_(up), gate, grad_input=gate_grad)
-        x_grad[first:last] = _normalized_backward(halves @ gate_up, normalized[first:last], inverse[first:last]).add_(of_piece)
-        of_gate_up.add(halves, normalized[first:last])
-    return x_grad
+        of_piece, of_gate, of_up, of_rows = grad[first:last], gates[first:last], ups[first:last], normalized[first:last]
+        silu, inner, inputs = F.silu(of_gate), down.input_gradient(of_piece), of_rows * norm
+        down.add_gradient(of_piece, silu * of_up)
+        up_grad = inner * silu
+        gate_grad = torch.ops.aten.silu_backward(inner.mul_(of_up), of_gate)
+        gate.add_gradient(gate_grad, inputs)
+        up.add_gradient(up_grad, inputs)
+        inputs_grad = up.input_gradient(up_grad, added=gate.input_gradient(gate_grad))
+        norm_grad.add_((inputs_grad * of_rows).sum(0))
+        x_grad[first:last] = _normalized_backward(inputs_grad.mul_(norm), of_rows, inverse[first:last]).add_(of_piece)
+    return x_grad, norm_grad
 
 
 # Attention in the blocks of a layout

@@ -19,8 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rlhf_core.models.cpu.layers import (
     AttentionHeads,
-    Correction,
-    MatrixGradient,
+    Matrix,
     attend,
     rotated_qkv,
     rotated_qkv_backward,
@@ -97,7 +96,8 @@ def _attention(layer: LlamaDecoderLayer, hidden: torch.Tensor, layout: Layout, c
     attention, norm = layer.self_attn, layer.input_layernorm
     size = attention.head_dim
     turned = partial(interleaved, size=size)
-    weight, correction = _stacked([(attention.q_proj, turned), (attention.k_proj, turned), (attention.v_proj, None)], norm.weight)
+    stacked = [(attention.q_proj, turned), (attention.k_proj, turned), (attention.v_proj, lambda rows: rows)]
+    weight, correction = _stacked(stacked, norm.weight)
     placed = _RotatedQkv.apply(hidden, weight, *correction, norm.variance_epsilon, layout, torch.is_grad_enabled())
     heads = AttentionHeads(config.num_attention_heads, config.num_key_value_heads, size, attention.scaling)
     parts = placed.split([block.num_places for block in layout.blocks])
@@ -106,9 +106,14 @@ def _attention(layer: LlamaDecoderLayer, hidden: torch.Tensor, layout: Layout, c
 
 def _mlp(layer: LlamaDecoderLayer, hidden: torch.Tensor) -> torch.Tensor:
     norm, mlp = layer.post_attention_layernorm, layer.mlp
-    gate_up, of_gate_up = _stacked([(mlp.gate_proj, None), (mlp.up_proj, None)], norm.weight)
-    down, of_down = _stacked([(mlp.down_proj, None)], None)
-    return _SwiGlu.apply(hidden, gate_up, down, *of_gate_up, *of_down, norm.variance_epsilon, torch.is_grad_enabled())
+    matrices = [tensor for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj) for tensor in _tensors(linear)]
+    return _SwiGlu.apply(hidden, norm.weight, norm.variance_epsilon, torch.is_grad_enabled(), *matrices)
+
+
+def _tensors(linear: nn.Module) -> tuple[torch.Tensor | None, ...]:
+    """Weight, and the factors of its correction if it has one."""
+    weight, adapter = matrix_of(linear)
+    return weight, *((None, None) if adapter is None else adapter.factors())
 
 
 def _projected(linear: nn.Module, added: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
@@ -119,27 +124,25 @@ def _projected(linear: nn.Module, added: torch.Tensor, inputs: torch.Tensor) -> 
 
 
 def _stacked(
-    linears: list[tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor] | None]], norm: torch.Tensor | None
+    linears: list[tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]], norm: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None]]:
     """The matrix of several linear layers with the same input, corrections added, and the factors of their correction; None: none has one.
 
     Args:
-        linears: with each a reordering of its rows.
+        linears: with each what it does to its rows.
         norm: weight of the norm before them, which is multiplied in.
     """
     rows, lefts, rights = [], [], []
-    for linear, reordered in linears:
+    for linear, ordered in linears:
         weight, adapter = matrix_of(linear)
         left, right = (weight.new_zeros(len(weight), 0), weight.new_zeros(0, weight.shape[1])) if adapter is None else adapter.factors()
-        rows.append(weight if reordered is None else reordered(weight))
-        lefts.append(left if reordered is None else reordered(left))
+        rows.append(ordered(weight))
+        lefts.append(ordered(left))
         rights.append(right)
-    weight = rows[0] if len(rows) == 1 else torch.cat(rows)
-    weight = weight if norm is None else weight * norm
+    weight = torch.cat(rows) * norm
     if not any(len(right) for right in rights):
         return weight, (None, None)
-    left, right = torch.block_diag(*lefts), torch.cat(rights)
-    right = right if norm is None else right * norm
+    left, right = torch.block_diag(*lefts), torch.cat(rights) * norm
     return torch.addmm(weight, left.detach(), right.detach()), (left, right)
 
 
@@ -185,31 +188,29 @@ class _RotatedQkv(Function):
         rows = piece_rows(len(normalized), weight)
         if copies is not None:
             grad = F.embedding_bag(copies.places, grad, copies.starts, mode="sum")
-        of_weight = _gradient(weight, correction, trains=ctx.needs_input_grad[1])
+        matrix = Matrix(weight, *correction, trains=ctx.needs_input_grad[1])
         where = (rotation, None if copies is not None else places, rows)
-        hidden_grad = rotated_qkv_backward(grad, normalized, inverse, weight, *where, of_weight)
-        return hidden_grad, of_weight.weight_grad, of_weight.left_grad, of_weight.right_grad, None, None, None
+        hidden_grad = rotated_qkv_backward(grad, normalized, inverse, weight, *where, matrix)
+        return hidden_grad, *matrix.gradients, None, None, None
 
 
 class _SwiGlu(Function):
-    """x + down(silu(gate(n)) * up(n)), n = x / rms(x); gate and up are the halves of one weight. Weights have their corrections added."""
+    """`swiglu`. The last nine arguments are weight, left and right of gate, up and down."""
 
     @staticmethod
-    def forward(ctx, x, gate_up, down, left, right, down_left, down_right, eps, learns):
-        result, *kept = swiglu(x, gate_up, down, eps, learns, piece_rows(len(x), gate_up))
-        ctx.save_for_backward(gate_up, down, left, right, down_left, down_right, *kept)
+    def forward(ctx, x, norm, eps, learns, *tensors):
+        result, *kept = swiglu(x, norm, *_matrices(tensors), eps, learns, piece_rows(len(x), tensors[0]))
+        ctx.save_for_backward(norm, *tensors, *kept)
         return result
 
     @staticmethod
     def backward(ctx, grad):
-        gate_up, down, left, right, down_left, down_right, *kept = ctx.saved_tensors
-        of_gate_up = _gradient(gate_up, (left, right), trains=ctx.needs_input_grad[1])
-        of_down = _gradient(down, (down_left, down_right), trains=ctx.needs_input_grad[2])
-        x_grad = swiglu_backward(grad, gate_up, down, *kept, piece_rows(len(grad), gate_up), of_gate_up, of_down)
-        factors = (of_gate_up.left_grad, of_gate_up.right_grad, of_down.left_grad, of_down.right_grad)
-        return x_grad, of_gate_up.weight_grad, of_down.weight_grad, *factors, None, None
+        norm, *saved = ctx.saved_tensors
+        tensors, kept = saved[:9], saved[9:]
+        matrices = _matrices(tensors, trains=ctx.needs_input_grad[4::3])
+        x_grad, norm_grad = swiglu_backward(grad, norm, *matrices, *kept, piece_rows(len(grad), tensors[0]))
+        return x_grad, norm_grad, None, None, *(gradient for matrix in matrices for gradient in matrix.gradients)
 
 
-def _gradient(weight: torch.Tensor, correction: Sequence[torch.Tensor | None], *, trains: bool) -> MatrixGradient:
-    left, right = correction
-    return MatrixGradient(weight, None if left is None else Correction(left, right), trains=trains)
+def _matrices(tensors: Sequence[torch.Tensor | None], trains: Sequence[bool | None] = (None, None, None)) -> list[Matrix]:
+    return [Matrix(*tensors[3 * i : 3 * i + 3], trains=trains[i]) for i in range(3)]
