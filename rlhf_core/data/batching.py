@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+WORTH_DIVIDING = 1024  # tokens: the operations on fewer are too short to gain from a second worker
 SLACK = 1.05  # over the mean size of parts: examples aren't divided, so equal parts can't be exact
 
 
@@ -97,12 +98,12 @@ def neighbour_microbatches(sequences: Sequence[list[int]], *, max_tokens: int, m
     Tokens count without padding, and common ones as often as they occur. Returns lists of positions in `sequences`, as `microbatches`.
 
     Args:
-        multiple: as of `even_microbatches`.
+        multiple: as of `even_microbatches`. Few tokens, less than WORTH_DIVIDING, are one micro-batch.
     """
     order = sorted(range(len(sequences)), key=sequences.__getitem__)
     total = sum(map(len, sequences))
     number = math.ceil(total / max_tokens)
-    if number > 1:
+    if total >= WORTH_DIVIDING:
         number = math.ceil(number / multiple) * multiple
     parts: list[list[int]] = []
     tokens = done = 0

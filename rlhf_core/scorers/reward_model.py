@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from rlhf_core.data.batching import even_microbatches, neighbour_microbatches
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import frozen, load_scalar_model
 from rlhf_core.models.forward import ScalarModule
@@ -49,13 +48,8 @@ def score_sequences(
         scores[rows] = module(batch.to(device)).cpu()
 
     own = [sequences[i] for i in known]
-    budget = {"max_tokens": microbatch_tokens, "multiple": module.backend.workers}
-    if passes is not None and not module.score_head.batchable:  # the model's forward runs once for each sequence
-        parts = [[i] for i in range(len(own))]
-    elif module.backend.merges:
-        parts = neighbour_microbatches(own, **budget)
-    else:
-        parts = even_microbatches([len(ids) for ids in own], **budget)
+    together = passes is None or module.score_head.batchable  # otherwise the model's forward runs once for each sequence
+    parts = module.backend.microbatches(own, max_tokens=microbatch_tokens) if together else [[i] for i in range(len(own))]
     missing = 0 if passes is None else passes(len(parts)) - len(parts)  # before the passes: it is a collective too
     module.backend.map(forward, parts)
     for _ in range(missing):

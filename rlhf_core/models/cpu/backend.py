@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import cache
 
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
+from rlhf_core.data.batching import neighbour_microbatches
 from rlhf_core.models.backend import Backend, Part, Result
 from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.build import trunk
@@ -31,7 +32,6 @@ class CpuBackend(Backend):
     """
 
     keeps_graphs = True
-    merges = True
 
     @staticmethod
     def supports(model: PreTrainedModel) -> bool:
@@ -51,6 +51,10 @@ class CpuBackend(Backend):
         assert routed is None  # a plain Llama has no experts
         how = {"position_ids": batch.position_ids, "visible": batch.visible, "segments": batch.segments}
         return packed_states(trunk(model), batch.input_ids, rows, positions, **how), None
+
+    def microbatches(self, sequences: Sequence[list[int]], *, max_tokens: int) -> list[list[int]]:
+        """Sequences that begin alike together: a pass computes a common beginning once, and no padding."""
+        return neighbour_microbatches(sequences, max_tokens=max_tokens, multiple=self.workers)
 
     def map(self, function: Callable[[Part], Result], parts: Iterable[Part]) -> list[Result]:
         """Two parts at a time, each with half of the cores; the results have the same bits as one after the other.
