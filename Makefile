@@ -1,4 +1,4 @@
-# make run     the whole chain on the built-in data; sets up .venv first
+# make run     the built-in example (recipes/clerk.yaml), the whole chain in runs/clerk; sets up .venv first
 # make stories align a small pretrained model to a rule on its own samples (recipes/stories.yaml), in runs/stories
 # make test    the tests; sets up .venv first
 # make test-long  further tests of a minute or more each, what others cover in part
@@ -55,10 +55,10 @@ install:
 	$(VENV)/bin/python -m tools.doctor --fix $(DOCTOR_ARGS)
 
 run: setup
-	$(VENV)/bin/python -m flows.full_pipeline $(RUN_ARGS)
+	$(VENV)/bin/python -m flows.full_pipeline --params recipes/clerk.yaml --run clerk $(RUN_ARGS)
 
 stories: setup
-	$(VENV)/bin/python -m flows.full_pipeline --params recipes/stories.yaml --run stories $(RUN_ARGS)
+	$(VENV)/bin/python -m flows.full_pipeline --params recipes/clerk.yaml --params recipes/stories.yaml --run stories $(RUN_ARGS)
 
 test: setup
 	$(VENV)/bin/python -m pytest tests -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)

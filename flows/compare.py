@@ -1,11 +1,11 @@
 """Compare RL algorithms or alignment methods over several seeds: one table, and learning curves of RL.
 
-    python -m flows.compare [--algorithms ppo grpo ...] [--seeds 0 1 2] [--jobs 2] [--set key=value]
-    python -m flows.compare --methods dpo dpo:ipo kto rejection_sampling ...
+    python -m flows.compare --params recipes/clerk.yaml [--algorithms ppo grpo ...] [--seeds 0 1 2] [--jobs 2] [--set key=value]
+    python -m flows.compare --params recipes/clerk.yaml --methods dpo dpo:ipo kto rejection_sampling ...
 
-Each pair of algorithm or method and seed is a run with its own worktree, runs/compare-<name>-<seed>, and recipes/compare.yaml applied to
-params.yaml. Stages that runs share (data, SFT and reward model of a seed) are computed once and restored from DVC's run cache. A second
-call resumes where the first one ended.
+Each pair of algorithm or method and seed is a run with its own worktree, runs/compare-<name>-<seed>; recipes/compare.yaml is laid over the
+recipes that are given. Stages that runs share (data, SFT and reward model of a seed) are computed once and restored from DVC's run cache. A
+second call resumes where the first one ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flows.chain.updates import check_run
 from flows.chain.worktree import commit_results, slug
 from flows.runs.record import note
 from flows.runs.results import input_paths, result_paths
-from rlhf_core.config import Algorithm, ConfigError, Method, load_params, parse_assignment, read_recipe
+from rlhf_core.config import Algorithm, ConfigError, Method, load_params, parse_assignment, with_recipes
 from rlhf_core.paths import EVALUATION_METRICS, REPORTS
 from rlhf_core.process import end_with_parent, module_command
 from rlhf_core.report.comparison import Run, draw, methods_table, table
@@ -48,6 +48,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     what.add_argument("--methods", nargs="+", default=[], metavar="NAME[:LOSS]", help="of alignment.method; compared by their evaluation")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; they share the machine's cores")
+    parser.add_argument(
+        "--params", dest="recipes", action="append", default=[], type=Path, metavar="FILE", help="apply a recipe to params.yaml"
+    )
     parser.add_argument("--set", dest="assignments", action="append", default=[], metavar="KEY=VALUE", help="for all runs")
     parser.add_argument("--update", action="store_true", help="change the params of runs that exist, which is refused otherwise")
     return parser.parse_args(arguments)
@@ -65,8 +68,8 @@ def compare(root: Path, options: argparse.Namespace, held: ExitStack) -> int:
         variants = {name: method_overrides(name) for name in options.methods} or {
             name: {"rl.algorithm": name} for name in options.algorithms
         }
-        common = read_recipe(RECIPE) | {THREADS: max(1, (os.cpu_count() or 1) // options.jobs)}
-        common |= dict(map(parse_assignment, options.assignments))
+        threads = {THREADS: max(1, (os.cpu_count() or 1) // options.jobs)}
+        common = with_recipes([*options.recipes, RECIPE], threads | dict(map(parse_assignment, options.assignments)))
         for seed in options.seeds:
             for name in variants:
                 held.enter_context(only_flow(root, run_name(name, seed)))

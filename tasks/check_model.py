@@ -1,5 +1,5 @@
 """Stage check_model: train and sample from a small copy of the configured model before the real training. Also loads scorer functions, and
-checks what is known of the RL job: GPUs, the engines' division, and how weights travel.
+checks what is known of the RL job: its number of steps, GPUs, the engines' division, and how weights travel.
 
 A model with wrong computations is refused within seconds, before SFT, reward model and gate. Numerical differences vary between machines
 and are in reports/check_model.json, outside DVC; verdicts are in metrics/check_model.json. train_sft depends on
@@ -24,6 +24,7 @@ def main() -> None:
         import torch
 
         from rlhf_core.model_check.check import check_rl_job, check_turns, message, run_trials, scorers, title, verdict
+        from rlhf_core.sampling.prompts import with_steps
         from rlhf_core.scorers.text import TextScorers
 
         params = stage.params
@@ -31,6 +32,7 @@ def main() -> None:
         is_rl, gpus = params.alignment.method == "rl", torch.cuda.device_count()
         if is_rl:
             check_rl_job(params, gpus)
+            with_steps(params, TOKENIZER)  # refuses what doesn't fit the number of steps that rl.epochs make
         stage.use_threads()
         name, findings = run_trials(params, TOKENIZER, stage.scratch / "trial")
         shutil.rmtree(stage.scratch / "trial", ignore_errors=True)

@@ -15,12 +15,13 @@ def main() -> None:
         rl, gate = stage.params.rl, read_json(METRICS / "gate.json")
         override = check_rewards(rl, gate)
         output = stage.scratch / "policy"
-        run_rl(stage, output)
-        facts = stage.card("policy", f"rl ({rl.algorithm})", {}, gate=gate if uses_chain_reward_model(rl) else None)
+        rl = run_rl(stage, output)
+        figures = final_figures(stage.scratch, rl)
+        facts = stage.card("policy", f"rl ({rl.algorithm})", figures, gate=gate if uses_chain_reward_model(rl) else None)
         publish_model(output, POLICY_MODEL, facts)
         PLOTS.mkdir(exist_ok=True)
         shutil.copy(stage.scratch / "curves.csv", PLOTS / "train_policy.csv")
-        write_json(METRICS / "train_policy.json", final_figures(stage.scratch, rl) | {"override": override})
+        write_json(METRICS / "train_policy.json", figures | {"override": override})
 
 
 if __name__ == "__main__":

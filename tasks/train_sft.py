@@ -31,7 +31,7 @@ def train_sft(run: TrainRun) -> dict[str, Any]:
     ]
     model = new_language_model(params.model, tokenizer, seed=params.seed)
     first_step = 0
-    if params.model.path is None and (PREPARED / "pretrain.parquet").exists() and config.pretrain.steps > 0:
+    if params.model.path is None and (PREPARED / "pretrain.parquet").exists() and config.pretrain.steps != 0:
         texts, loop = read_rows(PREPARED, "pretrain", "train"), run.loop(config, COLUMNS, first_step=0)
         weights, first_step = pretrain(model, tokenizer, texts, config, model_config=params.model, loop=loop)
         model = texts = None

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import GateConfig, load_params
 from rlhf_core.gate.heldout import Heldout, measure_scores
@@ -26,12 +27,12 @@ def heldout(rows: Pairs, *, texts: list[tuple[str, str]] | None = None) -> Heldo
 
 def judge(rows: Pairs, config: GateConfig | None = None, **found: Any) -> dict[str, Any]:
     """gate.json from scores, and the other results."""
-    config = config or load_params(ROOT / "params.yaml").gate
+    config = config or load_params(CLERK_PARAMS).gate
     return with_verdict({**measure_scores(heldout(rows), np.array([2.0, 2.0, -2.0]), config), **found}, config, exact_scores=True)
 
 
 def gate_config(**changes: Any) -> GateConfig:
-    return load_params(ROOT / "params.yaml").gate.model_copy(update=changes)
+    return load_params(CLERK_PARAMS).gate.model_copy(update=changes)
 
 
 def verdicts(gate: dict[str, Any]) -> dict[str, bool | None]:

@@ -20,6 +20,8 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
+from clerk_params import CLERK_PARAMS
+
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs/tables/models.csv"
 DEADLINE = 600.0  # seconds for a family
@@ -80,7 +82,7 @@ def one_family(family: str, columns: list[str]) -> Cells:
     from tests.tiny_models import tiny_tokenizer
 
     join_world()
-    params = load_params(ROOT / "params.yaml")
+    params = load_params(CLERK_PARAMS)
     model = load_language_model(PRETRAINED[family]) if family in PRETRAINED else {**FAMILIES, **OTHERS}[family]()
     lora = LoraConfig(rank=4, alpha=8.0, dropout=0.0, target_modules="all-linear")
     settings = TrialSettings(max_length=LENGTH, dpo=params.dpo, loras=(lora,), threads=1)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from clerk_params import CLERK_PARAMS
+
 from flows.chain.worktree import git
 
 ROOT = Path(__file__).parents[1]
-FILES = ("params.yaml", "dvc.yaml", ".gitignore", "data/.gitignore", "rounds/rounds.yaml", "rounds/dvc.yaml")
+FILES = ("dvc.yaml", ".gitignore", "data/.gitignore", "rounds/rounds.yaml", "rounds/dvc.yaml")
 
 
 def make_project(folder: Path) -> Path:
@@ -18,6 +20,7 @@ def make_project(folder: Path) -> Path:
     for name in FILES:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
+    shutil.copy(CLERK_PARAMS, folder)
     git(folder, "init", "--quiet", "--initial-branch", "main")
     for name, value in (("user.name", "test"), ("user.email", "test@localhost")):
         git(folder, "config", name, value)

@@ -35,7 +35,7 @@ def run_of(folder: Path, scratch: Path, *, steps: int = 4, stop_after: int | Non
         return len(seen) == stop_after
 
     loop = TrainLoop(0, 100, 2, 0, lambda phase: CheckpointStore(scratch / phase), metrics_log, stop_requested)
-    return PreferenceRun(folder, steps, tiny_params().model, scratch, loop)
+    return PreferenceRun(folder, tiny_params().model, scratch, loop, steps)
 
 
 def config(method: str, **changes: Any) -> Any:

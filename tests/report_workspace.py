@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from clerk_params import CLERK_PARAMS
 from scipy.stats import norm
 
 from rlhf_core.config import apply_overrides
@@ -36,8 +37,8 @@ HOSTILE = (
 def make_workspace(folder: Path, *, judge: bool = True, hostile: bool = False, steps: int = 60, method: str = "rl") -> Path:
     """All dependencies of the report in `folder`, code as links."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("params.yaml", "dvc.yaml", "baselines.json"):
-        shutil.copy(ROOT / name, folder / name)
+    for file in (CLERK_PARAMS, ROOT / "dvc.yaml", ROOT / "baselines.json"):
+        shutil.copy(file, folder)
     for name in ("tasks", "rlhf_core"):
         (folder / name).symlink_to(ROOT / name)
     for name in ("metrics", "plots", "data"):

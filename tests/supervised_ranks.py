@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +28,7 @@ from rlhf_core.engines.sequence_parallel import share_sequences
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.process import Interrupted
+from rlhf_core.trainers import supervised
 from rlhf_core.trainers.ensemble import train_ensemble
 from rlhf_core.trainers.preference.train import PreferenceRun, train_on_examples, train_on_pairs
 from rlhf_core.trainers.sft import begin_demonstrations, train_on_demonstrations
@@ -65,7 +71,8 @@ class Curves:
 class Case:
     """One training: its kind (sft, reward, dpo, kto; store: none, but `store_outcomes`), the section of params.yaml, and its folder.
 
-    changes: of the section. heldout: rows of held-out data. stop_after: steps after which rank 0 asks for a stop.
+    changes: of the section; with max_minutes each rank's clock moves by itself, rank 0's by a minute and others' by an hour a reading.
+    heldout: rows of held-out data. stop_after: steps after which rank 0 asks for a stop.
     """
 
     kind: str
@@ -77,8 +84,13 @@ class Case:
     @property
     def config(self) -> Any:
         own = {"reward": {"epochs": 4.0, "batch_size": 4}, "kto": {"batch_size": 8}, "dpo": {"nll_coef": 0.2}}
-        values = {**SIZES, **({"steps": STEPS} if self.kind != "reward" else {}), **own.get(self.kind, {}), **self.changes}
+        values = {**SIZES, "steps": None if self.kind == "reward" else STEPS, **own.get(self.kind, {}), **self.changes}
         return getattr(tiny_params(), self.kind).model_copy(update=values)
+
+
+def ticking(seconds: float) -> SimpleNamespace:
+    """A module `time` whose monotonic clock moves by so much with each reading."""
+    return SimpleNamespace(monotonic=partial(next, itertools.count(step=seconds)), perf_counter=time.perf_counter)
 
 
 def run_case(case: Case, start: Path) -> dict[str, Any]:
@@ -102,11 +114,14 @@ def run_case(case: Case, start: Path) -> dict[str, Any]:
             metrics_log=lambda step: curves,
             stop_requested=stop_requested,
             keep_best=config.keep_best,
+            max_minutes=config.max_minutes,
         )
 
     saved: dict[str, torch.Tensor] = {}
+    clock = time if config.max_minutes is None else ticking(60 if is_first() else 3600)
     try:
-        metrics = TRAINERS[case.kind](case, config, start, loop, saved)
+        with mock.patch.object(supervised, "time", clock):
+            metrics = TRAINERS[case.kind](case, config, start, loop, saved)
     except Interrupted:
         return {"curves": curves.rows}
     return {"curves": curves.rows, "metrics": metrics, "weights": saved}
@@ -144,7 +159,7 @@ def _reward(case: Case, config: Any, start: Path, loop: Callable[..., TrainLoop]
 
 def _preference(case: Case, config: Any, start: Path, loop: Callable[..., TrainLoop], saved: dict[str, torch.Tensor]) -> dict[str, Any]:
     train = {"dpo": train_on_pairs, "kto": train_on_examples}[case.kind]
-    run = PreferenceRun(start, config.steps, tiny_params().model, Path(case.scratch), loop())
+    run = PreferenceRun(start, tiny_params().model, Path(case.scratch), loop())
     trained = train(rows(16), rows(case.heldout, first=16), config, run)
     saved.update(trained.engine.state_dict(every_rank=True))
     return trained.metrics

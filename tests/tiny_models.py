@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from clerk_params import CLERK_PARAMS
 from torch import nn
 from transformers import (
     GPT2Config,
@@ -42,7 +43,7 @@ torch.set_num_threads(1)
 PAD = 0
 MAX_LENGTH = 64
 TEXTS = ["Please sort 4172.", "Certainly: 1247.", "Quick, give the largest of 309.", "Sorry, I can't help with that."] * 20
-DEFAULTS = Path(__file__).parents[1] / "params.yaml"
+DEFAULTS = CLERK_PARAMS
 
 
 def tiny_tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:
@@ -203,7 +204,7 @@ def demonstrations(count: int, *, seed: int) -> list[Demonstration]:
 
 
 def rl_job(sft: Path, reward: Path, **overrides: Any) -> RlJob:
-    params = tiny_params(**{"rl.rollout.max_new_tokens": 8, "rl.weight_decay": 0.1, "rl.warmup_steps": 3, **overrides})
+    params = tiny_params(**{"rl.rollout.max_new_tokens": 8, "rl.weight_decay": 0.1, "rl.warmup_steps": 3, "rl.steps": 60, **overrides})
     scorers = {s.name: s.path or str(reward) for s in params.rl.reward.scorers if s.kind == "reward_model"}
     return RlJob(
         seed=0, model=params.model, train_on=params.sft.train_on, train_on_thoughts=params.sft.train_on_thoughts, rl=params.rl,

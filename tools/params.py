@@ -1,7 +1,7 @@
 """Print params.yaml with every key, including those left at their defaults.
 
 python -m tools.params rl.rollout
-python -m tools.params --params recipes/gsm8k.yaml --set rl.algorithm=grpo
+python -m tools.params --params recipes/clerk.yaml --set rl.algorithm=ppo
 """
 
 from __future__ import annotations
@@ -13,21 +13,19 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
-from flows.chain.overrides import check
-from rlhf_core.config import ConfigError, keys_of, parse_assignment, read_recipe
+from rlhf_core.config import ConfigError, keys_of, overridden, parse_assignment, read_text, with_recipes
 from rlhf_core.process import exit_with
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.params", description=__doc__.partition("\n")[0])
     parser.add_argument("key", nargs="?", help="a section or key, such as rl.rollout; left out: all")
-    parser.add_argument("--params", type=Path, help="recipe laid over params.yaml")
+    parser.add_argument("--params", type=Path, action="append", default=[], help="recipe laid over params.yaml; repeat for several")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="assignments")
     arguments = parser.parse_args()
     try:
-        overrides = read_recipe(arguments.params) if arguments.params else {}
-        overrides |= dict(parse_assignment(text) for text in arguments.assignments)
-        tree = check(Path("params.yaml"), overrides).model_dump(mode="json")
+        overrides = with_recipes(arguments.params, dict(map(parse_assignment, arguments.assignments)))
+        tree = overridden(read_text(Path("params.yaml")), overrides, subject="params.yaml", complete=False)[1].model_dump(mode="json")
     except ConfigError as error:
         sys.exit(str(error))
     if arguments.key and arguments.key not in keys_of(tree):

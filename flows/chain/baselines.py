@@ -17,7 +17,7 @@ from flows.registry.objects import read_objects
 from flows.registry.state import read_promoted
 from flows.registry.tags import Version
 from flows.runs.results import Read, content, find_commit, known_runs, read_results, show
-from rlhf_core.config import ConfigError, parse_json, read_yaml_text, shown
+from rlhf_core.config import ConfigError, parse_json, read_yaml_text, shown, with_usual_rates
 from rlhf_core.paths import METRICS, PLOTS
 from rlhf_core.report.differences import Results
 
@@ -111,7 +111,7 @@ def whole_run(name: str, read: Read) -> Baseline | None:
     used = [d for d in stages.get("report", {}).get("deps", []) if Path(d["path"]).parts[0] in (str(METRICS), str(PLOTS))]
     if not used or any(_md5(read(d["path"])) != d["md5"] for d in used):
         return None
-    return _trimmed(read_results(name, read), stages["report"]["params"]["params.yaml"])
+    return _trimmed(read_results(name, read), with_usual_rates(stages["report"]["params"]["params.yaml"]))
 
 
 def _trimmed(results: Results, params: dict[str, Any]) -> Baseline:

@@ -28,6 +28,7 @@ from flows.chain.locks import only_flow
 from flows.chain.overrides import Overrides
 from flows.chain.pins import prepare_run
 from flows.chain.reach import check_cluster
+from flows.chain.settings import point_out
 from flows.chain.stages import (
     StageFailed,
     StageResult,
@@ -118,7 +119,7 @@ def rlhf(
     update: bool = False,
     force: str | None = None,
     until: str | None = None,
-    params: str | None = None,
+    recipes: list[str] = [],  # noqa: B006
 ) -> State | None:
     """From preference data to an aligned, evaluated policy.
 
@@ -129,11 +130,11 @@ def rlhf(
         update: change the params of a run that exists, which is refused otherwise.
         force: a stage to run even if it is up to date; later stages run if its results change.
         until: the stage after which the run ends.
-        params: the path of a recipe, in the project's folder; overrides win over it.
+        recipes: paths of recipes in the project's folder, each laid over those before it and over params.yaml; overrides win over all.
     """
     log, root = get_run_logger(), Path.cwd()
     try:
-        overrides = with_recipes([params] if params else [], overrides)
+        overrides = with_recipes(recipes, overrides)
         name = _name(root, overrides, run)
         with only_flow(root, name):
             return _chain(root, overrides, name, log, update=update, force=force, until=until)
@@ -175,6 +176,7 @@ def _stages(
     check_chosen(order, force=force, until=until)  # a run's worktree may have other stages
     pin_baselines(root, workspace)
     log.info("Workspace: %s", workspace)
+    point_out(workspace, params)
     results: list[StageResult] = []
     forced = once_in_run(workspace, force)
     skipped = list(itertools.takewhile(lambda stage: stage != forced, unchanged(workspace, order)))

@@ -31,6 +31,8 @@ def overrides_schema() -> dict[str, Any]:
             node = schema["$defs"][node["$ref"].rsplit("/", 1)[-1]]
         if path:
             keys[".".join(path)] = _leaf_schema(node)
+        for choice in (choice for choice in node.get("anyOf", ()) if "$ref" in choice):  # a section or null
+            node = schema["$defs"][choice["$ref"].rsplit("/", 1)[-1]]
         for name, child in node.get("properties", {}).items():
             describe(child, (*path, name))
 

@@ -129,7 +129,8 @@ def own_params(root: Path, name: str, params: Params, given: Mapping[str, Any] =
         ConfigError: this code can't read that commit's params, or they lack a given key.
     """
     base = _made_from(root, name)
-    made_from = overridden(git(root, "show", f"{base}:params.yaml"), dict(given), subject=f"params.yaml of {base[:9]}")[1]
+    text = git(root, "show", f"{base}:params.yaml")
+    made_from = overridden(text, dict(given), subject=f"params.yaml of {base[:9]}", complete=False)[1]
     return [change for change in differences(made_from, params) if not change[0].startswith(OF_THE_REGISTRY)]
 
 

@@ -51,7 +51,7 @@ def promote(
     """
     root, log = Path.cwd(), get_run_logger()
     try:
-        config = load_params(root / "params.yaml").promotion
+        config = load_params(root / "params.yaml", complete=False).promotion
         found = read_for_decision(root, artifact)
         chosen = version_to_approve(_note(root), found, version, resumed=runtime.flow_run.run_count > 1)
         check_version(root, chosen)

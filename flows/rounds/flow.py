@@ -14,6 +14,7 @@ from flows.chain.locks import only_flow
 from flows.chain.overrides import Overrides
 from flows.chain.pins import check_not_rolled_back
 from flows.chain.reach import check_cluster
+from flows.chain.settings import point_out
 from flows.chain.stages import StageFailed, unchanged
 from flows.chain.worktree import commit_results
 from flows.rounds.series import (
@@ -41,7 +42,7 @@ def iterative_dpo(
     rounds: int = 1,
     series: str = "iterative-dpo",
     update: bool = False,
-    params: str | None = None,
+    recipes: list[str] = [],  # noqa: B006
 ) -> State | None:
     """Rounds of iterative DPO in the worktree runs/<series>. A series that exists is continued.
 
@@ -52,18 +53,19 @@ def iterative_dpo(
         rounds: number of rounds; an interrupted one counts.
         series: the name of the worktree.
         update: allow changed params in a series without a round.
-        params: the path of a recipe, in the project's folder; overrides win over it.
+        recipes: paths of recipes in the project's folder, each laid over those before it and over params.yaml; overrides win over all.
     """
     root, log = Path.cwd(), get_run_logger()
     try:
         if rounds < 1:
             raise ConfigError(f"rounds: expected at least 1, got {rounds}; correct it")
-        overrides = with_recipes([params] if params else [], overrides)
+        overrides = with_recipes(recipes, overrides)
         with only_flow(root, series):
             workspace = prepare_series(root, series, overrides, update=update)
             checked = load_params(workspace / "params.yaml")
             log.info("Workspace: %s", workspace)
             with recording(workspace):
+                point_out(workspace, checked, rounds=True)
                 state = _chain(root, workspace, checked) or _rounds(root, workspace, checked, rounds)
                 note(workspace, **outcome_of(state))
             if state is not None:

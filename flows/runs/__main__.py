@@ -21,7 +21,7 @@ from flows.chain.summary import key_figure, report_of
 from flows.chain.updates import own_params, run_params
 from flows.full_pipeline import INTERRUPTED, REFUSED, show_own_log
 from flows.runs.delete import delete, versions_of
-from flows.runs.record import GATE_REJECTED
+from flows.runs.record import GATE_REJECTED, read_record
 from flows.runs.state import RunState, lock_of, read_runs, run_names
 from rlhf_core.config import ConfigError, overridden, read_yaml_text, reordering_shown
 from rlhf_core.process import exit_with
@@ -115,6 +115,7 @@ def show(root: Path, name: str, *, as_json: bool) -> str:
         "gate, judge": ", ".join(filter(None, (state.gate_accuracy and f"accuracy {state.gate_accuracy:.3f}", _figures(state)))),
         "report": known["report"],
         "registered": ", ".join(known["registered"]),
+        "warnings": "\n".join(known["warnings"]),
     }
     parts = [f"Run {name}", tabulate([fact for fact in facts.items() if fact[1]], tablefmt="plain")]
     parts.append(_params_text(known["params"]))
@@ -144,6 +145,7 @@ def details(root: Path, state: RunState) -> dict[str, Any]:
         "outs": _outs(root, state),
         "report": str(page) if page else None,
         "registered": versions_of(root, state),
+        "warnings": read_record(folder).get("warnings", []) if folder else [],
     }
 
 

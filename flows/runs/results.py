@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from flows.chain.stages import read_stages
-from rlhf_core.config import ConfigError, read_yaml_text
+from rlhf_core.config import ConfigError, read_yaml_text, with_usual_rates
 from rlhf_core.paths import (
     CURVES,
     EVALUATION_PROMPTS,
@@ -86,7 +86,11 @@ def read_results(name: str, read: Read) -> Results:
     kept = {path: md5 for path, md5 in outs.items() if path.startswith(TRACKED)}
     prompts = read(str(EVALUATION_PROMPTS)) if "evaluate" in metrics else None
     return Results(
-        name, read_yaml_text(params.decode(), f"params.yaml of {name}"), kept, metrics, None if prompts is None else prompts.decode()
+        name,
+        with_usual_rates(read_yaml_text(params.decode(), f"params.yaml of {name}")),
+        kept,
+        metrics,
+        None if prompts is None else prompts.decode(),
     )
 
 

@@ -85,8 +85,7 @@ class StoreSettings:
     def __post_init__(self) -> None:
         if self.keep_last < 2:
             raise ValueError(
-                "checkpoints.keep_last: expected at least 2, so that a damaged newest one has one before it, got "
-                f"{self.keep_last}; raise it"
+                f"checkpoints.keep_last: expected at least 2, so that one is before a damaged newest one, got {self.keep_last}; raise it"
             )
 
 
@@ -112,6 +111,7 @@ class _Written:
     score: float | None
     ranks: tuple[int, ...]
     best: int | None
+    seconds: float
 
 
 class CheckpointStore:
@@ -165,6 +165,7 @@ class CheckpointStore:
         score: float | None = None,
         ranks: Collection[int] = (),
         best: int | None = None,
+        seconds: float = 0.0,
     ) -> None:
         """Wait until the previous checkpoint is published, then call `write(folder)` on an empty folder.
 
@@ -174,6 +175,7 @@ class CheckpointStore:
             score: of the state, higher is better; None: not measured at this step.
             ranks: those that hash their own files: in `write` each calls `hand_in` (parts.py) after it has written them.
             best: step of the checkpoint, this one or an earlier one, that a resumed run needs besides. It stays as long as this one.
+            seconds: of training so far. In the manifest and not in the state digest, since it differs between equal runs.
         Raises:
             NoSpace: the disk has no room for a checkpoint of the last one's size, or became full.
             SaveOverdue: the previous checkpoint isn't published by its deadline.
@@ -186,7 +188,7 @@ class CheckpointStore:
         aside.mkdir()
         with self._nothing_on_failure(step, aside):
             write(aside)
-        self._written = _Written(step, aside, score, tuple(ranks), best)
+        self._written = _Written(step, aside, score, tuple(ranks), best, seconds)
 
     def publish(self) -> None:
         """Publish the written snapshot as the checkpoint of its step, in a thread. Without a snapshot it does nothing."""
@@ -300,6 +302,7 @@ class CheckpointStore:
                     "step": step,
                     "score": score,
                     "best": step if written.best is None else written.best,
+                    "seconds": written.seconds,
                     "world_size": settings.world_size,
                     "zero_stage": settings.zero_stage,
                     **({"engine_ranks": settings.engine_ranks} if settings.engine_ranks else {}),

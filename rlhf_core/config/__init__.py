@@ -30,7 +30,7 @@ from rlhf_core.config.model import (
     TrainingConfig,
 )
 from rlhf_core.config.overrides import apply_overrides, load_overlaid, overridden, parse_assignment, read_recipe, set_key, with_recipes
-from rlhf_core.config.params import Params, needs_pairs, rows_needed
+from rlhf_core.config.params import Params, needs_pairs, rows_needed, unusual
 from rlhf_core.config.reading import (
     MAX_BYTES,
     load_params,
@@ -46,6 +46,7 @@ from rlhf_core.config.rl_parts import DEFAULT_LIMITS, CorrectionConfig, KlConfig
 from rlhf_core.config.run import CheckpointsConfig, EvaluationConfig, FlowConfig, RegistryConfig, TrackingConfig
 from rlhf_core.config.scorers import LABEL_SCORERS, ScoreConfig, ScorerConfig
 from rlhf_core.config.stages import INPUT_SECTIONS, ROUND_STAGE_SECTIONS, STAGE_SECTIONS, UNTRACKED_SECTIONS, fill_in, read_stages
+from rlhf_core.config.usual import with_usual_rates
 
 __all__ = [
     "CLERK_JUDGE",
@@ -123,5 +124,7 @@ __all__ = [
     "rows_needed",
     "set_key",
     "shown",
+    "unusual",
     "with_recipes",
+    "with_usual_rates",
 ]

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.base import RolloutBackend, Section
-from rlhf_core.config.model import LoraConfig, TrainingConfig
+from rlhf_core.config.base import LearningRate, RolloutBackend, Section
+from rlhf_core.config.model import LengthConfig, LoraConfig, TrainingConfig
 from rlhf_core.config.scorers import ScorerConfig, raw_scorer_conflicts
 
 PreferenceLoss = Literal["sigmoid", "robust", "hinge", "ipo", "simpo", "orpo", "apo_zero", "apo_down"]
@@ -34,7 +34,6 @@ class DpoConfig(TrainingConfig):
     offload_frozen: the copy's weights are on the host while it computes nothing.
     """
 
-    steps: int = Field(gt=0)
     loss: PreferenceLoss
     beta: float = Field(gt=0)
     label_smoothing: float = Field(ge=0, lt=0.5)
@@ -75,7 +74,6 @@ class KtoConfig(TrainingConfig):
     offload_frozen: as of DpoConfig.
     """
 
-    steps: int = Field(gt=0)
     loss: Literal["kto", "apo_zero_unpaired"]
     beta: float = Field(gt=0)
     desirable_weight: float = Field(ge=0)
@@ -112,7 +110,6 @@ class SamplingConfig(Section):
 class RejectionSamplingConfig(TrainingConfig):
     """SFT on the best of n responses by the scorers; min_score is in units of their weighted sum."""
 
-    steps: int = Field(gt=0)
     sampling: SamplingConfig
     scorers: list[ScorerConfig] = Field(min_length=1)
     min_score: float | None
@@ -125,7 +122,6 @@ class RejectionSamplingConfig(TrainingConfig):
 class ConditionalSftConfig(TrainingConfig):
     """SFT on responses of every quality, with the quality level in the prompt; the policy's template asks for level `wanted` (SteerLM)."""
 
-    steps: int = Field(gt=0)
     label_by: Literal["preference", "scores"]
     levels: int = Field(ge=2, le=10)
     wanted: int = Field(ge=0)
@@ -165,12 +161,11 @@ class PromotionConfig(Section):
         return section
 
 
-class IterativeConfig(Section):
-    """Rounds of iterative DPO (flows/iterative_dpo.py). A round trains with the section dpo, but for steps and learning rate."""
+class IterativeConfig(LengthConfig):
+    """Rounds of iterative DPO (flows/iterative_dpo.py). A round trains with the section dpo, but for epochs, steps and learning rate."""
 
     start: Literal["sft", "policy", "registry"]
-    steps: int = Field(gt=0)
-    learning_rate: float = Field(gt=0)
+    learning_rate: LearningRate
     sampling: SamplingConfig
     scorers: list[ScorerConfig] = Field(min_length=1)
     min_margin: float = Field(ge=0)

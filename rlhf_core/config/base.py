@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchema, model_validator
 
 COLLECTED = "conflicts are collected"  # validation context: the caller gathers the conflicts of all sections
 
@@ -16,6 +16,10 @@ RENAMED_KEYS = {
     "checkpoints.go_on_from": "checkpoints.resume_from",
     "rl.reward.mask_cut_off": "rl.reward.mask_truncated",
     "rl.monitor.cut_off": "rl.monitor.truncated",
+}
+# Key whose old name has another meaning now -> what it is. Named in the message where the key is missing.
+MOVED_KEYS = {
+    "rl.ppo_epochs": "the passes over each rollout batch, which were rl.epochs; rl.epochs counts passes over the training prompts"
 }
 RENAMED_COLUMNS = {"cut_off_fraction": "truncated_fraction"}  # the same for columns of plots/train_policy.csv
 
@@ -29,6 +33,8 @@ _REORDERING = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 Fraction = Field(ge=0.0, le=1.0)
 RolloutBackend = Literal["vllm", "pytorch"]
+# params.yaml may have null, which rlhf_core/config/usual.py replaces before a section is read.
+LearningRate = Annotated[float, Field(gt=0), WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]})]
 
 
 class ConfigError(ValueError):

@@ -206,7 +206,7 @@ class DataConfig(Section):
     promotion_fraction: float = Field(default=0.0, ge=0, lt=0.5)
     max_rows: int | None = Field(default=None, gt=0)
     max_unrenderable_fraction: float = Field(default=0.05, ge=0, le=1)
-    sources: list[SourceConfig] = Field(min_length=1)
+    sources: list[SourceConfig]
 
     def conflicts(self) -> Iterator[str]:
         aside = self.validation_fraction + self.test_fraction + self.promotion_fraction

@@ -19,18 +19,14 @@ _OF_RATIO = ("clip_frac", "approx_kl", "policy_ratio_max", "policy_ratio_min")
 
 
 def dead_settings(rl: RlConfig) -> Iterator[str]:
-    """Conflicts, their keys relative to `rl`."""
-    if rl.algorithm == "ppo" and not rl.policy_steps:
-        yield (
-            f"ppo.critic_warmup_steps: expected less than steps={rl.steps}, got {rl.ppo.critic_warmup_steps}; lower it, because the policy "
-            "would never be trained"
-        )
+    """Conflicts, their keys relative to `rl`. Those of a number of steps are found once it is known (`RlConfig.over_prompts`)."""
+    yield from _dead_in_few_steps(rl)
     if not rl.ratio_moves:
-        on_policy = "because a batch has one optimizer step (minibatch_size, epochs), before which all ratios are 1"
+        on_policy = "because a batch has one optimizer step (minibatch_size, ppo_epochs), before which all ratios are 1"
         for key, value in (("max_approx_kl", rl.max_approx_kl), ("dual_clip", rl.dual_clip)):
             if value is not None:
                 yield f"{key}: expected null, got {value}; remove it or lower minibatch_size, {on_policy}"
-    if rl.rollout.recomputed_fraction < 1 and not any(rl.old_logprobs_source(step) == "recompute" for step in range(rl.steps)):
+    if rl.rollout.recomputed_fraction < 1 and rl.old_logprobs_source(0) != "recompute":
         where = "rollout engine" if rl.rollout.one_step_off_policy else "update, a batch's only optimizer step"
         yield (
             f"rollout.recomputed_fraction: expected 1, got {rl.rollout.recomputed_fraction}; set it to 1, because all old "
@@ -38,15 +34,8 @@ def dead_settings(rl: RlConfig) -> Iterator[str]:
         )
     if rl.rollout.dispatch == "dynamic" and rl.rollout.engines == 1:
         yield "rollout.dispatch: expected auto or equal with engines=1, got dynamic; change one, since one engine gets all prompts at once"
-    if rl.rollout.one_step_off_policy and rl.steps == 1:
-        yield "rollout.one_step_off_policy: expected false with steps=1, got true; change one, because the first step is on policy"
     if rl.dynamic_sampling.enabled and rl.dynamic_sampling.max_rounds == 1:
         yield "dynamic_sampling.max_rounds: expected at least 2, got 1; raise it, because the first round replaces no group"
-    if (every := rl.kl.refresh_reference_every) is not None and every >= rl.steps:
-        yield (
-            f"kl.refresh_reference_every: expected less than steps={rl.steps}, got {every}; lower it or set it to null, because the "
-            "reference would never change before the end"
-        )
     if rl.evaluation.metric != "score" and rl.evaluation.every is None:
         yield (
             f"evaluation.metric: expected score without evaluations, got {rl.evaluation.metric}; set evaluation.every, or leave metric at "
@@ -66,6 +55,23 @@ def dead_settings(rl: RlConfig) -> Iterator[str]:
             yield from _dead_limit(rl, f"monitor.{name}", limit)
 
 
+def _dead_in_few_steps(rl: RlConfig) -> Iterator[str]:
+    if rl.steps is None:
+        return
+    if rl.algorithm == "ppo" and not rl.policy_steps:
+        yield (
+            f"ppo.critic_warmup_steps: expected less than steps={rl.steps}, got {rl.ppo.critic_warmup_steps}; lower it, because the policy "
+            "would never be trained"
+        )
+    if rl.rollout.one_step_off_policy and rl.steps == 1:
+        yield "rollout.one_step_off_policy: expected false with steps=1, got true; change one, because the first step is on policy"
+    if (every := rl.kl.refresh_reference_every) is not None and every >= rl.steps:
+        yield (
+            f"kl.refresh_reference_every: expected less than steps={rl.steps}, got {every}; lower it or set it to null, because the "
+            "reference would never change before the end"
+        )
+
+
 def _dead_limit(rl: RlConfig, key: str, limit: LimitConfig) -> Iterator[str]:
     """Conflicts of a limit that can't be passed: its metric never changes or has no value, or the run is too short."""
     constant = {
@@ -76,6 +82,8 @@ def _dead_limit(rl: RlConfig, key: str, limit: LimitConfig) -> Iterator[str]:
     }
     for what in (what for what, is_missing in constant.items() if is_missing):
         yield f"{key}.metric: expected one that can change, got {limit.metric} without {what}; set {key} to null or take another metric"
+    if rl.steps is None:
+        return
     every = rl.evaluation.every if limit.metric.startswith("eval_") else 1
     values = sum(step % (every or 1) == 0 or step == rl.steps for step in range(limit.from_step, rl.steps + 1))
     if (needed := limit.window + limit.patience - 1) > values:

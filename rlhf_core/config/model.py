@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from datetime import date
+from fractions import Fraction as Exact
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rlhf_core.config.base import Fraction, Section, shown
+from rlhf_core.config.base import Fraction, LearningRate, Section, shown
 
 Schedule = Literal["cosine", "linear", "constant", "wsd", "wsd_linear"]
 Optimizer = Literal["adamw", "adamw_8bit", "lion"]
@@ -43,7 +45,7 @@ class ModelConfig(Section):
     max_length: int = Field(ge=8)
     template_date: str = "2024-07-26"
     template_options: dict[str, Any] = Field(default_factory=dict)
-    architecture: ArchitectureConfig
+    architecture: ArchitectureConfig | None
 
     def conflicts(self) -> Iterator[str]:
         try:
@@ -98,6 +100,17 @@ def takers(ranks: int, sequence_parallel: int, *, section: str = "") -> str:
     return own if sequence_parallel == 1 else f"{own} / {section}sequence_parallel={sequence_parallel}"
 
 
+class LengthConfig(Section):
+    """How long training takes: epochs, which are passes over the training rows, or a number of steps, which replaces them."""
+
+    epochs: float = Field(default=1.0, gt=0)
+    steps: int | None = Field(default=None, gt=0)
+
+    def steps_over(self, rows: int, *, per_step: int) -> int:
+        """Number of steps: `steps`, or those of `epochs`, rounded up and at least 1."""
+        return max(1, math.ceil(Exact(repr(self.epochs)) * rows / per_step)) if self.steps is None else self.steps
+
+
 class OptimizerConfig(Section):
     """The optimizer and its learning rate, of the supervised stages and of rl.
 
@@ -142,9 +155,11 @@ class SharedTrainingConfig(OptimizerConfig):
     YAML's merge key makes the values part of each section: DVC reruns a stage when a value that its section takes over changes, and not
     when the section has a value of its own.
 
+    max_minutes: of training, after which the stage ends with its best state; None: no limit.
     sequence_parallel: ranks that share each sequence; ranks / sequence_parallel is the data-parallel size.
     """
 
+    max_minutes: float | None = Field(default=None, gt=0)
     warmup_fraction: float = Fraction
     microbatch_tokens: int = Field(gt=0)
     ranks: int = Field(default=1, ge=1)
@@ -175,11 +190,11 @@ class SharedTrainingConfig(OptimizerConfig):
         yield from self.offload_conflicts("offload_optimizer", offload_optimizer=self.offload_optimizer)
 
 
-class TrainingConfig(SharedTrainingConfig):
+class TrainingConfig(SharedTrainingConfig, LengthConfig):
     """Keys of every supervised stage."""
 
     batch_size: int = Field(gt=0)
-    learning_rate: float = Field(gt=0)
+    learning_rate: LearningRate
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
@@ -187,28 +202,28 @@ class TrainingConfig(SharedTrainingConfig):
             yield f"batch_size: expected at least {self._takers}, got {self.batch_size}; raise it, so that each rank has an example"
 
 
-class PretrainConfig(Section):
-    steps: int = Field(ge=0)
+class PretrainConfig(LengthConfig):
+    """steps: 0: no pretraining."""
+
+    steps: int | None = Field(default=None, ge=0)
     batch_size: int = Field(gt=0)
     learning_rate: float = Field(gt=0)
 
 
 class SftConfig(TrainingConfig):
     pretrain: PretrainConfig
-    steps: int = Field(gt=0)
     train_on: Literal["last_turn", "all_turns"]
     train_on_thoughts: bool
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
-        if self.pretrain.steps and self.pretrain.batch_size < self.data_parallel_size:
+        if self.pretrain.steps != 0 and self.pretrain.batch_size < self.data_parallel_size:
             got = self.pretrain.batch_size
             yield f"pretrain.batch_size: expected at least {self._takers}, got {got}; raise it, so that each rank has an example"
 
 
 class RewardConfig(TrainingConfig):
     enabled: bool
-    epochs: float = Field(gt=0)
     margin: float = 0.0
     centering_coef: float = Field(ge=0)
     ensemble: int = Field(ge=1, le=16)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -41,19 +41,22 @@ def apply_overrides(path: Path, overrides: dict[str, Any]) -> Params:
     return params
 
 
-def overridden(text: str, overrides: dict[str, Any], *, subject: str, source: str = "override", rounds: bool = False) -> tuple[str, Params]:
+def overridden(
+    text: str, overrides: dict[str, Any], *, subject: str, source: str = "override", rounds: bool = False, complete: bool = True
+) -> tuple[str, Params]:
     """The text of a params.yaml with overrides, and its params. An override of `training` reaches each section that takes it over.
 
     Args:
         subject: names the text in messages.
         source: names the overrides in messages.
         rounds: for a series of rounds of iterative DPO.
+        complete: whether the result must have all that a run needs, a model and data.
     Raises:
         ConfigError: a line for each key that is unknown, or whose value is refused or conflicts with another.
     """
     plain = read_yaml_text(text, subject)
     if not overrides:
-        return text, parse_params(plain, subject=subject, rounds=rounds)
+        return text, parse_params(plain, subject=subject, rounds=rounds, complete=complete)
     yaml = YAML()
     yaml.preserve_quotes = True
     yaml.width = 4096
@@ -68,7 +71,7 @@ def overridden(text: str, overrides: dict[str, Any], *, subject: str, source: st
         yaml.dump(tree, written)
         text = written.getvalue()
         plain = read_yaml_text(text, source)
-    return text, parse_params(plain, subject=source, problems=problems, rounds=rounds)
+    return text, parse_params(plain, subject=source, problems=problems, rounds=rounds, complete=complete)
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
@@ -89,12 +92,14 @@ def with_recipes(recipes: Iterable[Path | str], overrides: dict[str, Any]) -> di
     """The values of the recipes, each laid over those before it, and the overrides over all.
 
     Raises:
-        ConfigError: a recipe can't be read.
+        ConfigError: a recipe can't be read, or it or the overrides set epochs that steps below them would replace.
     """
     values: dict[str, Any] = {}
-    for recipe in recipes:
-        values |= read_recipe(Path(recipe))
-    return values | overrides
+    for source, layer in (*((f"recipe {shown(str(recipe))}", read_recipe(Path(recipe))) for recipe in recipes), ("--set", overrides)):
+        if problems := [f"{source}: {problem}" for problem in _replaced_epochs(layer, values.get)]:
+            raise ConfigError("\n".join(problems))
+        values |= layer
+    return values
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -114,13 +119,14 @@ def _leaves(node: dict[str, Any], path: tuple[str, ...], section: type[Section])
 
 def load_overlaid(path: Path, recipe: Path | None) -> Params:
     """The params of params.yaml with a recipe laid over them. The recipe may be a whole params.yaml, and must be where `path` is missing.
+    The result may name no model and no data.
 
     Raises:
         ConfigError: naming every key that is unknown, or whose value is refused or conflicts with another.
     """
     if recipe is None or not path.exists():
-        return load_params(path if recipe is None else recipe)
-    return overridden(read_text(path), read_recipe(recipe), subject=str(path), source=shown(str(recipe)))[1]
+        return load_params(path if recipe is None else recipe, complete=False)
+    return overridden(read_text(path), read_recipe(recipe), subject=str(path), source=shown(str(recipe)), complete=False)[1]
 
 
 def set_keys(tree: Any, overrides: dict[str, Any]) -> list[str]:
@@ -131,7 +137,24 @@ def set_keys(tree: Any, overrides: dict[str, Any]) -> list[str]:
             set_key(tree, dotted, value)
         except ConfigError as error:
             problems.append(str(error))
-    return problems
+
+    def value_at(dotted: str) -> Any:
+        node = tree
+        for part in dotted.split("."):
+            node = node.get(part) if isinstance(node, dict) else None
+        return node
+
+    return sorted([*problems, *(f"override {problem}" for problem in _replaced_epochs(overrides, value_at))])
+
+
+def _replaced_epochs(overrides: Mapping[str, Any], value_at: Callable[[str], Any]) -> Iterator[str]:
+    """A line for each key `epochs` that has no effect because `steps`, which the same overrides don't set, is a number below them."""
+    for key in overrides:
+        section, _, last = key.rpartition(".")
+        steps = f"{section}.steps"
+        if last == "epochs" and steps not in overrides and (number := value_at(steps)) is not None:
+            moved = f"; passes over each rollout batch are {section}.ppo_epochs" * (section == "rl")
+            yield f"{key}: expected {steps} null, since steps replace epochs, got {number}; set {steps} to null beside it{moved}"
 
 
 def set_key(tree: Any, dotted: str, value: Any) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import reduce
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_core.config.alignment import (
     AlignmentConfig,
@@ -29,6 +31,7 @@ from rlhf_core.config.run import (
     TrackingConfig,
 )
 from rlhf_core.config.scorers import ScorerConfig, weight_conflicts
+from rlhf_core.config.usual import LEARNING_RATES, SMALL_MODEL, WRECKING_FACTOR, nulls, usual, with_usual_rates
 
 # Keys that are read with every method. evaluate samples with rl.rollout.backend, ends answers at rl.rollout.stop and scores them with
 # rl.reward.scorers. A section of another method is not read, so its conflicts don't count.
@@ -39,6 +42,7 @@ ALWAYS_USED = (
 )
 REWARD_MODEL_SECTIONS = ("reward", "gate")  # with reward.enabled
 ROUND_SECTIONS = ("iterative", "dpo")  # for the flow iterative-dpo
+CRITIC_RATE = "rl.ppo.critic_learning_rate"
 
 UseAndSplit = tuple[str, str]
 
@@ -68,6 +72,11 @@ class Params(Section):
     tracking: TrackingConfig
     flow: FlowConfig
     promotion: RegistryConfig
+
+    @model_validator(mode="before")
+    @classmethod
+    def completed(cls, tree: Any) -> Any:
+        return with_usual_rates(tree)
 
     @property
     def evaluation_scorers(self) -> list[ScorerConfig]:
@@ -177,6 +186,54 @@ def keys_in_use(params: Params, *, rounds: bool = False) -> tuple[str, ...]:
         *(REWARD_MODEL_SECTIONS if params.reward.enabled else ()),
         *(ROUND_SECTIONS if rounds else ()),
     )
+
+
+def incomplete(tree: dict[str, Any], params: Params, *, rounds: bool = False) -> Iterator[str]:
+    """What params that are valid still lack for a run: a model, data, and learning rates where there are no usual ones.
+
+    Args:
+        tree: params as written.
+        rounds: for a series of rounds of iterative DPO.
+    """
+    model = params.model.path is not None or params.model.architecture is not None
+    if not model or not params.data.sources:
+        needed = (("model.path", "model", model), ("data.sources", "data", params.data.sources))
+        missing = {key: what for key, what, given in needed if not given}
+        yield (
+            f"{' and '.join(missing)}: expected your {' and your '.join(missing.values())}, got none; add --params and a recipe that names "
+            "both, such as recipes/clerk.yaml, or the one that `rlhf_core.look` prints for your data (docs/data.md)"
+        )
+    elif params.model.path is None:
+        used = rates_in_use(params, rounds=rounds)
+        for key in (key for key in nulls(tree) if key in used):
+            yield f"{key}: expected a number without model.path, got null; write one, because null is the usual rate of pretrained models"
+
+
+def rates_in_use(params: Params, *, rounds: bool = False) -> list[str]:
+    """The keys of the learning rates that a run trains with, but for that of pretraining."""
+    used = tuple(f"{name}." for name in keys_in_use(params, rounds=rounds))
+    keys = [key for key in (*LEARNING_RATES, "iterative.learning_rate") if key.startswith(used)]
+    return [key for key in keys if key != CRITIC_RATE or params.rl.algorithm == "ppo"]
+
+
+def unusual(params: Params, parameters: int | None, *, rounds: bool = False) -> list[str]:
+    """Learning rates in use so far above the usual range that they wreck pretrained models, each with that range.
+
+    Args:
+        parameters: of the model; None: unknown, which counts as large.
+        rounds: for a series of rounds of iterative DPO.
+    """
+    if params.model.path is None or (parameters is not None and parameters < SMALL_MODEL):
+        return []
+    found = []
+    for key in rates_in_use(params, rounds=rounds):
+        trained = params.dpo if key.startswith("iterative.") else getattr(params, key.partition(".")[0])
+        lora = trained.lora is not None and key != CRITIC_RATE  # rl.lora is the policy's
+        usually = usual("dpo.learning_rate" if trained is params.dpo else key, lora=lora, optimizer=trained.optimizer)
+        rate = reduce(getattr, key.split("."), params)
+        if rate > WRECKING_FACTOR * usually.high:
+            found.append(f"{key}: {'LoRA' if lora else 'full'} training at {rate:g}; usual {usually} (docs/training.md)")
+    return found
 
 
 def rows_needed(params: Params) -> tuple[UseAndSplit, ...]:

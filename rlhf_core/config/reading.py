@@ -21,10 +21,11 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from rlhf_core.config.base import COLLECTED, RENAMED_KEYS, ConfigError, Section, did_you_mean, section_keys, shown
+from rlhf_core.config.base import COLLECTED, MOVED_KEYS, RENAMED_KEYS, ConfigError, Section, did_you_mean, section_keys, shown
 from rlhf_core.config.credentials import credential_in
 from rlhf_core.config.model import SharedTrainingConfig
-from rlhf_core.config.params import Params, conflicts, keys_in_use, used_conflicts
+from rlhf_core.config.params import Params, conflicts, incomplete, keys_in_use, used_conflicts
+from rlhf_core.config.usual import with_usual_rates
 
 MAX_BYTES = 2**20  # of a file
 MAX_VALUES = 100_000  # of a file, each alias counted as the values that it stands for
@@ -34,13 +35,15 @@ MAX_PROBLEMS = 40  # lines of one message
 MAX_WHOLE_NUMBER = 2**53  # JSON and torch don't keep larger whole numbers exactly
 
 
-def load_params(path: Path | str = "params.yaml") -> Params:
+def load_params(path: Path | str = "params.yaml", *, complete: bool = True) -> Params:
     """Read and check params.yaml.
 
+    Args:
+        complete: whether it must have all that a run needs, a model and data.
     Raises:
         ConfigError: the file is missing, is not YAML, or a key is unknown, missing, or of the wrong type or value.
     """
-    return parse_params(read_yaml(Path(path)), subject=str(path))
+    return parse_params(read_yaml(Path(path)), subject=str(path), complete=complete)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -173,12 +176,15 @@ def check_size(tree: Any, subject: str) -> None:
         raise ConfigError(f"{subject}: expected at most {MAX_DEPTH} levels, got more; does an alias contain itself?")
 
 
-def parse_params(tree: dict[str, Any], subject: str = "params", *, problems: Sequence[str] = (), rounds: bool = False) -> Params:
+def parse_params(
+    tree: dict[str, Any], subject: str = "params", *, problems: Sequence[str] = (), rounds: bool = False, complete: bool = True
+) -> Params:
     """The typed params of a tree.
 
     Args:
         problems: lines that are known already; the message lists them with those found here.
         rounds: for a series of rounds of iterative DPO, which reads further sections.
+        complete: whether the tree must have all that a run needs, a model and data.
     Raises:
         ConfigError: a line for each key that is unknown or missing, or whose value is refused or conflicts with another, sorted by key.
     """
@@ -188,7 +194,8 @@ def parse_params(tree: dict[str, Any], subject: str = "params", *, problems: Seq
     if not found:
         try:
             params = Params.model_validate(tree, context={COLLECTED})
-            found = [f"{subject}: {shown(conflict, 2000)}" for conflict in conflicts(params, rounds=rounds)]
+            lacking = incomplete(tree, params, rounds=rounds) if complete else ()
+            found = [f"{subject}: {shown(conflict, 2000)}" for conflict in (*lacking, *conflicts(params, rounds=rounds))]
         except ValidationError as error:
             found = [_explain(subject, e) for e in error.errors()]
             found += [f"{subject}: {shown(conflict, 2000)}" for conflict in _conflicts_of_valid_sections(tree)]
@@ -205,7 +212,7 @@ def _conflicts_of_valid_sections(tree: dict[str, Any]) -> Iterator[str]:
     for name, field in Params.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             with suppress(ValidationError, TypeError):
-                valid[name] = field.annotation.model_validate(tree.get(name), context={COLLECTED})
+                valid[name] = field.annotation.model_validate(with_usual_rates(tree).get(name), context={COLLECTED})
     if {"reward", "alignment"} <= set(valid):
         used = keys_in_use(Params.model_construct(**valid))
         for name, section in valid.items():
@@ -245,6 +252,8 @@ def _explain(subject: str, error: dict[str, Any]) -> str:
         meant = did_you_mean(key, section_keys(Params, item=next((str(part) for part in error["loc"] if isinstance(part, int)), "0")))
         return f"{subject}: {key}: expected a known key, got one that nothing reads; {meant or 'remove it or correct its spelling'}"
     if error["type"] == "missing":
+        if key in MOVED_KEYS:
+            return f"{subject}: {key}: expected {MOVED_KEYS[key]}, got nothing; write ppo_epochs: 1, or the number that epochs had"
         shared = len(error["loc"]) == 2 and error["loc"][0] != "training" and error["loc"][1] in SharedTrainingConfig.model_fields
         todo = "take it from the default params.yaml" + (", or take over the section training with `<<: *training`" if shared else "")
         return f"{subject}: {key}: expected a value, got nothing; {todo}"

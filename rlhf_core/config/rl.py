@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from rlhf_core.config.base import RENAMED_COLUMNS, RENAMED_KEYS, did_you_mean
+from rlhf_core.config.base import RENAMED_COLUMNS, RENAMED_KEYS, LearningRate, did_you_mean
 from rlhf_core.config.dead import dead_settings
-from rlhf_core.config.model import LoraConfig, OptimizerConfig, Schedule, sequence_conflicts, takers
+from rlhf_core.config.model import LengthConfig, LoraConfig, OptimizerConfig, Schedule, sequence_conflicts, takers
 from rlhf_core.config.rl_parts import (
     DEFAULT_LIMITS,
     ROLES,
@@ -38,13 +38,15 @@ CACHE_BLOCK = 16  # tokens of a block of vLLM's cache on a GPU
 Algorithm = Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"]
 
 
-class RlConfig(OptimizerConfig):
+class RlConfig(OptimizerConfig, LengthConfig):
+    """epochs: over the training prompts. ppo_epochs: passes over each rollout batch. max_minutes: as of SharedTrainingConfig."""
+
     algorithm: Algorithm
-    steps: int = Field(gt=0)
+    max_minutes: float | None = Field(default=None, gt=0)
     samples_per_step: int = Field(gt=0)
     minibatch_size: int = Field(gt=0)
-    epochs: int = Field(ge=1)
-    learning_rate: float = Field(gt=0)
+    ppo_epochs: int = Field(ge=1)
+    learning_rate: LearningRate
     schedule: Schedule = "constant"
     warmup_steps: int = Field(ge=0)
     min_learning_rate_fraction: float = Field(default=0.0, ge=0, le=1)
@@ -132,6 +134,17 @@ class RlConfig(OptimizerConfig):
         """CPUs that Ray counts for the job: one for each trainer rank, and for each process of a rollout engine."""
         return self.ranks + self.rollout.engines * self.rollout.tensor_parallel_size
 
+    def over_prompts(self, prompts: int) -> RlConfig:
+        """With the number of steps for so many training prompts as `steps`.
+
+        Raises:
+            ValueError: a setting doesn't fit the number of steps.
+        """
+        rl = self.model_copy(update={"steps": self.steps_over(prompts, per_step=self.rollout_batch_size)})
+        if found := [f"rl.{conflict}" for conflict in rl.conflicts()]:
+            raise ValueError("\n".join(found))
+        return rl
+
     def of_group(self, group: RoleGroup) -> RlConfig:
         """With the group's number of ranks as that of `trainer`."""
         return self.model_copy(update={"trainer": self.trainer.model_copy(update={"ranks": group.ranks})})
@@ -180,7 +193,7 @@ class RlConfig(OptimizerConfig):
     @property
     def one_optimizer_step(self) -> bool:
         """Whether a batch of rollouts is used for one optimizer step only."""
-        return self.epochs == 1 and self.minibatch_size == self.samples_per_step
+        return self.ppo_epochs == 1 and self.minibatch_size == self.samples_per_step
 
     @property
     def ratio_moves(self) -> bool:
@@ -189,8 +202,8 @@ class RlConfig(OptimizerConfig):
 
     @property
     def optimizer_steps(self) -> int:
-        """Of the whole run, where none is skipped and max_approx_kl ends no step early."""
-        return self.steps * self.epochs * (self.samples_per_step // self.minibatch_size)
+        """Of the whole run, whose `steps` are known, where none is skipped and max_approx_kl ends no step early."""
+        return self.steps * self.ppo_epochs * (self.samples_per_step // self.minibatch_size)
 
     @property
     def policy_steps(self) -> int:
@@ -253,7 +266,8 @@ class RlConfig(OptimizerConfig):
                     break
 
     def _combination_conflicts(self) -> Iterator[str]:
-        yield from self.warmup_conflicts("warmup_steps", min(1.0, self.warmup_steps / max(1, self.policy_steps)))
+        if self.steps is not None:
+            yield from self.warmup_conflicts("warmup_steps", min(1.0, self.warmup_steps / max(1, self.policy_steps)))
         yield from self.offload_conflicts("trainer.offload_optimizer", offload_optimizer=self.trainer.offload_optimizer)
         if self.policy_loss == "gspo" and self.aggregation != "sequence_mean":
             yield (

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 from pydantic_core import PydanticCustomError
 
-from rlhf_core.config.base import Fraction, RolloutBackend, Section
+from rlhf_core.config.base import Fraction, LearningRate, RolloutBackend, Section
 from rlhf_core.config.model import offload_conflicts, sequence_conflicts
 
 # The share of a GPU for one actor; rlhf_core/planning/placement.py resolves auto.
@@ -22,7 +22,7 @@ class PpoConfig(Section):
     whiten_advantages: bool
     value_clip: float | None = Field(gt=0)
     value_coef: float = Field(gt=0)
-    critic_learning_rate: float = Field(gt=0)
+    critic_learning_rate: LearningRate
     critic_init: Literal["reward_model", "reward_model_trunk", "sft"]
     critic_warmup_steps: int = Field(ge=0)
 

@@ -62,7 +62,9 @@ class RankStore:
 
         return on_first(result, subject="checkpoint")
 
-    def write(self, step: int, save: Callable[[Path], list[str]], *, score: float | None = None, best: int | None = None) -> None:
+    def write(
+        self, step: int, save: Callable[[Path], list[str]], *, score: float | None = None, best: int | None = None, seconds: float = 0.0
+    ) -> None:
         """As `CheckpointStore.write`.
 
         Args:
@@ -83,7 +85,8 @@ class RankStore:
             _save(from_first(folder), save)
 
         try:
-            self._store.write(step, save_all, score=score, best=best, ranks=range(world_size()) if world_size() > 1 else ())
+            ranks = range(world_size()) if world_size() > 1 else ()
+            self._store.write(step, save_all, score=score, best=best, ranks=ranks, seconds=seconds)
         except Exception as error:  # of any kind: the other ranks wait for an answer
             if not begun:
                 from_first(f"{type(error).__name__}: {error}")

@@ -64,10 +64,12 @@ def params_of(arguments: argparse.Namespace) -> tuple[Params, dict[str, Any]]:
     """params.yaml with recipes, --set and the options of the workload laid over it, and all these overrides. Nothing is written."""
     text, subject = read_text(arguments.params), str(arguments.params)
     overrides = with_recipes(arguments.recipe, dict(map(parse_assignment, arguments.assignments)))
-    params = overridden(text, overrides, subject=subject)[1]
+    params = overridden(text, overrides, subject=subject, complete=False)[1]
     if of_options := option_overrides(arguments, params):
         overrides |= of_options
-        params = overridden(text, overrides, subject=subject)[1]
+        params = overridden(text, overrides, subject=subject, complete=False)[1]
+    if params.model.path is None and params.model.architecture is None:
+        raise ValueError("model: expected --model, or a --recipe that names one, got none; add one of them")
     return params, overrides
 
 
@@ -102,7 +104,8 @@ def print_step(params: Params, overrides: dict[str, Any], arguments: argparse.Na
 
 def differing(text: str, overrides: dict[str, Any]) -> dict[str, Any]:
     """The overrides that change a params.yaml of this text."""
-    tree, params = read_yaml_text(text, "params.yaml"), parse_params(read_yaml_text(text, "params.yaml"), subject="params.yaml")
+    tree = read_yaml_text(text, "params.yaml")
+    params = parse_params(tree, subject="params.yaml", complete=False)
     return {key: value for key, value in overrides.items() if value != _at(tree, params, key)}
 
 
@@ -240,7 +243,7 @@ def workload(params: Params, arguments: argparse.Namespace) -> Workload:
         samples=rl.samples_per_step,
         group_size=rl.group_size,
         minibatch=rl.minibatch_size,
-        epochs=rl.epochs,
+        ppo_epochs=rl.ppo_epochs,
         prompt_length=arguments.prompt_length or model.max_length - longest,
         response_length=arguments.response_length or longest,
         longest=longest,

@@ -217,7 +217,9 @@ def assumed(work: Workload, params: Params, given: argparse.Namespace) -> list[A
         ),
         Assumed("dtype", work.dtype, "", source("dtype", "model.dtype")),
         Assumed("algorithm", algorithm, "", source("algorithm", "rl.algorithm")),
-        Assumed("steps", params.rl.steps, "in the run; seconds are of one", "rl.steps"),
+        Assumed("steps", params.rl.steps, "in the run; seconds are of one", "rl.steps")
+        if params.rl.steps is not None
+        else Assumed("epochs", params.rl.epochs, "passes over the prompts; seconds are of a step", "rl.epochs"),
         Assumed("samples", work.samples, "responses a step", source("samples", "rl.samples_per_step")),
         Assumed("group size", work.group_size, "responses to a prompt", source("group_size", f"rl.{algorithm}.group_size")),
         Assumed("prompts", work.samples // work.group_size, "a step", "samples / group size"),
@@ -228,7 +230,7 @@ def assumed(work: Workload, params: Params, given: argparse.Namespace) -> list[A
         Assumed("longest response", work.longest, "tokens", source("longest", source("response_length", "rl.rollout.max_new_tokens"))),
         Assumed("longest sample", work.longest_sample, "tokens", "model.max_length"),
         Assumed("minibatch", work.minibatch, "samples an optimizer step", source("minibatch", "rl.minibatch_size")),
-        Assumed("epochs", work.epochs, "passes over a step's samples", source("epochs", "rl.epochs")),
+        Assumed("PPO epochs", work.ppo_epochs, "passes over a step's samples", source("ppo_epochs", "rl.ppo_epochs")),
         Assumed("microbatch", work.microbatch_tokens, "tokens a forward pass", source("microbatch_tokens", "rl.trainer.microbatch_tokens")),
         Assumed("reward models", len(work.reward_models), "", rewards),
         Assumed("reference", "yes" if work.reference else "no", "", source("reference", "rl.kl")),

@@ -18,7 +18,7 @@ KEYS = {
     "algorithm": "rl.algorithm",
     "samples": "rl.samples_per_step",
     "minibatch": "rl.minibatch_size",
-    "epochs": "rl.epochs",
+    "ppo_epochs": "rl.ppo_epochs",
     "microbatch_tokens": "rl.trainer.microbatch_tokens",
     "max_concurrent": "rl.rollout.max_concurrent_sequences",
 }
@@ -114,7 +114,7 @@ def _work_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--no-reward-model", action="store_true", help="scores come from functions")
     group.add_argument("--algorithm", choices=get_args(Algorithm))
     group.add_argument("--reference", action=argparse.BooleanOptionalAction, help="default: as in rl.kl")
-    for name in ("samples", "group-size", "minibatch", "epochs", "microbatch-tokens"):
+    for name in ("samples", "group-size", "minibatch", "ppo-epochs", "microbatch-tokens"):
         group.add_argument(f"--{name}", type=_count)
     group.add_argument("--pairs", type=_count, help="print the hours of a pass over so many preference pairs, and over as many prompts")
     of_prompts = "mean, tokens; default: what model.max_length leaves, which counts the longest prompt and is raised if it leaves less"

@@ -143,8 +143,8 @@ def score_seconds(group: Group, work: Workload, placement: Placement, cluster: C
 
 def update_seconds(group: Group, work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency) -> float:
     """Seconds of forward and backward passes of policy and critic over all epochs, with communication in each optimizer step."""
-    tokens, shared = work.epochs * work.samples * work.sequence, placement.sequence_parallel
-    steps = work.epochs * math.ceil(work.samples / work.minibatch)
+    tokens, shared = work.ppo_epochs * work.samples * work.sequence, placement.sequence_parallel
+    steps = work.ppo_epochs * math.ceil(work.samples / work.minibatch)
     passes = work.micro_batches(min(work.minibatch, work.samples), group.gpus / shared)
     seconds = 0.0
     for role, shape in ((POLICY, work.policy), (CRITIC, work.critic)):

@@ -48,7 +48,7 @@ class Workload:
     samples: int
     group_size: int
     minibatch: int
-    epochs: int
+    ppo_epochs: int
     prompt_length: float
     response_length: float
     longest: float

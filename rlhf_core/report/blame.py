@@ -109,19 +109,19 @@ def _sft(inputs: ReportInputs) -> Iterator[Blame]:
             f"SFT loss {start:.3g} in its first steps, {end:.3g} in its last",
             "The SFT model has learned almost nothing, and all later stages start from it.",
             (
-                "sft.learning_rate and sft.steps",
+                "sft.learning_rate, and sft.epochs or sft.steps",
                 "whether the demonstrations’ prompts and responses match",
                 "sft.lora, if set: its rank",
             ),
         )
     elif _overfitted(curve["heldout_loss"]):
-        yield _overfit("train_sft", "SFT model", curve["heldout_loss"], "sft.steps, or more demonstrations")
+        yield _overfit("train_sft", "SFT model", curve["heldout_loss"], "sft.epochs or sft.steps, or more demonstrations")
     if truncated > ENDLESS:
         yield Blame(
             "train_sft",
             f"{truncated:.0%} of the SFT model’s sampled answers are truncated",
             "The SFT model does not end its answers.",
-            ("whether demonstrations end with the end token of the chat template", "evaluation.max_new_tokens", "sft.steps"),
+            ("whether demonstrations end with the end token of the chat template", "evaluation.max_new_tokens", "sft.epochs or sft.steps"),
         )
 
 
@@ -132,10 +132,14 @@ def _reward_model(inputs: ReportInputs) -> Iterator[Blame]:
             "train_reward",
             f"held-out accuracy {accuracy:.3f} on {n} pairs, at least {low:.3f}; guessing has 0.5",
             "The reward model is no better than guessing, so its rewards are noise.",
-            ("whether the columns chosen and rejected are mapped correctly", "reward.learning_rate and reward.epochs", "gate.min_accuracy"),
+            (
+                "whether the columns chosen and rejected are mapped correctly",
+                "reward.learning_rate, and reward.epochs or reward.steps",
+                "gate.min_accuracy",
+            ),
         )
     elif _overfitted(inputs.reward_curves["heldout_loss"]):
-        yield _overfit("train_reward", "reward model", inputs.reward_curves["heldout_loss"], "reward.epochs, or more pairs")
+        yield _overfit("train_reward", "reward model", inputs.reward_curves["heldout_loss"], "reward.epochs or reward.steps, or more pairs")
     confidence = need(inputs.params, "evaluation", "confidence")
     if (reward_direction(inputs.evaluation, confidence), judge_direction(inputs.evaluation, confidence)) == ("better", "worse"):
         sft, policy = (judged(inputs.evaluation, "sampled", model) for model in ("sft", "policy"))
@@ -182,7 +186,11 @@ def _rl(inputs: ReportInputs) -> Iterator[Blame]:
             "train_policy",
             f"mean score {start:.3g} in the first step, {end:.3g} in the last ones; KL {curves['kl_mean'].tail(EDGE).mean():.3g}",
             "RL did not raise its own reward.",
-            ("rl.learning_rate and rl.steps", "rl.kl.coef, if the KL stays near 0", "grad_norm and entropy in plots/train_policy.csv"),
+            (
+                "rl.learning_rate, and rl.epochs or rl.steps",
+                "rl.kl.coef, if the KL stays near 0",
+                "grad_norm and entropy in plots/train_policy.csv",
+            ),
         )
 
 
@@ -194,7 +202,7 @@ def _offline(inputs: ReportInputs) -> Iterator[Blame]:
             "train_policy",
             f"loss {start:.3g} in the first steps, {end:.3g} in the last",
             "The training of the policy has learned almost nothing.",
-            (f"{inputs.method}.learning_rate and {inputs.method}.steps",),
+            (f"{inputs.method}.learning_rate, and {inputs.method}.epochs or {inputs.method}.steps",),
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from rlhf_core.config import STAGE_SECTIONS, Params, read_yaml
+from rlhf_core.config import STAGE_SECTIONS, Params, read_yaml, unusual, with_usual_rates
 from rlhf_core.paths import CURVES, EVALUATION_PROMPTS, EVALUATION_SAMPLES, MODELS, PREPARED, REWARD_HELDOUT, STAGE_METRICS, TOKEN_LENGTHS
 from rlhf_core.provenance.lineage import external_inputs, named_inputs
 from rlhf_core.report.differences import Results
@@ -46,12 +46,14 @@ def read_inputs(params: Params, fingerprint: str, stopped: Stopped | None = None
     """
     files = {name: path for stage in reached for name, path in FILES[stage].items() if stopped is None or path.is_file()}
     content: dict[str, Any] = {name: None for of_stage in FILES.values() for name in of_stage}
+    content |= {name: path.read_text() if name == "prompts" else READERS[path.suffix](path) for name, path in files.items()}
     return ReportInputs(
         title=params.report.title,
         params={s: v for s, v in params.model_dump().items() if s in STAGE_SECTIONS["report"]},
-        written_params={s: v for s, v in read_yaml(PARAMS).items() if s in STAGE_SECTIONS["report"]},
+        written_params={s: v for s, v in with_usual_rates(read_yaml(PARAMS)).items() if s in STAGE_SECTIONS["report"]},
         evaluation_scorers=[scorer.model_dump() for scorer in params.evaluation_scorers],
         method_scorers=[scorer.model_dump() for scorer in (params.method_scorers or ("", []))[1]],
+        unusual=unusual(params, (content["sft"] or {}).get("parameters")),
         files={path.as_posix(): sha256(path) for path in sorted(files.values())},
         outs=read_outs(LOCK, reached),
         external=read_external(LOCK, reached),
@@ -59,7 +61,7 @@ def read_inputs(params: Params, fingerprint: str, stopped: Stopped | None = None
         fingerprint=fingerprint,
         stopped=stopped,
         baselines={} if stopped is not None else {name: Results(**run) for name, run in read_json(BASELINES).items() if run is not None},
-        **content | {name: path.read_text() if name == "prompts" else READERS[path.suffix](path) for name, path in files.items()},
+        **content,
     )
 
 

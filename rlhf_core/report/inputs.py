@@ -62,6 +62,7 @@ class ReportInputs:
     params: the sections of params.yaml that affect the result, section -> values.
     written_params: the same without defaults, as params.yaml and the dvc.lock of other runs have them.
     evaluation_scorers: scorers that scored the answers of the evaluation. method_scorers: those the policy was trained on.
+    unusual: settings that wreck pretrained models, each with the usual range.
     files: path -> sha256 of every file that the report is made from.
     outs: path -> md5 of data and models, from dvc.lock.
     external: key in params, path or name, and sha256 or commit of data and models from outside the project, from dvc.lock.
@@ -75,6 +76,7 @@ class ReportInputs:
     written_params: Tree
     evaluation_scorers: Sequence[Tree]
     method_scorers: Sequence[Tree]
+    unusual: Sequence[str]
     files: Mapping[str, str]
     outs: Mapping[str, str]
     external: Sequence[tuple[str, str, str]]

@@ -93,6 +93,7 @@ def render(inputs: ReportInputs) -> str:
         "override": None if inputs.gate is None else need(inputs.gate, "override"),
         "looks_shown": LOOKS_SHOWN,
         "taken_over": [(stage, entry) for stage, tree in training.items() if tree is not None for entry in tree.get("resumed_from", [])],
+        "cut_short": [(stage, tree) for stage, tree in training.items() if tree is not None and tree.get("ended_by") == "max_minutes"],
         "monitor": None if inputs.policy is None else inputs.policy.get("monitor"),
         "modes": MODES,
         "samples": [] if inputs.samples is None else list(samples(inputs.samples)),

@@ -15,26 +15,28 @@ from rlhf_core.statistics.intervals import holm, wilson_interval
 USES = ("pretrain", "sft", "preference", "prompt")  # in the order of the chain
 # Params shown first, in the order of the chain; the others are folded away.
 KEY_PARAMS = (
-    *("seed", "model.path", "model.architecture", "model.dtype", "sft.steps", "sft.batch_size", "sft.learning_rate"),
-    *("reward.epochs", "reward.batch_size", "reward.learning_rate", "alignment.method"),
+    *("seed", "model.path", "model.architecture", "model.dtype", "sft.epochs", "sft.steps"),
+    *("sft.batch_size", "sft.learning_rate"),
+    *("reward.epochs", "reward.steps", "reward.batch_size", "reward.learning_rate", "alignment.method"),
 )
 # Further ones for each alignment.method.
 METHOD_PARAMS = {
     "rl": (
-        *("rl.algorithm", "rl.steps", "rl.samples_per_step", "rl.learning_rate", "rl.kl", "rl.reward.scorers"),
+        *("rl.algorithm", "rl.epochs", "rl.steps", "rl.samples_per_step", "rl.learning_rate", "rl.kl", "rl.reward.scorers"),
         *("rl.rollout.temperature", "rl.rollout.max_new_tokens"),
     ),
-    "dpo": ("dpo.loss", "dpo.beta", "dpo.nll_coef", "dpo.steps", "dpo.batch_size", "dpo.learning_rate"),
+    "dpo": ("dpo.loss", "dpo.beta", "dpo.nll_coef", "dpo.epochs", "dpo.steps", "dpo.batch_size", "dpo.learning_rate"),
     "kto": (
         *("kto.loss", "kto.beta", "kto.desirable_weight", "kto.undesirable_weight"),
-        *("kto.steps", "kto.batch_size", "kto.learning_rate"),
+        *("kto.epochs", "kto.steps", "kto.batch_size", "kto.learning_rate"),
     ),
     "rejection_sampling": (
-        *("rejection_sampling.sampling", "rejection_sampling.steps", "rejection_sampling.batch_size"),
+        *("rejection_sampling.sampling", "rejection_sampling.epochs", "rejection_sampling.steps", "rejection_sampling.batch_size"),
         *("rejection_sampling.learning_rate", "rejection_sampling.scorers"),
     ),
     "conditional_sft": (
-        *("conditional_sft.label_by", "conditional_sft.levels", "conditional_sft.wanted", "conditional_sft.steps"),
+        *("conditional_sft.label_by", "conditional_sft.levels", "conditional_sft.wanted", "conditional_sft.epochs"),
+        "conditional_sft.steps",
         "conditional_sft.learning_rate",
     ),
 }
@@ -43,6 +45,8 @@ LABELS = {
     "algorithm": "algorithm",
     "loss": "loss",
     "steps": "steps",
+    "planned_steps": "steps planned",
+    "epochs": "passes over the training rows",
     "demonstrations": "demonstrations",
     "dropped_too_long": "dropped, too long",
     "parameters": "parameters",

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from rlhf_core.config import Params, RlConfig, number_of
 from rlhf_core.data.batching import batch_indices
-from rlhf_core.models.tokenizer import encode_prompts
+from rlhf_core.data.schema import read_rows
+from rlhf_core.paths import PREPARED
 from rlhf_core.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger("rlhf")
 
 
 def fitting_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, longest: int, what: str = "prompts") -> list[Prompt]:
@@ -19,6 +28,8 @@ def fitting_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, lon
     Raises:
         ValueError: every prompt is longer.
     """
+    from rlhf_core.models.tokenizer import encode_prompts
+
     ids = encode_prompts(tokenizer, [r["messages"] for r in rows])
     prompts = [Prompt(r["id"], r["source"], r["messages"], i, r["label"]) for r, i in zip(rows, ids, strict=True)]
     fitting = [p for p in prompts if len(p.prompt_ids) <= longest]
@@ -32,3 +43,24 @@ def choose_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, long
     prompts = fitting_prompts(rows, tokenizer, longest=longest)
     order = batch_indices(0, batch_size=len(prompts), num_examples=len(prompts), seed=seed)
     return [prompts[i] for i in order[:count]]
+
+
+def with_steps(params: Params, tokenizer_folder: Path) -> RlConfig:
+    """The section rl with a number of steps, which its epochs over the training prompts may give.
+
+    Raises:
+        ValueError: another setting doesn't fit that number, or no prompt leaves room for a response.
+    """
+    rl, model = params.rl, params.model
+    if rl.steps is not None:
+        log.info("rl: rl.steps %d replaces rl.epochs; passes over each rollout batch are rl.ppo_epochs %d", rl.steps, rl.ppo_epochs)
+        return rl
+    from rlhf_core.models.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(str(tokenizer_folder), trust_remote_code=model.trust_remote_code)
+    rows, longest = read_rows(PREPARED, "prompt", "train"), model.max_length - rl.rollout.max_new_tokens
+    prompts = len(fitting_prompts(rows, tokenizer, longest=longest, what="prompts of the train split"))
+    rl = rl.over_prompts(prompts)
+    steps, epochs = number_of(rl.steps, "step"), number_of(rl.epochs, "epoch")
+    log.info("rl: %s of %s, %s of %d prompts", steps, number_of(rl.rollout_batch_size, "prompt"), epochs, prompts)
+    return rl

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import Params
 from rlhf_core.config.base import subsection, with_defaults
+from rlhf_core.config.usual import with_usual_rates
 
 if TYPE_CHECKING:
     from rlhf_core.stage.scratch import Work
@@ -31,6 +32,7 @@ STATE = {
         "position": "steps done, and in RL prompts drawn; the position in the data follows from them",
         "generators": "of random numbers, of each rank",
         "curves": "rows of the steps done",
+        "seconds": "of training, which count toward max_minutes",
     },
     "supervised": {
         "best_loss": "step and held-out loss of the best evaluation",
@@ -72,7 +74,7 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("model.chat_template", "model.template_date", "model.template_options", "model.max_length"): _SCORES,
     # The optimizer. `_lacking` refuses an average that the checkpoint doesn't have, `_too_far` fewer steps than were done.
     ("training.learning_rate", "training.schedule", "training.min_learning_rate_fraction", "training.decay_fraction"): _SCHEDULE,
-    ("training.warmup_fraction", "training.steps", "rl.warmup_steps", "reward.epochs", "iterative.learning_rate"): _SCHEDULE,
+    ("training.warmup_fraction", "training.epochs", "training.steps", "rl.warmup_steps", "iterative.learning_rate"): _SCHEDULE,
     ("training.optimizer",): {"optimizer": REFUSED},
     ("training.betas", "training.eps", "training.weight_decay", "training.max_grad_norm"): {},
     ("training.ema_decay",): {"average": CONVERTED},
@@ -84,7 +86,7 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("training.lora.dropout",): {},
     ("training.microbatch_tokens", "training.sequence_parallel", "training.offload_optimizer", "training.offload_parameters"): {},
     ("training.gradient_checkpointing", "training.disable_dropout", "training.offload_frozen", "training.reference"): {},
-    ("training.checkpoint_every", "training.eval_every", "training.keep_best"): {},
+    ("training.checkpoint_every", "training.eval_every", "training.keep_best", "training.max_minutes"): {},
     # What supervised training learns, and its held-out loss
     ("sft.pretrain",): {"pretraining": REFUSED},
     ("sft.train_on", "sft.train_on_thoughts", "reward.margin"): {"best_loss": ANEW},
@@ -100,7 +102,7 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     # RL: the algorithm. `_lacking` refuses PPO where the checkpoint has no critic.
     ("rl.algorithm", "rl.ppo", "rl.grpo", "rl.dr_grpo", "rl.rloo", "rl.reinforce_pp", "rl.reinforce_pp_baseline", "rl.remax"): {},
     ("rl.ppo.critic_init",): {"critic": REFUSED},
-    ("rl.minibatch_size", "rl.epochs", "rl.loss_aggregation", "rl.clip_low", "rl.clip_high", "rl.dual_clip"): {},
+    ("rl.minibatch_size", "rl.ppo_epochs", "rl.loss_aggregation", "rl.clip_low", "rl.clip_high", "rl.dual_clip"): {},
     ("rl.samples_per_step", "rl.policy_loss"): {"tracks": ANEW},
     ("rl.entropy_coef", "rl.moe_aux_coef", "rl.max_approx_kl", "rl.correction", "rl.ptx"): {},
     ("rl.kl.coef",): {"kl_coef": ANEW},
@@ -192,7 +194,7 @@ def row_of(key: str) -> str | None:
 def settings(params: Mapping[str, Any]) -> dict[str, Any]:
     """Every key of a stage's params and its value, with defaults; scorers by their names."""
     found: dict[str, Any] = {}
-    for name, value in params.items():
+    for name, value in with_usual_rates(dict(params)).items():
         field = Params.model_fields.get(name)
         section = None if field is None else subsection(field.annotation)[0]
         found.update(_leaves(value if section is None else with_defaults(section, value), name))
@@ -250,7 +252,7 @@ def _lacking(now: Mapping[str, Any], before: Mapping[str, Any], files: Collectio
 
 def _too_far(now: Mapping[str, Any], phase: str, step: int) -> Iterator[str]:
     """The number of steps, where the checkpoint has more."""
-    sections = ("rl", "sft", "rejection_sampling", "conditional_sft", "kto", "iterative", "dpo")  # a round has both of the last
-    key = "sft.pretrain.steps" if phase == "pretrain" else next((f"{s}.steps" for s in sections if f"{s}.steps" in now), None)
-    if key is not None and now[key] < step:
+    sections = ("rl", "sft", "reward", "rejection_sampling", "conditional_sft", "kto", "iterative", "dpo")  # a round has both of the last
+    key = "sft.pretrain.steps" if phase == "pretrain" else next((f"{s}.steps" for s in sections if now.get(f"{s}.steps") is not None), None)
+    if key is not None and now[key] is not None and now[key] < step:  # the trainer checks those of epochs
         yield f"{key}: expected at least the {step} of the checkpoint, got {now[key]}; raise it, or set checkpoints.resume_from to null"

@@ -288,6 +288,10 @@ class Stage:
         if kind == "policy" and gate is None:
             inputs = {path: md5 for path, md5 in inputs.items() if path != REWARD_MODEL.as_posix()}
         figures = {name: value for name, value in metrics.items() if name.startswith("heldout_") and isinstance(value, float)}
+        notes = []
+        if metrics.get("ended_by") == "max_minutes":
+            steps = f"{metrics['steps']} of {metrics['planned_steps']} steps"
+            notes.append(f"Training ended by `max_minutes` after {steps}, so it can't be rebuilt to the bit.")
         resumed = "Training resumed from a checkpoint of other work (`checkpoints.resume_from`)."
         return CardFacts(
             kind=kind,
@@ -298,7 +302,7 @@ class Stage:
             inputs=inputs,
             gate=gate,
             figures=figures,
-            notes=[resumed] * bool(self.resumed_from),
+            notes=[*notes, *[resumed] * bool(self.resumed_from)],
         )
 
     def _note_where_it_began(self) -> None:

@@ -140,6 +140,7 @@ class TrainRun:
             checkpoint_every=config.checkpoint_every,
             eval_every=config.eval_every,
             keep_best=config.keep_best,
+            max_minutes=config.max_minutes,
             first_step=first_step,
             checkpoints=lambda phase: CheckpointStore(self.scratch / phase, self.job.checkpoints, write_digest=write_digest),
             metrics_log=metrics_log,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,8 @@ def train_ensemble(
             scalar_model, encoded["train"], heldout["validation"], config, member=member, dtype=model.dtype, seed=member_seed, loop=loop
         )
         metrics |= of_member if member == 0 else {f"{name}_member_{member}": of_member[name] for name in MEASURED if name in of_member}
+        if of_member["steps"] < metrics["steps"]:  # of fewer steps than the members before, by max_minutes
+            metrics |= {name: of_member[name] for name in ("steps", "epochs", "planned_steps", "ended_by")}
         engine.eval()
         parts = {"pad_id": filler_id(engine.module.model), "microbatch_tokens": config.microbatch_tokens}
         scores.append({split: score_heldout(engine, heldout[split], **parts) for split in HELDOUT_SPLITS if heldout[split]})
@@ -119,7 +121,7 @@ def train_member(
     seed: int,
     loop: Callable[..., TrainLoop],
 ) -> tuple[TrainEngine, dict[str, Any]]:
-    """Train one member. Its steps in the curves follow those of the members before it.
+    """Train one member. Its steps in the curves follow those of the members before it; its time is an equal share of max_minutes.
 
     Args:
         encoded: comparisons, and the number of pairs dropped as too long.
@@ -129,7 +131,7 @@ def train_member(
         comparisons,
         heldout,
         name=f"reward_member_{member}" if member else "reward",
-        steps=math.ceil(config.epochs * len(comparisons) / config.batch_size),
+        steps=config.steps_over(len(comparisons), per_step=config.batch_size),
         batch_size=config.batch_size,
         pad_id=filler_id(model),
         microbatch_tokens=config.microbatch_tokens,
@@ -139,8 +141,10 @@ def train_member(
     settings = engine_settings(config, steps=phase.steps, learning_rate=config.learning_rate, dtype=dtype, seed=seed)
     add_adapters(model, config.lora, seed=seed)
     engine = TrainEngine(ScalarModule(model), settings)
-    found = train_phase(engine, phase, loop(first_step=member * phase.steps, seed=seed))
-    metrics = {"trained": True, "pairs": sum(len(c.pairs) for c in comparisons), "dropped_too_long": dropped, "steps": phase.steps}
+    how = loop(first_step=member * phase.steps, seed=seed)
+    minutes = how.max_minutes and how.max_minutes / config.ensemble
+    found = train_phase(engine, phase, replace(how, max_minutes=minutes))
+    metrics = {"trained": True, "pairs": sum(len(c.pairs) for c in comparisons), "dropped_too_long": dropped}
     return engine, metrics | found
 
 

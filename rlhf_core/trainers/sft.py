@@ -81,26 +81,27 @@ def finetune(
     config: RejectionSamplingConfig | ConditionalSftConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
-    """On every rank: `config.steps` optimizer steps on demonstrations that a stage has made, as in rejection sampling and conditional SFT.
+    """On every rank: train on demonstrations that a stage has made, as in rejection sampling and conditional SFT.
 
     Args:
         start: Hugging Face folder.
         tokenizer: saved with the model.
     Returns:
-        Metrics: steps, and those of `train_phase`.
+        Metrics of `train_phase`.
     Raises:
         Interrupted: a stop was requested; the state is saved.
     """
     model, loop = run.params.model, run.loop(config, COLUMNS, first_step=0)
-    sizes = {"steps": config.steps, "batch_size": config.batch_size, "microbatch_tokens": config.microbatch_tokens}
+    steps = config.steps_over(len(train), per_step=config.batch_size)
+    sizes = {"steps": steps, "batch_size": config.batch_size, "microbatch_tokens": config.microbatch_tokens}
     phase = sft_phase("sft", train, heldout, pad_id=tokenizer.pad_token_id, **sizes)
     language_model = load_language_model(start, trust_remote_code=model.trust_remote_code, training_dtype=model.dtype)
-    settings = engine_settings(config, steps=config.steps, learning_rate=config.learning_rate, dtype=model.dtype, seed=loop.seed)
+    settings = engine_settings(config, steps=steps, learning_rate=config.learning_rate, dtype=model.dtype, seed=loop.seed)
     add_adapters(language_model, config.lora, seed=loop.seed)
     engine = TrainEngine(PolicyModule(language_model), settings)
     metrics = train_phase(engine, phase, loop)
     run.save_model(language_model, engine.state_dict(), tokenizer)
-    return {"steps": config.steps, **metrics}
+    return metrics
 
 
 def pretrain(
@@ -118,12 +119,13 @@ def pretrain(
         The trained weights, on every rank, and the number of steps.
     """
     examples, _ = encode_texts(rows, tokenizer, max_length=model_config.max_length)
-    steps, batch_size = config.pretrain.steps, config.pretrain.batch_size
+    batch_size = config.pretrain.batch_size
+    steps = config.pretrain.steps_over(len(examples), per_step=batch_size)
     how = {"pad_id": tokenizer.pad_token_id, "microbatch_tokens": config.microbatch_tokens}
     phase = sft_phase("pretrain", examples, [], steps=steps, batch_size=batch_size, **how)
     settings = engine_settings(config, steps=steps, learning_rate=config.pretrain.learning_rate, dtype=model_config.dtype, seed=loop.seed)
     engine = TrainEngine(PolicyModule(model), settings)
-    train_phase(engine, phase, replace(loop, keep_best=False))
+    train_phase(engine, phase, replace(loop, keep_best=False, max_minutes=None))
     weights = engine.state_dict(every_rank=True)
     engine.close()
     return weights, steps
@@ -155,8 +157,9 @@ def train_on_demonstrations(
     """
     (train, dropped), (heldout, _) = (encoded() for encoded in begun)
     parts = {"pad_id": tokenizer.pad_token_id, "microbatch_tokens": config.microbatch_tokens}
-    phase = sft_phase("sft", train, list(heldout), steps=config.steps, batch_size=config.batch_size, **parts)
-    settings = engine_settings(config, steps=phase.steps, learning_rate=config.learning_rate, dtype=model_config.dtype, seed=loop.seed)
+    steps = config.steps_over(len(train), per_step=config.batch_size)
+    phase = sft_phase("sft", train, list(heldout), steps=steps, batch_size=config.batch_size, **parts)
+    settings = engine_settings(config, steps=steps, learning_rate=config.learning_rate, dtype=model_config.dtype, seed=loop.seed)
     parameters = sum(p.numel() for p in model.parameters())
     add_adapters(model, config.lora, seed=loop.seed)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -18,7 +18,7 @@ import torch
 from rlhf_core.algorithms.schedules import learning_rate_factor
 from rlhf_core.checkpoint.store import CheckpointStore, Found
 from rlhf_core.checkpoint.stored import share, take, withdraw
-from rlhf_core.config import TrainingConfig
+from rlhf_core.config import TrainingConfig, number_of
 from rlhf_core.data.batching import batch_indices
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine
 from rlhf_core.engines.rank_store import RankStore
@@ -27,6 +27,7 @@ from rlhf_core.engines.universal import convert_engines, load_converted, of_othe
 from rlhf_core.process import Interrupted, collect_by_default
 from rlhf_core.progress import Bar
 from rlhf_core.tracking import MetricsLog
+from rlhf_core.trainers.time_limit import ended_by_time, out_of_time
 
 log = logging.getLogger("rlhf")
 
@@ -53,6 +54,10 @@ class Phase:
     train_batch: Callable[[TrainEngine, list[int]], Metrics]
     evaluate: Callable[[TrainEngine], Metrics] | None
 
+    def epochs(self, steps: int) -> float:
+        """Passes over the data set that so many steps make."""
+        return steps * self.batch_size / max(1, self.num_examples)
+
 
 @dataclass(frozen=True)
 class Best:
@@ -72,6 +77,7 @@ class TrainLoop:
     metrics_log: opens the curves for writing from a given step on.
     stop_requested: whether a signal asks for a stop; called once a step, before the step's checkpoint. One rank's stop is everybody's.
     keep_best: the phase ends with the best weights by the held-out loss.
+    max_minutes: of the phase, by rank 0's clock; it ends with the step in which they are over, as with its last one.
     """
 
     seed: int
@@ -82,6 +88,7 @@ class TrainLoop:
     metrics_log: Callable[[int], MetricsLog]
     stop_requested: Callable[[], bool]
     keep_best: bool = False
+    max_minutes: float | None = None
 
 
 def engine_settings(config: TrainingConfig, *, steps: int, learning_rate: float, dtype: str, seed: int) -> EngineSettings:
@@ -115,11 +122,12 @@ def engine_settings(config: TrainingConfig, *, steps: int, learning_rate: float,
 def train_phase(engine: TrainEngine, phase: Phase, loop: TrainLoop) -> Metrics:
     """Run one phase to its end, from its last checkpoint if there is one. Afterwards the engine holds the weights to publish.
 
-    These are the weights of the last step, or with keep_best those of the evaluation with the lowest heldout_loss, of equal ones the
-    earliest; with ema_decay their average. The engine can't be trained further.
+    These are the weights of the last step, which is that in which max_minutes are over, if they are; or with keep_best those of the
+    evaluation with the lowest heldout_loss, of equal ones the earliest; with ema_decay their average. The engine can't be trained further.
 
     Returns:
-        Held-out metrics of these weights, if the phase has held-out data; with keep_best also best_step, their step counted from 1.
+        steps and the epochs that they make; planned_steps and ended_by where max_minutes ended the phase; held-out metrics of the weights,
+        if the phase has held-out data; with keep_best also best_step, their step counted from 1.
     Raises:
         Interrupted: a stop was requested, and the state is saved.
         SaveFailed: a checkpoint can't be written.
@@ -127,38 +135,50 @@ def train_phase(engine: TrainEngine, phase: Phase, loop: TrainLoop) -> Metrics:
     """
     if loop.keep_best and phase.evaluate is None:
         raise ValueError(f"keep_best: expected held-out data to judge {phase.name} by, got none; add some, or set keep_best to false")
+    if is_first():
+        steps, epochs = number_of(phase.steps, "step"), number_of(float(f"{phase.epochs(phase.steps):.3g}"), "epoch")
+        log.info("%s: %s of %d, %s of %d examples", phase.name, steps, phase.batch_size, epochs, phase.num_examples)
     collect_by_default()
     seed_generators(loop.seed + rank())
     store = RankStore(lambda: loop.checkpoints(phase.name))
     try:
-        done, best = _resume(engine, store, phase, loop)
-        if done < phase.steps:  # otherwise the curves may already hold a later phase's rows
-            best = _train_steps(engine, phase, loop, store, done=done, best=best)
-        if best is not None and best.step != phase.steps:
-            log.info("%s: the best held-out loss, %.6g, is that of step %d of %d", phase.name, best.loss, best.step, phase.steps)
+        done, best, seconds = _resume(engine, store, phase, loop)
+        if done < phase.steps and not out_of_time(seconds, loop.max_minutes):  # otherwise the curves may already hold a later phase's rows
+            done, best = _train_steps(engine, phase, loop, store, done=done, best=best, seconds=seconds)
+        if best is not None and best.step != done:
+            log.info("%s: the best held-out loss, %.6g, is that of step %d of %d", phase.name, best.loss, best.step, done)
             load_state(engine, store.of_step(best.step), phase.name)
     finally:
         store.close()
     engine.exchange_average()
-    metrics = {} if phase.evaluate is None else evaluate(engine, phase.evaluate)
+    metrics = {"steps": done, "epochs": phase.epochs(done)}
+    if done < phase.steps:
+        metrics |= ended_by_time(phase.name, done, phase.steps)
+    if phase.evaluate is not None:
+        metrics |= evaluate(engine, phase.evaluate)
     return metrics if best is None else metrics | {"best_step": best.step}
 
 
-def _train_steps(engine: TrainEngine, phase: Phase, loop: TrainLoop, store: RankStore, *, done: int, best: Best | None) -> Best | None:
+def _train_steps(
+    engine: TrainEngine, phase: Phase, loop: TrainLoop, store: RankStore, *, done: int, best: Best | None, seconds: float
+) -> tuple[int, Best | None]:
     """The steps after `done`, with evaluations, curves and checkpoints.
 
     Args:
-        best: of the steps done.
+        best, seconds: of the steps done.
     Returns:
-        The best evaluation with keep_best, otherwise None.
+        The number of steps done, and with keep_best the best evaluation, otherwise None.
     """
     engine.train()
+    began = time.monotonic() - seconds
     curves = loop.metrics_log(loop.first_step + done)
     try:
         with Bar(f"{phase.name} step", phase.steps, done=done) as bar:
             for step in range(done, phase.steps):
                 row, timings = _train_step(engine, phase, step, seed=loop.seed)
-                last, improved = step + 1 == phase.steps, False
+                seconds = time.monotonic() - began
+                is_over = loop.max_minutes is not None and on_any(is_first() and out_of_time(seconds, loop.max_minutes))
+                last, improved = is_over or step + 1 == phase.steps, False
                 if phase.evaluate is not None and ((step + 1) % loop.eval_every == 0 or last):
                     with engine.averaged():
                         row |= evaluate(engine, phase.evaluate)
@@ -166,26 +186,29 @@ def _train_steps(engine: TrainEngine, phase: Phase, loop: TrainLoop, store: Rank
                     best = Best(step + 1, row["heldout_loss"]) if improved else best
                 stop = on_any(loop.stop_requested())
                 if last or stop or improved or (step + 1) % loop.checkpoint_every == 0:
-                    timings |= _write_checkpoint(engine, store, step + 1, row, timings, best)
+                    timings |= _write_checkpoint(engine, store, step + 1, row, timings, best, seconds)
                 # The curve's row comes before the checkpoint: a run that is killed between them repeats the step and rewrites its row.
                 curves.log({"step": loop.first_step + step, "phase": phase.name, **row}, timings)
                 store.publish()
                 bar.step(**{name: value for name, value in row.items() if name == "loss" or name.startswith("heldout_")})
-                if stop and not last:
+                if last or stop:
                     break
         store.wait()
     finally:
         curves.close()
     if not last:
         raise Interrupted
-    return best
+    return step + 1, best
 
 
-def _write_checkpoint(engine: TrainEngine, store: RankStore, steps: int, row: Metrics, timings: Metrics, best: Best | None) -> Metrics:
+def _write_checkpoint(
+    engine: TrainEngine, store: RankStore, steps: int, row: Metrics, timings: Metrics, best: Best | None, seconds: float
+) -> Metrics:
     """Write the state after so many steps; `store.publish()` makes it a checkpoint. Returns the timings with the time that it takes."""
     began = time.perf_counter()
     score = -row["heldout_loss"] if "heldout_loss" in row else None
-    store.write(steps, lambda folder: save_state(engine, folder), score=score, best=None if best is None else best.step)
+    best_step = None if best is None else best.step
+    store.write(steps, lambda folder: save_state(engine, folder), score=score, best=best_step, seconds=seconds)
     blocked = time.perf_counter() - began
     return {"seconds": timings["seconds"] + blocked, "seconds_checkpoint": blocked}
 
@@ -223,11 +246,11 @@ def evaluate(engine: TrainEngine, measure: Callable[[TrainEngine], Metrics]) -> 
     return metrics
 
 
-def _resume(engine: TrainEngine, store: RankStore, phase: Phase, loop: TrainLoop) -> tuple[int, Best | None]:
-    """Load the last checkpoint. Returns the number of steps done, and with keep_best the best evaluation among them."""
+def _resume(engine: TrainEngine, store: RankStore, phase: Phase, loop: TrainLoop) -> tuple[int, Best | None, float]:
+    """Load the last checkpoint. Returns the number of steps done, with keep_best the best evaluation among them, and their seconds."""
     found = store.latest()
     if found is None:
-        return 0, None
+        return 0, None, 0.0
     if found.step > phase.steps:
         raise ValueError(
             f"{phase.name}: expected a checkpoint of at most {phase.steps} steps, got one of {found.step}; raise the steps or begin anew"
@@ -235,7 +258,7 @@ def _resume(engine: TrainEngine, store: RankStore, phase: Phase, loop: TrainLoop
     load_state(engine, found, phase.name)
     if found.step < phase.steps:
         log.info("%s: resuming from the checkpoint of step %d", phase.name, found.step)
-    return found.step, _best_of(found, store) if loop.keep_best else None
+    return found.step, _best_of(found, store) if loop.keep_best else None, found.manifest.get("seconds", 0.0)
 
 
 def _best_of(found: Found, store: RankStore) -> Best | None:

@@ -48,9 +48,10 @@ def train_round(run: TrainRun, folder: Path, start: Path) -> dict[str, Any]:
     from rlhf_core.trainers.supervised import hold_out
 
     params = run.params
-    config = params.dpo.model_copy(update={"learning_rate": params.iterative.learning_rate})
+    own = {key: getattr(params.iterative, key) for key in ("epochs", "steps", "learning_rate")}
+    config = params.dpo.model_copy(update=own)
     loop = run.loop(params.dpo, COLUMNS, first_step=0)
-    preference = PreferenceRun(start=start, steps=params.iterative.steps, model=params.model, scratch=run.scratch, loop=loop)
+    preference = PreferenceRun(start=start, model=params.model, scratch=run.scratch, loop=loop)
     rows = pq.read_table(folder / "data" / "preference.parquet").to_pylist()
     pairs, heldout = hold_out(rows) if config.keep_best else (rows, [])
     trained = train_on_pairs(pairs, heldout, config, preference)

@@ -21,6 +21,7 @@ DRIVER = {
     "kl_coef": ("kl_coef",),
     "best": ("best",),
     "monitor": (),  # by its own fields
+    "seconds": ("seconds",),
     "tracks": ("score_tracks", "kl_tracks", "tracks"),
     "start": ("start",),
     "frontier": ("frontier",),

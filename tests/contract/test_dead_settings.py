@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import ConfigError, parse_params, read_yaml, set_key
 
-DEFAULTS = read_yaml(Path(__file__).parents[2] / "params.yaml")
+DEFAULTS = read_yaml(CLERK_PARAMS)
 JUDGE = {"name": "judge", "kind": "judge", "weight": 1.0}
 GRPO = {"rl.algorithm": "grpo"}
 ONE_STEP_OFF = {"rl.rollout.one_step_off_policy": True}
@@ -37,7 +37,7 @@ PAIRS = [
     Pair("rl.ppo.critic_warmup_steps", {"rl.ppo.critic_warmup_steps": 80}, {}, GRPO),
     Pair("rl.max_approx_kl", {"rl.max_approx_kl": 0.1}, {}, MINIBATCHES),
     Pair("rl.max_approx_kl", {"rl.max_approx_kl": 0.1}, ONE_STEP_OFF | {"rl.correction.kind": "tis"}, ONE_STEP_OFF),
-    Pair("rl.dual_clip", {"rl.dual_clip": 3.0}, {}, {"rl.epochs": 2}),
+    Pair("rl.dual_clip", {"rl.dual_clip": 3.0}, {}, {"rl.ppo_epochs": 2}),
     Pair("rl.rollout.recomputed_fraction", {"rl.rollout.recomputed_fraction": 0.5}, {"rl.kl.coef": 0.0}, {}),
     Pair("rl.rollout.recomputed_fraction", {"rl.rollout.recomputed_fraction": 0.5}, ONE_STEP_OFF, MINIBATCHES),
     Pair("rl.rollout.dispatch", {"rl.rollout.dispatch": "dynamic"}, {"rl.rollout.engines": 1}, {}),
@@ -77,6 +77,26 @@ def conflicts(*changes: dict[str, Any]) -> list[str]:
     except ConfigError as error:
         return [line.removeprefix("params: ") for line in str(error).splitlines()]
     return []
+
+
+def test_a_number_of_steps_that_epochs_give_is_checked_once_it_is_known():
+    late = {
+        "rl.steps": None,
+        "rl.ppo.critic_warmup_steps": 9,
+        "rl.kl.refresh_reference_every": 9,
+        "rl.schedule": "wsd",
+        "rl.warmup_steps": 9,
+    }
+    tree = copy.deepcopy(DEFAULTS)
+    for key, value in late.items():
+        set_key(tree, key, value)
+    rl = parse_params(tree).rl
+    assert rl.over_prompts(256 * 30).steps == 30
+    with pytest.raises(ValueError, match=r"rl\.ppo\.critic_warmup_steps: expected less than steps=9") as refused:
+        rl.over_prompts(256 * 9)
+    assert "rl.kl.refresh_reference_every: expected less than steps=9, got 9" in str(refused.value)
+    with pytest.raises(ValueError, match=r"rl\.decay_fraction: expected at most 0\.1"):
+        rl.over_prompts(256 * 19)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair.key} {pair.killer}")

@@ -457,7 +457,7 @@ def test_pairs_are_learned_on_the_gpu_whatever_its_attention_takes(folder, tmp_p
         return MetricsLog(path, COLUMNS, timings=None, tracking=params.tracking, run_name="gpu", first_step=step)
 
     loop = TrainLoop(0, 100, 100, 0, lambda phase: CheckpointStore(tmp_path / "scratch" / phase), curves, lambda: False)
-    run = PreferenceRun(folder, 12, params.model.model_copy(update={"dtype": dtype}), tmp_path / "scratch", loop)
+    run = PreferenceRun(folder, params.model.model_copy(update={"dtype": dtype}), tmp_path / "scratch", loop, 12)
     trained = train_on_pairs(rows[:48], rows[48:], params.dpo.model_copy(update=changes), run)
     assert trained.metrics["heldout_accuracy"] > 0.9
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from clerk_params import CLERK_PARAMS
 from collision import FIRST
 from small_workspace import ROOT, environment, git
 
@@ -153,8 +154,8 @@ def make_project(folder: Path) -> Path:
     """A committed project in `folder`; nothing has run."""
     folder.mkdir(parents=True)
     shutil.copytree(ROOT / ".dvc", folder / ".dvc", ignore=shutil.ignore_patterns("tmp", "cache", "config.local"))
-    for name in (".gitignore", ".dvcignore", "params.yaml", "pyproject.toml"):
-        shutil.copy(ROOT / name, folder / name)
+    for file in (CLERK_PARAMS, *(ROOT / name for name in (".gitignore", ".dvcignore", "pyproject.toml"))):
+        shutil.copy(file, folder)
     git(folder, "init", "--quiet", "--initial-branch", "main")
     write_stages(folder)
     return folder

@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from clerk_params import CLERK_PARAMS
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.config import load_params
@@ -89,7 +90,7 @@ def check(policy: LlamaForCausalLM, groups: list[list[Sample]]) -> str:
     outputs = {"old_logprobs": trainer_logprobs(policy, groups, temperature=1.0)}
     batch = collate([ScoredRollout(r, {"reward_model": 0.0}) for r in rollouts], outputs, None, pad_id=0, old_logprobs_source="recompute")
     try:
-        check_logprobs(batch, batch.sampler_logprobs, load_params(ROOT / "params.yaml").rl, step=3, dtype="float32")
+        check_logprobs(batch, batch.sampler_logprobs, load_params(CLERK_PARAMS).rl, step=3, dtype="float32")
     except LogprobMismatch as error:
         return str(error)
     return "passed"

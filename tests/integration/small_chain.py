@@ -23,6 +23,7 @@ from ruamel.yaml import YAML
 from small_workspace import ROOT, command_line, git, never_on_schedule, processes_in, wait_until
 
 from flows.chain.stages import dvc_environment
+from tools.clerk import clerk_text
 
 ORDER = [  # after hash_inputs
     *("prepare_data", "validate_data", "check_model", "train_sft", "train_reward", "gate_reward"),
@@ -63,8 +64,9 @@ SMALL_CLERK = {"pretrain_lines": 400, "demonstrations": 300, "prompts": 240}
 
 
 def make_chain(folder: Path, *recipes: dict) -> Path:
-    """A committed project in `folder` with this checkout's files (tracked or untracked) and small params, without results of this
-    checkout's own runs, which a flow would take for the previous run.
+    """A committed project in `folder` with this checkout's files (tracked or untracked) and the clerk's params, made small.
+
+    It has no results of this checkout's own runs, which a flow would take for the previous run.
     """
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
     for name in filter(None, listed.stdout.split("\0")):
@@ -72,6 +74,7 @@ def make_chain(folder: Path, *recipes: dict) -> Path:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
     (folder / "baselines.json").write_text('{"previous": null, "promoted": null}')
+    (folder / "params.yaml").write_text(clerk_text(), encoding="utf-8")
     never_on_schedule(folder)
     change_params(folder, *(recipes or (SMALL, {"data": {"sources": {0: {"clerk": SMALL_CLERK}}}})))
     git(folder, "init", "--quiet", "--initial-branch", "main")

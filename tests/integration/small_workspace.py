@@ -25,6 +25,8 @@ from typing import Any
 import psutil
 from ruamel.yaml import YAML
 
+from tools.clerk import clerk_tree
+
 ROOT = Path(__file__).parents[2]
 
 WORK = '''"""One of four stages: python work.py <stage>."""
@@ -162,7 +164,7 @@ def make_workspace(folder: Path, *, steps: int = 3, retries: int = 1, laid_out: 
         file.write("/steps.log\n")
     (folder / "work.py").write_text(WORK)
     (folder / "dvc.yaml").write_text(DVC)
-    params = YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text())
+    params = clerk_tree()
     params["sft"]["steps"] = steps
     params["flow"] |= {"retries": retries, "retry_delay": 0, "environment": ["CRASH_ONCE"]}
     with (folder / "params.yaml").open("w") as file:

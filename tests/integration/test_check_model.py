@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 from small_chain import SMALL, change_params
 
 from rlhf_core.models.tokenizer import build_tokenizer
@@ -20,8 +21,8 @@ NARROW = {"model": {"architecture": {"heads": 4}}}  # head width 16, which vLLM'
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
-    for name in ("dvc.yaml", "params.yaml"):
-        shutil.copy(ROOT / name, tmp_path / name)
+    for file in (CLERK_PARAMS, ROOT / "dvc.yaml"):
+        shutil.copy(file, tmp_path)
     for package in ("tasks", "rlhf_core", "rewards"):  # dependencies of the stage, covered by its fingerprint
         (tmp_path / package).symlink_to(ROOT / package)
     change_params(tmp_path, SMALL)

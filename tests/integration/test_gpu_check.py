@@ -35,7 +35,7 @@ FIGURES = {
     "tensor_parallel": ("GRPO, a tiny shape", 1),
 }
 
-pytestmark = pytest.mark.timeout(MOST_SECONDS + 60)
+pytestmark = [pytest.mark.timeout(MOST_SECONDS + 60), pytest.mark.long]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,6 @@ def rehearse(out: Path, models: Path, parts: list[str]) -> Rehearsal:
     return Rehearsal(done.stdout, (out / "gpu.md").read_text(), results, list(out.iterdir()))
 
 
-@pytest.mark.long
 def test_every_part_runs_and_the_table_has_them_all(whole):
     assert whole.table.startswith(REHEARSAL) and whole.table in whole.printed
     for part in PARTS:
@@ -119,7 +118,6 @@ def test_phases_are_parts_of_a_step_and_samples_follow_from_it(rehearsal):
     assert len(held) == 2 and min(held) > 0.1  # both actors with their libraries
 
 
-@pytest.mark.long
 def test_trl_does_the_same_steps(whole):
     figures = whole.results["turns"].figures
     ours, theirs = (values(figures, f"generated tokens over the whole step{by}") for by in ("", " by TRL"))
@@ -130,7 +128,6 @@ def test_trl_does_the_same_steps(whole):
         assert 0.05 < ratio < 20
 
 
-@pytest.mark.long
 def test_weights_by_gloo_are_timed_and_the_engine_computes_with_them(whole):
     figures = whole.results["transfer"].figures
     seconds, speeds = values(figures, "by gloo", ": a sync"), values(figures, "by gloo", ": speed")

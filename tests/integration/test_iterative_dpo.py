@@ -17,7 +17,7 @@ from rlhf_core.data.schema import read_rows
 from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.rounds.pins import read_rounds
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 
 STEPS = 60
 SMALL_ROUNDS = {

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from flows.chain.overrides import check
 from rlhf_core.config import apply_overrides, read_recipe
@@ -30,8 +31,8 @@ SMALL = {
 def workspace(folder: Path, overrides: dict) -> Path:
     """Parameters and the code of the checkout, nothing else."""
     folder.mkdir()
-    for name in ("params.yaml", "dvc.yaml"):
-        shutil.copy(ROOT / name, folder)
+    for file in (CLERK_PARAMS, ROOT / "dvc.yaml"):
+        shutil.copy(file, folder)
     for name in ("tasks", "rlhf_core", "rewards"):
         (folder / name).symlink_to(ROOT / name)
     apply_overrides(folder / "params.yaml", overrides)
@@ -186,7 +187,7 @@ def test_the_stage_does_not_import_torch(prepared):
 
 @pytest.mark.parametrize("recipe", ["hh_rlhf", "gsm8k"])
 def test_recipes_are_complete_parameters(recipe):
-    params = check(ROOT / "params.yaml", read_recipe(ROOT / f"recipes/{recipe}.yaml"))
+    params = check(CLERK_PARAMS, read_recipe(ROOT / f"recipes/{recipe}.yaml"))
     assert {"sft", "preference", "prompt"} == {use for source in params.data.sources for use in source.uses}
 
 

@@ -234,6 +234,7 @@ def critic(chain, cluster, tmp_path_factory) -> Trained:
     return trained(train(chain, at_once, tmp_path_factory.mktemp("critic") / "critic", CRITIC, flaky=FLAKY))
 
 
+@pytest.mark.long
 def test_only_the_critic_learns_at_first_and_a_minibatch_that_is_too_far_ends_the_step(critic):
     rows = critic.curves.set_index("step")
     learned = ["policy_loss", "grad_norm", "ptx_loss"]
@@ -245,6 +246,7 @@ def test_only_the_critic_learns_at_first_and_a_minibatch_that_is_too_far_ends_th
     )  # the policy moves after its first update, in step 3
 
 
+@pytest.mark.long
 def test_what_a_scorer_cant_score_is_counted_and_one_that_fails_does_not_stop_the_run(critic):
     rows = critic.curves
     assert (rows["failed_reward_model"] == 0).all()
@@ -257,11 +259,13 @@ def test_what_a_scorer_cant_score_is_counted_and_one_that_fails_does_not_stop_th
     assert "expected scores of 16 responses, got none (scorer rank 0: expected score_items to finish, got no answer" in critic.printed
 
 
+@pytest.mark.long
 def test_what_a_function_measures_is_in_a_column_of_its_own(critic):
     measured = [json.loads(text) for text in critic.curves["scorer_metrics"]]
     assert all(set(m) == {"even.tokens"} and 3 <= m["even.tokens"] <= 16 for m in measured)
 
 
+@pytest.mark.long
 def test_no_response_ends_before_the_fewest_tokens_and_log_probabilities_still_agree(critic):
     assert (critic.curves["response_length"] >= 3).all() and (critic.curves["logprob_difference"] < 1e-4).all()
     setup = critic.metrics["setup"]
@@ -320,6 +324,7 @@ def ahead(chain, cluster, tmp_path_factory):
     return trained(train(chain, cluster, tmp_path_factory.mktemp("rl") / "ahead", AHEAD))
 
 
+@pytest.mark.long
 def test_responses_drawn_ahead_are_of_the_policy_before(ahead):
     rows = ahead.curves
     assert list(rows["policy_lag"]) == [0, *[1] * 39]
@@ -334,6 +339,7 @@ def test_responses_drawn_ahead_survive_a_kill(chain, cluster, ahead, tmp_path):
     assert_same_results(trained_though_killed(train(chain, cluster, tmp_path / "killed", AHEAD), steps=40), ahead)
 
 
+@pytest.mark.long
 def test_sampling_that_disagrees_with_the_trainer_stops_the_run(chain, cluster, tmp_path):
     disagreeing = {"rollout": {"backend": "pytorch", "max_logprob_difference": 1e-12}}
     workspace = train(chain, cluster, tmp_path / "budget", disagreeing)

@@ -85,6 +85,7 @@ def ran(found: dict[str, str]) -> list[str]:
     return [stage for stage in STAGES if found.get(stage) == "ran"]
 
 
+@pytest.mark.long
 def test_dvc_alone_runs_what_changed_data_and_models_change(project):
     data, model = project.parent / "data", project.parent / "model"
     assert ran(repro(project)) == STAGES
@@ -133,6 +134,7 @@ def test_the_first_stage_names_a_missing_file(project):
     assert "hash_inputs: model.path: expected a folder with a pretrained model, got ../model with nothing there" in done.stderr
 
 
+@pytest.mark.long
 def test_a_mended_file_counts_in_a_new_run_and_in_one_that_is_there(project, server):
     assert run_flow(project, "--run", "old", PREFECT_API_URL=server).returncode == 0
     started = time.monotonic()
@@ -200,8 +202,8 @@ def test_a_deployments_run_takes_a_recipe_and_refuses_a_stage_that_is_none(proje
     (project / "mine.yaml").write_text("sft: {batch_size: 2, steps: 5}\n")
     code = (
         "from flows.chain.flow import rlhf; print(sorted(rlhf.parameters.properties)); "
-        "states = [rlhf({}, 'new', force='prepare', return_state=True), rlhf(params='absent.yaml', return_state=True), "
-        "rlhf({'sft.steps': 4}, 'new', params='mine.yaml', until='prepare_data', return_state=True)]; "
+        "states = [rlhf({}, 'new', force='prepare', return_state=True), rlhf(recipes=['absent.yaml'], return_state=True), "
+        "rlhf({'sft.steps': 4}, 'new', recipes=['mine.yaml'], until='prepare_data', return_state=True)]; "
         "[print(state.name, state.message) for state in states]"
     )
     command = [sys.executable, "-c", code]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clerk_params import CLERK_PARAMS
 from ruamel.yaml import YAML
 
 from rlhf_core.config import apply_overrides
@@ -23,7 +24,7 @@ TRAINING = ("train_sft", "train_reward", "train_policy")  # the last one is DPO
 def tracked(tmp_path_factory) -> Path:
     """The real params.yaml and the params of the real dvc.yaml, with stages that do nothing and have run."""
     project = tmp_path_factory.mktemp("project")
-    shutil.copy(ROOT / "params.yaml", project)
+    shutil.copy(CLERK_PARAMS, project)
     apply_overrides(project / "params.yaml", {"alignment.method": "dpo"})
     (project / "data.txt").write_text("data\n")
     yaml = YAML(typ="safe", pure=True)

@@ -28,7 +28,7 @@ from rlhf_core.checkpoint.digest import differences, read_digest
 from rlhf_core.process import STOPPED_BY_SIGNAL
 from rlhf_core.stage.run import CRASHED
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 TWO_RANKS = {"sft": {"ranks": 2, "zero_stage": 2, "steps": 120, "checkpoint_every": 10}}
 PATHS = ("models/sft", "metrics/train_sft", "plots/train_sft")
 
@@ -69,7 +69,6 @@ def test_two_ranks_end_with_the_losses_of_one(chain, undisturbed, tmp_path):
     assert [(setup["ranks"], setup["zero_stage"]) for setup in setups] == [(2, 2), (1, 0)]
 
 
-@pytest.mark.long
 def test_a_stopped_and_a_killed_run_on_two_ranks_end_with_the_bits_of_an_undisturbed_one(chain, undisturbed, cluster, tmp_path):
     workspace = copied(chain.workspace, tmp_path / "battered")
     change_params(workspace, TWO_RANKS, cluster)

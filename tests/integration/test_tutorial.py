@@ -22,6 +22,7 @@ MODEL = ROOT.parent / "shared/data/stories260k-hd32"
 COMMANDS = [command.strip() for command in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)]
 PROMPT = "One day, Tim went to the park and saw a kite."
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not MODEL.is_dir(), reason="the pretrained model is not here: ../shared/data/stories260k-hd32, beside the checkout"),
 ]

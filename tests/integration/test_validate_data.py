@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.data.schema import write_rows
 from rlhf_core.models.tokenizer import build_tokenizer
@@ -25,8 +26,8 @@ def conversation(i: int) -> dict:
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
-    for name in ("dvc.yaml", "params.yaml"):
-        shutil.copy(ROOT / name, tmp_path / name)
+    for file in (CLERK_PARAMS, ROOT / "dvc.yaml"):
+        shutil.copy(file, tmp_path)
     for package in ("tasks", "rlhf_core"):  # dependencies of the stage, which its fingerprint covers
         (tmp_path / package).symlink_to(ROOT / package)
     uses = {

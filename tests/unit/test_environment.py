@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from flows.chain.stages import dvc_environment, stage_environment
 from rlhf_core import environment as rules
@@ -28,7 +29,7 @@ SETTINGS = {
 
 
 def params(**changes) -> Params:
-    tree = read_yaml(ROOT / "params.yaml")
+    tree = read_yaml(CLERK_PARAMS)
     for key, value in changes.items():
         set_key(tree, key.replace("__", "."), value)
     return parse_params(tree)
@@ -43,7 +44,7 @@ def shell(monkeypatch) -> None:
 
 @pytest.fixture
 def workspace(tmp_path) -> Path:
-    (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text())
+    (tmp_path / "params.yaml").write_text(CLERK_PARAMS.read_text())
     return tmp_path
 
 
@@ -67,7 +68,7 @@ def test_dvc_itself_sees_the_credentials_of_its_remotes_and_not_prefects(shell, 
 
 
 def test_what_params_name_is_seen(shell, workspace):
-    named = (ROOT / "params.yaml").read_text().replace("  environment: []", "  environment: [OPENAI_API_KEY, MY_VARIABLE]")
+    named = CLERK_PARAMS.read_text().replace("  environment: []", "  environment: [OPENAI_API_KEY, MY_VARIABLE]")
     (workspace / "params.yaml").write_text(named)
     assert load_params(workspace / "params.yaml").flow.environment == ["OPENAI_API_KEY", "MY_VARIABLE"]
     assert stage_environment(workspace).keys() & SECRETS == {"OPENAI_API_KEY", "MY_VARIABLE"}

@@ -28,9 +28,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config import read_yaml, set_key
+from rlhf_core.config import set_key
 from rlhf_core.process import configure_process
 from tools.bench.work import write_jsonl
+from tools.clerk import clerk_params, clerk_tree
 
 ROOT = Path(__file__).parents[2]
 WORDS = 40  # of a conversation and of a response
@@ -109,7 +110,7 @@ def make_workspace(workspace: Path, pairs: int) -> None:
         for number in range(pairs):
             row = {"prompt": f"{number} {text()}", "chosen": text(), "rejected": text()}
             file.write(json.dumps(row) + "\n")
-    tree = read_yaml(ROOT / "params.yaml")
+    tree = clerk_tree()
     source = {"name": "pairs", "kind": "file", "path": "pairs.jsonl", "format": "preference", "uses": ["sft", "preference", "prompt"]}
     set_key(tree, "data.sources", [source | {"weight": 1.0}])
     set_key(tree, "model.max_length", 4 * WORDS * 4)
@@ -166,7 +167,7 @@ def training_step(length: int, width: int) -> tuple[float, float, int]:
     """Median CPU seconds of a step of the stage's own loop, peak resident set in GB, number of parameters."""
     import resource
 
-    from rlhf_core.config import ArchitectureConfig, load_params
+    from rlhf_core.config import ArchitectureConfig
     from rlhf_core.models.build import new_language_model, save_model
     from rlhf_core.models.tokenizer import build_tokenizer
     from tools.bench import ours
@@ -183,7 +184,7 @@ def training_step(length: int, width: int) -> tuple[float, float, int]:
         tokenizer = build_tokenizer([letters], vocab_size=VOCABULARY)
         shape = ArchitectureConfig(hidden_size=width, intermediate_size=8 * width // 3, layers=LAYERS, heads=HEADS, vocab_size=VOCABULARY)
         changes = {"architecture": shape, "path": None, "max_length": 64 + 2 * length}
-        config = load_params(ROOT / "params.yaml").model.model_copy(update=changes)
+        config = clerk_params().model.model_copy(update=changes)
         model = new_language_model(config, tokenizer, seed=0)
         parameters = sum(p.numel() for p in model.parameters())
         save_model(model, model.state_dict(), tokenizer, Path(folder) / "model")

@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config import ArchitectureConfig, ClerkConfig, ExternalPairsConfig, ModelConfig, load_params
+from rlhf_core.config import ArchitectureConfig, ClerkConfig, ExternalPairsConfig, ModelConfig
 from rlhf_core.data.clerk.generator import clerk_rows
 from rlhf_core.data.sources import load_source
 from rlhf_core.process import configure_process
 from tools.bench.work import ONLINE, Run, Work, works_to_json, write_jsonl
+from tools.clerk import clerk_params
 
 ROOT = Path(__file__).parents[2]
 SIDES = ("ours", "theirs")
@@ -159,7 +160,7 @@ def make_inputs(folder: Path, models: list[str]) -> Inputs:
     from rlhf_core.models.build import new_language_model, new_scalar_model, save_model
     from rlhf_core.models.tokenizer import build_tokenizer
 
-    params = load_params(ROOT / "params.yaml")
+    params = clerk_params()
     clerk: ClerkConfig = params.data.sources[0].clerk
     demonstrations = one_each(clerk_rows(clerk, "sft", params.seed), ("response",))
     pairs = one_each(clerk_rows(clerk, "preference", params.seed), ("chosen", "rejected"))

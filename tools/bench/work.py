@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_core.config import DEFAULT_LIMITS, Params, parse_params, read_yaml, set_key
+from rlhf_core.config import DEFAULT_LIMITS, Params, parse_params, set_key
 from rlhf_core.data.batching import batch_indices
+from tools.clerk import clerk_tree
 
 Method = Literal["sft", "reward", "dpo", "grpo", "rloo"]
 ONLINE = ("grpo", "rloo")
-DEFAULTS = Path(__file__).parents[2] / "params.yaml"
 # A constant learning rate; no checkpoints and no evaluation.
 PLAIN: dict[str, Any] = {
     "warmup_fraction": 0.0,
@@ -62,7 +62,7 @@ class Work:
 
     @property
     def params(self) -> Params:
-        tree = read_yaml(DEFAULTS)
+        tree = clerk_tree()
         if self.is_online:
             section, size = "rl", {"algorithm": self.method, "samples_per_step": self.batch_size, "minibatch_size": self.batch_size}
             settings = {**PLAIN_ONLINE, **KL[self.method], **size, "steps": self.steps}

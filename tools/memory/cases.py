@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config import Params, load_params
+from rlhf_core.config import Params
 from rlhf_core.planning.models import of_shape
 from rlhf_core.planning.online import rl_ranks
 from rlhf_core.planning.remedy import changed
 from rlhf_core.planning.shape import ModelShape
 from rlhf_core.planning.stages import PLANS, Models
+from tools.clerk import clerk_params
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 128  # tokens of a sequence
@@ -126,7 +127,7 @@ def params_of(case: Case) -> Params:
         own = {"microbatch_tokens": case.tokens, "batch_size": case.all_rows // (2 if paired else 1), **case.changes}
         own |= {"epochs": 1.0} if case.stage == "reward" else {"steps": 2}
         prefix = case.stage
-    return changed(load_params(ROOT / "params.yaml"), settings | {f"{prefix}.{key}": value for key, value in own.items()})
+    return changed(clerk_params(), settings | {f"{prefix}.{key}": value for key, value in own.items()})
 
 
 def predict(case: Case) -> float:

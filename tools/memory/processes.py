@@ -179,7 +179,7 @@ def train_supervised(case: Case, folder: Path, scratch: Path) -> None:
         save(model, engine.state_dict(), tokenizer)
     else:
         preference = {"dpo": train_on_pairs, "kto": train_on_examples}[case.stage]
-        trained = preference(rows, [], section, PreferenceRun(folder, 2, params.model, scratch, loop()))
+        trained = preference(rows, [], section, PreferenceRun(folder, params.model, scratch, loop(), 2))
         save(trained.model, trained.engine.state_dict(), tokenizer)
 
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from scipy.special import ndtri
 
-from rlhf_core.config import GateConfig, load_params
+from rlhf_core.config import GateConfig
 from rlhf_core.gate.checks import all_checks
 from rlhf_core.gate.heldout import nothing_measured
 from rlhf_core.gate.looks import at_look, look_level
 from rlhf_core.gate.pairs import Pairs, compare, summarize
 from rlhf_core.statistics.clusters import difference_interval, share_interval
+from tools.clerk import clerk_params
 from tools.simulate.rows import Row
 
 PROMPTS, PAIRS = 720, 6  # pairs of each prompt; about the size of the built-in data's test split
@@ -140,8 +140,8 @@ def covered(rng: np.random.Generator) -> tuple[bool, bool]:
 
 
 def settings() -> GateConfig:
-    """The gate's settings of params.yaml, with the threshold and margin of the rows."""
-    return load_params(Path("params.yaml")).gate.model_copy(update={"min_accuracy": THRESHOLD, "max_regression": MARGIN})
+    """The clerk's settings of the gate, with the threshold and margin of the rows."""
+    return clerk_params().gate.model_copy(update={"min_accuracy": THRESHOLD, "max_regression": MARGIN})
 
 
 def simulate(replications: int, rng: np.random.Generator) -> list[Row]:

@@ -62,22 +62,25 @@ class PreferenceRun:
     """One training run, apart from its rows and its section of params.yaml.
 
     start: a Hugging Face folder with model and tokenizer: the policy starts there, and it is the reference.
-    steps: optimizer steps; takes precedence over the section's.
     scratch: a folder for these rows, start, steps and settings only. An interrupted run finds its checkpoint and the reference's
         log-probabilities there.
     loop: from `TrainRun.loop(config, COLUMNS, first_step=...)`.
+    steps: in place of the section's steps and epochs.
     """
 
     start: Path
-    steps: int
     model: ModelConfig
     scratch: Path
     loop: TrainLoop
+    steps: int | None = None
 
-    def batches(self, batch_size: int, num_examples: int) -> list[list[int]]:
+    def steps_over(self, config: DpoConfig | KtoConfig, num_examples: int) -> int:
+        return self.steps or config.steps_over(num_examples, per_step=config.batch_size)
+
+    def batches(self, config: DpoConfig | KtoConfig, num_examples: int) -> list[list[int]]:
         """The positions of each step's examples, as the training loop draws them."""
-        seed = self.loop.seed
-        return [batch_indices(step, batch_size=batch_size, num_examples=num_examples, seed=seed) for step in range(self.steps)]
+        how = {"batch_size": config.batch_size, "num_examples": num_examples, "seed": self.loop.seed}
+        return [batch_indices(step, **how) for step in range(self.steps_over(config, num_examples))]
 
     def load_model(self) -> PreTrainedModel:
         return load_language_model(self.start, trust_remote_code=self.model.trust_remote_code, training_dtype=self.model.dtype)
@@ -87,7 +90,7 @@ class Trained(NamedTuple):
     """The result of training.
 
     model: as loaded, for `save_model`; the trained weights are `engine.state_dict()`.
-    metrics: loss (its name), steps, pairs or examples, dropped_too_long, and the held-out figures at the end.
+    metrics: loss (its name), pairs or examples, dropped_too_long, and those of `train_phase`.
     """
 
     engine: TrainEngine
@@ -117,11 +120,11 @@ def train_on_pairs(train_rows: list[dict], heldout_rows: list[dict], config: Dpo
             f"preference data: expected rows with a chosen and a rejected response of at most {run.model.max_length} tokens with their "
             f"prompt, got none of {num_rows}; raise model.max_length, or take the method kto for single responses"
         )
-    used = dict.fromkeys(i for batch in run.batches(config.batch_size, len(train)) for i in batch)
+    used = dict.fromkeys(i for batch in run.batches(config, len(train)) for i in batch)
     items = (side for pairs in ((train[i] for i in used), heldout) for pair in pairs for side in pair)
     forward, reference = _forward_and_reference(model, items, tokenizer, config, run)
     trained = _train(model, PairObjective(config, forward, reference), train, list(heldout), run)
-    counts = {"loss": config.loss, "steps": run.steps, "pairs": len(train), "dropped_too_long": dropped}
+    counts = {"loss": config.loss, "pairs": len(train), "dropped_too_long": dropped}
     return Trained(trained[0], model, tokenizer, counts | trained[1])
 
 
@@ -139,10 +142,10 @@ def train_on_examples(train_rows: list[dict], heldout_rows: list[dict], config: 
             f"{num_rows} rows; raise model.max_length"
         )
     heldout = list(heldout)
-    items = example_items(train, heldout, run.batches(config.batch_size, len(train)), config, max_length=run.model.max_length)
+    items = example_items(train, heldout, run.batches(config, len(train)), config, max_length=run.model.max_length)
     forward, reference = _forward_and_reference(model, items, tokenizer, config, run)
     trained = _train(model, ResponseObjective(config, forward, reference, run.model.max_length), train, heldout, run)
-    counts = {"loss": config.loss, "steps": run.steps, "examples": len(train), "dropped_too_long": dropped}
+    counts = {"loss": config.loss, "examples": len(train), "dropped_too_long": dropped}
     return Trained(trained[0], model, tokenizer, counts | trained[1])
 
 
@@ -330,15 +333,16 @@ def _train(
 ) -> tuple[TrainEngine, dict[str, float]]:
     """The trained engine, and the metrics of `train_phase`."""
     config, seed = objective.config, run.loop.seed
+    steps = run.steps_over(config, len(train))
     phase = Phase(
         "preference",
-        run.steps,
+        steps,
         config.batch_size,
         len(train),
         train_batch=lambda engine, positions: objective.train_batch(engine, [train[i] for i in positions]),
         evaluate=(lambda engine: objective.evaluate(engine, heldout)) if heldout else None,
     )
-    settings = engine_settings(config, steps=run.steps, learning_rate=config.learning_rate, dtype=run.model.dtype, seed=seed)
+    settings = engine_settings(config, steps=steps, learning_rate=config.learning_rate, dtype=run.model.dtype, seed=seed)
     add_adapters(model, config.lora, seed=seed)
     engine = TrainEngine(PolicyModule(model), settings)
     return engine, train_phase(engine, phase, run.loop)

@@ -22,6 +22,7 @@ class RlJob(Section):
 
     prepared: folder of the canonical data.
     train_on, train_on_thoughts: of the section sft, for rl.ptx.
+    rl: its `steps` are a number.
     sft_model: the initial policy and the reference.
     reward_model: the critic's initial model; None where it starts from the SFT model, or there is no critic.
     scorer_models: scorer's name -> folder, of each scorer of kind reward_model.
@@ -53,6 +54,8 @@ class RlJob(Section):
 
     @model_validator(mode="after")
     def _models_are_named(self):
+        if self.rl.steps is None:
+            raise ValueError("rl.steps: expected the number of steps of rl.epochs, got null; see RlConfig.over_prompts")
         wanted = sorted(s.name for s in self.rl.reward.scorers if s.kind == "reward_model")
         if sorted(self.scorer_models) != wanted:
             raise ValueError(f"scorer_models: expected a folder for each of {wanted}, got {sorted(self.scorer_models)}; name each scorer's")

@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import math
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,7 +101,9 @@ def run(job: RlJob, actors: Actors, stop: Stop) -> int:
 
 
 def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
-    """Every step from the last checkpoint to the end, or until a limit or SIGTERM stops the run. SIGTERM saves the state first."""
+    """Every step from the last checkpoint to the end, or until a limit, rl.max_minutes or SIGTERM stops the run. SIGTERM saves the state
+    first.
+    """
     rl = job.rl
     run, progress = start_or_resume(job, workers)
     curves = MetricsLog(
@@ -112,7 +115,7 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         first_step=progress.step + 1,
     )
     bar = Bar("rl step", rl.steps, done=progress.step)
-    stopping = False
+    stopping, began = False, time.monotonic() - progress.seconds
     while not progress.finished(rl) and not stopping:
         clock, sent_before = Clock(apart=workers.turns.seconds), workers.transfer.nbytes
         try:
@@ -123,10 +126,10 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
             workers.snapshot(progress, run.normalizer, score=None)
             workers.store.publish()
             break
-        progress, row, findings = finish_step(run, progress, result)
+        progress, row, findings = finish_step(run, replace(progress, seconds=time.monotonic() - began), result)
         clock.lap("evaluate")
         stopping = stop.is_set()
-        if stopping or progress.is_best or is_due(rl.checkpoint_every, progress.step, rl):
+        if stopping or progress.is_best or is_due(rl.checkpoint_every, progress, rl):
             workers.snapshot(progress, run.normalizer, score=row.get(f"eval_{rl.evaluation.metric}"))
         clock.lap("checkpoint")
         # The curve is written before the checkpoint: a run that is killed between the two repeats the step, and overwrites its row.
@@ -225,7 +228,7 @@ def finish_step(run: Run, progress: Progress, result: StepResult) -> tuple[Progr
     progress = progress.after_step(rl, kl=row["kl_mean"], prompts_drawn=result.collected.prompts_drawn)
     if rl.kl.refresh_reference_every and progress.step % rl.kl.refresh_reference_every == 0:
         workers.refresh_reference()
-    evaluated = evaluate(workers, run.validation, rl) if is_due(rl.evaluation.every, progress.step, rl) else {}
+    evaluated = evaluate(workers, run.validation, rl) if is_due(rl.evaluation.every, progress, rl) else {}
     monitor, further, findings = observe(rl, progress.monitor, row | evaluated, batch)
     progress = note_if_best(replace(progress, monitor=monitor), evaluated, rl)
     return progress, row | evaluated | further, findings
@@ -307,6 +310,6 @@ def log_findings(findings: list[Finding], rl: RlConfig) -> None:
         log.warning("rl: %s; %s", finding.message, follows[finding.action])
 
 
-def is_due(every: int | None, step: int, rl: RlConfig) -> bool:
+def is_due(every: int | None, progress: Progress, rl: RlConfig) -> bool:
     """Whether what happens every so many steps, and after the last one, happens after this one."""
-    return every is not None and (step % every == 0 or step == rl.steps)
+    return every is not None and (progress.step % every == 0 or progress.is_last(rl))

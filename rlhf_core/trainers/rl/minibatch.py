@@ -48,7 +48,7 @@ def plan_update(batch: TrainBatch, demonstrations: DemonstrationStream, rl: RlCo
     groups = rl.trainer.data_parallel_size
     unit = rl.group_size if rl.minibatch_size % rl.group_size == 0 else 1
     plans: list[list[Minibatch]] = [[] for _ in range(groups)]
-    steps = len(batch) // rl.minibatch_size * rl.epochs
+    steps = len(batch) // rl.minibatch_size * rl.ppo_epochs
     sizes = (batch.prompt_mask.sum(1) + batch.response_mask.sum(1)).tolist()
     order_seed = int(np.random.SeedSequence([seed, step, 1]).generate_state(1)[0])
     for k in range(steps):

@@ -16,6 +16,7 @@ from rlhf_core.checkpoint.stored import check_checkpoint
 from rlhf_core.config import RlConfig
 from rlhf_core.sampling.scoring import Moments, RewardNormalizer
 from rlhf_core.trainers.rl.monitor import MonitorState, begun_anew, under_limits
+from rlhf_core.trainers.time_limit import out_of_time
 
 log = logging.getLogger("rlhf")
 
@@ -36,6 +37,7 @@ class Progress:
     step: completed steps, which is also the policy version of the rollout engines.
     prompts_drawn: position in the prompt stream.
     kl_coef: of the next step.
+    seconds: of training, up to the end of the last step. In a checkpoint's manifest.
     """
 
     step: int
@@ -43,6 +45,7 @@ class Progress:
     kl_coef: float
     best: Best | None
     monitor: MonitorState = field(default_factory=MonitorState)
+    seconds: float = 0.0
 
     @classmethod
     def start(cls, rl: RlConfig) -> Progress:
@@ -59,9 +62,13 @@ class Progress:
             coef = adaptive_kl_coef(coef, kl, target=rl.kl.target, horizon=rl.kl.horizon, samples=rl.samples_per_step)
         return replace(self, step=self.step + 1, prompts_drawn=prompts_drawn, kl_coef=coef)
 
+    def is_last(self, rl: RlConfig) -> bool:
+        """Whether all steps are done, or rl.max_minutes are over."""
+        return self.step == rl.steps or out_of_time(self.seconds, rl.max_minutes)
+
     def finished(self, rl: RlConfig) -> bool:
-        """Whether all steps are done, or a limit ended the run."""
-        return self.step == rl.steps or self.monitor.stopped is not None
+        """Whether this step is the last, or a limit ended the run."""
+        return self.is_last(rl) or self.monitor.stopped is not None
 
     @property
     def is_best(self) -> bool:
@@ -74,7 +81,8 @@ class Progress:
 
     def write(self, path: Path, normalizer: RewardNormalizer) -> None:
         moments = {name: asdict(m) for name, m in normalizer.moments.items()}
-        path.write_text(json.dumps({**asdict(self), "normalizer": moments}, indent=1))
+        state = {name: value for name, value in asdict(self).items() if name != "seconds"}
+        path.write_text(json.dumps({**state, "normalizer": moments}, indent=1))
 
     @classmethod
     def read(cls, path: Path, normalizer: RewardNormalizer) -> Progress:
@@ -144,7 +152,7 @@ class RunStore:
             progress.write(folder / "driver.json", normalizer)
 
         best = None if progress.best is None else progress.best.step
-        self._checkpoints.write(progress.step, write, score=score, ranks=ranks, best=best)
+        self._checkpoints.write(progress.step, write, score=score, ranks=ranks, best=best, seconds=progress.seconds)
 
     def publish(self) -> None:
         self._checkpoints.publish()
@@ -162,7 +170,8 @@ class RunStore:
         if found is None:
             return None
         load_ranks(found)
-        return Progress.read(found.folder / "driver.json", normalizer).resumed(rl, found.begun_anew)
+        progress = Progress.read(found.folder / "driver.json", normalizer).resumed(rl, found.begun_anew)
+        return replace(progress, seconds=found.manifest.get("seconds", 0.0))
 
     def of_step(self, step: int) -> Found:
         """The checkpoint of a step.

@@ -10,6 +10,7 @@ from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import RlConfig, ScorerConfig
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import PREPARED, REWARD_MODEL, SFT_MODEL, TIMINGS
+from rlhf_core.sampling.prompts import with_steps
 from rlhf_core.scorers.needs import check_scorers, model_folders, uses_own_reward_model
 from rlhf_core.stage.files import has_labels, read_json, source_judges
 from rlhf_core.stage.luggage import Luggage
@@ -19,6 +20,7 @@ from rlhf_core.stage.setup import rl_setup
 from rlhf_core.stage.stored_job import uses_storage
 from rlhf_core.storage.work import OUTPUTS
 from rlhf_core.trainers.rl.job import PLACEMENT, POLICY, RlJob
+from rlhf_core.trainers.time_limit import ended_by_time
 
 
 def check_rewards(rl: RlConfig, gate: dict) -> str | None:
@@ -46,9 +48,11 @@ def critic_starts_from_reward_model(rl: RlConfig) -> bool:
     return rl.algorithm == "ppo" and rl.ppo.starts_from_reward_model
 
 
-def run_rl(stage: Stage, output: Path) -> None:
+def run_rl(stage: Stage, output: Path) -> RlConfig:
     """Train by a Ray job, or follow the one that already runs; the policy is written to `output`.
 
+    Returns:
+        The section rl with its number of steps.
     Raises:
         Interrupted: SIGTERM; the job has written its checkpoint.
         StageFailed: the job refused its input.
@@ -68,6 +72,7 @@ def run_rl(stage: Stage, output: Path) -> None:
         engines=["vllm"] if job.rl.rollout.backend == "vllm" else [],
         results=(OUTPUTS, POLICY),
     )
+    return job.rl
 
 
 def describe_job(stage: Stage, output: Path, luggage: Luggage | None = None) -> RlJob:
@@ -76,7 +81,8 @@ def describe_job(stage: Stage, output: Path, luggage: Luggage | None = None) -> 
         luggage: takes the inputs along, for nodes that don't see this folder.
     """
     params = stage.params
-    rl = with_absolute_paths(params.rl) if luggage is None else luggage.on_node(params.rl)
+    rl = with_steps(params, SFT_MODEL)
+    rl = with_absolute_paths(rl) if luggage is None else luggage.on_node(rl)
     judges, models = source_judges(), model_folders(params.rl.reward.scorers, REWARD_MODEL)
     timings = TIMINGS / "train_policy.csv"
 
@@ -130,6 +136,9 @@ def absolute_function(path: str) -> str:
 def final_figures(work: Path, rl: RlConfig) -> dict[str, Any]:
     """The stage's metrics: means over the last steps, the largest log-probability difference, the monitor's findings, the exported step,
     and how it was trained.
+
+    Args:
+        rl: with the number of steps.
     """
     import pandas as pd
 
@@ -137,16 +146,19 @@ def final_figures(work: Path, rl: RlConfig) -> dict[str, Any]:
     last = rows.tail(steps_at_the_end(len(rows)))
     means = ("score_mean", "kl_mean", "response_length", "entropy", "truncated_fraction", *(f"score_{s.name}" for s in rl.reward.scorers))
     means += ("drawn_score_mean",) * rl.dynamic_sampling.enabled
+    monitor = read_json(work / "monitor.json")
+    is_short = len(rows) < rl.steps and monitor["stopped"] is None
     means += tuple(f"disagreement_{s.name}" for s in rl.reward.scorers if s.members > 1)
     return {
         **{name: float(last[name].mean()) for name in means},
         "method": "rl",
         "algorithm": rl.algorithm,
         "steps": len(rows),
+        **(ended_by_time("rl", len(rows), rl.steps) if is_short else {}),
         "averaged_steps": len(last),
         "score_first_step": float(rows["score_mean"].iloc[0]),
         "logprob_difference_max": float(rows["logprob_difference"].max()),
-        "monitor": read_json(work / "monitor.json"),
+        "monitor": monitor,
         **({f"best_{name}": value for name, value in read_json(work / "best.json").items()} if rl.evaluation.keep_best else {}),
         "setup": rl_setup(rl, read_json(work / PLACEMENT)),
     }

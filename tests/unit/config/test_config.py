@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import (
     Algorithm,
@@ -21,7 +21,7 @@ from rlhf_core.config import (
 )
 from rlhf_core.config.scorers import KIND_FIELDS
 
-DEFAULT = Path(__file__).parents[3] / "params.yaml"
+DEFAULT = CLERK_PARAMS
 
 
 def changed(key: str, value: Any) -> dict[str, Any]:
@@ -94,7 +94,7 @@ ONE_STEP = {"rl.minibatch_size": 256, "rl.kl.placement": "loss", "rl.kl.estimato
         ({"rl.kl.placement": "reward", "rl.kl.coef": 0.0}, "from_update"),
         ({"rl.rollout.min_new_tokens": 3}, "from_update"),
         ({"rl.minibatch_size": 128}, "recompute"),
-        ({"rl.epochs": 2}, "recompute"),
+        ({"rl.ppo_epochs": 2}, "recompute"),
         ({"rl.kl.placement": "reward"}, "recompute"),
         ({"rl.correction.kind": "tis"}, "recompute"),
         ({"rl.rollout.top_p": 0.9}, "recompute"),

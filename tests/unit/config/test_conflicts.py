@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from flows.chain.overrides import check
 from rlhf_core.config import (
@@ -17,7 +17,7 @@ from rlhf_core.config import (
     set_key,
 )
 
-DEFAULT = Path(__file__).parents[3] / "params.yaml"
+DEFAULT = CLERK_PARAMS
 JUDGE = {"name": "judge", "kind": "judge", "weight": 1.0, "normalization": "none"}
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS, ROOT
 
 from flows.chain.overrides import check
 from flows.full_pipeline import main
 from rlhf_core.config import ConfigError, apply_overrides, credential_in, load_params
 
-DEFAULT = Path(__file__).parents[3] / "params.yaml"
+DEFAULT = CLERK_PARAMS
 # Put together here, so that no scanner takes this file for a leak.
 LETTERS = "abcdefghij0123456789ABCDEFGHIJ"
 SECRETS = {
@@ -121,7 +121,7 @@ def test_hashes_paths_and_words_are_no_credentials(text):
 
 def test_the_repositorys_own_texts_hold_no_credentials():
     """Params, recipes and docs, line by line: thousands of look-alikes."""
-    files = [DEFAULT, *(DEFAULT.parent / "recipes").glob("*.yaml"), *(DEFAULT.parent / "docs").glob("*.md"), DEFAULT.parent / "dvc.yaml"]
+    files = [*ROOT.glob("*.yaml"), *(ROOT / "recipes").glob("*.yaml"), *(ROOT / "docs").glob("*.md")]
     found = {f"{file.name}: {line}": kind for file in files for line in file.read_text().splitlines() if (kind := credential_in(line))}
     assert found == {}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clerk_params import CLERK_PARAMS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ from hostile import NASTY_VALUES, NESTED, is_clear, mangled
 from flows.chain.overrides import check
 from rlhf_core.config import ConfigError, Params, apply_overrides, parse_assignment, parse_params, read_yaml, set_key
 
-DEFAULT = Path(__file__).parents[3] / "params.yaml"
+DEFAULT = CLERK_PARAMS
 TREE = read_yaml(DEFAULT)
 NASTY = st.sampled_from(NASTY_VALUES) | st.floats() | st.text(max_size=9)
 SMALL = b"""\

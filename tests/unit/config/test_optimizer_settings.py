@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 from tiny_models import rl_job, tiny_params
 
 from rlhf_core.config import ConfigError, overridden
+from rlhf_core.config.model import LengthConfig
 from rlhf_core.engines.deepspeed_engine import EngineSettings
 from rlhf_core.trainers.rl.rank import TrainerRank
 from rlhf_core.trainers.supervised import engine_settings
 
-DEFAULT = Path(__file__).parents[3] / "params.yaml"
+DEFAULT = CLERK_PARAMS
 
 
 def settings_of(section: str = "sft", steps: int = 10, **overrides) -> EngineSettings:
@@ -43,7 +45,7 @@ def test_every_setting_reaches_the_engine():
 
 def test_in_rl_the_schedule_is_over_the_steps_that_train_the_model(model_folders: tuple[Path, Path]):
     """4 steps of 2 epochs of 2 minibatches; the policy isn't trained in the first one: 12 and 16 optimizer steps."""
-    sizes = {"steps": 4, "epochs": 2, "samples_per_step": 8, "minibatch_size": 4, "warmup_steps": 1, "ppo.critic_warmup_steps": 1}
+    sizes = {"steps": 4, "ppo_epochs": 2, "samples_per_step": 8, "minibatch_size": 4, "warmup_steps": 1, "ppo.critic_warmup_steps": 1}
     policy, critic = rl_settings(model_folders, schedule="linear", min_learning_rate_fraction=0.5, ema_decay=0.9, **sizes)
     assert [policy.schedule(s) for s in (0, 1, 12, 16)] == pytest.approx([1.0, 1.0, 0.5, 0.5])
     assert [critic.schedule(s) for s in (1, 16)] == pytest.approx([1.0, 0.5]) and critic.schedule(12) > 0.6
@@ -86,3 +88,17 @@ def test_values_that_do_not_fit_are_refused(overrides: dict, message: str):
     with pytest.raises(ConfigError) as error:
         overridden(DEFAULT.read_text(), overrides, subject="params.yaml")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("rows", "per_step", "epochs", "steps"), [
+    (100, 10, 1.0, 10),
+    (101, 10, 1.0, 11),
+    (30, 3, 0.1, 1),
+    (10, 10, 0.3, 1),
+    (1000, 3, 0.3, 100),  # exact, as a decimal number
+    (4120, 16, 2.5, 644),
+    (0, 4, 1.0, 1),
+])  # fmt: skip
+def test_epochs_give_a_number_of_steps_unless_there_is_one(rows: int, per_step: int, epochs: float, steps: int):
+    assert LengthConfig(epochs=epochs).steps_over(rows, per_step=per_step) == steps
+    assert LengthConfig(epochs=epochs, steps=7).steps_over(rows, per_step=per_step) == 7

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clerk_params import CLERK_PARAMS, ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,11 +16,13 @@ from rlhf_core.config import (
     apply_overrides,
     load_params,
     parse_assignment,
+    parse_params,
     read_recipe,
     read_yaml,
+    with_recipes,
 )
 
-DEFAULT = Path(__file__).parents[3] / "params.yaml"
+DEFAULT = CLERK_PARAMS
 
 
 @pytest.fixture
@@ -62,7 +65,7 @@ def test_back_to_the_old_value_gives_the_old_params(params_file):
             "override data.sources.1.weight: expected a key of params.yaml, got '1' of a list; its items are 0 to 0",
         ),
         ({"seed.deeper": 1}, "override seed.deeper: expected a key of params.yaml, got 'deeper'; see params.yaml"),
-        ({"rl.steps": 5, "rl.epochs": "two"}, "override: rl.epochs: expected a valid integer, got 'two'"),
+        ({"rl.steps": 5, "rl.ppo_epochs": "two"}, "override: rl.ppo_epochs: expected a valid integer, got 'two'"),
     ],
 )
 def test_refused_overrides_write_nothing(params_file, overrides, message):
@@ -118,7 +121,7 @@ def test_a_mapping_that_is_one_value_is_replaced_as_a_whole(params_file, tmp_pat
     assert apply_overrides(params_file, {"rl.reward.overlong": None, "rl.prompt_weights": {}}) == load_params(DEFAULT)
 
 
-@pytest.mark.parametrize("recipe", sorted((DEFAULT.parent / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
 def test_recipes_of_the_project_fit_the_default(recipe):
     check(DEFAULT, read_recipe(recipe))
 
@@ -145,3 +148,29 @@ def _leaves(node: dict[str, Any], prefix: str):
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def test_epochs_over_steps_that_replace_them_are_refused(params_file, tmp_path):
+    """Otherwise the epochs would have no effect, or an old recipe's passes over a rollout batch would be taken for epochs."""
+    apply_overrides(params_file, {"sft.steps": 250, "rl.steps": 60, "dpo.steps": None})
+    with pytest.raises(
+        ConfigError, match=r"^override rl\.epochs: expected rl\.steps null, since steps replace epochs, got 60; set rl"
+    ) as old:
+        apply_overrides(params_file, {"sft.epochs": 2.0, "rl.epochs": 2, "dpo.epochs": 3.0})
+    assert "passes over each rollout batch are rl.ppo_epochs\noverride sft.epochs: expected sft.steps null" in str(old.value)
+    params = apply_overrides(params_file, {"sft.epochs": 2.0, "sft.steps": None, "dpo.epochs": 3.0})
+    assert (params.sft.epochs, params.sft.steps, params.dpo.epochs) == (2.0, None, 3.0)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("sft: {steps: 9}")
+    with pytest.raises(ConfigError, match=r"--set: sft\.epochs: expected sft\.steps null, since steps replace epochs, got 9; set"):
+        with_recipes([recipe], {"sft.epochs": 2.0})
+    assert with_recipes([recipe], {"sft.epochs": 2.0, "sft.steps": None}) == {"sft.epochs": 2.0, "sft.steps": None}
+
+
+def test_a_file_from_before_ppo_epochs_is_told_what_it_is():
+    tree = read_yaml(DEFAULT)
+    tree["rl"]["epochs"] = tree["rl"].pop("ppo_epochs")
+    with pytest.raises(
+        ConfigError, match=r"rl\.ppo_epochs: expected the passes over each rollout batch, which were rl\.epochs; rl\.epochs"
+    ):
+        parse_params(tree)

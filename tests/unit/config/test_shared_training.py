@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clerk_params import CLERK_PARAMS
 from ruamel.yaml import YAML
 
 from flows.chain.overrides import check
@@ -27,12 +28,15 @@ from rlhf_core.config import (
     set_key,
 )
 
-DEFAULT = Path(__file__).parents[3] / "params.yaml"
+DEFAULT = CLERK_PARAMS
 TRAINED = ("sft", "reward", "dpo", "kto", "rejection_sampling", "conditional_sft")
 # Values by section, in the order of TRAINED; one value is that of every section.
 EFFECTIVE: dict[str, tuple[Any, ...]] = {
     "batch_size": (64, 16, 64, 128, 64, 128),
+    "epochs": (1.0, 2.5, 1.0, 1.0, 1.0, 1.0),
+    "steps": (250, None, 200, 200, 150, 700),
     "learning_rate": (2e-3, 1e-3, 3e-4, 3e-4, 1e-3, 2e-3),
+    "max_minutes": (None,) * 6,
     "schedule": ("cosine",) * 6,
     "warmup_fraction": (0.05,) * 6,
     "min_learning_rate_fraction": (0.05,) * 6,
@@ -113,7 +117,8 @@ def test_a_recipe_may_change_the_shared_section_and_be_a_whole_file(tmp_path):
 
 
 def test_a_section_without_the_shared_keys_says_how_to_take_them_over():
-    text = DEFAULT.read_text().replace("kto:\n  <<: *training\n", "kto:\n", 1)
+    before, kto = DEFAULT.read_text().split("\nkto:\n")
+    text = f"{before}\nkto:\n{kto.replace('  <<: *training', '', 1)}"
     with pytest.raises(ConfigError) as error:
         overridden(text, {}, subject="params.yaml")
     (line,) = (line for line in str(error.value).splitlines() if "kto.zero_stage" in line)
@@ -230,7 +235,7 @@ def test_a_batch_needs_an_example_for_each_group_that_shares_sequences():
 
 
 def test_adapters_have_the_documented_defaults(params_file):
-    documented = re.search(r"lora: (\{.*?\}) +# the defaults", (DEFAULT.parent / "docs/lora.md").read_text(encoding="utf-8"))[1]
+    documented = re.search(r"lora: (\{.*?\}) +# the defaults", (Path(__file__).parents[3] / "docs/lora.md").read_text(encoding="utf-8"))[1]
     assert LoraConfig() == LoraConfig(**parse_yaml(documented, "docs/lora.md"))
     params = apply_overrides(params_file, {"training.lora": {}, "rl.lora": {"rank": 4}})
     assert params.dpo.lora == LoraConfig() and params.rl.lora == LoraConfig(rank=4)

@@ -12,6 +12,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import RlConfig, read_yaml
 from rlhf_core.engines.ray.places import check_cpus
@@ -251,7 +252,7 @@ def test_each_node_has_a_line_with_its_processes(seen):
 
 
 def rl(**changes) -> RlConfig:
-    base = read_yaml(ROOT / "params.yaml")["rl"]
+    base = read_yaml(CLERK_PARAMS)["rl"]
     return RlConfig.model_validate(
         base | {"trainer": base["trainer"] | {"ranks": 4}, "placement": "together", "rollout": base["rollout"] | changes}
     )

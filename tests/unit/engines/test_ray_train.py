@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 from ray.exceptions import ActorDiedError
 from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerHealthCheckTimeoutError
@@ -96,7 +97,7 @@ def test_both_libraries_of_collectives_get_the_network_interface():
     ],
 )
 def test_settings_of_ranks_are_refused_by_name(key: str, value: object, message: str):
-    tree = read_yaml(ROOT / "params.yaml")
+    tree = read_yaml(CLERK_PARAMS)
     set_key(tree, "sft.ranks", 4)
     set_key(tree, "alignment.method", "dpo")
     set_key(tree, key, value)

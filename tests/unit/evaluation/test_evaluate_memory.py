@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from clerk_params import CLERK_PARAMS
 from transformers import PreTrainedModel
 
 from rlhf_core.config import parse_params, read_yaml, set_key
@@ -26,7 +27,7 @@ def live_models() -> int:
 @pytest.fixture
 def params(tmp_path, monkeypatch, request):
     """A workspace with an SFT model, a policy and a reward model; params with PyTorch's rollouts."""
-    tree = read_yaml(ROOT / "params.yaml")
+    tree = read_yaml(CLERK_PARAMS)
     changes = {"rl.rollout.backend": "pytorch", "evaluation.prompts": 4, "evaluation.max_new_tokens": 4, "model.dtype": request.param}
     for key, value in changes.items():
         set_key(tree, key, value)

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 from gate_pairs import right_and_wrong
 from registry_tags import git, sound_lineage
 
@@ -41,7 +42,7 @@ def judged_workspace(root: Path, margins: list[float], *, pairs: int) -> Path:
     git(root, "init", "--quiet")
     (root / ".dvc").mkdir()
     (root / ".dvc/config").write_text("")
-    shutil.copy(ROOT / "params.yaml", root)
+    shutil.copy(CLERK_PARAMS, root)
     ids = [f"test-{i}" for i in range(len(margins))] + [f"validation-{i}" for i in range(50)]
     rows = [{"id": i, "source": "clerk", "split": i.partition("-")[0], "chosen": f"a {i}", "rejected": "b"} for i in ids]
     write_rows(root / PREPARED, "preference", [row | {"messages": [{"role": "user", "content": "Sort."}]} for row in rows])
@@ -173,8 +174,8 @@ def test_a_promotion_computes_the_accuracy_again_where_the_scores_are_here(judge
 
 
 def test_a_rounds_verdict_follows_from_its_counts_and_its_budget_is_in_the_ledger(tmp_path):
-    params = read_yaml(ROOT / "params.yaml")
-    config, pin = load_params(ROOT / "params.yaml").iterative.promotion, Pin(path="models/sft", md5="0")
+    params = read_yaml(CLERK_PARAMS)
+    config, pin = load_params(CLERK_PARAMS).iterative.promotion, Pin(path="models/sft", md5="0")
     (tmp_path / "rounds").mkdir()
     rounds, outcomes = {}, []
     for number, wins in ((1, 350), (2, 430)):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 from own_project import make_project
 
 from flows.chain.pins import prepare_run
@@ -51,7 +52,7 @@ def nowhere() -> Iterator[str]:
 
 def with_params(**overrides) -> Params:
     given = {key.replace("__", "."): value for key, value in overrides.items()}
-    return overridden(read_text(ROOT / "params.yaml"), given, subject="params.yaml")[1]
+    return overridden(read_text(CLERK_PARAMS), given, subject="params.yaml")[1]
 
 
 def test_the_command_line_refuses_a_cluster_that_is_not_there_and_makes_no_run(tmp_path, monkeypatch, capsys, nowhere):

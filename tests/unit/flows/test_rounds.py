@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from clerk_params import CLERK_PARAMS
 from prefect.logging import disable_run_logger
 from ruamel.yaml import YAML
 
@@ -53,10 +54,10 @@ def change_promotion(**changes) -> None:
 @pytest.fixture
 def workspace(tmp_path, monkeypatch) -> Path:
     """A git repository with what rounds begin with: prompts, models, a passed gate."""
-    for name in ("params.yaml", "rounds/dvc.yaml", "rounds/rounds.yaml", ".gitignore"):
+    for name in ("rounds/dvc.yaml", "rounds/rounds.yaml", ".gitignore"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())
-    params = YAML(typ="safe", pure=True).load((tmp_path / "params.yaml").read_text())
+    params = YAML(typ="safe", pure=True).load(CLERK_PARAMS.read_text())
     params["iterative"]["sampling"]["prompts"] = 4
     params["iterative"]["promotion"]["prompts"] = 3
     with (tmp_path / "params.yaml").open("w") as file:

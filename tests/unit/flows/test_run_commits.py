@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 from own_project import make_project
 
 from flows.chain import worktree
@@ -41,7 +42,7 @@ def project(tmp_path) -> Path:
     folder = tmp_path / "project"
     (folder / "rewards").mkdir(parents=True)
     (folder / "dvc.yaml").write_text(DVC)
-    (folder / "params.yaml").write_text((ROOT / "params.yaml").read_text())
+    (folder / "params.yaml").write_text(CLERK_PARAMS.read_text())
     (folder / "work.py").write_text("work = 1\n")
     (folder / "rewards/mine.py").write_text("mine = 1\n")
     (folder / ".gitignore").write_text("/models/\n/runs/\n")

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from flows.chain.summary import key_figure
 
@@ -14,8 +15,8 @@ from flows.chain.summary import key_figure
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
     (tmp_path / "metrics").mkdir()
-    for name in ("dvc.yaml", "params.yaml"):
-        shutil.copy(Path(__file__).parents[3] / name, tmp_path)
+    for file in (CLERK_PARAMS, Path(__file__).parents[3] / "dvc.yaml"):
+        shutil.copy(file, tmp_path)
     return tmp_path
 
 

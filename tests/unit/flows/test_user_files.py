@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from flows.chain.user_files import check_user_files
 from rlhf_core.config import ConfigError, Params, parse_params, read_yaml
@@ -27,7 +28,7 @@ def root(tmp_path) -> Path:
     """A repository with one commit, and rewards/there.py in it."""
     (tmp_path / "rewards").mkdir()
     (tmp_path / "rewards/there.py").write_text("raise RuntimeError('nothing is run')")
-    shutil.copy(ROOT / "params.yaml", tmp_path)
+    shutil.copy(CLERK_PARAMS, tmp_path)
     (tmp_path / "rows.jsonl").write_text("{}\n")
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "add", ".")
@@ -36,14 +37,14 @@ def root(tmp_path) -> Path:
 
 
 def scored_by(path: str, *, key: str = "rl.reward") -> Params:
-    tree = read_yaml(ROOT / "params.yaml")
+    tree = read_yaml(CLERK_PARAMS)
     section = tree["rl"]["reward"] if key == "rl.reward" else tree[key]
     section["scorers"] = [*section["scorers"], {"name": "mine", "kind": "function", "path": path, "weight": 1.0, "normalization": "none"}]
     return parse_params(tree)
 
 
 def judged_by(path: str) -> Params:
-    tree = read_yaml(ROOT / "params.yaml")
+    tree = read_yaml(CLERK_PARAMS)
     source = {"name": "own", "kind": "file", "path": "rows.jsonl", "format": "prompt", "uses": ["prompt"], "weight": 1.0, "judge": path}
     tree["data"]["sources"] = [*tree["data"]["sources"], source]
     return parse_params(tree)
@@ -136,7 +137,7 @@ def lay_out_model(folder: Path, name: str = "any") -> Path:
 
 def test_a_template_may_lie_in_the_projects_folder_alone(root):
     lay_out_model(root / "models/any")
-    tree = read_yaml(ROOT / "params.yaml")
+    tree = read_yaml(CLERK_PARAMS)
     tree["model"] |= {"path": "models/any", "chat_template": "rewards/mine.jinja"}
     given = parse_params(tree)
     for name in (None, "new"):
@@ -148,7 +149,7 @@ def test_a_template_may_lie_in_the_projects_folder_alone(root):
 
 
 def with_source(**source) -> dict:
-    tree = read_yaml(ROOT / "params.yaml")
+    tree = read_yaml(CLERK_PARAMS)
     given = {"name": "own", "kind": "file", "path": "rows.jsonl", "format": "prompt", "uses": ["prompt"], "weight": 1.0, **source}
     return {**tree, "data": {**tree["data"], "sources": [*tree["data"]["sources"], given]}}
 
@@ -205,7 +206,7 @@ def test_an_unreadable_model_is_named(root, monkeypatch, path, printed):
     (lay_out_model(root / "models/bare") / "model.safetensors").unlink()
     with (lay_out_model(root / "models/torn") / "model.safetensors").open("ab") as file:
         file.write(b"more")
-    tree = read_yaml(ROOT / "params.yaml")
+    tree = read_yaml(CLERK_PARAMS)
     tree["model"]["path"] = path
     with refused(printed):
         check_user_files(root, "new", parse_params(tree))
@@ -223,7 +224,7 @@ def test_all_problems_are_listed_together(root):
 
 
 def test_the_chains_own_models_need_not_be_there_yet(root):
-    tree = read_yaml(ROOT / "params.yaml")
+    tree = read_yaml(CLERK_PARAMS)
     scorer = {"name": "own", "kind": "reward_model", "path": "models/reward", "weight": 1.0, "normalization": "none"}
     tree["rl"]["reward"]["scorers"] = [*tree["rl"]["reward"]["scorers"], scorer]
     check_user_files(root, "new", parse_params(tree))

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from clerk_params import CLERK_PARAMS
 from gate_pairs import pairs, right_and_wrong, write_slices
 from gate_verdicts import gate_config, heldout, judge, verdicts
 
@@ -37,8 +38,8 @@ WITHOUT_REWARD_MODEL = {"reward.enabled": False, "rl.algorithm": "grpo", "rl.rew
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
-    for name in ("params.yaml", "dvc.yaml"):
-        shutil.copy(ROOT / name, tmp_path / name)
+    for file in (CLERK_PARAMS, ROOT / "dvc.yaml"):
+        shutil.copy(file, tmp_path)
     for folder in ("tasks", "rlhf_core", "rewards"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     (tmp_path / "models/reward").mkdir(parents=True)

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import ConfigError, load_params
 from rlhf_core.gate.looks import LEDGER, SPLITS, at_look, look_level, take_look, write_result
@@ -51,7 +52,7 @@ def test_levels_by_hand():
     # alpha = 0.025; at look 2 alpha / 2, at look 5 alpha / 20.
     assert [look_level(0.95, k) for k in (1, 2, 5)] == pytest.approx([0.025, 0.0125, 0.00125])
     assert sum(look_level(0.95, k) for k in range(1, 2000)) == pytest.approx(0.05, abs=2e-5)
-    config = load_params(ROOT / "params.yaml").gate
+    config = load_params(CLERK_PARAMS).gate
     assert at_look(config, 1) == config
     assert at_look(config, 2).confidence == pytest.approx(0.975) and at_look(config, 5).confidence == pytest.approx(0.9975)
 

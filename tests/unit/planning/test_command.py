@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import load_params
 from rlhf_core.planning.__main__ import main
@@ -18,7 +18,7 @@ from rlhf_core.planning.preflight import STAGES, plan_stages, preflight
 from rlhf_core.planning.shape import SIZES
 from rlhf_core.planning.stages import Models
 
-PARAMS = Path(__file__).parents[3] / "params.yaml"
+PARAMS = CLERK_PARAMS
 
 
 def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import overridden, parse_assignment, read_text
 from rlhf_core.planning.__main__ import main
 from rlhf_core.planning.hardware import GIB
 from rlhf_core.planning.remedy import shown
 
-PARAMS = Path(__file__).parents[3] / "params.yaml"
+PARAMS = CLERK_PARAMS
 ON = ("--gpu", "h100", "--gpus", "8")
-GRPO = ("--algorithm", "grpo", "--group-size", "16", "--samples", "512", "--minibatch", "128", "--epochs", "2", "--no-reference")
+GRPO = ("--algorithm", "grpo", "--group-size", "16", "--samples", "512", "--minibatch", "128", "--ppo-epochs", "2", "--no-reference")
 LONG = ("--prompt-length", "500", "--longest", "1500", "--microbatch-tokens", "8192", "--max-concurrent", "64")
 
 
@@ -92,11 +92,11 @@ def test_a_longest_sample_with_room_for_mean_prompts_only_is_mentioned(printed, 
 
 def test_only_keys_that_differ_from_params_are_printed(printed):
     lines = pasted(
-        printed("--model", "qwen2.5-7b", "--dtype", "bfloat16", "--algorithm", "ppo", "--epochs", "1", "--layout", "colocated", *ON)
+        printed("--model", "qwen2.5-7b", "--dtype", "bfloat16", "--algorithm", "ppo", "--ppo-epochs", "1", "--layout", "colocated", *ON)
     )
     keys = {text.partition("=")[0] for text in lines[1::2]}
     assert {"model.path", "model.dtype", "rl.trainer.ranks"} <= keys
-    assert keys.isdisjoint({"rl.algorithm", "rl.epochs", "rl.placement", "rl.trainer.sequence_parallel", "model.max_length"})
+    assert keys.isdisjoint({"rl.algorithm", "rl.ppo_epochs", "rl.placement", "rl.trainer.sequence_parallel", "model.max_length"})
 
 
 def test_options_that_no_key_holds_are_named(printed):

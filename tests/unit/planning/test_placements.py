@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import RoleGroup, load_params, overridden, parse_assignment, read_text
 from rlhf_core.planning.describe import proposal_text, text
@@ -162,7 +163,7 @@ def test_settings_of_a_proposal_are_valid_and_give_its_placement(gpus, critic):
     work = real("llama3-8b", critic=SIZES["llama3-8b"] if critic else None, samples=256, minibatch=256)
     best = proposed(work, "h100", gpus)
     overrides = dict(parse_assignment(f"{key}={shown(value)}") for key, value in settings(best.placement).items())
-    _, params = overridden(read_text(ROOT / "params.yaml"), {"rl.algorithm": algorithm, **overrides}, subject="params.yaml")
+    _, params = overridden(read_text(CLERK_PARAMS), {"rl.algorithm": algorithm, **overrides}, subject="params.yaml")
     trainer, rollout = params.rl.trainer, params.rl.rollout
     assert best.fits and of_params(work, gpus, params.rl) == best.placement.groups
     assert (trainer.zero_stage, trainer.offload_optimizer, trainer.gradient_checkpointing, rollout.tensor_parallel_size) == (
@@ -229,7 +230,7 @@ def test_the_command_prints_the_settings_of_the_proposal():
 
 
 def test_the_groups_of_params_are_predicted_where_each_rank_has_a_gpu():
-    rl = load_params(ROOT / "params.yaml").rl
+    rl = load_params(CLERK_PARAMS).rl
     trainer = rl.trainer.model_copy(update={"ranks": 2})
     placement = [RoleGroup(roles=["policy", "reference"]), RoleGroup(roles=["critic", "reward_models"], ranks=3)]
     two = rl.model_copy(update={"placement": placement, "trainer": trainer})

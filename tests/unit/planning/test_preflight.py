@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from clerk_params import CLERK_PARAMS
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -37,7 +38,7 @@ ONE, NODE = Machine(500 * GIB, (H100,)), Machine(2000 * GIB, (H100,) * 8)
 
 def params(**settings) -> Params:
     base = {"model.dtype": "bfloat16", "model.max_length": 2048, "rl.rollout.max_new_tokens": 512}
-    return changed(load_params(ROOT / "params.yaml"), base | {key.replace("__", "."): value for key, value in settings.items()})
+    return changed(load_params(CLERK_PARAMS), base | {key.replace("__", "."): value for key, value in settings.items()})
 
 
 def lacks(stage: str, found: Params, machine: Machine, models: Models = MODELS) -> bool:
@@ -46,7 +47,7 @@ def lacks(stage: str, found: Params, machine: Machine, models: Models = MODELS) 
 
 @pytest.mark.parametrize("method", ["rl", "dpo", "kto", "rejection_sampling", "conditional_sft"])
 def test_the_default_chain_fits_a_laptop(method):
-    found = changed(load_params(ROOT / "params.yaml"), {"alignment.method": method})
+    found = changed(load_params(CLERK_PARAMS), {"alignment.method": method})
     shape = ModelShape(3, 96, 256, 3, 3, 32, 390)
     models = Models(*[of_shape(shape, stored=None, plain_llama=True)] * 2, ())
     for stage in ("train_sft", "train_reward", "gate_reward", "train_policy", "evaluate", "train_round", "sample_round", "evaluate_round"):
@@ -356,8 +357,8 @@ def test_groups_that_share_a_gpu_add_up():
 
 def test_processes_of_a_host_add_up():
     small = of_shape(ModelShape(12, 1024, 2816, 16, 8, 64, 32000), stored="float32")
-    both = changed(load_params(ROOT / "params.yaml"), {"sft.ranks": 2})
-    alone = check("train_sft", load_params(ROOT / "params.yaml"), Models(small), Machine(12 * GIB))
+    both = changed(load_params(CLERK_PARAMS), {"sft.ranks": 2})
+    alone = check("train_sft", load_params(CLERK_PARAMS), Models(small), Machine(12 * GIB))
     assert alone.shortages == [] and 7 * GIB < alone.moments[0][0].needed < 9 * GIB
     (shortage,) = check("train_sft", both, Models(small), Machine(12 * GIB)).shortages
     assert shortage.needed > 12 * GIB and shortage.where == "this machine"

@@ -29,7 +29,7 @@ BY_TURNS = ("grpo_8b", "ppo_8b")
 
 
 def params_of(recipe: Path) -> Params:
-    return overridden(read_text(ROOT / "params.yaml"), read_recipe(recipe), subject=recipe.name)[1]
+    return overridden(read_text(ROOT / "params.yaml"), read_recipe(recipe), subject=recipe.name, complete=False)[1]
 
 
 def machine_of(name: str) -> Machine:
@@ -75,7 +75,7 @@ def test_turns_are_taken_where_a_step_is_predicted_to_be_faster_by_them(recipe):
         samples=rl.samples_per_step,
         group_size=rl.group_size,
         minibatch=rl.minibatch_size,
-        epochs=rl.epochs,
+        ppo_epochs=rl.ppo_epochs,
         prompt_length=512,
         response_length=700,
         longest=rl.rollout.max_new_tokens,

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from clerk_params import CLERK_PARAMS
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_core.planning.__main__ import main
 from rlhf_core.planning.structure import from_class
 
-PARAMS = Path(__file__).parents[3] / "params.yaml"
+PARAMS = CLERK_PARAMS
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 DECODERS = {
     "llama": {},

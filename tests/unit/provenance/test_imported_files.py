@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import parse_params, read_yaml
 from rlhf_core.provenance.imported_files import imported_files
@@ -85,7 +86,7 @@ def test_a_changed_helper_of_a_reward_function_is_a_changed_input(project):
     write(project / "rewards/kept.py", "import lists")
     write(project / "rewards/other.py", "")
     lists = write(project / "lists.py", "import rewards.other")
-    tree = read_yaml(ROOT / "params.yaml")
+    tree = read_yaml(CLERK_PARAMS)
     functions = [("polite", "scores/polite.py:polite"), ("kept", "rewards/kept.py:kept"), ("packed", "scores.polite:polite")]
     tree["rl"]["reward"]["scorers"] += [{"name": name, "kind": "function", "path": path} for name, path in functions]
     params = parse_params(tree)

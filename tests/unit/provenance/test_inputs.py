@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import Params, parse_params, read_yaml
 from rlhf_core.data import places
@@ -37,7 +38,7 @@ def project(tmp_path) -> Path:
 
 
 def params(*sources: dict, **model) -> Params:
-    tree = read_yaml(ROOT / "params.yaml")
+    tree = read_yaml(CLERK_PARAMS)
     usual = {"name": "mine", "kind": "file", "format": "prompt", "uses": ["prompt"], "weight": 1.0}
     tree["data"]["sources"] = [*tree["data"]["sources"], *({**usual, **source} for source in sources)]
     tree["model"] |= model

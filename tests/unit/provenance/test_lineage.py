@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import get_args
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from flows.registry.state import Event, Registry, Version, why_not
 from rlhf_core.config import ConfigError, load_params
@@ -96,7 +96,7 @@ def test_a_round_learned_from_its_own_scorers_and_from_the_policy_it_started_fro
 
 
 def test_critics_that_start_from_the_reward_model_are_those_of_the_config():
-    fields = load_params(Path(__file__).parents[3] / "params.yaml").rl.ppo
+    fields = load_params(CLERK_PARAMS).rl.ppo
     for start in get_args(type(fields).model_fields["critic_init"].annotation):
         assert (start in CRITIC_FROM_REWARD_MODEL) == fields.model_copy(update={"critic_init": start}).starts_from_reward_model
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from report_workspace import ROOT, curves, evaluation, metrics, set_shares, win_rate
+from clerk_params import CLERK_PARAMS
+from report_workspace import curves, evaluation, metrics, set_shares, win_rate
 
 from rlhf_core.config import load_params
 from rlhf_core.report.blame import Blame, blame
@@ -28,14 +29,14 @@ def run(*, judge: bool = True, sft: float = 0.45, policy: float = 0.88, win: flo
         if judge:
             set_shares(result, mode, sft=sft, policy=policy)
         result["win_rate"][mode] = win_rate(round(400 * win), 0)
-    config = load_params(ROOT / "params.yaml")
+    config = load_params(CLERK_PARAMS)
     scorers = [scorer.model_dump() for scorer in config.evaluation_scorers]
     params = config.model_dump()
     params["alignment"]["method"] = method
     empty = {name: pd.DataFrame(columns=columns) for name, columns in REQUIRED_COLUMNS.items() if name in ("lengths", "heldout", "samples")}
     inputs = ReportInputs(
         title="", params=params, written_params={}, files={}, outs={}, external=[], packages={}, fingerprint="", stopped=None, baselines={},
-        evaluation_scorers=scorers, method_scorers=scorers,
+        evaluation_scorers=scorers, method_scorers=scorers, unusual=[],
         data=found["prepare_data"], validation=found["validation"], model_check=found["check_model"],
         sft=found["train_sft"], reward=found["train_reward"], gate=found["gate"], policy=found["train_policy"], evaluation=result,
         sft_curves=frames["train_sft"], reward_curves=frames["train_reward"], policy_curves=frames["train_policy"], prompts="", **empty,
@@ -66,7 +67,7 @@ def test_an_sft_loss_that_did_not_fall():
     still = curve.assign(loss=curve["loss"].where(curve["phase"] == "pretrain", 10.4))
     found = blame(failed_run(sft_curves=still))
     assert (found.stage, found.figure) == ("train_sft", "SFT loss 10.4 in its first steps, 10.4 in its last")
-    assert found.checks[0] == "sft.learning_rate and sft.steps"
+    assert found.checks[0] == "sft.learning_rate, and sft.epochs or sft.steps"
     assert blame(run(sft_curves=still)) is None, "a suspicion is no fault of a run that came out well"
     broken = curve.assign(loss=curve["loss"].where(curve["phase"] == "pretrain", np.nan))
     assert blame(failed_run(sft_curves=broken)).stage == "train_sft"
@@ -141,7 +142,7 @@ def test_rl_that_did_not_raise_its_reward_or_had_nothing_to_learn_from():
 def test_other_ways_to_the_policy_are_judged_by_their_loss():
     inputs = failed_run(method="dpo")
     still = blame(replace(inputs, policy_curves=inputs.policy_curves.assign(loss=0.693)))
-    assert (still.stage, still.checks) == ("train_policy", ("dpo.learning_rate and dpo.steps",))
+    assert (still.stage, still.checks) == ("train_policy", ("dpo.learning_rate, and dpo.epochs or dpo.steps",))
     assert blame(inputs).figure == "share that the judge accepts: +0.0 points greedy, +0.0 sampled, on 400 prompts"
 
 

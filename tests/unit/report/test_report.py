@@ -14,6 +14,7 @@ from typing import get_args
 
 import pandas as pd
 import pytest
+from clerk_params import CLERK_PARAMS
 from report_workspace import (
     HOSTILE,
     REMOVED,
@@ -44,7 +45,7 @@ from tasks.train_reward import NOT_TRAINED
 
 def test_every_method_has_a_title_and_params_that_are_there():
     assert METHOD_TITLES.keys() == METHOD_PARAMS.keys() == set(get_args(Method))
-    params = read_yaml(Path(__file__).parents[3] / "params.yaml")
+    params = read_yaml(CLERK_PARAMS)
     for path in (path for paths in METHOD_PARAMS.values() for path in paths):
         reduce(getitem, path.split("."), params)
 
@@ -228,6 +229,14 @@ def test_a_run_without_a_reward_model(tmp_path, monkeypatch):
     assert "reward.epochs</dt>" not in page
 
 
+def test_a_stage_that_max_minutes_ended_is_named_at_the_top(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    assert "max_minutes ended" not in render_in(workspace, monkeypatch)
+    edit_metrics(workspace, "train_policy", {"steps": 1210, "planned_steps": 4000, "ended_by": "max_minutes"})
+    page = render_in(workspace, monkeypatch)
+    assert "max_minutes ended train_policy after 1,210 of 4,000 steps." in page.split("</header>")[0]
+
+
 def test_the_training_part_says_how_each_model_was_trained(tmp_path, monkeypatch):
     workspace = make_workspace(tmp_path)
     assert "Ranks, engines and adapters" not in render_in(workspace, monkeypatch)  # metrics of an older version
@@ -397,6 +406,17 @@ def test_who_is_to_blame_and_what_was_overridden_or_stopped_stands_at_the_top(tm
     assert '<aside class="blame">' in top and "What to check:" in top and "we &lt;know&gt;" in top
     assert "A limit ended the training at step 30." in top
     assert page.count("kl: &lt;9&gt;") >= 2 and "The policy is that of step 25." in page
+
+
+def test_a_setting_that_wrecks_a_pretrained_model_stands_at_the_top_unless_the_model_is_small(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    apply_overrides(workspace / "params.yaml", {"model.path": "some/model"})
+    told = "sft.learning_rate: full training at 0.002; usual 5e-6 to 2e-5 (docs/training.md)"
+    edit_metrics(workspace, "train_sft", {"parameters": 135_000_000})
+    page = render_in(workspace, monkeypatch)
+    assert told in page[: page.index("</header>")]
+    edit_metrics(workspace, "train_sft", {"parameters": 260_000})
+    assert "docs/training.md" not in render_in(workspace, monkeypatch)
 
 
 def test_the_gate_shows_slices_calibration_and_the_incumbent(tmp_path, monkeypatch):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 from report_workspace import (
     gate,
     set_shares,
@@ -95,7 +95,7 @@ def test_without_a_judge_the_win_rate_decides_and_says_who_speaks(win, tone):
 
 def test_a_judge_that_scores_a_policy_of_pairs_was_no_part_of_its_reward():
     results = with_results(sft=0.5, policy=0.9, win=ABOVE)
-    config = load_params(Path(__file__).parents[3] / "params.yaml")
+    config = load_params(CLERK_PARAMS)
     for method, printed in (("rl", True), ("dpo", False)):
         of_method = config.model_copy(update={"alignment": config.alignment.model_copy(update={"method": method})}).method_scorers
         verdict = outcome(results, [JUDGE], confidence=0.95, trained_on=[] if of_method is None else [JUDGE])
@@ -149,7 +149,7 @@ def test_the_verdicts_four_tests_are_corrected_together():
 
 def params_with(*, weight: float = 0.0, **changes) -> dict:
     """With a judge that is measured; changes by dotted key of rl."""
-    tree = load_params(Path(__file__).parents[3] / "params.yaml").model_dump()
+    tree = load_params(CLERK_PARAMS).model_dump()
     tree["rl"]["reward"]["scorers"] = [REWARD_MODEL, JUDGE | {"weight": weight}]
     for key, value in changes.items():
         section, _, name = key.partition("__")

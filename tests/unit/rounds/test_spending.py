@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import ConfigError, PromotionConfig, load_params
 from rlhf_core.rounds.pins import BudgetPin
@@ -27,7 +28,7 @@ def begin(root: Path, series: str, number: int = 1, *, outcome: str | None = "ke
 
 
 def test_what_a_series_improves_is_its_start_and_base_model():
-    params = load_params(ROOT / "params.yaml")
+    params = load_params(CLERK_PARAMS)
     assert improved(params) == "sft of the built-in model"
     other = params.model_copy(update={"iterative": params.iterative.model_copy(update={"start": "registry"})})
     assert improved(other) == "registry of the built-in model"

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import read_yaml, set_key
 from rlhf_core.stage.carried import Carried, carried
 from rlhf_core.stage.scratch import Work
 
-DEFAULTS = read_yaml(Path(__file__).parents[3] / "params.yaml")
+DEFAULTS = read_yaml(CLERK_PARAMS)
 JUDGE = {"name": "judge", "kind": "judge", "weight": 0.0}
 LENGTH = {"name": "length", "kind": "length", "weight": 0.0, "target_length": 8}
 RL = ("seed", "model", "sft.train_on", "sft.train_on_thoughts", "rl")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import ScorerConfig, load_params
 from rlhf_core.stage import luggage as module
@@ -47,7 +48,7 @@ def test_paths_below_the_project_stay_and_others_get_a_place_of_their_own(projec
 
 
 def test_params_name_models_scorers_and_functions_as_they_are_on_a_node(project):
-    params, taken = load_params(ROOT / "params.yaml"), Luggage()
+    params, taken = load_params(CLERK_PARAMS), Luggage()
     scorers = [
         ScorerConfig(name="theirs", kind="reward_model", path=str(project.parent / "base")),
         ScorerConfig(name="file", kind="function", path="../judges/strict.py:judge"),
@@ -72,7 +73,7 @@ def test_rows_that_look_like_paths_stay_as_they_are(project):
 
 
 def test_code_is_the_projects_own_with_the_modules_that_params_name(project, tmp_path):
-    params = load_params(ROOT / "params.yaml")
+    params = load_params(CLERK_PARAMS)
     scorer = ScorerConfig(name="own", kind="function", path="mine.score:score")
     reward = params.rl.reward.model_copy(update={"scorers": [scorer]})
     params = params.model_copy(update={"rl": params.rl.model_copy(update={"reward": reward})})
@@ -88,4 +89,4 @@ def test_code_that_is_too_large_is_refused_with_its_largest_folder(project, tmp_
     (project / "rewards/data").write_bytes(bytes(200))
     (tmp_path / "code").mkdir()
     with pytest.raises(ValueError, match=r"expected at most 100 bytes .* got \d+ bytes, of which rewards/ has 218 bytes"):
-        pack_code(tmp_path / "code", load_params(ROOT / "params.yaml"), project)
+        pack_code(tmp_path / "code", load_params(CLERK_PARAMS), project)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import Params, load_params
 from rlhf_core.stage.ray_job import REACHED, submit_job
@@ -36,7 +37,7 @@ def nowhere() -> Iterator[str]:
 
 
 def begun(folder: Path, **cluster) -> Begun:
-    params = load_params(ROOT / "params.yaml")
+    params = load_params(CLERK_PARAMS)
     given = params.cluster.model_copy(update={"silence_timeout": 0.5, "start_timeout": 0.5, **cluster})
     return Begun(params.model_copy(update={"cluster": given}), folder)
 

@@ -12,6 +12,7 @@ from operator import getitem
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 from ruamel.yaml import YAML
 
 from rlhf_core.config import ConfigError, apply_overrides, load_params, read_yaml
@@ -45,9 +46,10 @@ OVERRIDES = {
 def project(tmp_path, monkeypatch) -> Path:
     """The project's params and pipelines, with a small file for each dependency and for each file outside."""
     monkeypatch.chdir(tmp_path)
-    for name in ("params.yaml", "dvc.yaml", "rounds/dvc.yaml"):
+    for name in ("dvc.yaml", "rounds/dvc.yaml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copy(CLERK_PARAMS, tmp_path)
     apply_overrides(tmp_path / "params.yaml", OVERRIDES)
     pin = Pin(path="models/sft", md5="0")
     entry = {"origin": pin, "policy": pin, "reward_models": {}, "gate": pin, "prompts": PromptsPin(first=0, count=1, sha256="0")}
@@ -133,7 +135,7 @@ def test_a_running_stage_warns_of_an_edit_and_knows_until_when_its_files_were_cl
     seen = time.time_ns()
     until(lambda: begun.clean_until > seen)
     edited = time.time_ns()
-    Path("params.yaml").write_text(params.replace("learning_rate: 2.0e-3", "learning_rate: 7.0e-3", 1))
+    Path("params.yaml").write_text(params.replace("learning_rate: 0.002", "learning_rate: 0.007", 1))
     Path(file).write_text("edited")
     until(lambda: "sft.learning_rate: 0.002 -> 0.007" in caplog.text and (words or "base changed") in caplog.text)
     Path("params.yaml").write_text(params)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from clerk_params import CLERK_PARAMS
 from ruamel.yaml import YAML
 from safetensors.torch import save_file
 
@@ -81,7 +82,7 @@ with Stage("train_sft", resumable=sys.argv[1] != "deaf") as stage:
 
 @pytest.fixture
 def workspace(tmp_path, monkeypatch) -> Path:
-    (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text())
+    (tmp_path / "params.yaml").write_text(CLERK_PARAMS.read_text())
     (tmp_path / "dvc.yaml").write_text(DVC)
     (tmp_path / "work.py").write_text(WORK)
     (tmp_path / "inputs").mkdir()
@@ -378,7 +379,7 @@ def test_a_card_names_the_inputs_that_count_and_their_md5s(workspace):
 
 
 def test_a_stage_that_cannot_fit_is_refused_before_it_works_unless_the_check_is_off(workspace):
-    change(workspace / "params.yaml", "layers: 3,", "layers: 3000000,")
+    change(workspace / "params.yaml", "layers: 3\n", "layers: 3000000\n")
     child = begin("end")
     out, err = child.communicate(timeout=60)
     assert child.returncode == REFUSED and "fresh" not in out

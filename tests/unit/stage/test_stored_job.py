@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.config import Params, load_params
@@ -48,7 +49,7 @@ class Project:
         (folder / "storage").mkdir()
         (self.root / "data").mkdir(parents=True)
         (self.root / "data/rows").write_text("rows")
-        params = load_params(ROOT / "params.yaml")
+        params = load_params(CLERK_PARAMS)
         where = {"address": "http://head:8265", "storage": f"file://{folder}/storage"}
         self.params = params.model_copy(update={"cluster": params.cluster.model_copy(update=where)})
         self.home()

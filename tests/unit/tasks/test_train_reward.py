@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from clerk_params import CLERK_PARAMS
 from tiny_models import tiny_params
 
 from rlhf_core.data.schema import write_rows
@@ -30,9 +32,9 @@ class StoppedStage(Stage):
 
     requested = 0
 
-    def __init__(self, at: int | None, scratch: Path):
+    def __init__(self, at: int | None, scratch: Path, **changes: Any):
         super().__init__("train_reward")
-        changes = {"epochs": 1.0, "batch_size": 2, "checkpoint_every": 1, "eval_every": 100, "ensemble": 2}
+        changes = {"epochs": 1.0, "batch_size": 2, "checkpoint_every": 1, "eval_every": 100, "ensemble": 2, **changes}
         members = {"rl.reward.scorers.0.members": 2}
         self.params, self.scratch = tiny_params(**{f"reward.{k}": v for k, v in changes.items()}, **members), scratch
         self.work, self.resumed_from = Work("", {}, {}), []
@@ -56,8 +58,8 @@ def make_workspace(folder: Path, sft_folder: Path) -> Path:
     ]
     write_rows(folder / "data/prepared", "preference", rows)
     (folder / "data/prepared/sources.json").write_text("{}")
-    for name in ("dvc.yaml", "params.yaml"):
-        shutil.copy(ROOT / name, folder / name)
+    for file in (CLERK_PARAMS, ROOT / "dvc.yaml"):
+        shutil.copy(file, folder)
     return folder
 
 
@@ -90,6 +92,17 @@ def test_an_ensemble_that_is_interrupted_in_its_second_member_ends_as_one_that_i
     metrics = json.loads((whole / "metrics/train_reward.json").read_text())
     assert metrics["heldout_pairs"] == 5 and {"heldout_accuracy", "heldout_accuracy_member_1"} <= set(metrics)
     check_heldout(whole)
+
+
+@pytest.mark.usefixtures("world")
+def test_members_share_the_minutes_of_the_stage(tmp_path, monkeypatch, sft_folder):
+    monkeypatch.chdir(workspace := make_workspace(tmp_path / "timed", sft_folder))
+    train_members(StoppedStage(None, workspace / "scratch", max_minutes=1e-9))
+    metrics = json.loads((workspace / "metrics/train_reward.json").read_text())
+    assert {"steps": 1, "planned_steps": STEPS, "ended_by": "max_minutes", "epochs": 0.25}.items() <= metrics.items()
+    assert pd.read_csv(workspace / "plots/train_reward.csv")["step"].tolist() == [0, STEPS]  # one of each member
+    card = (workspace / "models/reward/README.md").read_text()
+    assert f"Training ended by `max_minutes` after 1 of {STEPS} steps, so it can't be rebuilt to the bit." in card
 
 
 def check_heldout(folder: Path) -> None:

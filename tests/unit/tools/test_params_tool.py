@@ -23,11 +23,12 @@ def printed(monkeypatch, capsys, *arguments: str):
 
 
 def test_the_printed_params_are_the_effective_ones(monkeypatch, capsys):
-    assert printed(monkeypatch, capsys) == load_params(ROOT / "params.yaml").model_dump(mode="json")
+    assert printed(monkeypatch, capsys) == load_params(ROOT / "params.yaml", complete=False).model_dump(mode="json")
+    assert printed(monkeypatch, capsys, "sft.learning_rate") == 2e-5  # null in params.yaml
 
 
 def test_overrides_and_a_key_select_what_is_printed(monkeypatch, capsys):
-    changed = ["--set", "training.zero_stage=2", "--params", str(ROOT / "recipes/hacking.yaml")]
+    changed = ["--set", "training.zero_stage=2", *(f"--params={ROOT}/recipes/{name}.yaml" for name in ("clerk", "hacking"))]
     assert printed(monkeypatch, capsys, "kto.zero_stage", *changed) == 2
     assert printed(monkeypatch, capsys, "data.sources.0.clerk.garbled_fraction", *changed) == 0.0
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from supervised_ranks import ticking
 from tiny_models import PAD, largest_difference, policy_engine, sequences
 
 from rlhf_core.checkpoint.store import CheckpointStore, Origin, StoreSettings, checkpoint_steps
@@ -19,6 +20,7 @@ from rlhf_core.config import TrackingConfig
 from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.process import Interrupted
 from rlhf_core.tracking import MetricsLog
+from rlhf_core.trainers import supervised
 from rlhf_core.trainers.demonstrations import Demonstration
 from rlhf_core.trainers.sft import sft_phase
 from rlhf_core.trainers.supervised import HELD_OUT, Metrics, Phase, TrainLoop, hold_out, train_phase
@@ -44,6 +46,8 @@ class Run:
     keep_best: bool = True
     engine: dict[str, Any] = field(default_factory=dict)
     settings: StoreSettings = field(default_factory=StoreSettings)
+    max_minutes: float | None = None
+    eval_every: int = 1
 
     def run(
         self, *, of: Phase | None = None, stop: Callable[[], bool] = lambda: False, checkpoint_every: int = 100
@@ -53,12 +57,13 @@ class Run:
         loop = TrainLoop(
             seed=0,
             checkpoint_every=checkpoint_every,
-            eval_every=1,
+            eval_every=self.eval_every,
             first_step=0,
             checkpoints=lambda name: CheckpointStore(self.folder / name, self.settings),
             metrics_log=self.curves,
             stop_requested=stop,
             keep_best=self.keep_best,
+            max_minutes=self.max_minutes,
         )
         return engine, train_phase(engine, of or phase(), loop)
 
@@ -68,9 +73,13 @@ class Run:
         return MetricsLog(self.folder / "curves.csv", columns, timings=None, tracking=nowhere, run_name="x", first_step=step)
 
     @property
-    def heldout(self) -> list[float]:
+    def rows(self) -> list[dict[str, str]]:
         with (self.folder / "curves.csv").open() as file:
-            return [float(row["heldout_loss"]) for row in csv.DictReader(file)]
+            return list(csv.DictReader(file))
+
+    @property
+    def heldout(self) -> list[float]:
+        return [float(row["heldout_loss"]) for row in self.rows]
 
 
 def after(steps: int) -> Callable[[], bool]:
@@ -92,7 +101,7 @@ def test_the_best_weights_by_the_held_out_loss_are_those_of_a_run_that_ends_ther
     assert metrics["best_step"] == best and metrics["heldout_loss"] == pytest.approx(min(heldout), rel=1e-6)
     short, found = Run(tmp_path / "short", sft_folder, keep_best=False).run(of=phase(best))
     assert largest_difference(weights, short.state_dict()) == 0
-    assert found == {"heldout_loss": metrics["heldout_loss"]}
+    assert found == {"steps": best, "epochs": best * 3 / len(TRAIN), "heldout_loss": metrics["heldout_loss"]}
     last, _ = Run(tmp_path / "last", sft_folder, keep_best=False).run()
     assert largest_difference(weights, last.state_dict()) > 1e-3
 
@@ -219,3 +228,47 @@ def test_examples_to_judge_by_are_every_tenth_and_not_trained_on():
     assert judged == [HELD_OUT - 1, 2 * HELD_OUT - 1]
     assert sorted(trained + judged) == list(range(2 * HELD_OUT + 3))
     assert hold_out([1, 2]) == ([1, 2], [])
+
+
+@pytest.fixture
+def minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training loop's clock, which moves by a minute with each reading: once before the first step, and after each."""
+    monkeypatch.setattr(supervised, "time", ticking(60))
+
+
+@pytest.mark.usefixtures("minutes")
+def test_a_phase_ends_with_the_step_in_which_its_minutes_are_over(tmp_path: Path, sft_folder: Path, caplog):
+    """As one that ends there: evaluated, with a checkpoint, and with the weights of so many steps."""
+    run = Run(tmp_path / "timed", sft_folder, keep_best=False, max_minutes=4.5, eval_every=100)
+    engine, metrics = run.run()
+    short, expected = Run(tmp_path / "short", sft_folder, keep_best=False).run(of=phase(5))
+    assert metrics == expected | {"planned_steps": STEPS, "ended_by": "max_minutes"} and metrics["steps"] == 5
+    assert largest_difference(engine.state_dict(), short.state_dict()) == 0
+    assert run.rows[-1]["step"] == "4" and float(run.rows[-1]["heldout_loss"]) == pytest.approx(metrics["heldout_loss"], rel=1e-6)
+    assert checkpoint_steps(tmp_path / "timed/sft") == [5]
+    assert (
+        "sft: max_minutes ended the training after step 5 of 12, at 42% of the learning rate's schedule, which is not bent" in caplog.text
+    )
+
+
+@pytest.mark.usefixtures("minutes")
+@pytest.mark.parametrize("stopped_at", [1, 3, 4])
+def test_the_minutes_before_a_stop_count_and_a_phase_that_they_ended_trains_no_more(tmp_path: Path, sft_folder: Path, stopped_at: int):
+    run = Run(tmp_path / "whole", sft_folder, keep_best=False, max_minutes=4.5)
+    engine, metrics = run.run()
+    cut = replace(run, folder=tmp_path / "cut")
+    with pytest.raises(Interrupted):
+        cut.run(stop=after(stopped_at))
+    for _ in range(2):  # the second time as if the stage had been killed while the model was saved
+        resumed, found = cut.run()
+        assert found == metrics and cut.heldout == run.heldout
+        assert largest_difference(resumed.state_dict(), engine.state_dict()) == 0
+
+
+@pytest.mark.usefixtures("minutes")
+def test_minutes_that_are_over_leave_the_best_weights_so_far(tmp_path: Path, sft_folder: Path, undisturbed):
+    weights, metrics, _ = undisturbed
+    assert metrics["best_step"] < STEPS - 1
+    engine, found = Run(tmp_path, sft_folder, max_minutes=STEPS - 1.5).run()
+    assert (found["steps"], found["best_step"], found["heldout_loss"]) == (STEPS - 1, metrics["best_step"], metrics["heldout_loss"])
+    assert largest_difference(engine.state_dict(), weights) == 0

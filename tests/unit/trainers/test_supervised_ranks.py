@@ -64,6 +64,8 @@ def cases(out: Path) -> dict[str, Case]:
         found[f"settled {stage}"] = Case("sft", str(out / f"settled-{stage}"), settled)
         where = {"scratch": str(out / f"settled-stopped-{stage}"), "changes": settled}
         found |= {f"settled stopped {stage}": Case("sft", stop_after=6, **where), f"settled resumed {stage}": Case("sft", **where)}
+    timed = {"scratch": str(out / "timed"), "changes": {"max_minutes": 2.5, "schedule": "constant", "warmup_fraction": 0.0}}
+    found |= {"timed stopped": Case("sft", stop_after=2, **timed), "timed": Case("sft", **timed), "timed again": Case("sft", **timed)}
     found["store"] = Case("store", str(out / "store"))
     found["not finite"] = Case("sft", str(out / "not-finite"), {"learning_rate": 1e30})
     return found
@@ -144,6 +146,17 @@ def test_a_stop_of_rank_0_stops_both_and_the_resumed_run_has_the_bits_of_an_undi
         assert largest_difference(resumed["weights"], whole["weights"]) == 0
     digests = [read_digest(out / "two" / name / "sft") for name in (f"stopped-{stage}", f"sft-{stage}")]
     assert differences(*digests) == []
+
+
+def test_minutes_are_those_of_rank_0_and_a_resumed_run_counts_on(ranks):
+    """By the clock of rank 1 the first step would be the last. A run that is started once more has nothing left to train."""
+    for rank in ranks:
+        stopped, resumed, again = (rank[name] for name in ("timed stopped", "timed", "timed again"))
+        assert [len(of["curves"]) for of in (stopped, resumed, again)] == [2, 1, 0]
+        assert resumed["metrics"] == again["metrics"]
+        assert {"steps": 3, "planned_steps": STEPS, "ended_by": "max_minutes"}.items() <= resumed["metrics"].items()
+        assert resumed["curves"][-1]["heldout_loss"] == pytest.approx(resumed["metrics"]["heldout_loss"], rel=1e-6)
+        assert largest_difference(resumed["weights"], again["weights"]) == 0
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 from huggingface_hub import ModelCard
 from ruamel.yaml import YAML
 
@@ -33,7 +34,7 @@ def project(tmp_path, monkeypatch, sft_folder) -> Path:
     write_card(Path("models/policy"), FACTS)
     Path("metrics").mkdir()
     Path("metrics/evaluate.json").write_text(json.dumps(EVALUATION))
-    params = YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text())
+    params = YAML(typ="safe", pure=True).load(CLERK_PARAMS.read_text())
     params["data"]["sources"][0]["license"] = "CC-BY-4.0"
     write("params.yaml", params)
     load_params("params.yaml")

@@ -80,7 +80,7 @@ def planned_parts(case: Case) -> dict[str, float]:
         samples=case["samples"],
         group_size=1,
         minibatch=case["samples"],
-        epochs=1,
+        ppo_epochs=1,
         prompt_length=mean(case["prompt"]),
         response_length=mean(case["response"]),
         longest=case["response"][1],

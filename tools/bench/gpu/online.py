@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_core.config import DEFAULT_LIMITS, Params, parse_params, read_yaml, set_key
+from rlhf_core.config import DEFAULT_LIMITS, Params, parse_params, set_key
 from rlhf_core.engines.ray.cluster import local_head, python_path, run_job
 from rlhf_core.trainers.rl.job import RlJob
 from tools.bench.gpu.job import SEEN
 from tools.bench.gpu.processes import HEAD, Budget, Peaks, actor_processes, watch_memory
 from tools.bench.gpu.shapes import SHAPES, Lengths, model_folder, prompts, shape_name
 from tools.bench.ours_online import ROOT, describe, read_csv
-from tools.bench.work import DEFAULTS, PLAIN_ONLINE
+from tools.bench.work import PLAIN_ONLINE
+from tools.clerk import clerk_tree
 
 # Trainer and engine share a GPU; the engine has this share of its memory, TRL's too.
 ENGINE_MEMORY = 0.34
@@ -79,7 +80,7 @@ class Case:
 
     @property
     def params(self) -> Params:
-        tree = read_yaml(DEFAULTS)
+        tree = clerk_tree()
         rl = {
             **PLAIN_ONLINE,
             "algorithm": self.algorithm,

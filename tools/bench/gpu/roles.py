@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from rlhf_core.checkpoint.store import StoreSettings
-from rlhf_core.config import Params, parse_params, read_yaml, set_key
+from rlhf_core.config import Params, parse_params, set_key
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
 from rlhf_core.sampling.scoring import RewardNormalizer
@@ -28,7 +28,8 @@ from rlhf_core.trainers.rl.rank import TrainerRank
 from rlhf_core.types import Prompt, Rollout, ScoredRollout
 from tools.bench.gpu.memory import PASSES
 from tools.bench.gpu.shapes import MAX_LENGTH, Lengths, model_folder, prompts
-from tools.bench.gpu.steps import PARAMS, peak_bytes, reset_peak, synchronize
+from tools.bench.gpu.steps import peak_bytes, reset_peak, synchronize
+from tools.clerk import clerk_tree
 
 SCORER = "reward_model"
 STACKS = 12  # the largest that are kept
@@ -72,7 +73,7 @@ def one_step(rank: TrainerRank, job: RlJob, rollouts: list[Rollout], watch: Watc
 
 
 def params_of(case: dict[str, Any]) -> Params:
-    tree = read_yaml(PARAMS)
+    tree = clerk_tree()
     scorer = {"name": SCORER, "kind": "reward_model", "weight": 1.0, "normalization": "none"}
     samples, response = case["samples"], case["response"][1]
     for key, value in {

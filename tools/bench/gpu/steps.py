@@ -16,7 +16,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from rlhf_core.checkpoint.store import CheckpointStore
-from rlhf_core.config import Params, TrackingConfig, parse_params, read_yaml, set_key
+from rlhf_core.config import Params, TrackingConfig, parse_params, set_key
 from rlhf_core.engines.deepspeed_engine import TrainEngine, join_world
 from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.build import load_language_model, new_scalar_model
@@ -34,8 +34,8 @@ from rlhf_core.trainers.supervised import TrainLoop, engine_settings, train_phas
 from tools.bench.gpu.flops import Passed
 from tools.bench.gpu.shapes import MAX_LENGTH, Lengths, demonstrations, pairs
 from tools.bench.work import PLAIN
+from tools.clerk import clerk_tree
 
-PARAMS = Path(__file__).parents[3] / "params.yaml"
 NEVER = 10**9
 WARMUP = 2  # untimed first steps; the first creates the optimizer's state
 
@@ -61,7 +61,7 @@ class Steps:
 
     @property
     def params(self) -> Params:
-        tree = read_yaml(PARAMS)
+        tree = clerk_tree()
         own = {"batch_size": self.rows, "learning_rate": 1e-5, "microbatch_tokens": self.microbatch_tokens, "zero_stage": 2}
         for key, value in {**PLAIN, **own, "lora": self.lora}.items():
             set_key(tree, f"{self.method}.{key}", value)

@@ -6,6 +6,7 @@ import csv
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -307,6 +308,12 @@ def test_an_offloaded_reference_changes_no_bit_and_comes_to_the_device_once_a_pa
         assert Watched.uses == [(zero_stage == 3, offload)] * (1 + passes)
     (weights, *others), (found, *found_others) = made
     assert largest_difference(weights, found) == 0.0 and others == found_others
+
+
+def test_a_run_ends_in_the_step_in_which_its_minutes_are_over(sft_folder: Path, tmp_path: Path):
+    run = run_of(sft_folder, tmp_path)
+    found = TRAIN["dpo"](rows(10), rows(3), config("dpo"), replace(run, loop=replace(run.loop, max_minutes=1e-9))).metrics
+    assert {"steps": 1, "planned_steps": 4, "ended_by": "max_minutes", "epochs": 0.6}.items() <= found.items() and "heldout_loss" in found
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])

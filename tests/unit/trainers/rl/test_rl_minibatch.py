@@ -28,7 +28,7 @@ def plans(
             f"rl.{'rloo' if group_size > 1 else 'reinforce_pp'}.group_size": group_size,
             "rl.samples_per_step": SAMPLES,
             "rl.minibatch_size": minibatch_size,
-            "rl.epochs": epochs,
+            "rl.ppo_epochs": epochs,
             "rl.trainer.ranks": ranks,
             "rl.trainer.sequence_parallel": sharing,
         }

@@ -15,7 +15,7 @@ from rlhf_core.checkpoint.manifest import damage
 from rlhf_core.checkpoint.store import Origin, SaveFailed, StoreSettings
 from rlhf_core.engines.ray.actors import RoleLost
 from rlhf_core.sampling.scoring import RewardNormalizer
-from rlhf_core.trainers.rl.loop import note_if_best
+from rlhf_core.trainers.rl.loop import is_due, note_if_best
 from rlhf_core.trainers.rl.monitor import Finding, MonitorState, Track
 from rlhf_core.trainers.rl.state import Best, Progress, RunStore
 from rlhf_core.trainers.rl.workers import save_lost
@@ -44,6 +44,16 @@ def test_a_run_starts_with_the_configured_coefficient_and_a_fixed_one_stays():
     start = Progress.start(RL)
     assert start == Progress(step=0, prompts_drawn=0, kl_coef=RL.kl.coef, best=None)
     assert start.after_step(RL, kl=100.0, prompts_drawn=300) == Progress(1, 300, RL.kl.coef, None)
+
+
+def test_minutes_end_a_run_like_its_last_step_and_count_on_from_a_checkpoint(tmp_path: Path):
+    rl = tiny_params(**{"rl.max_minutes": 2.0, "rl.evaluation.every": 10}).rl
+    inside, over = (replace(Progress.start(rl), step=4, seconds=seconds) for seconds in (119.9, 120.0))
+    assert not inside.finished(rl) and not is_due(10, inside, rl)
+    assert over.finished(rl) and is_due(10, over, rl) and not over.finished(RL) and not is_due(None, over, rl)
+    save(RunStore(tmp_path), over, normalizer(1.0, 2.0), write_rank(""))
+    assert RunStore(tmp_path).load(rl, normalizer(), lambda found: None) == over
+    assert "seconds" not in (tmp_path / "checkpoints/step-4/driver.json").read_text(), "equal states have equal digests"
 
 
 def test_with_a_target_the_coefficient_follows_the_divergence():

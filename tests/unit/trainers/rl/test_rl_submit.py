@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import Params, parse_params, read_yaml, set_key
@@ -29,7 +30,7 @@ REJECTED = {"passed": False, "message": "rejected: too few pairs.", "override": 
 
 
 def params(*scorers: dict, **changes) -> Params:
-    tree = read_yaml(ROOT / "params.yaml")
+    tree = read_yaml(CLERK_PARAMS)
     if scorers:
         tree["rl"]["reward"]["scorers"] = [{"name": s["kind"], "weight": 1.0, "normalization": "none", **s} for s in scorers]
     for key, value in changes.items():
@@ -148,6 +149,25 @@ def test_the_job_gets_absolute_folders_of_the_models_it_uses(workspace):
     assert RlJob.read(workspace / "job.json") == others
 
 
+def test_the_job_has_the_steps_that_the_epochs_over_its_prompts_make(workspace, sft_folder, caplog):
+    """65 of 66 prompts leave room for a response; of 4 each step has 2 prompts, and 1.5 epochs begin a 49th batch."""
+    caplog.set_level("INFO", "rlhf")
+    texts = ["Please sort 4172. " * 30, *["2 + 2?"] * 65]
+    message = {"source": "mine", "split": "train", "label": None}
+    rows = [{**message, "id": str(i), "messages": [{"role": "user", "content": text}]} for i, text in enumerate(texts)]
+    write_rows(workspace / "data/prepared", "prompt", [*rows, {**rows[1], "id": "x", "split": "test"}])
+    (workspace / "models/sft").symlink_to(sft_folder)
+    short = {"rl__epochs": 1.5, "rl__steps": None, "rl__samples_per_step": 8, "rl__minibatch_size": 8, "rl__algorithm": "rloo"}
+    assert job(workspace, params(**short)).rl.steps == 49
+    assert "rl: 49 steps of 2 prompts, 1.5 epochs of 65 prompts" in caplog.text
+    assert job(workspace, params(**short | {"rl__steps": 7})).rl.steps == 7
+    assert "rl: rl.steps 7 replaces rl.epochs; passes over each rollout batch are rl.ppo_epochs 1" in caplog.text
+    with pytest.raises(ValueError, match=r"rl\.kl\.refresh_reference_every: expected less than steps=49, got 49"):
+        job(workspace, params(**short, rl__kl__refresh_reference_every=49))
+    with pytest.raises(ValueError, match=r"rl\.steps: expected the number of steps of rl\.epochs, got null"):
+        RlJob(**{**dict(job(workspace, params())), "rl": params(**short).rl})
+
+
 def test_final_figures_are_means_over_the_last_steps_of_every_scorer_too(tmp_path):
     given = params({"kind": "judge"}, {"kind": "length", "target_length": 5}, rl__algorithm="grpo")
     steps = 3 * TAIL
@@ -193,17 +213,22 @@ def test_the_setup_says_how_a_policy_was_trained():
     assert (on_gpus["weight_transfer"], on_gpus["gpus"]) == (["ipc", "nccl"], {"in_cluster": 4, "per_rank": 0.6, "per_engine": 0.4})
 
 
-def test_the_end_of_a_short_run_is_its_last_third(tmp_path):
+def test_the_end_of_a_short_run_is_its_last_third(tmp_path, caplog):
     given = params(rl__algorithm="grpo")
     rows = pd.DataFrame({"step": range(1, 11)})
     for name in ("kl_mean", "response_length", "entropy", "truncated_fraction", "score_reward_model", "logprob_difference"):
         rows[name] = 1.0
     rows["score_mean"] = [float(step) for step in range(1, 11)]
     rows.to_csv(tmp_path / "curves.csv", index=False)
-    (tmp_path / "monitor.json").write_text("{}")
+    (tmp_path / "monitor.json").write_text('{"stopped": null}')
     (tmp_path / PLACEMENT).write_text(json.dumps(ON_CPUS))
     figures = final_figures(tmp_path, given.rl)
     assert (figures["score_mean"], figures["averaged_steps"]) == (8.5, 4)  # (7 + 8 + 9 + 10) / 4; a third of 10, rounded up
+    assert (figures["steps"], figures["planned_steps"], figures["ended_by"]) == (10, 60, "max_minutes")
+    assert "rl: max_minutes ended the training after step 10 of 60, at 17% of the learning rate's schedule" in caplog.text
+    assert "ended_by" not in final_figures(tmp_path, given.rl.model_copy(update={"steps": 10}))
+    (tmp_path / "monitor.json").write_text('{"stopped": {"limit": "kl"}}')
+    assert "ended_by" not in final_figures(tmp_path, given.rl)
 
 
 def test_output_that_nobody_reads_any_more_does_not_end_the_stage():

@@ -1,0 +1,35 @@
+"""Point out, at the start of a run, settings that wreck pretrained models."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from pathlib import Path
+
+from flows.runs.record import note
+from rlhf_core.config import Params, unusual
+from rlhf_core.planning.models import base_model
+from rlhf_core.planning.shape import named_shape
+
+log = logging.getLogger("rlhf.flows")
+
+
+def point_out(workspace: Path, params: Params, *, rounds: bool = False) -> None:
+    """Log a warning for each such setting, and keep them in the run's record.
+
+    Args:
+        rounds: for a series of rounds of iterative DPO.
+    """
+    found = unusual(params, _size(params), rounds=rounds)
+    note(workspace, warnings=found)
+    for line in found:
+        log.warning("%s", line)
+
+
+def _size(params: Params) -> int | None:
+    """Parameters of the model; None: unknown."""
+    with suppress(ValueError, OSError):  # stage check_model refuses a damaged folder
+        if (found := base_model(params.model)) is not None:
+            return found.parameters
+    shape = named_shape(params.model.path) if params.model.path else None
+    return None if shape is None else shape.parameters

@@ -1,0 +1,26 @@
+"""The end of training by `max_minutes`: wall-clock time of steps, evaluations and checkpoints, those before a resume included."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+log = logging.getLogger("rlhf")
+
+
+def out_of_time(seconds: float, max_minutes: float | None) -> bool:
+    return max_minutes is not None and seconds >= 60 * max_minutes
+
+
+def ended_by_time(subject: str, done: int, planned: int) -> dict[str, Any]:
+    """Metrics of training that ended by `max_minutes` after `done` of `planned` steps; the log says what that means."""
+    log.warning(
+        "%s: max_minutes ended the training after step %d of %d, at %.0f%% of the learning rate's schedule, which is not bent; with fewer "
+        "epochs or steps, about %d, it decays to its end; another run gets as far as its machine allows, so this one can't be rebuilt",
+        subject,
+        done,
+        planned,
+        100 * done / planned,
+        done,
+    )
+    return {"planned_steps": planned, "ended_by": "max_minutes"}
