@@ -279,7 +279,7 @@ def write(arguments: argparse.Namespace, found: list[dict[str, Any]]) -> None:
         "torch": torch.__version__,
         "cores": os.cpu_count(),
         "load_at_the_end": os.getloadavg()[0],
-        **{key: value for key, value in vars(arguments).items() if key not in ("cases", "models", "out")},
+        **{key: value for key, value in vars(arguments).items() if key not in ("cases", "models", "model", "pairs", "out")},
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "peers.json").write_text(json.dumps({"about": about, "results": found}, indent=2) + "\n")
