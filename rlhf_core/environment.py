@@ -44,7 +44,8 @@ _SECRET = re.compile(r"(TOKEN|KEYS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTI
 NAMED = "RLHF_ENVIRONMENT"  # the names in flow.environment, for processes that read no params.yaml
 WITHHELD = "RLHF_WITHHELD"  # names of removed variables, without values, for hints
 TRAINING = ("train_sft", "train_reward", "train_policy", "train_round")  # stages that write curves
-MODEL_READERS = ("hash_inputs", "prepare_data", "check_model", "train_sft")  # stages that read model.path
+# Stages that read models from outside the chain.
+MODEL_READERS = ("hash_inputs", "prepare_data", "check_model", "train_sft", "train_reward", "train_policy")
 INFERENCE_STAGES = ("gate_reward", "evaluate", "sample_round", "evaluate_round")  # stages on cluster.inference_ranks ranks
 
 
@@ -74,7 +75,7 @@ def _asks_the_hub(params: Params, environment: Mapping[str, str]) -> bool:
     """Whether params name a model or data set of the hub and the hub may be used."""
     if environment.get("HF_HUB_OFFLINE", "1").upper() in ("1", "ON", "YES", "TRUE"):
         return False
-    named = [params.model.path, *(s.path for s in params.data.sources if s.kind == "huggingface")]
+    named = [params.model.path, params.reward.path, params.external.path, *(s.path for s in params.data.sources if s.kind == "huggingface")]
     return any(path is not None and not Path(path).exists() for path in named)
 
 

@@ -1,6 +1,7 @@
 """Stage train_reward: train a scalar head on the SFT model, and score the held-out pairs for the gate.
 
-With `reward.enabled: false` no reward model is trained, and the outputs contain the reason.
+With `reward.path` a ready-made one takes its place and scores the pairs. With `reward.enabled: false` there is none, and the outputs
+contain the reason.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ from typing import Any
 
 from rlhf_core.data.heldout import as_heldout_table
 from rlhf_core.data.schema import read_rows
-from rlhf_core.paths import CURVES, PLOTS, PREPARED, REWARD_HELDOUT, REWARD_MODEL, SFT_MODEL, STAGE_METRICS
+from rlhf_core.paths import PREPARED, REWARD_HELDOUT, REWARD_MODEL, SFT_MODEL, STAGE_METRICS
 from rlhf_core.stage.files import publish, write_json
-from rlhf_core.stage.run import Stage, no_arguments, publish_training
-from rlhf_core.stage.training import TrainRun, train
+from rlhf_core.stage.run import Stage, no_arguments, publish_training, write_curves
+from rlhf_core.stage.training import TrainRun, infer, train
 
 COLUMNS = ("step", "phase", "loss", "accuracy", "heldout_loss", "heldout_accuracy", "learning_rate", "grad_norm")  # of the curves
-NOT_TRAINED = {"trained": False, "reason": "reward.enabled is false"}
+NOT_TRAINED = {"trained": False, "given": False, "reason": "reward.enabled is false"}
 HELDOUT = "heldout.parquet"  # in the stage's scratch folder
 
 
 def main() -> None:
     with Stage("train_reward") as stage:
-        if stage.params.reward.enabled:
+        if stage.params.reward.is_trained:
             train_members(stage)
+        elif stage.params.reward.enabled:
+            take_given(stage)
         else:
             write_nothing(stage)
 
@@ -55,12 +58,29 @@ def train_on_rank(run: TrainRun) -> dict[str, Any]:
     return metrics
 
 
+def take_given(stage: Stage) -> None:
+    """Publish the model at `reward.path` as it is, so that a version of the registry keeps its hash, with a card if it has none."""
+    from rlhf_core.models.card import has_card, write_card
+    from rlhf_core.scorers.heldout import score_heldout_pairs, take
+
+    folder = stage.scratch / "model"
+    take(stage.params.reward, folder)
+    found = infer(stage, score_heldout_pairs, folder, PREPARED)
+    as_heldout_table(found["rows"]).to_parquet(stage.scratch / HELDOUT, index=False)
+    metrics = {"trained": False, "reason": "reward.path names a ready-made one", "given": True, "heldout_pairs": len(found["rows"])}
+    if not has_card(folder):
+        write_card(folder, stage.card("reward", "none", metrics))
+    publish(folder, REWARD_MODEL)
+    publish(stage.scratch / HELDOUT, REWARD_HELDOUT)
+    write_curves(stage, COLUMNS)
+    write_json(STAGE_METRICS["train_reward"], metrics | {"dropped_too_long": found["left_out"]})
+
+
 def write_nothing(stage: Stage) -> None:
     """Write outputs without a model, so that DVC and later stages find every file and none looks like a model."""
     write_json(stage.scratch / "model" / "not_trained.json", NOT_TRAINED)
     publish(stage.scratch / "model", REWARD_MODEL)
-    PLOTS.mkdir(exist_ok=True)
-    CURVES["train_reward"].write_text(",".join(COLUMNS) + "\n")
+    write_curves(stage, COLUMNS)
     as_heldout_table([]).to_parquet(REWARD_HELDOUT, index=False)
     write_json(STAGE_METRICS["train_reward"], NOT_TRAINED)
 

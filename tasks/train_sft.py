@@ -1,4 +1,8 @@
-"""Stage train_sft: fine-tuning on demonstrations. Every later model starts from the SFT model."""
+"""Stage train_sft: fine-tuning on demonstrations. Every later model starts from the SFT model.
+
+With `sft.enabled: false` nothing is trained: models/sft is the model at `model.path` with its own weights, the chain's tokenizer and its
+chat template.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,26 @@ from rlhf_core.stage.training import TrainRun, train
 
 def main() -> None:
     with Stage("train_sft") as stage:
-        metrics = train(stage, stage.params.sft, train_sft)
-        publish_training(stage, stage.scratch / "model", SFT_MODEL, stage.card("sft", "supervised fine-tuning", metrics), metrics)
+        if stage.params.sft.enabled:
+            metrics = train(stage, stage.params.sft, train_sft)
+            publish_training(stage, stage.scratch / "model", SFT_MODEL, stage.card("sft", "supervised fine-tuning", metrics), metrics)
+        else:
+            save_given(stage)
+
+
+def save_given(stage: Stage) -> None:
+    from rlhf_core.models.build import save_model
+    from rlhf_core.models.folder import locate_model
+    from rlhf_core.models.given import load_as_given
+    from rlhf_core.models.tokenizer import load_tokenizer
+    from rlhf_core.trainers.sft import COLUMNS
+
+    config = stage.params.model
+    model = load_as_given(locate_model(config.path, config.revision), config)
+    tokenizer = load_tokenizer(str(TOKENIZER), trust_remote_code=config.trust_remote_code)
+    save_model(model, model.state_dict(), tokenizer, stage.scratch / "model")
+    metrics = {"trained": False, "reason": "sft.enabled is false", "parameters": model.num_parameters()}
+    publish_training(stage, stage.scratch / "model", SFT_MODEL, stage.card("given", "none", metrics), metrics, untrained=COLUMNS)
 
 
 def train_sft(run: TrainRun) -> dict[str, Any]:

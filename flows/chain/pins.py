@@ -1,8 +1,8 @@
 """Pin the registry's state in a run's params when the run starts, so that no stage reads the registry.
 
 `gate.incumbent` is the promoted reward model, `gate.anchor` the promoted one that no later one
-clearly beats, `gate.rolled_back` those rolled back.
-A run keeps its first incumbent and anchor; `gate.rolled_back` is updated at each start.
+clearly beats, `gate.rolled_back` those rolled back, `reward.pinned` the version that `reward.path` names.
+A run keeps its first incumbent, anchor and named version; `gate.rolled_back` is updated at each start.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from flows.chain.worktree import commit, prepare_worktree, undone_on_failure
 from flows.registry.evidence import check_version
 from flows.registry.state import read_for_decision
 from flows.registry.tags import Version
-from flows.registry.versions import fetch
-from rlhf_core.config import ConfigError, ScorerConfig, apply_overrides, load_params, shown
+from flows.registry.versions import bring_into_cache, fetch
+from rlhf_core.config import ConfigError, RewardConfig, ScorerConfig, apply_overrides, load_params, shown
 from rlhf_core.paths import PROMOTED, REWARD_MODEL
 from rlhf_core.provenance.file_hashes import dvc_md5
 
 INCUMBENT, ANCHOR, ROLLED_BACK = "gate.incumbent", "gate.anchor", "gate.rolled_back"
+NAMED = "reward.pinned"
 
 log = logging.getLogger("rlhf.flows")
 
@@ -94,16 +95,38 @@ def pin_registry(root: Path, workspace: Path, *, chosen: dict[str, Any], fresh: 
     Returns:
         Whether anything was written.
     """
-    gate = load_params(workspace / "params.yaml").gate.model_dump()
+    params = load_params(workspace / "params.yaml")
+    gate = params.gate.model_dump()
     wanted = {
         key: value
         for key, value in registry_params(root).items()
         if key not in chosen and gate[key.partition(".")[2]] != value and (fresh or key == ROLLED_BACK)
     }
+    named, before = named_reward_model(root, params.reward, fresh=fresh), params.reward.pinned
+    if NAMED not in chosen and named != (before and before.model_dump()):
+        wanted[NAMED] = named
     if wanted:
         apply_overrides(workspace / "params.yaml", wanted)
         log.info("params.yaml: %s updated from the registry", " and ".join(wanted))
     return bool(wanted)
+
+
+def named_reward_model(root: Path, reward: RewardConfig, *, fresh: bool) -> dict[str, Any] | None:
+    """The version that `reward.path` names, whose files are brought into DVC's cache; None: it names none.
+
+    Args:
+        fresh: `registry` means the version that is promoted now; else the one that the run has pinned, if any.
+    Raises:
+        ConfigError: there is no such version, or its files are neither in the cache nor in the remote.
+    """
+    if not reward.enabled or not reward.is_registered:
+        return None
+    name = None if reward.path == "registry" else reward.path
+    if reward.pinned is not None and not fresh and name in (None, reward.pinned.version):
+        name = reward.pinned.version
+    version = read_for_decision(root, "reward-model").get(name)
+    bring_into_cache(root, version)
+    return _pin(version)
 
 
 def check_not_rolled_back(root: Path, workspace: Path, scorers: list[ScorerConfig]) -> None:

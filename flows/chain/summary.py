@@ -38,6 +38,8 @@ def _model_check(m: dict[str, Any]) -> str:
 
 
 def _reward(m: dict[str, Any]) -> str:
+    if m.get("given"):
+        return f"ready-made; {m['heldout_pairs']} pairs scored"
     return f"held-out accuracy {m['heldout_accuracy']:.3f}" if m["trained"] else "none trained"
 
 
@@ -56,6 +58,8 @@ def _policy(m: dict[str, Any]) -> str:
         stopped = m["monitor"]["stopped"]
         ended = f", ended at step {stopped['step']} by the limit {stopped['limit']}" if stopped else ""
         return f"{m['algorithm']}: score {m['score_first_step']:.2f} -> {m['score_mean']:.2f}, KL {m['kl_mean']:.2f}{ended}"
+    if m["method"] == "external":
+        return "made elsewhere"
     if "heldout_accuracy" in m:
         return f"{m['method']}: held-out accuracy {m['heldout_accuracy']:.3f}"
     return f"{m['method']}: held-out loss {m['heldout_loss']:.3f}"
@@ -79,7 +83,7 @@ KEY_FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
     "prepare_data": _rows,
     "validate_data": _validation,
     "check_model": _model_check,
-    "train_sft": lambda m: f"held-out loss {m['heldout_loss']:.3f}",
+    "train_sft": lambda m: f"held-out loss {m['heldout_loss']:.3f}" if m.get("trained", True) else "none: the model as given",
     "train_reward": _reward,
     "gate_reward": _gate,
     "train_policy": _policy,

@@ -22,7 +22,7 @@ TAKE_TRAINING_OVER = tuple(
     for name, field in Params.model_fields.items()
     if name != "training" and isinstance(field.annotation, type) and issubclass(field.annotation, SharedTrainingConfig)
 )
-OF_THE_REGISTRY = ("gate.incumbent", "gate.anchor", "gate.rolled_back")  # written when a run is started, by flows/chain/pins.py
+OF_THE_REGISTRY = ("gate.incumbent", "gate.anchor", "gate.rolled_back", "reward.pinned")  # by flows/chain/pins.py, at a run's start
 
 log = logging.getLogger("rlhf.flows")
 

@@ -177,13 +177,25 @@ def fetch(root: Path, registry: Registry, version: str | None, folder: Path) -> 
     if version is None:
         registry.check_decisions()
     chosen = registry.get(version)
-    check_version(root, chosen)
-    source = "cache"
+    source = bring_into_cache(root, chosen)
     try:
-        if missing(chosen.md5, cache_folder(root)):
-            source = "remote"
-            fetch_from_remote(root, chosen.commit, chosen.lineage["path"], chosen.md5)
         checkout(chosen.md5, folder, root=root, sha256=chosen.lineage.get("sha256"))
     except ValueError as error:
         raise ConfigError(f"{chosen.artifact} {chosen.version}: {error}") from error
     return chosen, source
+
+
+def bring_into_cache(root: Path, version: Version) -> str:
+    """Check a version's tag, and fetch its files from DVC's remote if DVC's cache lacks any. Returns `cache` or `remote`.
+
+    Raises:
+        ConfigError: the tag contradicts its commit, or the files are in neither.
+    """
+    check_version(root, version)
+    try:
+        if not missing(version.md5, cache_folder(root)):
+            return "cache"
+    except ValueError as error:
+        raise ConfigError(f"{version.artifact} {version.version}: {error}") from error
+    fetch_from_remote(root, version.commit, version.lineage["path"], version.md5)
+    return "remote"

@@ -178,7 +178,21 @@ class IterativeConfig(LengthConfig):
         yield from raw_scorer_conflicts(self.scorers)
 
 
-Method = Literal["rl", "dpo", "kto", "rejection_sampling", "conditional_sft"]
+class ExternalConfig(Section):
+    """A policy that was made elsewhere: a folder or a Hugging Face name of a whole model, or of adapters (PEFT) whose base is there too.
+
+    own_template: the policy answers by its own chat template, though models/sft has another.
+    """
+
+    path: str | None
+    own_template: bool
+
+    def conflicts(self) -> Iterator[str]:
+        if self.path is None:
+            yield "path: expected the folder or the Hugging Face name of the policy, got null; set it"
+
+
+Method = Literal["rl", "dpo", "kto", "rejection_sampling", "conditional_sft", "external"]
 
 
 class AlignmentConfig(Section):

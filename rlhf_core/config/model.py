@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from datetime import date
 from fractions import Fraction as Exact
@@ -11,9 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rlhf_core.config.base import Fraction, LearningRate, Section, shown
+from rlhf_core.config.gate import IncumbentConfig
 
 Schedule = Literal["cosine", "linear", "constant", "wsd", "wsd_linear"]
 Optimizer = Literal["adamw", "adamw_8bit", "lion"]
+REGISTERED = re.compile(r"registry|v\d+\.\d+\.\d+")  # reward.path: a version of the registry
 
 
 class ArchitectureConfig(Section):
@@ -211,6 +214,9 @@ class PretrainConfig(LengthConfig):
 
 
 class SftConfig(TrainingConfig):
+    """enabled: false leaves SFT out: every later stage starts from the model at `model.path` as it is."""
+
+    enabled: bool
     pretrain: PretrainConfig
     train_on: Literal["last_turn", "all_turns"]
     train_on_thoughts: bool
@@ -223,7 +229,30 @@ class SftConfig(TrainingConfig):
 
 
 class RewardConfig(TrainingConfig):
+    """path: a ready-made reward model in place of a trained one: a folder, a Hugging Face name, `registry` for the promoted version, or a
+    version such as v2.0.0. pinned: that version's hashes, which the flow writes when it starts.
+    """
+
     enabled: bool
+    path: str | None
+    pinned: IncumbentConfig | None = None
     margin: float = 0.0
     centering_coef: float = Field(ge=0)
     ensemble: int = Field(ge=1, le=16)
+
+    @property
+    def is_trained(self) -> bool:
+        return self.enabled and self.path is None
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether `path` names a version of the registry."""
+        return self.path is not None and REGISTERED.fullmatch(self.path) is not None
+
+    def conflicts(self) -> Iterator[str]:
+        if self.is_trained:
+            yield from super().conflicts()
+        if self.path is not None and not self.enabled:
+            yield f"path: expected null with reward.enabled false, got {shown(self.path)}; set reward.enabled to true or path to null"
+        if self.path is not None and self.ensemble > 1:
+            yield f"ensemble: expected 1 with reward.path, which names one model, got {self.ensemble}; set it to 1"

@@ -12,6 +12,7 @@ from rlhf_core.config.alignment import (
     AlignmentConfig,
     ConditionalSftConfig,
     DpoConfig,
+    ExternalConfig,
     IterativeConfig,
     KtoConfig,
     RejectionSamplingConfig,
@@ -36,7 +37,8 @@ from rlhf_core.config.usual import LEARNING_RATES, SMALL_MODEL, WRECKING_FACTOR,
 # Keys that are read with every method. evaluate samples with rl.rollout.backend, ends answers at rl.rollout.stop and scores them with
 # rl.reward.scorers. A section of another method is not read, so its conflicts don't count.
 ALWAYS_USED = (
-    *("seed", "model", "data", "validation", "training", "sft", "reward.enabled", "alignment", "evaluation", "report"),
+    *("seed", "model", "data", "validation", "training", "sft.enabled", "sft.train_on", "sft.train_on_thoughts", "reward.enabled"),
+    *("reward.path", "alignment", "evaluation", "report"),
     *("rl.rollout.backend", "rl.rollout.stop", "rl.reward.scorers"),
     *("checkpoints", "cluster", "tracking", "flow", "promotion"),
 )
@@ -64,6 +66,7 @@ class Params(Section):
     kto: KtoConfig
     rejection_sampling: RejectionSamplingConfig
     conditional_sft: ConditionalSftConfig
+    external: ExternalConfig
     iterative: IterativeConfig
     evaluation: EvaluationConfig
     report: ReportConfig
@@ -107,6 +110,13 @@ class Params(Section):
             yield f"rl.prompt_weights: expected sources of prompts, {prompted}, got {sorted(unknown)}; correct the names"
         if not self.reward.enabled:
             yield from self._reward_model_conflicts()
+        if self.reward.path is not None and self.rl.algorithm == "ppo" and self.rl.ppo.starts_from_reward_model:
+            yield (
+                f"rl.ppo.critic_init: expected sft with reward.path, got {self.rl.ppo.critic_init}; set it to sft, because a ready-made "
+                "reward model may have layers and a tokenizer other than the policy's"
+            )
+        if not self.sft.enabled and self.model.path is None:
+            yield "sft.enabled: expected true without model.path, got false; set model.path to the model to start from, or train one by SFT"
 
     def _length_conflicts(self) -> Iterator[str]:
         for key, new in (
@@ -183,6 +193,7 @@ def keys_in_use(params: Params, *, rounds: bool = False) -> tuple[str, ...]:
     """
     return (
         *(*ALWAYS_USED, params.alignment.method),
+        *(["sft"] if params.sft.enabled else []),
         *(REWARD_MODEL_SECTIONS if params.reward.enabled else ()),
         *(ROUND_SECTIONS if rounds else ()),
     )
@@ -213,7 +224,8 @@ def rates_in_use(params: Params, *, rounds: bool = False) -> list[str]:
     """The keys of the learning rates that a run trains with, but for that of pretraining."""
     used = tuple(f"{name}." for name in keys_in_use(params, rounds=rounds))
     keys = [key for key in (*LEARNING_RATES, "iterative.learning_rate") if key.startswith(used)]
-    return [key for key in keys if key != CRITIC_RATE or params.rl.algorithm == "ppo"]
+    unused = {CRITIC_RATE: params.rl.algorithm != "ppo", "reward.learning_rate": not params.reward.is_trained}
+    return [key for key in keys if not unused.get(key)]
 
 
 def unusual(params: Params, parameters: int | None, *, rounds: bool = False) -> list[str]:
@@ -239,13 +251,20 @@ def unusual(params: Params, parameters: int | None, *, rounds: bool = False) -> 
 def rows_needed(params: Params) -> tuple[UseAndSplit, ...]:
     """Uses and splits of data/prepared that must have rows.
 
-    train_sft reads demonstrations, and evaluate answers held-out prompts. Reward model and gate read preferences of the splits train and
-    test. DPO, KTO and conditional SFT learn from preferences of train, RL and rejection sampling from its prompts.
+    train_sft and RL with rl.ptx read demonstrations, and evaluate answers held-out prompts. The gate reads preferences of the split test,
+    and a reward model that is trained those of train. DPO, KTO and conditional SFT learn from preferences of train, RL and rejection
+    sampling from its prompts, and a policy from elsewhere from nothing.
     """
-    needed: list[UseAndSplit] = [("sft", "train"), ("prompt", "test")]
+    needed: list[UseAndSplit] = [("prompt", "test")]
+    method = params.alignment.method
+    if params.sft.enabled or (method == "rl" and params.rl.ptx.coef):
+        needed.append(("sft", "train"))
     if params.reward.enabled:
-        needed += [("preference", "train"), ("preference", "test")]
-    needed.append(("prompt" if params.method_scorers is not None else "preference", "train"))
+        needed.append(("preference", "test"))
+    if params.reward.is_trained:
+        needed.append(("preference", "train"))
+    if method != "external":
+        needed.append(("prompt" if params.method_scorers is not None else "preference", "train"))
     return tuple(sorted(set(needed)))
 
 

@@ -13,15 +13,16 @@ from rlhf_core.config.reading import read_yaml_text
 # A single key has no default, because DVC refuses a listed key that params.yaml lacks.
 STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "hash_inputs": (
-        *("model", "data", "alignment.method", "gate.external"),
+        *("model", "data", "reward.path", "alignment.method", "external.path", "gate.external"),
         *("rl.reward.scorers", "rejection_sampling.scorers", "iterative.scorers"),
     ),
     "prepare_data": ("seed", "data", "model", "validation.max_dropped_fraction"),
-    "validate_data": ("validation", "model", "reward.enabled", "alignment", "gate.external"),
+    "validate_data": ("validation", "model", "sft.enabled", "reward.enabled", "reward.path", "alignment", "rl.ptx", "gate.external"),
     "check_model": (
-        *("model", "alignment", "sft.lora", "sft.zero_stage", "reward.enabled", "reward.lora", "rl.reward.scorers"),
-        *("rl.placement", "rl.trainer.ranks", "rl.trainer.gpus_per_rank", "rl.rollout", "rejection_sampling.scorers"),
-        *("rejection_sampling.sampling.backend", "${alignment.method}.lora"),
+        *("model", "alignment", "sft.enabled", "sft.lora", "sft.zero_stage", "reward.enabled", "reward.path", "reward.lora"),
+        *("rl.reward.scorers", "rl.placement", "rl.trainer.ranks", "rl.trainer.gpus_per_rank", "rl.rollout", "rl.lora", "dpo.lora"),
+        *("kto.lora", "rejection_sampling.scorers", "rejection_sampling.sampling.backend", "rejection_sampling.lora"),
+        *("conditional_sft.lora", "external"),
     ),
     "train_sft": ("seed", "model", "sft"),
     "train_reward": ("seed", "model", "reward"),
@@ -30,13 +31,13 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "evaluate": ("seed", "model", "reward.enabled", "rl.rollout.backend", "rl.rollout.stop", "rl.reward.scorers", "evaluation"),
     "report": (
         *("seed", "model", "data", "sft", "reward", "gate", "alignment", "rl"),
-        *("dpo", "kto", "rejection_sampling", "conditional_sft", "evaluation", "report"),
+        *("dpo", "kto", "rejection_sampling", "conditional_sft", "external", "evaluation", "report"),
     ),
 }
 # The same for rounds/dvc.yaml, which has its stages once for each round of iterative DPO.
 ROUND_STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "hash_inputs": (
-        *("model", "data", "alignment.method", "gate.external"),
+        *("model", "data", "reward.path", "alignment.method", "external.path", "gate.external"),
         *("rl.reward.scorers", "rejection_sampling.scorers", "iterative.scorers"),
     ),
     "sample_round": ("seed", "model", "reward", "iterative", "evaluation.max_new_tokens"),
@@ -48,10 +49,11 @@ ROUND_STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
 INPUT_SECTIONS: dict[str, tuple[str, ...]] = {
     "prepare_data": ("sources", "judges", "model", "chat_template"),
     "validate_data": ("external",),
-    "check_model": ("model", "scorers"),
+    "check_model": ("model", "scorers", "reward", "policy"),
     "train_sft": ("model",),
+    "train_reward": ("reward",),
     "gate_reward": ("judges", "external"),
-    "train_policy": ("judges", "scorers"),
+    "train_policy": ("judges", "scorers", "policy"),
     "evaluate": ("judges", "scorers"),
     "sample_round": ("judges", "round_scorers"),
     "evaluate_round": ("judges", "round_scorers"),

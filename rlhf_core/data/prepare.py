@@ -121,7 +121,8 @@ def prepare(
     mixed = mix(config, folder, scratch=scratch, seed=seed, writer=writer, max_dropped_fraction=max_dropped_fraction)
     shutil.rmtree(scratch, ignore_errors=True)
     if tokenizer is None:
-        tokenizer = new_tokenizer(model, (row for use in mixed.uses for part in _rows(folder, use) for row in part))
+        rows = (row for use in mixed.uses for part in _rows(folder, use) for row in part)
+        tokenizer = new_tokenizer(rows, vocab_size=model.architecture.vocab_size)
     if model.path is not None or any(_has_wide_messages(folder, use) for use in mixed.uses):
         drop_unrenderable(folder, mixed, tokenizer, limit=config.max_unrenderable_fraction)
     drop_too_long(folder, mixed, tokenizer, config, max_length=model.max_length, limit=max_dropped_fraction)

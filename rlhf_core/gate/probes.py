@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from rlhf_core.gate.scoring import LoadedModel, Text
 from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.probe import can_share_prefixes
+from rlhf_core.scorers.loaded import LoadedModel, Text
 from rlhf_core.scorers.reward_model import MICROBATCH_TOKENS
 from rlhf_core.statistics.clusters import cluster_codes, mean_interval
 

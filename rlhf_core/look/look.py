@@ -45,6 +45,7 @@ MEANINGFUL = {
 }
 MANY = 0.1  # share of the records left out above which a reading gets a warning
 ENDED = 0.01  # share of the records with an end token as text above which it is stripped: the default of max_end_token_fraction
+VOCAB_SIZE = 2000  # of the tokenizer that is trained where neither a model nor its vocabulary is named
 MOSTLY = 0.5  # of the best reading's converted records, which another reading must reach to be offered
 
 
@@ -338,11 +339,12 @@ def look(
 
 
 def _own_tokenizer(rows: list[tuple[str, dict]], params: Params) -> PreTrainedTokenizerBase:
-    """A tokenizer trained on the training split's texts, use after use, as in prepare_data."""
+    """A tokenizer trained on the training split's texts, use after use, as in prepare_data; of VOCAB_SIZE tokens if params name no size."""
     from rlhf_core.models.tokenizer import new_tokenizer
 
     data = params.data
     fractions = {name: getattr(data, name) for name in ("validation_fraction", "test_fraction", "promotion_fraction")}
     in_order = (row for use in SCHEMAS for of, row in rows if of == use)
     texts = ({**row, "split": split_of(split_text(row), **fractions)} for row in in_order)
-    return new_tokenizer(params.model, texts)
+    shape = params.model.architecture
+    return new_tokenizer(texts, vocab_size=VOCAB_SIZE if shape is None else shape.vocab_size)

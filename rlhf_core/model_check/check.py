@@ -15,14 +15,16 @@ from rlhf_core.engines.vllm.refusals import refuse_without_sleep
 from rlhf_core.model_check.miniature import cut_config, random_model, smaller
 from rlhf_core.model_check.trial import Finding, Trial, TrialSettings, judged, largest, random_sequences, refused
 from rlhf_core.models.build import check_weights, classifier, vocabulary_size
-from rlhf_core.models.folder import check_model_folder, locate_model, refusals
+from rlhf_core.models.folder import ADAPTERS, check_model_folder, locate_model, refusals
 from rlhf_core.models.forward import ScalarModule
+from rlhf_core.models.given import check_same_architecture, config_of, tokenizer_of_policy
 from rlhf_core.models.rows import check_rows
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.planning.models import base_model
 from rlhf_core.planning.placement import place, transfer_ways
 from rlhf_core.planning.shape import check_engine
-from rlhf_core.scorers.needs import check_ready_made, ready_made_folder
+from rlhf_core.scorers.members import check_ready_made
+from rlhf_core.scorers.needs import ready_made_folder
 from rlhf_core.scorers.reward_model import score_sequences
 
 SEED = 0  # of the copy's weights: the check is of the architecture and not of a run
@@ -62,14 +64,20 @@ def run_trials(params: Params, tokenizer_folder: Path, scratch: Path) -> tuple[s
         loras=loras,
         threads=params.cluster.threads,
         trust_remote_code=model.trust_remote_code,
-        zero_stage=params.sft.zero_stage,
+        zero_stage=params.sft.zero_stage if params.sft.enabled else 0,
     )
     scalar_model = partial(random_model, config, seed=SEED, labels=1, trust_remote_code=model.trust_remote_code)
     trial = Trial(language_model, scalar_model, tokenizer, settings, scratch)
     on_pairs = params.alignment.method in ("dpo", "kto")
-    columns = ["sft", *["reward"] * params.reward.enabled, *["dpo"] * on_pairs, *["lora"] * bool(loras), "shared_prefix"]
-    findings = [trial.run(column) for column in columns]
+    supervised = params.sft.enabled or params.alignment.method in ("rejection_sampling", "conditional_sft")
+    columns = [*["sft"] * supervised, *["reward"] * params.reward.is_trained, *["dpo"] * on_pairs, *["lora"] * bool(loras)]
+    findings = [trial.run(column) for column in (*columns, "shared_prefix")]
     findings += [try_ready_made(scorer, model) for scorer in scorers(params) if scorer.kind == "reward_model" and scorer.path]
+    if params.reward.enabled and params.reward.path is not None and not params.reward.is_registered:
+        folder = Path(locate_model(params.reward.path, key="reward.path"))
+        findings.append(try_ready_made(ScorerConfig(name="reward_model", kind="reward_model"), model, folder))
+    if params.alignment.method == "external":
+        check_external(params, tokenizer)
     for backend in sorted(set(backends(params).values())):  # PyTorch's first: vLLM ends the process group when it goes
         if backend == "vllm" and params.cluster.address is not None and find_spec("vllm") is None:
             findings.append(Finding(backend, note="not tried: vLLM is on the cluster, not here"))
@@ -89,6 +97,21 @@ def check_files(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     path = locate_model(model.path, model.revision)
     check_weights(path, trust_remote_code=model.trust_remote_code)
     check_rows(tokenizer, vocabulary_size(path, trust_remote_code=model.trust_remote_code), subject=f"model {path}")
+
+
+def check_external(params: Params, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check a policy from elsewhere by its files; the stage that takes it checks the same and reads its weights.
+
+    Raises:
+        ValueError: its tokenizer, its template, its architecture or the names of its weights aren't those of the model at `model.path`.
+    """
+    external, model = params.external, params.model
+    tokenizer_of_policy(external.path, tokenizer, model, own_template=external.own_template)
+    folder = Path(locate_model(external.path, key="external.path"))
+    if not (folder / ADAPTERS).is_file():
+        check_weights(folder, trust_remote_code=model.trust_remote_code)
+        if model.path is not None:
+            check_same_architecture(config_of(folder, model), config_of(locate_model(model.path, model.revision), model))
 
 
 def check_rl_job(params: Params, gpus: int) -> None:
@@ -117,13 +140,16 @@ def check_turns(params: Params, gpus: int) -> None:
         refuse_without_sleep()
 
 
-def try_ready_made(scorer: ScorerConfig, model: ModelConfig) -> Finding:
+def try_ready_made(scorer: ScorerConfig, model: ModelConfig, folder: Path | None = None) -> Finding:
     """The largest difference between a reward model's scores here and its own forward pass of each sequence alone, on a small copy of it;
     or why there is no score.
+
+    Args:
+        folder: None: that of the scorer.
     """
-    column = f"scorer {scorer.name}"
+    column = f"scorer {scorer.name}" if folder is None else "reward.path"
     try:
-        return judged(column, _score_difference(scorer, ready_made_folder(scorer), model))
+        return judged(column, _score_difference(scorer, ready_made_folder(scorer) if folder is None else folder, model))
     except Exception as error:  # libraries raise anything on a model that they can't compute
         return refused(column, error)
 
@@ -151,7 +177,12 @@ def _score_difference(scorer: ScorerConfig, folder: Path, model: ModelConfig) ->
 
 def adapters(params: Params) -> tuple[LoraConfig, ...]:
     """The distinct adapter settings of all stages."""
-    sections = (params.sft, *[params.reward] * params.reward.enabled, getattr(params, params.alignment.method))
+    method = params.alignment.method
+    sections = (
+        *[params.sft] * params.sft.enabled,
+        *[params.reward] * params.reward.is_trained,
+        *([] if method == "external" else [getattr(params, method)]),
+    )
     return tuple({repr(section.lora): section.lora for section in sections if section.lora is not None}.values())
 
 

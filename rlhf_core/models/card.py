@@ -21,6 +21,7 @@ from rlhf_core.data.schema import SPLITS
 
 CARD = "README.md"
 KINDS = {
+    "given": ("Given model", "The language model that alignment starts from, with its own weights.", "text-generation"),
     "sft": ("SFT model", "A language model fine-tuned on demonstrations.", "text-generation"),
     "reward": ("Reward model", "A sequence classifier whose one score says how good a response is.", "text-classification"),
     "policy": ("Policy", "A language model aligned with preferences or rewards.", "text-generation"),
@@ -75,6 +76,12 @@ def write_card(folder: Path, facts: CardFacts) -> None:
     (folder / CARD).write_text(render_card(facts), encoding="utf-8", newline="\n")
 
 
+def has_card(folder: Path) -> bool:
+    """Whether a folder has a card with metadata, as Hugging Face and this library write it."""
+    path = folder / CARD
+    return path.is_file() and re.match(r"---\n.*?---\n", path.read_text(encoding="utf-8", errors="replace"), re.DOTALL) is not None
+
+
 def render_card(facts: CardFacts) -> str:
     """The card's text, which begins with Hugging Face's metadata."""
     title, what, _ = KINDS[facts.kind]
@@ -100,6 +107,7 @@ def metadata(facts: CardFacts) -> dict[str, Any]:
     """Metadata for Hugging Face, https://huggingface.co/docs/hub/model-cards. It names models and data sets on the hub only."""
     found: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": KINDS[facts.kind][2]}
     found["tags"] = {
+        "given": ["rlhf"],
         "sft": ["rlhf", "sft"],
         "reward": ["rlhf", "reward-model"],
         "policy": ["rlhf", "policy", re.split(r"[ ,]", facts.method)[0]],

@@ -24,12 +24,13 @@ DEQUANTIZED = ("fp8", "mxfp4")  # methods whose weights transformers turns into 
 _WIDTHS = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F16": 2, "BF16": 2, "I16": 2, "F32": 4, "I32": 4, "F64": 8, "I64": 8}
 
 
-def locate_model(path: str, revision: str | None = None) -> str:
-    """The folder of `model.path`: a local one, found as `locate` does, or for a Hugging Face name the one in the hub's cache, fetched if
+def locate_model(path: str, revision: str | None = None, *, key: str = "model.path") -> str:
+    """The folder of a model: a local one, found as `locate` does, or for a Hugging Face name the one in the hub's cache, fetched if
     the hub may be used.
 
     Args:
         revision: of the Hugging Face name; None: the cached one, or else the newest.
+        key: of params.yaml that names the model.
     Returns:
         The folder; or the unchanged name if it isn't cached and the hub may not be used, which the library then refuses.
     Raises:
@@ -42,9 +43,9 @@ def locate_model(path: str, revision: str | None = None) -> str:
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         got = "a file" if folder.exists() else "nothing"
         raise ValueError(
-            f"model.path: expected a folder with a pretrained model, got {shown(path)} with {got} there "
-            "(relative to the project's folder); put one there, or set model.path to another folder, or to the Hugging Face name of any "
-            "small causal model, which is downloaded with HF_HUB_OFFLINE=0"
+            f"{key}: expected a folder with a pretrained model, got {shown(path)} with {got} there "
+            f"(relative to the project's folder); put one there, or set {key} to another folder, or to a Hugging Face name, which is "
+            "downloaded with HF_HUB_OFFLINE=0"
         )
     if (snapshot := model_snapshot(path, revision)) is not None:
         return str(snapshot)
@@ -55,6 +56,9 @@ def locate_model(path: str, revision: str | None = None) -> str:
             f"model.revision: expected {shown(revision)} of {shown(path)} in the hub's cache, got nothing; set HF_HUB_OFFLINE=0 to fetch it"
         )
     return path
+
+
+ADAPTERS = "adapter_config.json"  # of PEFT, in a folder with adapters instead of a whole model
 
 
 def check_model_folder(path: str | Path) -> None:
@@ -72,7 +76,7 @@ def check_model_folder(path: str | Path) -> None:
     settings = read_settings(folder, "config.json")
     if not isinstance(settings.get("model_type"), str):
         raise ValueError(f"model {folder}: expected a model_type in config.json, got none; save it with save_pretrained")
-    if (folder / "adapter_config.json").exists():  # transformers would load the model that it names, from anywhere
+    if (folder / ADAPTERS).exists():  # transformers would load the model that it names, from anywhere
         raise ValueError(f"model {folder}: expected a whole model in safetensors, got adapters of another one; merge and save them")
     if (method := quantization(settings)) is not None and method not in DEQUANTIZED:
         raise ValueError(

@@ -141,10 +141,10 @@ def pretrained_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
     )
 
 
-def new_tokenizer(config: ModelConfig, rows: Iterable[dict]) -> PreTrainedTokenizerBase:
+def new_tokenizer(rows: Iterable[dict], *, vocab_size: int) -> PreTrainedTokenizerBase:
     """A tokenizer trained on the texts of the training split, in the order of its rows."""
     texts = (text for row in rows if row["split"] == "train" for text in _texts(row))
-    return build_tokenizer(texts, vocab_size=config.architecture.vocab_size)
+    return build_tokenizer(texts, vocab_size=vocab_size)
 
 
 def _texts(row: dict) -> Iterator[str]:

@@ -69,6 +69,10 @@ def runs_elsewhere(stage: str, params: Params) -> bool:
     if name == "train_policy" and method in ("rejection_sampling", "conditional_sft") and divided:
         return True
     key = {"train_sft": "sft", "train_reward": "reward", "train_round": "dpo", "train_policy": method}.get(name)
+    if key == "reward" and not params.reward.is_trained:
+        return divided
+    if key == "external" or (key == "sft" and not params.sft.enabled):
+        return False
     return key == "rl" or (key is not None and getattr(params, key).ranks > 1)
 
 
@@ -93,12 +97,23 @@ def models_of(stage: str, params: Params) -> Models:
     """
     try:
         start = base_model(params.model) if stage == "train_sft" else read_model(SFT_MODEL)
-        trained = read_model(REWARD_MODEL) if (REWARD_MODEL / "config.json").is_file() else None
+        trained = read_model(REWARD_MODEL) if stage != "train_reward" and (REWARD_MODEL / "config.json").is_file() else given_reward(params)
         if stage == "evaluate" and (POLICY_MODEL / "config.json").is_file():
             start = max(start, read_model(POLICY_MODEL), key=lambda model: model.parameters)
         return Models(start, trained, tuple(scorer_models(scorers_of(stage, params), trained)))
     except (ValueError, OSError) as error:
         raise Unpredictable(str(error)) from error
+
+
+def given_reward(params: Params) -> Model | None:
+    """The ready-made model at `reward.path`; None: it isn't known on this machine.
+
+    Raises:
+        ValueError: a file of it is missing or truncated.
+    """
+    if params.reward.path is None or params.reward.is_registered:
+        return None
+    return base_model(params.model.model_copy(update={"path": params.reward.path, "revision": None}))
 
 
 def plan_stages(
@@ -116,7 +131,8 @@ def plan_stages(
     problems: dict[str, ValueError | Unpredictable] = {}
     for stage in STAGES:
         try:
-            models = Models(start, start, tuple(rewards) or _known_scorers(scorers_of(stage, params), start))
+            trained = start if params.reward.path is None else given_reward(params)
+            models = Models(start, trained, tuple(rewards) or _known_scorers(scorers_of(stage, params), trained))
             plan = check(stage, params, models, machine)
             plans.append(replace(plan, remedy=remedy(stage, params, models, machine)) if plan.shortages else plan)
         except (Unpredictable, ValueError) as error:

@@ -78,7 +78,7 @@ def _changes(stage: str, params: Params, machine: Machine) -> Iterator[dict[str,
     if is_rl and params.rl.rollout.backend == "vllm":
         yield from _divided_engines(params, max(machine.nodes, default=0))
     half = [{"model.dtype": "bfloat16"}] if machine.gpus and params.model.dtype == "float32" else []
-    if key is None:
+    if key in (None, "external") or (key == "reward" and not params.reward.is_trained):
         yield from half
         return
     section = params.rl.trainer if is_rl else getattr(params, key)

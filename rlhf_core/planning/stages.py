@@ -332,14 +332,16 @@ Moments = list[list[Process]]
 
 
 def plan_sft(params: Params, models: Models, *, on_gpu: bool) -> Moments:
+    if not params.sft.enabled:
+        return []
     model = known(models.start, "the model")
     return [[supervised("train_sft", "sft", params.sft, model, params, on_gpu=on_gpu, sequences=params.sft.batch_size)]]
 
 
 def plan_reward(params: Params, models: Models, *, on_gpu: bool) -> Moments:
-    """The members of an ensemble are trained in turn."""
-    if not params.reward.enabled:
-        return []
+    """The members of an ensemble are trained in turn; a ready-made model scores as in gate_reward."""
+    if not params.reward.is_trained:
+        return plan_gate(params, models, on_gpu=on_gpu)
     model, how = known(models.start, "the SFT model"), {"scalar": True, "shares_prompts": True}
     tokens = params.reward.microbatch_tokens  # a conversation may have many pairs
     return [[supervised("train_reward", "reward", params.reward, model, params, on_gpu=on_gpu, sequences=tokens, **how)]]

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,12 @@ def read_inputs(params: Params, workspace: Path = Path()) -> Tree:
         return {
             "sources": {f"data.sources.{s.name}": found for s in params.data.sources if (found := _source(s, workspace, hashes))},
             "judges": _functions(((f"data.sources.{s.name}.judge", s.judge) for s in params.data.sources), workspace, hashes),
-            "model": {"model.path": _model(params, workspace, hashes)} if params.model.path is not None else {},
+            "model": {"model.path": _model(params.model.path, params.model.revision, workspace, hashes)} if params.model.path else {},
             "chat_template": _template(params, workspace, hashes),
             "scorers": _scorers(_used_scorers(params), workspace, hashes),
             "round_scorers": _scorers([("iterative.scorers", s) for s in params.iterative.scorers], workspace, hashes),
             "external": {f"gate.external.{e.name}": _local(e.path, workspace, hashes) for e in params.gate.external},
+            **{name: {key: _model(path, None, workspace, hashes) for key, path in of} for name, of in _given(params, workspace)},
         }
     finally:
         hashes.keep()
@@ -65,11 +67,35 @@ def _source(source: SourceConfig, workspace: Path, hashes: FileHashes) -> Tree |
     return _local(source.path, workspace, hashes)
 
 
-def _model(params: Params, workspace: Path, hashes: FileHashes) -> Tree | None:
-    path = params.model.path
+def _model(path: str, revision: str | None, workspace: Path, hashes: FileHashes) -> Tree | None:
     if not exists(locate(path, workspace)) and is_hub_name(path):
-        return {"name": path, "commit": places.model_commit(path, params.model.revision)}
+        return {"name": path, "commit": places.model_commit(path, revision)}
     return _local(path, workspace, hashes)
+
+
+def _given(params: Params, workspace: Path) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Sections of ready-made models that take the place of trained ones, with key and path of each; a version of the registry is none."""
+    reward = params.reward.path if params.reward.enabled and not params.reward.is_registered else None
+    policy = params.external.path if params.alignment.method == "external" else None
+    base = None if policy is None else base_of_adapters(locate(policy, workspace))
+    yield "reward", [("reward.path", reward)] if reward else []
+    yield "policy", [(key, path) for key, path in (("external.path", policy), ("the base model of external.path", base)) if path]
+
+
+def base_of_adapters(folder: Path) -> str | None:
+    """Path or name of the model that a folder's adapters (PEFT) belong to; None: it has no adapters.
+
+    Raises:
+        ValueError: the adapters' settings name none.
+    """
+    from rlhf_core.models.folder import ADAPTERS, read_settings
+
+    if not (folder / ADAPTERS).is_file():
+        return None
+    name = read_settings(folder, ADAPTERS).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{folder / ADAPTERS}: expected base_model_name_or_path, got none; merge the adapters and save the whole model")
+    return name
 
 
 def _template(params: Params, workspace: Path, hashes: FileHashes) -> Tree:
@@ -232,11 +258,16 @@ def input_problems(params: Params, workspace: Path = Path(), *, rounds: bool = F
     """
     found: list[str] = []
     scorers = [*_used_scorers(params), *(("iterative.scorers", s) for s in params.iterative.scorers if rounds)]
+    try:
+        given = [entry for _, entries in _given(params, workspace) for entry in entries]
+    except (OSError, ValueError) as error:
+        found, given = [f"external.path: {shown(str(error), 600)}"], []
     checks = [
         *((f"data.sources.{s.name}", _source_problem, s) for s in params.data.sources),
         *((f"gate.external.{e.name}.path", _data_problem, e.path) for e in params.gate.external),
         *((f"{key}.{s.name}.path", _ready_made_problem, s.path) for key, s in scorers if is_ready_made(s)),
-        ("model.path", _model_problem, params),
+        ("model.path", partial(_model_problem, key="model.path", revision=params.model.revision), params.model.path),
+        *((key, partial(_model_problem, key=key), path) for key, path in given),
     ]
     for key, check, what in checks:
         try:
@@ -298,24 +329,23 @@ def _ready_made_problem(path: str, workspace: Path) -> str | None:
     return f"expected a reward model's folder at {shown(path)}, got none with a config.json; correct the path"
 
 
-def _model_problem(params: Params, workspace: Path) -> str | None:
-    from rlhf_core.models.folder import check_model_folder
+def _model_problem(path: str | None, workspace: Path, *, key: str, revision: str | None = None) -> str | None:
+    from rlhf_core.models.folder import ADAPTERS, check_model_folder
 
-    path, revision = params.model.path, params.model.revision
     if path is None:
         return None
     place = locate(path, workspace)
     if place.is_dir():
         if revision is not None:
             return f"expected no model.revision with the local folder {shown(path)}, got {shown(revision)}; set it to null"
-        check_model_folder(place)
+        if key != "external.path" or not (place / ADAPTERS).is_file():  # adapters are checked with their base, when they are merged
+            check_model_folder(place)
         return None
     if exists(place) or not is_hub_name(path):
         got = "a file" if exists(place) else "nothing"
         return (
             f"expected a folder with a pretrained model, got {shown(path)} with {got} there (relative to the project's folder); put "
-            "one there, or set model.path to another folder, or to the Hugging Face name of any small causal model, which is downloaded "
-            "with HF_HUB_OFFLINE=0"
+            "one there, or name another folder, or any model on Hugging Face, which is downloaded with HF_HUB_OFFLINE=0"
         )
     if places.hub_is_online() or places.model_snapshot(path, revision):
         return None

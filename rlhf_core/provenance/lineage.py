@@ -131,7 +131,12 @@ def learned_from_reward_model(lineage: Tree) -> bool:
 
 def trained_from(lineage: Tree) -> dict[str, str]:
     """Paths of the models that the training started or learned from, and their md5s: the parents without an unused reward model."""
-    used = lineage["path"] == str(REWARD_MODEL) or learned_from_reward_model(lineage)
+    params, is_reward_model = lineage["params"], lineage["path"] == str(REWARD_MODEL)
+    if is_reward_model and _section(params, "reward").get("path") is not None:
+        return {}
+    if not is_reward_model and not lineage["path"].startswith(f"{ROUNDS}/") and _section(params, "alignment").get("method") == "external":
+        return {}
+    used = is_reward_model or learned_from_reward_model(lineage)
     return {path: md5 for path, md5 in lineage["parents"].items() if used or path != str(REWARD_MODEL)}
 
 

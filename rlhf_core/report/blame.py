@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
 from rlhf_core.report.inputs import ReportInputs, need
+from rlhf_core.report.naming import SFT, start_name, told
 from rlhf_core.report.verdict import (
     MODES,
     NOT_COMPARED,
@@ -51,10 +52,16 @@ def blame(inputs: ReportInputs) -> Blame | None:
     refused = next(_refusals(inputs), None)
     good = outcome(inputs.evaluation, inputs.evaluation_scorers, confidence=need(inputs.params, "evaluation", "confidence"))
     if good.tone == "good" or good == NOT_COMPARED:
-        return refused
+        return refused and _told(refused, inputs)
     order = ["validate_data", "train_sft", "train_reward", "gate_reward", "train_policy", "evaluate"]
     found = [*([refused] if refused else []), *_suspicions(inputs)]
-    return min(found, key=lambda b: order.index(b.stage))
+    return _told(min(found, key=lambda b: order.index(b.stage)), inputs)
+
+
+def _told(found: Blame, inputs: ReportInputs) -> Blame:
+    params = inputs.params
+    checks = tuple(told(check, params) for check in found.checks)
+    return replace(found, figure=told(found.figure, params), sentence=told(found.sentence, params), checks=checks)
 
 
 def _refusals(inputs: ReportInputs) -> Iterator[Blame]:
@@ -94,7 +101,7 @@ def _suspicions(inputs: ReportInputs) -> Iterator[Blame]:
     if inputs.method == "rl":
         yield from _serving(inputs.policy_curves)
         yield from _rl(inputs)
-    else:
+    elif inputs.method != "external":
         yield from _offline(inputs)
     yield _too_close(inputs)
 
@@ -103,6 +110,15 @@ def _sft(inputs: ReportInputs) -> Iterator[Blame]:
     curve = inputs.sft_curves[inputs.sft_curves["phase"] == "sft"]
     start, end = curve["loss"].head(EDGE).mean(), curve["loss"].tail(EDGE).mean()
     truncated = need(inputs.evaluation, "sampled", "sft", "truncated_fraction")
+    if start_name(inputs.params) != SFT:
+        if truncated > ENDLESS:
+            yield Blame(
+                "train_sft",
+                f"{truncated:.0%} of the given model’s sampled answers are truncated",
+                "The given model does not end its answers, and the policy starts from it.",
+                ("whether model.chat_template is the one that it was trained with", "evaluation.max_new_tokens", "SFT first (sft.enabled)"),
+            )
+        return
     if not end <= LEARNED * start:
         yield Blame(
             "train_sft",
@@ -127,6 +143,7 @@ def _sft(inputs: ReportInputs) -> Iterator[Blame]:
 
 def _reward_model(inputs: ReportInputs) -> Iterator[Blame]:
     accuracy, low, n = (need(inputs.gate, key) for key in ("accuracy", "low", "n"))
+    is_trained = inputs.params["reward"].get("path") is None
     if low <= 0.5:
         yield Blame(
             "train_reward",
@@ -134,7 +151,7 @@ def _reward_model(inputs: ReportInputs) -> Iterator[Blame]:
             "The reward model is no better than guessing, so its rewards are noise.",
             (
                 "whether the columns chosen and rejected are mapped correctly",
-                "reward.learning_rate, and reward.epochs or reward.steps",
+                "reward.learning_rate, and reward.epochs or reward.steps" if is_trained else "the model at reward.path",
                 "gate.min_accuracy",
             ),
         )

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from rlhf_core.paths import REWARD_MODEL
+from rlhf_core.report.naming import start_name
 from rlhf_core.report.texts import measured, number, signed
 from rlhf_core.statistics.intervals import (
     detectable_difference,
@@ -31,10 +32,15 @@ Form = Literal["share", "score", "length", "number"]
 Interval = tuple[float, float, float]  # value, low, high
 Tables = tuple[pd.DataFrame, pd.DataFrame]  # results by prompt, of the first and the second run
 
-METHODS = ("rl", "dpo", "kto", "rejection_sampling", "conditional_sft")
+METHODS = ("rl", "dpo", "kto", "rejection_sampling", "conditional_sft", "external")
 # Sections that don't affect a run's figures.
 IGNORED = ("cluster", "tracking", "flow", "report", "iterative", "promotion")
-OF_THE_REGISTRY = ("incumbent", "anchor", "rolled_back")  # keys of the section gate that flows/chain/pins.py writes when a run starts
+OF_THE_REGISTRY = (
+    "incumbent",
+    "anchor",
+    "rolled_back",
+    "pinned",
+)  # of gate and reward, by flows/chain/pins.py at a run's start
 
 
 @dataclass(frozen=True)
@@ -182,8 +188,9 @@ def _evaluated(first: Results, second: Results, mode: str, tables: Tables | None
     scores = tuple(_interval(r, "evaluate", (mode, "policy"), "score_") for r in (first, second))
     yield scored(f"Score, {mode}", "score", f"{mode}_score", scores)
     rates = tuple(_interval(r, "evaluate", ("win_rate", mode), "") for r in (first, second))
-    yield scored(f"Win rate over its SFT model, {mode}", "share", f"{mode}_points", rates)
-    yield _plain(first, second, f"KL to its SFT model, {mode}, nats", ("evaluate", "kl", mode), "number")
+    start = start_name(first.params) if start_name(first.params) == start_name(second.params) else "model at the start"
+    yield scored(f"Win rate over its {start}, {mode}", "share", f"{mode}_points", rates)
+    yield _plain(first, second, f"KL to its {start}, {mode}, nats", ("evaluate", "kl", mode), "number")
     yield _plain(first, second, f"Tokens per answer, {mode}", ("evaluate", mode, "policy", "length_mean"), "length")
     yield _plain(first, second, f"Truncated, {mode}", ("evaluate", mode, "policy", "truncated_fraction"), "share")
 
@@ -272,8 +279,9 @@ def of_one_configuration(first: Results, second: Results) -> bool:
 
 
 def _configuration(params: Tree) -> dict[str, Any]:
-    gate = {key: value for key, value in (params.get("gate") or {}).items() if key not in OF_THE_REGISTRY}
-    return {key: value for key, value in params.items() if key != "seed"} | {"gate": gate}
+    pinned = {name: params.get(name) or {} for name in ("gate", "reward")}
+    unpinned = {name: {key: value for key, value in tree.items() if key not in OF_THE_REGISTRY} for name, tree in pinned.items()}
+    return {key: value for key, value in params.items() if key != "seed"} | unpinned
 
 
 def differ_in_seed_only(first: Results, second: Results) -> tuple[Any, Any] | None:

@@ -14,6 +14,7 @@ from bokeh.plotting import figure
 from rlhf_core.report.canvas import HEIGHT, Line, add_frontier, canvas, curves
 from rlhf_core.report.colors import BLUE, GREEN, ORANGE, PURPLE, RED, TEAL
 from rlhf_core.report.inputs import ReportInputs, need
+from rlhf_core.report.naming import SFT, start_name
 from rlhf_core.report.quality import accuracies, external, reliability, score_histogram, token_lengths
 
 Figures = dict[str, dict[str, Any]]
@@ -36,7 +37,8 @@ def all_figures(inputs: ReportInputs) -> Figures:
         drawn |= _reward(inputs.reward_curves)
     if inputs.policy_curves is not None:
         if inputs.method == "rl":
-            drawn |= _rl(inputs.policy_curves, need(inputs.params, "rl"), limit=logprob_limit(inputs.params))
+            start = "SFT" if start_name(inputs.params) == SFT else "given model"
+            drawn |= _rl(inputs.policy_curves, need(inputs.params, "rl"), limit=logprob_limit(inputs.params), start=start)
         else:
             drawn |= _offline(inputs.policy_curves)
     if inputs.gate is not None:
@@ -102,8 +104,8 @@ def _offline(rows: pd.DataFrame) -> dict[str, figure]:
     return figures
 
 
-def _rl(rows: pd.DataFrame, rl: Mapping[str, Any], *, limit: float | None) -> dict[str, figure]:
-    """Args: rl: the section of params.yaml. limit: see `logprob_limit`."""
+def _rl(rows: pd.DataFrame, rl: Mapping[str, Any], *, limit: float | None, start: str) -> dict[str, figure]:
+    """Args: rl: the section of params.yaml. limit: see `logprob_limit`. start: what the reference is called."""
     figures = {
         "rl_score": curves(rows, _with_evaluation(rows, "score_mean", "eval_score"), y_title="score", band="score_std"),
         "rl_length": curves(rows, [Line("response_length", "length", TEAL)], y_title="tokens per response"),
@@ -115,8 +117,8 @@ def _rl(rows: pd.DataFrame, rl: Mapping[str, Any], *, limit: float | None) -> di
         **_scorers(rows, [s["name"] for s in need(rl, "reward", "scorers")]),
     }
     if need(rl, "kl", "coef") > 0:  # otherwise it wasn't measured
-        figures["rl_kl"] = curves(rows, [Line("kl_mean", "KL to SFT", PURPLE)], y_title="nats per response")
-        figures["rl_frontier"] = canvas("score", x_title="KL to SFT, nats per response")
+        figures["rl_kl"] = curves(rows, [Line("kl_mean", f"KL to {start}", PURPLE)], y_title="nats per response")
+        figures["rl_frontier"] = canvas("score", x_title=f"KL to {start}, nats per response")
         add_frontier(figures["rl_frontier"], rows, PURPLE)
     if "explained_variance" in rows and rows["explained_variance"].notna().any():
         figures["rl_critic"] = curves(rows, [Line("explained_variance", "explained", TEAL)], y_title="share of the returns' variance")

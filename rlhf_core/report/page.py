@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from rlhf_core.report.colors import DARK
 from rlhf_core.report.differences import Results, figures_that_count, headline, outs_that_differ, params_that_differ, read_as
 from rlhf_core.report.figures import Figures, all_figures, logprob_limit
 from rlhf_core.report.inputs import ReportInputs, StageTime, need
+from rlhf_core.report.naming import start_name, told
 from rlhf_core.report.tables import (
     data_rows,
     evaluation_rows,
@@ -53,6 +55,7 @@ METHOD_TITLES = {
     "kto": "Alignment on single responses",
     "rejection_sampling": "Rejection sampling",
     "conditional_sft": "Conditional fine-tuning",
+    "external": "A policy from elsewhere",
 }
 # Stage -> section of the page.
 SECTIONS = {
@@ -72,6 +75,7 @@ def render(inputs: ReportInputs) -> str:
         "title": inputs.title if inputs.stopped is None else f"Stopped: {inputs.title}",
         "method_title": METHOD_TITLES[inputs.method],
         "method_name": method_name(inputs.params),
+        "start": start_name(inputs.params),
         "rewarder": rewarded_by(scorers),
         "scorers": scorers,
         "method_scores": bool(inputs.method_scorers),
@@ -96,7 +100,7 @@ def render(inputs: ReportInputs) -> str:
         "cut_short": [(stage, tree) for stage, tree in training.items() if tree is not None and tree.get("ended_by") == "max_minutes"],
         "monitor": None if inputs.policy is None else inputs.policy.get("monitor"),
         "modes": MODES,
-        "samples": [] if inputs.samples is None else list(samples(inputs.samples)),
+        "samples": [] if inputs.samples is None else list(samples(inputs.samples, start_name(inputs.params))),
         "logprob_limit": logprob_limit(inputs.params),
         **(
             _evaluated(inputs, scorers)
@@ -126,16 +130,16 @@ def changes(which: str, baseline: Results, inputs: ReportInputs) -> dict[str, An
 
 def _evaluated(inputs: ReportInputs, scorers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     confidence = need(inputs.params, "evaluation", "confidence")
+    selected = judge_selects(inputs.params)
+    verdict = outcome(inputs.evaluation, scorers, confidence=confidence, trained_on=inputs.method_scorers, selected=selected)
+    details = tuple(told(sentence, inputs.params) for sentence in verdict.details)
     return {
         "blame": blame(inputs),
-        "outcome": outcome(
-            inputs.evaluation,
-            scorers,
-            confidence=confidence,
-            trained_on=inputs.method_scorers,
-            selected=judge_selects(inputs.params),
-        ),
-        "tiles": list(tiles(inputs.evaluation, rewarded_by(scorers), confidence)),
+        "outcome": replace(verdict, headline=told(verdict.headline, inputs.params), details=details),
+        "tiles": [
+            {name: told(text, inputs.params) for name, text in tile.items()}
+            for tile in tiles(inputs.evaluation, rewarded_by(scorers), confidence)
+        ],
         "evaluation_rows": evaluation_rows(inputs.evaluation, scorers, confidence),
     }
 

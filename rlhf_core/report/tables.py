@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from rlhf_core.report.inputs import ReportInputError, need
+from rlhf_core.report.naming import SFT
 from rlhf_core.report.texts import count, measured, number, share
 from rlhf_core.report.verdict import MODES, is_scored, judged
 from rlhf_core.statistics.intervals import holm, wilson_interval
@@ -15,9 +16,9 @@ from rlhf_core.statistics.intervals import holm, wilson_interval
 USES = ("pretrain", "sft", "preference", "prompt")  # in the order of the chain
 # Params shown first, in the order of the chain; the others are folded away.
 KEY_PARAMS = (
-    *("seed", "model.path", "model.architecture", "model.dtype", "sft.epochs", "sft.steps"),
+    *("seed", "model.path", "model.architecture", "model.dtype", "sft.enabled", "sft.epochs", "sft.steps"),
     *("sft.batch_size", "sft.learning_rate"),
-    *("reward.epochs", "reward.steps", "reward.batch_size", "reward.learning_rate", "alignment.method"),
+    *("reward.path", "reward.epochs", "reward.steps", "reward.batch_size", "reward.learning_rate", "alignment.method"),
 )
 # Further ones for each alignment.method.
 METHOD_PARAMS = {
@@ -39,6 +40,7 @@ METHOD_PARAMS = {
         "conditional_sft.steps",
         "conditional_sft.learning_rate",
     ),
+    "external": ("external.path", "external.own_template"),
 }
 LABELS = {
     "method": "method",
@@ -70,7 +72,6 @@ SHARDING = {
 }
 DISPATCH = {"equal": "equal shares of prompts", "dynamic": "prompts as engines become free"}
 CLERK_ASPECTS = ("correct", "polite", "brief", "safe")
-MODEL_NAMES = {"sft": "SFT", "policy": "Policy"}
 # Label, key of a model's figures, format, and whether more is better (None: neither).
 EVALUATION_ROWS = (
     ("Judge: accepts", "judge_ok", "share", True),
@@ -195,8 +196,15 @@ def _adapters(lora: Mapping[str, Any] | None) -> str:
 
 def key_params(params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     left_out = {"model.architecture" if need(params, "model", "path") is not None else "model.path"}
-    if not need(params, "reward", "enabled"):
-        left_out |= {path for path in KEY_PARAMS if path.startswith("reward.")}
+    given = need(params, "reward", "path") is not None
+    if given or not need(params, "reward", "enabled"):
+        left_out |= {path for path in KEY_PARAMS if path.startswith("reward.") and not (given and path == "reward.path")}
+    else:
+        left_out.add("reward.path")
+    if need(params, "sft", "enabled"):
+        left_out.add("sft.enabled")
+    else:
+        left_out |= {path for path in KEY_PARAMS if path.startswith("sft.") and path != "sft.enabled"}
     for path in (*KEY_PARAMS, *METHOD_PARAMS[need(params, "alignment", "method")]):
         if path not in left_out:
             value = need(params, *path.split("."))
@@ -279,11 +287,11 @@ def _cells(
     return cells
 
 
-def samples(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """A card for each prompt and mode, the largest changes in score first."""
-    cards = []
+def samples(table: pd.DataFrame, start: str = SFT) -> list[dict[str, Any]]:
+    """A card for each prompt and mode, the largest changes in score first. start: of `start_name`."""
+    cards, names = [], {"sft": "SFT" if start == SFT else "Given", "policy": "Policy"}
     for row in table.to_dict("records"):
-        answers = [answer(name, row[f"{m}_response"], row[f"{m}_score"], row[f"{m}_judge_ok"]) for m, name in MODEL_NAMES.items()]
+        answers = [answer(name, row[f"{m}_response"], row[f"{m}_score"], row[f"{m}_judge_ok"]) for m, name in names.items()]
         cards.append({k: row[k] for k in ("id", "source", "prompt", "mode")} | side_by_side(*answers))
     return sorted(cards, key=lambda card: 0.0 if card["gain"] is None else -abs(card["gain"]))
 

@@ -55,9 +55,8 @@ def outcome(
         if (apart := by_mode(evaluation, "reward", confidence)) is not None:
             tone, headline = "bad" if apart.worse_alone else "open", f"By the {{}}, {apart.sentence}"
             details += apart.details
-        details.append(
-            f"There is no judge for this data: only the {rewarder} compared the answers, and the policy was trained to maximise it."
-        )
+        trained = ", and the policy was trained to maximise it" * (trained_on is None or bool(trained_on))
+        details.append(f"There is no judge for this data: only the {rewarder} compared the answers{trained}.")
         return Verdict(tone, headline.format(rewarder), tuple(details))
     details.insert(0, _judge_shares(evaluation, confidence))
     if judge == "unclear":

@@ -1,9 +1,12 @@
-"""The members of an ensemble of reward models: their folders, and the combined score."""
+"""Folders of reward models, those of an ensemble's members too, and the combined score."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rlhf_core.config import ScorerConfig
+from rlhf_core.models.folder import read_settings
 
 if TYPE_CHECKING:
     import torch
@@ -28,3 +31,25 @@ def combine_members(scores: torch.Tensor, *, std_coef: float) -> tuple[torch.Ten
     """
     std = scores.std(1, correction=0)
     return scores.mean(1) - std_coef * std, std
+
+
+def check_ready_made(scorer: ScorerConfig, folder: Path) -> None:
+    """Check a ready-made reward model by its files. Loading it checks the rest.
+
+    Raises:
+        ValueError: the model needs a label or a chat template, or is an encoder-decoder.
+    """
+    config = read_settings(folder, "config.json")
+    names = [str(name) for name in (config.get("id2label") or {}).values()]
+    if scorer.label is None and len(names) > 1:
+        raise ValueError(
+            f"scorer {scorer.name}: expected a label of {folder}, which has {', '.join(names)}, got none; set label to the one to reward"
+        )
+    if config.get("is_encoder_decoder"):
+        raise ValueError(f"scorer {scorer.name}: expected an encoder or a decoder at {folder}, got an encoder-decoder; use another model")
+    has_template = (folder / "chat_template.jinja").is_file() or (folder / "additional_chat_templates").is_dir()
+    if not has_template and not read_settings(folder, "tokenizer_config.json").get("chat_template"):
+        raise ValueError(
+            f"scorer {scorer.name}: expected a chat template at {folder}, got none; add a chat_template.jinja that writes what "
+            "the model was trained on (docs/scorers.md)"
+        )

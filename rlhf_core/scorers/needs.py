@@ -7,8 +7,7 @@ from pathlib import Path
 
 from rlhf_core.config import LABEL_SCORERS, ScorerConfig
 from rlhf_core.data.places import locate
-from rlhf_core.models.folder import read_settings
-from rlhf_core.scorers.members import member_folders
+from rlhf_core.scorers.members import check_ready_made, member_folders
 from rlhf_core.scorers.text import TextScorers
 
 
@@ -52,25 +51,3 @@ def check_scorers(
     comparing = [s.name for s in scorers if s.kind in LABEL_SCORERS]
     if comparing and not has_labels():
         raise ValueError(f"scorers {comparing}: expected prompts with labels, got none with one; map the column `label` of a source")
-
-
-def check_ready_made(scorer: ScorerConfig, folder: Path) -> None:
-    """Check a ready-made reward model by its files. Loading it checks the rest.
-
-    Raises:
-        ValueError: the model needs a label or a chat template, or is an encoder-decoder.
-    """
-    config = read_settings(folder, "config.json")
-    names = [str(name) for name in (config.get("id2label") or {}).values()]
-    if scorer.label is None and len(names) > 1:
-        raise ValueError(
-            f"scorer {scorer.name}: expected a label of {folder}, which has {', '.join(names)}, got none; set label to the one to reward"
-        )
-    if config.get("is_encoder_decoder"):
-        raise ValueError(f"scorer {scorer.name}: expected an encoder or a decoder at {folder}, got an encoder-decoder; use another model")
-    has_template = (folder / "chat_template.jinja").is_file() or (folder / "additional_chat_templates").is_dir()
-    if not has_template and not read_settings(folder, "tokenizer_config.json").get("chat_template"):
-        raise ValueError(
-            f"scorer {scorer.name}: expected a chat template at {folder}, got none; add a chat_template.jinja that writes what "
-            "the model was trained on (docs/scorers.md)"
-        )

@@ -91,6 +91,7 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("sft.pretrain",): {"pretraining": REFUSED},
     ("sft.train_on", "sft.train_on_thoughts", "reward.margin"): {"best_loss": ANEW},
     ("reward.enabled", "reward.centering_coef", "reward.ensemble", "conditional_sft.wanted", "iterative.promotion"): {},
+    ("sft.enabled", "reward.path", "reward.pinned", "external", "data/inputs.json:reward", "data/inputs.json:policy"): {},
     ("training.loss", "training.beta", "dpo.label_smoothing", "dpo.length_normalize", "dpo.simpo_margin", "dpo.nll_coef"): {
         "best_loss": ANEW
     },

@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -279,7 +279,7 @@ class Stage:
         """Contents of the card of the model trained by this stage.
 
         Args:
-            kind: sft, reward or policy. metrics: of the stage; the card keeps the held-out ones.
+            kind: of KINDS in rlhf_core/models/card.py. metrics: of the stage; the card keeps the held-out ones.
             gate: metrics of gate_reward; None: the method uses no reward model.
         """
         from rlhf_core.models.card import CardFacts
@@ -287,6 +287,11 @@ class Stage:
         inputs = input_hashes(self.work, self.name, self._round_number)
         if kind == "policy" and gate is None:
             inputs = {path: md5 for path, md5 in inputs.items() if path != REWARD_MODEL.as_posix()}
+        params = {name: value for name, value in self.work.params.items() if ":" not in name}
+        if kind == "given":
+            params |= {"sft": {"enabled": False}}
+        elif kind == "reward" and (path := self.params.reward.path) is not None:
+            params |= {"reward": {"path": path}}
         figures = {name: value for name, value in metrics.items() if name.startswith("heldout_") and isinstance(value, float)}
         notes = []
         if metrics.get("ended_by") == "max_minutes":
@@ -296,14 +301,20 @@ class Stage:
         return CardFacts(
             kind=kind,
             method=method,
-            base=self.params.model.path,
-            params={name: value for name, value in self.work.params.items() if ":" not in name},
+            base=self._base_of(kind),
+            params=params,
             sources=read_json(SOURCES),
             inputs=inputs,
             gate=gate,
             figures=figures,
             notes=[*notes, *[resumed] * bool(self.resumed_from)],
         )
+
+    def _base_of(self, kind: str) -> str | None:
+        """The model that the stage's model was made from."""
+        params = self.params
+        policy = params.external.path if params.alignment.method == "external" else None
+        return {"reward": params.reward.path, "policy": policy}.get(kind) or params.model.path
 
     def _note_where_it_began(self) -> None:
         """Add to the stage's metrics the other work whose checkpoint it resumed from; no other file records that."""
@@ -373,18 +384,33 @@ def check_gate(gate: dict[str, Any]) -> str | None:
     return gate["override"]
 
 
-def publish_policy(stage: Stage, metrics: dict[str, Any], *, gate: dict[str, Any] | None = None) -> None:
+def publish_policy(stage: Stage, metrics: dict[str, Any], *, gate: dict[str, Any] | None = None, untrained: Sequence[str] = ()) -> None:
     """Publish the policy that `TrainRun.save_model` wrote, with the stage's curves and metrics.
 
     Args:
-        gate: see `Stage.card`.
+        gate: see `Stage.card`. untrained: see `publish_training`.
     """
-    publish_training(stage, stage.scratch / "model", POLICY_MODEL, stage.card("policy", metrics["method"], metrics, gate=gate), metrics)
+    card = stage.card("policy", metrics["method"], metrics, gate=gate)
+    publish_training(stage, stage.scratch / "model", POLICY_MODEL, card, metrics, untrained=untrained)
 
 
-def publish_training(stage: Stage, aside: Path, final: Path, card: CardFacts, metrics: dict[str, Any]) -> None:
-    """Publish a saved model with its card, and write the stage's curves and metrics."""
-    publish_model(aside, final, card)
+def write_curves(stage: Stage, untrained: Sequence[str]) -> None:
+    """Write the curves of the stage's training, or with `untrained` their head alone."""
     PLOTS.mkdir(exist_ok=True)
-    shutil.copy(stage.scratch / "curves.csv", CURVES[stage.name])
+    if untrained:
+        CURVES[stage.name].write_text(",".join(untrained) + "\n")
+    else:
+        shutil.copy(stage.scratch / "curves.csv", CURVES[stage.name])
+
+
+def publish_training(
+    stage: Stage, aside: Path, final: Path, card: CardFacts, metrics: dict[str, Any], *, untrained: Sequence[str] = ()
+) -> None:
+    """Publish a saved model with its card, and write the stage's curves and metrics.
+
+    Args:
+        untrained: columns of the curves, of a stage that trained nothing and has none.
+    """
+    publish_model(aside, final, card)
+    write_curves(stage, untrained)
     write_json(STAGE_METRICS[stage.name], metrics)

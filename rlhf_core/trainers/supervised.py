@@ -135,9 +135,8 @@ def train_phase(engine: TrainEngine, phase: Phase, loop: TrainLoop) -> Metrics:
     """
     if loop.keep_best and phase.evaluate is None:
         raise ValueError(f"keep_best: expected held-out data to judge {phase.name} by, got none; add some, or set keep_best to false")
-    if is_first():
-        steps, epochs = number_of(phase.steps, "step"), number_of(float(f"{phase.epochs(phase.steps):.3g}"), "epoch")
-        log.info("%s: %s of %d, %s of %d examples", phase.name, steps, phase.batch_size, epochs, phase.num_examples)
+    steps, epochs = number_of(phase.steps, "step"), number_of(float(f"{phase.epochs(phase.steps):.3g}"), "epoch")
+    log.info("%s: %s of %d, %s of %d examples", phase.name, steps, phase.batch_size, epochs, phase.num_examples)
     collect_by_default()
     seed_generators(loop.seed + rank())
     store = RankStore(lambda: loop.checkpoints(phase.name))
@@ -253,7 +252,7 @@ def _resume(engine: TrainEngine, store: RankStore, phase: Phase, loop: TrainLoop
         return 0, None, 0.0
     if found.step > phase.steps:
         raise ValueError(
-            f"{phase.name}: expected a checkpoint of at most {phase.steps} steps, got one of {found.step}; raise the steps or begin anew"
+            f"{phase.name}: expected a checkpoint of at most {phase.steps} steps, got {found.step}; raise epochs or steps, or begin anew"
         )
     load_state(engine, found, phase.name)
     if found.step < phase.steps:

@@ -28,7 +28,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     added = commands.add_parser("chat", help="chat with the model, one message per line; works with pipes", allow_abbrev=False)
     _choice(added)
     _running(added)
-    added.add_argument("--beside", metavar="sft|FOLDER", help="send the same messages to the SFT model (sft) or to the model in a folder")
+    added.add_argument("--beside", metavar="sft|FOLDER", help="send the same messages to the run's models/sft, or to the model in a folder")
     added.add_argument("--system", metavar="TEXT", help="a system message before each conversation")
     added.add_argument("--temperature", type=_not_negative, default=0.7, help="0: greedy decoding (%(default)s)")
     added.add_argument("--top-p", type=_share, default=1.0)

@@ -62,7 +62,7 @@ def choose(*, run: str | None = None, model: Path | None = None, version: str | 
 
 
 def beside(chosen: Chosen, other: str) -> Chosen:
-    """The second model of a chat: `sft`, the SFT model of the chosen model's run, or a folder.
+    """The second model of a chat: `sft`, models/sft of the chosen model's run, or a folder.
 
     Raises:
         ConfigError: there is no such model.
@@ -71,7 +71,7 @@ def beside(chosen: Chosen, other: str) -> Chosen:
         return _checked(Chosen(Path(other).resolve().name, Path(other), None))
     folder = None if chosen.project is None else chosen.project / SFT_MODEL
     if folder is None or not folder.is_dir():
-        raise ConfigError(f"--beside sft: expected an SFT model beside {chosen.name}, got none; give the folder of another model")
+        raise ConfigError(f"--beside sft: expected {SFT_MODEL} beside {chosen.name}, got none; give the folder of another model")
     return _checked(Chosen("sft", folder, chosen.project))
 
 

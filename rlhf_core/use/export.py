@@ -147,7 +147,7 @@ def _evaluation(found: dict[str, Any], scorers: dict[str, float]) -> str:
     ]
     wins = (f"{mode} {_figure(win['value'])} ({_figure(win['low'])} to {_figure(win['high'])})" for mode, win in found["win_rate"].items())
     return (
-        "On held-out prompts, beside the SFT model that the policy started from.\n\n"
+        "On held-out prompts, beside `models/sft`, the model that the chain starts from.\n\n"
         + table(("answers", "model", *(label for _, label in COLUMNS)), rows)
         + f"\nMean score and win rate are by: {named or 'no known scorer'}.\n\nWin rate of the policy: {'; '.join(wins)}.\n"
     )

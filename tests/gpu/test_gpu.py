@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from clerk_params import CLERK_PARAMS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from transfers import new_sender, send, source_of
@@ -43,7 +44,7 @@ def folder(tmp_path_factory):
 
     path = tmp_path_factory.mktemp("model")
     tokenizer = build_tokenizer(TEXTS, vocab_size=390)
-    model = new_language_model(load_params().model, tokenizer, seed=0)
+    model = new_language_model(load_params(CLERK_PARAMS).model, tokenizer, seed=0)
     save_model(model, model.state_dict(), tokenizer, path)
     return path
 
@@ -444,7 +445,7 @@ def test_pairs_are_learned_on_the_gpu_whatever_its_attention_takes(folder, tmp_p
     from rlhf_core.trainers.supervised import TrainLoop
 
     join_world()
-    params = load_params()
+    params = load_params(CLERK_PARAMS)
     lora = LoraConfig(rank=4, alpha=8.0, dropout=0.0, target_modules="all-linear")
     changes = {"lora": lora, "learning_rate": 1e-2, "batch_size": 16, "zero_stage": 0 if dtype == "float32" else 1}
     rows = [

@@ -30,6 +30,7 @@ from flows.registry.versions import fetch
 from rlhf_core.config import ConfigError, ScorerConfig, apply_overrides, load_params
 from rlhf_core.provenance.dvc_cache import sha256_of_files
 from rlhf_core.provenance.file_hashes import dvc_md5
+from rlhf_core.scorers.heldout import take
 
 NAME = "reward-model"
 
@@ -154,6 +155,28 @@ def test_promotion_rollback_and_history_without_a_git_identity(project, monkeypa
         "rollback",
         "promote",
     ] and "a demonstration" in reported
+
+
+def test_a_run_takes_the_version_that_its_reward_path_names_and_keeps_it(project):
+    assert promote(project, "promote", "v1.0.0", "--reason", "first", "--by", "Ann").returncode == 0
+    given = {"reward.path": "registry", "rl.ppo.critic_init": "sft"}
+    worktree = prepare_run(project, "given", given)
+    pinned = load_params(worktree / "params.yaml").reward.pinned
+    assert pinned == load_params(worktree / "params.yaml").gate.incumbent and pinned.version == "v1.0.0"
+    assert promote(project, "promote", "v2.0.0", "--reason", "later", "--by", "Ann").returncode == 0
+    prepare_run(project, "given", given)
+    assert load_params(worktree / "params.yaml").reward.pinned == pinned and git(worktree, "status", "--porcelain") == ""
+    named = load_params(prepare_run(project, "named", given | {"reward.path": "v1.0.0"}) / "params.yaml").reward
+    newer = load_params(prepare_run(project, "newer", given) / "params.yaml").reward
+    assert (named.pinned.version, newer.pinned.version) == ("v1.0.0", "v2.0.0")
+    with (
+        contextlib.chdir(worktree),
+        pytest.raises(ValueError, match=r"expected a config.json, got none"),
+    ):
+        take(newer, worktree / "taken")
+    assert dvc_md5(worktree / "taken") == newer.pinned.md5
+    with pytest.raises(ConfigError, match=r"reward-model: expected a registered version, got v9.0.0 \(registered: v1.0.0, v2.0.0\)"):
+        prepare_run(project, "unknown", given | {"reward.path": "v9.0.0"})
 
 
 def test_show_tells_which_look_at_its_pairs_a_version_was(made):

@@ -117,6 +117,16 @@ AHEAD = {
     "rloo": {"group_size": 4},
     "rollout": {"backend": "pytorch", "one_step_off_policy": True},
 }
+TIMED = {
+    "algorithm": "rloo",
+    "steps": None,
+    "epochs": 5000.0,
+    "max_minutes": 0.2,
+    "checkpoint_every": 2,
+    "rloo": {"group_size": 4},
+    "evaluation": {"every": 100_000, "prompts": 16, "keep_best": True},
+    "rollout": {"backend": "pytorch"},
+}
 
 
 @dataclass(frozen=True)
@@ -317,6 +327,32 @@ def test_another_algorithm_reruns_only_what_follows_and_back_is_restored(chain, 
     code, printed = run(workspace, "dvc", "repro")
     assert code == 0 and ran(printed) == [] and printed.count("is cached - skipping run") == 4, printed
     assert (workspace / "dvc.lock").read_text() == (chain.workspace / "dvc.lock").read_text() and results(workspace) == before
+
+
+def test_minutes_end_a_run_as_its_last_step_would_and_count_on_after_a_stop(chain, cluster, tmp_path):
+    workspace = train(chain, cluster, tmp_path / "timed", TIMED)
+    stage = begin(workspace, "tasks.train_rl")
+    await_checkpoint(workspace, "train_policy", stage)
+    wait_until(lambda: seconds_trained(workspace) > 4 or stage.poll() is not None, DEADLINE, "a checkpoint after four seconds")
+    stage.terminate()
+    assert stage.wait(timeout=DEADLINE) == STOPPED_BY_SIGNAL, output_of(workspace)[-3000:]
+    reached, before = newest_checkpoint(workspace, "train_policy"), seconds_trained(workspace)
+    timed = trained(workspace)
+    assert re.search(r"rl: (\d+) steps of 4 prompts, 5000 epochs of \d+ prompts", timed.printed)[1] == str(timed.metrics["planned_steps"])
+    assert f"rl: resuming from the checkpoint of step {reached}" in timed.printed and 4 < before < 12
+    steps, last = timed.metrics["steps"], timed.curves.iloc[-1]
+    assert timed.metrics["ended_by"] == "max_minutes" and list(timed.curves["step"]) == list(range(1, steps + 1)) and steps > reached
+    assert not math.isnan(last["eval_score"]) and timed.metrics["monitor"]["chosen_step"] in (0, steps)
+    timings = pd.read_csv(workspace / "reports/timings/train_policy.csv")["seconds"]
+    # The step in which the minutes are over is the last. A second is for what is between steps.
+    assert 11 <= before + timings[reached:].sum() < 13 + timings.max()
+    assert f"rl: max_minutes ended the training after step {steps} of {timed.metrics['planned_steps']}" in timed.printed
+
+
+def seconds_trained(workspace: Path) -> float:
+    """Of the newest checkpoint."""
+    step = newest_checkpoint(workspace, "train_policy")
+    return max(json.loads(path.read_text())["seconds"] for path in workspace.glob(f"scratch/train_policy/*/*/step-{step}/manifest.json"))
 
 
 @pytest.fixture(scope="module")

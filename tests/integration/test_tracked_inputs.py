@@ -210,7 +210,7 @@ def test_a_deployments_run_takes_a_recipe_and_refuses_a_stage_that_is_none(proje
     env = environment(PREFECT_API_URL=server)
     done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=120, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith(("[", "Refused", "Completed"))]
-    assert lines[0] == "['force', 'overrides', 'params', 'run', 'until', 'update']", done.stderr
+    assert lines[0] == "['force', 'overrides', 'recipes', 'run', 'until', 'update']", done.stderr
     assert lines[1].startswith("Refused force: expected a stage, one of hash_inputs, ")
     assert lines[2].startswith("Refused absent.yaml: expected a readable parameter file, got No such file")
     assert lines[3].startswith("Completed"), done.stdout

@@ -288,7 +288,9 @@ class Workers:
         if progress is None:
             return None
         if progress.step > rl.steps:
-            raise ValueError(f"rl.steps: expected at least the {progress.step} of the checkpoint, got {rl.steps}; raise it or begin anew")
+            raise ValueError(
+                f"rl.steps: expected at least the {progress.step} of the checkpoint, got {rl.steps}; raise it or rl.epochs, or begin anew"
+            )
         self.sync_weights(version=progress.step)
         return progress
 

@@ -147,6 +147,14 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
             "rl.ppo.critic_init: expected sft while reward.enabled is false, got reward_model_trunk",
         ),
         (
+            {"reward.path": "a/folder"},
+            "rl.ppo.critic_init: expected sft with reward.path, got reward_model_trunk; set it to sft, because a ready-made reward model",
+        ),
+        ({"reward.path": "v2.0.0", "reward.ensemble": 2}, "reward.ensemble: expected 1 with reward.path, which names one model, got 2"),
+        ({"reward.path": "a/folder", "reward.enabled": False}, "reward.path: expected null with reward.enabled false, got a/folder; set"),
+        ({"sft.enabled": False}, "sft.enabled: expected true without model.path, got false; set model.path to the model to start from"),
+        ({"alignment.method": "external"}, "external.path: expected the folder or the Hugging Face name of the policy, got null; set it"),
+        (
             {"rl.reward.scorers": [JUDGE], "data.sources.0.kind": "file", "data.sources.0.path": "x", "data.sources.0.format": "preference",
              "data.sources.0.uses": ["prompt"]},
             "rl.reward.scorers: expected no judge for prompts of sources ['clerk'], which have none; give those sources a rule as `judge`",
@@ -214,6 +222,7 @@ def test_rl_without_anything_to_be_rewarded_is_refused():
 
 
 PREFERENCES = [("preference", "test"), ("preference", "train")]
+GIVEN = {"model.path": "a/folder", "sft.enabled": False}
 
 
 @pytest.mark.parametrize(
@@ -228,11 +237,26 @@ PREFERENCES = [("preference", "test"), ("preference", "train")]
             [("prompt", "test"), ("prompt", "train"), ("sft", "train")],
             False,
         ),
+        (GIVEN | NO_REWARD_MODEL | {"alignment.method": "dpo"}, [("preference", "train"), ("prompt", "test")], True),
+        (GIVEN | {"rl.ptx.coef": 0.1}, [*PREFERENCES, ("prompt", "test"), ("prompt", "train"), ("sft", "train")], True),
+        (
+            GIVEN | {"reward.path": "other/folder", "alignment.method": "external", "external.path": "third/folder"},
+            [("preference", "test"), ("prompt", "test")],
+            True,
+        ),
     ],
 )
 def test_data_must_have_the_rows_that_the_method_reads(changes, rows, pairs):
     params = check(DEFAULT, changes)
     assert (list(rows_needed(params)), needs_pairs(params)) == (rows, pairs)
+
+
+def test_settings_of_a_training_that_is_left_out_are_not_checked():
+    too_small = {"sft.ranks": 4, "sft.batch_size": 2, "reward.ranks": 4, "reward.batch_size": 2}
+    assert len(refused(too_small)) == 2
+    given = GIVEN | {"reward.path": "other/folder", "rl.ppo.critic_init": "sft"}
+    assert check(DEFAULT, too_small | given).reward.is_registered is False
+    assert [check(DEFAULT, given | {"reward.path": name}).reward.is_registered for name in ("registry", "v12.0.0")] == [True, True]
 
 
 @pytest.mark.parametrize(

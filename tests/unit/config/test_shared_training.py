@@ -33,7 +33,7 @@ TRAINED = ("sft", "reward", "dpo", "kto", "rejection_sampling", "conditional_sft
 # Values by section, in the order of TRAINED; one value is that of every section.
 EFFECTIVE: dict[str, tuple[Any, ...]] = {
     "batch_size": (64, 16, 64, 128, 64, 128),
-    "epochs": (1.0, 2.5, 1.0, 1.0, 1.0, 1.0),
+    "epochs": (2.0, 2.5, 1.0, 1.0, 1.0, 1.0),
     "steps": (250, None, 200, 200, 150, 700),
     "learning_rate": (2e-3, 1e-3, 3e-4, 3e-4, 1e-3, 2e-3),
     "max_minutes": (None,) * 6,

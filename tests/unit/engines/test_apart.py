@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import load_params
 from rlhf_core.engines.apart import EngineApart, EngineLost
@@ -29,7 +30,7 @@ def folders(tmp_path_factory):
     paths = [tmp_path_factory.mktemp("model") for _ in range(2)]
     tokenizer = build_tokenizer([f"Sort {n}." for n in range(100, 200)], vocab_size=390)
     for seed, path in enumerate(paths):
-        model = new_language_model(load_params().model, tokenizer, seed=seed)
+        model = new_language_model(load_params(CLERK_PARAMS).model, tokenizer, seed=seed)
         save_model(model, model.state_dict(), tokenizer, path)
     return paths
 

@@ -49,7 +49,7 @@ size = {"num_gpus": 4, "num_cpus": 8, "object_store_memory": 80_000_000}
 cluster = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False, "temp_dir": sys.argv[1]})
 cluster.add_node(**size)
 ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
-BASE = read_yaml(Path("params.yaml"))["rl"]
+BASE = read_yaml(CLERK_PARAMS)["rl"]
 
 
 def job(placement, tensor_parallel_size, ranks=None, engines=None, gpus_per_rank="auto", gpus_per_engine="auto"):

@@ -483,12 +483,14 @@ def test_a_series_with_changed_data_is_not_continued(workspace):
 
 
 @pytest.mark.parametrize("started", [rlhf, iterative_dpo], ids=lambda flow: flow.name)
-def test_a_run_of_a_deployment_takes_a_recipe_with_its_overrides_over_it(workspace, started):
-    (workspace / "recipe.yaml").write_text("{iterative: {steps: 0, learning_rate: -1.0}}")
+def test_a_run_of_a_deployment_takes_recipes_over_each_other_and_its_overrides_over_all(workspace, started):
+    (workspace / "base.yaml").write_text("{iterative: {steps: 0, learning_rate: 1.0, min_margin: -7.0}}")
+    (workspace / "recipe.yaml").write_text("{iterative: {learning_rate: -1.0}}")
     with disable_run_logger():
-        refused = started.fn({"iterative.steps": 5}, params="recipe.yaml")
-        missing = started.fn(params="no-recipe.yaml")
+        refused = started.fn({"iterative.steps": 5}, recipes=["base.yaml", "recipe.yaml"])
+        missing = started.fn(recipes=["no-recipe.yaml"])
     assert refused.name == missing.name == REFUSED
-    assert "iterative.learning_rate" in refused.message and "iterative.steps" not in refused.message
+    assert "iterative.learning_rate" in refused.message and "iterative.min_margin" in refused.message
+    assert "iterative.steps" not in refused.message
     assert "no-recipe.yaml" in missing.message and not (workspace / "runs/iterative-dpo").exists()
-    assert "params" in started.parameters.properties  # of the deployment's form
+    assert "recipes" in started.parameters.properties  # of the deployment's form

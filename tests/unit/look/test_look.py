@@ -90,7 +90,7 @@ def test_without_a_model_the_tokenizer_is_the_one_that_prepare_data_would_train(
     data = params.data.model_copy(update={"sources": [found.tried.source]})
     mixed = mix(data, tmp_path / "prepared", scratch=tmp_path / "scratch", seed=0)
     rows = (row for use in mixed.uses for row in read_rows(tmp_path / "prepared", use))
-    assert new_tokenizer(params.model, rows).get_vocab() == found.tokenizer.get_vocab()
+    assert new_tokenizer(rows, vocab_size=params.model.architecture.vocab_size).get_vocab() == found.tokenizer.get_vocab()
 
 
 def test_a_reward_model_that_reads_something_else_is_mentioned(tmp_path):
@@ -315,10 +315,10 @@ def test_params_may_be_a_recipe_or_a_whole_file(tmp_path, capsys, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(PAIRS[1]) + "\n")
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("model: {max_length: 77}\n")
+    recipe.write_text("model: {max_length: 777}\n")
     whole = tmp_path / "whole.yaml"
     whole.write_text(DEFAULTS.read_text(encoding="utf-8").replace("max_length: 96", "max_length: 78", 1))
-    for options, length in ((["--params", str(recipe)], 77), (["--params", str(whole)], 78), (["--max-length", "79"], 79), ([], 96)):
+    for options, length in ((["--params", str(recipe)], 777), (["--params", str(whole)], 78), (["--max-length", "79"], 79), ([], 1024)):
         assert main([str(path), *options]) == 0
         assert f"(model.max_length {length})" in capsys.readouterr().out
     recipe.write_text("model: {max_lenght: 77}\n")

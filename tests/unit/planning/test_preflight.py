@@ -461,7 +461,8 @@ def test_the_families_that_the_page_names_are_predicted(tmp_path, family, predic
 
 def test_the_check_imports_nothing_heavy_and_is_fast():
     program = (
-        "import sys, time; from rlhf_core.config import load_params; params = load_params(); began = time.process_time();"
+        f"import sys, time; from rlhf_core.config import load_params; params = load_params({str(CLERK_PARAMS)!r});"
+        "began = time.process_time();"
         "from rlhf_core.planning.preflight import preflight; print(preflight('train_sft', params));"
         "print(time.process_time() - began, sorted({'torch', 'transformers', 'ray', 'pandas'} & set(sys.modules)))"
     )

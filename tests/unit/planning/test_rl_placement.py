@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import ConfigError, RlConfig, load_params, parse_params, read_yaml, set_key
 from rlhf_core.planning.placement import Placement, check_gpus, place, transfer_ways, unused_shares
 
 
 def rl(placement: str = "together", **changes) -> RlConfig:
-    config = load_params().rl.model_copy(update={"placement": RlConfig.model_validate(tree(placement)).placement})
+    config = load_params(CLERK_PARAMS).rl.model_copy(update={"placement": RlConfig.model_validate(tree(placement)).placement})
     trainer = {k: v for k, v in changes.items() if k in ("ranks", "gpus_per_rank")}
     rollout = {k: v for k, v in changes.items() if k in ("engines", "gpus_per_engine", "tensor_parallel_size")}
     return config.model_copy(
@@ -20,7 +19,7 @@ def rl(placement: str = "together", **changes) -> RlConfig:
 
 
 def tree(placement) -> dict:
-    return read_yaml(Path("params.yaml"))["rl"] | {"placement": placement}
+    return read_yaml(CLERK_PARAMS)["rl"] | {"placement": placement}
 
 
 def shares(config: RlConfig, gpus: int) -> tuple[float, float]:
@@ -90,7 +89,7 @@ def test_a_job_that_asks_for_more_than_there_is_is_refused_at_once(changes, gpus
     ],
 )
 def test_a_share_is_auto_or_a_part_of_one_gpu(key, value, ranks):
-    tree = read_yaml(Path("params.yaml"))
+    tree = read_yaml(CLERK_PARAMS)
     set_key(tree, "rl.trainer.ranks", ranks)
     set_key(tree, key, value)
     with pytest.raises(ConfigError, match=key.rpartition(".")[2]):
@@ -99,7 +98,7 @@ def test_a_share_is_auto_or_a_part_of_one_gpu(key, value, ranks):
 
 @pytest.mark.parametrize(("key", "count"), [("rl.trainer.gpus_per_rank", "ranks"), ("rl.rollout.gpus_per_engine", "engines")])
 def test_nothing_is_reserved_that_an_actor_does_not_use(key, count):
-    tree = read_yaml(Path("params.yaml"))
+    tree = read_yaml(CLERK_PARAMS)
     set_key(tree, key, 2.0)
     with pytest.raises(ConfigError, match=rf"{key}: expected auto or at most 1, got 2; raise {count} instead"):
         parse_params(tree)
@@ -212,7 +211,7 @@ def test_an_engine_on_several_gpus_has_them_on_one_node(placement, changes, node
     ],
 )
 def test_engines_that_do_not_exist_are_refused(changes, message):
-    params = read_yaml(Path("params.yaml"))
+    params = read_yaml(CLERK_PARAMS)
     params["rl"]["rollout"] |= changes
     with pytest.raises(ConfigError, match=rf"rl\.rollout\.{message}"):
         parse_params(params)
@@ -260,7 +259,7 @@ def test_an_engine_larger_than_every_node_is_refused():
     ],
 )
 def test_each_role_of_a_run_has_one_group(groups, message):
-    params = read_yaml(Path("params.yaml"))
+    params = read_yaml(CLERK_PARAMS)
     set_key(params, "rl.placement", groups)
     with pytest.raises(ConfigError, match=message):
         parse_params(params)

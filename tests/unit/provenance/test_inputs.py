@@ -17,7 +17,7 @@ from rlhf_core.data import places
 from rlhf_core.provenance import file_hashes
 from rlhf_core.provenance.dvc_cache import sha256_of_files
 from rlhf_core.provenance.file_hashes import FileHashes, dvc_md5
-from rlhf_core.provenance.inputs import changes_since, read_inputs, summary
+from rlhf_core.provenance.inputs import changes_since, input_problems, read_inputs, summary
 
 ROOT = Path(__file__).parents[3]
 LONG_AGO = (1_700_000_000, 1_700_000_000)
@@ -256,3 +256,27 @@ def test_a_silent_hub_is_reported(project, monkeypatch):
     env = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([os.sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False)
     assert "OSError: some/name: expected the hub's answer, got " in done.stderr
+
+
+def test_models_that_take_the_place_of_trained_ones_are_hashed_with_the_base_of_adapters(project):
+    for name in ("reward", "base"):
+        old(project / f"{name}/config.json", name)
+    old(project / "adapters/adapter_config.json", json.dumps({"base_model_name_or_path": "base"}))
+    tree = read_yaml(CLERK_PARAMS)
+    tree["reward"]["path"], tree["external"]["path"], tree["rl"]["ppo"]["critic_init"] = "reward", "adapters", "sft"
+    assert read_inputs(parse_params(tree), project)["policy"] == {}  # another method
+    tree["alignment"]["method"] = "external"
+    found = read_inputs(parse_params(tree), project)
+    assert found["reward"]["reward.path"] == {"path": "reward", "files": 1, "size": 6} | {
+        "sha256": found["reward"]["reward.path"]["sha256"]
+    }
+    assert {key: entry["path"] for key, entry in found["policy"].items()} == {
+        "external.path": "adapters",
+        "the base model of external.path": "base",
+    }
+    tree["reward"]["path"] = "registry"
+    assert read_inputs(parse_params(tree), project)["reward"] == {}  # pinned by the flow
+    old(project / "adapters/adapter_config.json", "{}")
+    assert any(
+        line.startswith("external.path: ") and "base_model_name_or_path" in line for line in input_problems(parse_params(tree), project)
+    )

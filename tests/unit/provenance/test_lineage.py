@@ -88,6 +88,15 @@ def test_the_params_tell_whether_a_policy_learned_from_the_reward_model(used, pa
     assert ("models/reward" in trained_from(policy)) == used
 
 
+def test_models_from_elsewhere_were_trained_from_no_model_of_the_chain():
+    parents = {"models/sft": "1", "models/reward": "2"}
+    params = {"alignment": {"method": "external"}, "reward": {"enabled": True, "path": "../theirs"}}
+    for path in ("models/policy", "models/reward"):
+        assert trained_from({"path": path, "params": params, "parents": parents}) == {}
+        own = params | {"alignment": {"method": "dpo"}, "reward": {"enabled": True, "path": None}}
+        assert "models/sft" in trained_from({"path": path, "params": own, "parents": parents})
+
+
 def test_a_round_learned_from_its_own_scorers_and_from_the_policy_it_started_from():
     chain = {"alignment": {"method": "rl"}, "rl": {"reward": {"scorers": [{"kind": "reward_model"}]}}}
     for start, scorer, used in (("sft", "reward_model", True), ("sft", "judge", False), ("policy", "judge", True)):

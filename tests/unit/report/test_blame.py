@@ -185,3 +185,14 @@ def test_earlier_stages_come_first():
     assert blame(inputs).stage == "train_sft"
     assert blame(replace(inputs, sft_curves=curve)).stage == "train_reward"
     assert blame(replace(inputs, sft_curves=curve, gate=metrics(judge=True)["gate"])).stage == "train_policy"
+
+
+def test_a_training_that_did_not_happen_is_not_blamed():
+    """SFT left out, and a policy from elsewhere: neither has curves."""
+    inputs = failed_run()
+    params = copy.deepcopy(inputs.params)
+    params["sft"]["enabled"], params["alignment"]["method"] = False, "external"
+    none = {"sft_curves": inputs.sft_curves.iloc[:0], "policy_curves": pd.DataFrame(columns=["step", "loss"])}
+    found = blame(replace(inputs, params=params, policy={"method": "external"}, **none))
+    assert found.stage == "train_policy" and found.sentence == "The policy from elsewhere is no better here."
+    assert found.checks[:2] == ("samples of the policy next to the given model’s", "how the policy was trained elsewhere")

@@ -106,7 +106,9 @@ def test_a_run_that_nothing_scored_says_what_it_cant_say(tmp_path, monkeypatch, 
     workspace = make_workspace(tmp_path, judge=judge)
     apply_overrides(workspace / "params.yaml", {"alignment.method": "dpo", "reward.enabled": False})
     (workspace / "metrics/train_reward.json").write_text(json.dumps(NOT_TRAINED))
-    (workspace / "metrics/gate.json").write_text(json.dumps(unjudged(load_params().gate, NOT_NEEDED, needed=False) | {"override": None}))
+    (workspace / "metrics/gate.json").write_text(
+        json.dumps(unjudged(load_params(CLERK_PARAMS).gate, NOT_NEEDED, needed=False) | {"override": None})
+    )
     (workspace / "metrics/evaluate.json").write_text(json.dumps(unscored(sft=0.5, policy=0.9, judge=judge)))
     curves = workspace / "plots/train_policy.csv"
     pd.read_csv(curves).assign(loss=0.5).to_csv(curves, index=False)
@@ -221,7 +223,9 @@ def test_a_run_without_a_reward_model(tmp_path, monkeypatch):
     heldout = workspace / "data/reward_heldout.parquet"
     pd.read_parquet(heldout).head(0).to_parquet(heldout)
     (workspace / "metrics/train_reward.json").write_text(json.dumps(NOT_TRAINED))
-    (workspace / "metrics/gate.json").write_text(json.dumps(unjudged(load_params().gate, NOT_NEEDED, needed=False) | {"override": None}))
+    (workspace / "metrics/gate.json").write_text(
+        json.dumps(unjudged(load_params(CLERK_PARAMS).gate, NOT_NEEDED, needed=False) | {"override": None})
+    )
     page = render_in(workspace, monkeypatch)
     assert "None was trained: reward.enabled is false." in page and "There is no reward model to judge." in page
     assert "Win rate by the reward<" in page and "The judge was part of the reward" in page

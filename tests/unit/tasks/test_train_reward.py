@@ -19,9 +19,10 @@ from rlhf_core.gate.scoring import LoadedModel
 from rlhf_core.models.build import read_state_dict
 from rlhf_core.models.tokenizer import encode_prompt
 from rlhf_core.process import Interrupted
+from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.stage.run import Stage
 from rlhf_core.stage.scratch import Work
-from tasks.train_reward import COLUMNS, train_members
+from tasks.train_reward import COLUMNS, take_given, train_members
 
 ROOT = Path(__file__).parents[3]
 STEPS = 4  # of each member: 8 conversations, 2 a step, one pass
@@ -35,7 +36,7 @@ class StoppedStage(Stage):
     def __init__(self, at: int | None, scratch: Path, **changes: Any):
         super().__init__("train_reward")
         changes = {"epochs": 1.0, "batch_size": 2, "checkpoint_every": 1, "eval_every": 100, "ensemble": 2, **changes}
-        members = {"rl.reward.scorers.0.members": 2}
+        members = {"rl.reward.scorers.0.members": changes["ensemble"], "rl.ppo.critic_init": "sft"}
         self.params, self.scratch = tiny_params(**{f"reward.{k}": v for k, v in changes.items()}, **members), scratch
         self.work, self.resumed_from = Work("", {}, {}), []
         self._at = at
@@ -115,3 +116,35 @@ def check_heldout(folder: Path) -> None:
     assert len(alone) == 2 and row["chosen_score"] == pytest.approx(np.mean(alone), abs=1e-5)
     assert row["chosen_std"] == pytest.approx(np.std(alone), abs=1e-5) and row["chosen_std"] > 1e-3
     assert (row["chosen_tokens"], row["prompt_tokens"]) == (len(ids), len(encode_prompt(model.tokenizer, messages)))
+
+
+@pytest.mark.usefixtures("world")
+def test_a_given_reward_model_is_taken_as_it_is_and_scored_as_when_it_was_trained(tmp_path, monkeypatch, sft_folder):
+    trained, given = make_workspace(tmp_path / "trained", sft_folder), make_workspace(tmp_path / "given", sft_folder)
+    monkeypatch.chdir(trained)
+    train_members(StoppedStage(None, trained / "scratch", ensemble=1))
+    (trained / "models/reward/pytorch_model.bin").write_bytes(b"the same weights again")
+    monkeypatch.chdir(given)
+    take_given(StoppedStage(None, given / "scratch", ensemble=1, path=str(trained / "models/reward")))
+    (trained / "models/reward/pytorch_model.bin").unlink()
+    assert dvc_md5(given / "models/reward") == dvc_md5(trained / "models/reward")
+    tables = [pd.read_parquet(folder / "data/reward_heldout.parquet").set_index("id").sort_index() for folder in (trained, given)]
+    assert len(tables[0]) == 5 and tables[0]["chosen_score"].std() > 1e-3
+    for column in tables[0]:
+        kind = tables[0][column].dtype.kind
+        assert np.allclose(*(t[column] for t in tables), atol=1e-5) if kind == "f" else tables[0][column].equals(tables[1][column]), column
+    metrics = json.loads((given / "metrics/train_reward.json").read_text())
+    assert (metrics["trained"], metrics["given"], metrics["heldout_pairs"], metrics["dropped_too_long"]) == (False, True, 5, 0)
+    assert tuple(pd.read_csv(given / "plots/train_reward.csv").columns) == COLUMNS
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("registry", "reward.path: expected a run that the flow started"), ("models/sft", "expected all of its weights, got none for score")],
+)
+def test_a_given_reward_model_that_cannot_be_one_is_refused(tmp_path, monkeypatch, sft_folder, path, message):
+    workspace = make_workspace(tmp_path / "given", sft_folder)
+    monkeypatch.chdir(workspace)
+    with pytest.raises(ValueError, match=message):
+        take_given(StoppedStage(None, workspace / "scratch", ensemble=1, path=path))

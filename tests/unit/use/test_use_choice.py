@@ -43,7 +43,7 @@ def test_missing_names_are_reported_with_known_ones(project, sft_folder):
         choose()
     with pytest.raises(ConfigError, match="expected a folder, got nothing there"):
         choose(model=Path("elsewhere"))
-    with pytest.raises(ConfigError, match="--beside sft: expected an SFT model beside sft, got none; give the folder"):
+    with pytest.raises(ConfigError, match="--beside sft: expected models/sft beside sft, got none; give the folder"):
         beside(choose(model=sft_folder), "sft")
 
 
