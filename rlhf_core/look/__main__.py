@@ -1,7 +1,8 @@
-"""Look at data before anything runs: python -m rlhf_core.look PATH_OR_HUB_NAME [--model MODEL] [--format FORMAT] [--yaml-only] [--json].
+"""Look at data before anything runs: python -m rlhf_core.look PATH_OR_HUB_NAME [--model MODEL] [--gpu h100 --gpus 8] [--json].
 
 Guesses the format, shows records as they will be trained on, counts what is left out and what validate_data would object to, and prints
-a recipe with the entry of `data.sources`. Exit code 0; 2 if no format fits, if several do, or if the data can't be read.
+a recipe: for a model with the method, lengths, schedule and settings that fit this machine, or the GPUs of --gpu and --gpus. Exit code 0;
+2 if no format fits, if several do, or if the data can't be read.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from tqdm import tqdm
 
-from rlhf_core.config import ConfigError, Params, load_overlaid
+from rlhf_core.config import ConfigError, Params, overridden, parse_params, read_recipe, read_text, read_yaml_text
 from rlhf_core.config.data import DataFormat
 from rlhf_core.data.sources import records_of
 from rlhf_core.look import page
 from rlhf_core.look.look import GUESSED_FROM, Guess, Looked, Tried, guess, look, place_of, sample_of
-from rlhf_core.look.recipe import recipe, yaml_lines
+from rlhf_core.look.recipe import recipe, recipe_lines, yaml_lines
+from rlhf_core.planning.hardware import GPUS
 from rlhf_core.process import configure_process, exit_with
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--show", type=_positive, default=3, metavar="N", help="show the first N records (3)")
     parser.add_argument("--tokens", action="store_true", help="list every token with its id")
     parser.add_argument("--params", type=Path, metavar="FILE", help="a recipe laid over params.yaml, or a whole one: model and limits")
+    parser.add_argument("--gpu", choices=GPUS, help="propose for GPUs of this kind instead of this machine (h100 with --gpus)")
+    parser.add_argument("--gpus", type=_positive, metavar="N", help="propose for so many of them (1)")
     parser.add_argument("--max-length", type=_positive, metavar="N", help="tokens, instead of model.max_length")
     parser.add_argument("--yaml-only", action="store_true", help="print the YAML for data.sources and nothing else")
     parser.add_argument("--json", action="store_true", help="print all of it as JSON")
@@ -83,22 +87,20 @@ def run(given: argparse.Namespace) -> int:
             file=sys.stdout if decided else sys.stderr,
         )
         return 0 if decided else UNDECIDED
-    from rlhf_core.models.tokenizer import pretrained_tokenizer
-
     model = {key: value for key, value in (("path", given.model), ("max_length", given.max_length)) if value is not None}
-    params = _with_model(load_overlaid(Path("params.yaml"), given.params), model)
-    tokenizer = pretrained_tokenizer(params.model) if found.fitting else None
-    looked = (_look(tried, found, params, tokenizer, given) for tried in found.fitting)
+    text = _text(given.params)
+    params = parse_params(read_yaml_text(text, "params.yaml"), subject="params.yaml", complete=False)
+    readings = [_read(tried, found, _with_model(params, model), model, text, given) for tried in found.fitting]
     if given.json:
-        print(json.dumps(page.as_json(found, list(looked), params, model), indent=2))
+        print(json.dumps(page.as_json(found, readings), indent=2))
         return 0 if decided else UNDECIDED
     print("\n".join(page.guessed(found, given.path, counts_all=given.all)))
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    for number, of_reading in enumerate(looked, start=1):
+    for number, reading in enumerate(readings, start=1):
         if not decided:
-            print(f"\n--- reading {number}: {of_reading.tried.reading.format} ---")
-        print("\n".join(page.looked(of_reading, params, colour=colour, every_token=given.tokens)))
-        print(f"\n# a recipe for --params\n{recipe(of_reading, params, model)}")
+            print(f"\n--- reading {number}: {reading.looked.tried.reading.format} ---")
+        print("\n".join(page.looked(reading.looked, reading.params, colour=colour, every_token=given.tokens)))
+        print("\n".join(page.proposed(reading)))
     return 0 if decided else UNDECIDED
 
 
@@ -119,6 +121,31 @@ def columns(pairs: list[str]) -> dict[str, Any]:
 
 def _with_model(params: Params, model: dict[str, Any]) -> Params:
     return params.model_copy(update={"model": params.model.model_copy(update=model)})
+
+
+def _text(recipe: Path | None) -> str:
+    """params.yaml, with a recipe laid over it; the recipe alone where there is no params.yaml."""
+    path = Path("params.yaml")
+    if recipe is None or not path.exists():
+        return read_text(path if recipe is None else recipe)
+    return overridden(read_text(path), read_recipe(recipe), subject=str(path), source=str(recipe), complete=False)[0]
+
+
+def _read(tried: Tried, found: Guess, params: Params, model: dict[str, Any], text: str, given: argparse.Namespace) -> page.Reading:
+    """A reading's counts and, with a model, the proposal for it."""
+    if params.model.path is None:
+        looked = _look(tried, found, params, None, given)
+        return page.Reading(looked, params, recipe(looked, params, model))
+    from rlhf_core.look.facts import data_facts, machine_facts, model_facts, with_template  # import transformers and torch
+    from rlhf_core.look.propose import Given, propose
+
+    params, tokenizer, is_chat = with_template(params, tried)
+    model |= {"path": params.model.path, "chat_template": params.model.chat_template}
+    looked = _look(tried, found, params, tokenizer, given)
+    machine = machine_facts(given.gpu, given.gpus)
+    data = data_facts(looked, tried.source, whole=found.whole or given.all)
+    proposal = propose(looked, data, model_facts(params, tokenizer, is_chat=is_chat), machine, Given(text, model))
+    return page.Reading(looked, proposal.params, recipe_lines(proposal.source, proposal.settings, proposal.why), proposal)
 
 
 def _look(tried: Tried, found: Guess, params: Params, tokenizer: PreTrainedTokenizerBase | None, given: argparse.Namespace) -> Looked:

@@ -323,7 +323,7 @@ def look(
         first = list(islice(rows, GUESSED_FROM * 8))
         tokenizer = _own_tokenizer(first, params)
         rows = chain(first, rows)
-    counting, repeats = Counting(tokenizer, params), Repeats(params)
+    counting, repeats = Counting(tokenizer), Repeats(params)
     samples: dict[str, list[Sequence | str]] = {}
     for use, row in rows:
         where = row["origin"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, get_args
 
 from rlhf_core.config import Params, number_of, shown
 from rlhf_core.config.data import DropKind
@@ -11,8 +12,13 @@ from rlhf_core.data.drops import DropCounts
 from rlhf_core.look import repeats
 from rlhf_core.look.guess import columns_line
 from rlhf_core.look.look import Guess, Looked, Tried
-from rlhf_core.look.recipe import LIMITS, dropped_share, exceeds_limit, recipe, yaml_lines
+from rlhf_core.look.proposed import as_json as proposal_json
+from rlhf_core.look.proposed import costs, notes
+from rlhf_core.look.recipe import LIMITS, dropped_share, exceeds_limit, yaml_lines
 from rlhf_core.look.rows import Sequence, pieces
+
+if TYPE_CHECKING:
+    from rlhf_core.look.propose import Proposal
 
 OPEN, CLOSE = "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}"
 COLOUR, PLAIN = "\x1b[1;32m", "\x1b[0m"
@@ -78,7 +84,10 @@ def _mapping(columns: Mapping[str, Any]) -> str:
 def looked(found: Looked, params: Params, *, colour: bool, every_token: bool) -> Iterator[str]:
     """Records as they are trained on, then the counts."""
     if params.model.path is None:
-        yield "No model is given: the tokens are those of a new tokenizer, trained on these texts alone; template and mask are the chain's."
+        yield (
+            "No model is given: the tokens are those of a new tokenizer, trained on these texts alone; template and mask are the chain's. "
+            "With --model the recipe is a whole one."
+        )
     mark = "bold green" if colour else f"{OPEN}{CLOSE}"
     yield f"\nAs they are trained on ({mark}: in the loss, or compared; \N{MIDDLE DOT} between tokens):"
     for where, sequences in found.samples:
@@ -121,8 +130,9 @@ def _title(sequence: Sequence, found: Looked, params: Params) -> str:
         return line
     use = {"kto": "preference"}.get(sequence.name.split(",")[0], sequence.name.split(",")[0])
     counts = found.counts[use]
-    stops = counts.found["too_long"] > params.validation.max_too_long_fraction * counts.rows
-    fate = f"validate_data stops at {counts.found['too_long']} such rows" if stops else LEFT_OUT
+    too_long = counts.longer_than(params.model.max_length)
+    stops = too_long > params.validation.max_too_long_fraction * counts.rows
+    fate = f"validate_data stops at {too_long} such rows" if stops else LEFT_OUT
     return f"{line}; TOO LONG, model.max_length is {params.model.max_length}: {fate}"
 
 
@@ -181,7 +191,7 @@ def _counts(found: Looked, params: Params) -> Iterator[str]:
         yield "of the records that are kept:"
         yield from _reasons(dropped, others)
     for use, counts in found.counts.items():
-        values = counts.values()
+        values = counts.values(params.model.max_length)
         lengths = values["tokens"]
         yield (
             f"{use}: {number_of(values['rows'], 'row')}; tokens: median {lengths['median']}, 95% at most {lengths['0.95']}, "
@@ -190,8 +200,8 @@ def _counts(found: Looked, params: Params) -> Iterator[str]:
         if values.get("pairs"):
             yield _length_bias(values, params.validation.max_length_bias)
         new = params.rl.rollout.max_new_tokens
-        if use == "prompt" and (
-            crowded := counts.longer_than(params.model.max_length - new + 1)
+        if (
+            params.alignment.method == "rl" and use == "prompt" and (crowded := counts.longer_than(params.model.max_length - new + 1))
         ):  # a prompt's count includes one token of an answer
             yield f"  {crowded} leave no room for rl.rollout.max_new_tokens, {new}: RL leaves them out"
         yield from (f"  {objection(kind, count, values['rows'], params)}" for kind, count in values["objections"].items())
@@ -213,7 +223,7 @@ def _length_bias(values: Mapping[str, Any], limit: float) -> str:
 
 def _too_many(found: Looked, params: Params) -> str:
     """A note if prepare_data would stop because too much of a use is left out."""
-    (share, _), limit = dropped_share(found, []), params.validation.max_dropped_fraction
+    (share, _), limit = dropped_share(found, [], list(found.counts), params.model.max_length), params.validation.max_dropped_fraction
     return f" ({share:.1%}; validation.max_dropped_fraction is {limit:g}: prepare_data stops)" if share > limit else ""
 
 
@@ -233,8 +243,28 @@ def objection(kind: str, count: int, rows: int, params: Params) -> str:
     return f"{line}; validation.{limit} is {allowed:g}: validate_data stops{longer}{advice}"
 
 
-def as_json(guess: Guess, found: list[Looked], params: Params, model: Mapping[str, Any]) -> dict[str, Any]:
-    """The same as JSON values; texts unescaped, token ids and masks in full. model: as of `recipe`."""
+@dataclass(frozen=True)
+class Reading:
+    """A reading that was looked at. params: with the proposal, or as they are. recipe: YAML. proposal: None without a model."""
+
+    looked: Looked
+    params: Params
+    recipe: str
+    proposal: Proposal | None = None
+
+
+def proposed(reading: Reading) -> Iterator[str]:
+    """The reasons, the recipe, and what it will take."""
+    if reading.proposal is not None:
+        yield ""
+        yield from notes(reading.proposal)
+    yield f"\n# a recipe for --params\n{reading.recipe}"
+    if reading.proposal is not None:
+        yield from costs(reading.proposal)
+
+
+def as_json(guess: Guess, found: list[Reading]) -> dict[str, Any]:
+    """The same as JSON values; texts unescaped, token ids and masks in full."""
     return {
         "records": len(guess.records),
         "whole": guess.whole,
@@ -243,7 +273,6 @@ def as_json(guess: Guess, found: list[Looked], params: Params, model: Mapping[st
         "assumed": guess.records[0].note if guess.records else "",
         "decided": len(guess.fitting) == 1 and guess.unreadable is None,
         "unsure": guess.unreadable,
-        "max_length": params.model.max_length,
         "readings": [
             {
                 "format": tried.reading.format,
@@ -252,26 +281,28 @@ def as_json(guess: Guess, found: list[Looked], params: Params, model: Mapping[st
                 "why": list(tried.reading.why),
                 "unsure": list(tried.reading.unsure),
                 "unread": list(tried.reading.unread),
-                "yaml": recipe(of_reading, params, model) if of_reading else yaml_lines(tried.source),
-                **(_json_of(of_reading) if of_reading else {}),
+                **_json_of_reading(tried, next((one for one in found if one.looked.tried is tried), None)),
             }
-            for tried, of_reading in _with_found(guess, found)
+            for tried in guess.fitting
         ],
         "refused": [{"format": t.reading.format, "columns": t.reading.columns, "reason": t.refused} for t in guess.others if t.refused],
     }
 
 
-def _with_found(guess: Guess, found: list[Looked]) -> Iterator[tuple[Tried, Looked | None]]:
-    for tried in guess.fitting:
-        yield tried, next((one for one in found if one.tried is tried), None)
+def _json_of_reading(tried: Tried, found: Reading | None) -> dict[str, Any]:
+    if found is None:
+        return {"yaml": yaml_lines(tried.source)}
+    proposal = {} if found.proposal is None else {"proposal": proposal_json(found.proposal)}
+    max_length = found.params.model.max_length
+    return {"yaml": found.recipe, "max_length": max_length, **_json_of(found.looked, max_length), **proposal}
 
 
-def _json_of(found: Looked) -> dict[str, Any]:
+def _json_of(found: Looked, max_length: int) -> dict[str, Any]:
     return {
         "read": found.dropped.read,
         "left_out": found.dropped.records,
         "dropped": dict(found.dropped),
-        "counts": {use: counts.values() for use, counts in found.counts.items()},
+        "counts": {use: counts.values(max_length) for use, counts in found.counts.items()},
         "repeats": {
             split: {"prompts": len(prompts), **{kind: sum(getattr(p, kind) is not None for p in prompts) for kind in repeats.LIMITS}}
             for split, prompts in found.repeats.items()

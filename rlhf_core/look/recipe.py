@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from rlhf_core.config import Params, SourceConfig
@@ -23,25 +24,96 @@ LIMITS = {
     "end_token": "max_end_token_fraction",
 }
 KEYS = ("name", "kind", "path", "subset", "dataset_split", "format", "columns", "label_pattern", "uses", "weight")
+# Share of a use's rows that may be left out because they are too long: beyond it the recipe leaves the chain to stop, since what is left
+# is other data than the user's. The second one where the user chose the length.
+MOST_TOO_LONG, MOST_TOO_LONG_CHOSEN = 0.1, 0.5
 
 _PLAIN = re.compile(r"(?:\.{0,2}/)*[A-Za-z_][A-Za-z0-9_./-]*")
 _WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}  # plain scalars that YAML doesn't read as text
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What data needs so that prepare_data and validate_data take it. settings: keys of `validation`. why: key -> a comment."""
+
+    drop: list[DropKind]
+    settings: dict[str, Any] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
+
+
 def recipe(found: Looked, params: Params, model: Mapping[str, Any]) -> str:
-    """A recipe for `--params`: the source with the `drop` that it needs, keys of `model`, and the limits that would stop the chain."""
-    drop = needed_drop(found, params)
-    lines = [yaml_lines(found.tried.source.model_copy(update={"drop": drop}))]
-    sections = {"model": [f"{key}: {_yaml_value(value)}" for key, value in model.items()], "validation": list(_limits(found, drop, params))}
-    for section, keys in sections.items():
-        lines += [f"{section}:", *(f"  {key}" for key in keys)] if keys else []
-    return "\n".join(lines)
+    """A recipe for `--params` without a proposal: the source with the `drop` that it needs, keys of `model`, and the limits that would
+    stop the chain.
+    """
+    most = MOST_TOO_LONG_CHOSEN if "max_length" in model else MOST_TOO_LONG
+    limits = needed_limits(found, found.tried.source.uses, params, most_too_long=most)
+    source = found.tried.source.model_copy(update={"drop": limits.drop})
+    return recipe_lines(source, {f"model.{key}": value for key, value in model.items()} | limits.settings, limits.why)
 
 
-def needed_drop(found: Looked, params: Params) -> list[DropKind]:
+def recipe_lines(source: SourceConfig, settings: Mapping[str, Any], why: Mapping[str, str]) -> str:
+    """A source and dotted keys as YAML. why: key -> a comment."""
+    tree: dict[str, Any] = {}
+    for key, value in settings.items():
+        *path, name = key.split(".")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+        node[name] = _Leaf(value, why.get(key, ""))
+    data = tree.pop("data", {})
+    return "\n".join([yaml_lines(source), *_tree_lines(data, 1), *_tree_lines(tree, 0)])
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    value: Any
+    why: str
+
+
+def _tree_lines(tree: Mapping[str, Any], depth: int) -> Iterator[str]:
+    for key, node in sorted(tree.items(), key=lambda item: not isinstance(item[1], _Leaf)):  # values before mappings
+        name = f"{'  ' * depth}{key}:"
+        if isinstance(node, _Leaf):
+            yield f"{name} {_yaml_value(node.value)}" + (f"  # {node.why}" if node.why else "")
+        else:
+            yield name
+            yield from _tree_lines(node, depth + 1)
+
+
+def needed_limits(found: Looked, uses: list[str], params: Params, *, most_too_long: float = MOST_TOO_LONG) -> Limits:
+    """
+    Args:
+        uses: of the source. most_too_long: share of a use's rows that `drop` may leave out because they are too long.
+    """
+    drop = needed_drop(found, uses, params)
+    if "too_long" in drop and _too_long(found, uses, params) > most_too_long:
+        drop.remove("too_long")
+    limits = Limits(drop)
+    share, use = dropped_share(found, drop, uses, params.model.max_length)
+    if share > params.validation.max_dropped_fraction:
+        limits.settings["validation.max_dropped_fraction"] = _above(share, 1.0)
+        limits.why["validation.max_dropped_fraction"] = f"{share:.1%} of the {use} data are left out"
+    if "preference" in uses and (pairs := found.counts.get("preference")) and pairs.found["pairs"]:
+        longer = pairs.chosen_is_longer / pairs.found["pairs"]
+        if (bias := abs(longer - 0.5)) > params.validation.max_length_bias:
+            limits.settings["validation.max_length_bias"] = _above(bias, 0.5)
+            why = f"the chosen response is the longer one in {longer:.0%} of the pairs: training would learn length"
+            limits.why["validation.max_length_bias"] = why
+    return limits
+
+
+def _too_long(found: Looked, uses: list[str], params: Params) -> float:
+    """The largest share of a use's rows."""
+    return max(found.counts[use].longer_than(params.model.max_length) / found.counts[use].rows for use in uses if use in found.counts)
+
+
+def needed_drop(found: Looked, uses: list[str], params: Params) -> list[DropKind]:
     """The kinds of rows of which a use has more than validate_data allows, without those that no `drop` removes."""
     stopping = {
-        kind for counts in found.counts.values() for kind, n in counts.objections().items() if exceeds_limit(kind, n, counts.rows, params)
+        kind
+        for use, counts in found.counts.items()
+        for kind, n in counts.objections(params.model.max_length).items()
+        if use in uses and exceeds_limit(kind, n, counts.rows, params)
     }
     return [kind for kind in get_args(DropKind) if kind in stopping]
 
@@ -50,22 +122,12 @@ def exceeds_limit(kind: str, count: int, rows: int, params: Params) -> bool:
     return kind in LIMITS and count / rows > getattr(params.validation, LIMITS[kind])
 
 
-def dropped_share(found: Looked, drop: list[DropKind]) -> tuple[float, str]:
-    """The largest share that prepare_data would leave out, at most, and its use."""
-    tally = Tally(found.dropped, Counter({use: counts.rows for use, counts in found.counts.items()}))
-    tally.dropped.update({use: counts.dropped(drop) for use, counts in found.counts.items()})
-    return max(((tally.share(use), use) for use in found.counts), default=(0.0, ""))
-
-
-def _limits(found: Looked, drop: list[DropKind], params: Params) -> Iterator[str]:
-    share, use = dropped_share(found, drop)
-    if share > params.validation.max_dropped_fraction:
-        yield f"max_dropped_fraction: {_above(share, 1.0):g}  # {share:.1%} of the {use} data are left out"
-    if (pairs := found.counts.get("preference")) and pairs.found["pairs"]:
-        longer = pairs.chosen_is_longer / pairs.found["pairs"]
-        if (bias := abs(longer - 0.5)) > params.validation.max_length_bias:
-            why = f"the chosen response is the longer one in {longer:.0%} of the pairs: training would learn length"
-            yield f"max_length_bias: {_above(bias, 0.5):g}  # {why}"
+def dropped_share(found: Looked, drop: list[DropKind], uses: list[str], max_length: int) -> tuple[float, str]:
+    """The largest share of one of the uses that prepare_data would leave out, at most, and its use."""
+    counted = {use: counts for use, counts in found.counts.items() if use in uses}
+    tally = Tally(found.dropped, Counter({use: counts.rows for use, counts in counted.items()}))
+    tally.dropped.update({use: counts.dropped(drop, max_length) for use, counts in counted.items()})
+    return max(((tally.share(use), use) for use in counted), default=(0.0, ""))
 
 
 def _above(share: float, highest: float) -> float:
@@ -75,12 +137,17 @@ def _above(share: float, highest: float) -> float:
 
 def yaml_lines(source: SourceConfig) -> str:
     """The source as YAML for params.yaml, without keys at their default."""
+    first, *others = [f"{key}: {_yaml_value(value)}" for key, value in plain(source).items()]
+    return "\n".join(["data:", "  sources:", f"    - {first}", *(f"      {line}" for line in others)])
+
+
+def plain(source: SourceConfig) -> dict[str, Any]:
+    """The source's keys in the order in which they are written, without those at their default, but with the weight."""
     fields = type(source).model_fields
     given = source.model_dump()
     rest = [key for key in given if key not in KEYS]
     kept = [key for key in (*KEYS, *rest) if key == "weight" or given[key] != fields[key].get_default(call_default_factory=True)]
-    first, *others = [f"{key}: {_yaml_value(given[key])}" for key in kept]
-    return "\n".join(["data:", "  sources:", f"    - {first}", *(f"      {line}" for line in others)])
+    return {key: given[key] for key in kept}
 
 
 def _yaml_value(value: Any) -> str:

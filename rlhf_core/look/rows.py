@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from array import array
 from collections import Counter
@@ -14,6 +15,7 @@ from rlhf_core.data.control import VISIBLE
 from rlhf_core.data.hashing import text_hash
 from rlhf_core.models.response_ids import BACK, TORN
 from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, encode_scored
+from rlhf_core.scorers.text import final_number
 from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations, encode_texts
 
 if TYPE_CHECKING:
@@ -23,15 +25,28 @@ if TYPE_CHECKING:
 
 
 ROWS_AT_ONCE = 4096
+FEW_WORDS = 4  # of an answer that a program can compare
+_NOTATION = re.compile(r"\\[A-Za-z]|\$.*\$|\^|[0-9]\s*[/=*+]\s*[0-9a-z]|^[a-z]\s*=")  # of mathematics
 JOINED = "whose response is tokenized apart: as one text, its first characters would be joined with the prompt's last ones"
 COMPOSED = "whose characters the tokenizer composes (Unicode's NFC): they are trained, and will be written, in composed form"
+
+
+def label_kind(label: str) -> str:
+    """The kind of scorer that can compare a response with this expected answer: number, math or exact_match; `text` for a long answer."""
+    if _NOTATION.search(label):
+        return "math"
+    if len(label.split()) <= 2 and final_number(label) is not None:
+        return "number"
+    return "exact_match" if len(label.split()) <= FEW_WORDS else "text"
 
 
 @dataclass
 class UseCounts:
     """Counts of one use's rows.
 
-    found: kind of objection -> rows. lengths: tokens of a row's longest sequence -> rows.
+    found: kind of objection -> rows, but for rows that are too long. lengths: tokens of a row's longest sequence -> rows.
+    responses: tokens of a response without its end -> responses. sequences, tokens: of all rows; a pair has two, and its prompt twice.
+    labels: kind of an expected answer (`label_kind`) -> rows. dialogues: rows whose prompt has several messages.
     chosen_is_longer: number of pairs whose chosen response has more tokens; a tie counts half.
     pairs, preferences: for each row with both, 64-bit hashes of its pair and of its preferred text.
     """
@@ -40,25 +55,45 @@ class UseCounts:
     rows: int = 0
     found: Counter[str] = field(default_factory=Counter)
     lengths: Counter[int] = field(default_factory=Counter)
+    responses: Counter[int] = field(default_factory=Counter)
+    sequences: int = 0
+    tokens: float = 0.0
+    labels: Counter[str] = field(default_factory=Counter)
+    dialogues: int = 0
     chosen_is_longer: float = 0.0
     pairs: array[int] = field(default_factory=lambda: array("Q"))
     preferences: array[int] = field(default_factory=lambda: array("Q"))
 
-    def add(self, rows: list[dict], tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+    def add(self, rows: list[dict], tokenizer: PreTrainedTokenizerBase) -> None:
         from rlhf_core.data.validation.measures import TEXT_COLUMNS, measure
 
         frame = measure(self.use, [{"id": "", "source": "", "split": "", **row} for row in rows], tokenizer)
         self.rows += len(frame)
-        tokens = frame["tokens"].dropna()
-        self.lengths.update(int(t) for t in tokens)
-        self.found["too_long"] += int((tokens > max_length).sum())
+        self._add_lengths(frame)
         texts = [*TEXT_COLUMNS[self.use], *([] if self.use == "pretrain" else ["shortest_message"])]
         empty = [frame[text].notna() & ~frame[text].str.contains(VISIBLE, na=False) for text in texts]
         self.found["empty"] += int(sum(empty).gt(0).sum()) if empty else 0
         if self.use != "pretrain":
             self._add_templates(frame)
+            self.dialogues += sum(len(row["messages"]) > 1 for row in rows)
+        if self.use == "prompt":
+            self.labels.update(label_kind(row["label"]) for row in rows if row.get("label") is not None)
         if self.use == "preference":
             self._add_pairs(frame)
+
+    def _add_lengths(self, frame: pd.DataFrame) -> None:
+        """A shorter response of a pair follows the same prompt as the longer one, so that its sequence is shorter by the difference."""
+        from rlhf_core.data.validation.measures import TEXT_COLUMNS
+
+        longest = frame["tokens"].dropna()
+        self.lengths.update(map(int, longest))
+        texts = [f"{text}_tokens" for text in TEXT_COLUMNS[self.use] if f"{text}_tokens" in frame]
+        responses = frame.loc[longest.index, texts]
+        self.responses.update(int(t) for text in texts for t in responses[text].dropna())
+        shorter = responses.rsub(responses.max(axis=1), axis=0)
+        number = responses.notna().sum(axis=1).clip(lower=1)
+        self.sequences += int(number.sum())
+        self.tokens += float((longest * number).sum() - shorter.sum().sum())
 
     def _add_templates(self, frame: pd.DataFrame) -> None:
         from rlhf_core.data.validation.measures import TEXT_COLUMNS
@@ -82,16 +117,16 @@ class UseCounts:
                 self.pairs.append(text_hash(pair))
                 self.preferences.append(text_hash(preference))
 
-    def objections(self) -> dict[str, int]:
-        """Kind of objection -> rows, without zeros."""
-        found = Counter({kind: n for kind, n in self.found.items() if kind != "pairs"})
+    def objections(self, max_length: int) -> dict[str, int]:
+        """Kind of objection -> rows, without zeros; a row of more than max_length tokens is too long."""
+        found = Counter({kind: n for kind, n in self.found.items() if kind != "pairs"} | {"too_long": self.longer_than(max_length)})
         if self.pairs:
             found["contradictory"], found["duplicate"] = self._repeated()
         return {kind: n for kind, n in found.items() if n}
 
-    def dropped(self, kinds: Collection[str]) -> int:
+    def dropped(self, kinds: Collection[str], max_length: int) -> int:
         """Rows that a source drops with these kinds, at most: one of two kinds counts twice. Of equal rows one stays."""
-        objections = self.objections() | ({"duplicate": len(self.pairs) - len(self._distinct()[1])} if self.pairs else {})
+        objections = self.objections(max_length) | ({"duplicate": len(self.pairs) - len(self._distinct()[1])} if self.pairs else {})
         return min(self.rows, sum(objections.get(kind, 0) for kind in kinds))
 
     def _distinct(self) -> tuple[np.ndarray, np.ndarray]:
@@ -111,28 +146,33 @@ class UseCounts:
 
     def quantile(self, share: float) -> int:
         """The length in tokens that the share `share` of the rows doesn't exceed; 0 without rows."""
-        left = share * self.lengths.total()
-        for tokens, rows in sorted(self.lengths.items()):
-            left -= rows
-            if left <= 0:
-                return tokens
-        return 0
+        return quantile(self.lengths, share)
 
     def longer_than(self, tokens: int) -> int:
-        """A source's rows as token sequences, and what validate_data would object to, by the trainers' and the stage's functions."""
+        """Rows whose longest sequence has more tokens."""
         return sum(rows for length, rows in self.lengths.items() if length > tokens)
 
-    def values(self) -> dict[str, Any]:
+    def values(self, max_length: int) -> dict[str, Any]:
         lengths = {"median": self.quantile(0.5), "0.95": self.quantile(0.95), "longest": max(self.lengths, default=0)}
         shares = {"chosen_is_longer": self.chosen_is_longer, "pairs": self.found["pairs"]} if self.use == "preference" else {}
-        return {"rows": self.rows, "tokens": lengths, **shares, "objections": self.objections()}
+        return {"rows": self.rows, "tokens": lengths, **shares, "objections": self.objections(max_length)}
+
+
+def quantile(lengths: Counter[int], share: float) -> int:
+    """The length that the share `share` of them doesn't exceed; 0 for none."""
+    left = share * lengths.total()
+    for tokens, rows in sorted(lengths.items()):
+        left -= rows
+        if left <= 0:
+            return tokens
+    return 0
 
 
 class Counting:
     """Counts rows by use, some thousand at a time."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, params: Params):
-        self._tokenizer, self._params = tokenizer, params
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer = tokenizer
         self._waiting: dict[str, list[dict]] = {}
         self._counts: dict[str, UseCounts] = {}
 
@@ -150,7 +190,7 @@ class Counting:
     def _flush(self, use: str) -> None:
         rows, self._waiting[use] = self._waiting[use], []
         if rows:
-            self._counts.setdefault(use, UseCounts(use)).add(rows, self._tokenizer, self._params.model.max_length)
+            self._counts.setdefault(use, UseCounts(use)).add(rows, self._tokenizer)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from rlhf_core.config import shown
 from rlhf_core.data.places import fetch_model, hub_is_online, is_hub_name, locate, model_commit, model_snapshot
 
 INDEX = "model.safetensors.index.json"
+UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")  # files of weights that may run code when they are read
+WEIGHTS = (".safetensors", *UNSAFE)
 MAX_HEADER = 100 << 20  # bytes; the limit of safetensors itself
 DEQUANTIZED = ("fp8", "mxfp4")  # methods whose weights transformers turns into plain ones as it loads them, on any device
 _WIDTHS = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F16": 2, "BF16": 2, "I16": 2, "F32": 4, "I32": 4, "F64": 8, "I64": 8}
@@ -61,9 +63,16 @@ def locate_model(path: str, revision: str | None = None, *, key: str = "model.pa
 ADAPTERS = "adapter_config.json"  # of PEFT, in a folder with adapters instead of a whole model
 
 
-def check_model_folder(path: str | Path) -> None:
+def has_weights(folder: Path) -> bool:
+    """Whether the folder has a file of weights, or an index of several, of any kind that models are published in."""
+    return any(p.suffix in WEIGHTS or p.name == INDEX for p in folder.iterdir())
+
+
+def check_model_folder(path: str | Path, *, weights: bool = True) -> None:
     """Check a folder with a model. The library checks the name of a model on a hub.
 
+    Args:
+        weights: whether there must be some; false: those that are there are checked.
     Raises:
         ValueError: naming the file that is missing, truncated, outside the folder or not a safetensors file; or the method by which the
             weights are quantized.
@@ -83,7 +92,7 @@ def check_model_folder(path: str | Path) -> None:
             f"model {folder}: expected weights in full precision, which can be trained, got some quantized by {method}; choose the model "
             "that they were made from (`lora: {quantize: nf4}` of a training section keeps it in 4 bits), or dequantize and save them"
         )
-    for file in weight_files(folder):
+    for file in weight_files(folder) if weights or has_weights(folder) else ():
         _check_safetensors(file)
 
 
@@ -132,7 +141,7 @@ def weight_files(folder: Path) -> list[Path]:
                 got = "one that isn't there or is of another kind"
                 raise ValueError(f"{folder / INDEX}: expected names of safetensors files beside it, got {shown(name)}, {got}; don't use it")
         return [folder / name for name in names]
-    others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5"))
+    others = sorted(p.name for p in folder.iterdir() if p.suffix in UNSAFE)
     got = f"only {', '.join(others[:5])}, which may run code when it is read; convert it" if others else "none"
     raise ValueError(f"model {folder}: expected weights in model.safetensors, got {got}")
 

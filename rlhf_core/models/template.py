@@ -28,7 +28,12 @@ CONTINUATION = (
     "{{ bos_token if bos_token else '' }}"
     "{% for message in messages %}{{ message['content'] }}{{ eos_token if message['role'] == 'assistant' else '' }}{% endfor %}"
 )
-NAMED = {"continuation": CONTINUATION}
+# ChatML without a system prompt of its own, for a base model whose tokenizer has these two tokens.
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+NAMED = {"continuation": CONTINUATION, "chatml": CHATML}
 DEFAULT_DATE = "2024-07-26"  # several templates fall back to it where strftime_now is missing
 _ASKS_FOR_DAY = re.compile(r"\bstrftime_now\s*\(")
 _FORMAT = re.compile(r"\bstrftime_now\s*\(\s*(?:'([^'\\]*)'|\"([^\"\\]*)\")\s*\)")

@@ -125,13 +125,17 @@ def build_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     )
 
 
-def pretrained_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of the model at `config.path`, whose folder is checked first; None: params name no model."""
+def pretrained_tokenizer(config: ModelConfig, *, weights: bool = True) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of the model at `config.path`, whose folder is checked first; None: params name no model.
+
+    Args:
+        weights: whether the folder must have them.
+    """
     use_all_cores()
     if config.path is None:
         return None
     path, wanted = locate_model(config.path, config.revision), config.chat_template
-    check_model_folder(path)
+    check_model_folder(path, weights=weights)
     return load_tokenizer(
         path,
         trust_remote_code=config.trust_remote_code,

@@ -288,8 +288,8 @@ def test_decomposed_characters_pass_and_are_trained_as_the_tokenizer_writes_them
     ids, start = encode_conversation(tokenizer, QUESTION, text)
     assert tokenizer.decode(ids[start:-1]) == "Zoë is naïve."
     counts = UseCounts("sft")
-    counts.add(rows, tokenizer, 200)
-    assert counts.objections() == {COMPOSED: 1}
+    counts.add(rows, tokenizer)
+    assert counts.objections(200) == {COMPOSED: 1}
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
     assert failures(tmp_path / "b", tokenizer, {"sft": rows}) == {"template_round_trip.response": 2}
 

@@ -300,7 +300,7 @@ def test_objections_are_those_of_validate_data(tmp_path):
     tables = {use: open_rows(tmp_path / "prepared" / f"{use}.parquet") for use in mixed.uses}
     findings = validate(tables, tokenizer, params.validation, max_length=params.model.max_length)
     unexpected = {(f.use, f.name): f.unexpected for f in findings}
-    objections = {use: counts.objections() for use, counts in found.counts.items()}
+    objections = {use: counts.objections(params.model.max_length) for use, counts in found.counts.items()}
     names = {"identical": "identical_pairs", "contradictory": "contradictory_pairs", "duplicate": "duplicate_pairs", "too_long": "too_long"}
     assert {kind: objections["preference"][kind] for kind in names} == {
         kind: unexpected["preference", name] for kind, name in names.items()

@@ -13,7 +13,7 @@ from rlhf_core.data.schema import open_rows
 from rlhf_core.data.sources import mix
 from rlhf_core.data.validation.validate import validate
 from rlhf_core.look.__main__ import main
-from tests.tiny_models import DEFAULTS, save_tiny_models, tiny_tokenizer
+from tests.tiny_models import DEFAULTS, tiny_tokenizer
 
 SOUND = [{"prompt": f"Sort {i}.", "chosen": "1 2 3"[: 3 + 2 * (i % 2)], "rejected": "3 2 1"[: 5 - 2 * (i % 2)]} for i in range(40)]
 FAULTY = [
@@ -86,12 +86,18 @@ def test_a_length_bias_is_allowed_with_a_warning(tmp_path, capsys):
     assert refused(recipe, tmp_path) == set()
 
 
-def test_sound_data_needs_a_source_and_the_given_model_only(tmp_path, capsys):
-    path = written(tmp_path / "d.jsonl", SOUND)
-    plain = parse_yaml(printed_recipe(path, capsys), "printed")
+def test_sound_data_needs_a_source_only(tmp_path, capsys):
+    plain = parse_yaml(printed_recipe(written(tmp_path / "d.jsonl", SOUND), capsys), "printed")
     assert list(plain) == ["data"] and "drop" not in plain["data"]["sources"][0]
-    model, _ = save_tiny_models(tmp_path / "a model: mine", tiny_tokenizer())
-    assert parse_yaml(printed_recipe(path, capsys, "--model", str(model)), "printed")["model"] == {"path": str(model)}
+
+
+def test_too_many_long_rows_stop_the_chain_instead_of_being_dropped(tmp_path, capsys):
+    """50 of 100 rows are longer than the chosen length, as many as a recipe drops at most; one more, and it drops none."""
+    long = [{"prompt": f"long {i}", "chosen": "1 " * 100, "rejected": "2 " * 101} for i in range(51)]
+    sound = [{**record, "prompt": f"Sort {i} of these."} for i, record in enumerate([*SOUND, *SOUND][:50])]
+    for count, drops in ((50, True), (51, False)):
+        recipe = printed_recipe(written(tmp_path / "d.jsonl", sound + long[:count]), capsys, "--max-length", "80")
+        assert ("drop: [too_long]" in recipe, "max_dropped_fraction" in recipe) == (drops, drops)
 
 
 def test_counts_of_all_records_and_a_guess_from_the_first_say_so(tmp_path, capsys):

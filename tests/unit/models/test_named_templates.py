@@ -7,7 +7,7 @@ from tiny_models import save_tiny_models, tiny_params, tiny_tokenizer
 
 from rlhf_core.config import ConfigError
 from rlhf_core.models.folder import locate_model
-from rlhf_core.models.template import CONTINUATION, named_template
+from rlhf_core.models.template import CHATML, CONTINUATION, named_template, turn_end
 from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, load_tokenizer
 
 
@@ -42,10 +42,22 @@ def test_a_template_by_name_file_and_text(tmp_path):
     (tmp_path / "mine.jinja").write_text("{{ messages[0]['content'] }}")
     assert named_template("continuation") == CONTINUATION
     assert named_template(str(tmp_path / "mine.jinja")) == named_template("{{ messages[0]['content'] }}")
-    with pytest.raises(ValueError, match=r"model.chat_template: expected one of \['continuation'\], a .jinja file, .*got 'continue'"):
+    with pytest.raises(
+        ValueError, match=r"model.chat_template: expected one of \['continuation', 'chatml'\], a .jinja file, .*got 'continue'"
+    ):
         named_template("continue")
     with pytest.raises(ValueError, match=r"model.chat_template: expected a readable file, got .*none.jinja"):
         named_template(str(tmp_path / "none.jinja"))
+
+
+def test_chatml_ends_each_turn_with_its_token():
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = CHATML
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+    asked = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == asked
+    assert turn_end(tokenizer).trained == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
 
 
 def test_a_template_that_fails_is_refused_with_the_tokenizer(folder):

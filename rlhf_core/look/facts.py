@@ -1,0 +1,219 @@
+"""What a proposal is made from: the counts of the data, scaled to all of its records, the model, and the machine."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.config import Params, SourceConfig, number_of
+from rlhf_core.data.drops import DropCounts
+from rlhf_core.data.sources import read_source, records_of
+from rlhf_core.look.look import Looked, Tried
+from rlhf_core.look.rows import UseCounts
+from rlhf_core.models.folder import has_weights, locate_model, read_settings
+from rlhf_core.planning.chain import Rows
+from rlhf_core.planning.hardware import GIB, GPUS, Gpu
+from rlhf_core.planning.machine import Gpu as GpuMemory
+from rlhf_core.planning.machine import Machine, here
+from rlhf_core.planning.models import Model, of_shape, read_model
+from rlhf_core.planning.structure import from_class
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+COUNTING_SECONDS = 20.0  # for the number of records
+POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length")  # keys of a config.json
+TEMPLATE_ROWS = 200  # that are looked at for several turns
+CHATML = ("<|im_start|>", "<|im_end|>")
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """Counts by use, of the records that were read.
+
+    scale: all records of the data over those that were read. at_least: the data has still more, because counting took too long.
+    """
+
+    uses: Mapping[str, UseCounts]
+    scale: float
+    at_least: bool
+
+    def rows(self, use: str) -> int:
+        return round(self.uses[use].rows * self.scale) if use in self.uses else 0
+
+    @property
+    def pairs(self) -> int:
+        return round(self._preference.found["pairs"] * self.scale)
+
+    @property
+    def marked(self) -> int:
+        """Single responses that are marked good or bad."""
+        return self.rows("preference") - self.pairs
+
+    @property
+    def labels(self) -> Counter[str]:
+        """Kind of expected answer -> prompts of the records that were read."""
+        return self.uses["prompt"].labels if "prompt" in self.uses else Counter()
+
+    @property
+    def _preference(self) -> UseCounts:
+        return self.uses.get("preference", UseCounts("preference"))
+
+    def training_rows(self, params: Params) -> dict[str, Rows]:
+        """Use -> its rows by split, and their mean lengths."""
+        data = params.data
+        heldout = data.validation_fraction
+        train = 1 - heldout - data.test_fraction - data.promotion_fraction
+        responses = self.responses
+        mean = sum(n * count for n, count in responses.items()) / max(1, responses.total())
+        found = {}
+        for use, counts in self.uses.items():
+            rows, held = self.rows(use), data.test_fraction if use == "prompt" else heldout
+            sequence = counts.tokens / max(1, counts.sequences)
+            found[use] = Rows(round(train * rows), round(held * rows), counts.tokens / max(1, counts.rows), sequence, mean)
+        return found
+
+    @property
+    def responses(self) -> Counter[int]:
+        """Tokens of a response -> responses, of demonstrations or else of pairs; empty where the data has none."""
+        of_use = next((self.uses[use] for use in ("sft", "preference") if use in self.uses), None)
+        return Counter() if of_use is None else of_use.responses
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The model at `path`.
+
+    sizes: None for an architecture that the planner doesn't predict. positions: of its longest sequence; None: its config.json names none.
+    is_chat: it comes with a chat template. has_chatml: its tokenizer has the tokens of ChatML. has_weights: it can be trained here.
+    """
+
+    path: str
+    sizes: Model | None
+    positions: int | None
+    is_chat: bool
+    has_chatml: bool
+    has_weights: bool
+
+    @property
+    def parameters(self) -> int | None:
+        return None if self.sizes is None else self.sizes.parameters
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """memory: of this machine, or of the GPUs that are asked for. gpu: their kind; None: this machine's CPU, or GPUs of an unknown kind.
+    cores: of this machine's CPU; None: another machine.
+    """
+
+    memory: Machine
+    gpu: Gpu | None
+    cores: int | None
+
+    @property
+    def ranks(self) -> int:
+        return max(1, len(self.memory.gpus))
+
+    @property
+    def available(self) -> float:
+        """Bytes of a GPU, or of this machine's memory, that nobody uses."""
+        return min((gpu.free for gpu in self.memory.gpus), default=self.memory.host)
+
+    @property
+    def text(self) -> str:
+        free = f"{self.available / GIB:.3g} GiB"
+        if not self.memory.gpus:
+            return f"{number_of(self.cores or 1, 'core')} with {free} free"
+        return f"{number_of(self.ranks, 'GPU')}{'' if self.gpu is None else f' ({self.gpu.name})'} of {free}"
+
+
+def data_facts(found: Looked, source: SourceConfig, *, whole: bool) -> DataFacts:
+    """
+    Args:
+        whole: all records were read.
+    """
+    if whole:
+        return DataFacts(found.counts, 1.0, at_least=False)
+    read, end = max(1, found.dropped.read), time.monotonic() + COUNTING_SECONDS
+    counted = sum(1 for _ in takewhile(lambda _: time.monotonic() < end, records_of(source)))
+    return DataFacts(found.counts, max(counted, read) / read, at_least=time.monotonic() >= end)
+
+
+def model_facts(params: Params, tokenizer: PreTrainedTokenizerBase, *, is_chat: bool) -> ModelFacts:
+    """
+    Args:
+        is_chat: the tokenizer came with a template.
+    Raises:
+        ValueError: the folder has no config.json.
+    """
+    path = str(params.model.path)
+    folder = locate_model(path, params.model.revision)
+    settings = read_settings(Path(folder), "config.json")
+    weighty = has_weights(Path(folder))
+    words = tokenizer.get_vocab()
+    return ModelFacts(
+        path,
+        _sizes(Path(folder), weighty=weighty, trust_remote_code=params.model.trust_remote_code),
+        next(_positions(settings), None),
+        is_chat,
+        all(token in words for token in CHATML),
+        weighty,
+    )
+
+
+def _sizes(folder: Path, *, weighty: bool, trust_remote_code: bool) -> Model | None:
+    """Of the files, or of a config.json alone by its class; None: not a decoder with gated MLPs."""
+    if weighty:
+        found = read_model(folder)
+        return None if found.shape is None else found
+    try:
+        return of_shape(from_class(folder, trust_remote_code=trust_remote_code))
+    except ValueError:
+        return None
+
+
+def _positions(settings: dict[str, Any]) -> Iterator[int]:
+    """The longest sequences that a config.json names, or its part for text."""
+    for part in (settings, settings.get("text_config")):
+        if isinstance(part, dict):
+            yield from (part[key] for key in POSITIONS if isinstance(part.get(key), int))
+
+
+def with_template(params: Params, tried: Tried) -> tuple[Params, PreTrainedTokenizerBase, bool]:
+    """The tokenizer of model.path, and whether the model is a chat model. One without a template gets a named one in the params: chatml if
+    its tokenizer has ChatML's tokens, else continuation for prompts of one message; with several, turns have their roles in plain text.
+    """
+    from rlhf_core.models.tokenizer import PLAIN_TEMPLATE, pretrained_tokenizer
+
+    tokenizer = pretrained_tokenizer(params.model, weights=False)
+    if tokenizer.chat_template != PLAIN_TEMPLATE or params.model.chat_template is not None:
+        return params, tokenizer, params.model.chat_template != "continuation"
+    words = tokenizer.get_vocab()
+    rows = islice(read_source(tried.source, seed=params.seed, dropped=DropCounts()), TEMPLATE_ROWS)
+    dialogue = any(len(row["messages"]) > 1 for _, row in rows if "messages" in row)
+    template = "chatml" if all(token in words for token in CHATML) else None if dialogue else "continuation"
+    if template is None:
+        return params, tokenizer, False
+    chosen = params.model_copy(update={"model": params.model.model_copy(update={"chat_template": template})})
+    return chosen, pretrained_tokenizer(chosen.model, weights=False), False
+
+
+def _cores() -> int:
+    """Of this machine's CPU, that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def machine_facts(kind: str | None, count: int | None) -> MachineFacts:
+    """This machine, or `count` GPUs of a kind of `GPUS` in hosts of eight whose memory isn't checked."""
+    if kind is None and count is None:
+        memory = here()
+        return MachineFacts(memory, None, None if memory.gpus else _cores())
+    gpu = GPUS[kind or "h100"]
+    gpus = (GpuMemory(gpu.memory, gpu.memory),) * (count or 1)
+    return MachineFacts(Machine(float("inf"), gpus, float("inf"), 8), gpu, None)

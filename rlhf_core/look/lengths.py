@@ -1,0 +1,80 @@
+"""Lengths in tokens: of prompt and response together, and of sampled responses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rlhf_core.look.facts import DataFacts
+from rlhf_core.look.methods import Choice
+from rlhf_core.look.rows import quantile
+
+KEPT = 0.98  # of the rows, where the model's positions allow; a sample's quantile is a little off
+NEEDED = 0.95  # of the rows: fewer are a recipe that hides its loss
+STEPS = ((1024, 64), (4096, 256), (1 << 60, 1024))  # lengths up to the first number are multiples of the second
+ROOM = 1.25  # of sampled responses over the demonstrations' 0.98 quantile
+OWN_SOLUTIONS = 512  # tokens of a chat model's own solution where the data shows none like it
+FEWEST_NEW, MOST_NEW = 32, 512  # tokens of answers in the evaluation
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """max_length: of model.max_length. new_tokens: of a sampled response, in RL and in the evaluation.
+
+    left_out: use -> share of its rows that is longer, or that leaves a response of RL no room. forced: the model's positions leave out
+    more than NEEDED allows.
+    """
+
+    max_length: int
+    new_tokens: int
+    left_out: dict[str, float]
+    forced: bool
+
+    @property
+    def worst(self) -> tuple[float, str]:
+        """The largest share that is left out, and its use."""
+        return max(((share, use) for use, share in self.left_out.items()), default=(0.0, ""))
+
+
+def round_up(tokens: float) -> int:
+    """The next length that people would write."""
+    step = next(step for most, step in STEPS if tokens <= most)
+    return max(1, math.ceil(tokens / step)) * step
+
+
+def propose_lengths(data: DataFacts, choice: Choice, positions: int | None, *, given: int | None) -> Lengths:
+    """The shortest round lengths that keep KEPT of the rows of each use, prompts with room for a sampled response, within the positions.
+
+    Args:
+        given: model.max_length, chosen by the user.
+    """
+    most = given or positions
+    new = _new_tokens(data, choice, most)
+    trained = [use for use in choice.uses if use != "prompt"]
+    wanted = [quantile(data.uses[use].lengths, KEPT) for use in trained if use in data.uses]
+    if choice.name == "grpo":
+        wanted.append(quantile(data.uses["prompt"].lengths, KEPT) + new)
+    wanted.append(new + FEWEST_NEW)  # room for a prompt in the evaluation
+    length = given or round_up(max(wanted))
+    if most is not None:
+        length = min(length, most)
+    room = new if choice.name == "grpo" else 0
+    left_out = {use: _longer(data, use, length - (room if use == "prompt" else 0)) for use in choice.uses if use in data.uses}
+    return Lengths(length, new, left_out, forced=max(left_out.values(), default=0.0) > 1 - NEEDED)
+
+
+def _longer(data: DataFacts, use: str, length: int) -> float:
+    counts = data.uses[use]
+    return counts.longer_than(length) / max(1, counts.lengths.total())
+
+
+def _new_tokens(data: DataFacts, choice: Choice, most: int | None) -> int:
+    """Of a sampled response: with room over what SFT teaches, or for a chat model's own solutions; at most half of the positions."""
+    shown = quantile(data.responses, KEPT)
+    if choice.name == "grpo" and not choice.sft:
+        wanted = max(OWN_SOLUTIONS, round_up(ROOM * shown))
+    elif choice.name == "grpo":
+        wanted = round_up(ROOM * shown)
+    else:
+        wanted = min(MOST_NEW, max(FEWEST_NEW, round_up(quantile(data.responses, NEEDED))))
+    return wanted if most is None else max(1, min(wanted, most // 2))

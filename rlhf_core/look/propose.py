@@ -1,0 +1,284 @@
+"""A whole recipe for data, model and machine: method, lengths, schedule, memory, and what each stage will take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_core.config import Params, SourceConfig, overridden, read_yaml_text
+from rlhf_core.config.base import keys_of, with_defaults
+from rlhf_core.look import recipe, repeats
+from rlhf_core.look.facts import DataFacts, MachineFacts, ModelFacts
+from rlhf_core.look.fit import Fit, device_settings, propose_fit, section_at, section_of
+from rlhf_core.look.lengths import Lengths, propose_lengths
+from rlhf_core.look.look import Looked
+from rlhf_core.look.methods import Choice, choose
+from rlhf_core.look.schedule import CHECKPOINTS, EVALUATIONS, every, nice, propose_schedule
+from rlhf_core.planning.chain import StageTime, stage_times
+from rlhf_core.planning.machine import Machine
+from rlhf_core.planning.shortages import Plan, check, without_models
+from rlhf_core.planning.speed import Speed, of_cpu, of_gpus
+from rlhf_core.planning.stages import TRAINER_GPU, Models, Unpredictable
+
+HOURS = 4  # of a stage, beyond which there are fewer epochs, though at least one, or of RL fewer steps
+FEW_PAIRS = 500
+FEWEST_STEPS = 20  # of RL, however slow
+STAGES = ("check_model", "train_sft", "train_policy", "evaluate")
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """time: None: not predicted. memory: bytes of the largest process on a GPU, or of all together on a CPU; None: not predicted."""
+
+    stage: str
+    time: StageTime | None
+    memory: float | None
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A recipe with its reasons.
+
+    settings: dotted key -> value, of those that differ from params.yaml. why: key -> a comment. notes: what was chosen and left out.
+    warnings: what the user has to decide or to know first. params: params.yaml with the recipe.
+    costs: in the order of the chain. basis: of the seconds, for people; empty: there are none.
+    """
+
+    choice: Choice
+    lengths: Lengths
+    source: SourceConfig
+    settings: Mapping[str, Any]
+    why: Mapping[str, str]
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+    params: Params
+    costs: tuple[StageCost, ...]
+    basis: str
+    model: ModelFacts
+    machine: MachineFacts
+
+    @property
+    def seconds(self) -> float:
+        """Of all stages whose time is predicted."""
+        return sum(cost.time.seconds for cost in self.costs if cost.time is not None)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user gave. text: of params.yaml, with a recipe laid over it. model: keys of `model` that options set."""
+
+    text: str
+    model: Mapping[str, Any]
+
+
+def propose(found: Looked, data: DataFacts, model: ModelFacts, machine: MachineFacts, given: Given) -> Proposal:
+    """
+    Raises:
+        ConfigError: params.yaml with the proposal laid over it is refused: a fault of the proposal or of the given recipe.
+    """
+    choice = choose(data, model)
+    if not choice.name:
+        return _without_method(found, choice, model, machine, given)
+    lengths = propose_lengths(data, choice, model.positions, given=given.model.get("max_length"))
+    source = found.tried.source.model_copy(update={"uses": list(choice.uses)})
+    settings = _model_settings(given) | {"model.max_length": lengths.max_length}
+    settings |= _of_choice(choice) | {"data.sources": [recipe.plain(source)], "evaluation.max_new_tokens": lengths.new_tokens}
+    settings |= {"rl.rollout.max_new_tokens": lengths.new_tokens} if choice.name == "grpo" else {}
+    params = _applied(given.text, settings)
+    settings |= device_settings(model, machine)
+    schedule = propose_schedule(data, choice, machine, params)
+    settings |= schedule.settings
+    params = _applied(given.text, settings)
+    fits = {stage: propose_fit(stage, params, model, machine) for stage in _trained(choice)}
+    settings |= {key: value for fit in fits.values() for key, value in fit.settings.items()}
+    params = _applied(given.text, settings)
+    speed = _speed(model, machine, params)
+    times = {} if speed is None or model.sizes is None else stage_times(params, model.sizes.shape, schedule.rows, speed)
+    shorter = _shortened(params, times)
+    if shorter:
+        settings |= shorter
+        params = _applied(given.text, settings)
+        times = stage_times(params, model.sizes.shape, schedule.rows, speed)
+    limits = recipe.needed_limits(found, source.uses, params)
+    source = source.model_copy(update={"drop": limits.drop})
+    settings |= limits.settings | {"data.sources": [recipe.plain(source)]}
+    if choice.name == "dpo" and data.pairs < params.validation.min_pairs:
+        settings["validation.min_pairs"] = data.pairs // 2
+    params = _applied(given.text, settings)
+    costs = tuple(_costs(params, model, machine, times))
+    why = {**limits.why, **_why(choice, lengths, shorter)}
+    return Proposal(
+        choice,
+        lengths,
+        source,
+        _differing(settings, given),
+        why,
+        tuple(_notes(choice, lengths, fits, data, model)),
+        (*_warnings(choice, lengths, fits, data, model, drops="too_long" in source.drop), *_stops(found, params)),
+        params,
+        costs,
+        "" if speed is None else speed.basis,
+        model,
+        machine,
+    )
+
+
+def _without_method(found: Looked, choice: Choice, model: ModelFacts, machine: MachineFacts, given: Given) -> Proposal:
+    """The source and the model alone."""
+    params = overridden(given.text, _model_settings(given), subject="params.yaml", complete=False)[1]
+    limits = recipe.needed_limits(found, found.tried.source.uses, params)
+    source = found.tried.source.model_copy(update={"drop": limits.drop})
+    lengths = Lengths(params.model.max_length, 0, {}, forced=False)
+    settings = _differing(_model_settings(given) | limits.settings, given)
+    notes = (f"no method: {choice.why}",)
+    return Proposal(choice, lengths, source, settings, limits.why, notes, (), params, (), "", model, machine)
+
+
+def _model_settings(given: Given) -> dict[str, Any]:
+    return {f"model.{key}": value for key, value in given.model.items()}
+
+
+def _of_choice(choice: Choice) -> dict[str, Any]:
+    return dict(choice.settings) | {"sft.enabled": choice.sft}
+
+
+def _applied(text: str, settings: Mapping[str, Any]) -> Params:
+    return overridden(text, dict(settings), subject="params.yaml", source="the proposal")[1]
+
+
+def _trained(choice: Choice) -> list[str]:
+    return ["train_sft"] * choice.sft + ["train_policy"] * (choice.name in ("dpo", "kto", "grpo"))
+
+
+def _speed(model: ModelFacts, machine: MachineFacts, params: Params) -> Speed | None:
+    """None: the planner predicts no such model, or the kind of this machine's GPUs isn't known."""
+    if model.sizes is None:
+        return None
+    if machine.gpu is not None:
+        return of_gpus(machine.gpu, machine.ranks)
+    shape = model.sizes.shape
+    return None if machine.memory.gpus else of_cpu(shape.hidden, shape.intermediate, params.model.dtype, machine.cores or 1)
+
+
+def _shortened(params: Params, times: Mapping[str, StageTime]) -> dict[str, Any]:
+    """Settings of stages that would take more than HOURS: fewer epochs, down to one, and in RL a number of steps."""
+    found: dict[str, Any] = {}
+    for stage in ("train_sft", "train_policy"):
+        time, (method, _) = times.get(stage), section_of(stage, params)
+        if time is None or time.steps is None or time.seconds <= 3600 * HOURS:
+            continue
+        share = 3600 * HOURS / time.seconds
+        steps = min(time.steps, max(FEWEST_STEPS, nice(share * time.steps)))
+        if time.parts is not None:
+            found |= {"rl.steps": steps, "rl.evaluation.every": every(steps, EVALUATIONS), "rl.checkpoint_every": every(steps, CHECKPOINTS)}
+        elif (epochs := section_at(method, params).epochs) > 1:
+            fewer = max(1.0, math.floor(share * epochs))
+            steps = time.steps * fewer / epochs
+            found |= {f"{method}.epochs": float(fewer), f"{method}.eval_every": every(steps, EVALUATIONS)}
+            found |= {f"{method}.checkpoint_every": every(steps, CHECKPOINTS)}
+    return found
+
+
+def _costs(params: Params, model: ModelFacts, machine: MachineFacts, times: Mapping[str, StageTime]) -> Iterator[StageCost]:
+    for stage in STAGES:
+        memory = None if stage == "check_model" or model.sizes is None else _memory(stage, params, model, machine.memory)
+        if stage in times or memory:
+            yield StageCost(stage, times.get(stage), memory)
+
+
+def _memory(stage: str, params: Params, model: ModelFacts, machine: Machine) -> float | None:
+    if stage == "train_sft" and not params.sft.enabled:
+        return None
+    try:
+        plan = check(stage, params, Models(model.sizes, model.sizes, ()), machine)
+    except (Unpredictable, ValueError):
+        return None
+    return _peak(plan, on_gpu=bool(machine.gpus)) if plan.moments else None
+
+
+def _peak(plan: Plan, *, on_gpu: bool) -> float:
+    """Bytes of the fullest GPU, or of all processes at a time on a CPU."""
+    if plan.turns:
+        return max(plan.turns.values())
+    if on_gpu:
+        return max(p.needed + TRAINER_GPU * (p.share is None) for moment in plan.moments for p in moment)
+    return max(sum(p.count * (p.needed + without_models(p)) for p in moment) for moment in plan.moments)
+
+
+def _differing(settings: Mapping[str, Any], given: Given) -> dict[str, Any]:
+    """The settings that params.yaml doesn't have anyway, in its order; without the source, which is written apart."""
+    plain = read_yaml_text(given.text, "params.yaml")
+    order = list(keys_of(with_defaults(Params, plain)))
+    kept = {key: value for key, value in settings.items() if key != "data.sources" and _at(plain, key) != value}
+    return dict(sorted(kept.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+
+
+def _at(tree: Any, key: str) -> Any:
+    """The value at a dotted key of params.yaml as written, or its default; `...`: there is none."""
+    node = with_defaults(Params, tree)
+    for name in key.split("."):
+        node = node.get(name, ...) if isinstance(node, dict) else ...
+    return node
+
+
+def _why(choice: Choice, lengths: Lengths, shorter: Mapping[str, Any]) -> dict[str, str]:
+    """Comments on keys."""
+    share, use = lengths.worst
+    left = f"{share:.1%} of the {use} rows are longer" if share else "no row is longer"
+    found = {"model.max_length": left, "rl.reward.no_eos_penalty": "the rewards are 0 and 1"}
+    found["sft.enabled"] = choice.sft_why.partition(",")[0]
+    for key in shorter:
+        if key.endswith((".epochs", ".steps")):
+            found[key] = f"more would take over {HOURS} hours on this machine"
+    return found
+
+
+def _notes(choice: Choice, lengths: Lengths, fits: Mapping[str, Fit], data: DataFacts, model: ModelFacts) -> Iterator[str]:
+    """What was chosen and why, then what was left out."""
+    yield f"method: {choice.why}"
+    yield f"{'SFT first' if choice.sft else 'no SFT'}: {choice.sft_why}"
+    share, use = lengths.worst
+    positions = "" if model.positions is None else f" of the model's {model.positions:,} positions"
+    yield f"model.max_length {lengths.max_length}{positions}: {share:.1%} of the {use} rows are longer and left out"
+    yield from (f"{stage}: {fit.why}" for stage, fit in fits.items() if not fit.lacks)
+    yield from (f"left out: {line}" for line in choice.left_out)
+    if data.at_least:
+        yield f"counting the records took too long: there are more than the {data.rows(choice.uses[0]):,} rows that the schedule is for"
+
+
+def _warnings(
+    choice: Choice, lengths: Lengths, fits: Mapping[str, Fit], data: DataFacts, model: ModelFacts, *, drops: bool
+) -> Iterator[str]:
+    """What stops the chain, or what the user must do first.
+
+    Args:
+        drops: the recipe leaves out rows that are too long.
+    """
+    share, use = lengths.worst
+    if lengths.forced:
+        limit = "the model's positions" if lengths.max_length == model.positions else "your --max-length"
+        fate = "drop leaves them out" if drops else "validate_data stops, because so much can't be left out in silence"
+        yield (
+            f"{share:.0%} of the {use} rows are longer than {lengths.max_length} tokens, {limit}: {fate}; take a model with more "
+            "positions, or shorten the data"
+        )
+    yield from (
+        f"{stage}: no setting that was tried fits: {fit.lacks}; take a smaller model or more memory"
+        for stage, fit in fits.items()
+        if fit.lacks
+    )
+    if not model.has_weights:
+        yield f"{model.path} has no weights: the recipe is planned by its config.json alone; put the weights there before you run it"
+    if choice.name == "dpo" and data.pairs < FEW_PAIRS:
+        yield f"{data.pairs} pairs are few: a thousand or more is usual, and a held-out tenth of {data.pairs} judges little"
+
+
+def _stops(found: Looked, params: Params) -> Iterator[str]:
+    """What validate_data will stop at that no key of the recipe should hide."""
+    for kind, limit in repeats.LIMITS.items():
+        allowed = getattr(params.validation, limit)
+        for split, (count, prompts) in repeats.shares(found.repeats, kind).items():
+            if count > allowed * prompts:
+                yield f"{count} of {prompts} prompts of the {split} split are in training too (see above): validate_data stops"

@@ -1,0 +1,109 @@
+"""How long to train: batches, epochs, evaluations and checkpoints, from the number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_core.config import Params
+from rlhf_core.look.facts import DataFacts, MachineFacts
+from rlhf_core.look.methods import Choice
+from rlhf_core.planning.chain import Rows
+from rlhf_core.planning.remedy import changed
+
+# Epochs by the number of training rows: the first limit that is at least the rows.
+# SFT: 3 as of Alpaca (52,000) and LIMA's follow-ups, 2 as of Tulu 3, 1 for more; preferences: 1 to 3, as Zephyr (arXiv 2310.16944) and
+# Tulu 3 (arXiv 2411.15124), fewer than SFT because held-out accuracy falls earlier.
+EPOCHS = {"sft": ((10_000, 3.0), (100_000, 2.0)), "dpo": ((5_000, 2.0),), "kto": ((5_000, 2.0),)}
+BATCHES = {"sft": (8, 64), "dpo": (16, 64), "kto": (32, 128)}  # fewest and most rows of an optimizer step
+STEPS = {"sft": 200, "dpo": 100, "kto": 100}  # wanted of small data, whose batches are smaller for it
+HELD_OUT = {"validation": 500, "test": 1000}  # prompts that are enough
+GROUP = 8  # samples of a prompt, as most GRPO recipes have
+PROMPTS, CPU_PROMPTS = 64, 8  # of a rollout batch
+FEWEST_BATCHES = 150  # rollout batches of a run, in several passes over few prompts
+EVALUATIONS, CHECKPOINTS = 10, 5  # of a stage
+FEWEST_BETWEEN = 5  # steps between evaluations
+NICE = (1, 2, 5)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """settings: keys and values. rows: use -> training rows, with these settings."""
+
+    settings: Mapping[str, Any]
+    rows: Mapping[str, Rows]
+
+
+def propose_schedule(data: DataFacts, choice: Choice, machine: MachineFacts, params: Params) -> Schedule:
+    """
+    Args:
+        params: with the settings of the method.
+    """
+    settings: dict[str, Any] = {"data.promotion_fraction": 0.0} | held_out(data, params)  # no rounds of iterative DPO
+    params = changed(params, settings)
+    rows = data.training_rows(params)
+    if choice.sft and "sft" in rows:
+        settings |= supervised_schedule("sft", rows["sft"].train, machine.ranks, params)
+    if choice.name in ("dpo", "kto"):
+        settings |= supervised_schedule(choice.name, rows["preference"].train, machine.ranks, params)
+    if choice.name == "grpo":
+        settings |= rl_schedule(rows["prompt"].train, machine)
+    return Schedule(settings, rows)
+
+
+def held_out(data: DataFacts, params: Params) -> dict[str, float]:
+    """Smaller shares of large data: each evaluation reads all of the validation split."""
+    prompts = max(data.rows("prompt"), data.rows("preference"), 1)
+    given = {"validation": params.data.validation_fraction, "test": params.data.test_fraction}
+    return {f"data.{split}_fraction": min(share, max(0.01, round(HELD_OUT[split] / prompts, 2))) for split, share in given.items()}
+
+
+def supervised_schedule(key: str, train: int, ranks: int, params: Params) -> dict[str, Any]:
+    """Epochs and batch, and about ten evaluations and five checkpoints."""
+    epochs = next((epochs for most, epochs in EPOCHS[key] if train <= most), 1.0)
+    fewest, most = BATCHES[key]
+    batch = max(fewest, min(most, power_of_two(train * epochs / STEPS[key])))
+    batch = -(-batch // ranks) * ranks
+    steps = max(1, round(train * epochs / batch))
+    how = {"epochs": epochs, "steps": None, "batch_size": batch}
+    how |= {"eval_every": every(steps, EVALUATIONS), "checkpoint_every": every(steps, CHECKPOINTS)}
+    return {f"{key}.{name}": value for name, value in how.items()}
+
+
+def rl_schedule(train: int, machine: MachineFacts) -> dict[str, Any]:
+    """Rollout batches with one optimizer step each: every sample is of the policy that is trained."""
+    on_gpu = bool(machine.memory.gpus)
+    prompts = min(PROMPTS if on_gpu else CPU_PROMPTS, max(1, train))
+    prompts = -(-prompts // machine.ranks) * machine.ranks
+    samples = prompts * GROUP
+    passes = max(1, -(-FEWEST_BATCHES * prompts // max(1, train)))
+    steps = passes * max(1, train) // prompts
+    return {
+        "rl.grpo.group_size": GROUP,
+        "rl.samples_per_step": samples,
+        "rl.minibatch_size": samples,
+        "rl.epochs": float(passes),
+        "rl.steps": None,
+        "rl.evaluation.every": every(steps, EVALUATIONS),
+        "rl.checkpoint_every": every(steps, CHECKPOINTS),
+    }
+
+
+def every(steps: float, times: int) -> int:
+    """A round number of steps that comes about so many times."""
+    return nice(max(FEWEST_BETWEEN, steps / times))
+
+
+def power_of_two(number: float) -> int:
+    """The largest that isn't above the number; at least 1."""
+    return 1 << max(0, int(number).bit_length() - 1)
+
+
+def nice(number: float) -> int:
+    """The largest of 1, 2, 5, 10, 20, 50, ... that isn't above the number; at least 1."""
+    found, ten = 1, 1
+    while ten <= number:
+        found = next((n * ten for n in reversed(NICE) if n * ten <= number), found)
+        ten *= 10
+    return found

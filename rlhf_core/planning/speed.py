@@ -1,0 +1,76 @@
+"""How fast a machine computes: this CPU's matrix products are measured, a GPU's figures are those of `GPUS`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from rlhf_core.planning.hardware import Efficiency, Gpu
+
+ROWS = 256  # tokens of the measured product: so short that some of many run undisturbed by other processes
+MEASURED_SECONDS = 1.0
+# Shares of the measured product's FLOP/s that passes of whole models reach on a CPU; docs/planning.md compares them with runs.
+CPU_UPDATE, CPU_FORWARD, CPU_DECODE = 0.6, 0.6, 0.3
+GPU_DECODE_STEP = 0.01  # seconds of launches and scheduling; assumed
+START, GPU_START = 25.0, 60.0  # seconds of a stage before and after it computes: imports, loading, saving, hashing
+
+
+@dataclass(frozen=True)
+class Speed:
+    """FLOP/s of all devices together in an update, a forward pass and in decoding.
+
+    bandwidth: bytes/s of the devices' memory together in decoding; None: it isn't what limits it. decode_step: seconds of a decoding step
+    beside both. start: seconds of a stage beside its computing. basis: for people. devices: GPUs; 1 for a CPU.
+    """
+
+    update: float
+    forward: float
+    decode: float
+    bandwidth: float | None
+    decode_step: float
+    start: float
+    basis: str
+    devices: int = 1
+
+    @property
+    def of_one(self) -> Speed:
+        """Of one of the devices."""
+        n = self.devices
+        bandwidth = None if self.bandwidth is None else self.bandwidth / n
+        return replace(self, update=self.update / n, forward=self.forward / n, decode=self.decode / n, bandwidth=bandwidth, devices=1)
+
+
+def of_gpus(gpu: Gpu, count: int) -> Speed:
+    """Of `count` GPUs of a kind, by the planner's shares of their peaks."""
+    shares = Efficiency()
+    flops = gpu.flops * shares.flops * count
+    basis = f"{count} x {gpu.name}: {shares.flops:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s each"
+    return Speed(flops, flops, flops, gpu.bandwidth * shares.bandwidth * count, GPU_DECODE_STEP, GPU_START, basis, count)
+
+
+def of_cpu(hidden: int, intermediate: int, dtype: str, cores: int) -> Speed:
+    """Of this machine's CPU, by a product of a model's size on one core, in a second."""
+    flops = cores * measured_flops(hidden, intermediate, dtype)
+    basis = f"{flops / 1e9:.0f} GFLOP/s of {cores} cores, by a product of {ROWS} x {hidden} x {intermediate} in {dtype} on one of them"
+    return Speed(CPU_UPDATE * flops, CPU_FORWARD * flops, CPU_DECODE * flops, None, 0.0, START, basis)
+
+
+def measured_flops(hidden: int, intermediate: int, dtype: str) -> float:
+    """FLOP/s of the product [ROWS, hidden] x [hidden, intermediate] on one core, the fastest of several.
+
+    Beside other processes two threads rarely run at the same time, and a whole machine's speed can't be measured; one core's can.
+    """
+    import torch
+
+    kind, threads = getattr(torch, dtype), torch.get_num_threads()
+    a, b = torch.ones(ROWS, hidden, dtype=kind), torch.ones(hidden, intermediate, dtype=kind)
+    torch.set_num_threads(1)
+    try:
+        torch.mm(a, b)
+        best, end = float("inf"), time.perf_counter() + MEASURED_SECONDS
+        while (start := time.perf_counter()) < end:
+            torch.mm(a, b)
+            best = min(best, time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return 2 * ROWS * hidden * intermediate / best

@@ -1,0 +1,119 @@
+"""With a model the look prints a recipe that params.yaml accepts as it is, what its stages take, and the same as JSON."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config import Params, load_overlaid, parse_yaml
+from rlhf_core.look.__main__ import main
+from rlhf_core.models.template import CHATML, CONTINUATION
+from tests.tiny_models import save_tiny_models, tiny_tokenizer
+
+WHOLE = Path(__file__).parents[3] / "params.yaml"
+PAIRS = [{"prompt": f"Sort {i} of these.", "chosen": "1 2 3"[: 3 + 2 * (i % 2)], "rejected": "3 2 1"[: 5 - 2 * (i % 2)]} for i in range(40)]
+MARKED = [{"prompt": f"Sort {i}.", "completion": f"It is {i}.", "label": bool(i % 2)} for i in range(40)]
+SOLVED = [{"question": f"What is {i} and 2?", "answer": f"It is {i + 2}.\n#### {i + 2}"} for i in range(40)]
+DEMONSTRATIONS = [{"instruction": f"Count to {i} and on.", "output": f"I count to {i}, and then I go on."} for i in range(40)]
+TEXTS = [{"text": f"This is text {i}, and it goes on."} for i in range(40)]
+
+
+def written(folder: Path, records: list[dict]) -> Path:
+    path = folder / "d.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory) -> Path:
+    return save_tiny_models(tmp_path_factory.mktemp("chat"), tiny_tokenizer())[0]
+
+
+@pytest.fixture(scope="module")
+def base_model(tmp_path_factory) -> Path:
+    """Without a template, and with 64 positions."""
+    return without_template(save_tiny_models(tmp_path_factory.mktemp("base"), tiny_tokenizer())[0])
+
+
+def without_template(folder: Path) -> Path:
+    (folder / "chat_template.jinja").unlink()
+    return folder
+
+
+def looked(capsys, path: Path, model: Path, *options: str) -> dict[str, Any]:
+    assert main([str(path), "--model", str(model), "--params", str(WHOLE), "--json", *options]) == 0
+    (reading,) = json.loads(capsys.readouterr().out)["readings"]
+    return reading
+
+
+def accepted(reading: dict[str, Any], folder: Path) -> Params:
+    """The params with the recipe as it is printed."""
+    (folder / "recipe.yaml").write_text(reading["yaml"], encoding="utf-8")
+    return load_overlaid(WHOLE, folder / "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("records", "method", "sft"),
+    [(PAIRS, "dpo", False), (MARKED, "kto", False), (SOLVED, "rl", True), (DEMONSTRATIONS, "external", True)],
+)
+def test_the_recipe_is_accepted_as_printed(records, method, sft, chat_model, tmp_path, capsys):
+    reading = looked(capsys, written(tmp_path, records), chat_model)
+    params = accepted(reading, tmp_path)
+    assert (params.alignment.method, params.sft.enabled, params.reward.enabled) == (method, sft, False)
+    assert params.model.path == str(chat_model) and params.model.max_length == reading["max_length"]
+    stages = reading["proposal"]["stages"]
+    assert {"check_model", "evaluate"} <= set(stages) and ("train_sft" in stages) == sft
+    assert all(stage["seconds"] > 0 for stage in stages.values())
+
+
+def test_gpus_are_planned_for_without_being_there(chat_model, tmp_path, capsys):
+    path = written(tmp_path, PAIRS)
+    params = accepted(looked(capsys, path, chat_model, "--gpu", "a100-80", "--gpus", "8"), tmp_path)
+    assert (params.dpo.ranks, params.model.dtype, params.dpo.zero_stage) == (8, "bfloat16", 1)
+    assert main([str(path), "--model", str(chat_model), "--params", str(WHOLE), "--gpus", "2"]) == 0
+    assert "on 2 GPUs (h100) of 79 GiB" in capsys.readouterr().out
+
+
+def test_a_config_json_without_weights_is_enough_for_a_proposal(chat_model, tmp_path, capsys):
+    folder = tmp_path / "shape"
+    shutil.copytree(chat_model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    path = written(tmp_path, PAIRS)
+    bare, whole = looked(capsys, path, folder), looked(capsys, path, chat_model)
+    assert "no weights" in " ".join(bare["proposal"]["warnings"]) and not whole["proposal"]["warnings"][1:]
+    assert bare["proposal"]["settings"] | {"model.path": ""} == whole["proposal"]["settings"] | {"model.path": ""}
+
+
+def test_a_base_model_gets_a_template_and_sft_first(base_model, tmp_path, capsys):
+    params = accepted(looked(capsys, written(tmp_path, PAIRS), base_model), tmp_path)
+    assert (params.model.chat_template, params.sft.enabled) == ("continuation", True)
+    several = [{"messages": [{"role": role, "content": f"{i} {role}"} for role in ("user", "assistant") * 2]} for i in range(40)]
+    assert accepted(looked(capsys, written(tmp_path, several), base_model), tmp_path).model.chat_template is None
+
+
+def test_a_base_model_with_chatml_tokens_gets_chatml(tmp_path, capsys):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    model = without_template(save_tiny_models(tmp_path / "m", tokenizer)[0])
+    reading = looked(capsys, written(tmp_path, PAIRS), model)
+    assert accepted(reading, tmp_path).model.chat_template == "chatml" and CHATML != CONTINUATION
+    first = reading["samples"][0]["sequences"][-1]
+    assert tokenizer.decode(first["ids"]).startswith("<|im_start|>user\n") and first["name"] == "prompt"
+
+
+def test_rows_beyond_the_positions_are_said_and_never_dropped_in_silence(base_model, tmp_path, capsys):
+    long = [{**pair, "chosen": "1 " * 100} for pair in PAIRS[:10]]
+    reading = looked(capsys, written(tmp_path, PAIRS[10:] + long), base_model)
+    assert "25% of the" in " ".join(reading["proposal"]["warnings"])
+    recipe = parse_yaml(reading["yaml"], "printed")
+    assert recipe["model"]["max_length"] == 64 and "drop" not in recipe["data"]["sources"][0]
+    assert "max_dropped_fraction" not in recipe.get("validation", {})
+
+
+def test_plain_text_has_no_method_for_a_pretrained_model(chat_model, tmp_path, capsys):
+    reading = looked(capsys, written(tmp_path, TEXTS), chat_model)
+    assert reading["proposal"]["method"] == "" and reading["proposal"]["stages"] == {}
+    assert "demonstrations" in reading["proposal"]["notes"][0]
