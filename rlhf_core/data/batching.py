@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+WORTH_DIVIDING = 1024  # tokens: the operations on fewer are too short to gain from a second worker
 SLACK = 1.05  # over the mean size of parts: examples aren't divided, so equal parts can't be exact
 
 
@@ -89,6 +90,33 @@ def microbatches(lengths: Sequence[int], *, max_tokens: int, rows: Sequence[int]
             batches.append([i])
             count, width = added, lengths[i]
     return batches
+
+
+def neighbour_microbatches(sequences: Sequence[list[int]], *, max_tokens: int, multiple: int) -> list[list[int]]:
+    """Micro-batches of about equal size, sequences that begin alike together, for a backend that computes a common beginning once.
+
+    Tokens count without padding, and common ones as often as they occur. Returns lists of positions in `sequences`, as `microbatches`.
+
+    Args:
+        multiple: as of `even_microbatches`. Few tokens, less than WORTH_DIVIDING, are one micro-batch.
+    """
+    order = sorted(range(len(sequences)), key=sequences.__getitem__)
+    total = sum(map(len, sequences))
+    number = math.ceil(total / max_tokens)
+    if total >= WORTH_DIVIDING:
+        number = math.ceil(number / multiple) * multiple
+    parts: list[list[int]] = []
+    tokens = done = 0
+    for i in order:
+        length = len(sequences[i])
+        # the part's share of all tokens, or the budget
+        full = parts and (done >= len(parts) * total / number or tokens + length > max_tokens)
+        if not parts or full:
+            parts.append([])
+            tokens = 0
+        parts[-1].append(i)
+        tokens, done = tokens + length, done + length
+    return parts
 
 
 def spread(lengths: Sequence[int], *, max_tokens: int, ranks: int, rows: Sequence[int] | None = None) -> list[list[Part]]:

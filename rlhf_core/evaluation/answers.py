@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import EvaluationConfig, ModelConfig, RolloutBackend
-from rlhf_core.data.batching import microbatches
 from rlhf_core.data.hashing import conversation_text, distinct_prompts
 from rlhf_core.engines.deepspeed_engine import device, most_over_ranks, release_memory
 from rlhf_core.engines.frozen import FrozenModel
@@ -151,13 +151,18 @@ def score_answers(models: dict[str, EvaluatedModel], samples: Samples, scorers: 
     """The samples with their scores and, where the prompt's source has a judge, its judgement."""
     with Bar("scored answer", sum(len(groups) for by_model in samples.values() for groups in by_model.values())) as bar:
 
-        def answers(name: str, groups: list[list[Sample]]) -> list[Answer]:
+        def answers(name: str) -> dict[str, list[Answer]]:
+            """By mode; a prompt's answers are scored together, since a reward model may compute the prompt once."""
             scorer = ResponseScorer(scorers, models[name].tokenizer, stops=models[name].stops)
-            scored = [response for (response,) in scorer.score_groups(models[name].prompts, groups)]
-            bar.step(len(scored))
-            return [judged(response, source_judges) for response in scored]
+            together = [list(chain(*of_prompt)) for of_prompt in zip(*(samples[mode][name] for mode in samples), strict=True)]
+            scored = [
+                [judged(response, source_judges) for response in group] for group in scorer.score_groups(models[name].prompts, together)
+            ]
+            bar.step(len(samples) * len(scored))
+            return dict(zip(samples, map(list, zip(*scored, strict=True)), strict=True))
 
-        return {mode: {name: answers(name, groups) for name, groups in by_model.items()} for mode, by_model in samples.items()}
+        by_model = {name: answers(name) for name in models}
+        return {mode: {name: by_model[name][mode] for name in models} for mode in samples}
 
 
 def with_prompts_of(answers: list[Answer], others: list[Answer]) -> list[Answer]:
@@ -211,7 +216,7 @@ def _own_logprobs(
         for i, logprobs in zip(part, flat.cpu().split([len(answers[i].response_ids) for i in part]), strict=True):
             sums[i] = logprobs.sum()
 
-    parts = list(microbatches([len(s) for s in sequences], max_tokens=microbatch_tokens))
+    parts = module.backend.microbatches(sequences, max_tokens=microbatch_tokens)
     if collective:
         parts += [parts[-1]] * (most_over_ranks(len(parts)) - len(parts))
     module.backend.map(forward, parts)

@@ -10,6 +10,7 @@ import torch
 from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.probe import can_share_prefixes
 from rlhf_core.scorers.loaded import LoadedModel, Text
+from rlhf_core.scorers.reward_model import MICROBATCH_TOKENS
 from rlhf_core.statistics.clusters import cluster_codes, mean_interval
 
 # Changes of a response's format that keep its content.
@@ -21,35 +22,41 @@ FORMATS: dict[str, Callable[[str], str]] = {
     "list item": lambda text: f"- {text}",
 }
 
-PADDED, AT_THE_LIMIT = 32, 4  # texts that are padded to the longest, and how many at once
+SCORED_AGAIN = 32  # texts: a model that computes with others or with padding shows it on any
+AT_THE_LIMIT = 4  # texts that are padded to the longest at once, at least
 
 Probes = dict[str, dict[str, float | int | None]]
 
 
 def invariance(model: LoadedModel, texts: Sequence[Text], stored: np.ndarray) -> Probes:
-    """Largest difference between a text's score alone in its batch and its score by another way of batching.
+    """Largest difference between two scores of one text. All but `stored_scores` take SCORED_AGAIN of the texts, evenly spread.
 
-    padding_side: left-padded, with the mask and positions that this needs; value None where the model's attention takes no mask.
-    batch_size: all texts in as few batches as possible.
-    truncation: padded to the model's max_length (first texts only); infinite if a limit of the text's length truncates it, or a limit of
-    one token less gives a score instead of none.
-    identical_responses: twice in one batch with other texts.
-    stored_scores: as train_reward wrote it.
+    A score alone in its batch differs from the one
+    - padding_side: left-padded, with the mask and positions that this needs; value None where the model's attention takes no mask,
+    - batch_size: in large batches with all texts,
+    - truncation: padded to the model's max_length; infinite if a limit of the text's length truncates it, or a limit of one token less
+      gives a score instead of none;
+    and scores in large batches from one another
+    - identical_responses: twice in one batch with other texts,
+    - stored_scores: as train_reward wrote it.
 
     Args:
         stored: [len(texts)], the scores in data/reward_heldout.parquet.
     """
-    sequences = [model.encode(*text) for text in texts]
+    all_sequences = [model.encode(*text) for text in texts]
+    together = model.score_once(all_sequences)
+    again = np.unique(np.linspace(0, len(texts) - 1, min(SCORED_AGAIN, len(texts))).astype(int))
+    sequences = [all_sequences[i] for i in again]
     alone = model.score(sequences, microbatch_tokens=1)
     found = {
         "padding_side": _left_padded(model, sequences),
-        "batch_size": model.score(sequences),
-        "truncation": _padded_to_the_limit(model, texts[:PADDED], sequences[:PADDED]),
-        "stored_scores": stored,
+        "batch_size": together[again],
+        "truncation": _padded_to_the_limit(model, [texts[i] for i in again], sequences),
     }
-    differences = {name: None if scores is None else scores - alone[: len(scores)] for name, scores in found.items()}
+    differences = {name: None if scores is None else scores - alone for name, scores in found.items()}
     twice = model.score([*sequences, *sequences])
-    differences["identical_responses"] = twice[: len(texts)] - twice[len(texts) :]
+    differences["identical_responses"] = twice[: len(again)] - twice[len(again) :]
+    differences["stored_scores"] = stored - together
     return {name: _largest(values) for name, values in differences.items()}
 
 
@@ -59,11 +66,12 @@ def _largest(differences: np.ndarray | None) -> dict[str, float | int | None]:
 
 
 def _padded_to_the_limit(model: LoadedModel, texts: Sequence[Text], sequences: Sequence[list[int]]) -> np.ndarray:
-    """Scores [len(texts)], a few per batch, since the limit may be long."""
+    """Scores [len(texts)], as many per batch as the usual size takes, since the limit may be long."""
     filler = [model.tokenizer.pad_token_id] * model.max_length
     scores: list[float] = []
-    for start in range(0, len(texts), AT_THE_LIMIT):
-        batch = [*sequences[start : start + AT_THE_LIMIT], filler]
+    at_once = max(AT_THE_LIMIT, MICROBATCH_TOKENS // model.max_length - 1)
+    for start in range(0, len(texts), at_once):
+        batch = [*sequences[start : start + at_once], filler]
         scores += model.score(batch, microbatch_tokens=len(batch) * model.max_length)[:-1].tolist()
     kept = [model.encode(*text, max_length=len(ids)) == ids for text, ids in zip(texts, sequences, strict=True)]
     refused = [model.encode(*text, max_length=len(ids) - 1) is None for text, ids in zip(texts, sequences, strict=True)]
@@ -100,12 +108,13 @@ def format_shifts(model: LoadedModel, texts: Sequence[Text], prompts: np.ndarray
     Args:
         prompts: [len(texts)], names equal for texts of one prompt. scale: standard deviation of the scores.
     """
-    before = model.score_texts(texts)
+    changed = {name: [(messages, change(response)) for messages, response in texts] for name, change in FORMATS.items()}
+    together = [*texts, *(text for of_format in changed.values() for text in of_format)]  # so that prompts are computed once where they can
+    before, *after = model.score_texts(together, reported=False).reshape(-1, len(texts))
     found: Probes = {}
-    for name, change in FORMATS.items():
-        changed = [(messages, change(response)) for messages, response in texts]
-        differs = np.array([a[1] != b[1] for a, b in zip(texts, changed, strict=True)])
-        shifts = np.where(differs, model.score_texts(changed, reported=False) - before, np.nan) / scale
+    for name, scores in zip(changed, after, strict=True):
+        differs = np.array([a[1] != b[1] for a, b in zip(texts, changed[name], strict=True)])
+        shifts = np.where(differs, scores - before, np.nan) / scale
         known = np.isfinite(shifts)
         value, low, high = None, None, None
         if known.any():

@@ -67,7 +67,8 @@ def measure_models(run: TrainRun, test: Heldout, config: GateConfig, reward_mode
     model = LoadedModel.load(reward_model, **how)
     responses, which = distinct_responses(test)
     stored, prompts = np.concatenate([test.pairs.chosen, test.pairs.rejected])[which], np.tile(test.pairs.prompts, 2)[which]
-    some = np.unique(np.linspace(0, len(which) - 1, min(2 * config.probe_pairs, len(which))).astype(int))
+    probed = np.linspace(0, len(test.pairs) - 1, min(config.probe_pairs, len(test.pairs))).astype(int)
+    some = np.flatnonzero(np.isin(which % len(test.pairs), probed))  # both responses of a pair, which have a prompt in common
     texts = [responses[i] for i in some]
     with Bar("question", 2 + len(config.external) + sum(promoted is not None for promoted in (config.incumbent, config.anchor))) as bar:
         shifts = format_shifts(model, texts, prompts[some], scale=float(stored.std()) or 1.0, confidence=config.confidence)

@@ -31,7 +31,7 @@ def score_external(config: ExternalPairsConfig, model: LoadedModel, *, confidenc
     """
     loaded = load_source(config.source(), seed=0)
     rows = loaded.rows["preference"]
-    chosen, rejected = (model.score_texts([(row["messages"], row[side]) for row in rows]) for side in ("chosen", "rejected"))
+    chosen, rejected = model.score_pairs(rows)
     known = np.isfinite(chosen) & np.isfinite(rejected)
     points = pair_points(chosen[known], rejected[known])
     prompts = np.array([conversation_text(row["messages"]) for row in rows])[known]
@@ -76,7 +76,7 @@ def compare_to_promoted(
     subject = f"gate.{role} {promoted.version}"
     on_first(lambda: checkout(promoted.md5, folder, root=Path(), sha256=promoted.sha256), subject=subject)
     other = LoadedModel.load(folder, **how)
-    chosen, rejected = (other.score_texts([(row["messages"], row[side]) for row in test.rows]) for side in ("chosen", "rejected"))
+    chosen, rejected = other.score_pairs(test.rows)
     known = np.isfinite(chosen) & np.isfinite(rejected)
     if not known.any():
         raise ValueError(f"{subject}: expected a model that can score these pairs, got a score for none")

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
+from rlhf_core.data.batching import even_microbatches
 from rlhf_core.models.attention import attention_arguments, check_length, longest_alike
 from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.build import trunk
@@ -48,6 +49,10 @@ class Backend:
     def packs(self, model: PreTrainedModel, batch: TokenBatch) -> bool:
         """Whether padding is left out of the computation."""
         return packs(model, batch)
+
+    def microbatches(self, sequences: Sequence[list[int]], *, max_tokens: int) -> list[list[int]]:
+        """Positions in `sequences` for each forward pass without gradients of at most `max_tokens` tokens."""
+        return even_microbatches([len(ids) for ids in sequences], max_tokens=max_tokens, multiple=self.workers)
 
     def map(self, function: Callable[[Part], Result], parts: Iterable[Part]) -> list[Result]:
         """`function` of each part, in order. The parts must be independent: a backend may run several at the same time."""

@@ -88,6 +88,10 @@ class Adapter(NamedTuple):
     scale: float
     transposed: bool
 
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """left [out, rank] and right [rank, in], whose product is the correction."""
+        return self.scale * self.b, self.a
+
 
 class WeightUnit(NamedTuple):
     """A part of a module's weights that depends on no other part.
@@ -130,6 +134,28 @@ def weight_units(module: nn.Module) -> Iterator[WeightUnit]:
 def _adapter(layer: LoraLayer, weight: str) -> Adapter:
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     return Adapter(weight, a, b, layer.scaling["default"], layer.fan_in_fan_out)
+
+
+def matrix_of(layer: nn.Module) -> tuple[torch.Tensor, Adapter | None] | None:
+    """The matrix [out, in] of a linear layer without a bias, and its correction (None: it has none, or it is disabled); None if the layer
+    computes anything else, such as dropout before the correction.
+    """
+    base = layer
+    if "peft" in sys.modules and type(layer) is not nn.Linear:
+        from peft.tuners.lora.layer import Linear
+
+        if type(layer) is not Linear or layer.merged or layer.lora_variant or layer.fan_in_fan_out:
+            return None
+        if list(layer.lora_A) != ["default"] or layer.lora_B["default"].bias is not None:
+            return None
+        base = layer.base_layer
+    if type(base) is not nn.Linear or base.bias is not None:
+        return None
+    if base is layer or layer.disable_adapters:
+        return base.weight, None
+    dropout = layer.lora_dropout["default"]
+    drops = not isinstance(dropout, nn.Identity) and dropout.training and dropout.p > 0
+    return None if drops else (base.weight, _adapter(layer, "weight"))
 
 
 def _weights(
@@ -184,6 +210,10 @@ def _adapted(module: nn.Module) -> dict[str, LoraLayer]:
     from peft.tuners.lora import LoraLayer
 
     return {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}
+
+
+def has_adapters(module: nn.Module) -> bool:
+    return bool(_adapted(module))
 
 
 def _targets(model: PreTrainedModel, wanted: str | list[str]) -> list[str]:

@@ -190,10 +190,10 @@ def packed_layer_activations(shape: ModelShape, tokens: float) -> float:
     """The same for the CPU backend (rlhf_core/models/cpu/packed.py), float32.
 
     Per token: both normalized inputs, queries, keys and values, attention's output twice, gate and up. For each layer the weights of
-    queries, keys and values and of gate and up are joined and multiplied by their norm's weight; both copies are kept.
+    queries, keys and values are joined and multiplied by their norm's weight; both copies are kept.
     """
     a, kv, h, m = shape.attention_width, shape.kv_width, shape.hidden, shape.intermediate
-    return 4 * (tokens * (2 * h + 3 * a + 2 * kv + 2 * m) + 2 * h * (a + 2 * kv + 2 * m))
+    return 4 * (tokens * (2 * h + 3 * a + 2 * kv + 2 * m) + 2 * h * (a + 2 * kv))
 
 
 def trunk_activations(shape: ModelShape, tokens: float, how: Training) -> float:

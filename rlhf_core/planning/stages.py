@@ -110,9 +110,13 @@ def training(section: TrainingConfig, model: Model, dtype: str, *, ranks: int, o
         optimizer=section.optimizer,
         average=section.ema_decay is not None,
         on_gpu=on_gpu,
-        packed=packed and section.lora is None and section.sequence_parallel == 1,
+        packed=packed and _packs_adapters(section.lora) and section.sequence_parallel == 1,
         **_adapters(section.lora, model, scalar=scalar),
     )
+
+
+def _packs_adapters(lora: LoraConfig | None) -> bool:
+    return lora is None or (lora.dropout == 0.0 and lora.quantize is None)
 
 
 def _adapters(lora: LoraConfig | None, model: Model, *, scalar: bool) -> dict:

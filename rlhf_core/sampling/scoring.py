@@ -142,8 +142,11 @@ class LocalScorers(Scorers):
 
     def submit_sequences(self, name: str, sequences: list[list[int] | None]) -> Callable[[], torch.Tensor]:
         pad_id = self.tokenizers[name].pad_token_id
-        scores = score_by_members(self._members[name], sequences, pad_id=pad_id, microbatch_tokens=MICROBATCH_TOKENS, device=device())
-        return lambda: scores
+        place: dict[tuple[int, ...] | None, int] = {}  # of each distinct sequence, which is scored once
+        places = [place.setdefault(None if ids is None else tuple(ids), len(place)) for ids in sequences]
+        distinct = [None if ids is None else list(ids) for ids in place]
+        scores = score_by_members(self._members[name], distinct, pad_id=pad_id, microbatch_tokens=MICROBATCH_TOKENS, device=device())
+        return lambda: scores[places]
 
     def score_texts(self, config: ScorerConfig, items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:
         return self._text_scorers.score_items(config.name, items)

@@ -35,6 +35,7 @@ class LoadedModel:
     max_length: int
     device: torch.device
     report: Reasons = field(default_factory=lambda: Reasons("reward model"))
+    _known: dict[tuple[int, ...], float] = field(default_factory=dict, init=False, repr=False)  # scores by token ids
 
     @classmethod
     def load(cls, folder: Path, *, max_length: int, trust_remote_code: bool, template_date: str = DEFAULT_DATE) -> LoadedModel:
@@ -60,16 +61,24 @@ class LoadedModel:
         ).double().mean(1).numpy()  # fmt: skip
 
     def score_texts(self, texts: Sequence[Text], *, reported: bool = True) -> np.ndarray:
-        """Scores [len(texts)]; each distinct text is scored once. Ranks share the texts, and each calls this with all of them.
+        """Scores [len(texts)]; each distinct text is scored once, in all calls. Ranks share the texts; each calls this with all of them.
 
         Args:
             reported: False: texts without ids are not reported.
         """
-        position: dict[tuple[int, ...] | None, int] = {}
-        places = []
-        for messages, response in texts:
-            ids = self.encode(messages, response, max_length=None if reported else self.max_length)
-            places.append(position.setdefault(None if ids is None else tuple(ids), len(position)))
-        distinct = [None if ids is None else list(ids) for ids in position]
-        scores = np.array(in_shares(distinct, lambda own: self.score(own).tolist()))
-        return scores[places] if places else np.zeros(0)
+        limit = None if reported else self.max_length
+        return self.score_once([self.encode(messages, response, max_length=limit) for messages, response in texts])
+
+    def score_pairs(self, rows: Sequence[dict]) -> tuple[np.ndarray, np.ndarray]:
+        """Scores [len(rows)] of `chosen` and of `rejected`, together, since both have the same prompt."""
+        texts = [(row["messages"], row[side]) for side in ("chosen", "rejected") for row in rows]
+        chosen, rejected = self.score_texts(texts).reshape(2, -1)
+        return chosen, rejected
+
+    def score_once(self, sequences: Sequence[list[int] | None]) -> np.ndarray:
+        """Scores [len(sequences)] in large batches, remembered for later calls; NaN where a sequence is None. Ranks as in `score_texts`."""
+        keys = [None if ids is None else tuple(ids) for ids in sequences]
+        new = [list(ids) for ids in dict.fromkeys(keys) if ids is not None and ids not in self._known]
+        scores = in_shares(new, lambda own: self.score(own).tolist())
+        self._known.update(zip(map(tuple, new), scores, strict=True))
+        return np.array([np.nan if ids is None else self._known[ids] for ids in keys])

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from rlhf_core.data.batching import even_microbatches
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import frozen, load_scalar_model
 from rlhf_core.models.forward import ScalarModule
@@ -48,13 +47,9 @@ def score_sequences(
         batch = collate_tokens([sequences[i] for i in rows], last, pad_id=pad_id, ends=[i + 1 for i in last])
         scores[rows] = module(batch.to(device)).cpu()
 
-    lengths = [len(sequences[i]) for i in known]
+    own = [sequences[i] for i in known]
     together = passes is None or module.score_head.batchable  # otherwise the model's forward runs once for each sequence
-    parts = (
-        even_microbatches(lengths, max_tokens=microbatch_tokens, multiple=module.backend.workers)
-        if together
-        else [[i] for i in range(len(known))]
-    )
+    parts = module.backend.microbatches(own, max_tokens=microbatch_tokens) if together else [[i] for i in range(len(own))]
     missing = 0 if passes is None else passes(len(parts)) - len(parts)  # before the passes: it is a collective too
     module.backend.map(forward, parts)
     for _ in range(missing):

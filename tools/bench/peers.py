@@ -2,6 +2,8 @@
 
 Both sides do the same work (work.py) in alternating fresh processes: ours, theirs, ours, theirs. The time counts from the end of the
 warm-up to the end of the last step; loading, tokenizing and precomputed references are excluded. A round whose losses differ stops the run.
+A pretrained model takes --model FOLDER --pairs FILE, with smaller learning rates and responses of 48 tokens:
+--rounds 2 --steps 3 --warmup 1 --batch-size 4 --online-steps 2 --online-warmup 1 --samples 16 takes some minutes.
 Writes peers.json, peers.md and peers.svg into --out after each case.
 """
 
@@ -14,14 +16,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config import ArchitectureConfig, ClerkConfig, ModelConfig
+from rlhf_core.config import ArchitectureConfig, ClerkConfig, ExternalPairsConfig, ModelConfig
 from rlhf_core.data.clerk.generator import clerk_rows
+from rlhf_core.data.sources import load_source
 from rlhf_core.process import configure_process
-from tools.bench.work import ONLINE, RESPONSE_TOKENS, Run, Work, works_to_json, write_jsonl
+from tools.bench.work import ONLINE, Run, Work, works_to_json, write_jsonl
 from tools.clerk import clerk_params
 
 ROOT = Path(__file__).parents[2]
@@ -50,23 +53,36 @@ MODELS = {
     "medium": ArchitectureConfig(hidden_size=256, intermediate_size=704, layers=6, heads=4, vocab_size=390),  # 5 M
     "large": ArchitectureConfig(hidden_size=640, intermediate_size=1760, layers=10, heads=10, vocab_size=390),  # 51 M
 }
+# A pretrained model's settings, over those of the case.
+PRETRAINED, PRETRAINED_ONLINE = {"learning_rate": 1e-5}, {"learning_rate": 1e-6, "rollout.max_new_tokens": 48, "rollout.min_new_tokens": 47}
 ROWS = 2048
 LONGEST_RESPONSE = 60  # characters; with the prompt at most model.max_length tokens
 COMPARED_STEPS = 15  # rounding grows tenfold every ten steps
 LOSS_TOLERANCE = 1e-3  # more steps and threads than in test_trl_curves.py
+OWN_TEMPLATE_TOLERANCE = 0.2  # TRL also trains on what a template writes behind the end token, such as a newline
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Model folders and row files, made once for all runs."""
+    """Model folders and row files, made once for all runs.
+
+    pretrained: folder of the language model, for every name; None: each name has its own.
+    of_model: of each work.
+    """
 
     folder: Path
+    pretrained: Path | None = None
+    of_model: dict[str, Any] = field(default_factory=dict)
 
     def work(self, case: str, model: str, *, steps: int, batch_size: int) -> Work:
         method, overrides = CASES[case]
         kind = "reward" if method == "reward" else "language"
         rows = "demonstrations" if method == "sft" else "pairs"
-        return Work(method, str(self.folder / model / kind), str(self.folder / f"{rows}.jsonl"), steps, batch_size, overrides)
+        folder = self.folder / model / kind
+        if self.pretrained is not None:
+            overrides = (PRETRAINED_ONLINE if method in ONLINE else PRETRAINED) | overrides
+            folder = folder if kind == "reward" else self.pretrained
+        return Work(method, str(folder), str(self.folder / f"{rows}.jsonl"), steps, batch_size, overrides, self.of_model)
 
 
 def main() -> None:
@@ -75,8 +91,9 @@ def main() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        inputs = make_inputs(Path(folder), arguments.models)
-        for model in arguments.models:
+        models = arguments.models if arguments.model is None else [arguments.model.name]
+        inputs = make_inputs(Path(folder), models) if arguments.model is None else pretrained_inputs(Path(folder), arguments)
+        for model in models:
             for case in arguments.cases:
                 work, warmup = sized(inputs, case, model, arguments)
                 speeds = measure(work, arguments.rounds, warmup, environment)
@@ -89,6 +106,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["small"])
+    parser.add_argument("--model", type=Path, help="folder of a pretrained language model, in place of --models")
+    parser.add_argument("--pairs", type=Path, help="with --model: transcripts as of HH-RLHF, chosen and rejected")
+    parser.add_argument("--max-length", type=int, default=256, help="with --model: tokens; longer pairs are left out")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="with --model")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
     parser.add_argument("--steps", type=int, default=25, help="timed optimizer steps")
     parser.add_argument("--warmup", type=at_least_one, default=5, help="optimizer steps before them")
@@ -98,7 +119,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=256, help="responses per step of online cases")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=ROOT / "reports" / "bench")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if (arguments.model is None) != (arguments.pairs is None):
+        parser.error("expected --model and --pairs together, got one of them")
+    return arguments
 
 
 def at_least_one(text: str) -> int:
@@ -118,14 +142,14 @@ def sized(inputs: Inputs, case: str, model: str, arguments: argparse.Namespace) 
 
 
 def tokens_per_sample(work: Work) -> float:
-    """Mean over the rows. A pair's prompt counts with each response; online responses have RESPONSE_TOKENS."""
+    """Mean over the rows. A pair's prompt counts with each response; online responses are as long as they may be."""
     from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, load_tokenizer
 
     tokenizer = load_tokenizer(work.model, trust_remote_code=False)
 
     def tokens(row: dict[str, Any]) -> int:
         if work.is_online:
-            return len(encode_prompt(tokenizer, row["messages"])) + RESPONSE_TOKENS
+            return len(encode_prompt(tokenizer, row["messages"])) + work.params.rl.rollout.max_new_tokens
         responses = [row[side] for side in ("response", "chosen", "rejected") if side in row]
         return sum(len(encode_conversation(tokenizer, row["messages"], response)[0]) for response in responses)
 
@@ -155,6 +179,28 @@ def make_inputs(folder: Path, models: list[str]) -> Inputs:
     return Inputs(folder)
 
 
+def pretrained_inputs(folder: Path, arguments: argparse.Namespace) -> Inputs:
+    """Pairs of the file, one of each conversation, and their chosen responses as demonstrations; the model as it is."""
+    from rlhf_core.models.build import new_scalar_model, save_model
+    from rlhf_core.models.tokenizer import encode_conversation, load_tokenizer
+
+    tokenizer = load_tokenizer(str(arguments.model), trust_remote_code=False)
+    source = ExternalPairsConfig(name="pairs", path=str(arguments.pairs), format="hh").source()
+    pairs: dict[str, dict[str, Any]] = {}
+    for row in load_source(source, seed=0).rows["preference"]:
+        if all(
+            len(encode_conversation(tokenizer, row["messages"], row[side])[0]) <= arguments.max_length for side in ("chosen", "rejected")
+        ):
+            pairs.setdefault(json.dumps(row["messages"]), {name: row[name] for name in ("messages", "chosen", "rejected")})
+        if len(pairs) == ROWS:
+            break
+    write_jsonl(folder / "pairs.jsonl", list(pairs.values()))
+    write_jsonl(folder / "demonstrations.jsonl", [{"messages": r["messages"], "response": r["chosen"]} for r in pairs.values()])
+    scalar_model = new_scalar_model(arguments.model, tokenizer, trust_remote_code=False)
+    save_model(scalar_model, scalar_model.state_dict(), tokenizer, folder / arguments.model.name / "reward")
+    return Inputs(folder, arguments.model, {"dtype": arguments.dtype, "max_length": arguments.max_length})
+
+
 def one_each(rows: list[dict[str, Any]], sides: tuple[str, ...]) -> list[dict[str, Any]]:
     """The first row of each of ROWS conversations, without responses that may not fit."""
     first: dict[str, dict[str, Any]] = {}
@@ -176,7 +222,8 @@ def measure(work: Work, rounds: int, warmup: int, environment: dict[str, str]) -
         runs = {side: run(side, work, environment) for side in SIDES}
         losses = list(zip(runs["ours"].losses, runs["theirs"].losses, strict=True))[:COMPARED_STEPS]
         difference = max(abs(a - b) for a, b in losses)
-        if not work.is_online and not difference < LOSS_TOLERANCE:
+        tolerance = OWN_TEMPLATE_TOLERANCE if work.of_model else LOSS_TOLERANCE
+        if not work.is_online and not difference < tolerance:
             raise RuntimeError(f"{work.method}: expected equal losses, got a difference of {difference:.2g}; the works differ")
         for side, made in runs.items():
             for clock, ends in (("clock", made.ends), ("cpu", made.cpu_ends)):
@@ -232,7 +279,7 @@ def write(arguments: argparse.Namespace, found: list[dict[str, Any]]) -> None:
         "torch": torch.__version__,
         "cores": os.cpu_count(),
         "load_at_the_end": os.getloadavg()[0],
-        **{key: value for key, value in vars(arguments).items() if key not in ("cases", "models", "out")},
+        **{key: value for key, value in vars(arguments).items() if key not in ("cases", "models", "model", "pairs", "out")},
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "peers.json").write_text(json.dumps({"about": about, "results": found}, indent=2) + "\n")

@@ -49,6 +49,7 @@ class Work:
         a conversation's pairs together, and TRL doesn't.
     batch_size: demonstrations, pairs or responses per optimizer step.
     overrides: keys of the method's section of params.yaml, applied after PLAIN or PLAIN_ONLINE.
+    of_model: keys of its section `model`.
     """
 
     method: Method
@@ -57,6 +58,7 @@ class Work:
     steps: int
     batch_size: int
     overrides: dict[str, Any] = field(default_factory=dict)
+    of_model: dict[str, Any] = field(default_factory=dict)
 
     @property
     def params(self) -> Params:
@@ -69,6 +71,8 @@ class Work:
             section, settings = self.method, {**PLAIN, "batch_size": self.batch_size}
         for key, value in {**settings, **self.overrides}.items():
             set_key(tree, f"{section}.{key}", value)
+        for key, value in self.of_model.items():
+            set_key(tree, f"model.{key}", value)
         return parse_params(tree)
 
     @property

@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import cache
 
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
+from rlhf_core.data.batching import neighbour_microbatches
 from rlhf_core.models.backend import Backend, Part, Result
 from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.build import trunk
 from rlhf_core.models.cpu.decoder import LlamaDecoder
 from rlhf_core.models.cpu.packed import can_pack, packed_states
 from rlhf_core.models.decoding import Decoder
+from rlhf_core.models.lora import has_adapters
 
 WORKERS = 2
 THREADS = "cpu-backend"
@@ -50,6 +52,10 @@ class CpuBackend(Backend):
         how = {"position_ids": batch.position_ids, "visible": batch.visible, "segments": batch.segments}
         return packed_states(trunk(model), batch.input_ids, rows, positions, **how), None
 
+    def microbatches(self, sequences: Sequence[list[int]], *, max_tokens: int) -> list[list[int]]:
+        """Sequences that begin alike together: a pass computes a common beginning once, and no padding."""
+        return neighbour_microbatches(sequences, max_tokens=max_tokens, multiple=self.workers)
+
     def map(self, function: Callable[[Part], Result], parts: Iterable[Part]) -> list[Result]:
         """Two parts at a time, each with half of the cores; the results have the same bits as one after the other.
 
@@ -77,7 +83,8 @@ class CpuBackend(Backend):
         return [future.result() for future in started]
 
     def decoder(self, model: PreTrainedModel, *, probed: bool = False) -> Decoder:
-        return LlamaDecoder(model) if type(model) is LlamaForCausalLM else super().decoder(model, probed=probed)
+        plain = type(model) is LlamaForCausalLM and not has_adapters(model)
+        return LlamaDecoder(model) if plain else super().decoder(model, probed=probed)
 
 
 @cache

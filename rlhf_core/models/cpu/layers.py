@@ -24,6 +24,52 @@ def _normalized_backward(grad: torch.Tensor, normalized: torch.Tensor, inverse: 
     return torch.addcmul(grad, normalized, projected, value=-1.0).mul_(inverse)
 
 
+class Correction(NamedTuple):
+    """Factors of what adapters add to a matrix: left [out, r], right [r, in]."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+class Matrix:
+    """A matrix [out, in] with its correction, and the sum of its gradients over pieces of rows: of the weight, or if that is frozen of the
+    correction's factors.
+
+    weight: without the correction, if there is one.
+    trains: the weight's gradient is wanted; None: no gradient is.
+    gradients: of weight, left and right; None where not wanted.
+    """
+
+    def __init__(self, weight: torch.Tensor, left: torch.Tensor | None, right: torch.Tensor | None, *, trains: bool | None = None):
+        self.weight = weight
+        self.correction = None if left is None else Correction(left, right)
+        wanted = (weight if trains else None, *((None, None) if trains is None else (left, right)))
+        self.gradients = tuple(None if matrix is None else torch.zeros_like(matrix) for matrix in wanted)
+
+    def product(self, inputs: torch.Tensor, *, added: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[N, out] of the inputs [N, in], plus `added`."""
+        matrix = self.weight.t()
+        found = torch.mm(inputs, matrix, out=out) if added is None else torch.addmm(added, inputs, matrix, out=out)
+        return found if self.correction is None else found.addmm_(inputs @ self.correction.right.t(), self.correction.left.t())
+
+    def input_gradient(self, gradient: torch.Tensor, *, added: torch.Tensor | None = None) -> torch.Tensor:
+        """[N, in], given that of the output; `added` is added to in place."""
+        found = gradient @ self.weight if added is None else added.addmm_(gradient, self.weight)
+        return found if self.correction is None else found.addmm_(gradient @ self.correction.left, self.correction.right)
+
+    def add_gradient(self, gradient: torch.Tensor, inputs: torch.Tensor) -> None:
+        """
+        Args:
+            gradient: [N, out], of the output for the inputs [N, in].
+        """
+        of_weight, of_left, of_right = self.gradients
+        if of_weight is not None:
+            of_weight.addmm_(gradient.t(), inputs)
+        if self.correction is not None:  # gradient^T inputs, that of their product, is never made
+            of_left.addmm_(gradient.t(), inputs @ self.correction.right.t())
+            of_right.addmm_((gradient @ self.correction.left).t(), inputs)
+
+
 def _rotated_part(projected: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """Queries and keys [N, heads, D / 2] as complex numbers, a view."""
     _, heads, half = rotation.shape
@@ -72,65 +118,75 @@ def rotated_qkv_backward(
     rotation: torch.Tensor,
     places: torch.Tensor | None,
     rows: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of hidden states and weight.
+    matrix: Matrix,
+) -> torch.Tensor:
+    """The gradient of the hidden states.
 
     Args:
+        weight: with its correction added.
         grad: of each place; if `places` is None, of each row, and overwritten.
+        matrix: sums the gradients.
     """
-    hidden_grad, weight_grad = torch.empty_like(normalized), torch.zeros_like(weight)
+    hidden_grad = torch.empty_like(normalized)
     for first in range(0, len(normalized), rows):
         last = min(first + rows, len(normalized))
         part = grad[first:last] if places is None else grad.index_select(0, places[first:last])
         _rotated_part(part, rotation).mul_(rotation[first:last].conj())
         hidden_grad[first:last] = _normalized_backward(part @ weight, normalized[first:last], inverse[first:last])
-        weight_grad.addmm_(part.t(), normalized[first:last])
-    return hidden_grad, weight_grad
+        matrix.add_gradient(part, normalized[first:last])
+    return hidden_grad
 
 
 def swiglu(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, eps: float, learns: bool, rows: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The result; if `learns`, also the normalized rows, 1 / rms and the projections."""
+    x: torch.Tensor, norm: torch.Tensor, gate: Matrix, up: Matrix, down: Matrix, eps: float, learns: bool, rows: int
+) -> tuple[torch.Tensor, ...]:
+    """x + down(silu(gate(n)) * up(n)), n = norm * x / rms(x); if `learns`, also x / rms(x), 1 / rms, gate(n) and up(n).
+
+    The weights are multiplied by as they are: a copy of them, as of several in one, costs as much as some hundred rows.
+    """
     count, size = x.shape
-    kept = count if learns else 0
-    normalized, inverse, projected = x.new_empty([kept, size]), x.new_empty([count, 1]), x.new_empty([kept, len(gate_up)])
+    kept, width = count if learns else 0, len(gate.weight)
+    normalized, inverse = x.new_empty([kept, size]), x.new_empty([count, 1])
+    gates, ups = x.new_empty([kept, width]), x.new_empty([kept, width])
     result = torch.empty_like(x)
     for first in range(0, count, rows):
         last = min(first + rows, count)
         of_rows, scale = x[first:last], inverse[first:last]
         scale.copy_(_inverse_rms(of_rows, eps))
-        of_piece = torch.mul(of_rows, scale, out=normalized[first:last]) if learns else of_rows * scale
-        product = torch.mm(of_piece, gate_up.t(), out=projected[first:last]) if learns else torch.mm(of_piece, gate_up.t())
-        gate, up = product.chunk(2, -1)
-        torch.addmm(of_rows, F.silu(gate).mul_(up), down.t(), out=result[first:last])
-    return result, normalized, inverse, projected
+        inputs = (torch.mul(of_rows, scale, out=normalized[first:last]) if learns else of_rows * scale) * norm
+        of_gate = gate.product(inputs, out=gates[first:last] if learns else None)
+        of_up = up.product(inputs, out=ups[first:last] if learns else None)
+        down.product(F.silu(of_gate).mul_(of_up), added=of_rows, out=result[first:last])
+    return result, normalized, inverse, gates, ups
 
 
 def swiglu_backward(
     grad: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    norm: torch.Tensor,
+    gate: Matrix,
+    up: Matrix,
+    down: Matrix,
     normalized: torch.Tensor,
     inverse: torch.Tensor,
-    projected: torch.Tensor,
+    gates: torch.Tensor,
+    ups: torch.Tensor,
     rows: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x, gate and up, and down."""
-    x_grad, gate_up_grad, down_grad = torch.empty_like(normalized), torch.zeros_like(gate_up), torch.zeros_like(down)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of x and of the norm's weight; the matrices sum their own."""
+    x_grad, norm_grad = torch.empty_like(normalized), torch.zeros_like(norm)
     for first in range(0, len(grad), rows):
         last = min(first + rows, len(grad))
-        of_piece = grad[first:last]
-        gate, up = projected[first:last].chunk(2, -1)
-        silu, inner = F.silu(gate), of_piece @ down
-        down_grad.addmm_(of_piece.t(), silu * up)
-        halves = torch.empty_like(projected[first:last])
-        gate_grad, up_grad = halves.chunk(2, -1)
-        torch.mul(inner, silu, out=up_grad)
-        torch.ops.aten.silu_backward(inner.mul_(up), gate, grad_input=gate_grad)
-        x_grad[first:last] = _normalized_backward(halves @ gate_up, normalized[first:last], inverse[first:last]).add_(of_piece)
-        gate_up_grad.addmm_(halves.t(), normalized[first:last])
-    return x_grad, gate_up_grad, down_grad
+        of_piece, of_gate, of_up, of_rows = grad[first:last], gates[first:last], ups[first:last], normalized[first:last]
+        silu, inner, inputs = F.silu(of_gate), down.input_gradient(of_piece), of_rows * norm
+        down.add_gradient(of_piece, silu * of_up)
+        up_grad = inner * silu
+        gate_grad = torch.ops.aten.silu_backward(inner.mul_(of_up), of_gate)
+        gate.add_gradient(gate_grad, inputs)
+        up.add_gradient(up_grad, inputs)
+        inputs_grad = up.input_gradient(up_grad, added=gate.input_gradient(gate_grad))
+        norm_grad.add_((inputs_grad * of_rows).sum(0))
+        x_grad[first:last] = _normalized_backward(inputs_grad.mul_(norm), of_rows, inverse[first:last]).add_(of_piece)
+    return x_grad, norm_grad
 
 
 # Attention in the blocks of a layout

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.data.batching import Part, batch_indices, deal_out, deal_out_groups, even_microbatches, microbatches, spread
+from rlhf_core.data.batching import (
+    Part,
+    batch_indices,
+    deal_out,
+    deal_out_groups,
+    even_microbatches,
+    microbatches,
+    neighbour_microbatches,
+    spread,
+)
 
 
 def stream(steps: range, **kwargs: int) -> list[int]:
@@ -78,6 +87,29 @@ def test_even_microbatches_are_microbatches_too(lengths: list[int], max_tokens: 
         assert parts == plain
     if len(plain) > 1 and len(plain) % multiple == 0:
         assert len(parts) % multiple == 0
+
+
+@given(
+    sequences=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=60), max_size=40),
+    max_tokens=st.integers(1, 200),
+    multiple=st.integers(1, 3),
+)
+def test_neighbour_microbatches_fit_the_budget_and_are_in_order(sequences: list[list[int]], max_tokens: int, multiple: int):
+    parts = neighbour_microbatches(sequences, max_tokens=max_tokens, multiple=multiple)
+    flat = [i for part in parts for i in part]
+    assert sorted(flat) == list(range(len(sequences))) and all(parts)
+    assert [sequences[i] for i in flat] == sorted(sequences)
+    assert all(sum(len(sequences[i]) for i in part) <= max_tokens or len(part) == 1 for part in parts)
+
+
+def test_neighbour_microbatches_by_hand():
+    # Two prompts, [1, ...] and [2, ...], with responses of 3 tokens in turn: 4 x 53 = 212 tokens fit into 300, and are too few to divide.
+    sequences = [[number % 2, *[7] * 49, number, 8, 9] for number in range(4)]
+    assert neighbour_microbatches(sequences, max_tokens=300, multiple=2) == [[0, 2, 1, 3]]
+    assert neighbour_microbatches(sequences, max_tokens=106, multiple=1) == [[0, 2], [1, 3]]
+    # 24 x 53 = 1272 tokens are worth dividing among two at a time.
+    many = neighbour_microbatches([[number % 2, *[7] * 49, number, 8, 9] for number in range(24)], max_tokens=8192, multiple=2)
+    assert many == [list(range(0, 24, 2)), list(range(1, 24, 2))]
 
 
 def test_even_microbatches_by_hand():

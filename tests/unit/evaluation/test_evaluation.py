@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import sequences
+from tiny_models import sequences, tiny_params
 
+from rlhf_core.config import ScorerConfig
 from rlhf_core.data.judge import Judgement
-from rlhf_core.evaluation.answers import response_logprobs
+from rlhf_core.evaluation.answers import EvaluatedModel, response_logprobs, score_answers
 from rlhf_core.evaluation.figures import Answer, by_prompt, differences, judge_difference, judged, summarize, win_rate
 from rlhf_core.models.build import load_language_model
+from rlhf_core.models.cpu import packed
 from rlhf_core.models.forward import PolicyModule
-from rlhf_core.sampling.scoring import ScoredResponse
+from rlhf_core.models.tokenizer import encode_prompt
+from rlhf_core.sampling import scoring
+from rlhf_core.sampling.requests import Sample
+from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer, ScoredResponse
+from rlhf_core.scorers.reward_model import score_by_members
 from rlhf_core.types import Prompt
 
 PROMPT = Prompt("id", "clerk", [{"role": "user", "content": "Please sort 41."}], [5, 6], None)
@@ -124,6 +131,58 @@ def test_results_by_prompt():
         {"id": "id", "greedy_judge_ok": 1, "greedy_score": 1.0, "greedy_points": 1.0},
         {"id": "id", "greedy_judge_ok": None, "greedy_score": None, "greedy_points": None},
     ]
+
+
+def test_a_beginning_that_answers_share_is_computed_once(sft_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """A prompt of 9 tokens has two answers, one of which comes twice; the last token of a sequence predicts nothing that is asked for."""
+    computed, layout_of = [], packed.layout_of
+
+    def counted(*args, **kwargs):
+        layout = layout_of(*args, **kwargs)
+        computed.append(len(layout.ids))
+        return layout
+
+    monkeypatch.setattr(packed, "layout_of", counted)
+    prompt = Prompt("id", "s", [], list(range(5, 14)), None)
+    answers = [Answer(prompt, ids, "", True, 0.0, {}, None) for ids in ([7, 8, 9], [10, 11], [7, 8, 9])]
+    module = PolicyModule(load_language_model(sft_folder))
+    computed.clear()  # of the module's trial
+    sums = response_logprobs(module, answers, pad_id=0, temperature=1.0)
+    assert computed == [9 + 2 + 1] and sums[0] == sums[2] != sums[1]
+
+
+def test_answers_of_all_modes_are_scored_together_each_distinct_one_once(
+    sft_folder: Path, reward_folder: Path, tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    config = ScorerConfig(name="reward_model", kind="reward_model", weight=1.0, normalization="none")
+    scorers = LocalScorers([config], reward_model=reward_folder, source_judges={}, model=tiny_params().model)
+    prompts = [Prompt(str(n), "s", [{"role": "user", "content": f"Sort 4{n}."}], [], None) for n in range(3)]
+    prompts = [replace(p, prompt_ids=encode_prompt(tokenizer, p.messages)) for p in prompts]
+    end, said = tokenizer.eos_token_id, {text: tokenizer(text, add_special_tokens=False).input_ids for text in ("14", "no", "401")}
+    texts = {"greedy": {"sft": ["14", "no", "14"], "policy": ["14", "14", "401"]}, "sampled": {"sft": ["14"] * 3, "policy": ["no"] * 3}}
+    samples = {
+        mode: {name: [[Sample([*said[text], end], [], True)] for text in of_model] for name, of_model in by_model.items()}
+        for mode, by_model in texts.items()
+    }
+    models = {name: EvaluatedModel(sft_folder, tokenizer, prompts) for name in ("sft", "policy")}
+    alone = ResponseScorer(scorers, tokenizer, stops=models["sft"].stops)
+    expected = {
+        (p.id, text): alone.score_groups([p], [[Sample([*ids, end], [], True)]])[0][0].score for p in prompts for text, ids in said.items()
+    }
+    scored: list[int] = []
+
+    def counted(members, sequences, **how):
+        scored.append(len(sequences))
+        return score_by_members(members, sequences, **how)
+
+    monkeypatch.setattr(scoring, "score_by_members", counted)
+    answers = score_answers(models, samples, scorers, {})
+    assert scored == [4, 6]  # of 6 each: the SFT model says "14" twice to two of the three prompts
+    for mode, by_model in texts.items():
+        for name, of_model in by_model.items():
+            found = answers[mode][name]
+            assert [(a.prompt.id, a.text) for a in found] == [(p.id, text) for p, text in zip(prompts, of_model, strict=True)]
+            assert [a.score for a in found] == pytest.approx([expected[a.prompt.id, a.text] for a in found], abs=3e-6)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import torch
 from classifiers import save_classifier
 
 from rlhf_core.config import ExternalPairsConfig
-from rlhf_core.gate.probes import FORMATS, format_shifts, invariance, left_padded
+from rlhf_core.gate.probes import FORMATS, SCORED_AGAIN, format_shifts, invariance, left_padded
 from rlhf_core.gate.scoring import LoadedModel, score_external
+from rlhf_core.models.cpu import packed
 
 QUESTIONS = ["Please sort 4172.", "Quick, give the largest of 309.", "Sort 12."]
 TEXTS = [([{"role": "user", "content": q}], a) for q in QUESTIONS for a in ("Certainly: 1247.", "Sorry, I can't help with that.", "9")]
@@ -49,6 +51,46 @@ def test_an_encoder_gets_every_probe_but_left_padding(tmp_path: Path, tokenizer)
     assert all(0 <= probe["value"] <= 1e-5 and probe["n"] == len(TEXTS) for probe in found.values())
 
 
+def computed_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the number of tokens that each forward pass computes."""
+    found, layout_of = [], packed.layout_of
+
+    def counted(*args, **kwargs):
+        layout = layout_of(*args, **kwargs)
+        found.append(len(layout.ids))
+        return layout
+
+    monkeypatch.setattr(packed, "layout_of", counted)
+    return found
+
+
+def test_formats_compute_each_text_and_each_common_beginning_once(model, monkeypatch):
+    fresh, tokens = replace(model), computed_tokens(monkeypatch)
+    format_shifts(fresh, TEXTS, np.array([messages[0]["content"] for messages, _ in TEXTS]), scale=1.0, confidence=0.95)
+    texts = [*TEXTS, *((messages, change(text)) for messages, text in TEXTS for change in FORMATS.values())]
+    sequences = [tuple(ids) for messages, text in texts if (ids := fresh.encode(messages, text)) is not None]
+    beginnings = {ids[:end] for ids in sequences for end in range(1, len(ids) + 1)}
+    assert tokens == [len(beginnings)] and len(beginnings) < sum(map(len, sequences)) / 2
+
+    tokens.clear()
+    again = fresh.score_texts(TEXTS)
+    assert not tokens
+    with torch.no_grad():  # transformers' own forward pass, one text at a time
+        plain = [fresh.members[0].model(torch.tensor([fresh.encode(*text)])).logits.item() for text in TEXTS]
+    assert again == pytest.approx(plain, abs=3e-6)
+
+
+def test_probes_of_batching_take_few_of_many_texts(model, monkeypatch):
+    texts = [([{"role": "user", "content": f"Sort {number}."}], str(number)) for number in range(70)]
+    stored, tokens = model.score_texts(texts), computed_tokens(monkeypatch)
+    found = invariance(model, texts, stored)
+    assert {name: probe["n"] for name, probe in found.items()} == {
+        **dict.fromkeys(("padding_side", "batch_size", "truncation", "identical_responses"), SCORED_AGAIN),
+        "stored_scores": 70,
+    }
+    assert sum(tokens) < 5 * SCORED_AGAIN * max(len(model.encode(*text)) for text in texts) + model.max_length
+
+
 def test_stored_scores_of_another_model_are_seen(model):
     stored = model.score_texts(TEXTS)
     stored[4] += 0.25
@@ -57,8 +99,6 @@ def test_stored_scores_of_another_model_are_seen(model):
 
 def test_a_model_that_looks_at_its_batch_is_seen(model):
     """Dropout left on is such a fault: no two askings give the same."""
-    from dataclasses import replace
-
     careless = torch.nn.Sequential(torch.nn.Dropout(0.5))
     (member,) = model.members
     handle = member.model.score.register_forward_pre_hook(lambda module, inputs: careless(inputs[0]))
@@ -70,8 +110,6 @@ def test_a_model_that_looks_at_its_batch_is_seen(model):
 
 
 def test_text_that_is_too_long_has_no_score(model):
-    from dataclasses import replace
-
     ids = model.encode(*TEXTS[0])
     assert np.isnan(replace(model, max_length=len(ids) - 1).score_texts(TEXTS[:1]))
     assert replace(model, max_length=len(ids)).score_texts(TEXTS[:1]) == pytest.approx(model.score_texts(TEXTS[:1]), abs=3e-6)
@@ -88,8 +126,6 @@ def test_shift_of_a_format_is_in_standard_deviations(model):
 
 
 def test_what_a_probe_makes_too_long_is_no_response_without_a_score(model, caplog):
-    from dataclasses import replace
-
     from rlhf_core.scorers.reasons import Reasons
 
     tight = replace(model, max_length=max(len(model.encode(*text)) for text in TEXTS), report=Reasons("gate"))

@@ -219,8 +219,8 @@ def test_activations_with_and_without_checkpointing():
     assert trunk_activations(TINY, 3, replace(CPU, gradient_checkpointing=True)) == 2 * 24 + 456 + 144
     # float32: 6 * 4 in place of 8 * 4, 4 bytes each
     assert trunk_activations(TINY, 3, replace(CPU, dtype="float32")) == 2 * 3 * 272 + 288
-    # packed: 2 * 4 + 3 * 4 + 2 * 2 + 2 * 8 = 40 elements a token, and weights 2 * 4 * (4 + 4 + 16) twice
-    assert trunk_activations(TINY, 3, replace(CPU, dtype="float32", packed=True)) == 2 * 4 * (3 * 40 + 192)
+    # packed: 2 * 4 + 3 * 4 + 2 * 2 + 2 * 8 = 40 elements a token, and the weights of queries, keys and values 2 * 4 * (4 + 4)
+    assert trunk_activations(TINY, 3, replace(CPU, dtype="float32", packed=True)) == 2 * 4 * (3 * 40 + 64)
 
 
 def test_the_head_projects_some_rows_at_a_time():

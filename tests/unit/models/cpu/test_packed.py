@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, Qwen2Config, Qwen2Model
 
+from rlhf_core.config import LoraConfig
 from rlhf_core.models.batch import Branches, collate_branches, collate_tokens
 from rlhf_core.models.cpu import layout, packed
 from rlhf_core.models.cpu.layout import GroupBlock, _cuts, _whole_sequences, layout_of, visible_branches
 from rlhf_core.models.cpu.packed import can_pack, packed_states
+from rlhf_core.models.lora import add_adapters, without_adapters
 
 
 @pytest.fixture(params=[5, 1000], ids="pieces of {}".format, autouse=True)
@@ -247,6 +249,52 @@ def test_attention_takes_rows_of_similar_length_together():
     assert _cuts([20, 16, 15, 14, 11, 10, 1, 0]) == [(3, 20), (2, 14), (1, 10), (1, 1)]
 
 
+def adapted_llama(target_modules: str | list[str] = "all-linear", *, dropout: float = 0.0, **settings) -> LlamaModel:
+    """Frozen, with trained adapters of rank 3."""
+    model = LlamaForCausalLM(llama(**settings).config)
+    model.model.load_state_dict(llama(**settings).state_dict())
+    model.requires_grad_(False)
+    add_adapters(model, LoraConfig(rank=3, alpha=6.0, dropout=dropout, target_modules=target_modules), seed=0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zeros would hide a correction that is left out
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.model
+
+
+@pytest.mark.parametrize("target_modules", ["all-linear", ["q_proj", "v_proj"], ["up_proj", "o_proj"], ["down_proj", "gate_proj"]], ids=str)
+def test_adapters_give_the_models_states_and_their_own_gradients(target_modules):
+    model, rows = adapted_llama(target_modules, key_value_heads=2), [Branches([1, 2, 3], [[5, 6], [7]]), Branches([11, 12], [[13, 14, 15]])]
+    batch = collate_branches(rows, pad_id=0, every_token=True)
+    at, predicted_by, _ = batch.predictions()
+    mask = {"position_ids": batch.position_ids, "attention_mask": visible_branches(batch.segments)}
+    assert can_pack(model)
+    found = packed_states(model, batch.input_ids, at, predicted_by, position_ids=batch.position_ids, segments=batch.segments)
+    expected = model(input_ids=batch.input_ids, use_cache=False, **mask).last_hidden_state[at, predicted_by]
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 3 * (7 if target_modules == "all-linear" else 2)  # A and B of each layer's matrices
+    weights = torch.randn_like(found)
+    wanted, got = (torch.autograd.grad((states * weights).sum(), list(trained.values())) for states in (expected, found))
+    for name, a, b in zip(trained, wanted, got, strict=True):
+        assert a.abs().max() > 0
+        torch.testing.assert_close(b, a, rtol=0, atol=2e-5 * float(a.abs().max()), msg=name)
+    with without_adapters(model):
+        plain = model(input_ids=batch.input_ids, use_cache=False, **mask).last_hidden_state[at, predicted_by]
+        again = packed_states(model, batch.input_ids, at, predicted_by, position_ids=batch.position_ids, segments=batch.segments)
+    torch.testing.assert_close(again, plain, rtol=0, atol=2e-5)
+    assert (plain - expected).abs().max() > 0.01
+
+
+def test_adapters_with_dropout_or_beside_trained_weights_are_left_to_the_model():
+    model = adapted_llama(dropout=0.5)
+    assert can_pack(model.eval()) and not can_pack(model.train())
+    with without_adapters(model):
+        assert can_pack(model)
+    model = adapted_llama()
+    model.layers[0].input_layernorm.weight.requires_grad_(True)
+    assert not can_pack(model)
+
+
 def test_what_it_doesnt_know_is_left_to_the_model():
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 50, "num_attention_heads": 4}
     assert can_pack(llama())
@@ -256,9 +304,9 @@ def test_what_it_doesnt_know_is_left_to_the_model():
     assert not can_pack(llama(hidden_act="gelu"))
     assert not can_pack(llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}))
     assert not can_pack(Qwen2Model(Qwen2Config(**shape)))
-    adapted = llama()
-    adapted.layers[1].mlp.down_proj = torch.nn.Sequential(adapted.layers[1].mlp.down_proj)  # as an adapter would wrap it
-    assert not can_pack(adapted)
+    wrapped = llama()
+    wrapped.layers[1].mlp.down_proj = torch.nn.Sequential(wrapped.layers[1].mlp.down_proj)
+    assert not can_pack(wrapped)
     partitioned = llama()
     partitioned.embed_tokens.weight.ds_id = 0  # as ZeRO 3 marks its own
     assert not can_pack(partitioned)
