@@ -64,6 +64,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpu", choices=GPUS, help="propose for GPUs of this kind instead of this machine (h100 with --gpus)")
     parser.add_argument("--gpus", type=_positive, metavar="N", help="propose for so many of them (1)")
     parser.add_argument("--max-length", type=_positive, metavar="N", help="tokens, instead of model.max_length")
+    parser.add_argument("--recipe", type=Path, metavar="FILE", help="also write the recipe to a new file, where one reading fits")
     parser.add_argument("--yaml-only", action="store_true", help="print the YAML for data.sources and nothing else")
     parser.add_argument("--json", action="store_true", help="print all of it as JSON")
     return parser.parse_args(arguments)
@@ -77,6 +78,8 @@ def _positive(text: str) -> int:
 
 
 def run(given: argparse.Namespace) -> int:
+    if given.recipe and given.recipe.exists():
+        raise ConfigError(f"--recipe {given.recipe}: expected a new file, got one that exists; name another one, or remove it")
     place = place_of(given.path, {key: getattr(given, key) for key in ("subset", "dataset_split", "delimiter", "encoding")})
     records, whole = sample_of(place, given.records)
     found = guess(place, records, whole=whole, format_=given.format, columns=columns(given.columns))
@@ -101,6 +104,9 @@ def run(given: argparse.Namespace) -> int:
             print(f"\n--- reading {number}: {reading.looked.tried.reading.format} ---")
         print("\n".join(page.looked(reading.looked, reading.params, colour=colour, every_token=given.tokens)))
         print("\n".join(page.proposed(reading)))
+    if given.recipe and decided:
+        given.recipe.write_text(f"{readings[0].recipe}\n", encoding="utf-8")
+        print(f"\nWritten to {given.recipe}. To run it: python -m flows.full_pipeline --params {given.recipe}")
     return 0 if decided else UNDECIDED
 
 

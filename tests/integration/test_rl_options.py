@@ -122,6 +122,7 @@ TIMED = {
     "algorithm": "rloo",
     "steps": None,
     "epochs": 5000.0,
+    "learning_rate": 1e-6,  # no limit ends the run first
     "max_minutes": 0.2,
     "checkpoint_every": 2,
     "rloo": {"group_size": 4},

@@ -319,7 +319,7 @@ def test_without_a_reward_model_the_chain_continues_with_a_reason(workspace):
     trained = run_stage(workspace, "train_reward")
     assert trained.returncode == 0, trained.stderr
     assert [path.name for path in (workspace / "models/reward").iterdir()] == ["not_trained.json"]
-    reason = {"trained": False, "reason": "reward.enabled is false"}
+    reason = {"trained": False, "given": False, "reason": "reward.enabled is false"}
     assert json.loads((workspace / "models/reward/not_trained.json").read_text()) == reason
     assert json.loads((workspace / "metrics/train_reward.json").read_text()) == reason
     heldout = pq.read_table(workspace / "data/reward_heldout.parquet")

@@ -117,3 +117,11 @@ def test_plain_text_has_no_method_for_a_pretrained_model(chat_model, tmp_path, c
     reading = looked(capsys, written(tmp_path, TEXTS), chat_model)
     assert reading["proposal"]["method"] == "" and reading["proposal"]["stages"] == {}
     assert "demonstrations" in reading["proposal"]["notes"][0]
+
+
+def test_the_recipe_is_written_to_a_new_file_only(chat_model, tmp_path, capsys):
+    arguments = [str(written(tmp_path, PAIRS)), "--model", str(chat_model), "--params", str(WHOLE), "--recipe", str(tmp_path / "mine.yaml")]
+    assert main(arguments) == 0
+    assert load_overlaid(WHOLE, tmp_path / "mine.yaml").alignment.method == "dpo" and "Written to" in capsys.readouterr().out
+    assert main(arguments) == 2
+    assert "expected a new file, got one that exists" in capsys.readouterr().err
