@@ -106,7 +106,7 @@ def run(given: argparse.Namespace) -> int:
         print("\n".join(page.proposed(reading)))
     if given.recipe and decided:
         given.recipe.write_text(f"{readings[0].recipe}\n", encoding="utf-8")
-        print(f"\nWritten to {given.recipe}. To run it: python -m flows.full_pipeline --params {given.recipe}")
+        print(f"\nWritten to {given.recipe}, for the pipeline's --params")
     return 0 if decided else UNDECIDED
 
 
