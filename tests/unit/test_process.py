@@ -98,7 +98,7 @@ def test_work_beside_a_block_is_told_of_its_end_and_waited_for(fails):
     [
         "rlhf_core.planning --help",
         "rlhf_core.planning --check",
-        "rlhf_core.planning --stages",
+        "rlhf_core.planning --stages --recipe recipes/clerk.yaml",
         "rlhf_core.look --help",
         "rlhf_core.use --help",
         "rlhf_core.storage.clean --help",

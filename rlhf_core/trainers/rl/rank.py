@@ -31,7 +31,7 @@ from rlhf_core.models.backend import Backend
 from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, collate_tokens, continue_prefix, group_by_prefix
 from rlhf_core.models.build import checkpoint_names, save_model
 from rlhf_core.models.forward import GENERAL, PolicyModule, ScalarModule, common_backend
-from rlhf_core.models.lora import without_adapters
+from rlhf_core.models.lora import has_adapters, without_adapters
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.process import collect_by_default
 from rlhf_core.scorers.reward_model import score_sequences
@@ -113,8 +113,10 @@ class TrainerRank:
         collect_by_default()
 
     def _common_backend(self, modules: list[PolicyModule | ScalarModule]) -> Backend:
-        """What computes all of these modules. The general backend with other ranks or ZeRO, where the order of collectives counts."""
-        alone = self._world_size == 1 and self._job.rl.trainer.zero_stage == 0 and bool(modules)
+        """What computes all of these modules, two passes at a time where it can. The general backend takes them in turn: with other ranks or
+        ZeRO, where the order of collectives counts, and with adapters, which are switched off for the reference.
+        """
+        alone = self._world_size == 1 and self._job.rl.trainer.zero_stage == 0 and bool(modules) and not any(map(has_adapters, modules))
         return common_backend(*modules) if alone else GENERAL
 
     def keep(self, stays: Stays) -> dict[str, int]:

@@ -33,7 +33,7 @@ import json, sys, time
 import ray
 from pathlib import Path
 from ray.cluster_utils import Cluster
-from rlhf_core.config import RlConfig, read_yaml
+from rlhf_core.config import RlConfig
 from rlhf_core.engines.ray import places
 from rlhf_core.engines.ray.actors import ActorGroup
 from rlhf_core.engines.ray.places import RoleLost
@@ -42,6 +42,7 @@ from rlhf_core.engines.ray.gpus import ReservedGpus, node_gpus, reserve_gpus
 from rlhf_core.engines.ray.processes import by_node
 from rlhf_core.planning.placement import place
 from rlhf_core.trainers.rl.groups import TrainerGroups
+from tools.clerk import clerk_tree
 
 DEADLINE = 200.0
 
@@ -49,7 +50,7 @@ size = {"num_gpus": 4, "num_cpus": 8, "object_store_memory": 80_000_000}
 cluster = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False, "temp_dir": sys.argv[1]})
 cluster.add_node(**size)
 ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
-BASE = read_yaml(CLERK_PARAMS)["rl"]
+BASE = clerk_tree()["rl"]
 
 
 def job(placement, tensor_parallel_size, ranks=None, engines=None, gpus_per_rank="auto", gpus_per_engine="auto"):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from clerk_params import CLERK_PARAMS
 
 from rlhf_core.look.__main__ import main
 
@@ -22,11 +23,11 @@ def here(monkeypatch):
 def test_repeated_prompts_are_counted_by_split_with_both_places(tmp_path: Path, capsys):
     texts = [f"Which colour has house {i}?" for i in range(60)]
     write(tmp_path / "d.jsonl", [*texts, *(f"{text}?" for text in texts)])
-    assert main([str(tmp_path / "d.jsonl"), "--json"]) == 0
+    assert main([str(tmp_path / "d.jsonl"), "--json", "--params", str(CLERK_PARAMS)]) == 0
     repeats = json.loads(capsys.readouterr().out)["readings"][0]["repeats"]
     assert {*repeats} == {"validation", "test", "promotion"}
     assert 5 < repeats["test"]["prompts"] < 30 and repeats["test"]["near"] > 3 and repeats["test"]["contained"] == 0
-    assert main([str(tmp_path / "d.jsonl")]) == 0
+    assert main([str(tmp_path / "d.jsonl"), "--params", str(CLERK_PARAMS)]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("test split:")]
     counts = f"{repeats['test']['near']} of {repeats['test']['prompts']} prompts"
     assert counts in line and "validation.max_near_duplicate_fraction is 0.02: validate_data stops" in line
