@@ -130,7 +130,8 @@ def tokenizer_of_policy(path: str, own: PreTrainedTokenizerBase, config: ModelCo
     """The tokenizer that is saved with a policy from elsewhere: the chain's, or with `own_template` the policy's.
 
     Raises:
-        ValueError: the policy's tokenizer has other tokens, or its template writes conversations otherwise and `own_template` is false.
+        ValueError: the policy's tokenizer has other tokens, its template writes conversations otherwise and `own_template` is false, or
+            there is a template without a tokenizer.
     """
     folder = Path(locate_model(path, key=KEY))
     has_template = any((folder / name).exists() for name in ("chat_template.jinja", "additional_chat_templates")) or (
@@ -139,6 +140,11 @@ def tokenizer_of_policy(path: str, own: PreTrainedTokenizerBase, config: ModelCo
     if own_template and not has_template:
         raise ValueError(f"external.own_template: expected a chat template in {folder}, got none; set it to false, or add one")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        if has_template:
+            raise ValueError(
+                f"{KEY}: expected a tokenizer beside the chat template in {folder}, got none; add the tokenizer files that the policy was "
+                "trained with, or remove the template if it was trained with that of models/sft"
+            )
         return own
     options = {"template_date": config.template_date, "template_options": config.template_options}
     theirs = load_tokenizer(str(folder), trust_remote_code=config.trust_remote_code, **options)

@@ -128,6 +128,9 @@ def test_a_policys_tokenizer_may_be_missing_or_equal_and_nothing_else(folder, to
         taken()
     for path in folder.glob("*token*"):
         path.unlink()
+    for own_template in (False, True):
+        with pytest.raises(ValueError, match=r"expected a tokenizer beside the chat template in .*, got none; add the tokenizer files"):
+            taken(own_template)
     template.unlink()
     assert taken() is tokenizer
     with pytest.raises(ValueError, match="own_template: expected a chat template in"):
