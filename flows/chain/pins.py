@@ -22,10 +22,10 @@ from flows.registry.state import read_for_decision
 from flows.registry.tags import Version
 from flows.registry.versions import bring_into_cache, fetch
 from rlhf_core.config import ConfigError, RewardConfig, ScorerConfig, apply_overrides, load_params, shown
+from rlhf_core.models.folder import count_members
 from rlhf_core.paths import PROMOTED, REWARD_MODEL
 from rlhf_core.provenance.dvc_cache import cache_folder, listing
 from rlhf_core.provenance.file_hashes import dvc_md5
-from rlhf_core.scorers.members import count_members
 
 INCUMBENT, ANCHOR, ROLLED_BACK = "gate.incumbent", "gate.anchor", "gate.rolled_back"
 NAMED = "reward.pinned"

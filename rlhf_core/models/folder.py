@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +158,11 @@ def weight_files(folder: Path) -> list[Path]:
     others = sorted(p.name for p in folder.iterdir() if p.suffix in UNSAFE)
     got = f"only {', '.join(others[:5])}, which may run code when it is read; convert it" if others else "none"
     raise ValueError(f"model {folder}: expected weights in model.safetensors, got {got}")
+
+
+def count_members(files: Iterable[str]) -> int:
+    """Number of models in a reward model's folder, from the names of its files, with slashes: its own, and one in each `member_*`."""
+    return 1 + sum(name.startswith("member_") and name.count("/") == 1 and name.endswith("/config.json") for name in files)
 
 
 def count_parameters(path: str | Path) -> int:

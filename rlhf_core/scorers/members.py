@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_core.config import ScorerConfig
@@ -17,11 +16,6 @@ def member_folders(folder: Path) -> list[Path]:
     """The folders of a reward model's members: the model's own folder, then its subfolders member_1, member_2 and so on."""
     further = [p for p in folder.glob("member_*") if (p / "config.json").is_file()]
     return [folder, *sorted(further, key=lambda p: int(p.name.removeprefix("member_")))]
-
-
-def count_members(files: Iterable[str]) -> int:
-    """The number of `member_folders`, from the names of a reward model's files, with slashes."""
-    return 1 + sum(PurePosixPath(name).match("/member_*/config.json") for name in (f"/{name}" for name in files))
 
 
 def combine_members(scores: torch.Tensor, *, std_coef: float) -> tuple[torch.Tensor, torch.Tensor]:
