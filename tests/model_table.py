@@ -20,7 +20,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-from clerk_params import CLERK_PARAMS
+from tools.clerk import clerk_params
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs/tables/models.csv"
@@ -73,7 +73,7 @@ def one_family(family: str, columns: list[str]) -> Cells:
     from rlhf_core.process import configure_process
 
     configure_process()
-    from rlhf_core.config import LoraConfig, load_params
+    from rlhf_core.config import LoraConfig
     from rlhf_core.engines.deepspeed_engine import join_world
     from rlhf_core.model_check.miniature import random_model
     from rlhf_core.model_check.trial import Trial, TrialSettings
@@ -82,7 +82,7 @@ def one_family(family: str, columns: list[str]) -> Cells:
     from tests.tiny_models import tiny_tokenizer
 
     join_world()
-    params = load_params(CLERK_PARAMS)
+    params = clerk_params()
     model = load_language_model(PRETRAINED[family]) if family in PRETRAINED else {**FAMILIES, **OTHERS}[family]()
     lora = LoraConfig(rank=4, alpha=8.0, dropout=0.0, target_modules="all-linear")
     settings = TrialSettings(max_length=LENGTH, dpo=params.dpo, loras=(lora,), threads=1)

@@ -74,7 +74,7 @@ def list_runs(root: Path, *, as_json: bool) -> str:
     if as_json:
         return json.dumps([asdict(state) for state in states], indent=1)
     if not states:
-        return "No runs: python -m flows.full_pipeline --set KEY=VALUE --run NAME makes one."
+        return "No runs: python -m flows.full_pipeline --params recipes/clerk.yaml --run NAME makes one."
     rows = [_row(state) for state in states]
     headers = ("run", "made", "last used", "commit", "method", "outcome", "gate", "judge", "MB")
     total = sum(state.size for state in states)

@@ -201,9 +201,9 @@ class SourceConfig(Section):
 
 
 class DataConfig(Section):
-    validation_fraction: float = Field(gt=0, lt=0.5)
-    test_fraction: float = Field(gt=0, lt=0.5)
-    promotion_fraction: float = Field(default=0.0, ge=0, lt=0.5)
+    validation_fraction: float = Field(gt=0, lt=1)
+    test_fraction: float = Field(gt=0, lt=1)
+    promotion_fraction: float = Field(default=0.0, ge=0, lt=1)
     max_rows: int | None = Field(default=None, gt=0)
     max_unrenderable_fraction: float = Field(default=0.05, ge=0, le=1)
     sources: list[SourceConfig]

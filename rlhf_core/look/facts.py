@@ -91,14 +91,13 @@ class ModelFacts:
     """The model at `path`.
 
     sizes: None for an architecture that the planner doesn't predict. positions: of its longest sequence; None: its config.json names none.
-    is_chat: it comes with a chat template. has_chatml: its tokenizer has the tokens of ChatML. has_weights: it can be trained here.
+    is_chat: it comes with a chat template. has_weights: it can be trained here.
     """
 
     path: str
     sizes: Model | None
     positions: int | None
     is_chat: bool
-    has_chatml: bool
     has_weights: bool
 
     @property
@@ -145,7 +144,7 @@ def data_facts(found: Looked, source: SourceConfig, *, whole: bool) -> DataFacts
     return DataFacts(found.counts, max(counted, read) / read, at_least=time.monotonic() >= end)
 
 
-def model_facts(params: Params, tokenizer: PreTrainedTokenizerBase, *, is_chat: bool) -> ModelFacts:
+def model_facts(params: Params, *, is_chat: bool) -> ModelFacts:
     """
     Args:
         is_chat: the tokenizer came with a template.
@@ -156,13 +155,11 @@ def model_facts(params: Params, tokenizer: PreTrainedTokenizerBase, *, is_chat: 
     folder = locate_model(path, params.model.revision)
     settings = read_settings(Path(folder), "config.json")
     weighty = has_weights(Path(folder))
-    words = tokenizer.get_vocab()
     return ModelFacts(
         path,
         _sizes(Path(folder), weighty=weighty, trust_remote_code=params.model.trust_remote_code),
         next(_positions(settings), None),
         is_chat,
-        all(token in words for token in CHATML),
         weighty,
     )
 

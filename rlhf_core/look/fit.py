@@ -29,13 +29,12 @@ Settings = dict[str, Any]
 class Fit:
     """The settings with which a stage fits. why: the reason of adapters or of full training.
 
-    lacks: what is missing where nothing fits; empty: it fits. known: whether the planner predicts the model's architecture.
+    lacks: what is missing where nothing fits; empty: it fits.
     """
 
     settings: Settings
     why: str
     lacks: str = ""
-    known: bool = True
 
 
 def propose_fit(stage: str, params: Params, model: ModelFacts, machine: MachineFacts) -> Fit:
@@ -45,7 +44,7 @@ def propose_fit(stage: str, params: Params, model: ModelFacts, machine: MachineF
         params: with lengths and batches.
     """
     if model.sizes is None:
-        return Fit({}, "full training, unchecked: the planner doesn't predict the memory of this architecture", known=False)
+        return Fit({}, "full training, unchecked: the planner doesn't predict the memory of this architecture")
     ladder = list(_ladder(stage, params, machine))
     method, _ = section_of(stage, params)
     with_margin, lacking = _smaller(machine.memory), ""

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf_core.config import Params, SourceConfig, overridden, read_yaml_text
 from rlhf_core.config.base import keys_of, with_defaults
+from rlhf_core.config.usual import SMALL_MODEL
 from rlhf_core.look import recipe, repeats
 from rlhf_core.look.facts import DataFacts, MachineFacts, ModelFacts
 from rlhf_core.look.fit import Fit, device_settings, propose_fit, section_at, section_of
@@ -271,6 +272,11 @@ def _warnings(
     )
     if not model.has_weights:
         yield f"{model.path} has no weights: the recipe is planned by its config.json alone; put the weights there before you run it"
+    if model.parameters is not None and model.parameters < SMALL_MODEL:
+        yield (
+            f"the usual learning rates are of models from {SMALL_MODEL / 1e6:g}M parameters: one of {model.parameters / 1e6:.2g}M hardly "
+            "learns with them; set each section's learning_rate to about 1e-3, as recipes/stories.yaml does"
+        )
     if choice.name == "dpo" and data.pairs < FEW_PAIRS:
         yield f"{data.pairs} pairs are few: a thousand or more is usual, and a held-out tenth of {data.pairs} judges little"
 

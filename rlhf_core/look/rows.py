@@ -46,7 +46,7 @@ class UseCounts:
 
     found: kind of objection -> rows, but for rows that are too long. lengths: tokens of a row's longest sequence -> rows.
     responses: tokens of a response without its end -> responses. sequences, tokens: of all rows; a pair has two, and its prompt twice.
-    labels: kind of an expected answer (`label_kind`) -> rows. dialogues: rows whose prompt has several messages.
+    labels: kind of an expected answer (`label_kind`) -> rows.
     chosen_is_longer: number of pairs whose chosen response has more tokens; a tie counts half.
     pairs, preferences: for each row with both, 64-bit hashes of its pair and of its preferred text.
     """
@@ -59,7 +59,6 @@ class UseCounts:
     sequences: int = 0
     tokens: float = 0.0
     labels: Counter[str] = field(default_factory=Counter)
-    dialogues: int = 0
     chosen_is_longer: float = 0.0
     pairs: array[int] = field(default_factory=lambda: array("Q"))
     preferences: array[int] = field(default_factory=lambda: array("Q"))
@@ -75,7 +74,6 @@ class UseCounts:
         self.found["empty"] += int(sum(empty).gt(0).sum()) if empty else 0
         if self.use != "pretrain":
             self._add_templates(frame)
-            self.dialogues += sum(len(row["messages"]) > 1 for row in rows)
         if self.use == "prompt":
             self.labels.update(label_kind(row["label"]) for row in rows if row.get("label") is not None)
         if self.use == "preference":

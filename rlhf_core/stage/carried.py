@@ -254,6 +254,6 @@ def _lacking(now: Mapping[str, Any], before: Mapping[str, Any], files: Collectio
 def _too_far(now: Mapping[str, Any], phase: str, step: int) -> Iterator[str]:
     """The number of steps, where the checkpoint has more."""
     sections = ("rl", "sft", "reward", "rejection_sampling", "conditional_sft", "kto", "iterative", "dpo")  # a round has both of the last
-    key = "sft.pretrain.steps" if phase == "pretrain" else next((f"{s}.steps" for s in sections if now.get(f"{s}.steps") is not None), None)
+    key = "sft.pretrain.steps" if phase == "pretrain" else next((f"{s}.steps" for s in sections if f"{s}.steps" in now), None)
     if key is not None and now[key] is not None and now[key] < step:  # the trainer checks those of epochs
         yield f"{key}: expected at least the {step} of the checkpoint, got {now[key]}; raise it, or set checkpoints.resume_from to null"

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import rlhf_core
 from rlhf_core.checkpoint.manifest import MANIFEST
 from rlhf_core.checkpoint.store import Origin, SaveFailed, StoreSettings
-from rlhf_core.config import ConfigError, Params, reordering_shown
+from rlhf_core.config import ConfigError, Params, reordering_shown, with_usual_rates
 from rlhf_core.environment import keep_visible, of_stage
 from rlhf_core.paths import CURVES, PLOTS, POLICY_MODEL, REWARD_MODEL, SCRATCH, SOURCES, STAGE_METRICS, STATE_DIGESTS
 from rlhf_core.process import STOPPED_BY_SIGNAL, Interrupted, beside, configure_process, end_with_parent, show_own_log
@@ -287,7 +287,7 @@ class Stage:
         inputs = input_hashes(self.work, self.name, self._round_number)
         if kind == "policy" and gate is None:
             inputs = {path: md5 for path, md5 in inputs.items() if path != REWARD_MODEL.as_posix()}
-        params = {name: value for name, value in self.work.params.items() if ":" not in name}
+        params = with_usual_rates({name: value for name, value in self.work.params.items() if ":" not in name})
         if kind == "given":
             params |= {"sft": {"enabled": False}}
         elif kind == "reward" and (path := self.params.reward.path) is not None:

@@ -1,4 +1,6 @@
-"""The end of training by `max_minutes`: wall-clock time of steps, evaluations and checkpoints, those before a resume included."""
+"""The end of training by `max_minutes`: wall-clock time of steps, evaluations and checkpoints, those before a resume included, but for the
+evaluation and checkpoint at which it stopped.
+"""
 
 from __future__ import annotations
 

@@ -211,3 +211,10 @@ def test_the_table_knows_the_stages():
 def test_a_changed_rule_in_rewards_is_read_anew():
     """One elsewhere is an input (data/inputs.json)."""
     assert all("rewards" in CHAINS[method][stage]["deps"] for method, stage in ALL if stage == "prepare_data")
+
+
+def test_what_trains_at_a_usual_rate_depends_on_their_table():
+    """`learning_rate: null` is in params.yaml, its number in code that the frame exempts otherwise."""
+    table = "rlhf_core/config/usual.py"
+    assert all(table in STAGES[stage]["deps"] for stage in ("train_sft", "train_reward", "train_policy", "report"))
+    assert table in ROUND_STAGES["train_round"]["deps"]

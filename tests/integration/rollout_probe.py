@@ -15,10 +15,8 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from clerk_params import CLERK_PARAMS
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_core.config import load_params
 from rlhf_core.engines.vllm.engine import VllmEngine
 from rlhf_core.engines.weights import replace_weights
 from rlhf_core.models.batch import collate_tokens
@@ -29,6 +27,7 @@ from rlhf_core.sampling.requests import Sample, SamplingSettings, request_seeds
 from rlhf_core.trainers.rl.data import collate
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch, check_logprobs
 from rlhf_core.types import Prompt, Rollout, ScoredRollout
+from tools.clerk import clerk_params
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,7 +89,7 @@ def check(policy: LlamaForCausalLM, groups: list[list[Sample]]) -> str:
     outputs = {"old_logprobs": trainer_logprobs(policy, groups, temperature=1.0)}
     batch = collate([ScoredRollout(r, {"reward_model": 0.0}) for r in rollouts], outputs, None, pad_id=0, old_logprobs_source="recompute")
     try:
-        check_logprobs(batch, batch.sampler_logprobs, load_params(CLERK_PARAMS).rl, step=3, dtype="float32")
+        check_logprobs(batch, batch.sampler_logprobs, clerk_params().rl, step=3, dtype="float32")
     except LogprobMismatch as error:
         return str(error)
     return "passed"

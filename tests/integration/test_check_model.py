@@ -25,6 +25,7 @@ def workspace(tmp_path: Path) -> Path:
         shutil.copy(file, tmp_path)
     for package in ("tasks", "rlhf_core", "rewards"):  # dependencies of the stage, covered by its fingerprint
         (tmp_path / package).symlink_to(ROOT / package)
+    (tmp_path / "data/prepared").mkdir(parents=True)  # read where epochs give the number of steps
     change_params(tmp_path, SMALL)
     build_tokenizer([f"Double {i}. It is {i}. No." for i in range(20)], vocab_size=300).save_pretrained(tmp_path / "models" / "tokenizer")
     return tmp_path

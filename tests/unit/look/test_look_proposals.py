@@ -22,7 +22,7 @@ from rlhf_core.planning.shape import SIZES, ModelShape
 
 GIB = 2**30
 SMALL = ModelShape(30, 576, 1536, 9, 3, 64, 49152, tied=True)  # SmolLM2-135M
-CHAT = ModelFacts("m", of_shape(SIZES["qwen2.5-1.5b"]), 32768, is_chat=True, has_chatml=True, has_weights=True)
+CHAT = ModelFacts("m", of_shape(SIZES["qwen2.5-1.5b"]), 32768, is_chat=True, has_weights=True)
 BASE = replace(CHAT, is_chat=False)
 
 
