@@ -2,7 +2,7 @@
 
 `gate.incumbent` is the promoted reward model, `gate.anchor` the promoted one that no later one
 clearly beats, `gate.rolled_back` those rolled back, `reward.pinned` the version that `reward.path` names.
-A run keeps its first incumbent, anchor and named version; `gate.rolled_back` is updated at each start.
+A run keeps its first incumbent, anchor and named version, but for another `reward.path`; `gate.rolled_back` is updated at each start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from flows.registry.state import read_for_decision
 from flows.registry.tags import Version
 from flows.registry.versions import bring_into_cache, fetch
 from rlhf_core.config import ConfigError, RewardConfig, ScorerConfig, apply_overrides, load_params, shown
+from rlhf_core.models.folder import count_members
 from rlhf_core.paths import PROMOTED, REWARD_MODEL
+from rlhf_core.provenance.dvc_cache import cache_folder, listing
 from rlhf_core.provenance.file_hashes import dvc_md5
 
 INCUMBENT, ANCHOR, ROLLED_BACK = "gate.incumbent", "gate.anchor", "gate.rolled_back"
@@ -50,12 +52,13 @@ def prepare_run(
     check_user_files(root, name, wanted)
     if name is not None and fresh:
         check_cluster(root, wanted, stages)
+    unpinned = {} if fresh or check_run(root, name, {}).reward.path == wanted.reward.path else {NAMED: None}
     with nullcontext() if name is None else undone_on_failure(root, name):
-        return _prepare(root, name, overrides, fresh=fresh)
+        return _prepare(root, name, overrides, unpinned, fresh=fresh)
 
 
-def _prepare(root: Path, name: str | None, overrides: dict[str, Any], *, fresh: bool) -> Path:
-    workspace = root if name is None else prepare_worktree(root, name, overrides)
+def _prepare(root: Path, name: str | None, overrides: dict[str, Any], unpinned: dict[str, Any], *, fresh: bool) -> Path:
+    workspace = root if name is None else prepare_worktree(root, name, unpinned | overrides)
     if pin_registry(root, workspace, chosen=overrides, fresh=fresh) and name is not None:
         refusal = commit(workspace, f"Run {name}: pin the registry's state", ["params.yaml"])
         if refusal is not None:
@@ -117,7 +120,7 @@ def named_reward_model(root: Path, reward: RewardConfig, *, fresh: bool) -> dict
     Args:
         fresh: `registry` means the version that is promoted now; else the one that the run has pinned, if any.
     Raises:
-        ConfigError: there is no such version, or its files are neither in the cache nor in the remote.
+        ConfigError: there is no such version, it is an ensemble, or its files are neither in the cache nor in the remote.
     """
     if not reward.enabled or not reward.is_registered:
         return None
@@ -126,6 +129,11 @@ def named_reward_model(root: Path, reward: RewardConfig, *, fresh: bool) -> dict
         name = reward.pinned.version
     version = read_for_decision(root, "reward-model").get(name)
     bring_into_cache(root, version)
+    if (members := count_members(listing(version.md5, cache_folder(root)))) > 1:
+        raise ConfigError(
+            f"reward.path: expected a version with one model, got {version.version}, an ensemble of {members}; name another version, or a "
+            "folder with one of its members"
+        )
     return _pin(version)
 
 

@@ -11,6 +11,7 @@ from rlhf_core.config import shown
 # Endings of the files that a source of kind file reads; `data.files` has a reader for each.
 DATA_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet")
 HUB_SECONDS = 30.0  # timeout of a request to the hub
+ADAPTERS = "adapter_config.json"  # of PEFT, in a folder with adapters instead of a whole model
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _FETCHED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")  # files of a model's repository
@@ -67,11 +68,12 @@ def hub_is_online() -> bool:
 
 
 def model_snapshot(name: str, revision: str | None) -> Path | None:
-    """The folder in the hub's cache with a model at a revision, by default main as last fetched; None if missing or without weights."""
+    """The folder in the hub's cache with a model or adapters at a revision, by default main as last fetched; None: none, or no weights."""
     repository = _repository("models", name)
     commit = cached_commit(repository, revision)
     snapshot = repository / "snapshots" / (commit or "none")
-    return snapshot if (snapshot / "config.json").is_file() and any(snapshot.glob("*.safetensors")) else None
+    has_settings = any((snapshot / name).is_file() for name in ("config.json", ADAPTERS))
+    return snapshot if has_settings and any(snapshot.glob("*.safetensors")) else None
 
 
 def fetch_model(name: str, revision: str | None) -> str:

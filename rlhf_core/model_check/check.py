@@ -15,9 +15,9 @@ from rlhf_core.engines.vllm.refusals import refuse_without_sleep
 from rlhf_core.model_check.miniature import cut_config, random_model, smaller
 from rlhf_core.model_check.trial import Finding, Trial, TrialSettings, judged, largest, random_sequences, refused
 from rlhf_core.models.build import check_weights, classifier, vocabulary_size
-from rlhf_core.models.folder import ADAPTERS, check_model_folder, locate_model, refusals
+from rlhf_core.models.folder import check_model_folder, locate_model, refusals
 from rlhf_core.models.forward import ScalarModule
-from rlhf_core.models.given import check_same_architecture, config_of, tokenizer_of_policy
+from rlhf_core.models.given import base_for_adapters, check_same_architecture, config_of, tokenizer_of_policy
 from rlhf_core.models.rows import check_rows
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.planning.models import base_model
@@ -103,15 +103,16 @@ def check_external(params: Params, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check a policy from elsewhere by its files; the stage that takes it checks the same and reads its weights.
 
     Raises:
-        ValueError: its tokenizer, its template, its architecture or the names of its weights aren't those of the model at `model.path`.
+        ValueError: its tokenizer, its template, its architecture or the names of its weights aren't those of the model at `model.path`;
+            for adapters, those of the model that they belong to, or they can't be merged.
     """
     external, model = params.external, params.model
     tokenizer_of_policy(external.path, tokenizer, model, own_template=external.own_template)
     folder = Path(locate_model(external.path, key="external.path"))
-    if not (folder / ADAPTERS).is_file():
-        check_weights(folder, trust_remote_code=model.trust_remote_code)
-        if model.path is not None:
-            check_same_architecture(config_of(folder, model), config_of(locate_model(model.path, model.revision), model))
+    whole = base_for_adapters(folder) or folder
+    check_weights(whole, trust_remote_code=model.trust_remote_code)
+    if model.path is not None:
+        check_same_architecture(config_of(whole, model), config_of(locate_model(model.path, model.revision), model))
 
 
 def check_rl_job(params: Params, gpus: int) -> None:

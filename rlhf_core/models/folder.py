@@ -11,12 +11,12 @@ import contextlib
 import json
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import shown
-from rlhf_core.data.places import fetch_model, hub_is_online, is_hub_name, locate, model_commit, model_snapshot
+from rlhf_core.data.places import ADAPTERS, fetch_model, hub_is_online, is_hub_name, locate, model_commit, model_snapshot
 
 INDEX = "model.safetensors.index.json"
 UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")  # files of weights that may run code when they are read
@@ -55,12 +55,26 @@ def locate_model(path: str, revision: str | None = None, *, key: str = "model.pa
         return fetch_model(path, model_commit(path, revision))
     if revision is not None:
         raise ValueError(
-            f"model.revision: expected {shown(revision)} of {shown(path)} in the hub's cache, got nothing; set HF_HUB_OFFLINE=0 to fetch it"
+            f"{key}: expected revision {shown(revision)} of {shown(path)} in the hub's cache, got none; set HF_HUB_OFFLINE=0 to fetch it"
         )
     return path
 
 
-ADAPTERS = "adapter_config.json"  # of PEFT, in a folder with adapters instead of a whole model
+def base_of_adapters(folder: Path) -> tuple[str, str | None] | None:
+    """Path or name of the model that a folder's adapters (PEFT) belong to, and its revision, if any; None: it has no adapters.
+
+    Raises:
+        ValueError: the adapters' settings name no model, or a revision that is no text.
+    """
+    if not (folder / ADAPTERS).is_file():
+        return None
+    settings = read_settings(folder, ADAPTERS)
+    name, revision = settings.get("base_model_name_or_path"), settings.get("revision")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{folder / ADAPTERS}: expected base_model_name_or_path, got none; merge the adapters and save the whole model")
+    if revision is not None and not isinstance(revision, str):
+        raise ValueError(f"{folder / ADAPTERS}: expected a text or null as revision, got {shown(repr(revision))}; correct it")
+    return name, revision or None
 
 
 def has_weights(folder: Path) -> bool:
@@ -144,6 +158,11 @@ def weight_files(folder: Path) -> list[Path]:
     others = sorted(p.name for p in folder.iterdir() if p.suffix in UNSAFE)
     got = f"only {', '.join(others[:5])}, which may run code when it is read; convert it" if others else "none"
     raise ValueError(f"model {folder}: expected weights in model.safetensors, got {got}")
+
+
+def count_members(files: Iterable[str]) -> int:
+    """Number of models in a reward model's folder, from the names of its files, with slashes: its own, and one in each `member_*`."""
+    return 1 + sum(name.startswith("member_") and name.count("/") == 1 and name.endswith("/config.json") for name in files)
 
 
 def count_parameters(path: str | Path) -> int:

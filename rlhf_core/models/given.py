@@ -14,7 +14,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from rlhf_core.config import ModelConfig, number_of, shown
 from rlhf_core.models.attention import fix_frequencies
 from rlhf_core.models.build import frozen, load_language_model
-from rlhf_core.models.folder import ADAPTERS, locate_model, quantization, read_headers, read_settings, refusals
+from rlhf_core.models.folder import ADAPTERS, base_of_adapters, locate_model, quantization, read_headers, read_settings, refusals
 from rlhf_core.models.tokenizer import Unrenderable, encode_prompt, load_tokenizer
 
 if TYPE_CHECKING:
@@ -57,24 +57,31 @@ def load_policy_from_elsewhere(path: str, config: ModelConfig) -> PreTrainedMode
         ValueError: there is no such model, its adapters are of another kind or incomplete, or their base model isn't there.
     """
     folder = Path(locate_model(path, key=KEY))
-    if not (folder / ADAPTERS).is_file():
+    if (place := base_for_adapters(folder)) is None:
         return load_as_given(folder, config)
-    settings = read_settings(folder, ADAPTERS)
-    base = str(settings.get("base_model_name_or_path"))
-    _check_adapters(folder, settings)
-    place = locate_model(base, key=f"the base model of {KEY}")
     model = load_language_model(place, trust_remote_code=config.trust_remote_code, max_length=config.max_length)
     with refusals(folder):
         merged = _merged(model, folder)
     return frozen(merged, device=torch.device("cpu"), dtype=getattr(torch, config.dtype))
 
 
-def _check_adapters(folder: Path, settings: dict[str, Any]) -> None:
-    remedy = "merge them with PEFT (merge_and_unload) and give the folder of the whole model"
-    if settings.get("peft_type") != "LORA":
-        raise ValueError(f"{KEY}: expected adapters of type LORA in {folder}, got {shown(str(settings.get('peft_type')))}; {remedy}")
+def base_for_adapters(folder: Path) -> str | None:
+    """The folder of the model into which a folder's adapters are merged; None: it has no adapters.
+
+    Raises:
+        ValueError: the adapters are of another kind, in another form than safetensors, or their base model isn't there.
+    """
+    if (base := base_of_adapters(folder)) is None:
+        return None
+    remedy, kind = (
+        "merge them with PEFT (merge_and_unload) and give the folder of the whole model",
+        read_settings(folder, ADAPTERS).get("peft_type"),
+    )
+    if kind != "LORA":
+        raise ValueError(f"{KEY}: expected adapters of type LORA in {folder}, got {shown(str(kind))}; {remedy}")
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise ValueError(f"{KEY}: expected {ADAPTER_WEIGHTS} in {folder}, got none; save the adapters in safetensors, or {remedy}")
+    return locate_model(*base, key=f"the base model of {KEY}")
 
 
 def _merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
@@ -130,7 +137,8 @@ def tokenizer_of_policy(path: str, own: PreTrainedTokenizerBase, config: ModelCo
     """The tokenizer that is saved with a policy from elsewhere: the chain's, or with `own_template` the policy's.
 
     Raises:
-        ValueError: the policy's tokenizer has other tokens, or its template writes conversations otherwise and `own_template` is false.
+        ValueError: the policy's tokenizer has other tokens, its template writes conversations otherwise and `own_template` is false, or
+            there is a template without a tokenizer.
     """
     folder = Path(locate_model(path, key=KEY))
     has_template = any((folder / name).exists() for name in ("chat_template.jinja", "additional_chat_templates")) or (
@@ -139,6 +147,11 @@ def tokenizer_of_policy(path: str, own: PreTrainedTokenizerBase, config: ModelCo
     if own_template and not has_template:
         raise ValueError(f"external.own_template: expected a chat template in {folder}, got none; set it to false, or add one")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        if has_template:
+            raise ValueError(
+                f"{KEY}: expected a tokenizer beside the chat template in {folder}, got none; add the tokenizer files that the policy was "
+                "trained with, or remove the template if it was trained with that of models/sft"
+            )
         return own
     options = {"template_date": config.template_date, "template_options": config.template_options}
     theirs = load_tokenizer(str(folder), trust_remote_code=config.trust_remote_code, **options)

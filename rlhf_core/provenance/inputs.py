@@ -22,6 +22,7 @@ from rlhf_core.provenance.file_hashes import FileHash, FileHashes, files_below, 
 from rlhf_core.provenance.imported_files import imported_files
 
 OWN_MODELS = tuple(map(str, (SFT_MODEL, REWARD_MODEL, POLICY_MODEL)))  # outputs of the chain, which are dependencies already
+BASE = "the base model of external.path"
 OWN_CODE = "rewards"  # already a dependency as a whole
 SHOWN_FILES = 5  # of a folder, shown in a message
 
@@ -45,7 +46,10 @@ def read_inputs(params: Params, workspace: Path = Path()) -> Tree:
             "scorers": _scorers(_used_scorers(params), workspace, hashes),
             "round_scorers": _scorers([("iterative.scorers", s) for s in params.iterative.scorers], workspace, hashes),
             "external": {f"gate.external.{e.name}": _local(e.path, workspace, hashes) for e in params.gate.external},
-            **{name: {key: _model(path, None, workspace, hashes) for key, path in of} for name, of in _given(params, workspace)},
+            **{
+                name: {key: _model(path, revision, workspace, hashes) for key, path, revision in of}
+                for name, of in _given(params, workspace, fetch=True)
+            },
         }
     finally:
         hashes.keep()
@@ -73,29 +77,31 @@ def _model(path: str, revision: str | None, workspace: Path, hashes: FileHashes)
     return _local(path, workspace, hashes)
 
 
-def _given(params: Params, workspace: Path) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Sections of ready-made models that take the place of trained ones, with key and path of each; a version of the registry is none."""
+def _given(params: Params, workspace: Path, *, fetch: bool = False) -> Iterator[tuple[str, list[tuple[str, str, str | None]]]]:
+    """Sections of ready-made models that take the place of trained ones, with key, path and revision of each.
+
+    A version of the registry is none.
+
+    Args:
+        fetch: download a policy that the hub's cache lacks, if the hub may be used; else the base of its adapters isn't known yet.
+    """
     reward = params.reward.path if params.reward.enabled and not params.reward.is_registered else None
     policy = params.external.path if params.alignment.method == "external" else None
-    base = None if policy is None else base_of_adapters(locate(policy, workspace))
-    yield "reward", [("reward.path", reward)] if reward else []
-    yield "policy", [(key, path) for key, path in (("external.path", policy), ("the base model of external.path", base)) if path]
+    yield "reward", [("reward.path", reward, None)] if reward else []
+    base = _base(policy, workspace, fetch=fetch) if policy else None
+    yield "policy", [("external.path", policy, None)] * bool(policy) + ([(BASE, *base)] if base else [])
 
 
-def base_of_adapters(folder: Path) -> str | None:
-    """Path or name of the model that a folder's adapters (PEFT) belong to; None: it has no adapters.
+def _base(policy: str, workspace: Path, *, fetch: bool) -> tuple[str, str | None] | None:
+    """Path or name, and revision, of the model that a policy's adapters belong to; None: it has none, or isn't here."""
+    from rlhf_core.models.folder import base_of_adapters
 
-    Raises:
-        ValueError: the adapters' settings name none.
-    """
-    from rlhf_core.models.folder import ADAPTERS, read_settings
-
-    if not (folder / ADAPTERS).is_file():
-        return None
-    name = read_settings(folder, ADAPTERS).get("base_model_name_or_path")
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"{folder / ADAPTERS}: expected base_model_name_or_path, got none; merge the adapters and save the whole model")
-    return name
+    folder = locate(policy, workspace)
+    if not exists(folder) and is_hub_name(policy):
+        folder = places.model_snapshot(policy, None)
+        if folder is None and fetch and places.hub_is_online():
+            folder = Path(places.fetch_model(policy, places.model_commit(policy, None)))
+    return None if folder is None else base_of_adapters(folder)
 
 
 def _template(params: Params, workspace: Path, hashes: FileHashes) -> Tree:
@@ -267,7 +273,7 @@ def input_problems(params: Params, workspace: Path = Path(), *, rounds: bool = F
         *((f"gate.external.{e.name}.path", _data_problem, e.path) for e in params.gate.external),
         *((f"{key}.{s.name}.path", _ready_made_problem, s.path) for key, s in scorers if is_ready_made(s)),
         ("model.path", partial(_model_problem, key="model.path", revision=params.model.revision), params.model.path),
-        *((key, partial(_model_problem, key=key), path) for key, path in given),
+        *((key, partial(_model_problem, key=key, revision=revision), path) for key, path, revision in given),
     ]
     for key, check, what in checks:
         try:
@@ -337,19 +343,19 @@ def _model_problem(path: str | None, workspace: Path, *, key: str, revision: str
     place = locate(path, workspace)
     if place.is_dir():
         if revision is not None:
-            return f"expected no model.revision with the local folder {shown(path)}, got {shown(revision)}; set it to null"
-        if key != "external.path" or not (place / ADAPTERS).is_file():  # adapters are checked with their base, when they are merged
-            check_model_folder(place)
-        return None
-    if exists(place) or not is_hub_name(path):
+            name = "model.revision" if key == "model.path" else f"revision in {ADAPTERS}"
+            return f"expected no {name} with the local folder {shown(path)}, got {shown(revision)}; set it to null"
+    elif exists(place) or not is_hub_name(path):
         got = "a file" if exists(place) else "nothing"
         return (
             f"expected a folder with a pretrained model, got {shown(path)} with {got} there (relative to the project's folder); put "
             "one there, or name another folder, or any model on Hugging Face, which is downloaded with HF_HUB_OFFLINE=0"
         )
-    if places.hub_is_online() or places.model_snapshot(path, revision):
-        return None
-    return _not_cached("model", path, revision)
+    elif (place := places.model_snapshot(path, revision)) is None:
+        return None if places.hub_is_online() else _not_cached("model", path, revision)
+    if key != "external.path" or not (place / ADAPTERS).is_file():  # adapters are checked with their base, by check_model
+        check_model_folder(place)
+    return None
 
 
 def summary(inputs: Tree) -> str:

@@ -169,6 +169,9 @@ def test_a_run_takes_the_version_that_its_reward_path_names_and_keeps_it(project
     named = load_params(prepare_run(project, "named", given | {"reward.path": "v1.0.0"}) / "params.yaml").reward
     newer = load_params(prepare_run(project, "newer", given) / "params.yaml").reward
     assert (named.pinned.version, newer.pinned.version) == ("v1.0.0", "v2.0.0")
+    changed = load_params(prepare_run(project, "named", {"reward.path": "registry"}, update=True) / "params.yaml").reward
+    assert (changed.path, changed.pinned) == ("registry", newer.pinned)
+    assert git(project / "runs/named", "status", "--porcelain") == ""
     with (
         contextlib.chdir(worktree),
         pytest.raises(ValueError, match=r"expected a config.json, got none"),
@@ -177,6 +180,11 @@ def test_a_run_takes_the_version_that_its_reward_path_names_and_keeps_it(project
     assert dvc_md5(worktree / "taken") == newer.pinned.md5
     with pytest.raises(ConfigError, match=r"reward-model: expected a registered version, got v9.0.0 \(registered: v1.0.0, v2.0.0\)"):
         prepare_run(project, "unknown", given | {"reward.path": "v9.0.0"})
+    several = {"reward__ensemble": 3, "rl__reward__scorers__0__members": 3, "rl__ppo__critic_init": "sft"}
+    candidate(project, "ensemble", seed=3, **several)
+    assert promote(project, "register", "--run", "ensemble").returncode == 0
+    with pytest.raises(ConfigError, match=r"reward.path: expected a version with one model, got v3.0.0, an ensemble of 3; name another"):
+        prepare_run(project, "of-ensemble", given | {"reward.path": "v3.0.0"})
 
 
 def test_show_tells_which_look_at_its_pairs_a_version_was(made):

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_params, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from rlhf_core.config import Params
+from rlhf_core.model_check.check import check_external
 from rlhf_core.models.build import read_state_dict, save_model
 from rlhf_core.models.given import (
     check_same_architecture,
@@ -87,10 +89,46 @@ def test_adapters_are_merged_into_the_base_that_they_name(adapters, sft_folder):
         (lambda f: drop_first(f / "adapter_model.safetensors"), "adapters that lack .*lora_"),
     ],
 )
-def test_adapters_that_would_be_another_policy_are_refused(adapters, damage, message):
+def test_adapters_that_would_be_another_policy_are_refused(adapters, sft_folder, tokenizer, damage, message):
+    """By the check before a run too, but for what only merging them tells."""
+    check_external(with_adapters(adapters, sft_folder), tokenizer)
     damage(adapters)
     with pytest.raises(ValueError, match=message):
         load_policy_from_elsewhere(str(adapters), MODEL)
+    if "lack" not in message:
+        with pytest.raises(ValueError, match=message):
+            check_external(with_adapters(adapters, sft_folder), tokenizer)
+
+
+def test_adapters_are_merged_into_the_revision_that_they_name(adapters, sft_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    for commit, name in (("a" * 40, "main"), ("b" * 40, "v2")):
+        snapshot = shutil.copytree(sft_folder, tmp_path / "hub/models--some--base/snapshots" / commit)
+        reference = tmp_path / "hub/models--some--base/refs" / name
+        reference.parent.mkdir(exist_ok=True)
+        reference.write_text(commit)
+    weights = {key: tensor * 2 for key, tensor in load_file(snapshot / "model.safetensors").items()}
+    save_file(weights, snapshot / "model.safetensors", metadata={"format": "pt"})
+    expected = {"v2": weights, "main": load_file(sft_folder / "model.safetensors")}
+    for revision, of in (("v2", "v2"), (None, "main")):
+        change(adapters / "adapter_config.json", base_model_name_or_path="some/base", revision=revision)
+        merged = load_policy_from_elsewhere(str(adapters), MODEL).state_dict()
+        assert torch.equal(merged["model.embed_tokens.weight"], expected[of]["model.embed_tokens.weight"])
+    change(adapters / "adapter_config.json", revision="v9")
+    with pytest.raises(ValueError, match=r"base model of external.path: expected revision v9 of some/base in the hub's cache, got none"):
+        load_policy_from_elsewhere(str(adapters), MODEL)
+
+
+def with_adapters(adapters: Path, model: Path) -> Params:
+    given = {"external.path": str(adapters), "alignment.method": "external", "model.path": str(model)}
+    return tiny_params(**{"model.architecture": None, **given})
+
+
+def test_adapters_of_another_architecture_are_refused_before_a_run(adapters, folder, tokenizer):
+    """Whose base isn't the model at model.path."""
+    change(folder / "config.json", rope_theta=5e5, rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
+    with pytest.raises(ValueError, match=r"expected a policy with the architecture .*rope_theta 10000.0 in place of 500000.0"):
+        check_external(with_adapters(adapters, folder), tokenizer)
 
 
 def change(path: Path, **values) -> None:
@@ -128,6 +166,9 @@ def test_a_policys_tokenizer_may_be_missing_or_equal_and_nothing_else(folder, to
         taken()
     for path in folder.glob("*token*"):
         path.unlink()
+    for own_template in (False, True):
+        with pytest.raises(ValueError, match=r"expected a tokenizer beside the chat template in .*, got none; add the tokenizer files"):
+            taken(own_template)
     template.unlink()
     assert taken() is tokenizer
     with pytest.raises(ValueError, match="own_template: expected a chat template in"):

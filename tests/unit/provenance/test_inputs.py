@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 from clerk_params import CLERK_PARAMS
+from tiny_models import save_tiny_models, tiny_tokenizer
 
 from rlhf_core.config import Params, parse_params, read_yaml
 from rlhf_core.data import places
@@ -276,7 +280,60 @@ def test_models_that_take_the_place_of_trained_ones_are_hashed_with_the_base_of_
     }
     tree["reward"]["path"] = "registry"
     assert read_inputs(parse_params(tree), project)["reward"] == {}  # pinned by the flow
+    old(project / "adapters/adapter_config.json", json.dumps({"base_model_name_or_path": "base", "revision": "v2"}))
+    assert any(
+        "expected no revision in adapter_config.json with the local folder base, got v2" in line
+        for line in input_problems(parse_params(tree), project)
+    )
     old(project / "adapters/adapter_config.json", "{}")
     assert any(
         line.startswith("external.path: ") and "base_model_name_or_path" in line for line in input_problems(parse_params(tree), project)
     )
+
+
+@pytest.fixture
+def of_the_hub(project) -> Params:
+    """Params of a policy that consists of adapters in the hub's cache, of a base model at a revision."""
+    tree = read_yaml(CLERK_PARAMS)
+    tree["alignment"]["method"], tree["external"]["path"] = "external", "some/adapters"
+    return parse_params(tree)
+
+
+def lay_out_adapters(home: Path, **settings: str) -> Path:
+    named = json.dumps({"peft_type": "LORA", "base_model_name_or_path": "some/base", **settings})
+    repository = lay_out_hub(home, "models", "some/adapters", "c" * 40)
+    old(repository / "snapshots" / ("c" * 40) / "adapter_config.json", named)
+    return old(repository / "snapshots" / ("c" * 40) / "adapter_model.safetensors", "w").parent
+
+
+def test_the_base_of_adapters_from_the_hub_is_an_input_at_the_revision_that_they_name(project, tmp_path, of_the_hub):
+    home = tmp_path / "hub-home"
+    lay_out_adapters(home, revision="v2")
+    assert input_problems(of_the_hub, project) == [
+        "the base model of external.path: expected a folder, or model some/base at revision v2 in the hub's cache, got neither; correct "
+        "the path, or set HF_HUB_OFFLINE=0 to download it"
+    ]
+    base = lay_out_hub(home, "models", "some/base", "a" * 40)
+    shutil.copytree(save_tiny_models(tmp_path / "made", tiny_tokenizer())[0], base / "snapshots" / ("b" * 40))
+    (base / "refs/v2").write_text("b" * 40)
+    assert input_problems(of_the_hub, project) == []
+    assert read_inputs(of_the_hub, project)["policy"] == {
+        "external.path": {"name": "some/adapters", "commit": "c" * 40},
+        "the base model of external.path": {"name": "some/base", "commit": "b" * 40},
+    }
+
+
+def test_adapters_that_the_hub_has_are_fetched_to_learn_their_base(project, tmp_path, of_the_hub, monkeypatch):
+    """Else the next run would find another input."""
+    home = tmp_path / "hub-home"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(sha="c" * 40))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(lay_out_adapters(home)))
+    assert input_problems(of_the_hub, project) == [] and not home.exists()
+    assert read_inputs(of_the_hub, project)["policy"].keys() == {"external.path", "the base model of external.path"}
+
+
+def test_adapters_in_place_of_a_whole_model_are_refused_before_a_run(project, tmp_path):
+    lay_out_adapters(tmp_path / "hub-home")
+    (problem,) = input_problems(params(path="some/adapters"), project)
+    assert problem.startswith("model.path: ") and "expected a config.json, got none" in problem
