@@ -113,8 +113,8 @@ class TrainerRank:
         collect_by_default()
 
     def _common_backend(self, modules: list[PolicyModule | ScalarModule]) -> Backend:
-        """What computes all of these modules, two passes at a time where it can. The general backend takes them in turn: with other ranks or
-        ZeRO, where the order of collectives counts, and with adapters, which are switched off for the reference.
+        """What computes all of these modules, two passes at a time where it can. The general backend takes them in turn: with other ranks
+        or ZeRO, where the order of collectives counts, and with adapters, which are switched off for the reference.
         """
         alone = self._world_size == 1 and self._job.rl.trainer.zero_stage == 0 and bool(modules) and not any(map(has_adapters, modules))
         return common_backend(*modules) if alone else GENERAL
