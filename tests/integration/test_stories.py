@@ -75,4 +75,4 @@ def test_a_missing_model_is_named_first_with_how_to_get_one(tmp_path):
     assert (
         "hash_inputs: model.path: expected a folder with a pretrained model, got ../shared/data/stories260k with nothing there" in printed
     )
-    assert "Hugging Face name" in printed and "Traceback" not in printed
+    assert "or any model on Hugging Face" in printed and "Traceback" not in printed
