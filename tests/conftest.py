@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -71,3 +72,10 @@ def handlers_as_before() -> Iterator[None]:
     yield
     for name, handlers in before.items():
         logging.getLogger(name).handlers[:] = handlers
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """One thread of torch in this process, whatever a stage that an earlier test or fixture ran in it has set."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
