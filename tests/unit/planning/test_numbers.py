@@ -221,6 +221,7 @@ def test_activations_with_and_without_checkpointing():
     assert trunk_activations(TINY, 3, replace(CPU, dtype="float32")) == 2 * 3 * 272 + 288
     # packed: 2 * 4 + 3 * 4 + 2 * 2 + 2 * 8 = 40 elements a token, and the weights of queries, keys and values 2 * 4 * (4 + 4)
     assert trunk_activations(TINY, 3, replace(CPU, dtype="float32", packed=True)) == 2 * 4 * (3 * 40 + 64)
+    assert trunk_activations(TINY, 3, replace(CPU, packed=True)) == 2 * 2 * (3 * 36 + 64)  # attention's output once
 
 
 def test_the_head_projects_some_rows_at_a_time():

@@ -95,7 +95,7 @@ def in_groups() -> TokenBatch:
 def left_padded() -> TokenBatch:
     lengths, width = [60, 33, 48], 60
     real = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
-    input_ids = torch.zeros(3, width, dtype=torch.long).masked_scatter(real, torch.tensor(sum(ids(*lengths), [])))
+    input_ids = torch.zeros(3, width, dtype=torch.long).masked_scatter(real, torch.cat([torch.tensor(row) for row in ids(*lengths)]))
     visible = (real[:, None] & torch.ones(width, width, dtype=torch.bool).tril()) | torch.eye(width, dtype=torch.bool)
     selected = real & (real.cumsum(1) > 1)
     return TokenBatch(input_ids, selected, (real.cumsum(1) - 1).clamp(min=0), visible[:, None])
