@@ -210,7 +210,8 @@ def trunk_activations(shape: ModelShape, tokens: float, how: Training) -> float:
     if how.gradient_checkpointing:
         return shape.layers * tokens * shape.hidden * how.element + one + backward
     if how.packed:
-        return shape.layers * packed_layer_activations(shape, tokens, how.dtype)
+        wide = 0.0 if how.dtype == "float32" else backward + 24 * tokens * shape.hidden  # of the pass: residuals and norms in float32
+        return shape.layers * packed_layer_activations(shape, tokens, how.dtype) + wide
     return shape.layers * one + backward
 
 
