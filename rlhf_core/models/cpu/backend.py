@@ -83,7 +83,7 @@ class CpuBackend(Backend):
         return [future.result() for future in started]
 
     def decoder(self, model: PreTrainedModel, *, probed: bool = False) -> Decoder:
-        plain = type(model) is LlamaForCausalLM and not has_adapters(model) and model.dtype == torch.float32
+        plain = type(model) is LlamaForCausalLM and not has_adapters(model)
         return LlamaDecoder(model) if plain else super().decoder(model, probed=probed)
 
 

@@ -14,7 +14,9 @@ from rlhf_core.models import forward
 from rlhf_core.models.backend import Backend
 from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, collate_tokens
 from rlhf_core.models.cpu import attention, layout, packed
+from rlhf_core.models.cpu.decoder import LlamaDecoder
 from rlhf_core.models.cpu.layout import Block, GroupBlock, layout_of
+from rlhf_core.models.decoding import HuggingFaceDecoder
 from rlhf_core.models.forward import CPU, GENERAL, PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters
 
@@ -186,3 +188,18 @@ def test_training_follows_transformers_curve(sft_folder: Path, world, monkeypatc
     ours, theirs = (torch.tensor(curve) for curve in curves)
     torch.testing.assert_close(ours, theirs, rtol=0.01, atol=0)
     assert ours[0] - ours[-1] > 1.0
+
+
+def test_the_decoder_is_as_near_to_float32_as_transformers():
+    """Logits of prompts, and of tokens after them with the cache."""
+
+    def logits(dtype: torch.dtype, decoder_class: type) -> torch.Tensor:
+        decoder = decoder_class(made(dtype).model)
+        found = [decoder.begin(ids(9, 4, 30), copies=2, max_new_tokens=3, max_length=40)]
+        found += [decoder.step(torch.tensor(tokens)) for tokens in (ids(6, seed=3)[0], ids(6, seed=4)[0])]
+        return torch.cat(found).float()
+
+    assert type(CPU.decoder(made(torch.bfloat16).model)) is LlamaDecoder
+    exact = logits(torch.float32, HuggingFaceDecoder)
+    near, far = ((logits(torch.bfloat16, kind) - exact).norm() / exact.norm() for kind in (LlamaDecoder, HuggingFaceDecoder))
+    assert near <= 1.1 * far and near < 0.02
