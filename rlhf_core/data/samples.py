@@ -1,7 +1,7 @@
 """Data that a pretrained model writes itself: responses, maybe prompts, and a rule that labels them. For a model without preference data.
 
-A prompt comes from a file, or is an opening with the model's continuation. Both it and the responses end with a whole sentence. Of two responses to
-a prompt, the one that meets more of the rule's aspects is chosen. The first response to each prompt is a demonstration.
+A prompt comes from a file, or is an opening with the model's continuation. That and a truncated response are cut after a whole sentence.
+Of two responses to a prompt, the one that meets more of the rule's aspects is chosen. The first response to each is a demonstration.
 """
 
 from __future__ import annotations
