@@ -191,6 +191,7 @@ def test_recipes_are_complete_parameters(recipe):
     assert {"sft", "preference", "prompt"} == {use for source in params.data.sources for use in source.uses}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not REAL.exists(), reason="the real data sets are not here: ../shared/data, beside the checkout")
 @pytest.mark.parametrize(("recipe", "pairs", "is_validated"), [("hh_rlhf", 2307, True), ("gsm8k", 2429, False)])
 def test_recipes_prepare_the_real_data_which_passes_validation(tmp_path, recipe, pairs, is_validated):

@@ -293,6 +293,7 @@ def greedy(chain, cluster, tmp_path_factory) -> Trained:
     return read(workspace, printed)
 
 
+@pytest.mark.long
 def test_a_stop_string_ends_a_response_the_greedy_one_is_the_baseline_and_adapters_on_4_bits_reach_vllm(greedy):
     rows = greedy.curves
     # 16 tokens fit; a and e are in most words
@@ -320,6 +321,7 @@ def test_a_stop_string_ends_a_response_the_greedy_one_is_the_baseline_and_adapte
     assert_nothing_left(greedy.workspace)
 
 
+@pytest.mark.long
 def test_another_algorithm_reruns_only_what_follows_and_back_is_restored(chain, greedy):
     workspace, before = greedy.workspace, results(chain.workspace)
     assert greedy.metrics["algorithm"] == "remax"
@@ -331,6 +333,7 @@ def test_another_algorithm_reruns_only_what_follows_and_back_is_restored(chain, 
     assert (workspace / "dvc.lock").read_text() == (chain.workspace / "dvc.lock").read_text() and results(workspace) == before
 
 
+@pytest.mark.long
 def test_minutes_end_a_run_as_its_last_step_would_and_count_on_after_a_stop(chain, cluster, tmp_path):
     workspace = train(chain, cluster, tmp_path / "timed", TIMED)
     stage = begin(workspace, "tasks.train_rl")
@@ -395,6 +398,7 @@ def test_sampling_that_disagrees_with_the_trainer_stops_the_run(chain, cluster, 
     assert_nothing_left(workspace)
 
 
+@pytest.mark.long
 def test_a_stop_while_actors_start_prints_no_stack_trace_and_promises_no_checkpoint(chain, cluster, tmp_path):
     workspace = train(chain, cluster, tmp_path / "stopped", {"steps": 3, "rollout": {"backend": "pytorch"}})
     stage = begin(workspace, "tasks.train_rl")
