@@ -7,11 +7,14 @@ bytecode, which hundreds of processes would otherwise compile again.
 import gc
 import logging
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 
 import pytest
+from ruamel.yaml import YAML
 
 from rlhf_core.process import configure_process
 
@@ -51,6 +54,25 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """Exclude imported objects from garbage collection; they live to the end."""
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def equal_yaml_parsed_once() -> Iterator[None]:
+    """Keep what ruamel.yaml makes of a text: hundreds of tests lay overrides over the same params.yaml, and each load takes 0.1 s."""
+    load = YAML.load
+
+    @lru_cache(maxsize=32)
+    def pickled(kind: tuple[str, ...], pure: bool, text: str) -> bytes:
+        return pickle.dumps(load(YAML(typ=list(kind), pure=pure), text))
+
+    def load_again(yaml: YAML, stream: object) -> object:
+        if not isinstance(stream, str) or len(stream) < 5000 or yaml.version is not None:
+            return load(yaml, stream)
+        return pickle.loads(pickled(tuple(yaml.typ), yaml.pure, stream))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(YAML, "load", load_again)
+        yield
 
 
 @pytest.fixture(scope="session")
