@@ -12,8 +12,10 @@ import signal
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
+from long_results import LongResults
 from ruamel.yaml import YAML
 
 from rlhf_core.process import configure_process
@@ -49,6 +51,15 @@ def pytest_collection_modifyitems(items):
     """Files without a place keep their order behind the others."""
     places = {name: place for place, name in enumerate(ORDER)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--results", type=Path, help="CSV table that gets a row for each file of tests that ran; rows of other files stay")
+
+
+def pytest_configure(config):
+    if (table := config.getoption("--results")) is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(LongResults(config.rootpath / table))
 
 
 def pytest_collection_finish():

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 from clerk_params import CLERK_PARAMS
 
 from flows.chain.overrides import check
@@ -44,15 +45,7 @@ def prepare(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def run_stage(folder: Path, stage: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", f"tasks.{stage}"],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return warm_python.run([sys.executable, "-m", f"tasks.{stage}"], cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)})
 
 
 def contents(folder: Path) -> dict[str, bytes]:

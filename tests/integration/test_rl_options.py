@@ -232,6 +232,7 @@ def test_the_coefficient_follows_the_divergence_from_a_reference_that_moves(grou
     assert afresh.max() < 1e-5 < rows["kl_mean"].abs().max()
 
 
+@pytest.mark.long
 def test_killed_run_again_and_without_its_engine_it_ends_with_the_same_bits(chain, cluster, groups, tmp_path):
     again = trained_though_killed(train(chain, cluster, tmp_path / "killed", GROUPS), steps=10)
     assert_same_results(again, groups)
