@@ -25,25 +25,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Workers take files in this order: long files first, so that no worker is left with one at the end; then files that mostly wait for
-# processes, between files that compute for half a minute; then all others.
+# Workers take files in this order: the chain and the longest files first, so that no worker is left with one at the end, and those that need
+# the chain once it is done; then all others.
 ORDER = (
+    *("test_chain.py", "test_flow.py"),
     *(
-        "test_chain.py",
-        "test_flow.py",
-        "test_iterative_dpo.py",
+        "test_two_ranks.py",
+        "test_rollouts.py",
+        "test_model_registry.py",
         "test_rl_options.py",
-        "test_gpu_check.py",
+        "test_supervised_ranks.py",
         "test_resume.py",
-        "test_training_ranks.py",
-        "test_tracked_inputs.py",
-        "test_tutorial.py",
-        "test_unrewarded_chains.py",
     ),
-    *("test_flow_deployment.py", "test_rollouts.py", "test_compact.py", "test_trl_curves.py"),
-    *("test_concurrent_flows.py", "test_report.py", "test_validation.py"),
-    *("test_ray_head.py", "test_two_ranks.py", "test_supervised_ranks.py", "test_rl_update.py", "test_rl_rank.py"),
-    *("test_flow_stages.py", "test_gate.py"),
+    *("test_ray_places.py", "test_tracked_inputs.py", "test_flow_stages.py", "test_inference_ranks.py", "test_trl_curves.py"),
+    *("test_validation.py", "test_report.py", "test_prepare_data.py", "test_runs.py", "test_edits.py"),
 )
 
 

@@ -236,10 +236,10 @@ def test_data_of_unpaired_rows_only_has_no_length_bias_to_speak_of(rows, tokeniz
     assert "length_bias" not in {f.name for f in findings}
 
 
-@pytest.mark.parametrize(
-    "limit",
-    cells(["max_empty_fraction", "max_identical_fraction", "max_duplicate_fraction", "max_too_long_fraction"], ["max_duplicate_fraction"]),
-)
+LIMITS = ("max_empty_fraction", "max_identical_fraction", "max_duplicate_fraction", "max_too_long_fraction")
+
+
+@pytest.mark.parametrize("limit", cells(LIMITS, ["max_duplicate_fraction"]))
 def test_a_share_equal_to_its_limit_passes_and_one_above_fails(rows, tokenizer, limit):
     pair = rows["preference"]
     columns = {

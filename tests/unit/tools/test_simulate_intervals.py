@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 
 from rlhf_core.statistics.intervals import wilson_interval
 from tools.simulate.intervals import CONFIDENCE, cells, contains, simulate
