@@ -1,8 +1,8 @@
 # make run     the built-in example (recipes/clerk.yaml), the whole chain in runs/clerk; sets up .venv first
 # make stories align a small pretrained model to a rule on its own samples (recipes/stories.yaml), in runs/stories
 # make smollm2 align a real chat model of 135M parameters (recipes/smollm2.yaml), in runs/smollm2; downloads it once, 93 MB
-# make test    the tests; sets up .venv first
-# make test-long  further tests of a minute or more each, what others cover in part
+# make test    the tests, ten minutes on two idle cores; sets up .venv first
+# make test-long  the long tests, with a row for each file in docs/tables/long_tests.csv; PART="FILE ..." runs these alone
 # make server  Prefect's server, work pool, deployments and worker, until Ctrl-C
 # make bench   speed beside TRL and beside the machine's limits (docs/performance.md); needs an idle machine
 # make gpu-check  what works on this GPU and how fast, at most fifteen minutes (docs/gpu.md); installs nothing
@@ -24,6 +24,7 @@ GPU_ARGS ?=
 # --elsewhere: the installation is for machines with a GPU, and this one has none.
 DOCTOR_ARGS ?=
 TEST_WORKERS ?= 2
+PART ?= tests
 PORT ?= 4200
 STAMP := $(VENV)/.set-up
 # Python of targets that install nothing: PYTHON, the active virtual environment, .venv, the active conda environment, or python3.
@@ -74,7 +75,7 @@ test: setup
 	$(VENV)/bin/python -m pytest tests -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 test-long: setup
-	$(VENV)/bin/python -m pytest tests -m long $(TEST_ARGS)
+	$(VENV)/bin/python -m pytest $(PART) -m long --results docs/tables/long_tests.csv $(TEST_ARGS)
 
 server: setup
 	$(VENV)/bin/python -m flows.server --port $(PORT)

@@ -7,11 +7,16 @@ bytecode, which hundreds of processes would otherwise compile again.
 import gc
 import logging
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
 
 import pytest
+from long_results import LongResults
+from ruamel.yaml import YAML
 
 from rlhf_core.process import configure_process
 
@@ -20,25 +25,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Workers take files in this order: long files first, so that no worker is left with one at the end; then files that mostly wait for
-# processes, between files that compute for half a minute; then all others.
+# Workers take files in this order: the chain and the longest files first, so that no worker is left with one at the end, and those that
+# need the chain once it is done; then all others.
 ORDER = (
-    *(
-        "test_chain.py",
-        "test_flow.py",
-        "test_iterative_dpo.py",
-        "test_rl_options.py",
-        "test_gpu_check.py",
-        "test_resume.py",
-        "test_training_ranks.py",
-        "test_tracked_inputs.py",
-        "test_tutorial.py",
-        "test_unrewarded_chains.py",
-    ),
-    *("test_flow_deployment.py", "test_rollouts.py", "test_compact.py", "test_trl_curves.py"),
-    *("test_concurrent_flows.py", "test_report.py", "test_validation.py"),
-    *("test_ray_head.py", "test_two_ranks.py", "test_supervised_ranks.py", "test_rl_update.py", "test_rl_rank.py"),
-    *("test_flow_stages.py", "test_gate.py"),
+    *("test_chain.py", "test_flow.py", "test_two_ranks.py", "test_rollouts.py", "test_model_registry.py", "test_rl_options.py"),
+    *("test_supervised_ranks.py", "test_resume.py", "test_ray_places.py", "test_tracked_inputs.py", "test_flow_stages.py"),
+    *("test_inference_ranks.py", "test_trl_curves.py", "test_validation.py", "test_report.py", "test_prepare_data.py", "test_runs.py"),
 )
 
 
@@ -48,9 +40,37 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
+def pytest_addoption(parser):
+    parser.addoption("--results", type=Path, help="CSV table that gets a row for each file of tests that ran; rows of other files stay")
+
+
+def pytest_configure(config):
+    if (table := config.getoption("--results")) is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(LongResults(config.rootpath / table))
+
+
 def pytest_collection_finish():
     """Exclude imported objects from garbage collection; they live to the end."""
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def equal_yaml_parsed_once() -> Iterator[None]:
+    """Keep what ruamel.yaml makes of a text: hundreds of tests lay overrides over the same params.yaml, and each load takes 0.1 s."""
+    load = YAML.load
+
+    @lru_cache(maxsize=32)
+    def pickled(kind: tuple[str, ...], pure: bool, text: str) -> bytes:
+        return pickle.dumps(load(YAML(typ=list(kind), pure=pure), text))
+
+    def load_again(yaml: YAML, stream: object) -> object:
+        if not isinstance(stream, str) or len(stream) < 5000 or yaml.version is not None:
+            return load(yaml, stream)
+        return pickle.loads(pickled(tuple(yaml.typ), yaml.pure, stream))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(YAML, "load", load_again)
+        yield
 
 
 @pytest.fixture(scope="session")

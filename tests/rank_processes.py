@@ -13,6 +13,8 @@ CLEAN.set_forkserver_preload(
     [
         *(f"rlhf_core.engines.{name}" for name in ("adapter_source", "deepspeed_engine", "gloo_transfer", "weight_sender")),
         *("rlhf_core.models.build", "rlhf_core.trainers.rl.rank", "transformers.models.llama.modeling_llama", "pytest"),
+        *("dvc.cli", "dvc.commands.repro", "dvc.repo", "rlhf_core.gate.run", "rlhf_core.report.page", "rlhf_core.data.validation.validate"),
+        *("rlhf_core.stage.training", "rlhf_core.data.prepare", "rlhf_core.look.propose"),
     ]
 )
 

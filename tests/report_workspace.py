@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import warm_python
 from clerk_params import CLERK_PARAMS
 from scipy.stats import norm
 
@@ -60,7 +61,7 @@ def make_workspace(folder: Path, *, judge: bool = True, hostile: bool = False, s
 def run_report(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tasks.report", *arguments]
-    return subprocess.run(command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return warm_python.run(command, cwd=workspace, env=environment)
 
 
 def answer_otherwise(workspace: Path) -> None:

@@ -79,22 +79,22 @@ def refusal(module: ScalarModule) -> dict[str, str]:
     return {}
 
 
-def _rank_main(rank: int, port: int, out: Path) -> None:
+def _rank_main(rank: int, port: int, out: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=timedelta(seconds=DEADLINE))
     join_world(rank=rank, world_size=2, store=store)
-    results = {name: compared(make()) for name, make in FAMILIES.items()}
+    results = {name: compared(FAMILIES[name]()) for name in names}
     eager = FAMILIES["llama"]()
     eager.set_attn_implementation("eager")
     torch.save(results | {"eager": compared(eager), "eager, new head": refusal(new_scores())}, out / f"families-{rank}.pt")
 
 
-def run_families(out: Path) -> list[dict[str, dict[str, Any]]]:
-    """`compared` of each family, on each rank.
+def run_families(out: Path, names: list[str]) -> list[dict[str, dict[str, Any]]]:
+    """`compared` of these families, on each rank.
 
     Raises:
         RuntimeError: a rank failed, or exceeded DEADLINE seconds.
     """
     (port,) = free_ports(1)
-    run_processes(_rank_main, [(rank, port, out) for rank in range(2)], deadline=DEADLINE)
+    run_processes(_rank_main, [(rank, port, out, names) for rank in range(2)], deadline=DEADLINE)
     return [torch.load(out / f"families-{rank}.pt", weights_only=True) for rank in range(2)]

@@ -52,6 +52,9 @@ CASES = {
     },
 }
 SHARED = {"ppo": 0, "gspo": 1, "adapters": 3}  # cases of two ranks that share each sequence -> their ZeRO stage
+# The cells that `make test` runs: every case, every stage, and the cheap ones of SHARED. The others are long.
+QUICK = {(0, "gspo"), (2, "ppo"), (2, "experts"), (3, "adapters")}
+QUICK_SHARED = {"ppo", "gspo"}
 FORWARD, STARTS = sequences(6, seed=11), [1, 2, 3, 1, 2, 3]
 
 
@@ -186,8 +189,8 @@ def load_of_other_ranks(engine: TrainEngine, folder: Path, name: str) -> None:
         engine.load(folder, name)
 
 
-def rank_main(rank: int, addresses: multiprocessing.Queue, folders: tuple[Path, Path, Path], out: Path) -> None:
-    """Run one of two ranks; writes its results to `out`."""
+def rank_main(rank: int, addresses: multiprocessing.Queue, folders: tuple[Path, Path, Path], out: Path, whole: bool) -> None:
+    """Run one of two ranks; writes its results to `out`. whole: all cells, or those of QUICK alone."""
 
     def agree(address: Address) -> Address:
         if rank == 1:
@@ -197,7 +200,8 @@ def rank_main(rank: int, addresses: multiprocessing.Queue, folders: tuple[Path, 
 
     results: dict = {"rl": {}, "sft": {}, "resumed": {}, "grown": {}, "turns": {}}
     for stage in STAGES:
-        results["rl"][stage] = {case: rl_case(case, folders, stage=stage, rank=rank, ranks=2, agree=agree) for case in CASES}
+        chosen = [case for case in CASES if whole or (stage, case) in QUICK]
+        results["rl"][stage] = {case: rl_case(case, folders, stage=stage, rank=rank, ranks=2, agree=agree) for case in chosen}
         engine = policy_engine(folders[0], zero_stage=stage)
         steps = sft_steps(engine, BATCHES[:2], rank=rank, ranks=2)
         engine.save(out / "engines", f"stage-{stage}")
@@ -214,7 +218,9 @@ def rank_main(rank: int, addresses: multiprocessing.Queue, folders: tuple[Path, 
     results["reductions"] = [reductions(folders[0], stage=stage, rank=rank) for stage in range(3)]
     results["loading"] = sharded_loading(out / "large")
     results["shared"] = {
-        case: rl_case(case, folders, stage=stage, rank=rank, ranks=2, sharing=2, agree=agree) for case, stage in SHARED.items()
+        case: rl_case(case, folders, stage=stage, rank=rank, ranks=2, sharing=2, agree=agree)
+        for case, stage in SHARED.items()
+        if whole or case in QUICK_SHARED
     }
     results["equal_count"] = equal_count([[0, 1, 2, 3, 4]] if rank == 0 else [[0], [1], [2]])
     try:
@@ -225,12 +231,12 @@ def rank_main(rank: int, addresses: multiprocessing.Queue, folders: tuple[Path, 
     torch.save(results, out / f"rank-{rank}.pt")
 
 
-def run_two_ranks(folders: tuple[Path, Path, Path], out: Path) -> list[dict]:
-    """The results of both ranks.
+def run_two_ranks(folders: tuple[Path, Path, Path], out: Path, *, whole: bool) -> list[dict]:
+    """The results of both ranks. whole: see `rank_main`.
 
     Raises:
         RuntimeError: a rank failed, or exceeded DEADLINE seconds.
     """
     addresses = CLEAN.Queue()
-    run_processes(rank_main, [(rank, addresses, folders, out) for rank in range(2)], deadline=DEADLINE)
+    run_processes(rank_main, [(rank, addresses, folders, out, whole) for rank in range(2)], deadline=DEADLINE)
     return [torch.load(out / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]

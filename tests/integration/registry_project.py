@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+import warm_python
 from clerk_params import CLERK_PARAMS
 from collision import FIRST
 from small_workspace import ROOT, environment, git
@@ -191,9 +191,7 @@ def candidate(project: Path, name: str, **overrides: object) -> Path:
 def dvc(folder: Path, *arguments: str, check: bool = True) -> str:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     command = [sys.executable, "-m", "dvc", *arguments]
-    done = subprocess.run(
-        command, cwd=folder, env=environment(PATH=path, DVC_NO_ANALYTICS="1"), check=False, capture_output=True, text=True
-    )
+    done = warm_python.run(command, cwd=folder, env=environment(PATH=path, DVC_NO_ANALYTICS="1"))
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -99,9 +99,10 @@ def main() -> None:
     configure_process()
     from vllm import LLM  # noqa: F401  # its modules, before there are two of us
 
+    heads = {name: HEADS[name] for name in sys.argv[2:]}
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        seen = pool.starmap(look, [(Path(sys.argv[1]) / name, tied) for name, tied in HEADS.items()], chunksize=1)
-    print(json.dumps(dict(zip(HEADS, seen, strict=True))))
+        seen = pool.starmap(look, [(Path(sys.argv[1]) / name, tied) for name, tied in heads.items()], chunksize=1)
+    print(json.dumps(dict(zip(heads, seen, strict=True))))
 
 
 def look(folder: Path, tied: bool) -> dict:

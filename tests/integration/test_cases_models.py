@@ -32,6 +32,7 @@ from rlhf_core.trainers.sft import sft_phase
 
 CASES = ROOT.parent / "shared/cases/models"
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.skipif(not CASES.is_dir(), reason="the makers of odd models are not here: ../shared/cases/models, beside the checkout"),
     pytest.mark.timeout(600),
     pytest.mark.usefixtures("world"),
@@ -139,7 +140,6 @@ def _batches(examples: list[Demonstration]):
     return [collate_tokens([e.ids], [1], pad_id=0) for e in examples]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", RIGHT)
 def test_an_odd_model_is_checked_trained_and_saved_as_transformers_reads_it(name: str, models: Path, tmp_path: Path):
     refusals, trained, saved = first_minute(models / name, tmp_path)

@@ -75,6 +75,7 @@ def score(prompts, responses, labels, metadata):
 """
 
 
+@pytest.mark.long
 def test_a_reward_function_sees_of_the_environment_what_it_may(chain, tmp_path):
     """Started by DVC in a shell with all keys; a job's curves may use wandb's key, its scorers may not."""
     workspace = copy_chain(chain.workspace, tmp_path / "looks")
@@ -122,6 +123,7 @@ def test_a_second_run_is_cached_and_a_second_repro_too(chain, tmp_path):
 WAYS = [("dpo", "train_policy"), ("kto", "train_policy"), ("rejection_sampling", "train_policy"), ("conditional_sft", "report")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("method", "last"), WAYS)
 def test_each_way_to_the_policy_without_rl_trains_one_that_is_evaluated_and_reported(chain, tmp_path, method, last):
     """Through the report for the method whose policy is prompted otherwise; the rest run the stage that trains the policy, alone."""
@@ -147,6 +149,7 @@ def test_each_way_to_the_policy_without_rl_trains_one_that_is_evaluated_and_repo
     assert METHOD_TITLES[method] in (workspace / "reports/report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_a_rejected_reward_model_stops_the_chain_before_any_policy_is_trained(chain, tmp_path):
     workspace = copy_chain(chain.workspace, tmp_path / "gate")
     change_params(workspace, {"gate": {"min_accuracy": 0.999}})

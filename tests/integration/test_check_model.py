@@ -16,6 +16,7 @@ from small_chain import SMALL, change_params
 from rlhf_core.models.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.long
 NARROW = {"model": {"architecture": {"heads": 4}}}  # head width 16, which vLLM's CPU attention lacks
 
 

@@ -13,7 +13,7 @@ from small_workspace import ROOT, environment, make_workspace, outcomes, steps_d
 
 from flows.chain.stages import run_stage, stage_environment
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.long]
 STEPS, OTHER_STEPS = 60, 72  # of 50 ms
 
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import divided_engine_probe
 from small_workspace import ROOT
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 BUDGET = 1e-4  # nats, rl.rollout.max_logprob_difference of params.yaml; measured: 1e-5
 
 
@@ -64,7 +64,6 @@ def test_an_engine_that_loses_a_process_is_lost_as_a_whole(seen):
     assert lost["message"].startswith("rollout rank 0: expected probe to finish, got a dead process")
 
 
-@pytest.mark.long
 def test_a_lost_engine_is_replaced_and_its_processes_end_with_their_actor(tmp_path):
     seen = probe(tmp_path, "--replace")
     assert seen["replaced"] < BUDGET and seen["left_after_a_kill"] == 0

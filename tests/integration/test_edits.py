@@ -58,6 +58,7 @@ def run_cache(workspace: Path) -> list[dict]:
     return [entry for entry in found if entry["cmd"].endswith("train_sft")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "command"), [("params", DVC), ("code", DVC), ("data", DVC), ("params", FLOW)])
 def test_an_edit_while_a_stage_runs_is_not_recorded_and_undone_it_resumes(tmp_path, kind, command, server):
     workspace = make_workspace(tmp_path / "project", steps=40, retries=0)

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import families_probe
 from small_workspace import ROOT
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 BUDGET = 1e-4  # nats; measured: 1.2e-5
 ADAPTED_BUDGET = 1e-3
 

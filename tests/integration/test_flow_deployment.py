@@ -44,7 +44,7 @@ from flows.registry import versions
 from flows.registry.state import read_registry
 from flows.runs.liveness import crash_orphaned_runs
 
-pytestmark = pytest.mark.timeout(420)
+pytestmark = [pytest.mark.timeout(420), pytest.mark.long]
 STEPS = 80
 NAME = "reward-model"
 

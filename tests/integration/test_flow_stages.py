@@ -78,6 +78,7 @@ def test_outcomes_of_a_stage(tmp_path):
     assert metrics_file(workspace, "prepare_data") == workspace / "metrics/prepare_data.json"
 
 
+@pytest.mark.long
 def test_behind_a_stage_with_something_to_do_none_is_left_out(tmp_path):
     """Those look unchanged only until it has run."""
     workspace = make_workspace(tmp_path / "project")
@@ -91,6 +92,7 @@ def test_behind_a_stage_with_something_to_do_none_is_left_out(tmp_path):
     assert unchanged(workspace, ORDER) == []
 
 
+@pytest.mark.long
 def test_what_dvcs_cache_has_damaged_is_made_again(tmp_path):
     workspace = make_workspace(tmp_path / "project")
     printed: list[str] = []

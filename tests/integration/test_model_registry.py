@@ -70,6 +70,7 @@ def refused(folder: Path, command: str, *arguments: str) -> str:
     return done.stderr
 
 
+@pytest.mark.long
 def test_the_policy_of_an_accepted_round_is_a_version_too(project, capsys):
     worktree = candidate(project, "series", seed=7)
     add_rounds(worktree)
@@ -157,6 +158,7 @@ def test_promotion_rollback_and_history_without_a_git_identity(project, monkeypa
     ] and "a demonstration" in reported
 
 
+@pytest.mark.long
 def test_a_run_takes_the_version_that_its_reward_path_names_and_keeps_it(project):
     assert promote(project, "promote", "v1.0.0", "--reason", "first", "--by", "Ann").returncode == 0
     given = {"reward.path": "registry", "rl.ppo.critic_init": "sft"}
@@ -300,6 +302,7 @@ def test_rounds_start_from_the_promoted_policy(project):
     assert start_from_registry(project, project, "v1.0.0") == folder
 
 
+@pytest.mark.long
 def test_a_collision_in_the_cache_is_not_fetched_nor_started_from(project):
     """Its md5 is right, and so would be that of every file of it."""
     worktree = candidate(project, "collision", seed=200)
@@ -395,6 +398,7 @@ def test_signed_tags_are_read_by_gto_and_dvc(project):
     assert seen_by_others(project) == (["v2.0.0"], read_registry(project, NAME).versions["v2.0.0"].commit)
 
 
+@pytest.mark.long
 def test_two_who_promote_at_once_do_it_one_after_the_other(project):
     commands = [[sys.executable, "-m", "flows.promote", "promote", NAME, v, "--reason", "mine", "--by", v] for v in ("v1.0.0", "v2.0.0")]
     both = [subprocess.Popen(command, cwd=project, env=environment(), stdout=subprocess.DEVNULL) for command in commands]

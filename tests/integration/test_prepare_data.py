@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 from clerk_params import CLERK_PARAMS
 
 from flows.chain.overrides import check
@@ -44,15 +45,7 @@ def prepare(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def run_stage(folder: Path, stage: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", f"tasks.{stage}"],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return warm_python.run([sys.executable, "-m", f"tasks.{stage}"], cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)})
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -191,6 +184,7 @@ def test_recipes_are_complete_parameters(recipe):
     assert {"sft", "preference", "prompt"} == {use for source in params.data.sources for use in source.uses}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not REAL.exists(), reason="the real data sets are not here: ../shared/data, beside the checkout")
 @pytest.mark.parametrize(("recipe", "pairs", "is_validated"), [("hh_rlhf", 2307, True), ("gsm8k", 2429, False)])
 def test_recipes_prepare_the_real_data_which_passes_validation(tmp_path, recipe, pairs, is_validated):

@@ -14,7 +14,7 @@ from small_workspace import ROOT
 from rlhf_core.engines.ports import free_ports
 from rlhf_core.engines.ray.cluster import HEAD_STARTS
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
 
 
 def elsewhere(temporary: Path) -> dict[str, str]:

@@ -123,6 +123,7 @@ def test_killed_sft_resumes_and_ends_with_the_same_bits(chain, battered):
     same_digests(chain.workspace, battered, "train_sft")
 
 
+@pytest.mark.long
 def test_a_second_start_waits_for_the_first_and_takes_over_when_it_dies(chain, battered):
     code, printed = run(battered, "dvc", "repro", "train_sft")
     assert code == 0, printed

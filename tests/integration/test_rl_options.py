@@ -232,6 +232,7 @@ def test_the_coefficient_follows_the_divergence_from_a_reference_that_moves(grou
     assert afresh.max() < 1e-5 < rows["kl_mean"].abs().max()
 
 
+@pytest.mark.long
 def test_killed_run_again_and_without_its_engine_it_ends_with_the_same_bits(chain, cluster, groups, tmp_path):
     again = trained_though_killed(train(chain, cluster, tmp_path / "killed", GROUPS), steps=10)
     assert_same_results(again, groups)
@@ -293,6 +294,7 @@ def greedy(chain, cluster, tmp_path_factory) -> Trained:
     return read(workspace, printed)
 
 
+@pytest.mark.long
 def test_a_stop_string_ends_a_response_the_greedy_one_is_the_baseline_and_adapters_on_4_bits_reach_vllm(greedy):
     rows = greedy.curves
     # 16 tokens fit; a and e are in most words
@@ -320,6 +322,7 @@ def test_a_stop_string_ends_a_response_the_greedy_one_is_the_baseline_and_adapte
     assert_nothing_left(greedy.workspace)
 
 
+@pytest.mark.long
 def test_another_algorithm_reruns_only_what_follows_and_back_is_restored(chain, greedy):
     workspace, before = greedy.workspace, results(chain.workspace)
     assert greedy.metrics["algorithm"] == "remax"
@@ -331,6 +334,7 @@ def test_another_algorithm_reruns_only_what_follows_and_back_is_restored(chain, 
     assert (workspace / "dvc.lock").read_text() == (chain.workspace / "dvc.lock").read_text() and results(workspace) == before
 
 
+@pytest.mark.long
 def test_minutes_end_a_run_as_its_last_step_would_and_count_on_after_a_stop(chain, cluster, tmp_path):
     workspace = train(chain, cluster, tmp_path / "timed", TIMED)
     stage = begin(workspace, "tasks.train_rl")
@@ -395,6 +399,7 @@ def test_sampling_that_disagrees_with_the_trainer_stops_the_run(chain, cluster, 
     assert_nothing_left(workspace)
 
 
+@pytest.mark.long
 def test_a_stop_while_actors_start_prints_no_stack_trace_and_promises_no_checkpoint(chain, cluster, tmp_path):
     workspace = train(chain, cluster, tmp_path / "stopped", {"steps": 3, "rollout": {"backend": "pytorch"}})
     stage = begin(workspace, "tasks.train_rl")

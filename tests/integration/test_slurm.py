@@ -55,6 +55,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.long
 def test_a_flow_runs_on_all_nodes_outlives_one_and_is_queued_again_when_time_is_up(slurm, tmp_path):
     seen, log = tmp_path / "seen.json", tmp_path / "log"
     with log.open("w") as output, subprocess.Popen([SCRIPT, "slurm_probe", seen], env=slurm, stdout=output, stderr=output) as script:

@@ -68,6 +68,7 @@ def test_a_pretrained_model_is_aligned_to_a_rule_on_its_own_samples(tmp_path):
     assert all(f">{aspect}<" in page for aspect in ("kind", "happy", "told"))
 
 
+@pytest.mark.long
 def test_a_missing_model_is_named_first_with_how_to_get_one(tmp_path):
     workspace = make_chain(tmp_path / "project", RECIPE, {"cluster": {"threads": 1}})
     code, printed = run(workspace, "dvc", "repro")

@@ -168,6 +168,7 @@ def test_missing_files_are_named_before_a_worktree_is_made(project):
     assert not (project / "runs/new").exists() and git(project, "branch", "--list", "run/*") == ""
 
 
+@pytest.mark.long
 def test_a_run_ends_after_a_stage_and_a_stage_is_forced(project, server):
     part = run_flow(project, "--until", "train_sft", PREFECT_API_URL=server)
     assert part.returncode == 0, part.stderr
@@ -197,6 +198,7 @@ def test_a_stage_that_is_none_is_refused_with_the_nearest(project, arguments, me
     assert done.returncode == 2 and done.stderr.startswith(message) and not (project / "runs/new").exists()
 
 
+@pytest.mark.long
 def test_a_deployments_run_takes_a_recipe_and_refuses_a_stage_that_is_none(project, server):
     (project / "mine.yaml").write_text("sft: {batch_size: 2, steps: 5}\n")
     code = (

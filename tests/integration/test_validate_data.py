@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 from clerk_params import CLERK_PARAMS
 
 from rlhf_core.data.schema import write_rows
@@ -46,7 +47,7 @@ def workspace(tmp_path: Path) -> Path:
 
 def run(workspace: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tasks.validate_data"]
-    return subprocess.run(command, cwd=workspace, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240)
+    return warm_python.run(command, cwd=workspace, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 def result(workspace: Path) -> dict:

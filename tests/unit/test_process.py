@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from whole_matrix import cells
 
 from rlhf_core.process import IMPORT_THRESHOLD, PROCESS_ENVIRONMENT, SOCKET_BYTES, beside, bypass_proxies, module_command, socket_folder
 
@@ -61,6 +62,7 @@ def test_a_line_of_the_log_is_read_as_it_stands():
 CONFIGURED = "from rlhf_core.process import configure_process\nconfigure_process()"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("first", "printed"), [("", True), (CONFIGURED, False)])
 def test_a_missing_kernel_of_bitsandbytes_that_nothing_calls_is_not_mentioned(first, printed):
     """Its import as on a CPU with AVX-512 in bfloat16, where it asks for the package kernels."""
@@ -95,18 +97,21 @@ def test_work_beside_a_block_is_told_of_its_end_and_waited_for(fails):
 
 @pytest.mark.parametrize(
     "command",
-    [
-        "rlhf_core.planning --help",
-        "rlhf_core.planning --check",
-        "rlhf_core.planning --stages --recipe recipes/clerk.yaml",
-        "rlhf_core.look --help",
-        "rlhf_core.use --help",
-        "rlhf_core.storage.clean --help",
-        "rlhf_core.checkpoint.digest --help",
-        "flows.runs list",
-        "flows.compare_runs --help",
-        "tools.params",
-    ],
+    cells(
+        [
+            "rlhf_core.planning --help",
+            "rlhf_core.planning --check",
+            "rlhf_core.planning --stages --recipe recipes/clerk.yaml",
+            "rlhf_core.look --help",
+            "rlhf_core.use --help",
+            "rlhf_core.storage.clean --help",
+            "rlhf_core.checkpoint.digest --help",
+            "flows.runs list",
+            "flows.compare_runs --help",
+            "tools.params",
+        ],
+        ["rlhf_core.planning --stages --recipe recipes/clerk.yaml", "flows.runs list", "tools.params"],
+    ),
 )
 def test_a_command_ends_quietly_when_the_reader_of_its_output_has_gone(command: str):
     done = without_reader("-m", *command.split())

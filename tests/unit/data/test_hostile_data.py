@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from whole_matrix import cells
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from gate_pairs import write_slices
@@ -186,7 +187,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-@pytest.mark.parametrize("kind", BOMBS)
+@pytest.mark.parametrize("kind", cells(BOMBS, ["a dictionary", "long texts"]))
 def test_a_parquet_file_that_unpacks_to_gigabytes_is_refused_in_little_memory(tmp_path, kind):
     """In a process of its own, whose memory is measured."""
     rows, characters, how = BOMBS[kind]

@@ -73,6 +73,7 @@ def test_a_source_without_rows_for_a_use_gets_none_of_the_one_before(config, tmp
     assert {p.stem for p in (tmp_path / "out").iterdir()} == {*USES, "slices"} and "pretrain" in SCHEMAS
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_texts(tmp_path):
     """3600 more pairs are 140 MB more when all are in memory at once, and 2 to 13 when a few are."""
     command = [sys.executable, str(Path(__file__).with_name("growth.py")), "mix", str(tmp_path), "1200", "256"]

@@ -93,6 +93,7 @@ def test_stand_ins_change_neither_a_finding_nor_what_is_shown(tables, tokenizer,
     assert (frame["chosen"] == measures.ANY).sum() > ROWS // 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [1, 7])
 def test_parts_of_any_size_give_the_same(tables, tokenizer, expected, tmp_path, monkeypatch, rows):
     monkeypatch.setattr(schema, "ROWS_AT_ONCE", rows)
@@ -107,6 +108,7 @@ def test_hashes_that_texts_share_change_no_verdict(tables, tokenizer, expected, 
     assert check(tables, tokenizer, tmp_path) == expected
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_texts(tmp_path):
     """300 more pairs are 130 MB more when all are measured at once, and 29 MB when a few are."""
     command = [sys.executable, str(Path(__file__).with_name("growth.py")), "validate", str(tmp_path), "100", "32"]

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from chat_templates import TEMPLATES, templated
 from strict_limits import strict_limits
+from whole_matrix import cells
 
 from rlhf_core.data.schema import SCHEMAS
 from rlhf_core.data.validation.measures import measure
@@ -117,7 +118,12 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("use", "name", "changes", "ids"), BROKEN, ids=[f"{use}-{name}-{i}" for i, (use, name, *_) in enumerate(BROKEN)])
+QUICK = [BROKEN[k] for k in (0, 4, 6, 7, 8, 10, 12, 13, 15, 16, 17, 20, 22, 25)]  # every kind of expectation
+
+
+@pytest.mark.parametrize(
+    ("use", "name", "changes", "ids"), cells(BROKEN, QUICK), ids=[f"{use}-{name}-{i}" for i, (use, name, *_) in enumerate(BROKEN)]
+)
 def test_each_violation_is_caught_alone(rows, tokenizer, use, name, changes, ids):
     for i, columns in changes.items():
         rows[use][i] |= columns
@@ -230,7 +236,10 @@ def test_data_of_unpaired_rows_only_has_no_length_bias_to_speak_of(rows, tokeniz
     assert "length_bias" not in {f.name for f in findings}
 
 
-@pytest.mark.parametrize("limit", ["max_empty_fraction", "max_identical_fraction", "max_duplicate_fraction", "max_too_long_fraction"])
+LIMITS = ("max_empty_fraction", "max_identical_fraction", "max_duplicate_fraction", "max_too_long_fraction")
+
+
+@pytest.mark.parametrize("limit", cells(LIMITS, ["max_duplicate_fraction"]))
 def test_a_share_equal_to_its_limit_passes_and_one_above_fails(rows, tokenizer, limit):
     pair = rows["preference"]
     columns = {

@@ -64,6 +64,7 @@ def test_an_engine_that_is_closed_leaves_no_process():
     assert not psutil.pid_exists(apart._process.pid)
 
 
+@pytest.mark.long
 def test_what_the_engine_refuses_is_refused_here_and_no_process_stays(tmp_path):
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(ValueError, match=r"expected a config.json|expected a folder|config\.json"):
@@ -107,6 +108,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_stage_that_fails_before_it_has_closed_the_engine_ends(tmp_path):
     script = tmp_path / "failing.py"
     script.write_text(FAILING)

@@ -25,6 +25,7 @@ print(json.dumps([asdict(machine) for machine in [*found, smallest(found)]]))
 """
 
 
+@pytest.mark.long
 def test_every_node_tells_the_memory_that_processes_may_take(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0"}
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as sockets:  # whose names may have 107 characters

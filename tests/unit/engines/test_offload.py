@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import warnings
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import PAD, largest_difference, negative_logprob_step, sequences, settings
+from whole_matrix import cells
 
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.engines import offload
@@ -69,8 +71,11 @@ def test_a_storage_comes_back_from_several_pieces_whole(monkeypatch, numbers: in
         assert torch.equal(tensor, expected)
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize("how", HOW)
+TURNS = {("zero 0, bfloat16", False), ("zero 1, float32", True), ("zero 2, bfloat16", False), ("zero 3, float32", True)}
+TURNS |= {("average", False), ("lion", True), ("offloaded optimizer", False)}
+
+
+@pytest.mark.parametrize(("how", "adapters"), cells(product(HOW, [False, True]), TURNS))
 def test_training_with_turns_has_the_bits_of_training_without(sft_folder: Path, how: str, adapters: bool):
     turning = engine_of(sft_folder, adapters=adapters, **HOW[how])
     undisturbed = engine_of(sft_folder, adapters=adapters, **HOW[how])
@@ -87,7 +92,7 @@ def test_training_with_turns_has_the_bits_of_training_without(sft_folder: Path, 
         turning.keep("all")
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", cells(HOW, ["zero 0, float32", "zero 2, bfloat16", "zero 3, bfloat16", "average", "offloaded optimizer"]))
 def test_no_memory_of_an_engine_is_left_when_nothing_stays(sft_folder: Path, how: str):
     """Neither weights nor gradients, master weights, moments and buffers of DeepSpeed; but for tiny things, such as counters."""
     others = bytes_by_storage()

@@ -28,6 +28,7 @@ for url in sys.argv[2:]:
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_a_node_without_the_storages_folder_is_named(tmp_path, tmp_path_factory):
     command = [sys.executable, "-c", PROGRAM, str(tmp_path_factory.mktemp("r")), f"file://{tmp_path}", f"file://{tmp_path}/mount"]

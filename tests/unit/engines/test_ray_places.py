@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from clerk_params import CLERK_PARAMS
+from whole_matrix import cells, is_chosen
 
 from rlhf_core.config import RlConfig, read_yaml
 from rlhf_core.engines.ray.places import check_cpus
@@ -26,6 +27,7 @@ JOBS = {
 }
 JOBS |= {"shared": {"placement": "two_groups", "tensor_parallel_size": 1, "ranks": 3, "gpus_per_rank": 0.6, "gpus_per_engine": 0.4}}
 JOBS |= {"shared, 2": {"placement": "together", "tensor_parallel_size": 2, "ranks": 6, "gpus_per_rank": 0.6, "gpus_per_engine": 0.4}}
+QUICK = ("together, 1", "two_groups, 2", "apart, 4")
 # Where Ray puts processes is all that is looked at. Actors, which host nothing, are started where GPUs are shared; elsewhere a task in each
 # one's place does, since its bundle's GPUs are its own.
 PROGRAM = """
@@ -155,13 +157,14 @@ cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict:
+def seen(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict:
+    jobs = {name: job for name, job in JOBS.items() if name.startswith("shared") or name in QUICK or is_chosen(request)}
     home = tmp_path_factory.mktemp("home")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0"}
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as sockets:  # whose names may have 107 characters
         (Path(sockets) / "ray").mkdir()  # for Ray's note of the newest cluster, which other programs must not read
         environment["RAY_TMPDIR"] = sockets
-        command = [sys.executable, "-c", PROGRAM, sockets, json.dumps(JOBS)]
+        command = [sys.executable, "-c", PROGRAM, sockets, json.dumps(jobs)]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -175,7 +178,7 @@ def of(found: dict, role: str) -> list[list[str]]:
     return [gpus for name, gpus in found.items() if name.startswith(role)]
 
 
-@pytest.mark.parametrize("name", [name for name in JOBS if not name.startswith("shared")])
+@pytest.mark.parametrize("name", cells([name for name in JOBS if not name.startswith("shared")], QUICK))
 def test_each_rank_and_engine_has_whole_gpus_of_its_own(seen, name):
     found, size = seen["jobs"][name]["found"], JOBS[name]["tensor_parallel_size"]
     ranks, engines = of(found, "trainer"), of(found, "rollout")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 from clerk_params import CLERK_PARAMS
 from ray.exceptions import ActorDiedError
 from ray.train import ControllerError, WorkerGroupError
@@ -77,7 +77,7 @@ with _watching_start(group, board):
     time.sleep(2.0)
 print("went on")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = warm_python.run([sys.executable, "-c", program])
     assert (done.returncode, done.stdout) == (code, printed), done.stderr
 
 

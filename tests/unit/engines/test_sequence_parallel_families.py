@@ -8,19 +8,21 @@ import pytest
 from model_families import FAMILIES
 from sequence_ranks import run_families
 from transformers import LlamaConfig
+from whole_matrix import cells, is_chosen
 
 from rlhf_core.engines.sequence_parallel import check_heads
 
 TOLERANCE = 1e-5  # of log-probabilities, absolute; of the gradient, relative to its norm
+QUICK = ("llama_tied", "gemma3", "mistral", "mixtral", "gpt2")  # every kind of attention and position
 REFUSED = {"gpt_oss": "attention eager", "falcon_h1": "layers of attention"}  # which sdpa doesn't compute; with a state
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    return run_families(tmp_path_factory.mktemp("families"))
+def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
+    return run_families(tmp_path_factory.mktemp("families"), [*(FAMILIES if is_chosen(request) else QUICK), *REFUSED])
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in REFUSED])
+@pytest.mark.parametrize("name", cells([name for name in FAMILIES if name not in REFUSED], QUICK))
 def test_parts_of_sequences_have_logprobs_and_gradients_of_the_whole(ranks, name: str):
     for rank in ranks:
         assert rank[name].keys() == {"plain", "shared"}

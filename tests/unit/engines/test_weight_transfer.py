@@ -183,6 +183,7 @@ def test_a_dead_engine_whose_connection_stays_open_costs_no_timeout(large: nn.Mo
     assert answers == {0: (1, sums(large))} and lost == {1: "a dead process"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("begun", [True, False], ids=["in the transfer", "before it"])
 def test_engines_that_hang_are_waited_for_at_the_same_time(large: nn.Module, processes, begun: bool):
     processes += [ReceiverPeer(5 if begun else None, signal.SIGSTOP) for _ in range(4)]

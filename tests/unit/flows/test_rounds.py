@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import warm_python
 from clerk_params import CLERK_PARAMS
 from prefect.logging import disable_run_logger
 from ruamel.yaml import YAML
@@ -97,7 +98,7 @@ def test_hashes_are_those_of_dvc(tmp_path):
     assert dvc_md5(tmp_path / "folder") == md5(listing) + ".dir"
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
     for command in (["init", "--quiet"], ["add", "--quiet", "folder"]):
-        subprocess.run([sys.executable, "-m", "dvc", *command], cwd=tmp_path, check=True)
+        warm_python.run([sys.executable, "-m", "dvc", *command], cwd=tmp_path, check=True)
     assert dvc_md5(tmp_path / "folder") in (tmp_path / "folder.dvc").read_text()
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import warm_python
 from clerk_params import CLERK_PARAMS
 from gate_pairs import pairs, right_and_wrong, write_slices
 from gate_verdicts import gate_config, heldout, judge, verdicts
@@ -50,7 +51,7 @@ def workspace(tmp_path: Path) -> Path:
 def run_stage(workspace: Path, stage: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", f"tasks.{stage}"]
-    return subprocess.run(command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    return warm_python.run(command, cwd=workspace, env=environment)
 
 
 def run_gate(workspace: Path) -> tuple[subprocess.CompletedProcess[str], dict]:
@@ -242,7 +243,7 @@ def put_into_cache(workspace: Path, folder: Path) -> None:
     subprocess.run(["git", "init", "--quiet"], cwd=workspace, check=True)
     shutil.copytree(folder, workspace / "kept")
     environment = {**os.environ, "DVC_NO_ANALYTICS": "1"}
-    subprocess.run([sys.executable, "-m", "dvc", "add", "--quiet", "kept"], cwd=workspace, env=environment, check=True)
+    warm_python.run([sys.executable, "-m", "dvc", "add", "--quiet", "kept"], cwd=workspace, env=environment, check=True)
 
 
 def test_two_models_in_two_worktrees_are_two_looks_and_one_that_is_judged_again_none(workspace, reward_folder, tokenizer):

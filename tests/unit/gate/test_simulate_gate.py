@@ -10,6 +10,7 @@ from tools.simulate.gate import MARGIN, START, STEP, any_passes, chain, power, s
 REPLICATIONS = 120
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("counted", "lowest", "highest"), [(False, 0.12, 0.40), (True, 0.0, 0.10)])
 def test_ten_models_at_the_threshold_rarely_get_one_through_where_looks_are_counted(counted, lowest, highest):
     """1 - 0.975^10 = 0.22 without counting; 0.0475 with, and 0.10 is 2.7 standard errors above that."""

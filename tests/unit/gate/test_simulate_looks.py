@@ -12,6 +12,7 @@ REPLICATIONS = 150
 LEFT_OUT = "one prompt left out, another each time"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edited_split_is_no_new_one(edit):
     assert edited(edit)[1] == list(range(1, LAST + 1))
@@ -23,6 +24,7 @@ def test_a_moving_split_counts_the_looks_that_share_its_prompts():
     assert edited(moving)[1] == [1, 2, *[3] * (LAST - 2)]
 
 
+@pytest.mark.long
 def test_ten_models_at_the_threshold_rarely_get_one_through_on_splits_with_a_prompt_less():
     """0.107 did with every edited split as a new one."""
     rng = np.random.default_rng(1)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from whole_matrix import cells
 
 from rlhf_core.look.__main__ import main
 from tests.tiny_models import DEFAULTS
@@ -34,7 +35,7 @@ def shown_of(capsys, path: Path, *options: str) -> tuple[int, dict]:
         *(("0.0", "1.0"), ("thumbs up", "thumbs down"), ("positive", "Negative")),
     ],
 )
-@pytest.mark.parametrize("name", ["thumb", "einstellung"])
+@pytest.mark.parametrize("name", cells(["thumb", "einstellung"], ["einstellung"]))
 def test_a_column_of_two_marks_is_a_question_and_not_a_guess(marks, name, tmp_path, capsys):
     code, found = shown_of(capsys, table(tmp_path, *marks, *marks, name=name))
     assert code == 2 and [r["format"] for r in found["readings"]] == ["instruction", "unpaired"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from whole_matrix import cells
 
 from rlhf_core.config import Params, load_overlaid, parse_yaml
 from rlhf_core.look.__main__ import main
@@ -56,9 +57,12 @@ def accepted(reading: dict[str, Any], folder: Path) -> Params:
     return load_overlaid(WHOLE, folder / "recipe.yaml")
 
 
+QUICK = [(PAIRS, "dpo", False), (SOLVED, "rl", True)]
+
+
 @pytest.mark.parametrize(
     ("records", "method", "sft"),
-    [(PAIRS, "dpo", False), (MARKED, "kto", False), (SOLVED, "rl", True), (DEMONSTRATIONS, "external", True)],
+    cells([(PAIRS, "dpo", False), (MARKED, "kto", False), (SOLVED, "rl", True), (DEMONSTRATIONS, "external", True)], QUICK),
 )
 def test_the_recipe_is_accepted_as_printed(records, method, sft, chat_model, tmp_path, capsys):
     reading = looked(capsys, written(tmp_path, records), chat_model)
@@ -78,6 +82,7 @@ def test_gpus_are_planned_for_without_being_there(chat_model, tmp_path, capsys):
     assert "on 2 GPUs (h100) of 79 GiB" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_config_json_without_weights_is_enough_for_a_proposal(chat_model, tmp_path, capsys):
     folder = tmp_path / "shape"
     shutil.copytree(chat_model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -96,6 +101,7 @@ def test_a_base_model_gets_a_template_and_sft_first(base_model, tmp_path, capsys
     assert accepted(looked(capsys, written(tmp_path, several), base_model), tmp_path).model.chat_template is None
 
 
+@pytest.mark.long
 def test_a_base_model_with_chatml_tokens_gets_chatml(tmp_path, capsys):
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})

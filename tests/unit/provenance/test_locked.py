@@ -6,11 +6,11 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 
 from flows.chain.worktree import verify_remotes
 from rlhf_core.config import ConfigError
@@ -35,7 +35,7 @@ stages:
 def dvc(folder: Path, *arguments: str, check: bool = True) -> str:
     environment = {**os.environ, "DVC_NO_ANALYTICS": "1", "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
     command = [sys.executable, "-m", "dvc", *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = warm_python.run(command, cwd=folder, env=environment)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

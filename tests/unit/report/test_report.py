@@ -178,6 +178,7 @@ def test_a_run_without_judge_or_critic(tmp_path, monkeypatch):
     assert "Judge" not in re.sub(r"(?s)<script.*?</script>|<style.*?</style>", "", page) and 'data-figure="rl_critic"' not in page
 
 
+@pytest.mark.long
 def test_repetition_and_variety_are_drawn_where_they_were_measured(tmp_path, monkeypatch):
     workspace = make_workspace(tmp_path)
     curves = workspace / "plots/train_policy.csv"
@@ -233,6 +234,7 @@ def test_a_run_without_a_reward_model(tmp_path, monkeypatch):
     assert "reward.epochs</dt>" not in page
 
 
+@pytest.mark.long
 def test_a_stage_that_max_minutes_ended_is_named_at_the_top(tmp_path, monkeypatch):
     workspace = make_workspace(tmp_path)
     assert "max_minutes ended" not in render_in(workspace, monkeypatch)
@@ -241,6 +243,7 @@ def test_a_stage_that_max_minutes_ended_is_named_at_the_top(tmp_path, monkeypatc
     assert "max_minutes ended train_policy after 1,210 of 4,000 steps." in page.split("</header>")[0]
 
 
+@pytest.mark.long
 def test_the_training_part_says_how_each_model_was_trained(tmp_path, monkeypatch):
     workspace = make_workspace(tmp_path)
     assert "Ranks, engines and adapters" not in render_in(workspace, monkeypatch)  # metrics of an older version
@@ -412,6 +415,7 @@ def test_who_is_to_blame_and_what_was_overridden_or_stopped_stands_at_the_top(tm
     assert page.count("kl: &lt;9&gt;") >= 2 and "The policy is that of step 25." in page
 
 
+@pytest.mark.long
 def test_a_setting_that_wrecks_a_pretrained_model_stands_at_the_top_unless_the_model_is_small(tmp_path, monkeypatch):
     workspace = make_workspace(tmp_path)
     apply_overrides(workspace / "params.yaml", {"model.path": "some/model"})

@@ -1,4 +1,4 @@
-"""Three ranks that share prompts and texts sample and score as one does: samples, scores, comparison and gate."""
+"""Two ranks that share prompts and texts sample and score as one does: samples, scores, comparison and gate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from inference_ranks import ROWS, run_everything, run_ranks
 
-RANKS = 3  # of which one has no prompt where there is one, and two have more of the five than the third
+RANKS = 2  # of which the second has no prompt where there is one, and fewer of the five
 ROUNDING = 1e-5  # absolute, of scores of size 1: batches differ
 
 
@@ -27,7 +27,7 @@ def alone(sft_folder: Path, reward_folder: Path, out: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(sft_folder: Path, reward_folder: Path, out: Path) -> list[dict[str, Any]]:
-    return run_ranks(RANKS, sft_folder, reward_folder, out / "three")
+    return run_ranks(RANKS, sft_folder, reward_folder, out / "two")
 
 
 def same(one: Any, other: Any) -> bool:
@@ -41,8 +41,8 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-def test_each_rank_computes_every_third_item_and_all_get_every_result_in_order(ranks):
-    expected = [["a", 0, 2], ["b", 1, 2], ["c", 2, 1], ["d", 0, 2], ["e", 1, 2]]
+def test_each_rank_computes_every_second_item_and_all_get_every_result_in_order(ranks):
+    expected = [["a", 0, 3], ["b", 1, 2], ["c", 0, 3], ["d", 1, 2], ["e", 0, 3]]
     assert [found["shares"] for found in ranks] == [expected] * RANKS
 
 
@@ -51,7 +51,7 @@ def test_ranks_with_one_share_leave_it_to_the_first(ranks):
 
 
 @pytest.mark.parametrize("kind", ["answers", "logprobs", "rejection all", "rejection one", "comparison", "rated", "gate", "nothing"])
-def test_three_ranks_sample_and_score_as_one(ranks, alone, kind: str):
+def test_two_ranks_sample_and_score_as_one(ranks, alone, kind: str):
     assert all(same(found[kind], alone[kind]) for found in ranks), (ranks[0][kind], alone[kind])
 
 

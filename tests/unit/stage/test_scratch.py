@@ -7,12 +7,12 @@ import json
 import logging
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import warm_python
 
 from rlhf_core.checkpoint.store import CheckpointStore, Origin, StoreSettings
 from rlhf_core.config import CheckpointsConfig, ConfigError, read_yaml
@@ -208,7 +208,7 @@ def test_an_editors_files_are_no_dependency_of_ours_or_of_dvcs(tmp_path: Path):
     shutil.copy(Path(__file__).parents[3] / ".dvcignore", tmp_path)
     (tmp_path / "dvc.yaml").write_text("stages: {s: {cmd: echo, deps: [rewards]}}\n")
     for command in ("init --no-scm --quiet", "repro --quiet"):
-        subprocess.run([sys.executable, "-m", "dvc", *command.split()], cwd=tmp_path, check=True, capture_output=True)
+        warm_python.run([sys.executable, "-m", "dvc", *command.split()], cwd=tmp_path, check=True)
     files = stage_files({"deps": ["rewards"]}, "s", tmp_path)
     assert [path.name for path in files] == [".hidden.py", "mine.py"]
     locked = read_yaml(tmp_path / "dvc.lock")["stages"]["s"]["deps"][0]

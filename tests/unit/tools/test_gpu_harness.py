@@ -79,6 +79,7 @@ def command(tmp_path, monkeypatch, parts: list[list], *, seconds: float = 60.0) 
     return [sys.executable, "-c", RUN, json.dumps(parts), str(tmp_path / "out"), str(seconds)]
 
 
+@pytest.mark.long
 def test_a_part_that_hangs_is_killed_with_all_it_started_and_the_next_one_runs(tmp_path, monkeypatch):
     hung, fine = run(tmp_path, monkeypatch, [["hangs", "", 0, 4, "hangs"], ["fine", "", 0, 60, "fine"]])
     assert hung.outcome == STOPPED and hung.reason.startswith("after 4 s") and "about to hang" in hung.reason
@@ -87,6 +88,7 @@ def test_a_part_that_hangs_is_killed_with_all_it_started_and_the_next_one_runs(t
     assert not psutil.pid_exists(int((tmp_path / "child").read_text()))  # although it had a session of its own
 
 
+@pytest.mark.long
 def test_a_part_at_its_limit_may_tidy_up_first(tmp_path, monkeypatch):
     (left,) = run(tmp_path, monkeypatch, [["leaves", "", 0, 4, "leaves"]])
     assert left.outcome == STOPPED and (tmp_path / "child").read_text() == "folders removed"
@@ -124,6 +126,7 @@ def test_a_part_that_no_longer_fits_a_missing_one_and_an_empty_one_are_named(tmp
     assert empty.outcome == FAILED and empty.reason == "it left no figures"
 
 
+@pytest.mark.long
 def test_another_call_goes_on_where_the_time_was_up(tmp_path, monkeypatch):
     """A part at its own limit, or that failed, isn't run again; one that the check's end cut off is, with the time that is left."""
     parts = [["crashes", "", 0, 60, "crashes"], ["leaves", "", 0, 3, "leaves"], ["waits", "", 0, 400, "waits"], ["fine", "", 5, 60, "fine"]]
@@ -153,6 +156,7 @@ def test_parts_have_limits_under_nine_minutes_and_are_registered_once():
     assert [part.name for part in PARTS] == [*names, "tensor_parallel"]
 
 
+@pytest.mark.long
 def test_the_first_parts_are_tests_that_exist_and_every_test_says_what_it_needs():
     def collect(*arguments: str) -> list[str]:
         command = [sys.executable, "-m", "pytest", "tests/gpu", "--collect-only", "-p", "no:cacheprovider", *arguments]
@@ -246,6 +250,7 @@ def test_the_document_has_a_place_for_every_part():
         put_into(ROOT / "README.md", [])
 
 
+@pytest.mark.long
 def test_the_command_line_refuses_what_it_does_not_know_and_a_machine_without_a_gpu(tmp_path, monkeypatch):
     def check(*arguments: str) -> subprocess.CompletedProcess:
         return subprocess.run([sys.executable, "-m", "tools.bench.gpu", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100)

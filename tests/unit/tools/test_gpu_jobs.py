@@ -33,6 +33,7 @@ def test_a_case_is_a_job_of_one_engine_and_one_rank_with_room_for_its_sequences(
     assert case.warmup < case.steps
 
 
+@pytest.mark.long
 def test_trl_gets_the_same_batch_in_micro_batches_of_whole_groups():
     for case in (GRPO, REHEARSED):
         requested = arguments(case)
@@ -60,6 +61,7 @@ def test_float32_weights_are_twice_as_many_bytes():
     assert weight_bytes(replace(case, dtype="float32")) == 2 * weight_bytes(case)
 
 
+@pytest.mark.long
 def test_a_random_model_has_the_requested_spread_of_logits(tmp_path):
     from safetensors.torch import load_file
 

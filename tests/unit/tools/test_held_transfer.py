@@ -14,6 +14,7 @@ from rlhf_core.engines.weight_sender import Target
 from tools.faults.transfer import held_transfer, settled_layer, unavailable
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_an_engine_waits_for_the_first_layer_that_was_not_sent():
     if (reason := unavailable()) is not None:

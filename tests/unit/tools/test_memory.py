@@ -33,6 +33,7 @@ def test_the_prediction_of_a_measured_training_is_within_a_tenth(case, monkeypat
     assert predicted == pytest.approx(float(row["predicted_mib"]), abs=1), "tools.memory --predict renews the table"
 
 
+@pytest.mark.long
 def test_a_training_process_takes_what_is_predicted():
     done = subprocess.run([sys.executable, "-c", MEASURE], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
     found = {key: float(value) for key, value in json.loads(done.stdout.splitlines()[-1]).items()}

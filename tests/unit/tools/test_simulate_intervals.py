@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 
 from rlhf_core.statistics.intervals import wilson_interval
 from tools.simulate.intervals import CONFIDENCE, cells, contains, simulate
@@ -26,6 +27,7 @@ def is_as_wanted(row: Row) -> bool:
     return row.share >= float(row.wanted) - slack(float(row.wanted), row.n)
 
 
+@pytest.mark.long
 def test_every_share_is_what_it_should_be():
     rows = simulate(REPLICATIONS, np.random.default_rng(3))
     assert len(rows) > 20 and [f"{row.case}: {row.share}" for row in rows if not is_as_wanted(row)] == []

@@ -14,6 +14,7 @@ import pytest
 import torch
 from supervised_ranks import ticking
 from tiny_models import PAD, largest_difference, policy_engine, sequences
+from whole_matrix import cells
 
 from rlhf_core.checkpoint.store import CheckpointStore, Origin, StoreSettings, checkpoint_steps
 from rlhf_core.config import TrackingConfig
@@ -106,7 +107,7 @@ def test_the_best_weights_by_the_held_out_loss_are_those_of_a_run_that_ends_ther
     assert largest_difference(weights, last.state_dict()) > 1e-3
 
 
-@pytest.mark.parametrize("stopped_at", range(1, STEPS))
+@pytest.mark.parametrize("stopped_at", cells(range(1, STEPS), [1, 6, STEPS - 1]))
 def test_the_best_weights_survive_a_stop_in_any_step(tmp_path: Path, sft_folder: Path, undisturbed, stopped_at: int):
     weights, metrics, heldout = undisturbed
     run = Run(tmp_path, sft_folder)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from supervised_ranks import STEPS, Case, loss_difference, run_case, run_ranks
 from tiny_models import largest_difference
+from whole_matrix import cells, is_chosen
 
 from rlhf_core.checkpoint.digest import differences, read_digest
 from rlhf_core.config.model import LoraConfig
@@ -45,8 +46,21 @@ ADAPTED = {"lora": LoraConfig(rank=4, alpha=8.0, dropout=0.0, target_modules="al
 SETTLED = {"optimizer": "lion", "steps": 8, "learning_rate": 0.3, "schedule": "constant", "ema_decay": 0.5, "keep_best": True}
 
 
-def cases(out: Path) -> dict[str, Case]:
-    """Name -> case. The stopped ones come before those that resume from them."""
+# What `make test` leaves out: the other ZeRO stage of each kind, but for SFT, and what needs it.
+PLAIN = {("sft", "0"), ("sft", "3"), ("reward", "0"), ("dpo", "3"), ("kto", "0")} | {(kind, "edge") for kind in KINDS}
+QUICK_ADAPTED = {("dpo", 3), ("kto", 0)}
+
+
+def is_quick(name: str) -> bool:
+    kind, *rest = name.split()
+    if kind in KINDS:
+        adapted = rest[0] == "adapted"
+        return (kind, int(rest[1])) in QUICK_ADAPTED if adapted else (kind, rest[0]) in PLAIN or name == "dpo offloaded"
+    return rest == [] or rest[-1] != "0"
+
+
+def cases(out: Path, *, whole: bool) -> dict[str, Case]:
+    """Name -> case. The stopped ones come before those that resume from them. whole: all, or those of `make test`."""
     found = {f"{kind} {stage}": Case(kind, str(out / f"{kind}-{stage}"), {"zero_stage": stage}) for kind in KINDS for stage in STAGES}
     found |= {
         f"{kind} edge": Case(kind, str(out / f"{kind}-edge"), heldout=edge["heldout"], changes=edge["changes"])
@@ -68,7 +82,7 @@ def cases(out: Path) -> dict[str, Case]:
     found |= {"timed stopped": Case("sft", stop_after=2, **timed), "timed": Case("sft", **timed), "timed again": Case("sft", **timed)}
     found["store"] = Case("store", str(out / "store"))
     found["not finite"] = Case("sft", str(out / "not-finite"), {"learning_rate": 1e30})
-    return found
+    return {name: case for name, case in found.items() if whole or is_quick(name)}
 
 
 def numbers(of: dict[str, Any]) -> dict[str, float]:
@@ -81,8 +95,8 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(sft_folder: Path, out: Path) -> list[dict[str, Any]]:
-    named = cases(out / "two")
+def ranks(sft_folder: Path, out: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    named = cases(out / "two", whole=is_chosen(request))
     results = run_ranks(2, sft_folder, list(named.values()), out)
     return [dict(zip(named, of_rank, strict=True)) for of_rank in results]
 
@@ -90,14 +104,12 @@ def ranks(sft_folder: Path, out: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def alone(sft_folder: Path, out: Path) -> dict[str, Any]:
     """What one rank gets, without ZeRO."""
-    named = {
-        name: case for name, case in cases(out / "one").items() if name.startswith((*KINDS, "settled 0")) and name.endswith(("0", "edge"))
-    }
-    return {name: run_case(case, sft_folder) for name, case in named.items()}
+    named = cases(out / "one", whole=True)
+    wanted = [name for name in named if name.startswith((*KINDS, "settled 0")) and name.endswith(("0", "edge"))]
+    return {name: run_case(named[name], sft_folder) for name in wanted}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", [*map(str, STAGES), "edge"])
+@pytest.mark.parametrize(("kind", "case"), cells(itertools.product(KINDS, [*map(str, STAGES), "edge"]), PLAIN))
 def test_two_ranks_have_the_losses_metrics_and_weights_of_one(ranks, alone, kind: str, case: str):
     first, second = (rank[f"{kind} {case}"] for rank in ranks)
     expected = alone[f"{kind} {'0' if case != 'edge' else case}"]
@@ -116,7 +128,7 @@ def test_two_ranks_have_the_losses_metrics_and_weights_of_one(ranks, alone, kind
         assert largest_difference(first["weights"], second["weights"]) == 0
 
 
-@pytest.mark.parametrize("kind", ["dpo", "kto"])
+@pytest.mark.parametrize("kind", cells(("dpo", "kto"), ["dpo"]))
 def test_two_ranks_whose_live_reference_is_offloaded_train_as_with_a_precomputed_one(ranks, kind: str):
     """The reference is computed from the same weights in other micro-batches, so that rounding differs."""
     for rank in ranks:
@@ -126,8 +138,7 @@ def test_two_ranks_whose_live_reference_is_offloaded_train_as_with_a_precomputed
         assert largest_difference(found["weights"], expected["weights"]) < WEIGHTS
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("kind", ["dpo", "kto"])
+@pytest.mark.parametrize(("kind", "stage"), cells(itertools.product(("dpo", "kto"), STAGES), QUICK_ADAPTED))
 def test_two_ranks_whose_reference_is_the_policy_without_adapters_train_as_with_a_copy(ranks, kind: str, stage: int):
     for rank in ranks:
         found, expected = (rank[f"{kind} adapted {stage} {reference}"] for reference in ("live", "precomputed"))
@@ -137,7 +148,7 @@ def test_two_ranks_whose_reference_is_the_policy_without_adapters_train_as_with_
         assert abs(found["curves"][-1]["reward_margin"]) > 1e-3
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", cells(STAGES, [3]))
 def test_a_stop_of_rank_0_stops_both_and_the_resumed_run_has_the_bits_of_an_undisturbed_one(ranks, out: Path, stage: int):
     for rank in ranks:
         stopped, resumed, whole = (rank[f"{name} {stage}"] for name in ("stopped", "resumed", "sft"))
@@ -159,7 +170,7 @@ def test_minutes_are_those_of_rank_0_and_a_resumed_run_counts_on(ranks):
         assert largest_difference(resumed["weights"], again["weights"]) == 0
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", cells(STAGES, [3]))
 def test_one_rank_resumes_from_a_checkpoint_of_two_within_rounding(ranks, sft_folder: Path, out: Path, stage: int, caplog):
     resumed = run_case(Case("sft", str(out / "two" / f"shrunk-{stage}"), {"zero_stage": stage}), sft_folder)
     whole = ranks[0][f"sft {stage}"]
@@ -168,7 +179,7 @@ def test_one_rank_resumes_from_a_checkpoint_of_two_within_rounding(ranks, sft_fo
     assert largest_difference(resumed["weights"], whole["weights"]) < WEIGHTS
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", cells(STAGES, [3]))
 def test_two_ranks_end_with_the_best_average_of_one_also_after_a_stop(ranks, alone, stage: int):
     expected = alone["settled 0"]
     assert expected["metrics"]["best_step"] == 4

@@ -109,6 +109,7 @@ def test_a_model_gives_no_orders_to_the_terminal():
     assert plain("a\x1b[2Jb\n\u202ec") == "a\\x1b[2Jb\n\\u202ec"
 
 
+@pytest.mark.long
 def test_the_command_reads_lines_and_answers_on_standard_output(tmp_path, sft_folder):
     (tmp_path / "models").mkdir()
     (tmp_path / "models/policy").symlink_to(sft_folder)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from preference_runs import TRAIN, config, rows, run_of
 from tiny_models import MAX_LENGTH, PAD, largest_difference, save_tiny_dropout, sequences, tensor_bytes, tiny_params
 from torch import nn
 from transformers import PreTrainedTokenizerFast
+from whole_matrix import cells
 
 from rlhf_core.algorithms.preference_losses import PREFERENCE_LOSSES, PairLogprobs, kto
 from rlhf_core.engines.frozen import FrozenModel
@@ -290,9 +292,10 @@ class Watched(FrozenModel):
             yield module
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3])
-@pytest.mark.parametrize("kind", ["precomputed", "live"])
-@pytest.mark.parametrize("method", ["dpo", "kto"])
+OFFLOADED = {("dpo", "live", 3), ("kto", "live", 0), ("kto", "precomputed", 3)}
+
+
+@pytest.mark.parametrize(("method", "kind", "zero_stage"), cells(product(["dpo", "kto"], ["precomputed", "live"], [0, 3]), OFFLOADED))
 def test_an_offloaded_reference_changes_no_bit_and_comes_to_the_device_once_a_pass(
     sft_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, kind: str, zero_stage: int
 ):
@@ -343,22 +346,22 @@ def test_adapters_learn_pairs_are_exported_merged_and_resumed(sft_folder: Path, 
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto"])
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("llama", {}),
-        ("llama", {"zero_stage": 3}),
-        ("llama", {"lora": LORA | {"quantize": "nf4"}}),
-        ("llama", {"ema_decay": 0.5, "keep_best": True, "gradient_checkpointing": True}),
-        ("gpt2", {"lora": LORA | {"dropout": 0.3}}),
-        ("gpt2", {"disable_dropout": False}),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
-)
+ADAPTED = {
+    "plain": ("llama", {}),
+    "zero 3": ("llama", {"zero_stage": 3}),
+    "quantized": ("llama", {"lora": LORA | {"quantize": "nf4"}}),
+    "averaged": ("llama", {"ema_decay": 0.5, "keep_best": True, "gradient_checkpointing": True}),
+    "dropout of adapters": ("gpt2", {"lora": LORA | {"dropout": 0.3}}),
+    "dropout": ("gpt2", {"disable_dropout": False}),
+}
+QUICK_ADAPTED = {("dpo", "zero 3"), ("kto", "quantized"), ("dpo", "averaged"), ("kto", "dropout of adapters")}
+
+
+@pytest.mark.parametrize(("method", "adapted"), cells(product(["dpo", "kto"], ADAPTED), QUICK_ADAPTED))
 def test_the_policy_without_its_adapters_is_the_reference_that_a_second_copy_is(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, family: str, changes: dict[str, Any]
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, adapted: str
 ):
+    family, changes = ADAPTED[adapted]
     folder, _ = save_tiny_dropout(tmp_path / "model", tokenizer, family)
     how = config(method, **{"reference": "live", "lora": LORA, "learning_rate": 1e-2, **changes})
 
