@@ -61,7 +61,7 @@ def exceeded(difference: Difference, rl: RlConfig, dtype: str, *, probe: bool = 
 
     Args:
         dtype: model.dtype. In float32 the largest difference is limited. In bfloat16 the largest of a million tokens exceeds any useful
-            limit, so the mean and the quantile 0.999 are limited.
+            limit, so the mean and the quantile 0.999 are limited; a temperature below 1 widens both, and so the limits.
         probe: the differences are the probe's. Its few tokens are unlikely ones: in bfloat16 their mean difference is two to three times
             that of sampled tokens, and their quantile 0.999 is their largest. Only their mean is limited, by the quantile's limit.
     """
@@ -73,9 +73,10 @@ def exceeded(difference: Difference, rl: RlConfig, dtype: str, *, probe: bool = 
             ("a quantile 0.999 of the differences", difference.p999, "bfloat16_p999_difference", rollout.bfloat16_p999_difference),
         ]
         figures = [("a mean difference", difference.mean, *figures[1][2:])] if probe else figures
+    widened = not probe and dtype == "bfloat16" and 0 < rollout.temperature < 1
     for name, value, key, limit in figures:
-        if not value <= limit:
-            return f"{name} of {value:.3g}, above rl.rollout.{key}={limit}"
+        if not value * (rollout.temperature if widened else 1.0) <= limit:
+            return f"{name} of {value:.3g}, above rl.rollout.{key}={limit}{f' / temperature {rollout.temperature}' if widened else ''}"
     return None
 
 
