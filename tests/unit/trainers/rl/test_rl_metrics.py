@@ -202,7 +202,7 @@ def test_in_bfloat16_the_mean_and_the_quantile_count_and_a_single_token_does_not
         compared(difference, config(), "bfloat16")
     with pytest.raises(LogprobMismatch, match=r"a mean difference of 0\.1, above rl\.rollout\.bfloat16_mean_difference=0\.08"):
         compared(torch.full((1, 30), -0.1), config(), "bfloat16")
-    cold = config(**{"rollout.temperature": 0.5})  # logits twice as far apart
+    cold = config(**{"rl.rollout.temperature": 0.5})  # logits twice as far apart
     assert compared(torch.full((1, 30), -0.1), cold, "bfloat16") == pytest.approx(0.1)
     with pytest.raises(LogprobMismatch, match=r"a mean difference of 0\.2, above rl\.rollout\.bfloat16_mean_difference=0\.08 / temp"):
         compared(torch.full((1, 30), -0.2), cold, "bfloat16")
