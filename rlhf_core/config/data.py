@@ -31,15 +31,15 @@ class ClerkConfig(Section):
 class SamplesConfig(Section):
     """Prompts, demonstrations and pairs that the model at model.path writes.
 
-    openings: beginnings of the prompts, used in turn.
+    openings: beginnings of the prompts, used in turn; none where the source's path names a file of prompts.
     opening_tokens: number of tokens that the model adds to an opening, up to the end of a sentence; 0: the openings are the prompts.
     prompts: greatest number of different prompts.
     responses_per_prompt: responses, each up to the end of a sentence; the first one is a demonstration.
     label_noise: share of the pairs whose label is flipped.
     """
 
-    openings: list[str] = Field(min_length=1)
-    opening_tokens: int = Field(ge=0)
+    openings: list[str] = Field(default_factory=list)
+    opening_tokens: int = Field(default=0, ge=0)
     prompts: int = Field(ge=1)
     responses_per_prompt: int = Field(ge=2)
     max_new_tokens: int = Field(ge=1)
@@ -149,6 +149,11 @@ class SourceConfig(Section):
         yield from self._reading_conflicts()
 
     @property
+    def prompts_source(self) -> SourceConfig:
+        """Of kind samples with a path: the file of prompts as a source of its own."""
+        return self.model_copy(update={"kind": "file", "uses": ["prompt"], "samples": None})
+
+    @property
     def judge_name(self) -> str | None:
         """The name of the judge of the source's rows; None: they have none."""
         return CLERK_JUDGE if self.kind == "clerk" else self.judge
@@ -157,13 +162,24 @@ class SourceConfig(Section):
         if self.samples is None or self.judge is None:
             got = "no samples section" if self.samples is None else "no judge"
             yield f"source {self.name}: kind samples expects samples and judge, got {got}; see recipes/stories.yaml"
+        elif (self.path is None) == (not self.samples.openings):
+            got = "neither" if self.path is None else "both"
+            yield f"source {self.name}: kind samples expects samples.openings or path, a file of prompts, got {got}; set one of them"
+        if self.path is not None:
+            if self.format != "prompt":
+                yield f"source {self.name}: kind samples with a path expects format prompt, got {self.format}; set it"
+            elif self.samples is not None and self.samples.opening_tokens:
+                got = f"{self.samples.opening_tokens}; remove it, for the file's prompts are whole"
+                yield f"source {self.name}: kind samples with a path expects samples.opening_tokens 0, got {got}"
+            else:
+                yield from self.prompts_source._format_conflicts(*FORMATS["prompt"])
         if "pretrain" in self.uses:
             yield f"source {self.name}: kind samples expects uses among sft, preference, prompt, got pretrain; remove it"
 
     def _reading_conflicts(self) -> Iterator[str]:
         subject = f"source {self.name}"
-        if self.kind != "file" and (self.delimiter is not None or self.encoding != "utf-8"):
-            yield f"{subject}: delimiter and encoding expect kind file, got {self.kind}; remove them"
+        if (self.kind not in ("file", "samples") or self.path is None) and (self.delimiter is not None or self.encoding != "utf-8"):
+            yield f"{subject}: delimiter and encoding expect a file, got kind {self.kind} without one; remove them"
         try:
             "a".encode(self.encoding)
         except (LookupError, ValueError):

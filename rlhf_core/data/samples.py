@@ -1,16 +1,16 @@
-"""Data that a pretrained model writes itself: prompts, responses, and a rule that labels them. For a base model without preference data.
+"""Data that a pretrained model writes itself: responses, maybe prompts, and a rule that labels them. For a model without preference data.
 
-A prompt is an opening with the model's continuation; responses continue the prompt. Both end with a whole sentence. Of two responses to
-a prompt, the one that meets more of the rule's aspects is chosen. The first response to each prompt is a demonstration.
+A prompt comes from a file, or is an opening with the model's continuation. That and a truncated response are cut after a whole sentence.
+Of two responses to a prompt, the one that meets more of the rule's aspects is chosen. The first response to each is a demonstration.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, islice
 from random import Random
 from typing import Protocol
 
@@ -38,32 +38,38 @@ class Writer(Protocol):
     def extend(self, openings: list[str], config: SamplesConfig, *, source: str, draw: int) -> list[Written]:
         """Every opening, as plain text, continued by `config.opening_tokens` tokens."""
 
-    def respond(self, prompts: list[str], config: SamplesConfig, *, source: str, draw: int) -> list[list[Written]]:
-        """`config.responses_per_prompt` responses to every prompt, which is a user's message in the model's template."""
+    def respond(self, conversations: list[list[Message]], config: SamplesConfig, *, source: str, draw: int) -> list[list[Written]]:
+        """`config.responses_per_prompt` responses to every conversation, which the model's template renders."""
 
 
-def sample_rows(source: SourceConfig, *, seed: int, writer: Writer, dropped: Counter[str]) -> Iterator[tuple[str, dict]]:
+def sample_rows(
+    source: SourceConfig, *, seed: int, writer: Writer, dropped: Counter[str], prompts: Iterable[dict] | None = None
+) -> Iterator[tuple[str, dict]]:
     """(use, row) for each row of the uses that the source declares; the same for the same arguments.
 
     Args:
         dropped: counts what is left out, by reason.
+        prompts: rows of prompts, of which the first `samples.prompts` are taken; None: prompts from `samples.openings`.
     Raises:
         ValueError: the rule can't be used, or no text of the model has a sentence end.
     """
     config, judge = source.samples, find_judge(source.judge)
     for opening in config.openings:  # a rule that fails is refused before anything is sampled
         judge(_messages(opening), opening)
-    prompts = _prompts(source, writer, dropped)
+    found = [{"messages": _messages(text), "label": None} for text in _prompts(source, writer, dropped)] if prompts is None else prompts
+    prompts = list(islice(found, config.prompts))
     if not prompts:
         raise ValueError(
             f"source {source.name}: expected prompts that end with a sentence, got none after {config.opening_tokens} tokens; "
             "raise samples.opening_tokens, or set it to 0 and give whole openings"
         )
-    groups = writer.respond(prompts, config, source=source.name, draw=DRAWS)
+    for row in prompts[:1]:  # so is one that a file's prompts don't suit
+        judge(row["messages"], row["messages"][-1]["content"])
+    groups = writer.respond([row["messages"] for row in prompts], config, source=source.name, draw=DRAWS)
     rng = Random(f"{seed}:samples:{source.name}")
     for prompt, group in zip(prompts, groups, strict=True):
         responses = list(_whole(group, dropped))
-        for use, row in _rows(config, rng, prompt, [(r, judge(_messages(prompt), r)) for r in responses], dropped):
+        for use, row in _rows(config, rng, prompt, [(r, judge(prompt["messages"], r)) for r in responses], dropped):
             if use in source.uses:
                 yield use, row
 
@@ -106,10 +112,10 @@ def _whole(group: list[Written], dropped: Counter[str]) -> Iterator[str]:
 
 
 def _rows(
-    config: SamplesConfig, rng: Random, prompt: str, judged: list[tuple[str, Judgement]], dropped: Counter[str]
+    config: SamplesConfig, rng: Random, prompt: dict, judged: list[tuple[str, Judgement]], dropped: Counter[str]
 ) -> Iterator[tuple[str, dict]]:
-    messages = _messages(prompt)
-    yield "prompt", {"messages": messages, "label": None}
+    messages = prompt["messages"]
+    yield "prompt", prompt
     if judged:
         yield "sft", {"messages": messages, "response": judged[0][0]}
     informative = [pair for pair in combinations(judged, 2) if pair[0][1].met != pair[1][1].met]

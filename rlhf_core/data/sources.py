@@ -74,7 +74,9 @@ def read_source(
         yield from ((use, row) for use in source.uses for row in clerk_rows(source.clerk, use, seed))
         return
     if source.kind == "samples":
-        rows = sample_rows(source, seed=seed, writer=writer, dropped=dropped)
+        file = None if source.path is None else source.prompts_source
+        prompts = None if file is None else (row for _, row in _converted(records_of(file), file, dropped))
+        rows = sample_rows(source, seed=seed, writer=writer, dropped=dropped, prompts=prompts)
     else:
         rows = _converted(records_of(source) if records is None else records, source, dropped)
     given: Counter[str] = Counter()

@@ -175,7 +175,8 @@ class PytorchEngine:
 
     def _batch_size(self, prompt: int, response: int, group_size: int) -> int:
         """Number of prompts in a batch, given the tokens of a prompt and of a response."""
-        each = kv_cache_bytes(self._model.config, element_bytes=self._model.dtype.itemsize) * min(prompt + response, self._max_length)
+        element_bytes = 4 if self._model.device.type == "cpu" else self._model.dtype.itemsize  # `LlamaDecoder` keeps float32
+        each = kv_cache_bytes(self._model.config, element_bytes=element_bytes) * min(prompt + response, self._max_length)
         sequences = min(self._max_sequences, int(self._cache_bytes() // each))
         return max(1, min(sequences // group_size, PROMPT_TOKENS // max(prompt, 1)))
 

@@ -68,7 +68,9 @@ class PolicyModule(nn.Module):
 
         def hidden_states(ids: torch.Tensor) -> torch.Tensor:
             everywhere = torch.ones_like(ids, dtype=torch.bool)
-            return backend_of(model).hidden_states(model, TokenBatch(ids, everywhere), *everywhere.nonzero(as_tuple=True))[0]
+            # In bfloat16 the model's own rounding, of several percent in a deep model, would look like another rule.
+            backend = backend_of(model) if model.dtype == torch.float32 else GENERAL
+            return backend.hidden_states(model, TokenBatch(ids, everywhere), *everywhere.nonzero(as_tuple=True))[0]
 
         self._rule = logit_rule(model, hidden_states)
         if self._rule is not None:

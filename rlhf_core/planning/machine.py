@@ -1,4 +1,6 @@
-"""The memory that is really there: of this machine's host, within its cgroup, and of its GPUs. Nothing is imported or allocated for it."""
+"""The memory that is really there, of this machine's host, within its cgroup, and of its GPUs; and whether its CPU has AMX. Nothing is
+imported or allocated for it.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,11 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 QUERY_SECONDS = 10.0  # for nvidia-smi
-MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+MEMINFO, CGROUP, CPUINFO = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/cpuinfo")
 MIB = 1 << 20
 
 
@@ -143,6 +146,12 @@ def parse_gpus(table: str, visible: str | None) -> tuple[Gpu, ...]:
             break
         found += named
     return tuple(found)
+
+
+@cache
+def has_amx(cpuinfo: Path = CPUINFO) -> bool:
+    """Whether this machine's CPU has AMX for bfloat16, where the CPU backend computes in bfloat16 too (rlhf_core/models/cpu/packed.py)."""
+    return cpuinfo.exists() and any(line.startswith("flags") and "amx_bf16" in line.split() for line in cpuinfo.read_text().splitlines())
 
 
 def _torch_uses_gpus() -> bool:

@@ -35,7 +35,7 @@ class Training:
 
     ranks: that share a model by ZeRO. sequence_parallel: of them, that share each sequence.
     on_gpu: buffers are allocated in full; on a CPU only what is written to takes memory.
-    packed: the CPU backend for plain float32 Llamas computes the trunk (rlhf_core/models/cpu).
+    packed: the CPU backend for plain Llamas computes the trunk (rlhf_core/models/cpu).
     adapters: trained parameters of LoRA; None: all parameters are trained. quantized: linear layers are rounded to 4 bits.
     """
 
@@ -186,14 +186,15 @@ def layer_activations(shape: ModelShape, tokens: float, dtype: str = "bfloat16",
     return tokens * elements * element_bytes(dtype)
 
 
-def packed_layer_activations(shape: ModelShape, tokens: float) -> float:
-    """The same for the CPU backend (rlhf_core/models/cpu/packed.py), float32.
+def packed_layer_activations(shape: ModelShape, tokens: float, dtype: str = "float32") -> float:
+    """The same for the CPU backend (rlhf_core/models/cpu/packed.py).
 
-    Per token: both normalized inputs, queries, keys and values, attention's output twice, gate and up. For each layer the weights of
-    queries, keys and values are joined and multiplied by their norm's weight; both copies are kept.
+    Per token: both normalized inputs, queries, keys and values, attention's output (in float32 twice), gate and up. For each layer the
+    weights of queries, keys and values are joined and multiplied by their norm's weight; both copies are kept.
     """
     a, kv, h, m = shape.attention_width, shape.kv_width, shape.hidden, shape.intermediate
-    return 4 * (tokens * (2 * h + 3 * a + 2 * kv + 2 * m) + 2 * h * (a + 2 * kv))
+    outputs = 2 if dtype == "float32" else 1
+    return element_bytes(dtype) * (tokens * (2 * h + (1 + outputs) * a + 2 * kv + 2 * m) + 2 * h * (a + 2 * kv))
 
 
 def trunk_activations(shape: ModelShape, tokens: float, how: Training) -> float:
@@ -209,7 +210,8 @@ def trunk_activations(shape: ModelShape, tokens: float, how: Training) -> float:
     if how.gradient_checkpointing:
         return shape.layers * tokens * shape.hidden * how.element + one + backward
     if how.packed:
-        return shape.layers * packed_layer_activations(shape, tokens)
+        wide = 0.0 if how.dtype == "float32" else backward + 24 * tokens * shape.hidden  # of the pass: residuals and norms in float32
+        return shape.layers * packed_layer_activations(shape, tokens, how.dtype) + wide
     return shape.layers * one + backward
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from rlhf_core.config import LoraConfig, ModelConfig, Params, TrainingConfig, number_of
 from rlhf_core.planning.hardware import GIB
+from rlhf_core.planning.machine import has_amx
 from rlhf_core.planning.memory import (
     ENGINE_PROCESS,
     Frozen,
@@ -98,7 +99,8 @@ class Unpredictable(Exception):
 def training(section: TrainingConfig, model: Model, dtype: str, *, ranks: int, on_gpu: bool, scalar: bool = False) -> Training:
     """How a section of params.yaml trains a model."""
     check_heads(shape_of(model), section.sequence_parallel)
-    packed = model.plain_llama and dtype == "float32" and not on_gpu and section.zero_stage < 3 and not section.gradient_checkpointing
+    fast = dtype == "float32" or has_amx()
+    packed = model.plain_llama and fast and not on_gpu and section.zero_stage < 3 and not section.gradient_checkpointing
     return Training(
         dtype=dtype,
         ranks=ranks,

@@ -64,7 +64,7 @@ def read_recorded(workspace: Path = Path()) -> Tree | None:
 
 def _source(source: SourceConfig, workspace: Path, hashes: FileHashes) -> Tree | None:
     """None: the source reads no external input."""
-    if source.path is None or source.kind not in ("file", "huggingface"):
+    if source.path is None or source.kind == "clerk":
         return None
     if source.kind == "huggingface" and not exists(locate(source.path, workspace)):
         return {"name": source.path, "commit": places.data_set_commit(source.path, source.revision, source.subset)}
@@ -286,10 +286,10 @@ def input_problems(params: Params, workspace: Path = Path(), *, rounds: bool = F
 
 
 def _source_problem(source: SourceConfig, workspace: Path) -> str | None:
-    if source.kind == "file":
-        return _data_problem(source.path, workspace)
-    if source.kind != "huggingface":
+    if source.path is None or source.kind == "clerk":
         return None
+    if source.kind != "huggingface":
+        return _data_problem(source.path, workspace)
     place = locate(source.path, workspace)
     if exists(place):
         if source.revision is not None:

@@ -33,7 +33,7 @@ OVERLAID = (
     ("train_reward", None, "accuracy", "Reward model: accuracy", "pairs in the right order", True),
     ("train_policy", None, "score_mean", "RL: score", "score", False),
     ("train_policy", None, "score_judge", "RL: judge", "share of responses", True),
-    ("train_policy", None, "kl_mean", "RL: KL to the SFT model", "nats per response", False),
+    ("train_policy", None, "kl_mean", "RL: KL to the reference model", "nats per response", False),
     ("train_policy", None, "response_length", "RL: response length", "tokens", False),
     ("train_policy", None, "entropy", "RL: entropy", "nats per token", False),
     ("train_policy", None, "loss", "Alignment: loss", "nats", False),

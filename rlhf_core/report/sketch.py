@@ -48,7 +48,7 @@ def _panels(metrics: Mapping[str, Any], curves: Mapping[str, pd.DataFrame]) -> I
         ("train_reward", "accuracy", "heldout_accuracy", "Reward model: accuracy"),
         ("train_policy", "loss", "heldout_loss", "Alignment: loss"),
         ("train_policy", "score_mean", "eval_score", "RL: score"),
-        ("train_policy", "kl_mean", "", "RL: KL to the SFT model, nats"),
+        ("train_policy", "kl_mean", "", "RL: KL to the reference model, nats"),
         ("train_policy", "response_length", "", "RL: tokens per response"),
     ):
         points = {color: _points(curves.get(stage), "step", name) for color, name in ((BLUE, column), (ORANGE, heldout))}

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import ModelConfig, SamplesConfig
 from rlhf_core.data.samples import Written
+from rlhf_core.data.schema import Message
 from rlhf_core.engines.pytorch_engine import PytorchEngine
 from rlhf_core.models.tokenizer import encode_prompt, response_text, stop_ids
 from rlhf_core.sampling.requests import Sample, SamplingSettings, request_seeds
@@ -49,8 +50,8 @@ class ModelWriter:
         groups = self._sample(ids, config.opening_tokens, config, each=1, seeds=self._seeds(source, draw, len(ids)))
         return [self._written(sample, before=before[len(begin) :]) for before, (sample,) in zip(ids, groups, strict=True)]
 
-    def respond(self, prompts: list[str], config: SamplesConfig, *, source: str, draw: int) -> list[list[Written]]:
-        ids = [encode_prompt(self._tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
+    def respond(self, conversations: list[list[Message]], config: SamplesConfig, *, source: str, draw: int) -> list[list[Written]]:
+        ids = [encode_prompt(self._tokenizer, messages) for messages in conversations]
         groups = self._sample(
             ids, config.max_new_tokens, config, each=config.responses_per_prompt, seeds=self._seeds(source, draw, len(ids))
         )

@@ -108,6 +108,8 @@ class VllmEngine:
         freeze_gc()  # vLLM collects garbage five times during its start
         self._set_num_threads = torch.set_num_threads  # on the CPU the engine replaces it by one that does nothing
         on_cpu = current_platform.is_cpu()
+        if on_cpu and torch.cpu._is_amx_tile_supported():
+            torch.cpu._init_amx()  # Linux kills a process that uses AMX without asking; vLLM's attention in bfloat16 leaves it to oneDNN
         if sleeps:
             refuse_without_sleep()
         if on_cpu:

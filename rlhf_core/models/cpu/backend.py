@@ -1,4 +1,4 @@
-"""The backend of small Llamas in float32 on CPU cores: packed forward passes, and two parts of work at a time."""
+"""The backend of small Llamas on CPU cores (`can_pack`): packed forward passes, and two parts of work at a time."""
 
 from __future__ import annotations
 

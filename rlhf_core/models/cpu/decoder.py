@@ -1,4 +1,7 @@
-"""Sampling from a small Llama in float32 on a CPU: few and large operations for each token, a cache in reading order."""
+"""Sampling from a small Llama on a CPU: few and large operations for each token, a cache in reading order.
+
+With bfloat16 weights the matrices are multiplied in bfloat16; hidden states, cache and logits are float32.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class _Layer(NamedTuple):
 
 
 class LlamaDecoder:
-    """A decoder (models/decoding.py) of a plain Llama in float32 on a CPU (`can_pack`), with the model's weights at construction.
+    """A decoder (models/decoding.py) of a plain Llama on a CPU (`can_pack`), with the model's weights at construction.
 
     The cache holds a prompt's keys and values once for all of its responses, [2, prompts, key heads, tokens, D], until the first response
     is dropped; and each response's own, by position, [2, positions, B, key heads, D].
@@ -109,16 +112,16 @@ class LlamaDecoder:
                 stores keys and values in the cache.
         """
         rotation = self._rotations[positions.flatten()]
-        hidden = F.embedding(ids.flatten(), self._embedding)
+        hidden = F.embedding(ids.flatten(), self._embedding).float()
         for number, layer in enumerate(self._layers):
-            qkv = normalize(hidden, self._eps) @ layer.qkv
+            qkv = _product(normalize(hidden, self._eps), layer.qkv)
             turned = qkv[:, : (self._heads + self._kv_heads) * self._size]
             torch.view_as_complex(turned.view(len(qkv), self._heads + self._kv_heads, -1, 2)).mul_(rotation)
             attended = attend(qkv.view(*ids.shape, -1, self._size), number)
-            hidden = torch.addmm(hidden, attended, layer.output)
-            gate, up = (normalize(hidden, self._eps) @ layer.gate_up).chunk(2, dim=-1)
-            hidden = torch.addmm(hidden, F.silu(gate).mul_(up), layer.down)
-        return normalize(hidden.view(*ids.shape, -1)[:, -1], self._eps) @ self._head
+            hidden = _product(attended, layer.output, added=hidden)
+            gate, up = _product(normalize(hidden, self._eps), layer.gate_up).chunk(2, dim=-1)
+            hidden = _product(F.silu(gate).mul_(up), layer.down, added=hidden)
+        return _product(normalize(hidden.view(*ids.shape, -1)[:, -1], self._eps), self._head)
 
     def _attend_prompts(self, mask: torch.Tensor, qkv: torch.Tensor, number: int) -> torch.Tensor:
         """Attention of whole prompts. `mask` [B, 1, T, T] is 0 or -inf."""
@@ -148,6 +151,14 @@ class LlamaDecoder:
         prompt_weights = weights[:width].unflatten(1, copies).permute(1, 3, 2, 4, 0).flatten(2, 3)
         attended = (prompt_weights @ prompt_values).unflatten(2, (self._copies, -1)).transpose(1, 2).flatten(0, 1)
         return attended.add_(_weighted_sum(weights[width:], values)).flatten(1)
+
+
+def _product(rows: torch.Tensor, weight: torch.Tensor, *, added: torch.Tensor | None = None) -> torch.Tensor:
+    """Rows @ weight in float32, plus `added`; multiplied in the weight's dtype."""
+    if weight.dtype == rows.dtype:
+        return rows @ weight if added is None else torch.addmm(added, rows, weight)
+    product = rows.to(weight.dtype) @ weight
+    return product.to(rows.dtype) if added is None else added + product
 
 
 def _weighted_sum(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -291,7 +291,8 @@ def _added(visible: torch.Tensor) -> torch.Tensor:
 
 
 def _rotation(trunk: LlamaModel, position_ids: torch.Tensor) -> torch.Tensor:
-    angles = torch.arange(int(position_ids.max()) + 1)[:, None] * trunk.rotary_emb.inv_freq
+    frequencies = trunk.rotary_emb.inv_freq
+    angles = torch.arange(int(position_ids.max()) + 1)[:, None] * frequencies.to(torch.promote_types(frequencies.dtype, torch.float32))
     heads = trunk.config.num_attention_heads + trunk.config.num_key_value_heads
     return torch.polar(torch.ones_like(angles), angles)[:, None].expand(-1, heads, -1).index_select(0, position_ids)
 

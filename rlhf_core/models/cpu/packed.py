@@ -1,13 +1,14 @@
 """A packed forward pass of a Llama trunk: real tokens without padding, and the end of the last layer at the wanted positions only.
 
 Hugging Face's trunk computes whole rows, with padding, and every position of the last layer. Here everything but attention runs on the real
-tokens laid end to end. The weights are the model's own, and the results are equal up to rounding.
+tokens laid end to end. The weights are the model's own, and the results are equal up to rounding, which in bfloat16 is
+less than the trunk's own: hidden states between the layers are float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,14 +18,14 @@ from torch.nn import functional as F
 from transformers import LlamaModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from rlhf_core.models.cpu.attention import AttentionHeads, attend
 from rlhf_core.models.cpu.layers import (
-    AttentionHeads,
     Matrix,
-    attend,
     rotated_qkv,
     rotated_qkv_backward,
     swiglu,
     swiglu_backward,
+    widened,
 )
 from rlhf_core.models.cpu.layout import Layout, layout_of
 from rlhf_core.models.head import piece_rows
@@ -32,23 +33,37 @@ from rlhf_core.models.lora import matrix_of
 
 
 def can_pack(trunk: nn.Module) -> bool:
-    """Whether `packed_states` computes what this trunk would: a plain Llama, float32, on a CPU, whole weights, maybe with adapters."""
+    """Whether `packed_states` computes what this trunk would: a plain Llama on a CPU, in float32, or in bfloat16 if the CPU multiplies that
+    fast, whole weights, maybe with adapters.
+    """
     if type(trunk) is not LlamaModel:
         return False
     config, weight = trunk.config, trunk.embed_tokens.weight
     plain = config.hidden_act == "silu" and config.rope_parameters["rope_type"] == "default" and not config.attention_dropout
     # ZeRO 3, which marks its weights with ds_id, gathers them only when their own module is called.
-    whole = weight.device.type == "cpu" and weight.dtype == torch.float32 and not hasattr(weight, "ds_id")
-    return plain and whole and all(_takes(layer) for layer in trunk.layers)
+    whole = weight.device.type == "cpu" and not hasattr(weight, "ds_id")
+    fast = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and multiplies_bfloat16())
+    return plain and whole and fast and all(_takes(layer) for layer in trunk.layers)
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether the CPU has AMX, with which products in bfloat16 are several times as fast as in float32. With AVX-512's instructions for
+    bfloat16 alone oneDNN's products are slower than MKL's in float32.
+    """
+    return torch.cpu._is_amx_tile_supported()
 
 
 def _takes(layer: LlamaDecoderLayer) -> bool:
-    """Whether all matrices of a layer are plain ones, or frozen ones with adapters."""
+    """Whether all matrices of a layer are plain ones, or frozen ones with adapters, of one dtype."""
     found = [matrix_of(linear) for linear in _linears(layer)]
     if None in found:
         return False
     adapted = any(adapter is not None for _, adapter in found)
     norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+    factors = [factor for _, adapter in found if adapter is not None for factor in (adapter.a, adapter.b)]
+    if len({tensor.dtype for tensor in (*norms, *factors, *(weight for weight, _ in found))}) > 1:
+        return False
     return not adapted or not any(weight.requires_grad for weight in (*norms, *(weight for weight, _ in found)))
 
 
@@ -79,7 +94,7 @@ def packed_states(
         [M, H].
     """
     layout = layout_of(trunk, input_ids, rows, positions, position_ids, visible, segments)
-    hidden = F.embedding(layout.ids, trunk.embed_tokens.weight, trunk.embed_tokens.padding_idx)
+    hidden = _embedded(layout.ids, trunk.embed_tokens)
     for number, layer in enumerate(trunk.layers, start=1):
         attended = _attention(layer, hidden, layout, trunk.config)
         if number == len(trunk.layers):
@@ -88,7 +103,15 @@ def packed_states(
             attended = _Pick.apply(attended, layout.places)
         hidden = _projected(layer.self_attn.o_proj, hidden, attended)
         hidden = _mlp(layer, hidden)
-    return F.rms_norm(hidden, hidden.shape[-1:], trunk.norm.weight, trunk.norm.variance_epsilon)
+    normalized = F.rms_norm(hidden, hidden.shape[-1:], widened(trunk.norm.weight), trunk.norm.variance_epsilon)
+    return normalized.to(trunk.norm.weight.dtype)
+
+
+def _embedded(ids: torch.Tensor, embedding: nn.Embedding) -> torch.Tensor:
+    """Embeddings [N, H], in float32 at least."""
+    if embedding.weight.dtype == torch.bfloat16:
+        return _Embedding.apply(ids, embedding.weight, embedding.padding_idx)
+    return F.embedding(ids, embedding.weight, embedding.padding_idx)
 
 
 def _attention(layer: LlamaDecoderLayer, hidden: torch.Tensor, layout: Layout, config: Any) -> torch.Tensor:
@@ -119,6 +142,10 @@ def _tensors(linear: nn.Module) -> tuple[torch.Tensor | None, ...]:
 def _projected(linear: nn.Module, added: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     """added + the linear layer's output."""
     weight, adapter = matrix_of(linear)
+    if added.dtype != weight.dtype:
+        left, right = (None, None) if adapter is None else adapter.factors()
+        output = added + inputs @ weight.t()
+        return output if adapter is None else output + inputs @ right.t() @ left.t()
     output = torch.addmm(added, inputs, weight.t())
     return output if adapter is None else torch.addmm(output, inputs @ adapter.a.t(), adapter.b.t(), alpha=adapter.scale)
 
@@ -126,7 +153,8 @@ def _projected(linear: nn.Module, added: torch.Tensor, inputs: torch.Tensor) -> 
 def _stacked(
     linears: list[tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]], norm: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """The matrix of several linear layers with the same input, corrections added, and the factors of their correction; None: none has one.
+    """The matrix of several linear layers with the same input, and the factors of their correction; None: none has one. The correction is
+    added, except in bfloat16, where the sum's rounding would lose a small one.
 
     Args:
         linears: with each what it does to its rows.
@@ -143,7 +171,7 @@ def _stacked(
     if not any(len(right) for right in rights):
         return weight, (None, None)
     left, right = torch.block_diag(*lefts), torch.cat(rights) * norm
-    return torch.addmm(weight, left.detach(), right.detach()), (left, right)
+    return weight if weight.dtype == torch.bfloat16 else torch.addmm(weight, left.detach(), right.detach()), (left, right)
 
 
 def interleaved(weight: torch.Tensor, size: int) -> torch.Tensor:
@@ -176,7 +204,8 @@ class _RotatedQkv(Function):
     def forward(ctx, hidden, weight, left, right, eps, layout, learns):
         sources = None if layout.copies is None else layout.copies.sources
         where = (layout.rotation, layout.places, layout.num_places, sources)
-        placed, normalized, inverse = rotated_qkv(hidden, weight, eps, *where, learns, piece_rows(len(hidden), weight))
+        matrix = _multiplied(weight, left, right)
+        placed, normalized, inverse = rotated_qkv(hidden, matrix, eps, *where, learns, piece_rows(len(hidden), weight))
         ctx.save_for_backward(normalized, inverse, weight, left, right)
         ctx.layout = layout
         return placed
@@ -187,11 +216,35 @@ class _RotatedQkv(Function):
         rotation, places, copies = ctx.layout.rotation, ctx.layout.places, ctx.layout.copies
         rows = piece_rows(len(normalized), weight)
         if copies is not None:
-            grad = F.embedding_bag(copies.places, grad, copies.starts, mode="sum")
+            grad = F.embedding_bag(copies.places, widened(grad), copies.starts, mode="sum")
         matrix = Matrix(weight, *correction, trains=ctx.needs_input_grad[1])
         where = (rotation, None if copies is not None else places, rows)
-        hidden_grad = rotated_qkv_backward(grad, normalized, inverse, weight, *where, matrix)
+        hidden_grad = rotated_qkv_backward(grad, normalized, inverse, *where, _multiplied(weight, *correction), matrix)
         return hidden_grad, *matrix.gradients, None, None, None
+
+
+def _multiplied(weight: torch.Tensor, left: torch.Tensor | None, right: torch.Tensor | None) -> Matrix:
+    """What `_stacked` returns, as a factor."""
+    return Matrix(weight, left, right) if weight.dtype == torch.bfloat16 else Matrix(weight, None, None)
+
+
+class _Embedding(Function):
+    """Embeddings in float32 of a bfloat16 matrix, whose gradient is summed in float32 and rounded once."""
+
+    @staticmethod
+    def forward(ctx, ids, weight, padding_id):
+        ctx.save_for_backward(ids)
+        ctx.shape, ctx.dtype, ctx.padding_id = weight.shape, weight.dtype, padding_id
+        return F.embedding(ids, weight).float()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (ids,) = ctx.saved_tensors
+        found, numbers = ids.unique(return_inverse=True)
+        total = grad.new_zeros(len(found), grad.shape[-1]).index_add_(0, numbers, grad)
+        if ctx.padding_id is not None:
+            total[found == ctx.padding_id] = 0.0
+        return None, grad.new_zeros(ctx.shape, dtype=ctx.dtype).index_copy_(0, found, total.to(ctx.dtype)), None
 
 
 class _SwiGlu(Function):

@@ -347,7 +347,18 @@ OWN = {"name": "own", "kind": "samples", "judge": "rules.py:good", "uses": ["sft
             "model.path: expected a pretrained model, from which source own of kind samples draws, got null; set it",
         ),
         ({}, {"model.max_length": 48}, "expected opening_tokens and max_new_tokens of less than model.max_length=48 together, got 48"),
-        ({"samples": OWN_SAMPLES | {"openings": []}}, {}, "samples.openings: expected"),
+        (
+            {"samples": OWN_SAMPLES | {"openings": []}},
+            {},
+            "source own: kind samples expects samples.openings or path, a file of prompts, got neither; set one of them",
+        ),
+        ({"path": "a.jsonl", "format": "prompt"}, {}, "kind samples expects samples.openings or path, a file of prompts, got both"),
+        (
+            {"path": "a.jsonl", "format": "prompt", "samples": OWN_SAMPLES | {"openings": []}},
+            {},
+            "source own: kind samples with a path expects samples.opening_tokens 0, got 16; remove it, for the file's prompts are whole",
+        ),
+        ({"path": "a.jsonl", "samples": OWN_SAMPLES | {"openings": []}}, {}, "kind samples with a path expects format prompt, got None"),
         ({"samples": OWN_SAMPLES | {"responses_per_prompt": 1}}, {}, "samples.responses_per_prompt: expected"),
     ],
 )

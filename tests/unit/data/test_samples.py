@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from rlhf_core.config import SamplesConfig, SourceConfig
 from rlhf_core.data.drops import DropCounts
 from rlhf_core.data.samples import Written, whole_sentences
+from rlhf_core.data.schema import Message
 from rlhf_core.data.sources import read_source
 
 RULE = "def rule(prompt, response):\n    return {'good': 'good' in response, 'calm': '!' not in response}\n"
@@ -35,8 +37,8 @@ class KnownWriter:
     def extend(self, openings: list[str], config: SamplesConfig, *, source: str, draw: int) -> list[Written]:
         return [Written(f"{opening}{more}", ended=False) for opening, more in zip(openings, self._extensions[draw], strict=True)]
 
-    def respond(self, prompts: list[str], config: SamplesConfig, *, source: str, draw: int) -> list[list[Written]]:
-        return [self._responses for _ in prompts]
+    def respond(self, conversations: list[list[Message]], config: SamplesConfig, *, source: str, draw: int) -> list[list[Written]]:
+        return [self._responses for _ in conversations]
 
 
 def cut(text: str) -> Written:
@@ -86,6 +88,19 @@ def test_openings_are_the_prompts_where_nothing_is_to_be_added(tmp_path):
     found, _ = rows(given, KnownWriter([], [Written("good", ended=True), Written("bad!", ended=True)]))
     assert [row["messages"] for row in found["prompt"]] == [[{"role": "user", "content": text}] for text in ("What is good?", "Why?")]
     assert found["preference"][0]["chosen"] == "good"  # as the model ended it, with or without a sentence
+
+
+def test_prompts_of_a_file_keep_their_labels_and_turns(tmp_path):
+    turns = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Why?"}]
+    records = [{"question": "What is good?", "answer": "all"}, {"question": turns, "answer": None}, {"question": "Third?", "answer": "x"}]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    file = {"path": str(tmp_path / "questions.jsonl"), "format": "prompt", "columns": {"prompt": "question", "label": "answer"}}
+    samples = SAMPLES | {"openings": [], "opening_tokens": 0, "prompts": 2}
+    given = SourceConfig.model_validate(source(tmp_path).model_dump() | file | {"samples": samples})
+    found, _ = rows(given, KnownWriter([], [Written("good", ended=True), Written("bad!", ended=True)]))
+    one = [{"role": "user", "content": "What is good?"}]
+    assert [(row["messages"], row["label"]) for row in found["prompt"]] == [(one, "all"), (turns, None)]
+    assert [row["messages"] for row in found["preference"]] == [one, turns] and {row["chosen"] for row in found["preference"]} == {"good"}
 
 
 def test_label_noise_flips_its_share_of_the_pairs(tmp_path):

@@ -30,6 +30,7 @@ from rlhf_core.engines.weight_source import PolicySource
 from rlhf_core.models import head as heads
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import frozen, load_language_model, load_scalar_model, save_model
+from rlhf_core.models.cpu import packed
 from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.recompute import recomputes_layers
@@ -174,7 +175,10 @@ class LargestProduct(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("zero_stage", "offload"), [(0, True), (3, False), (3, True)])
-def test_a_frozen_model_computes_the_same_wherever_its_weights_are(sft_folder: Path, dtype: str, zero_stage: int, offload: bool):
+def test_a_frozen_model_computes_the_same_wherever_its_weights_are(
+    sft_folder: Path, dtype: str, zero_stage: int, offload: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(packed, "multiplies_bfloat16", lambda: False)  # ZeRO 3 has the model's own forward, which rounds otherwise
     batch = collate_tokens(BATCHES[0], [1] * 6, pad_id=PAD)
     model = load_language_model(sft_folder, training_dtype=dtype)
     expected = frozen(PolicyModule(copy.deepcopy(model)), device=torch.device("cpu"), dtype=getattr(torch, dtype))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import Params, parse_params, read_yaml
+from rlhf_core.look import fit
 from rlhf_core.look.facts import DataFacts, ModelFacts, machine_facts
 from rlhf_core.look.fit import device_settings, propose_fit
 from rlhf_core.look.lengths import propose_lengths, round_up
@@ -181,13 +182,19 @@ def test_a_cpu_lowers_the_micro_batch_before_it_recomputes():
     assert starved.settings["dpo.lora"] is not None and "full training lacks memory" in starved.why
 
 
-def test_gpus_train_in_bfloat16_and_tiny_models_generate_without_vllm():
+@pytest.mark.parametrize("amx", [False, True])
+def test_gpus_and_amx_train_in_bfloat16_and_tiny_models_generate_without_vllm(amx: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fit, "has_amx", lambda: amx)
     assert device_settings(CHAT, machine_facts("h100", 1)) == {"model.dtype": "bfloat16"}
     tiny = replace(CHAT, sizes=of_shape(ModelShape(5, 64, 172, 8, 4, 8, 512, tied=True)))
     cpu = replace(machine_facts(None, None), memory=Machine(16.0 * GIB))
-    assert device_settings(tiny, cpu)["rl.rollout.backend"] == "pytorch"
-    assert device_settings(CHAT, cpu) | {"cluster.threads": 0} == {
+    assert device_settings(tiny, cpu) | {"cluster.threads": 0} == {
         "model.dtype": "float32",
+        "rl.rollout.backend": "pytorch",
+        "cluster.threads": 0,
+    }
+    assert device_settings(CHAT, cpu) | {"cluster.threads": 0} == {
+        "model.dtype": "bfloat16" if amx else "float32",
         "rl.rollout.backend": "vllm",
         "cluster.threads": 0,
     }

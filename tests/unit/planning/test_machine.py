@@ -6,8 +6,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from rlhf_core.planning.machine import Gpu, Machine, here, host_bytes, parse_gpus
+from rlhf_core.planning.machine import Gpu, Machine, has_amx, here, host_bytes, parse_gpus
 
 GIB = 2**30
 TABLE = "0, GPU-aa11, 81559, 80000\n1, GPU-bb22, 81559, 1000\n2, GPU-bb33, [N/A], [N/A]\n"
@@ -63,3 +64,11 @@ def test_gpus_are_those_that_the_process_sees(visible, free):
 
 def test_an_empty_machine_has_all_of_its_gpus_memory():
     assert Machine(1.0, (Gpu(10, 3),), 5.0).empty == Machine(5.0, (Gpu(10, 10),), 5.0)
+
+
+def test_amx_is_what_torch_finds_too(tmp_path: Path):
+    assert has_amx() == torch.cpu._is_amx_tile_supported()
+    without, cpuinfo = tmp_path / "without", tmp_path / "cpuinfo"
+    without.write_text("processor\t: 0\nflags\t\t: fpu avx512_bf16\n")
+    cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu avx512_bf16 amx_bf16 amx_tile\n")
+    assert has_amx(cpuinfo) and not has_amx(without) and not has_amx(tmp_path / "none")

@@ -221,6 +221,8 @@ def test_activations_with_and_without_checkpointing():
     assert trunk_activations(TINY, 3, replace(CPU, dtype="float32")) == 2 * 3 * 272 + 288
     # packed: 2 * 4 + 3 * 4 + 2 * 2 + 2 * 8 = 40 elements a token, and the weights of queries, keys and values 2 * 4 * (4 + 4)
     assert trunk_activations(TINY, 3, replace(CPU, dtype="float32", packed=True)) == 2 * 4 * (3 * 40 + 64)
+    # in bfloat16 attention's output once; in the pass 3 * 8 elements of the MLP's width and 6 of 4 bytes of the hidden one
+    assert trunk_activations(TINY, 3, replace(CPU, packed=True)) == 2 * 2 * (3 * 36 + 64) + 144 + 24 * 3 * 4
 
 
 def test_the_head_projects_some_rows_at_a_time():

@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from rlhf_core.models.cpu import packed
+from rlhf_core.models.decoding import HuggingFaceDecoder
 from rlhf_core.models.forward import CPU, GENERAL, PolicyModule, common_backend
 
 SHAPE = {
@@ -103,11 +105,16 @@ def test_work_within_such_work_has_its_threads_alone():
     assert CPU.map(outer, range(2)) == [[2, 2], [2, 2]]
 
 
-def test_only_a_plain_llama_takes_the_cpu_backend_and_all_modules_must():
+@pytest.mark.parametrize("amx", [True, False])
+def test_only_a_plain_llama_takes_the_cpu_backend_and_all_modules_must(amx: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(packed, "multiplies_bfloat16", lambda: amx)
     llama, qwen = PolicyModule(LlamaForCausalLM(LlamaConfig(**SHAPE))), PolicyModule(Qwen2ForCausalLM(Qwen2Config(**SHAPE)))
     assert common_backend(llama, llama) is CPU and llama.backend.keeps_graphs
     assert common_backend(llama, qwen) is GENERAL and not qwen.backend.keeps_graphs
     llama.bfloat16()
+    assert llama.backend is (CPU if amx else GENERAL)
+    assert type(llama.backend.decoder(llama.model)) is HuggingFaceDecoder
+    llama.half()
     assert llama.backend is GENERAL
 
 

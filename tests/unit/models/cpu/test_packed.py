@@ -295,9 +295,15 @@ def test_adapters_with_dropout_or_beside_trained_weights_are_left_to_the_model()
     assert not can_pack(model)
 
 
-def test_what_it_doesnt_know_is_left_to_the_model():
+def test_what_it_doesnt_know_is_left_to_the_model(monkeypatch: pytest.MonkeyPatch):
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 50, "num_attention_heads": 4}
     assert can_pack(llama())
+    monkeypatch.setattr(packed, "multiplies_bfloat16", lambda: True)
+    assert can_pack(llama().bfloat16())
+    mixed = llama().bfloat16()
+    mixed.layers[1].mlp.down_proj.float()
+    assert not can_pack(mixed)
+    monkeypatch.setattr(packed, "multiplies_bfloat16", lambda: False)
     assert not can_pack(llama().bfloat16())
     assert not can_pack(llama(attention_bias=True))
     assert not can_pack(llama(attention_dropout=0.1))
