@@ -16,11 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from whole_matrix import cells
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from gate_pairs import write_slices
 from hostile import NASTY_VALUES, is_clear, mangled
+from whole_matrix import cells
 
 from rlhf_core.config import SourceConfig
 from rlhf_core.data import tables
