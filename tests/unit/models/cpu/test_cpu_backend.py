@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_core.models.cpu import packed
+from rlhf_core.models.cpu.decoder import LlamaDecoder
 from rlhf_core.models.decoding import HuggingFaceDecoder
 from rlhf_core.models.forward import CPU, GENERAL, PolicyModule, common_backend
 
@@ -113,7 +114,7 @@ def test_only_a_plain_llama_takes_the_cpu_backend_and_all_modules_must(amx: bool
     assert common_backend(llama, qwen) is GENERAL and not qwen.backend.keeps_graphs
     llama.bfloat16()
     assert llama.backend is (CPU if amx else GENERAL)
-    assert type(llama.backend.decoder(llama.model)) is HuggingFaceDecoder
+    assert type(llama.backend.decoder(llama.model)) is (LlamaDecoder if amx else HuggingFaceDecoder)
     llama.half()
     assert llama.backend is GENERAL
 
