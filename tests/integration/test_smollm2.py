@@ -31,7 +31,7 @@ def test_a_chat_model_answers_questions_of_a_file(tmp_path):
     workspace = make_chain(tmp_path / "project", RECIPE, BRIEF)
     (workspace / "pretrained").mkdir()
     (workspace / "pretrained/smollm2").symlink_to(MODEL)
-    code, printed = run(workspace, "dvc", "repro", timeout=1500)
+    code, printed = run(workspace, "dvc", "repro", deadline=1500)
     assert (code, ran(printed)) == (0, ORDER), printed
 
     prompts = pd.read_parquet(workspace / "data/prepared/prompt.parquet")
