@@ -24,4 +24,7 @@ def right(prompts, responses, labels, metadata):
 
 
 def _says(words, text):
-    return re.search(rf"(?<!\w){re.escape(words)}", text, re.IGNORECASE) is not None
+    """Symbols and letters must stand alone, as they are written; longer words may have an ending, numbers none."""
+    whole = len(words) <= 2 and not words.isdigit()
+    end = r"(?!\w)" if whole else r"(?![\d.,]*\d)"
+    return re.search(rf"(?<![\w.,]){re.escape(words)}{end}", text, 0 if whole else re.IGNORECASE) is not None
