@@ -31,7 +31,17 @@ def test_a_brief_answer_is_one_sentence_of_twelve_words(response, aspects):
 
 def test_a_right_answer_is_finished_and_says_one_of_the_labels_words():
     right = load_function(f"{FILE}:right", ("prompts", "responses", "labels", "metadata"), what="scorer")
-    responses = ["It's a mouse, plural Mice.", "They are micey", "No twice.", "It has eight legs", "8 legs", "80 or 1,8", "any", "hydrogen", "It is H."]
+    responses = [
+        "It's a mouse, plural Mice.",
+        "They are micey",
+        "No twice.",
+        "It has eight legs",
+        "8 legs",
+        "80 or 1,8",
+        "any",
+        "hydrogen",
+        "It is H.",
+    ]
     labels = ["mice", "mice", "ice", "8|eight", "8|eight", "8|eight", None, "H", "H"]
     finished = [True, False, *[True] * 7]
     scores = right(responses, responses, labels, [{"finished": value} for value in finished])
