@@ -204,7 +204,7 @@ def check_engine(run: Run, batch: RolloutBatch, *, step: int) -> float:
     outputs = workers.collect_forward(workers.submit_forward(rollouts, recomputed_fraction=1.0))
     scored = [ScoredRollout(rollout, {}) for rollout in rollouts]
     short = collate(scored, outputs, None, pad_id=workers.pad_id, old_logprobs_source="recompute")
-    return check_logprobs(short, short.sampler_logprobs, rl, step=step, dtype=dtype, few_tokens=True)
+    return check_logprobs(short, short.sampler_logprobs, rl, step=step, dtype=dtype)
 
 
 def finish_step(run: Run, progress: Progress, result: StepResult) -> tuple[Progress, Metrics, list[Finding]]:

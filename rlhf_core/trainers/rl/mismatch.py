@@ -17,6 +17,7 @@ from rlhf_core.types import RolloutBatch
 
 PROBE_TOKENS = 32
 MOVED = 4  # a change of the probe's log-probabilities counts as an update above this multiple of the noise
+QUANTILE_TOKENS = 3000  # at least; of fewer the quantile 0.999 is one of the two or three largest differences, and isn't limited
 NOISE = {"float32": 1e-6, "bfloat16": 5e-3}  # of a log-probability, at least
 
 
@@ -80,23 +81,21 @@ def exceeded(difference: Difference, rl: RlConfig, dtype: str, *, probe: bool = 
     return None
 
 
-def check_logprobs(
-    batch: RolloutBatch, sampler_logprobs: torch.Tensor, rl: RlConfig, *, step: int, dtype: str, few_tokens: bool = False
-) -> float:
+def check_logprobs(batch: RolloutBatch, sampler_logprobs: torch.Tensor, rl: RlConfig, *, step: int, dtype: str) -> float:
     """Difference, in nats, between the rollout engine's and the trainer's log-probabilities of the sampled tokens: see `Difference.of`.
 
     The first rollout.min_new_tokens tokens aren't compared: there the engine excludes the end token, whose probability the others share.
 
     Args:
         sampler_logprobs: [B, R], from the trainer, in the distribution that was sampled from.
-        few_tokens: the quantile 0.999 isn't limited: of few tokens it would be their largest difference.
     Raises:
         LogprobMismatch: a difference is above its limit.
     """
     mask = batch.response_mask.clone()
     mask[:, : rl.rollout.min_new_tokens] = False
     difference = compare((batch.rollout_logprobs - sampler_logprobs)[mask], rl)
-    if reason := exceeded(replace(difference, p999=0.0) if few_tokens else difference, rl, dtype):
+    limited = difference if int(mask.sum()) >= QUANTILE_TOKENS else replace(difference, p999=0.0)
+    if reason := exceeded(limited, rl, dtype):
         raise LogprobMismatch(
             f"step {step}: expected the rollout engine's and the trainer's log-probabilities of the same tokens to agree, got {reason}; "
             "the probe has shown no stale weights, so the arithmetic differs: raise the limit, or set rl.rollout.backend to pytorch"
