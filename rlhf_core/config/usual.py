@@ -11,6 +11,7 @@ from typing import Any
 LION_DIVISOR = 5.0  # the paper's rates for Lion are 3 to 10 times lower than AdamW's
 WRECKING_FACTOR = 10.0  # a rate so many times above the usual range is pointed out
 SMALL_MODEL = 50_000_000  # parameters; below, rates that are high here are usual
+SMALL_RATES = {"sft": 1e-3, "dpo": 5e-4, "kto": 5e-4, "rl": 5e-4}  # of smaller models, such as recipes/stories.yaml's
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,8 @@ def run(given: argparse.Namespace) -> int:
         print("\n".join(page.proposed(reading)))
     if given.recipe and decided:
         given.recipe.write_text(f"{readings[0].recipe}\n", encoding="utf-8")
-        print(f"\nWritten to {given.recipe}, for the pipeline's --params")
+        before = "" if given.params is None else f"--params {given.params} "
+        print(f"\nWritten to {given.recipe}, for the pipeline: {before}--params {given.recipe}")
     return 0 if decided else UNDECIDED
 
 

@@ -13,7 +13,8 @@ KEPT = 0.98  # of the rows, where the model's positions allow; a sample's quanti
 NEEDED = 0.95  # of the rows: fewer are a recipe that hides its loss
 STEPS = ((1024, 64), (4096, 256), (1 << 60, 1024))  # lengths up to the first number are multiples of the second
 ROOM = 1.25  # of sampled responses over the demonstrations' 0.98 quantile
-OWN_SOLUTIONS = 512  # tokens of a chat model's own solution where the data shows none like it
+OWN_ANSWERS, OWN_ANSWERS_ON_CPU = 512, 256  # tokens of a chat model's own answers, which the data doesn't show
+ALL_KEPT = 1024  # tokens; where the longest row has no more, none is left out
 FEWEST_NEW, MOST_NEW = 32, 512  # tokens of answers in the evaluation
 
 
@@ -42,18 +43,20 @@ def round_up(tokens: float) -> int:
     return max(1, math.ceil(tokens / step)) * step
 
 
-def propose_lengths(data: DataFacts, choice: Choice, positions: int | None, *, given: int | None) -> Lengths:
-    """The shortest round lengths that keep KEPT of the rows of each use, prompts with room for a sampled response, within the positions.
+def propose_lengths(data: DataFacts, choice: Choice, positions: int | None, *, given: int | None, on_gpu: bool) -> Lengths:
+    """The shortest round lengths that keep KEPT of the rows of each use, or all of short ones; prompts with room for a sampled response,
+    within the positions.
 
     Args:
+        on_gpu: whether answers are sampled on a GPU.
         given: model.max_length, chosen by the user.
     """
     most = given or positions
-    new = _new_tokens(data, choice, most)
+    new = _new_tokens(data, choice, most, OWN_ANSWERS if on_gpu or choice.name == "grpo" else OWN_ANSWERS_ON_CPU)
     trained = [use for use in choice.uses if use != "prompt"]
-    wanted = [quantile(data.uses[use].lengths, KEPT) for use in trained if use in data.uses]
+    wanted = [_kept(data, use, 0) for use in trained if use in data.uses]
     if choice.name == "grpo":
-        wanted.append(quantile(data.uses["prompt"].lengths, KEPT) + new)
+        wanted.append(_kept(data, "prompt", new))
     wanted.append(new + FEWEST_NEW)  # room for a prompt in the evaluation
     length = given or round_up(max(wanted))
     if most is not None:
@@ -63,16 +66,23 @@ def propose_lengths(data: DataFacts, choice: Choice, positions: int | None, *, g
     return Lengths(length, new, left_out, forced=max(left_out.values(), default=0.0) > 1 - NEEDED)
 
 
+def _kept(data: DataFacts, use: str, room: int) -> float:
+    """Tokens that keep all rows of a use with so much room, or KEPT of them where that takes more than ALL_KEPT."""
+    lengths = data.uses[use].lengths
+    longest = quantile(lengths, 1.0) + room
+    return longest if longest <= ALL_KEPT else quantile(lengths, KEPT) + room
+
+
 def _longer(data: DataFacts, use: str, length: int) -> float:
     counts = data.uses[use]
     return counts.longer_than(length) / max(1, counts.lengths.total())
 
 
-def _new_tokens(data: DataFacts, choice: Choice, most: int | None) -> int:
-    """Of a sampled response: with room over what SFT teaches, or for a chat model's own solutions; at most half of the positions."""
+def _new_tokens(data: DataFacts, choice: Choice, most: int | None, own: int) -> int:
+    """Of a sampled response: with room over what SFT teaches, or `own`, for a chat model's own answers; at most half of the positions."""
     shown = quantile(data.responses, KEPT)
-    if choice.name == "grpo" and not choice.sft:
-        wanted = max(OWN_SOLUTIONS, round_up(ROOM * shown))
+    if not choice.sft:
+        wanted = max(own, round_up(ROOM * shown)) if choice.name == "grpo" else own
     elif choice.name == "grpo":
         wanted = round_up(ROOM * shown)
     else:

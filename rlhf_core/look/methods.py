@@ -37,7 +37,8 @@ def choose(data: DataFacts, model: ModelFacts) -> Choice:
             model,
             "dpo",
             f"{data.pairs:,} pairs: DPO learns from them directly",
-            "no reward model and no RL, because DPO needs neither; for RL set alignment.method=rl and reward.enabled=true",
+            "no reward model and no RL, because DPO needs neither; for RL set alignment.method=rl, reward.enabled=true "
+            "and rl.rollout.max_new_tokens, which has to fit into model.max_length with the prompts",
         )
     if data.marked:
         return _preference(
@@ -105,7 +106,10 @@ def _verified(data: DataFacts, model: ModelFacts, kind: str, share: float) -> Ch
         "rl.algorithm": "grpo",
         "rl.reward.scorers": [{"name": "correct", "kind": kind}],
         "rl.reward.no_eos_penalty": 0.0,  # in units of a reward model's scores
+        "rl.kl.coef": 0.001,  # as verl's and DeepSeek-R1's; a verifier can't be deceived as a reward model can
     }
+    if small:  # most groups fail as a whole and teach nothing
+        settings["rl.dynamic_sampling.enabled"] = True
     left_out = ["no reward model, because the labels say what is right"]
     if share < 1:
         left_out.append(

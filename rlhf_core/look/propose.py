@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_core.config import Params, SourceConfig, overridden, read_yaml_text
 from rlhf_core.config.base import keys_of, with_defaults
-from rlhf_core.config.usual import SMALL_MODEL
+from rlhf_core.config.usual import SMALL_MODEL, SMALL_RATES, nulls
 from rlhf_core.look import recipe, repeats
 from rlhf_core.look.facts import DataFacts, MachineFacts, ModelFacts
 from rlhf_core.look.fit import Fit, device_settings, propose_fit, section_at, section_of
@@ -82,13 +82,13 @@ def propose(found: Looked, data: DataFacts, model: ModelFacts, machine: MachineF
     choice = choose(data, model)
     if not choice.name:
         return _without_method(found, choice, model, machine, given)
-    lengths = propose_lengths(data, choice, model.positions, given=given.model.get("max_length"))
+    lengths = propose_lengths(data, choice, model.positions, given=given.model.get("max_length"), on_gpu=bool(machine.memory.gpus))
     source = found.tried.source.model_copy(update={"uses": list(choice.uses)})
     settings = _model_settings(given) | {"model.max_length": lengths.max_length}
     settings |= _of_choice(choice) | {"data.sources": [recipe.plain(source)], "evaluation.max_new_tokens": lengths.new_tokens}
     settings |= {"rl.rollout.max_new_tokens": lengths.new_tokens} if choice.name == "grpo" else {}
     params = _applied(given.text, settings)
-    settings |= device_settings(model, machine)
+    settings |= device_settings(model, machine) | _small_models_rates(choice, model, given)
     schedule = propose_schedule(data, choice, machine, params)
     settings |= schedule.settings
     params = _applied(given.text, settings)
@@ -116,7 +116,7 @@ def propose(found: Looked, data: DataFacts, model: ModelFacts, machine: MachineF
         source,
         _differing(settings, given),
         why,
-        tuple(_notes(choice, lengths, fits, data, model)),
+        tuple(_notes(choice, lengths, fits, data, model, params)),
         (*_warnings(choice, lengths, fits, data, model, drops="too_long" in source.drop), *_stops(found, params)),
         params,
         costs,
@@ -143,6 +143,20 @@ def _model_settings(given: Given) -> dict[str, Any]:
 
 def _of_choice(choice: Choice) -> dict[str, Any]:
     return dict(choice.settings) | {"sft.enabled": choice.sft}
+
+
+def _small_models_rates(choice: Choice, model: ModelFacts, given: Given) -> dict[str, float]:
+    """Learning rates of a model that is smaller than those that the usual ones are of, where the user has given none."""
+    if model.parameters is None or model.parameters >= SMALL_MODEL:
+        return {}
+    unset = nulls(read_yaml_text(given.text, "params.yaml"))
+    rates = {f"{section}.learning_rate": SMALL_RATES[section] for section in _sections(choice)}
+    return {key: rate for key, rate in rates.items() if key in unset}
+
+
+def _sections(choice: Choice) -> list[str]:
+    """Sections of params.yaml by which the method trains."""
+    return ["sft"] * choice.sft + ["rl" if choice.name == "grpo" else choice.name] * (choice.name in ("dpo", "kto", "grpo"))
 
 
 def _applied(text: str, settings: Mapping[str, Any]) -> Params:
@@ -227,7 +241,7 @@ def _at(tree: Any, key: str) -> Any:
 def _why(choice: Choice, lengths: Lengths, shorter: Mapping[str, Any]) -> dict[str, str]:
     """Comments on keys."""
     share, use = lengths.worst
-    left = f"{share:.1%} of the {use} rows are longer" if share else "no row is longer"
+    left = _too_long(choice, share, use) if share else "no row is longer"
     found = {"model.max_length": left, "rl.reward.no_eos_penalty": "the rewards are 0 and 1"}
     found["sft.enabled"] = choice.sft_why.partition(",")[0]
     for key in shorter:
@@ -236,13 +250,32 @@ def _why(choice: Choice, lengths: Lengths, shorter: Mapping[str, Any]) -> dict[s
     return found
 
 
-def _notes(choice: Choice, lengths: Lengths, fits: Mapping[str, Fit], data: DataFacts, model: ModelFacts) -> Iterator[str]:
+def _too_long(choice: Choice, share: float, use: str) -> str:
+    what = "leave a response no room" if choice.name == "grpo" and use == "prompt" else "are longer"
+    return f"{share:.1%} of the {use} rows {what}"
+
+
+def _trained_with(section: str, params: Params) -> str:
+    """What decides most, whether the recipe writes it or params.yaml has it."""
+    settings = getattr(params, section)
+    found = [f"learning rate {settings.learning_rate:g}{'' if settings.lora is None else ' of adapters'}"]
+    if section == "rl":
+        found += [f"{settings.samples_per_step} samples a step", f"KL coefficient {settings.kl.coef:g}"]
+    else:
+        found += [f"batches of {settings.batch_size}", f"{settings.epochs:g} epochs"]
+    found += [f"beta {settings.beta:g}"] if section in ("dpo", "kto") else []
+    return ", ".join(found)
+
+
+def _notes(choice: Choice, lengths: Lengths, fits: Mapping[str, Fit], data: DataFacts, model: ModelFacts, params: Params) -> Iterator[str]:
     """What was chosen and why, then what was left out."""
     yield f"method: {choice.why}"
     yield f"{'SFT first' if choice.sft else 'no SFT'}: {choice.sft_why}"
     share, use = lengths.worst
     positions = "" if model.positions is None else f" of the model's {model.positions:,} positions"
-    yield f"model.max_length {lengths.max_length}{positions}: {share:.1%} of the {use} rows are longer and left out"
+    left = f"{_too_long(choice, share, use)} and left out" if share else "no row is longer"
+    yield f"model.max_length {lengths.max_length}{positions}: {left}"
+    yield from (f"{section}: {_trained_with(section, params)}" for section in _sections(choice))
     yield from (f"{stage}: {fit.why}" for stage, fit in fits.items() if not fit.lacks)
     yield from (f"left out: {line}" for line in choice.left_out)
     if data.at_least:
@@ -272,11 +305,6 @@ def _warnings(
     )
     if not model.has_weights:
         yield f"{model.path} has no weights: the recipe is planned by its config.json alone; put the weights there before you run it"
-    if model.parameters is not None and model.parameters < SMALL_MODEL:
-        yield (
-            f"the usual learning rates are of models from {SMALL_MODEL / 1e6:g}M parameters: one of {model.parameters / 1e6:.2g}M hardly "
-            "learns with them; set each section's learning_rate to about 1e-3, as recipes/stories.yaml does"
-        )
     if choice.name == "dpo" and data.pairs < FEW_PAIRS:
         yield f"{data.pairs} pairs are few: a thousand or more is usual, and a held-out tenth of {data.pairs} judges little"
 

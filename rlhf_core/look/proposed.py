@@ -40,8 +40,8 @@ def costs(found: Proposal) -> Iterator[str]:
         memory = "" if cost.memory is None else gib(cost.memory)
         yield f"#   {cost.stage:<13} {steps:>7} {seconds:>10} {memory:>10}{_parts(cost)}"
     if found.basis:
-        yield f"#   {'together':<13} {'':>7} {duration(found.seconds):>10} {'of ' + gib(found.machine.available):>10}"
-        yield f"# reckoned with {found.basis}"
+        yield f"#   {'together':<13} {'':>7} {duration(found.seconds):>10} {'':>10}  {gib(found.machine.available)} available"
+        yield f"# computed from {found.basis}"
 
 
 def _parts(cost: StageCost) -> str:

@@ -16,9 +16,11 @@ from rlhf_core.planning.remedy import changed
 # SFT: 3 as of Alpaca (52,000) and LIMA's follow-ups, 2 as of Tulu 3, 1 for more; preferences: 1 to 3, as Zephyr (arXiv 2310.16944) and
 # Tulu 3 (arXiv 2411.15124), fewer than SFT because held-out accuracy falls earlier.
 EPOCHS = {"sft": ((10_000, 3.0), (100_000, 2.0)), "dpo": ((5_000, 2.0),), "kto": ((5_000, 2.0),)}
-BATCHES = {"sft": (8, 64), "dpo": (16, 64), "kto": (32, 128)}  # fewest and most rows of an optimizer step
+BATCHES = {"sft": (8, 128), "dpo": (16, 128), "kto": (32, 128)}  # fewest and most rows of an optimizer step
 STEPS = {"sft": 200, "dpo": 100, "kto": 100}  # wanted of small data, whose batches are smaller for it
 HELD_OUT = {"validation": 500, "test": 1000}  # prompts that are enough
+FEW_PROMPTS, SHARES_OF_FEW = 1000, {"validation": 0.1, "test": 0.2}  # of fewer a larger share judges
+EPOCHS_BEFORE_RL = 2.0  # Cobbe et al. 2021 (arXiv 2110.14168): solutions that are sampled get less diverse after two
 GROUP = 8  # samples of a prompt, as most GRPO recipes have
 PROMPTS, CPU_PROMPTS = 64, 8  # of a rollout batch
 FEWEST_BATCHES = 150  # rollout batches of a run, in several passes over few prompts
@@ -44,11 +46,12 @@ def propose_schedule(data: DataFacts, choice: Choice, machine: MachineFacts, par
     params = changed(params, settings)
     rows = data.training_rows(params)
     if choice.sft and "sft" in rows:
-        settings |= supervised_schedule("sft", rows["sft"].train, machine.ranks, params)
+        settings |= supervised_schedule("sft", rows["sft"].train, machine.ranks, most=EPOCHS_BEFORE_RL if choice.name == "grpo" else None)
     if choice.name in ("dpo", "kto"):
-        settings |= supervised_schedule(choice.name, rows["preference"].train, machine.ranks, params)
+        settings |= supervised_schedule(choice.name, rows["preference"].train, machine.ranks)
     if choice.name == "grpo":
         settings |= rl_schedule(rows["prompt"].train, machine)
+        settings["evaluation.prompts"] = max(1, min(HELD_OUT["test"], round(data.rows("prompt") * params.data.test_fraction)))
     return Schedule(settings, rows)
 
 
@@ -56,14 +59,17 @@ def held_out(data: DataFacts, params: Params) -> dict[str, float]:
     """Smaller shares of large data: each evaluation reads all of the validation split."""
     prompts = max(data.rows("prompt"), data.rows("preference"), 1)
     given = {"validation": params.data.validation_fraction, "test": params.data.test_fraction}
+    if prompts < FEW_PROMPTS:
+        return {f"data.{split}_fraction": max(share, SHARES_OF_FEW[split]) for split, share in given.items()}
     return {f"data.{split}_fraction": min(share, max(0.01, round(HELD_OUT[split] / prompts, 2))) for split, share in given.items()}
 
 
-def supervised_schedule(key: str, train: int, ranks: int, params: Params) -> dict[str, Any]:
-    """Epochs and batch, and about ten evaluations and five checkpoints."""
-    epochs = next((epochs for most, epochs in EPOCHS[key] if train <= most), 1.0)
-    fewest, most = BATCHES[key]
-    batch = max(fewest, min(most, power_of_two(train * epochs / STEPS[key])))
+def supervised_schedule(key: str, train: int, ranks: int, *, most: float | None = None) -> dict[str, Any]:
+    """Epochs, at most so many, and batch, and about ten evaluations and five checkpoints."""
+    epochs = next((epochs for rows, epochs in EPOCHS[key] if train <= rows), 1.0)
+    epochs = epochs if most is None else min(epochs, most)
+    fewest, largest = BATCHES[key]
+    batch = max(fewest, min(largest, power_of_two(train * epochs / STEPS[key])))
     batch = -(-batch // ranks) * ranks
     steps = max(1, round(train * epochs / batch))
     how = {"epochs": epochs, "steps": None, "batch_size": batch}

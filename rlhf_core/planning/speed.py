@@ -53,7 +53,8 @@ def of_gpus(gpu: Gpu, count: int) -> Speed:
 def of_cpu(hidden: int, intermediate: int, dtype: str, cores: int) -> Speed:
     """Of this machine's CPU, by a product of a model's size on one core, in a second."""
     flops = cores * measured_flops(hidden, intermediate, dtype)
-    basis = f"{flops / 1e9:.0f} GFLOP/s of {cores} cores, by a product of {ROWS} x {hidden} x {intermediate} in {dtype} on one of them"
+    product = f"a product of {ROWS} x {hidden} x {intermediate} in {dtype} on one of them"
+    basis = f"{flops / 1e9:.0f} GFLOP/s of {cores} cores, by {product}, just now; other work slows it"
     return Speed(CPU_UPDATE * flops, CPU_FORWARD * flops, CPU_DECODE * flops, None, 0.0, START, basis, shares_prompts=True)
 
 

@@ -45,7 +45,7 @@ def facts(*uses: UseCounts, scale: float = 1.0) -> DataFacts:
     return DataFacts({found.use: found for found in uses}, scale, at_least=False)
 
 
-LENGTHS = {100: 900, 400: 80, 1000: 20}  # 98% have at most 400 tokens
+LENGTHS = {100: 900, 400: 80, 1300: 20}  # 98% have at most 400 tokens
 PAIRS = facts(counts("sft", LENGTHS), counts("preference", LENGTHS, found=Counter(pairs=1000)), counts("prompt", {50: 1000}))
 MARKED = facts(counts("preference", LENGTHS), counts("prompt", {50: 1000}))
 DEMONSTRATIONS = facts(counts("sft", LENGTHS), counts("prompt", {50: 1000}))
@@ -90,26 +90,31 @@ def test_a_chat_model_too_small_to_solve_tasks_learns_from_solutions_first():
 
 
 def test_max_length_keeps_98_percent_of_the_rows_and_says_what_is_left_out():
-    found = propose_lengths(PAIRS, choose(PAIRS, CHAT), 8192, given=None)
-    assert (found.max_length, found.forced) == (448, False)  # 400 tokens, rounded up to a multiple of 64
+    found = propose_lengths(PAIRS, choose(PAIRS, CHAT), 8192, given=None, on_gpu=True)
+    assert (found.max_length, found.forced) == (576, False)  # more than 400 tokens: 512 of a response and 32 of a prompt, in 64s
     assert found.left_out == {"preference": 0.02, "prompt": 0.0}
+    on_cpu = propose_lengths(PAIRS, choose(PAIRS, CHAT), 8192, given=None, on_gpu=False)
+    assert (on_cpu.max_length, on_cpu.new_tokens) == (448, 256)  # 400 tokens, rounded up
+    short = facts(counts("preference", {100: 999, 900: 1}, found=Counter(pairs=1000)), counts("prompt", {50: 1000}))
+    kept = propose_lengths(short, choose(short, CHAT), 8192, given=None, on_gpu=False)
+    assert (kept.max_length, kept.left_out["preference"]) == (960, 0.0)  # none is dropped where the longest has at most 1,024
 
 
 def test_positions_that_leave_out_many_rows_are_said_and_not_hidden():
-    short = propose_lengths(PAIRS, choose(PAIRS, CHAT), 256, given=None)
+    short = propose_lengths(PAIRS, choose(PAIRS, CHAT), 256, given=None, on_gpu=True)
     assert (short.max_length, short.worst, short.forced) == (256, (0.1, "preference"), True)
-    assert not propose_lengths(PAIRS, choose(PAIRS, CHAT), 512, given=None).forced
-    chosen = propose_lengths(PAIRS, choose(PAIRS, CHAT), 8192, given=96)
+    assert not propose_lengths(PAIRS, choose(PAIRS, CHAT), 512, given=None, on_gpu=True).forced
+    chosen = propose_lengths(PAIRS, choose(PAIRS, CHAT), 8192, given=96, on_gpu=True)
     assert (chosen.max_length, chosen.forced) == (96, True)
 
 
 def test_rl_leaves_room_for_a_response_behind_the_prompt():
     """A chat model's own solutions get 512 tokens; after SFT on solutions of up to 200 tokens, 1.25 times as many, rounded up: 256."""
-    own = propose_lengths(SOLVED, choose(SOLVED, CHAT), 32768, given=None)
+    own = propose_lengths(SOLVED, choose(SOLVED, CHAT), 32768, given=None, on_gpu=True)
     assert (own.new_tokens, own.max_length) == (512, 576)  # prompts have 50
-    taught = propose_lengths(SOLVED, choose(SOLVED, BASE), 32768, given=None)
+    taught = propose_lengths(SOLVED, choose(SOLVED, BASE), 32768, given=None, on_gpu=True)
     assert (taught.new_tokens, taught.max_length) == (256, 448)  # demonstrations have up to 400
-    assert propose_lengths(SOLVED, choose(SOLVED, CHAT), 512, given=None).new_tokens == 256  # half of the positions
+    assert propose_lengths(SOLVED, choose(SOLVED, CHAT), 512, given=None, on_gpu=True).new_tokens == 256  # half of the positions
 
 
 def test_round_numbers():
@@ -121,12 +126,19 @@ def test_round_numbers():
 
 def test_small_data_has_more_epochs_and_smaller_batches():
     """DPO of 1,960 pairs: 2 epochs, and 2 x 1,960 / 100 = 39 rows a step for a hundred steps, 32 as a power of two: 122 steps."""
-    small = supervised_schedule("dpo", 1960, 1, params_yaml())
+    small = supervised_schedule("dpo", 1960, 1)
     assert (small["dpo.epochs"], small["dpo.batch_size"], small["dpo.eval_every"], small["dpo.checkpoint_every"]) == (2.0, 32, 10, 20)
-    large = supervised_schedule("dpo", 51_000, 1, params_yaml())
-    assert (large["dpo.epochs"], large["dpo.batch_size"], large["dpo.steps"]) == (1.0, 64, None)
-    assert supervised_schedule("sft", 800, 1, params_yaml())["sft.epochs"] == 3.0
-    assert supervised_schedule("dpo", 51_000, 24, params_yaml())["dpo.batch_size"] == 72  # a multiple of the ranks
+    large = supervised_schedule("dpo", 51_000, 1)
+    assert (large["dpo.epochs"], large["dpo.batch_size"], large["dpo.steps"]) == (1.0, 128, None)
+    assert supervised_schedule("sft", 800, 1)["sft.epochs"] == 3.0
+    assert supervised_schedule("dpo", 51_000, 24)["dpo.batch_size"] == 144  # a multiple of the ranks
+
+
+def test_few_prompts_are_held_out_in_larger_shares_and_rl_judges_by_all_of_them():
+    few = facts(*SOLVED.uses.values(), scale=0.4)
+    found = propose_schedule(few, choose(few, BASE), machine_facts("h100", 1), params_yaml()).settings
+    assert (found["data.validation_fraction"], found["data.test_fraction"], found["evaluation.prompts"]) == (0.1, 0.2, 80)
+    assert found["sft.epochs"] == 2.0  # before RL, which needs different samples
 
 
 def test_rows_are_those_of_the_whole_data():

@@ -90,8 +90,16 @@ def test_a_config_json_without_weights_is_enough_for_a_proposal(chat_model, tmp_
     bare, whole = looked(capsys, path, folder), looked(capsys, path, chat_model)
     (added,) = set(bare["proposal"]["warnings"]) - set(whole["proposal"]["warnings"])
     assert "no weights" in added
-    assert any("hardly learns with them; set each section's learning_rate" in line for line in whole["proposal"]["warnings"])
     assert bare["proposal"]["settings"] | {"model.path": ""} == whole["proposal"]["settings"] | {"model.path": ""}
+
+
+def test_a_tiny_model_gets_rates_by_which_it_learns_unless_the_user_gave_some(chat_model, tmp_path, capsys):
+    path = written(tmp_path, PAIRS)
+    params = accepted(looked(capsys, path, chat_model), tmp_path)
+    assert params.dpo.learning_rate == 5e-4
+    (tmp_path / "own.yaml").write_text("dpo: {learning_rate: 0.002}\n")
+    reading = looked(capsys, path, chat_model, "--params", str(tmp_path / "own.yaml"))
+    assert "learning_rate" not in reading["yaml"] and any("learning rate 0.002" in line for line in reading["proposal"]["notes"])
 
 
 def test_a_base_model_gets_a_template_and_sft_first(base_model, tmp_path, capsys):
