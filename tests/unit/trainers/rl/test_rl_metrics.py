@@ -206,6 +206,8 @@ def test_in_bfloat16_the_mean_and_the_quantile_count_and_a_single_token_does_not
     assert compared(torch.full((1, 30), -0.1), cold, "bfloat16") == pytest.approx(0.1)
     with pytest.raises(LogprobMismatch, match=r"a mean difference of 0\.2, above rl\.rollout\.bfloat16_mean_difference=0\.08 / temp"):
         compared(torch.full((1, 30), -0.2), cold, "bfloat16")
+    with pytest.raises(LogprobMismatch, match=r"rounds small ones away: set model\.dtype=float32, or rl\.lora=null"):
+        compared(torch.full((1, 30), -0.2), config(**{"rl.lora": {}}), "bfloat16")
     difference[0, 0] = NAN
     with pytest.raises(LogprobMismatch, match="nan"):
         compared(difference, config(), "bfloat16")
