@@ -98,7 +98,7 @@ def check_logprobs(batch: RolloutBatch, sampler_logprobs: torch.Tensor, rl: RlCo
     if reason := exceeded(limited, rl, dtype):
         remedy = "raise the limit, or set rl.rollout.backend to pytorch"
         if rl.lora is not None and dtype == "bfloat16":
-            remedy = "an engine adds the adapters to bfloat16 weights, which rounds small ones away: set model.dtype=float32, or rl.lora=null"
+            remedy = "engines add adapters to bfloat16 weights, which rounds small ones away: set model.dtype=float32, or rl.lora=null"
         raise LogprobMismatch(
             f"step {step}: expected the rollout engine's and the trainer's log-probabilities of the same tokens to agree, got {reason}; "
             f"the probe has shown no stale weights, so the arithmetic differs: {remedy}"
