@@ -179,7 +179,7 @@ class SourceConfig(Section):
     def _reading_conflicts(self) -> Iterator[str]:
         subject = f"source {self.name}"
         if (self.kind not in ("file", "samples") or self.path is None) and (self.delimiter is not None or self.encoding != "utf-8"):
-            yield f"{subject}: delimiter and encoding expect a file, got kind {self.kind} without one; remove them"
+            yield f"{subject}: delimiter and encoding expect kind file, got {self.kind}; remove them"
         try:
             "a".encode(self.encoding)
         except (LookupError, ValueError):
