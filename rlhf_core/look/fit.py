@@ -134,7 +134,7 @@ def _halves(most: int, fewest: int) -> Iterator[int]:
 
 
 def device_settings(model: ModelFacts, machine: MachineFacts) -> Settings:
-    """Number format, cores, and on a CPU the rollout backend: PyTorch's, which samples fastest in float32, for a small model."""
+    """Number format, cores, and on a CPU the rollout backend: PyTorch's for a small model."""
     if machine.memory.gpus:
         return {"model.dtype": "bfloat16"}
     small = model.parameters is not None and model.parameters <= SMALL
