@@ -28,6 +28,7 @@ from flows.chain.children import Lines, stop_session
 from rlhf_core import config
 from rlhf_core.config import ConfigError, shown
 from rlhf_core.environment import keep_visible, of_stage
+from rlhf_core.paths import RUNS
 from rlhf_core.process import PROCESS_ENVIRONMENT, bypass_proxies, end_with_parent, module_command, without_git_places
 from rlhf_core.progress import is_end, is_progress
 from rlhf_core.provenance.inputs import read_inputs, read_recorded
@@ -195,11 +196,15 @@ def check_params(workspace: Path, stage: str, begun: Work) -> None:
 
 def dvc_environment(workspace: Path) -> dict[str, str]:
     """Environment of DVC commands that run no stage. It keeps the credentials of DVC's remotes and drops Prefect's settings, including its
-    password. This interpreter is first on PATH, and the workspace's code is first on PYTHONPATH.
+    password. This interpreter is first on PATH, and the workspace's code is first on PYTHONPATH, without that of the checkout that a
+    run's worktree belongs to.
     """
     inherited = {k: v for k, v in without_git_places().items() if k != "VIRTUAL_ENV" and not k.startswith("PREFECT_")}
     path = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)])
-    code = os.pathsep.join(filter(None, [str(workspace.resolve()), inherited.get("PYTHONPATH")]))
+    folder = workspace.resolve()
+    checkout = folder.parents[1] if folder.parent.name == str(RUNS) else None
+    entries = [entry for entry in inherited.get("PYTHONPATH", "").split(os.pathsep) if entry and Path(entry).resolve() != checkout]
+    code = os.pathsep.join([str(folder), *entries])
     bypass_proxies(inherited)
     # DVC starts stages with SHELL, which may be no shell, as for service accounts, or another language.
     return {**PROCESS_ENVIRONMENT, **inherited, "PATH": path, "PYTHONPATH": code, "PYTHONUNBUFFERED": "1", "SHELL": "/bin/sh"}

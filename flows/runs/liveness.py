@@ -49,7 +49,7 @@ def crash_orphaned_runs(url: str, secret: str, *, patience: float = 0.0) -> list
     until = time.monotonic() + patience
     ended: list[str] = []
     while True:
-        runs = _ask(url, secret, "flow_runs/filter", {"flow_runs": wanted})
+        runs = ask(url, secret, "flow_runs/filter", {"flow_runs": wanted})
         alive = _at_work() if runs else set()
         for run in runs:
             if run["id"] not in alive:
@@ -104,7 +104,7 @@ def crash_orphaned_command_lines(home: Path, url: str, secret: str | None, given
             if sign["database"] != _database(home, given_url) or not _is_here(sign):
                 continue
             wanted = {"state": {"type": {"any_": AT_WORK}}, "tags": {"all_": [path.stem]}}
-            for run in _ask(url, secret, "flow_runs/filter", {"flow_runs": wanted}):
+            for run in ask(url, secret, "flow_runs/filter", {"flow_runs": wanted}):
                 _crash(url, secret, run["id"], SAME_COMMAND)
                 ended.append(run["name"])
             path.unlink()
@@ -142,9 +142,9 @@ def _is_here(sign: dict[str, str]) -> bool:
 def _crash(url: str, secret: str | None, run: str, message: str) -> None:
     state = {"type": "CRASHED", "name": "Crashed", "message": message}
     tasks = {"flow_run_id": {"any_": [run]}, "state": {"type": {"any_": AT_WORK}}}
-    for task in _ask(url, secret, "task_runs/filter", {"task_runs": tasks}):
-        _ask(url, secret, f"task_runs/{task['id']}/set_state", {"state": state, "force": True})
-    _ask(url, secret, f"flow_runs/{run}/set_state", {"state": state, "force": True})
+    for task in ask(url, secret, "task_runs/filter", {"task_runs": tasks}):
+        ask(url, secret, f"task_runs/{task['id']}/set_state", {"state": state, "force": True})
+    ask(url, secret, f"flow_runs/{run}/set_state", {"state": state, "force": True})
 
 
 def _at_work() -> set[str]:
@@ -156,18 +156,23 @@ def _at_work() -> set[str]:
     return found
 
 
-def _ask(url: str, secret: str | None, path: str, body: dict[str, Any]) -> Any:
+def ask(url: str, secret: str | None, path: str, body: dict[str, Any] | None = None, *, method: str = "POST") -> Any:
+    """Answer of Prefect's API to a request, which is repeated while the server is busy; None: the answer is empty.
+
+    Raises:
+        OSError: the server does not answer, refuses, or has been busy for REQUEST_SECONDS.
+    """
     headers = {"Content-Type": "application/json"}
     if secret is not None:
         headers["Authorization"] = f"Basic {base64.b64encode(secret.encode()).decode()}"
     elif "PREFECT_API_KEY" in os.environ:
         headers["Authorization"] = f"Bearer {os.environ['PREFECT_API_KEY']}"
-    request = urllib.request.Request(f"{url}/{path}", json.dumps(body).encode(), headers)
+    request = urllib.request.Request(f"{url}/{path}", None if body is None else json.dumps(body).encode(), headers, method=method)
     until = time.monotonic() + REQUEST_SECONDS
     while True:
         try:
             with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
-                return json.load(response)
+                return json.loads(response.read() or b"null")
         except urllib.error.HTTPError as error:  # the server's own services may hold a SQLite database
             if error.code != BUSY or time.monotonic() > until:
                 raise
