@@ -21,10 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from flows.chain.command_line import REFUSED, add_override_arguments
 from flows.chain.locks import only_flow
-from flows.chain.pins import prepare_run
+from flows.chain.prepare import prepare_workspace
 from flows.chain.stages import stage_environment
-from flows.chain.updates import check_run
 from flows.chain.worktree import commit_results, slug
 from flows.runs.record import note
 from flows.runs.results import input_paths, result_paths
@@ -48,10 +48,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     what.add_argument("--methods", nargs="+", default=[], metavar="NAME[:LOSS]", help="of alignment.method; compared by their evaluation")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; they share the machine's cores")
-    parser.add_argument(
-        "--params", dest="recipes", action="append", default=[], type=Path, metavar="FILE", help="apply a recipe to params.yaml"
-    )
-    parser.add_argument("--set", dest="assignments", action="append", default=[], metavar="KEY=VALUE", help="for all runs")
+    add_override_arguments(parser)
     parser.add_argument("--update", action="store_true", help="change the params of runs that exist, which is refused otherwise")
     return parser.parse_args(arguments)
 
@@ -74,13 +71,15 @@ def compare(root: Path, options: argparse.Namespace, held: ExitStack) -> int:
             for name in variants:
                 held.enter_context(only_flow(root, run_name(name, seed)))
         workspaces = {
-            (name, seed): _workspace(root, run_name(name, seed), {**common, **overrides, "seed": seed}, update=options.update)
+            (name, seed): prepare_workspace(
+                root, run_name(name, seed), {**common, **overrides, "seed": seed}, update=options.update, free=[THREADS]
+            )
             for seed in options.seeds
             for name, overrides in variants.items()
         }
     except ConfigError as error:
         print(error, file=sys.stderr)
-        return 2
+        return REFUSED
     first = [workspaces[next(iter(variants)), seed] for seed in options.seeds]
     last = "evaluate" if options.methods else "train_policy"
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -125,11 +124,6 @@ def method_overrides(name: str) -> dict[str, Any]:
 
 def run_name(variant: str, seed: int) -> str:
     return f"compare-{slug(f'{variant}-{seed}')}"
-
-
-def _workspace(root: Path, name: str, overrides: dict[str, Any], *, update: bool) -> Path:
-    check_run(root, name, overrides)
-    return prepare_run(root, name, overrides, update=update, free=[THREADS])
 
 
 def _repro(workspace: Path, stage: str) -> str | None:

@@ -15,8 +15,8 @@ from typing import Any
 
 from tabulate import tabulate
 
+from flows.chain.command_line import INTERRUPTED, REFUSED, show_own_log
 from flows.chain.worktree import git
-from flows.full_pipeline import INTERRUPTED, REFUSED, show_own_log
 from flows.registry import decisions, versions
 from flows.registry.evidence import GateProblem, check_version, gates
 from flows.registry.state import ARTIFACTS, Registry, read_registry

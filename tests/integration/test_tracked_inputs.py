@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.chain.stages import inputs_as_recorded, up_to_date, with_something_to_do
+from flows.chain.stages import inputs_as_recorded, unchanged, with_something_to_do
 from rlhf_core.config import apply_overrides, read_yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -90,12 +90,12 @@ def test_dvc_alone_runs_what_changed_data_and_models_change(project):
     data, model = project.parent / "data", project.parent / "model"
     assert ran(repro(project)) == STAGES
     again = repro(project)
-    assert ran(again) == ["hash_inputs"] and up_to_date(project)
+    assert ran(again) == ["hash_inputs"] and unchanged(project, STAGES) == STAGES
     assert with_something_to_do(project, {"hash_inputs": ["always changed"], "report": ["x"]}) == {"report": ["x"]}
     recorded = (project / "data/inputs.json").read_bytes()
 
     write(data / "a.jsonl", "mended\n")
-    assert not up_to_date(project) and not inputs_as_recorded(project)
+    assert unchanged(project, STAGES) == [] and not inputs_as_recorded(project)
     always = {"hash_inputs": ["always changed"]}  # what `dvc status` says, and what registering a model makes of it
     assert with_something_to_do(project, always) == {"hash_inputs": ["data, a model or a function has changed"]}
     mended = repro(project)
@@ -220,7 +220,7 @@ def test_a_deployments_run_takes_a_recipe_and_refuses_a_stage_that_is_none(proje
 
 
 def test_a_retry_of_a_run_does_not_force_a_stage_that_ended_well(tmp_path, monkeypatch):
-    from flows.chain.flow import note_forced, once_in_run
+    from flows.chain.execute import note_forced, once_in_run
 
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", "one")
     assert once_in_run(tmp_path, "train_sft") == "train_sft" and once_in_run(tmp_path, None) is None
