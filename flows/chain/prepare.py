@@ -56,6 +56,7 @@ class PreparedRun:
 
     @property
     def has_work(self) -> bool:
+        """Whether one of the stages of this run isn't up to date, or is forced."""
         return not set(self.wanted) <= set(self.skipped)
 
 

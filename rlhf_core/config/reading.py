@@ -97,7 +97,7 @@ def parse_yaml(text: str, subject: str) -> Any:
 
 @lru_cache(maxsize=16)
 def _parse(text: str, subject: str) -> Any:
-    """Cached, because a flow reads the same few files some forty times."""
+    """Cached, because a command reads the same few files several times, each a tenth of a second."""
     if _brackets(text) > MAX_BRACKETS:
         raise ConfigError(f"{subject}: expected YAML, got more than {MAX_BRACKETS} nested brackets; is that a parameter file?")
     try:

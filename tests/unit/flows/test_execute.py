@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 from own_project import commit, make_project
+from prefect.logging import disable_run_logger
 
 from flows.chain.execute import run_chain
+from flows.chain.flow import prepared_flow, rlhf
 from flows.chain.prepare import PreparedRun, prepare
 from flows.chain.stages import StageFailed, StageResult
 from flows.chain.worktree import git
@@ -150,3 +152,14 @@ def test_a_refusal_after_the_worktree_is_made_removes_a_new_one_and_is_recorded_
             prepare(project, name, {})
     record = read_record(run.workspace)
     assert record["outcome"] == REFUSED and "tag policy" in record["message"] and not (project / "runs/new").exists()
+
+
+def test_a_flow_of_the_command_line_has_the_parameters_of_the_deployments_and_its_own_run():
+    def refuses() -> None:
+        raise ConfigError("seed: expected another")
+
+    flow = prepared_flow(rlhf, refuses)
+    assert flow.name == rlhf.name and flow.parameters == rlhf.parameters
+    with disable_run_logger():
+        state = flow.fn({"seed": 7}, "one", False, None, None)
+    assert (state.name, state.message) == (REFUSED, "seed: expected another")
