@@ -183,8 +183,10 @@ def _positions(settings: dict[str, Any]) -> Iterator[int]:
 
 
 def with_template(params: Params, tried: Tried) -> tuple[Params, PreTrainedTokenizerBase, bool]:
-    """The tokenizer of model.path, and whether the model is a chat model. One without a template gets a named one in the params: chatml if
-    its tokenizer has ChatML's tokens, else continuation for prompts of one message; with several, turns have their roles in plain text.
+    """The tokenizer of model.path, and whether the model is a chat model.
+
+    One without a template gets a named one in the params: chatml if its tokenizer has ChatML's tokens, continuation if the responses go on
+    with prompts of one message, after white space. Otherwise turns have their roles in plain text.
     """
     from rlhf_core.models.tokenizer import PLAIN_TEMPLATE, pretrained_tokenizer
 
@@ -192,13 +194,21 @@ def with_template(params: Params, tried: Tried) -> tuple[Params, PreTrainedToken
     if tokenizer.chat_template != PLAIN_TEMPLATE or params.model.chat_template is not None:
         return params, tokenizer, params.model.chat_template != "continuation"
     words = tokenizer.get_vocab()
-    rows = islice(read_source(tried.source, seed=params.seed, dropped=DropCounts()), TEMPLATE_ROWS)
-    dialogue = any(len(row["messages"]) > 1 for _, row in rows if "messages" in row)
-    template = "chatml" if all(token in words for token in CHATML) else None if dialogue else "continuation"
+    rows = list(islice(read_source(tried.source, seed=params.seed, dropped=DropCounts()), TEMPLATE_ROWS))
+    template = "chatml" if all(token in words for token in CHATML) else "continuation" if _continue([row for _, row in rows]) else None
     if template is None:
         return params, tokenizer, False
     chosen = params.model_copy(update={"model": params.model.model_copy(update={"chat_template": template})})
     return chosen, pretrained_tokenizer(chosen.model, weights=False), False
+
+
+def _continue(rows: list[dict[str, Any]]) -> bool:
+    """Whether responses go on with a text: prompts have one message, and most responses are joined to theirs by white space."""
+    if any(len(row["messages"]) > 1 for row in rows if "messages" in row):
+        return False
+    texts = [(row["messages"][0]["content"], row.get("response") or row.get("chosen")) for row in rows if row.get("messages")]
+    joined = [prompt[-1:].isspace() or response[:1].isspace() for prompt, response in texts if response]
+    return sum(joined) > len(joined) / 2
 
 
 def _cores() -> int:

@@ -103,8 +103,10 @@ def test_a_tiny_model_gets_rates_by_which_it_learns_unless_the_user_gave_some(ch
 
 
 def test_a_base_model_gets_a_template_and_sft_first(base_model, tmp_path, capsys):
-    params = accepted(looked(capsys, written(tmp_path, PAIRS), base_model), tmp_path)
+    texts = [{**pair, "chosen": " " + pair["chosen"], "rejected": " " + pair["rejected"]} for pair in PAIRS]
+    params = accepted(looked(capsys, written(tmp_path, texts), base_model), tmp_path)
     assert (params.model.chat_template, params.sft.enabled) == ("continuation", True)
+    assert accepted(looked(capsys, written(tmp_path, PAIRS), base_model), tmp_path).model.chat_template is None  # a question and its answer
     several = [{"messages": [{"role": role, "content": f"{i} {role}"} for role in ("user", "assistant") * 2]} for i in range(40)]
     assert accepted(looked(capsys, written(tmp_path, several), base_model), tmp_path).model.chat_template is None
 
