@@ -12,6 +12,7 @@ from whole_matrix import cells
 
 from rlhf_core.config import Params, load_overlaid, parse_yaml
 from rlhf_core.look.__main__ import main
+from rlhf_core.look.facts import own_system_prompt
 from rlhf_core.models.template import CHATML, CONTINUATION
 from tests.tiny_models import save_tiny_models, tiny_tokenizer
 
@@ -91,6 +92,16 @@ def test_a_config_json_without_weights_is_enough_for_a_proposal(chat_model, tmp_
     (added,) = set(bare["proposal"]["warnings"]) - set(whole["proposal"]["warnings"])
     assert "no weights" in added
     assert bare["proposal"]["settings"] | {"model.path": ""} == whole["proposal"]["settings"] | {"model.path": ""}
+
+
+def test_the_system_prompt_that_a_template_adds_is_found():
+    tokenizer, turn = tiny_tokenizer(), "{{ '[' + m['role'] + ']' + m['content'] + '[/' + m['role'] + ']' }}"
+    tokenizer.chat_template = plain = "{% for m in messages %}" + turn + "{% endfor %}"
+    assert own_system_prompt(tokenizer) == ""
+    tokenizer.chat_template = "{% if messages[0]['role'] != 'system' %}[system]Be kind.[/system]{% endif %}" + plain
+    assert own_system_prompt(tokenizer) == "Be kind."
+    tokenizer.chat_template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + plain
+    assert own_system_prompt(tokenizer) == ""
 
 
 def test_a_tiny_model_gets_rates_by_which_it_learns_unless_the_user_gave_some(chat_model, tmp_path, capsys):
