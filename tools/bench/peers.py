@@ -267,7 +267,7 @@ def line(row: dict[str, Any]) -> str:
     cells = [row["model"], row["case"]]
     for side in SIDES:
         runs = clock["samples_per_second"][side]
-        cells.append(f"{clock['medians'][side]:.0f} ({min(runs):.0f} to {max(runs):.0f})")
+        cells.append(f"{clock['medians'][side]:.3g} ({min(runs):.3g} to {max(runs):.3g})")
     cells += [f"{clock['medians'][side] * row['tokens_per_sample']:.0f}" for side in SIDES]
     for found in (clock, row.get("cpu")):
         cells.append(f"{found['ratio']:.2f} ({min(found['ratios']):.2f} to {max(found['ratios']):.2f})" if found else "")
