@@ -28,7 +28,8 @@ from flows.chain.stages import stage_environment
 from flows.chain.worktree import commit_results, slug
 from flows.runs.record import note
 from flows.runs.results import input_paths, result_paths
-from rlhf_core.config import Algorithm, ConfigError, Method, load_params, parse_assignment, with_recipes
+from rlhf_core.algorithms.online import ALGORITHMS
+from rlhf_core.config import ConfigError, Method, load_params, parse_assignment, with_recipes
 from rlhf_core.paths import EVALUATION_METRICS, REPORTS
 from rlhf_core.process import end_with_parent, module_command
 from rlhf_core.report.comparison import Run, draw, methods_table, table
@@ -44,7 +45,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         prog="python -m flows.compare", description="Compare RL algorithms or ways to the policy on several seeds."
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--algorithms", nargs="+", choices=get_args(Algorithm), default=list(get_args(Algorithm)), metavar="NAME")
+    what.add_argument("--algorithms", nargs="+", choices=tuple(ALGORITHMS), default=list(ALGORITHMS), metavar="NAME")
     what.add_argument("--methods", nargs="+", default=[], metavar="NAME[:LOSS]", help="of alignment.method; compared by their evaluation")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; they share the machine's cores")

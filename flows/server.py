@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import fcntl
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import secrets
 import signal
@@ -29,6 +29,7 @@ from flows.chain.children import stop_session
 from flows.runs.liveness import DATABASES, ask, crash_orphaned_command_lines, crash_orphaned_runs
 from rlhf_core.config import ConfigError
 from rlhf_core.engines.ports import free_ports
+from rlhf_core.files import lock_file
 from rlhf_core.process import configure_process, end_with_parent, module_command
 
 HOST = "127.0.0.1"
@@ -155,7 +156,7 @@ def first_start(home: Path) -> Iterator[None]:
         yield
         return
     with (home / "first-start.lock").open("a+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_file(lock, math.inf)
         yield
         laid_out.touch()
 

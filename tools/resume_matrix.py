@@ -28,22 +28,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 from small_chain import SMALL, SMALL_CLERK, change_params, make_chain, run
 
+from rlhf_core.algorithms.online import ALGORITHMS
 from rlhf_core.checkpoint.digest import differences, read_digest
-from rlhf_core.config import Algorithm
 from rlhf_core.paths import GATE_METRICS, POLICY_MODEL, REWARD_MODEL, SFT_MODEL, STATE_DIGESTS
 
 TABLE = Path(__file__).parents[1] / "docs/tables/resume.csv"
 LIMIT = 600.0  # seconds for one run of a stage
 LINKED = ("rlhf_core", "tasks", "rewards", "flows", "rounds", "dvc.yaml", "baselines.json")
 OUTS = {"train_sft": str(SFT_MODEL), "train_reward": str(REWARD_MODEL), "train_policy": str(POLICY_MODEL)}
-ALGORITHMS = get_args(Algorithm)
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
 RL = {  # everything that has a state is on: an adaptive coefficient, running statistics, the best policy, monitors
     "steps": 6,
@@ -117,10 +116,10 @@ def all_cells() -> list[Cell]:
     rl = [rl_cell("ppo", 2, 2), rl_cell("grpo", 1, 0), alone, rl_cell("ppo", 2, 0), rl_cell("ppo", 2, 3)]
     rl += [rl_cell("grpo", 1, 0, lora=True), rl_cell("grpo", 2, 2), rl_cell("ppo", 1, 0, ahead=True)]
     rl += [replace(alone, name=f"{alone.name}, the critic from scores", changes={"rl": alone.changes["rl"] | scores})]
-    rl += [rl_cell(name, 1 + number % 2, 0, backend="pytorch") for number, name in enumerate(ALGORITHMS[2:])]
+    rl += [rl_cell(name, 1 + number % 2, 0, backend="pytorch") for number, name in enumerate(list(ALGORITHMS)[2:])]
     rl += [rl_cell("grpo", 1, 3), rl_cell("ppo", 1, 2), rl_cell("grpo", 1, 0, ahead=True)]
     rl += [rl_cell(name, 1, 0, one_step=True, backend="pytorch") for name in ("grpo", "ppo")]
-    rl += [rl_cell(name, 2 - number % 2, 0, backend="pytorch") for number, name in enumerate(ALGORITHMS[2:])]
+    rl += [rl_cell(name, 2 - number % 2, 0, backend="pytorch") for number, name in enumerate(list(ALGORITHMS)[2:])]
     rl += [rl_cell("grpo", 2, 0, backend="pytorch")]
     return [*supervised, *on_two_ranks(), *rl]
 

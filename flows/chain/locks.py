@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import TextIO
 
 from flows.chain.worktree import worktree_path
 from rlhf_core.config import ConfigError
+from rlhf_core.files import try_lock
 
 LOOK_SECONDS = 0.2
 
@@ -42,9 +42,7 @@ def at_work(root: Path, run: str) -> str | None:
     """Id of the process whose flow works on a run; None: no flow does."""
     try:
         with lock_path(root, run).open(encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not try_lock(file, shared=True):
                 return file.read().strip() or "unknown"
     except FileNotFoundError:
         pass
@@ -60,18 +58,16 @@ def _locked(path: Path, subject: str) -> TextIO:
     until = time.monotonic() + LOOK_SECONDS
     while True:
         file = path.open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if try_lock(file):
             if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
-        except BlockingIOError:
-            if time.monotonic() > until:
-                file.seek(0)
-                other = file.read().strip() or "unknown"
-                file.close()
-                raise ConfigError(
-                    f"{subject}: expected no other flow at work on it, got one, process {other}; wait for it or stop it, or give this one "
-                    "another name"
-                ) from None
+        elif time.monotonic() > until:
+            file.seek(0)
+            other = file.read().strip() or "unknown"
+            file.close()
+            raise ConfigError(
+                f"{subject}: expected no other flow at work on it, got one, process {other}; wait for it or stop it, or give this one "
+                "another name"
+            )
         file.close()
         time.sleep(0.02)

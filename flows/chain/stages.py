@@ -7,9 +7,9 @@ dvc.yaml is the only list of stages. DVC decides what is up to date; this module
 from __future__ import annotations
 
 import difflib
-import fcntl
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -28,6 +28,7 @@ from flows.chain.children import Lines, stop_session
 from rlhf_core import config
 from rlhf_core.config import ConfigError, shown
 from rlhf_core.environment import keep_visible, of_stage
+from rlhf_core.files import lock_file
 from rlhf_core.paths import RUNS
 from rlhf_core.process import PROCESS_ENVIRONMENT, bypass_proxies, end_with_parent, module_command, without_git_places
 from rlhf_core.progress import is_end, is_progress
@@ -331,7 +332,7 @@ def clear_locks(workspace: Path) -> None:
     if not path.exists():
         return
     with path.with_name("rwlock.lock").open("a+") as guard:
-        fcntl.flock(guard, fcntl.LOCK_EX)
+        lock_file(guard, math.inf)
         try:
             locks = json.loads(path.read_text(encoding="utf-8"))
             readers = {file: [e for e in entries if _is_dvc(e["pid"])] for file, entries in locks.get("read", {}).items()}

@@ -8,7 +8,6 @@ frees the lock however the process ends. Only runs with such a file are set to C
 from __future__ import annotations
 
 import base64
-import fcntl
 import hashlib
 import json
 import os
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import psutil
+
+from rlhf_core.files import try_lock
 
 AT_WORK = ["RUNNING", "PENDING", "CANCELLING"]
 REQUEST_SECONDS = 90.0  # a server on SQLite can block for a minute
@@ -74,7 +75,7 @@ def liveness_tag(home: Path, given_url: str | None) -> Iterator[str]:
     folder.mkdir(exist_ok=True)
     path, aside = folder / f"{tag}.json", folder / f".{tag}"
     with aside.open("w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try_lock(file)
         json.dump({"database": _database(home, given_url), **_machine()}, file)
         file.flush()
         aside.replace(path)  # already locked when it becomes visible
@@ -95,8 +96,9 @@ def crash_orphaned_command_lines(home: Path, url: str, secret: str | None, given
     """
     ended = []
     for path in sorted((home / SIGNS).glob("*.json")):
-        with suppress(FileNotFoundError, BlockingIOError), path.open(encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: the process is alive
+        with suppress(FileNotFoundError), path.open(encoding="utf-8") as file:
+            if not try_lock(file):
+                continue  # the process is alive
             sign = _read_sign(file)
             if sign is None:
                 path.unlink()

@@ -41,7 +41,7 @@ from rlhf_core.config.reading import (
     read_yaml,
     read_yaml_text,
 )
-from rlhf_core.config.rl import KL_COLUMNS, Algorithm, RlConfig, curve_columns
+from rlhf_core.config.rl import KL_COLUMNS, RlConfig, curve_columns
 from rlhf_core.config.rl_parts import DEFAULT_LIMITS, CorrectionConfig, KlConfig, LimitAction, LimitConfig, RoleGroup, TrainerConfig
 from rlhf_core.config.run import CheckpointsConfig, EvaluationConfig, FlowConfig, RegistryConfig, TrackingConfig
 from rlhf_core.config.scorers import LABEL_SCORERS, ScoreConfig, ScorerConfig
@@ -59,7 +59,6 @@ __all__ = [
     "ROUND_STAGE_SECTIONS",
     "STAGE_SECTIONS",
     "UNTRACKED_SECTIONS",
-    "Algorithm",
     "ArchitectureConfig",
     "CheckpointsConfig",
     "ClerkConfig",

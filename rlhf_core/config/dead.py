@@ -58,10 +58,10 @@ def dead_settings(rl: RlConfig) -> Iterator[str]:
 def _dead_in_few_steps(rl: RlConfig) -> Iterator[str]:
     if rl.steps is None:
         return
-    if rl.algorithm == "ppo" and not rl.policy_steps:
+    if rl.critic is not None and not rl.policy_steps:
         yield (
-            f"ppo.critic_warmup_steps: expected less than steps={rl.steps}, got {rl.ppo.critic_warmup_steps}; lower it, because the policy "
-            "would never be trained"
+            f"{rl.algorithm}.critic_warmup_steps: expected less than steps={rl.steps}, got {rl.critic.critic_warmup_steps}; lower it, "
+            "because the policy would never be trained"
         )
     if rl.rollout.one_step_off_policy and rl.steps == 1:
         yield "rollout.one_step_off_policy: expected false with steps=1, got true; change one, because the first step is on policy"
@@ -75,7 +75,7 @@ def _dead_in_few_steps(rl: RlConfig) -> Iterator[str]:
 def _dead_limit(rl: RlConfig, key: str, limit: LimitConfig) -> Iterator[str]:
     """Conflicts of a limit that can't be passed: its metric never changes or has no value, or the run is too short."""
     constant = {
-        "PPO's critic": limit.metric in _OF_CRITIC and rl.algorithm != "ppo",
+        "a critic": limit.metric in _OF_CRITIC and rl.critic is None,
         "several optimizer steps a batch": limit.metric in _OF_RATIO and not rl.ratio_moves,
         "max_approx_kl": limit.metric == "stopped_early" and rl.max_approx_kl is None,
         "kl.target": limit.metric == "kl_coef" and rl.kl.target is None,

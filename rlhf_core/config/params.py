@@ -32,7 +32,7 @@ from rlhf_core.config.run import (
     TrackingConfig,
 )
 from rlhf_core.config.scorers import ScorerConfig, weight_conflicts
-from rlhf_core.config.usual import LEARNING_RATES, SMALL_MODEL, WRECKING_FACTOR, nulls, usual, with_usual_rates
+from rlhf_core.config.usual import CRITIC_RATES, LEARNING_RATES, SMALL_MODEL, WRECKING_FACTOR, nulls, usual, with_usual_rates
 
 # Keys that are read with every method. evaluate samples with rl.rollout.backend, ends answers at rl.rollout.stop and scores them with
 # rl.reward.scorers. A section of another method is not read, so its conflicts don't count.
@@ -44,7 +44,6 @@ ALWAYS_USED = (
 )
 REWARD_MODEL_SECTIONS = ("reward", "gate")  # with reward.enabled
 ROUND_SECTIONS = ("iterative", "dpo")  # for the flow iterative-dpo
-CRITIC_RATE = "rl.ppo.critic_learning_rate"
 
 UseAndSplit = tuple[str, str]
 
@@ -110,10 +109,10 @@ class Params(Section):
             yield f"rl.prompt_weights: expected sources of prompts, {prompted}, got {sorted(unknown)}; correct the names"
         if not self.reward.enabled:
             yield from self._reward_model_conflicts()
-        if self.reward.path is not None and self.rl.algorithm == "ppo" and self.rl.ppo.starts_from_reward_model:
+        if self.reward.path is not None and self.rl.critic_starts_from_reward_model:
             yield (
-                f"rl.ppo.critic_init: expected sft with reward.path, got {self.rl.ppo.critic_init}; set it to sft, because a ready-made "
-                "reward model may have layers and a tokenizer other than the policy's"
+                f"rl.{self.rl.algorithm}.critic_init: expected sft with reward.path, got {self.rl.critic.critic_init}; set it to sft, "
+                "because a ready-made reward model may have layers and a tokenizer other than the policy's"
             )
         if not self.sft.enabled and self.model.path is None:
             yield "sft.enabled: expected true without model.path, got false; set model.path to the model to start from, or train one by SFT"
@@ -155,10 +154,10 @@ class Params(Section):
 
     def _reward_model_conflicts(self) -> Iterator[str]:
         """With reward.enabled false: sections that would start from the missing reward model."""
-        if self.rl.algorithm == "ppo" and self.rl.ppo.starts_from_reward_model:
+        if self.rl.critic_starts_from_reward_model:
             yield (
-                f"rl.ppo.critic_init: expected sft while reward.enabled is false, got {self.rl.ppo.critic_init}; set it to sft, for "
-                "there is no reward model to start from"
+                f"rl.{self.rl.algorithm}.critic_init: expected sft while reward.enabled is false, got {self.rl.critic.critic_init}; set it "
+                "to sft, for there is no reward model to start from"
             )
         if self.conditional_sft.label_by == "scores":
             yield (
@@ -224,8 +223,9 @@ def rates_in_use(params: Params, *, rounds: bool = False) -> list[str]:
     """The keys of the learning rates that a run trains with, but for that of pretraining."""
     used = tuple(f"{name}." for name in keys_in_use(params, rounds=rounds))
     keys = [key for key in (*LEARNING_RATES, "iterative.learning_rate") if key.startswith(used)]
-    unused = {CRITIC_RATE: params.rl.algorithm != "ppo", "reward.learning_rate": not params.reward.is_trained}
-    return [key for key in keys if not unused.get(key)]
+    unused = {*CRITIC_RATES} - {f"rl.{params.rl.algorithm}.critic_learning_rate"}
+    unused |= set() if params.reward.is_trained else {"reward.learning_rate"}
+    return [key for key in keys if key not in unused]
 
 
 def unusual(params: Params, parameters: int | None, *, rounds: bool = False) -> list[str]:
@@ -240,7 +240,7 @@ def unusual(params: Params, parameters: int | None, *, rounds: bool = False) -> 
     found = []
     for key in rates_in_use(params, rounds=rounds):
         trained = params.dpo if key.startswith("iterative.") else getattr(params, key.partition(".")[0])
-        lora = trained.lora is not None and key != CRITIC_RATE  # rl.lora is the policy's
+        lora = trained.lora is not None and key not in CRITIC_RATES  # rl.lora is the policy's
         usually = usual("dpo.learning_rate" if trained is params.dpo else key, lora=lora, optimizer=trained.optimizer)
         rate = reduce(getattr, key.split("."), params)
         if rate > WRECKING_FACTOR * usually.high:

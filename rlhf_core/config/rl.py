@@ -5,28 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, create_model, model_validator
 
-from rlhf_core.config.base import RENAMED_COLUMNS, RENAMED_KEYS, LearningRate, did_you_mean
+from rlhf_core.algorithms.online import ALGORITHMS, Algorithm
+from rlhf_core.config.base import RENAMED_COLUMNS, RENAMED_KEYS, LearningRate, Section, did_you_mean
 from rlhf_core.config.dead import dead_settings
 from rlhf_core.config.model import LengthConfig, LoraConfig, OptimizerConfig, Schedule, sequence_conflicts, takers
 from rlhf_core.config.rl_parts import (
+    ALGORITHM_SECTIONS,
     DEFAULT_LIMITS,
     ROLES,
     CorrectionConfig,
+    CriticConfig,
     DeadlineConfig,
     DynamicSamplingConfig,
-    GroupConfig,
-    GrpoConfig,
     KlConfig,
     LimitConfig,
     PeriodicEvaluationConfig,
-    PpoConfig,
     PtxConfig,
     Role,
     RoleGroup,
     RolloutConfig,
-    SampleConfig,
     TrainerConfig,
     completed_limits,
     named_placement,
@@ -35,13 +34,13 @@ from rlhf_core.config.scorers import ScoreConfig
 
 CACHE_BLOCK = 16  # tokens of a block of vLLM's cache on a GPU
 
-Algorithm = Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"]
 
+class RlSettings(OptimizerConfig, LengthConfig):
+    """`RlConfig` but for the sections of the algorithms.
 
-class RlConfig(OptimizerConfig, LengthConfig):
-    """epochs: over the training prompts. ppo_epochs: passes over each rollout batch. max_minutes: as of SharedTrainingConfig."""
+    epochs: over the training prompts. ppo_epochs: passes over each rollout batch. max_minutes: as of SharedTrainingConfig."""
 
-    algorithm: Algorithm
+    algorithm: Literal[tuple(ALGORITHMS)]
     max_minutes: float | None = Field(default=None, gt=0)
     samples_per_step: int = Field(gt=0)
     minibatch_size: int = Field(gt=0)
@@ -59,13 +58,6 @@ class RlConfig(OptimizerConfig, LengthConfig):
     moe_aux_coef: float = Field(default=0.0, ge=0)
     max_approx_kl: float | None = Field(gt=0)
     lora: LoraConfig | None
-    ppo: PpoConfig
-    grpo: GrpoConfig
-    dr_grpo: GroupConfig
-    rloo: GroupConfig
-    reinforce_pp: SampleConfig
-    reinforce_pp_baseline: GroupConfig
-    remax: SampleConfig
     kl: KlConfig
     reward: ScoreConfig
     correction: CorrectionConfig
@@ -88,8 +80,27 @@ class RlConfig(OptimizerConfig, LengthConfig):
         return tree | {"monitor": completed_limits(monitor)} if isinstance(monitor, dict) else tree
 
     @property
+    def spec(self) -> Algorithm:
+        """What the algorithm is and needs."""
+        return ALGORITHMS[self.algorithm]
+
+    @property
+    def own(self) -> Section:
+        """The section of the algorithm."""
+        return getattr(self, self.algorithm)
+
+    @property
+    def critic(self) -> CriticConfig | None:
+        """The keys of the critic, which are in the algorithm's section; None: the algorithm has no critic."""
+        return self.own if isinstance(self.own, CriticConfig) else None
+
+    @property
+    def critic_starts_from_reward_model(self) -> bool:
+        return self.critic is not None and self.critic.starts_from_reward_model
+
+    @property
     def group_size(self) -> int:
-        return getattr(self, self.algorithm).group_size
+        return self.own.group_size
 
     @property
     def rollout_batch_size(self) -> int:
@@ -109,7 +120,7 @@ class RlConfig(OptimizerConfig, LengthConfig):
     @property
     def roles(self) -> tuple[Role, ...]:
         """The models of the run, by role."""
-        wanted = {"critic": self.algorithm == "ppo", "reference": self.kl.keeps_reference}
+        wanted = {"critic": self.spec.critic, "reference": self.kl.keeps_reference}
         wanted["reward_models"] = any(s.kind == "reward_model" for s in self.reward.scorers)
         return tuple(role for role in ROLES if wanted.get(role, True))
 
@@ -167,12 +178,10 @@ class RlConfig(OptimizerConfig, LengthConfig):
 
     @property
     def aggregation(self) -> str:
-        """`loss_aggregation` with auto resolved: constant_horizon for Dr. GRPO, sequence_mean for GSPO, otherwise token_mean."""
+        """`loss_aggregation` with auto resolved: sequence_mean for GSPO, otherwise the algorithm's."""
         if self.loss_aggregation != "auto":
             return self.loss_aggregation
-        if self.policy_loss == "gspo":
-            return "sequence_mean"
-        return "constant_horizon" if self.algorithm == "dr_grpo" else "token_mean"
+        return "sequence_mean" if self.policy_loss == "gspo" else self.spec.aggregation
 
     def caches_prefixes(self, max_length: int, *, on_gpu: bool) -> bool:
         """`rollout.prefix_caching` with auto resolved. A prompt can be shared if it fills a block of the cache.
@@ -211,8 +220,8 @@ class RlConfig(OptimizerConfig, LengthConfig):
         return self.optimizer_steps // self.steps * sum(map(self.trains_policy, range(self.steps)))
 
     def trains_policy(self, step: int) -> bool:
-        """Whether a step, counted from 0, trains the policy: in the first steps of PPO only the critic learns."""
-        return self.algorithm != "ppo" or step >= self.ppo.critic_warmup_steps
+        """Whether a step, counted from 0, trains the policy: in the first ones of a critic only the critic learns."""
+        return self.critic is None or step >= self.critic.critic_warmup_steps
 
     def old_logprobs_source(self, step: int) -> Literal["recompute", "from_update", "from_engine"]:
         """Where the policy loss of a step, counted from 0, takes its old log-probabilities from.
@@ -293,10 +302,10 @@ class RlConfig(OptimizerConfig, LengthConfig):
                 f"dynamic_sampling: expected {self.algorithm}.group_size of at least 2, got {self.group_size}; raise it, because a "
                 "group of one has no variance"
             )
-        if self.algorithm == "remax" and self.kl.in_reward and self.rollout_batch_size < self.most_ranks // self.trainer.sequence_parallel:
+        if self.spec.greedy_baseline and self.kl.in_reward and self.rollout_batch_size < self.most_ranks // self.trainer.sequence_parallel:
             yield (
-                f"remax.group_size: expected at least {self._takers(self.most_ranks)} prompts a step, got {self.rollout_batch_size}; "
-                "lower it, because each rank computes the KL of some greedy responses"
+                f"{self.algorithm}.group_size: expected at least {self._takers(self.most_ranks)} prompts a step, got "
+                f"{self.rollout_batch_size}; lower it, because each rank computes the KL of some greedy responses"
             )
         if self.moe_aux_coef and self.trainer.sequence_parallel > 1:
             yield (
@@ -320,9 +329,9 @@ class RlConfig(OptimizerConfig, LengthConfig):
             yield (f"prompt_weights: expected weights above 0, got {self.prompt_weights}; leave a source out of data.sources instead")
 
     def _critic_conflicts(self) -> Iterator[str]:
-        if self.algorithm != "ppo" or self.ppo.critic_init != "reward_model":
+        if self.critic is None or self.critic.critic_init != "reward_model":
             return
-        key, own = "ppo.critic_init: expected reward_model_trunk or sft", self.reward.own_reward_models
+        key, own = f"{self.algorithm}.critic_init: expected reward_model_trunk or sft", self.reward.own_reward_models
         if not own:
             yield (
                 f"{key} where no rewarded scorer is the chain's reward model, got reward_model; its scores would not be in units of the "
@@ -343,8 +352,8 @@ class RlConfig(OptimizerConfig, LengthConfig):
         key = "rollout.one_step_off_policy: expected false"
         if self.dynamic_sampling.enabled:
             yield f"{key} with dynamic_sampling, got true; the prompts of a step depend on its scores"
-        if self.algorithm == "remax":
-            yield f"{key} with remax, got true; its baselines are greedy responses of the sampling policy, which has changed since"
+        if self.spec.greedy_baseline:
+            yield f"{key} with {self.algorithm}, got true; baselines are greedy responses of the sampling policy, which has changed since"
         if self.old_logprobs_source(0) == "from_engine" and not self.rollout.samples_whole_distribution:
             yield (
                 f"{key} with top_p, top_k or min_new_tokens and without a correction, got true; set correction.kind, because "
@@ -372,6 +381,14 @@ class RlConfig(OptimizerConfig, LengthConfig):
                     f"{key}.action: expected evaluation.every with rollback, got null; set evaluation.every, which finds the best policy"
                 )
 
+
+RlConfig = create_model(
+    "RlConfig",
+    __base__=RlSettings,
+    __module__=__name__,
+    __doc__="Online RL: the settings of every algorithm, and the section of each.",
+    **{name: (kind, ... if ALGORITHMS[name].critic else Field(default_factory=kind)) for name, kind in ALGORITHM_SECTIONS.items()},
+)
 
 # Columns of plots/train_policy.csv. Those of KL_COLUMNS need a reference.
 KL_COLUMNS = ("kl_mean", "kl_token_mean", "kl_token_min", "kl_token_max", "frontier_gap")

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, create_model
 from pydantic_core import PydanticCustomError
 
-from rlhf_core.config.base import Fraction, LearningRate, RolloutBackend, Section
+from rlhf_core.algorithms.online import ALGORITHMS, Algorithm
+from rlhf_core.config.base import LearningRate, RolloutBackend, Section
 from rlhf_core.config.model import offload_conflicts, sequence_conflicts
 
 # The share of a GPU for one actor; rlhf_core/planning/placement.py resolves auto.
 GpuShare = Literal["auto"] | Annotated[float, Field(gt=0)]
 
 
-class PpoConfig(Section):
-    group_size: int = Field(ge=1)
-    gamma: float = Fraction
-    gae_lambda: float = Fraction
-    whiten_advantages: bool
+class CriticConfig(Section):
+    """Keys of the critic, in the section of an algorithm that has one."""
+
     value_clip: float | None = Field(gt=0)
     value_coef: float = Field(gt=0)
     critic_learning_rate: LearningRate
@@ -32,21 +31,17 @@ class PpoConfig(Section):
         return self.critic_init != "sft"
 
 
-class GrpoConfig(Section):
-    group_size: int = Field(ge=2)
-    normalize_std: bool
+def _algorithm_section(name: str, spec: Algorithm) -> type[Section]:
+    """The section `rl.<name>` of an algorithm."""
+    fields: dict[str, Any] = {"group_size": (int, Field(spec.group_size, ge=spec.smallest_group))}
+    for key, default in spec.settings.items():
+        fields[key] = (bool, default) if isinstance(default, bool) else (float, Field(default, ge=0.0, le=1.0))
+    base = CriticConfig if spec.critic else Section
+    return create_model(f"{name.title().replace('_', '')}Config", __base__=base, __module__=__name__, **fields)
 
 
-class GroupConfig(Section):
-    """An algorithm whose baseline is computed from the other samples of the prompt."""
-
-    group_size: int = Field(ge=2)
-
-
-class SampleConfig(Section):
-    """An algorithm whose baseline is the batch's mean or a greedy response, so that a group may have one sample."""
-
-    group_size: int = Field(ge=1)
+ALGORITHM_SECTIONS = {name: _algorithm_section(name, spec) for name, spec in ALGORITHMS.items()}
+globals().update({section.__name__: section for section in ALGORITHM_SECTIONS.values()})  # where pickle looks for them
 
 
 class KlConfig(Section):

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlhf_core.algorithms.online import ALGORITHMS
+
 LION_DIVISOR = 5.0  # the paper's rates for Lion are 3 to 10 times lower than AdamW's
 WRECKING_FACTOR = 10.0  # a rate so many times above the usual range is pointed out
 SMALL_MODEL = 50_000_000  # parameters; below, rates that are high here are usual
@@ -34,6 +36,7 @@ class Rates:
 
 _SFT = Rates(full=Usual(2e-5, 5e-6, 2e-5), lora=Usual(2e-4, 5e-5, 2e-4))
 _PREFERENCE = Rates(full=Usual(1e-6, 5e-7, 1e-6), lora=Usual(1e-5, 5e-6, 1e-5))
+CRITIC_RATES = tuple(f"rl.{name}.critic_learning_rate" for name, spec in ALGORITHMS.items() if spec.critic)
 # Dotted key of params.yaml -> its usual values. The section's `lora` chooses, but the critic is always trained in full.
 LEARNING_RATES: dict[str, Rates] = {
     "sft.learning_rate": _SFT,
@@ -43,7 +46,7 @@ LEARNING_RATES: dict[str, Rates] = {
     "rejection_sampling.learning_rate": _SFT,
     "conditional_sft.learning_rate": _SFT,
     "rl.learning_rate": Rates(full=Usual(1e-6, 3e-7, 1e-6), lora=Usual(1e-5, 3e-6, 5e-5)),
-    "rl.ppo.critic_learning_rate": Rates(full=Usual(1e-5, 5e-6, 1e-5), lora=None),
+    **dict.fromkeys(CRITIC_RATES, Rates(full=Usual(1e-5, 5e-6, 1e-5), lora=None)),
 }
 
 

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from ruamel.yaml import YAML
 
-from rlhf_core.config import Algorithm, shown
+from rlhf_core.algorithms.online import ALGORITHMS
+from rlhf_core.config import shown
 from rlhf_core.data.places import is_hub_name, locate
 from rlhf_core.data.schema import SPLITS
 
@@ -163,7 +164,7 @@ def table(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
 def counting(params: Mapping[str, Any]) -> dict[str, Any]:
     """Params that change weights, without the sections of unused algorithms and without paths of a machine."""
     algorithm = params.get("rl", {}).get("algorithm") if isinstance(params.get("rl"), Mapping) else None
-    unused = {name for name in get_args(Algorithm) if name != algorithm}
+    unused = ALGORITHMS.keys() - {algorithm}
 
     def kept(node: Any) -> Any:
         if isinstance(node, Mapping):

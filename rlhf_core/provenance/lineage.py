@@ -18,7 +18,7 @@ PACKAGES = (
 )
 
 
-CRITIC_FROM_REWARD_MODEL = ("reward_model", "reward_model_trunk")  # values of rl.ppo.critic_init
+CRITIC_FROM_REWARD_MODEL = ("reward_model", "reward_model_trunk")  # values of critic_init
 
 
 def lineage(path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate: Tree | None, decided: Tree | None) -> Tree:
@@ -150,7 +150,7 @@ def _method_uses_reward_model(params: Tree) -> bool:
     method = _section(params, "alignment").get("method")
     section = _section(params, str(method))
     if method == "rl":
-        critic = section.get("algorithm") == "ppo" and _section(section, "ppo").get("critic_init") in CRITIC_FROM_REWARD_MODEL
+        critic = _section(section, str(section.get("algorithm"))).get("critic_init") in CRITIC_FROM_REWARD_MODEL
         return critic or _has_own_reward_model(_section(section, "reward"))
     if method == "rejection_sampling":
         return _has_own_reward_model(section)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
 import shutil
-import time
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.paths import PREPARED, SOURCES
 
@@ -56,22 +54,6 @@ def finite(node: Any, key: str = "") -> Any:
 
 def read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def lock_file(file: IO[Any], seconds: float) -> None:
-    """Lock an open file exclusively. The kernel frees the lock when the file is closed or the process ends.
-
-    Raises:
-        TimeoutError: another process still held the lock after `seconds`.
-    """
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise TimeoutError(f"lock: expected it free within {seconds:.0f} s, got another process at work") from None
-            time.sleep(0.05)
 
 
 def publish_model(aside: Path, final: Path, facts: CardFacts) -> None:

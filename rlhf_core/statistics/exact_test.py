@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 
 import numpy as np
-from scipy.special import bdtrc, betaincinv, gammaln, ndtri
+from scipy.special import bdtrc, betaincinv, gammaln, ndtri, xlog1py, xlogy
 
 UNCERTAIN = 1e-7  # probability that the true share of decided comparisons is outside of the interval that is searched
 POINTS = 101  # grid points in that interval
@@ -49,12 +50,7 @@ def _largest_tail(lead: int, decided: int, n: int, margin: float) -> float:
     reach = DEVIATIONS / 2 * math.sqrt(n)
     first, last = max(0, math.floor(n * shares[0, 0] - reach)), min(n, math.ceil(n * shares[-1, 0] + reach))
     counts = np.arange(first, last + 1)[None, :]  # [1, numbers of decided comparisons]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        log_chance = (
-            gammaln(n + 1) - gammaln(counts + 1) - gammaln(n - counts + 1)
-            + np.where(counts > 0, counts * np.log(shares), 0.0)
-            + np.where(counts < n, (n - counts) * np.log1p(-shares), 0.0)
-        )  # fmt: skip
+    log_chance = gammaln(n + 1) - gammaln(counts + 1) - gammaln(n - counts + 1) + xlogy(counts, shares) + xlog1py(n - counts, -shares)
     needed = np.ceil((counts + lead) / 2).astype(int)
     ahead = np.where(
         needed <= 0, 1.0, np.where(needed > counts, 0.0, bdtrc(np.clip(needed - 1, 0, counts), counts, (1 + margin / shares) / 2))
@@ -67,13 +63,10 @@ def smallest_gain(decided: int, n: int, level: float, *, margin: float = 0.0, po
 
     None: no outcome on so few prompts is significant.
     """
-    low, high = -1, decided + 1  # with `low` ahead the test doesn't reject, with `high` it does (if `high` is possible)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if p_value(middle, decided - middle, n, margin=margin) <= level else (middle, high)
-    if high > decided:
+    needed = bisect_left(range(decided + 1), True, key=lambda ahead: p_value(ahead, decided - ahead, n, margin=margin) <= level)
+    if needed > decided:
         return None
-    chance = float(betaincinv(high, decided - high + 1, power)) if high else 0.0  # P(X >= high) = power
+    chance = float(betaincinv(needed, decided - needed + 1, power)) if needed else 0.0  # P(X >= needed) = power
     return (2 * chance - 1) * decided / n
 
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from rlhf_core.stage.files import lock_file
+from rlhf_core.files import lock_file
 from rlhf_core.storage.address import Storage, StorageFailed
 from rlhf_core.storage.files import Index, download, read_index, sha256_of
 from rlhf_core.storage.work import Work

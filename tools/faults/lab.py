@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import random
 import re
@@ -36,6 +35,7 @@ from small_chain import (
 )
 from small_workspace import command_line, git, processes_in
 
+from rlhf_core.files import try_lock
 from rlhf_core.process import beside
 from tools.faults.transfer import Held, held_transfer
 
@@ -246,9 +246,7 @@ def locks_held(workspace: Path) -> list[str]:
     held = []
     for path in (workspace / "scratch").glob("*/lock"):
         with path.open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not try_lock(file):
                 held.append(str(path.relative_to(workspace)))
     rwlock = workspace / ".dvc/tmp/rwlock"
     if rwlock.exists():

@@ -59,8 +59,8 @@ class RlJob(Section):
         wanted = sorted(s.name for s in self.rl.reward.scorers if s.kind == "reward_model")
         if sorted(self.scorer_models) != wanted:
             raise ValueError(f"scorer_models: expected a folder for each of {wanted}, got {sorted(self.scorer_models)}; name each scorer's")
-        if self.reward_model is None and self.rl.algorithm == "ppo" and self.rl.ppo.starts_from_reward_model:
-            raise ValueError("reward_model: expected a folder for the critic to start from, got none; set it or rl.ppo.critic_init")
+        if self.reward_model is None and self.rl.critic_starts_from_reward_model:
+            raise ValueError("reward_model: expected a folder for the critic to start from, got none; set it or critic_init")
         return self
 
     @property

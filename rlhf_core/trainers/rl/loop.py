@@ -264,7 +264,7 @@ def start_or_resume(job: RlJob, workers: Workers) -> tuple[Run, Progress]:
                 workers.snapshot(progress, normalizer, score=progress.best.value)
                 workers.store.publish()
             log.info("rl: before training  %s", "  ".join(f"{name} {value:.3f}" for name, value in evaluated.items()))
-    if rl.algorithm == "ppo":
+    if rl.critic is not None:
         workers.set_value_units(value_units(rl, normalizer))
     return run, progress
 

@@ -41,11 +41,7 @@ def check_rewards(rl: RlConfig, gate: dict) -> str | None:
 
 def uses_chain_reward_model(rl: RlConfig) -> bool:
     """Whether the chain's own reward model scores responses, or the critic starts from it."""
-    return critic_starts_from_reward_model(rl) or uses_own_reward_model(rl.reward.scorers)
-
-
-def critic_starts_from_reward_model(rl: RlConfig) -> bool:
-    return rl.algorithm == "ppo" and rl.ppo.starts_from_reward_model
+    return rl.critic_starts_from_reward_model or uses_own_reward_model(rl.reward.scorers)
 
 
 def run_rl(stage: Stage, output: Path) -> RlConfig:
@@ -102,7 +98,7 @@ def describe_job(stage: Stage, output: Path, luggage: Luggage | None = None) -> 
         sft_model=place(SFT_MODEL),
         scorer_models={name: place(folder) for name, folder in models.items()},
         source_judges={n: absolute_function(j) for n, j in judges.items()} if luggage is None else luggage.judges_on_node(judges),
-        reward_model=place(REWARD_MODEL) if critic_starts_from_reward_model(rl) else None,
+        reward_model=place(REWARD_MODEL) if rl.critic_starts_from_reward_model else None,
         work=str(stage.scratch.resolve() if luggage is None else stage.scratch),
         checkpoints=checkpoint_settings(stage, rl),
         output=str(output.resolve() if luggage is None else output),

@@ -5,7 +5,6 @@ python -m tools.bench.gpu.shapes FOLDER SHAPE:KIND ... writes models.
 
 from __future__ import annotations
 
-import fcntl
 import math
 import random
 import shutil
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhf_core.files import lock_file
 from rlhf_core.planning.shape import ModelShape
 
 Kind = Literal["language", "reward"]
@@ -157,7 +157,7 @@ def write(name: str, kind: Kind, models: Path) -> None:
     if kind == "reward":
         write(name, "language", models)
     with (models / f"{name}-{kind}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_file(lock, math.inf)
         if folder.exists():
             return
         _write(name, kind, models, aside)
