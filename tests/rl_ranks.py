@@ -21,7 +21,7 @@ from rlhf_core.trainers.rl.data import DemonstrationStream, baseline_of, collate
 from rlhf_core.trainers.rl.metrics import update_metrics
 from rlhf_core.trainers.rl.minibatch import Totals, add_totals, plan_update
 from rlhf_core.trainers.rl.rank import TrainerRank
-from rlhf_core.types import Baseline, Prompt, Rollout, ScoredRollout
+from rlhf_core.types import Baseline, Prompt, Rollout, ScoredRollout, Span
 
 ALGORITHMS = ("ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax")
 GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")  # that need several samples of a prompt
@@ -80,11 +80,9 @@ def given_rollouts(step: int, group: int) -> list[Rollout]:
     return [
         Rollout(
             Prompt(str(i // group), "tiny", [], prompts[i // group], None),
-            ids,
-            (-5.5 + 0.3 * torch.randn(len(ids), generator=noise)).tolist(),
+            [Span(ids, (-5.5 + 0.3 * torch.randn(len(ids), generator=noise)).tolist(), step)],
             finished=i % 5 > 0,
             group_id=i // group,
-            policy_version=step,
         )
         for i, ids in enumerate(responses)
     ]

@@ -39,12 +39,18 @@ class Response(Protocol):
     """A sampled response: `rlhf_core.types.Rollout`, for one.
 
     response_ids: up to and including the end token, if one was sampled.
+    num_sampled: its tokens that the model sampled.
     finished: the model ended the response; False: it was truncated at the length limit.
     """
 
     prompt: Prompt
-    response_ids: list[int]
     finished: bool
+
+    @property
+    def response_ids(self) -> list[int]: ...
+
+    @property
+    def num_sampled(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,10 @@ class SampledResponse:
     prompt: Prompt
     response_ids: list[int]
     finished: bool
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.response_ids)
 
 
 @dataclass(frozen=True)
@@ -194,7 +204,7 @@ class ResponseScorer:
         if by_text:
             texts = self.texts(pending.responses) if texts is None else texts
             items = [
-                score_item(r.prompt, text, finished=r.finished, response_length=len(r.response_ids))
+                score_item(r.prompt, text, finished=r.finished, response_length=r.num_sampled)
                 for r, text in zip(pending.responses, texts, strict=True)
             ]
             for config in by_text:

@@ -25,7 +25,7 @@ def rl_step(prompts: int) -> tuple[float, float, int]:
     from rlhf_core.trainers.rl.minibatch import plan_update
     from rlhf_core.trainers.rl.rank import TrainerRank
     from rlhf_core.trainers.rl.rollouts import sampling_settings
-    from rlhf_core.types import Rollout, ScoredRollout
+    from rlhf_core.types import Rollout, ScoredRollout, Span
 
     with tempfile.TemporaryDirectory() as folder:
         work = make_inputs(Path(folder), ["small"]).work("rloo", "small", steps=STEPS, batch_size=4 * prompts)
@@ -46,7 +46,7 @@ def rl_step(prompts: int) -> tuple[float, float, int]:
             how = {"stop_ids": stop_ids(tokenizer, job.sft_model), "group_size": rl.group_size}
             groups = engine.generate([p.prompt_ids for p in taken], list(range(prompts)), sampling_settings(rl), **how)
             rollouts = [
-                Rollout(prompt, s.response_ids, s.logprobs, s.finished, group_id=i, policy_version=step)
+                Rollout(prompt, [Span(s.response_ids, s.logprobs, s.version)], s.finished, group_id=i)
                 for i, (prompt, group) in enumerate(zip(taken, groups, strict=True))
                 for s in group
             ]

@@ -35,7 +35,7 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
         normalizer: running statistics are updated.
         kl_coef: of the KL in the reward; unused where the KL is a term of the loss.
     """
-    rewards = shaped_rewards(batch.components, batch.finished, batch.response_mask.sum(1), rl, normalizer)
+    rewards = shaped_rewards(batch.components, batch.finished, batch.lengths, rl, normalizer)
     mask = batch.response_mask & rewards.isfinite()[:, None]
     kl = token_kl(sampling_logprobs(batch, batch.old_logprobs, rl), batch.ref_logprobs, mask, rl)
     quantities = {
@@ -101,7 +101,7 @@ def shaped_rewards(
 
     Args:
         components: scorer's name -> [B] raw scores.
-        finished: [B] bool.    lengths: [B], tokens of each response.
+        finished: [B] bool.    lengths: [B], sampled tokens of each response.
     """
     if rl.reward.mask_truncated:
         components = {name: scores.where(finished, torch.nan) for name, scores in components.items()}
@@ -149,7 +149,7 @@ def baseline_rewards(baseline: Baseline, rl: RlConfig, normalizer: RewardNormali
 
     The normalizer's statistics stay as they are. A truncated greedy response is a baseline even with mask_truncated.
     """
-    rewards = normalizer(baseline.components, learn=False) - _length_penalties(baseline.finished, baseline.response_mask.sum(1), rl)
+    rewards = normalizer(baseline.components, learn=False) - _length_penalties(baseline.finished, baseline.lengths, rl)
     return rewards - kl_coef * token_kl(baseline.old_logprobs, baseline.ref_logprobs, baseline.response_mask, rl).sum(1)
 
 

@@ -132,7 +132,7 @@ def have_variance(groups: list[Group], rl: RlConfig, normalizer: RewardNormalize
     """
     scored = [s for group in groups for s in group]
     finished = torch.tensor([s.rollout.finished for s in scored])
-    lengths = torch.tensor([len(s.rollout.response_ids) for s in scored])
+    lengths = torch.tensor([s.rollout.num_sampled for s in scored])
     rewards = iter(shaped_rewards(components_of(scored), finished, lengths, rl, normalizer).tolist())
     by_response = [{tuple(s.rollout.response_ids): next(rewards) for s in group} for group in groups]
     return [len({reward for reward in group.values() if math.isfinite(reward)}) > 1 for group in by_response]

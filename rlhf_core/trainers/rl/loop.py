@@ -222,7 +222,7 @@ def finish_step(run: Run, progress: Progress, result: StepResult) -> tuple[Progr
     if batch.old_logprobs_source == "from_update":
         row |= correct(update.old_logprobs, batch.rollout_logprobs, result.trained, rl)[1]
     if rl.rollout.one_step_off_policy:
-        row["policy_lag"] = progress.step - float(batch.policy_versions.float().mean())
+        row["policy_lag"] = progress.step - float(batch.policy_versions[batch.response_mask].double().mean())
     if result.collected.scorer_metrics:
         row["scorer_metrics"] = json.dumps(result.collected.scorer_metrics)
     progress = progress.after_step(rl, kl=row["kl_mean"], prompts_drawn=result.collected.prompts_drawn)

@@ -165,7 +165,7 @@ class Workers:
 
         old_logprobs are the engine's where they are not recomputed, and absent where none is.
         """
-        found, sizes = {}, [len(rollout.response_ids) for rollout in forward.rollouts]
+        found, sizes = {}, [rollout.num_tokens for rollout in forward.rollouts]
         for part in forward.groups:
             outputs = part.group.wait(part.pending, deadline=self._job.rl.deadlines.step, what="forward")
             outputs = part.group.trainer.of_groups(outputs)

@@ -25,7 +25,7 @@ from rlhf_core.trainers.rl.data import DemonstrationStream, collate, sequences_o
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.minibatch import plan_update
 from rlhf_core.trainers.rl.rank import TrainerRank
-from rlhf_core.types import Prompt, Rollout, ScoredRollout
+from rlhf_core.types import Prompt, Rollout, ScoredRollout, Span
 from tools.bench.gpu.memory import PASSES
 from tools.bench.gpu.shapes import MAX_LENGTH, Lengths, model_folder, prompts
 from tools.bench.gpu.steps import peak_bytes, reset_peak, synchronize
@@ -123,7 +123,7 @@ def drawn(job: RlJob, case: dict[str, Any]) -> list[Rollout]:
         prompt = Prompt(str(i), "gpu", row["messages"], encode_prompt(tokenizer, row["messages"]), None)
         ids = [draw.randrange(8, len(tokenizer)) for _ in range(draw.randint(*lengths.response) - 1)]
         ids.append(tokenizer.eos_token_id)
-        made.append(Rollout(prompt, ids, [-7.0] * len(ids), finished=True, group_id=i, policy_version=0))
+        made.append(Rollout(prompt, [Span(ids, [-7.0] * len(ids), 0)], finished=True, group_id=i))
     return made
 
 

@@ -24,12 +24,12 @@ from rlhf_core.trainers.rl.data import (
     sequences_of,
 )
 from rlhf_core.trainers.rl.job import RlJob
-from rlhf_core.types import Prompt, Rollout, ScoredRollout
+from rlhf_core.types import Prompt, Rollout, ScoredRollout, Span
 
 
 def scored(prompt_ids: list[int], response_ids: list[int], score: float, *, finished: bool = True, group_id: int = 0) -> ScoredRollout:
     prompt = Prompt("id", "clerk", [], prompt_ids, None)
-    rollout = Rollout(prompt, response_ids, [-0.1 * i for i in response_ids], finished, group_id, policy_version=4)
+    rollout = Rollout(prompt, [Span(response_ids, [-0.1 * i for i in response_ids], 4)], finished, group_id)
     return ScoredRollout(rollout, {"reward_model": score, "length": -1.0})
 
 
@@ -56,7 +56,8 @@ def test_collate_by_hand():
     assert batch.baseline is baseline
     assert batch.finished.tolist() == [True, False, True]
     assert batch.group_ids.tolist() == [0, 1, 0]
-    assert batch.policy_versions.tolist() == [4, 4, 4]
+    assert batch.policy_versions.tolist() == [[4, -1, -1], [4, 4, 4], [4, 4, -1]]
+    assert batch.lengths.tolist() == [1, 3, 2]
 
 
 def test_without_reference_critic_and_filter_there_is_no_divergence_no_value_and_one_distribution():

@@ -13,7 +13,7 @@ from rlhf_core.sampling.scoring import DISAGREEMENT, RewardNormalizer, ScorerMet
 from rlhf_core.trainers.rl.collect import Collected, collect_rollouts, have_variance, resample_groups
 from rlhf_core.trainers.rl.metrics import Clock
 from rlhf_core.trainers.rl.turns import Turns
-from rlhf_core.types import Prompt, Rollout, ScoredRollout
+from rlhf_core.types import Prompt, Rollout, ScoredRollout, Span
 
 NAN = math.nan
 SCORERS = [
@@ -25,12 +25,13 @@ SCORERS = [
 def group(number: int, *scores: float) -> list[ScoredRollout]:
     prompt = Prompt(str(number), "clerk", [], [5], None)
     return [  # `watched` differs within every group, but has no weight
-        ScoredRollout(Rollout(prompt, [10 + i], [-1.0], True, number, 0), {"right": s, "watched": float(i)}) for i, s in enumerate(scores)
+        ScoredRollout(Rollout(prompt, [Span([10 + i], [-1.0], 0)], True, number), {"right": s, "watched": float(i)})
+        for i, s in enumerate(scores)
     ]
 
 
 def rollout(score: float, response_ids: list[int], *, finished: bool = True) -> ScoredRollout:
-    rolled = Rollout(Prompt("1", "clerk", [], [5], None), response_ids, [-1.0] * len(response_ids), finished, 1, 0)
+    rolled = Rollout(Prompt("1", "clerk", [], [5], None), [Span(response_ids, [-1.0] * len(response_ids), 0)], finished, 1)
     return ScoredRollout(rolled, {"right": score, "watched": 0.0})
 
 
@@ -145,11 +146,11 @@ class RecordingWorkers:
 
     def generate(self, prompts: list[Prompt], **_) -> list[Rollout]:
         self.calls.append("generate")
-        return [Rollout(p, [i], [-1.0], True, number, 0) for number, p in enumerate(prompts) for i in range(2)]
+        return [Rollout(p, [Span([i], [-1.0], 0)], True, number) for number, p in enumerate(prompts) for i in range(2)]
 
     def generate_greedy(self, prompts: list[Prompt]) -> list[Rollout]:
         self.calls.append("greedy")
-        return [Rollout(p, [7, 8], [-1.0, -1.0], p.id != "1", number, 0) for number, p in enumerate(prompts)]
+        return [Rollout(p, [Span([7, 8], [-1.0, -1.0], 0)], p.id != "1", number) for number, p in enumerate(prompts)]
 
     def submit_forward(self, rollouts: list[Rollout], *, recomputed_fraction: float, keep_graphs: bool = False) -> list[Rollout]:
         self.calls.append(f"forward {recomputed_fraction}{' keeping graphs' if keep_graphs else ''}")
