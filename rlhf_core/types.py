@@ -1,6 +1,6 @@
 """The data types of the RL loop. A batch changes its type when its meaning changes; no field is filled in later.
 
-    Prompt -> Rollout -> ScoredRollout -> RolloutBatch -> TrainBatch -> UpdateResult
+    Prompt -> Rollout -> RolloutBatch -> TrainBatch -> UpdateResult
 
 Shapes: B rollouts, P tokens of the longest prompt, R of the longest response, G of the longest greedy response.
 """
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # Where the old log-probabilities of the policy loss come from; `RlConfig.old_logprobs_source` decides it once per step.
 OldLogprobs = Literal["recompute", "from_update", "from_engine"]
+Components = dict[str, "torch.Tensor"]  # scorer's name -> [B] raw scores, NaN = not scored
 
 
 @dataclass(frozen=True)
@@ -86,23 +87,15 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class ScoredRollout:
-    """A rollout and the raw score of its response by scorer's name; NaN = not scored."""
-
-    rollout: Rollout
-    components: dict[str, float]
-
-
-@dataclass(frozen=True)
 class Baseline:
     """Greedy responses to the prompt of each row, whose rewards are the baseline of the row's own (ReMax).
 
-    components: scorer's name -> [B] raw scores, NaN = not scored.    finished: [B] bool.    lengths: [B] int64, sampled tokens.
+    components: of the responses.    finished: [B] bool.    lengths: [B] int64, sampled tokens.
     response_mask: [B, G] bool, True = sampled by the policy and trained on.
     old_logprobs, ref_logprobs: [B, G], from trainer and reference; zeros where no KL is in the reward.
     """
 
-    components: dict[str, torch.Tensor]
+    components: Components
     finished: torch.Tensor
     lengths: torch.Tensor
     response_mask: torch.Tensor
@@ -123,7 +116,6 @@ class RolloutBatch:
         tokens that top-p and top-k leave. None with from_update.
     ref_logprobs: [B, R], from the reference; None where no reference is kept.
     values: [B, R], from the critic, before each token; zeros where there is no critic.
-    components: scorer's name -> [B] raw scores, NaN = not scored.
     baseline: greedy responses to each row's prompt; None unless the algorithm is remax.
     policy_versions: [B, R] int64, weight updates of the policy that sampled each token; -1 where none did.
     group_ids: [B] int64.    finished: [B] bool.    lengths: [B] int64, sampled tokens.
@@ -139,7 +131,7 @@ class RolloutBatch:
     sampler_logprobs: torch.Tensor | None
     ref_logprobs: torch.Tensor | None
     values: torch.Tensor
-    components: dict[str, torch.Tensor]
+    components: Components
     baseline: Baseline | None
     policy_versions: torch.Tensor
     group_ids: torch.Tensor

@@ -15,7 +15,7 @@ from rlhf_core.algorithms.corrections import importance_weights
 from rlhf_core.algorithms.kl import KL_ESTIMATORS
 from rlhf_core.config import RlConfig
 from rlhf_core.sampling.scoring import RewardNormalizer
-from rlhf_core.types import Baseline, RolloutBatch, TrainBatch
+from rlhf_core.types import Baseline, Components, RolloutBatch, TrainBatch
 
 Metrics = dict[str, float]
 
@@ -95,12 +95,11 @@ def correct(
 
 
 def shaped_rewards(
-    components: dict[str, torch.Tensor], finished: torch.Tensor, lengths: torch.Tensor, rl: RlConfig, normalizer: RewardNormalizer
+    components: Components, finished: torch.Tensor, lengths: torch.Tensor, rl: RlConfig, normalizer: RewardNormalizer
 ) -> torch.Tensor:
     """Normalised and clipped rewards less the length penalties [B], before any KL; NaN = not trained on.
 
     Args:
-        components: scorer's name -> [B] raw scores.
         finished: [B] bool.    lengths: [B], sampled tokens of each response.
     """
     if rl.reward.mask_truncated:

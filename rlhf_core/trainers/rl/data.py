@@ -14,7 +14,7 @@ from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.sampling.prompts import fitting_prompts
 from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations
 from rlhf_core.trainers.rl.job import RlJob
-from rlhf_core.types import Baseline, OldLogprobs, Prompt, Rollout, RolloutBatch, ScoredRollout
+from rlhf_core.types import Baseline, Components, OldLogprobs, Prompt, Rollout, RolloutBatch
 
 
 def read_prompts(job: RlJob, split: Split) -> list[Prompt]:
@@ -124,15 +124,9 @@ class DemonstrationStream:
         return [self._demonstrations[i] for i in chosen]
 
 
-Components = dict[str, torch.Tensor]  # scorer's name -> [B] raw scores, NaN = not scored
-
-
-def components_of(scored: Sequence[ScoredRollout]) -> Components:
-    return {name: torch.tensor([s.components[name] for s in scored]) for name in scored[0].components} if scored else {}
-
-
 def collate(
-    scored: Sequence[ScoredRollout],
+    rollouts: Sequence[Rollout],
+    components: Components,
     outputs: dict[str, torch.Tensor],
     baseline: Baseline | None,
     *,
@@ -146,7 +140,6 @@ def collate(
             ref_logprobs with a reference; values with a critic.
         baseline: of the greedy response to each row's prompt.
     """
-    rollouts = [s.rollout for s in scored]
     response_mask = _response_mask(rollouts)
     trained, versions = _origins(rollouts, response_mask)
     prompt_ids, prompt_mask = _left_padded([r.prompt.prompt_ids for r in rollouts], pad_id)
@@ -165,7 +158,7 @@ def collate(
         sampler_logprobs=padded.get("sampler_logprobs", old_logprobs),
         ref_logprobs=padded.get("ref_logprobs"),
         values=padded.get("values", torch.zeros(response_mask.shape)),
-        components=components_of(scored),
+        components=components,
         baseline=baseline,
         policy_versions=versions,
         group_ids=torch.tensor([r.group_id for r in rollouts]),
@@ -174,19 +167,18 @@ def collate(
     )
 
 
-def baseline_of(scored: Sequence[ScoredRollout], outputs: dict[str, torch.Tensor], *, copies: int) -> Baseline:
+def baseline_of(rollouts: Sequence[Rollout], components: Components, outputs: dict[str, torch.Tensor], *, copies: int) -> Baseline:
     """Greedy responses, one for each prompt, as the baseline of `copies` rows each.
 
     Args:
         outputs: as for `collate`; empty where no KL is in the reward.
     """
-    rollouts = [s.rollout for s in scored]
     mask = _response_mask(rollouts)
     logprobs = (_padded(outputs[name], mask) if outputs else torch.zeros(mask.shape) for name in ("old_logprobs", "ref_logprobs"))
     finished, lengths = torch.tensor([r.finished for r in rollouts]), torch.tensor([r.num_sampled for r in rollouts])
     trained, _ = _origins(rollouts, mask)
     tensors = (tensor.repeat_interleave(copies, dim=0) for tensor in (finished, lengths, trained, *logprobs))
-    return Baseline({name: scores.repeat_interleave(copies) for name, scores in components_of(scored).items()}, *tensors)
+    return Baseline({name: scores.repeat_interleave(copies) for name, scores in components.items()}, *tensors)
 
 
 def _response_mask(rollouts: Sequence[Rollout]) -> torch.Tensor:

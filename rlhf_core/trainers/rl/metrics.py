@@ -10,9 +10,8 @@ import torch
 
 from rlhf_core.config import RlConfig, ScoreConfig
 from rlhf_core.sampling.scoring import weighted_score
-from rlhf_core.trainers.rl.data import Components
 from rlhf_core.trainers.rl.minibatch import EXTREMES
-from rlhf_core.types import RolloutBatch
+from rlhf_core.types import Components, RolloutBatch
 
 Metrics = dict[str, float]
 REPETITION_N = 3  # tokens of an n-gram

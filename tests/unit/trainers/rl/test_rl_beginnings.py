@@ -20,7 +20,7 @@ from rlhf_core.trainers.rl.mismatch import LogprobMismatch
 from rlhf_core.trainers.rl.rank import TrainerRank
 from rlhf_core.trainers.rl.recovery import Replacements
 from rlhf_core.trainers.rl.workers import Workers
-from rlhf_core.types import Prompt, Rollout, ScoredRollout, Span
+from rlhf_core.types import Prompt, Rollout, Span
 
 PROMPTS = [Prompt(f"p{i}", "made", [{"role": "user", "content": "Sort 21."}], [5, 6, 7 + i], None) for i in range(3)]
 
@@ -55,7 +55,7 @@ class LosesOne(Here):
 def checked(workers: Workers, *, step: int) -> float:
     """The check before the update, with rollouts whose log-probabilities are finite."""
     prompt = Rollout(PROMPTS[0], [Span([8], [-1.0], 0)], True, 0)
-    batch = collate([ScoredRollout(prompt, {})], {}, None, pad_id=0, old_logprobs_source="from_engine")
+    batch = collate([prompt], {}, {}, None, pad_id=0, old_logprobs_source="from_engine")
     return check_engine(Run(workers._job, workers, None, [], None, None), batch, step=step)
 
 

@@ -17,16 +17,17 @@ from rlhf_core.trainers.rl.advantages import compute_advantages
 from rlhf_core.trainers.rl.data import collate, sequences_of
 from rlhf_core.trainers.rl.metrics import batch_metrics
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch, check_finite, check_logprobs
-from rlhf_core.types import Prompt, Rollout, RolloutBatch, ScoredRollout, Span
+from rlhf_core.types import Prompt, Rollout, RolloutBatch, Span
 
 NAN = math.nan
 PROMPT = Prompt("p", "made", [], [11, 12], None)
 TOOL = Span([90, 91], [NAN, NAN], None, trained=False)
 # Two tokens of version 3, a tool's output, a token of version 4; and a plain response of two tokens.
-SCORED = [
-    ScoredRollout(Rollout(PROMPT, [Span([1, 2], [-1.0, -1.0], 3), TOOL, Span([3], [-1.0], 4)], True, 0), {"reward_model": 2.0}),
-    ScoredRollout(Rollout(PROMPT, [Span([4, 5], [-1.0, -1.0], 4)], True, 0), {"reward_model": 0.0}),
+ROLLOUTS = [
+    Rollout(PROMPT, [Span([1, 2], [-1.0, -1.0], 3), TOOL, Span([3], [-1.0], 4)], True, 0),
+    Rollout(PROMPT, [Span([4, 5], [-1.0, -1.0], 4)], True, 0),
 ]
+SCORES = {"reward_model": torch.tensor([2.0, 0.0])}
 TRAINED = torch.tensor([[True, True, False, False, True], [True, True, False, False, False]])
 WITH_TOOL = [-1.0, -1.0, NAN, NAN, -1.0, -1.0, -1.0]  # of each response token
 
@@ -35,7 +36,7 @@ def batch_of(old: list[float] = WITH_TOOL, *, reference: float = -1.5) -> Rollou
     """Garbage at the tool's tokens, wherever a model computes something for them."""
     old = torch.tensor(old)
     outputs = {"old_logprobs": old, "ref_logprobs": torch.full((7,), reference).where(old.isfinite(), NAN), "values": old * 0}
-    return collate(SCORED, outputs, None, pad_id=PAD, old_logprobs_source="recompute")
+    return collate(ROLLOUTS, SCORES, outputs, None, pad_id=PAD, old_logprobs_source="recompute")
 
 
 def rl(**changes):
@@ -49,8 +50,8 @@ def test_a_batch_says_of_each_token_who_sampled_it_and_whether_it_is_trained_on(
     assert torch.equal(batch.response_mask, TRAINED)
     assert batch.policy_versions.tolist() == [[3, 3, -1, -1, 4], [4, 4, -1, -1, -1]]
     assert batch.lengths.tolist() == [3, 2]
-    unlearned = [replace(s, rollout=replace(s.rollout, spans=[replace(x, trained=False) for x in s.rollout.spans])) for s in SCORED]
-    other = collate(unlearned, {}, None, pad_id=PAD, old_logprobs_source="from_engine")
+    unlearned = [replace(r, spans=[replace(span, trained=False) for span in r.spans]) for r in ROLLOUTS]
+    other = collate(unlearned, SCORES, {}, None, pad_id=PAD, old_logprobs_source="from_engine")
     assert not other.response_mask.any() and other.lengths.tolist() == [3, 2] and torch.equal(other.policy_versions, batch.policy_versions)
 
 
@@ -140,7 +141,7 @@ def test_the_update_learns_from_sampled_tokens_only(model_folders: tuple[Path, P
     totals = update(rank, [whole(train_batch)], kl_coef=0.3)
 
     policy, losses, entropies, tokens = load_language_model(model_folders[0]), [], 0.0, 0
-    for i, (ids, start) in enumerate(zip(*sequences_of([s.rollout for s in SCORED]), strict=True)):
+    for i, (ids, start) in enumerate(zip(*sequences_of(ROLLOUTS), strict=True)):
         at = [t for t in range(len(ids) - start) if TRAINED[i, t]]
         distribution = (policy(input_ids=torch.tensor([ids])).logits[0, [start + t - 1 for t in at]] / 0.8).log_softmax(-1)
         logprobs = distribution.gather(1, torch.tensor([[ids[start + t]] for t in at]))[:, 0]
