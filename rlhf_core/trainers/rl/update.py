@@ -164,7 +164,7 @@ class RlUpdate:
         """Micro-batches of at most microbatch_tokens; samples of a shared prompt stay together."""
         tokens = self.rl.trainer.microbatch_tokens
         if not self.shares_prompts:
-            lengths = (batch.prompt_mask.sum(1) + batch.response_mask.sum(1)).tolist()
+            lengths = real_tokens(batch).sum(1).tolist()
             return [Microbatch(rows) for rows in equal_count(microbatches(lengths, max_tokens=tokens))]
         groups, rows = prompt_rows(batch, max_tokens=tokens)
         longest = [max(map(len, r)) for r in rows]

@@ -25,7 +25,7 @@ from rlhf_core.trainers.rl.data import DemonstrationStream, collate, sequences_o
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.minibatch import plan_update
 from rlhf_core.trainers.rl.rank import TrainerRank
-from rlhf_core.types import Prompt, Rollout, ScoredRollout
+from rlhf_core.types import Prompt, Rollout, Span
 from tools.bench.gpu.memory import PASSES
 from tools.bench.gpu.shapes import MAX_LENGTH, Lengths, model_folder, prompts
 from tools.bench.gpu.steps import peak_bytes, reset_peak, synchronize
@@ -59,11 +59,10 @@ def one_step(rank: TrainerRank, job: RlJob, rollouts: list[Rollout], watch: Watc
     tokenizer = load_tokenizer(job.sft_model, trust_remote_code=False)
     sequences, starts = sequences_of(rollouts)
     with watch.phase("score"):
-        scores = rank.score_by_reward_model(SCORER, sequences)[:, 0].tolist()
+        scores = rank.score_by_reward_model(SCORER, sequences)[:, 0]
     with watch.phase("forward"):
         outputs = rank.forward(sequences, starts)
-    scored = [ScoredRollout(rollout, {SCORER: score}) for rollout, score in zip(rollouts, scores, strict=True)]
-    batch = collate(scored, outputs, None, pad_id=tokenizer.pad_token_id, old_logprobs_source="recompute")
+    batch = collate(rollouts, {SCORER: scores}, outputs, None, pad_id=tokenizer.pad_token_id, old_logprobs_source="recompute")
     train_batch, _ = compute_advantages(batch, job.rl, RewardNormalizer(job.rl.reward), kl_coef=job.rl.kl.coef)
     (plan,) = plan_update(train_batch, DemonstrationStream(job), job.rl, seed=job.seed, step=step)
     with watch.phase("update"), watch.engines(rank):
@@ -123,7 +122,7 @@ def drawn(job: RlJob, case: dict[str, Any]) -> list[Rollout]:
         prompt = Prompt(str(i), "gpu", row["messages"], encode_prompt(tokenizer, row["messages"]), None)
         ids = [draw.randrange(8, len(tokenizer)) for _ in range(draw.randint(*lengths.response) - 1)]
         ids.append(tokenizer.eos_token_id)
-        made.append(Rollout(prompt, ids, [-7.0] * len(ids), finished=True, group_id=i, policy_version=0))
+        made.append(Rollout(prompt, [Span(ids, [-7.0] * len(ids), 0)], finished=True, group_id=i))
     return made
 
 

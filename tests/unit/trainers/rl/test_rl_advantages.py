@@ -46,7 +46,7 @@ def rollouts(
         "components": {name: torch.tensor(values) for name, values in named.items()},
         "baseline": greedy(baseline) if isinstance(baseline, list) else baseline,
         "group_ids": torch.tensor(groups or list(range(count))),
-        "finished": torch.tensor(finished or [True] * count), "policy_versions": torch.zeros(count, dtype=torch.long),
+        "finished": torch.tensor(finished or [True] * count), "policy_versions": zeros.long(), "lengths": torch.tensor(lengths),
     }  # fmt: skip
     return RolloutBatch(**{**base, **tensors})
 
@@ -56,7 +56,7 @@ def greedy(scores: list[float], lengths: list[int] | None = None, *, finished: l
     mask = torch.arange(3) < torch.tensor(lengths or [1] * len(scores))[:, None]
     base = {"old_logprobs": torch.zeros(mask.shape), "ref_logprobs": torch.zeros(mask.shape)}
     ended = torch.tensor(finished or [True] * len(scores))
-    return Baseline(components={"reward_model": torch.tensor(scores)}, finished=ended, response_mask=mask, **{**base, **tensors})
+    return Baseline({"reward_model": torch.tensor(scores)}, ended, mask.sum(1), mask, **{**base, **tensors})
 
 
 def scorer(name: str = "reward_model", *, weight: float = 1.0, normalization: str = "none") -> dict:
