@@ -56,9 +56,12 @@ def test_without_dvc_yaml_the_message_says_where_to_run(tmp_path):
         read_stages(tmp_path)
 
 
-def test_outcomes_of_a_stage(tmp_path):
+def test_a_stage_runs_is_cached_and_is_restored_behind_a_torn_lock(tmp_path):
     workspace = make_workspace(tmp_path / "project")
     assert [*read_stages(workspace)] == ORDER and unchanged(workspace, ORDER) == []
+    torn = workspace / ".dvc/tmp/rwlock"  # as a killed DVC leaves it
+    torn.parent.mkdir(exist_ok=True)
+    torn.write_text('{"write": {"da')
     printed: list[str] = []
 
     def run() -> str:
@@ -112,14 +115,6 @@ def test_what_dvcs_cache_has_damaged_is_made_again(tmp_path):
     shutil.rmtree(rows.parent)
     assert run() == "ran" and rows.read_text() == "0" == cached.read_text()
     assert any("got a damaged data/prepared; removed there, and the stage runs again" in line for line in printed)
-
-
-def test_a_lock_file_that_dvc_was_killed_over_is_removed(tmp_path):
-    workspace = make_workspace(tmp_path / "project")
-    torn = workspace / ".dvc/tmp/rwlock"
-    torn.parent.mkdir(exist_ok=True)
-    torn.write_text('{"write": {"da')
-    assert run_stage("prepare_data", workspace, timeout=60, grace=25, on_line=lambda _: None).outcome == "ran"
 
 
 def test_what_a_killed_dvc_holds_is_taken_away_even_if_its_number_is_anothers_now(tmp_path):

@@ -350,6 +350,7 @@ class Listener:
         self.server.server_close()
 
 
+@pytest.mark.long
 def test_a_tags_commit_can_not_have_the_password_sent_elsewhere(project, tmp_path):
     """Its .dvc/config gives the remote of the user's password another address."""
     secret = "['remote \"shared\"']\n    auth = basic\n    user = ann\n    password = hunter2\n"
@@ -378,6 +379,7 @@ def test_a_tags_commit_can_not_have_the_password_sent_elsewhere(project, tmp_pat
         assert other.heard == [] and any(password for _, password in own.heard)
 
 
+@pytest.mark.long
 def test_signed_tags_are_read_by_gto_and_dvc(project):
     key = project.parent / "key"
     if shutil.which("ssh-keygen") is None:

@@ -92,6 +92,7 @@ def test_the_storage_is_written_with_what_a_stage_sees(tmp_path, monkeypatch, no
         check_cluster(ROOT, params, ["train_policy"])
 
 
+@pytest.mark.long
 def test_a_head_that_only_answers_late_is_a_warning(caplog):
     """It may be busy with a job of the run that goes on."""
     with socket.create_server(("127.0.0.1", 0)) as late:

@@ -289,7 +289,7 @@ VALUES = st.recursive(
 
 
 @given(st.lists(st.dictionaries(NAMES, VALUES, max_size=5), min_size=1, max_size=4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_records_give_readings_that_convert_or_none(records):
     found = [RawRecord(f"x line {number}", record, "") for number, record in enumerate(records, start=1)]
     guessed = guess(Place("file", "x.jsonl"), found, whole=True, format_=None, columns={})
