@@ -20,7 +20,7 @@ from flows.registry.signatures import allowed_signers, signing, verify
 from flows.registry.state import STAGE, Registry, read_for_decision, read_registry, version_number, why_not
 from flows.registry.tags import Event, Version
 from rlhf_core.config import MAX_BYTES, ConfigError, credential_in, shown
-from rlhf_core.stage.files import lock_file
+from rlhf_core.files import lock_file
 
 log = logging.getLogger("rlhf.flows")
 

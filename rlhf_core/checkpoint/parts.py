@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import os
 import re
 import threading
 import time
@@ -17,14 +16,15 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.checkpoint.hashing import rank_of
 from rlhf_core.checkpoint.manifest import fsync
 from rlhf_core.checkpoint.saved_state import SavedFile, SavedFiles
 from rlhf_core.checkpoint.stored import StoredCheckpoint, forget_copies
+from rlhf_core.files import ASIDE, replace_text
+from rlhf_core.storage.hashing import rank_of
 
 POLL_SECONDS = 0.02
 STORAGE_POLL_SECONDS = 0.5
-_PART = re.compile(r"part-\d+\.json(\.tmp)?")
+_PART = re.compile(rf"part-\d+\.json(\.\w+\{ASIDE})?")
 
 log = logging.getLogger("rlhf")
 
@@ -146,10 +146,8 @@ def _read(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def _write(folder: Path, rank: int, content: dict[str, Any]) -> None:
-    """Atomically, since `gather` may be reading."""
+    """Write a rank's part atomically, since `gather` may be reading."""
     path = _place(folder, rank)
     if (stored := StoredCheckpoint.of(folder)) is not None:
         return stored.put_note(path.name, json.dumps(content).encode())
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(json.dumps(content), encoding="utf-8")
-    os.replace(aside, path)
+    replace_text(path, json.dumps(content))

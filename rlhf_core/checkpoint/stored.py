@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_core.checkpoint.hashing import FileHash
 from rlhf_core.checkpoint.manifest import MANIFEST, damage, parse_manifest
 from rlhf_core.checkpoint.torch_file import check_torch_file
-from rlhf_core.stage.files import lock_file
+from rlhf_core.files import lock_file
 from rlhf_core.storage.address import StorageFailed
 from rlhf_core.storage.files import download, intact, sha256_of, upload
+from rlhf_core.storage.hashing import FileHash
 from rlhf_core.storage.node import JobFiles, work_of_job
 from rlhf_core.storage.work import Work
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.checkpoint.hashing import Span
+from rlhf_core.storage.hashing import Span
 
 _WIDTHS = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4, "bfloat16": 2, "float16": 2, "int16": 2}  # else 1
 _STORAGES = {"Double": "float64", "Float": "float32", "BFloat16": "bfloat16", "Half": "float16", "Long": "int64", "Int": "int32"}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_core.process import beside
 from rlhf_core.storage.node import work_of_job
-from rlhf_core.storage.work import PULSE, REFUSAL
+from rlhf_core.storage.work import BEAT_SECONDS, PULSE, REFUSAL
 
 if TYPE_CHECKING:
     from rlhf_core.config import Params
@@ -24,7 +24,6 @@ log = logging.getLogger("rlhf")
 REFUSED = 65  # EX_DATAERR: the job can't be done as described; a rerun would fail again
 LOST = 75  # EX_TEMPFAIL: an actor that can't be replaced died or missed a deadline; a rerun resumes from the last checkpoint
 FULL = 74  # EX_IOERR: a checkpoint can't be written, such as for lack of space
-BEAT_SECONDS = 2.0
 
 
 def pulse_file(work: Path) -> Path:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf_core.checkpoint.store import size
-from rlhf_core.config import ModelConfig, Params, ScorerConfig, Section
+from rlhf_core.config import ModelConfig, Params, ScorerConfig, Section, bytes_shown
 from rlhf_core.data.places import locate
 from rlhf_core.models.folder import locate_model
 from rlhf_core.storage.files import below
@@ -92,8 +91,8 @@ def pack_code(folder: Path, params: Params, root: Path) -> None:
     if (total := sum(sizes.values())) > MAX_CODE:
         largest = max(sizes, key=lambda name: sizes[name])
         raise ValueError(
-            f"code: expected at most {size(MAX_CODE)} for Ray to bring to every node, got {size(total)}, of which {largest}/ has "
-            f"{size(sizes[largest])}; move data out of it"
+            f"code: expected at most {bytes_shown(MAX_CODE)} for Ray to bring to every node, got {bytes_shown(total)}, of which {largest}/ "
+            f"has {bytes_shown(sizes[largest])}; move data out of it"
         )
 
 

@@ -95,7 +95,7 @@ def submit_job(
             luggage = luggage or Luggage()
             code_folder, files = stack.enter_context(stored.sent(luggage, description, luggage.on_node(params), engines))
             environment |= files
-            entrypoint = f"exec python -m rlhf_core.storage.start {shlex.join([stored.work.prefix, driver, description.as_posix()])}"
+            entrypoint = f"exec python -m rlhf_core.stage.start_driver {shlex.join([stored.work.prefix, driver, description.as_posix()])}"
         code = run_job(
             address,
             entrypoint,

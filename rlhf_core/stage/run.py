@@ -30,10 +30,11 @@ from rlhf_core.checkpoint.manifest import MANIFEST
 from rlhf_core.checkpoint.store import Origin, SaveFailed, StoreSettings
 from rlhf_core.config import ConfigError, Params, reordering_shown, with_usual_rates
 from rlhf_core.environment import keep_visible, of_stage
+from rlhf_core.files import lock_file
 from rlhf_core.paths import CURVES, PLOTS, POLICY_MODEL, REWARD_MODEL, SCRATCH, SOURCES, STAGE_METRICS, STATE_DIGESTS
 from rlhf_core.process import STOPPED_BY_SIGNAL, Interrupted, beside, configure_process, end_with_parent, show_own_log
 from rlhf_core.progress import name_stage
-from rlhf_core.stage.files import lock_file, publish_model, read_json, write_json
+from rlhf_core.stage.files import publish_model, read_json, write_json
 from rlhf_core.stage.reading import Reading
 from rlhf_core.stage.scratch import check_dependencies, input_hashes, metrics_path, prepare_scratch, remove_checkpoints
 

@@ -10,14 +10,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from rlhf_core.checkpoint.hashing import FileHash
 from rlhf_core.checkpoint.manifest import MANIFEST, parse_manifest, read_manifest
-from rlhf_core.checkpoint.store import size
-from rlhf_core.config import Params
+from rlhf_core.config import Params, bytes_shown
 from rlhf_core.stage.luggage import Luggage, pack_code
 from rlhf_core.stage.scratch import is_code, stored_work, write_stored_work
 from rlhf_core.storage.address import Storage, StorageFailed
 from rlhf_core.storage.files import download, hash_files, index_bytes, sha256_of, upload
+from rlhf_core.storage.hashing import FileHash
 from rlhf_core.storage.node import INPUTS, JobFiles
 from rlhf_core.storage.packages import wanted
 from rlhf_core.storage.work import INDEX, OUTPUTS, PULSE, RemoteNote, Work
@@ -75,7 +74,7 @@ class StoredJob:
         sent = upload(storage, INPUTS, files, index)
         content = index_bytes(index)
         storage.put_note(f"{INPUTS}/{sha256_of(content)}", content)
-        log.info("%s: %d inputs, of which %s are new in %s", self._stage.name, len(files), size(sent), storage.url)
+        log.info("%s: %d inputs, of which %s are new in %s", self._stage.name, len(files), bytes_shown(sent), storage.url)
         self._send_checkpoints()
         job = JobFiles(
             url=self._cluster.storage,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import Params, TrainingConfig, number_of
 from rlhf_core.environment import keep_visible, of_stage
+from rlhf_core.files import replace_text, replacing
 from rlhf_core.paths import TIMINGS
 from rlhf_core.process import Interrupted, configure_process, show_own_log
 from rlhf_core.progress import name_stage
@@ -31,8 +32,6 @@ from rlhf_core.storage.work import DONE, OUTPUTS, STOP, RemoteNote
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from rlhf_core.tracking import MetricsLog
-    from rlhf_core.trainers.supervised import TrainLoop
 
 Metrics = dict[str, Any]
 
@@ -76,9 +75,8 @@ class TrainJob:
 
     def write(self, path: Path) -> None:
         """Also while the ranks of a live job read it, which the stage then follows."""
-        aside = path.with_name(path.name + ".tmp")
-        aside.write_bytes(pickle.dumps(self))
-        aside.replace(path)
+        with replacing(path) as aside:
+            aside.write_bytes(pickle.dumps(self))
 
     @staticmethod
     def read(path: Path) -> TrainJob:
@@ -109,43 +107,6 @@ class TrainRun:
 
         if on_any(self.stop_requested()):
             raise Interrupted
-
-    def loop(self, config: TrainingConfig, columns: tuple[str, ...], *, first_step: int, seed: int | None = None) -> TrainLoop:
-        """A training loop with the stage's settings, checkpoints, curves and stop signal.
-
-        Args:
-            first_step: number of the phase's first step in the curves.
-            seed: None: `seed` of params.yaml.
-        """
-        from rlhf_core.checkpoint.digest import write_digest
-        from rlhf_core.checkpoint.store import CheckpointStore
-        from rlhf_core.engines.ranks import is_first
-        from rlhf_core.tracking import MetricsLog, NoLog
-        from rlhf_core.trainers.supervised import TrainLoop
-
-        def metrics_log(step: int) -> MetricsLog | NoLog:
-            if not is_first():
-                return NoLog()
-            return MetricsLog(
-                self.scratch / "curves.csv",
-                columns,
-                timings=TIMINGS / f"{self.job.stage}.csv",
-                tracking=self.params.tracking,
-                run_name=self.job.run_name,
-                first_step=step,
-            )
-
-        return TrainLoop(
-            seed=self.params.seed if seed is None else seed,
-            checkpoint_every=config.checkpoint_every,
-            eval_every=config.eval_every,
-            keep_best=config.keep_best,
-            max_minutes=config.max_minutes,
-            first_step=first_step,
-            checkpoints=lambda phase: CheckpointStore(self.scratch / phase, self.job.checkpoints, write_digest=write_digest),
-            metrics_log=metrics_log,
-            stop_requested=self.stop_requested,
-        )
 
     def save_model(self, model: PreTrainedModel, weights: dict[str, Any], tokenizer: PreTrainedTokenizerBase, part: str = "") -> None:
         """Write a trained model to the folder that the stage publishes, or to its subfolder `part`; on ranks other than 0 do nothing."""
@@ -276,9 +237,7 @@ def run_rank(description: str) -> None:
             stored.push_outputs()
         return
     if is_first():
-        aside = job.result_file.with_suffix(".tmp")
-        aside.write_text(json.dumps(result), encoding="utf-8")
-        aside.replace(job.result_file)
+        replace_text(job.result_file, json.dumps(result))
         if stored is not None:
             stored.push_outputs(job.work / "model")
             stored.put_note(DONE, b"")

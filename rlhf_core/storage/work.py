@@ -8,12 +8,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlhf_core.files import ASIDE
 from rlhf_core.storage.address import Storage, StorageFailed
 from rlhf_core.storage.files import below, download, hash_files, index_bytes, intact, read_index, upload
 
 INDEX = "index.json"
 # Notes, each of which is also a file in the work's folder.
 PULSE = "pulse"  # the driver's heartbeat
+BEAT_SECONDS = 2.0  # between two of its changes
 REFUSAL = "refusal.txt"  # why the driver refused the job
 STOP = "stop"  # the ranks of a training job are to stop
 DONE = "done"  # they have finished
@@ -91,7 +93,7 @@ class Work:
 
 def _is_output(path: Path) -> bool:
     """Whether a file is one that the job has made; its inputs are links."""
-    return path.is_file() and path.stat().st_nlink == 1 and path.name not in (PULSE, REFUSAL, STOP) and path.suffix != ".tmp"
+    return path.is_file() and path.stat().st_nlink == 1 and path.name not in (PULSE, REFUSAL, STOP) and path.suffix != ASIDE
 
 
 @dataclass

@@ -206,10 +206,10 @@ def test_the_gpu_computes_the_log_probabilities_of_the_cpu(folder):
 @pytest.mark.parametrize("backend", [pytest.param("vllm", marks=pytest.mark.vllm), pytest.param("pytorch", marks=pytest.mark.torch)])
 def test_engine_and_trainer_agree_before_and_after_a_weight_sync(folder, backend):
     from rlhf_core.engines.in_process import open_engine
+    from rlhf_core.engines.requests import SamplingSettings, request_seeds
     from rlhf_core.models.batch import collate_tokens
     from rlhf_core.models.build import checkpoint_names, load_language_model
     from rlhf_core.models.forward import PolicyModule
-    from rlhf_core.sampling.requests import SamplingSettings, request_seeds
 
     model = load_language_model(folder)
     engine = open_engine(backend, str(folder), dtype="float32", gpu_memory_fraction=0.3, **PLAIN)

@@ -32,7 +32,7 @@ def sample(run, policy, engine_apart):
     from rlhf_core.engines.apart import EngineApart
     from rlhf_core.engines.in_process import open_here
     from rlhf_core.engines.ranks import in_shares, of_all, rank
-    from rlhf_core.sampling.requests import SamplingSettings
+    from rlhf_core.engines.requests import SamplingSettings
 
     how = dict(backend="pytorch", model_path=policy, max_length=run.params.model.max_length, dtype="float32", max_concurrent_sequences=4,
                threads=1, seed=0, trust_remote_code=False, gpu_memory_fraction=0.5)

@@ -106,10 +106,10 @@ class BareEngines:
 def serve(connection: Connection, work: Work, part: int, engines: int, threads: int) -> None:
     """An engine's process: reports that it has started, then generates on request."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    from rlhf_core.engines.requests import SamplingSettings, request_seeds
     from rlhf_core.engines.vllm.engine import VllmEngine
     from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, stop_ids
     from rlhf_core.process import collect_rarely, configure_process
-    from rlhf_core.sampling.requests import SamplingSettings, request_seeds
 
     configure_process()
     collect_rarely()

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlhf_core.checkpoint.store import Found, size
+from rlhf_core.checkpoint.store import Found
 from rlhf_core.checkpoint.stored import bring_for_driver, withdraw
+from rlhf_core.config import bytes_shown
 from rlhf_core.data.batching import deal_out_groups
 from rlhf_core.engines.ray.actors import Pending, RoleLost
 from rlhf_core.engines.universal import of_other_ranks
@@ -359,6 +360,6 @@ def old_logprobs_of(batch: RolloutBatch, plans: list[list[Minibatch]], results: 
 
 def save_lost(lost: RoleLost, folder: Path) -> RoleLost:
     """The loss of a rank during a save, with folder, bytes and what to do."""
-    written = size(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+    written = bytes_shown(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
     what = f"got {written} of the checkpoint in {folder}; raise checkpoints.save_timeout if the rank is late, or use a faster disk"
     return RoleLost(f"{lost}; {what}", lost.ranks)

@@ -13,11 +13,11 @@ import torch
 
 from rlhf_core.checkpoint import parts
 from rlhf_core.checkpoint.digest import read_digest, write_digest
-from rlhf_core.checkpoint.hashing import FileHash
 from rlhf_core.checkpoint.manifest import MANIFEST, damage
 from rlhf_core.checkpoint.parts import gather, hand_in
 from rlhf_core.checkpoint.saved_state import SavedFile
 from rlhf_core.checkpoint.store import CheckpointStore, NoSpace, SaveOverdue, StoreSettings
+from rlhf_core.storage.hashing import FileHash
 
 RANKS = range(3)
 

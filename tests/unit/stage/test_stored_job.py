@@ -15,7 +15,7 @@ from clerk_params import CLERK_PARAMS
 from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.config import Params, load_params
 from rlhf_core.stage.luggage import Luggage
-from rlhf_core.stage.scratch import Work, stored_work, write_aside
+from rlhf_core.stage.scratch import Work, stored_work, write_record
 from rlhf_core.stage.stored_job import StoredJob
 from rlhf_core.storage import node
 from rlhf_core.storage.address import StorageFailed
@@ -133,6 +133,6 @@ def test_other_work_resumes_from_a_checkpoint_that_only_the_storage_has(project)
     shutil.copytree(older.scratch / "sft", stage.scratch / "sft")  # as checkpoints.resume_from does
     (stage.scratch / "sft/step-5/digest.json").unlink()
     stage.resumed_from.append({"scratch": older.scratch.name})
-    write_aside(stage.scratch / "resumed_from.json", stage.resumed_from)
+    write_record(stage.scratch / "resumed_from.json", stage.resumed_from)
     project.send(stage, "another-node")
     assert CheckpointStore(stage.scratch / "sft").latest().step == 5
