@@ -18,7 +18,7 @@ from typing import Any
 
 from rlhf_core.checkpoint.manifest import fsync
 from rlhf_core.checkpoint.saved_state import SavedFile, SavedFiles
-from rlhf_core.checkpoint.stored import StoredCheckpoint, forget_copies
+from rlhf_core.checkpoint.stored import StoredCheckpoint, remove_old_copies
 from rlhf_core.files import ASIDE, replace_text
 from rlhf_core.storage.hashing import rank_of
 
@@ -37,7 +37,7 @@ class PartLost(OSError):
     """A rank was lost without delivering its part; the message names it."""
 
 
-def hand_in(folder: Path, rank: int, names: Iterable[str], *, part: int | None = None) -> threading.Thread:
+def save_part(folder: Path, rank: int, names: Iterable[str], *, part: int | None = None) -> threading.Thread:
     """Hash and sync this rank's files in a thread. The process mustn't end before the thread.
 
     Args:
@@ -49,14 +49,14 @@ def hand_in(folder: Path, rank: int, names: Iterable[str], *, part: int | None =
     found = [path for name in names for path in _files(folder / name, rank)]
     own, number = [path.relative_to(folder).as_posix() for path in found], rank if part is None else part
     if StoredCheckpoint.of(folder) is not None:
-        forget_copies(folder)
+        remove_old_copies(folder)
     _write(folder, number, {"names": own})
-    thread = threading.Thread(target=_hand_in, args=(folder, number, own), name=f"checkpoint part {number}")
+    thread = threading.Thread(target=_save_part, args=(folder, number, own), name=f"checkpoint part {number}")
     thread.start()
     return thread
 
 
-def _hand_in(folder: Path, rank: int, names: list[str]) -> None:
+def _save_part(folder: Path, rank: int, names: list[str]) -> None:
     try:
         saved = describe(folder, names)
         if (stored := StoredCheckpoint.of(folder)) is not None:
@@ -86,7 +86,7 @@ def gather(folder: Path, ranks: Collection[int], *, deadline: float, lost: Colle
     """Hashes and items of all files of a checkpoint; those that no rank has announced are hashed here.
 
     Args:
-        ranks: that call `hand_in`, and have written their files.
+        ranks: that call `save_part`, and have written their files.
         deadline: of `time.monotonic`.
         lost: ranks that died or hang, whose parts aren't waited for; it may grow meanwhile.
     Raises:

@@ -24,7 +24,7 @@ from typing import Any
 from rlhf_core.checkpoint.manifest import fsync, read_manifest, write_manifest
 from rlhf_core.checkpoint.parts import PartLost, PartsOverdue, describe, gather
 from rlhf_core.checkpoint.saved_state import Item
-from rlhf_core.checkpoint.stored import StoredCheckpoint, check_checkpoint, take_stock
+from rlhf_core.checkpoint.stored import StoredCheckpoint, check_checkpoint, match_storage
 from rlhf_core.config import bytes_shown
 from rlhf_core.storage.address import StorageFailed
 
@@ -149,7 +149,7 @@ class CheckpointStore:
                 shutil.rmtree(replaced)
             else:
                 replaced.rename(step)
-        take_stock(folder)
+        match_storage(folder)
 
     def save(self, step: int, write: Callable[[Path], None], *, score: float | None = None) -> Path:
         """`write`, `publish` and `wait` in one. Returns the checkpoint's folder."""
@@ -174,7 +174,7 @@ class CheckpointStore:
 
         Args:
             score: of the state, higher is better; None: not measured at this step.
-            ranks: those that hash their own files: in `write` each calls `hand_in` (parts.py) after it has written them.
+            ranks: those that hash their own files: in `write` each calls `save_part` (parts.py) after it has written them.
             best: step of the checkpoint, this one or an earlier one, that a resumed run needs besides. It stays as long as this one.
             seconds: of training so far. In the manifest and not in the state digest, since it differs between equal runs.
         Raises:

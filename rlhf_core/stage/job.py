@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_core.process import beside
-from rlhf_core.storage.node import work_of_job
+from rlhf_core.storage.node import job_storage
 from rlhf_core.storage.work import BEAT_SECONDS, PULSE, REFUSAL
 
 if TYPE_CHECKING:
     from rlhf_core.config import Params
-    from rlhf_core.storage.work import Work
+    from rlhf_core.storage.work import JobStorage
 
 log = logging.getLogger("rlhf")
 
@@ -37,7 +37,7 @@ def refuse(work: Path, error: BaseException) -> int:
     reason = " ".join(str(error).split())
     with contextlib.suppress(OSError):  # the log has the reason
         (work / REFUSAL).write_text(reason, encoding="utf-8")
-        if (stored := work_of_job()) is not None:
+        if (stored := job_storage()) is not None:
             stored.put_note(REFUSAL, reason.encode())
     return REFUSED
 
@@ -46,11 +46,11 @@ def forget_refusal(work: Path) -> None:
     """Remove the reason of an earlier driver."""
     with contextlib.suppress(OSError):
         (work / REFUSAL).unlink(missing_ok=True)
-        if (stored := work_of_job()) is not None:
+        if (stored := job_storage()) is not None:
             stored.remove_notes(REFUSAL)
 
 
-def refusal_of(work: Path, stored: Work | None = None) -> str:
+def refusal_of(work: Path, stored: JobStorage | None = None) -> str:
     """The reason of a driver that exited with REFUSED, on one line.
 
     Args:
@@ -66,7 +66,7 @@ def refusal_of(work: Path, stored: Work | None = None) -> str:
 @contextlib.contextmanager
 def beat(path: Path) -> Iterator[None]:
     """Write a heartbeat file every BEAT_SECONDS from a thread; it stops with the process, not while the main thread waits."""
-    stored = work_of_job()
+    stored = job_storage()
 
     def run(done: threading.Event) -> None:
         for count in itertools.count():

@@ -24,7 +24,7 @@ from rlhf_core.files import replace_text, replacing
 from rlhf_core.paths import TIMINGS
 from rlhf_core.process import Interrupted, configure_process, show_own_log
 from rlhf_core.progress import name_stage
-from rlhf_core.stage.run import Stage, StageFailed
+from rlhf_core.stage.run import Stage, StageRefused
 from rlhf_core.stage.setup import training_setup
 from rlhf_core.storage.node import enter
 from rlhf_core.storage.work import DONE, OUTPUTS, STOP, RemoteNote
@@ -152,7 +152,7 @@ def infer(stage: Stage, function: Callable[..., Metrics], *arguments: Any) -> Me
         return function(TrainRun(job, lambda: stage.stop_requested), *arguments)
     try:
         return _run_on_ray(stage, job, subject=f"sampling and scoring on {number_of(job.ranks, 'rank')}", part="-inference")
-    except StageFailed as refusal:
+    except StageRefused as refusal:
         raise ValueError(str(refusal)) from refusal
 
 
@@ -193,19 +193,19 @@ def _join(job: TrainJob) -> None:
 
 
 def _run_on_ray(stage: Stage, job: TrainJob, *, subject: str, part: str = "") -> Metrics:
-    from rlhf_core.stage.luggage import Luggage
+    from rlhf_core.stage.job_inputs import JobInputs
     from rlhf_core.stage.ray_job import submit_job
     from rlhf_core.stage.stored_job import uses_storage
 
-    luggage = Luggage()
+    inputs = JobInputs()
     if uses_storage(stage.params):
-        judged = {i: luggage.judges_on_node(a) for i, a in enumerate(job.arguments) if isinstance(a, dict)}
-        arguments = tuple(judged.get(i, luggage.on_node(a)) for i, a in enumerate(job.arguments))
-        job = replace(job, params=luggage.on_node(job.params), arguments=arguments)
+        judged = {i: inputs.judges_on_node(a) for i, a in enumerate(job.arguments) if isinstance(a, dict)}
+        arguments = tuple(judged.get(i, inputs.on_node(a)) for i, a in enumerate(job.arguments))
+        job = replace(job, params=inputs.on_node(job.params), arguments=arguments)
     description = job.work / f"job{part}.pkl"
     job.write(description)
     driver = "rlhf_core.stage.training_driver"
-    submit_job(stage, subject=subject, driver=driver, description=description, cpus=job.ranks, luggage=luggage)
+    submit_job(stage, subject=subject, driver=driver, description=description, cpus=job.ranks, inputs=inputs)
     return json.loads(job.result_file.read_text(encoding="utf-8"))
 
 

@@ -21,7 +21,7 @@ from rlhf_core.process import STOPPED_BY_SIGNAL, configure_process, show_own_log
 from rlhf_core.progress import name_stage
 from rlhf_core.stage.job import FULL, LOST, beat, check_cluster, forget_refusal, pulse_file, refuse
 from rlhf_core.stage.training import TrainJob
-from rlhf_core.storage.node import JobFiles, enter, work_of_job
+from rlhf_core.storage.node import JobFiles, enter, job_storage
 from rlhf_core.storage.work import DONE, STOP
 
 log = logging.getLogger("rlhf")
@@ -60,7 +60,7 @@ def main() -> int:
 def _stop_ranks_on_sigterm(job: TrainJob) -> None:
     def stop(*_: object) -> None:
         job.stop_file.touch()
-        if (stored := work_of_job()) is not None:  # in a thread, since this one may be within a call to the storage
+        if (stored := job_storage()) is not None:  # in a thread, since this one may be within a call to the storage
             threading.Thread(target=stored.put_note, args=(STOP, b""), daemon=True).start()
 
     signal.signal(signal.SIGTERM, stop)
@@ -93,7 +93,7 @@ def _run(job: TrainJob, description: Path) -> int:
         stop_requested=job.stop_file.exists,
     )
     log.info("%s: starting %d ranks; waiting until all have joined, then each loads its model", job.stage, job.ranks)
-    stored = work_of_job()
+    stored = job_storage()
     run_on_ranks("rlhf_core.stage.training:run_rank", str(description if stored else description.resolve()), group)
     finished = job.result_file.exists() if stored is None else stored.note(DONE) is not None
     return 0 if finished else STOPPED_BY_SIGNAL

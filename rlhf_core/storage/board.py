@@ -12,8 +12,8 @@ import threading
 from pathlib import Path
 from typing import IO, Protocol
 
-from rlhf_core.storage.node import work_of_job
-from rlhf_core.storage.work import Work
+from rlhf_core.storage.node import job_storage
+from rlhf_core.storage.work import JobStorage
 
 OUTPUT = "rank-0.log"
 FLUSH_SECONDS = 1.0
@@ -38,7 +38,7 @@ class Board(Protocol):
 
 
 def open_board(folder: Path) -> Board:
-    work = work_of_job()
+    work = job_storage()
     return _FolderBoard(folder) if work is None else _StorageBoard(work, folder)
 
 
@@ -74,7 +74,7 @@ class _FolderBoard:
 class _StorageBoard:
     """An object can't be appended to: the output is a series of notes."""
 
-    def __init__(self, work: Work, folder: Path):
+    def __init__(self, work: JobStorage, folder: Path):
         self._work, self._name, self._seen = work, folder.name, 0
 
     def clear(self) -> None:
@@ -101,7 +101,7 @@ class _StorageBoard:
 class _NoteOutput(io.TextIOBase):
     """Writes what it is given as the next note of a series, once a second."""
 
-    def __init__(self, work: Work, name: str):
+    def __init__(self, work: JobStorage, name: str):
         self._work, self._name, self._count = work, name, 0
         self._waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._done = threading.Event()

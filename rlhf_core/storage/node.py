@@ -20,7 +20,7 @@ from typing import IO
 from rlhf_core.files import lock_file, try_lock
 from rlhf_core.storage.address import Storage, StorageFailed
 from rlhf_core.storage.files import Index, download, read_index, sha256_of
-from rlhf_core.storage.work import Work
+from rlhf_core.storage.work import JobStorage
 
 ENVIRONMENT = "RLHF_JOB_FILES"  # variable of a job's processes: where its files are, as JSON
 INPUTS = "inputs"  # prefix in the storage
@@ -64,10 +64,10 @@ class JobFiles:
         return Path(self.node_folder) if self.node_folder else Path(tempfile.gettempdir()) / f"rlhf-{os.getuid()}"
 
 
-_entered: tuple[Work, IO[str]] | None = None  # and the lock that keeps the workspace
+_entered: tuple[JobStorage, IO[str]] | None = None  # and the lock that keeps the workspace
 
 
-def enter(shared: Path | None = None) -> Work | None:
+def enter(shared: Path | None = None) -> JobStorage | None:
     """Make the project's folder this process's working folder: the node's workspace, or one that all nodes see.
 
     Args:
@@ -89,12 +89,12 @@ def enter(shared: Path | None = None) -> Work | None:
     return _entered[0]
 
 
-def work_of_job() -> Work | None:
+def job_storage() -> JobStorage | None:
     """What `enter` returned in this process."""
     return None if _entered is None else _entered[0]
 
 
-def _enter(files: JobFiles) -> tuple[Work, IO[str]]:
+def _enter(files: JobFiles) -> tuple[JobStorage, IO[str]]:
     storage, folder = files.storage(), files.folder
     _own(folder)
     root = (folder / "work" / files.work.replace("/", "-")).resolve()
@@ -107,7 +107,7 @@ def _enter(files: JobFiles) -> tuple[Work, IO[str]]:
         _fetch(storage, read_index(content), folder / "objects", root)
         _link_code(root)
         _evict(folder, files.node_bytes, spared=root)
-    return Work(storage, files.work, root), keeper
+    return JobStorage(storage, files.work, root), keeper
 
 
 def _own(folder: Path) -> None:

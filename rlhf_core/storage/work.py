@@ -23,7 +23,7 @@ OUTPUTS = "outputs"  # the set of what a job leaves: curves, figures, timings, a
 
 
 @dataclass(frozen=True)
-class Work:
+class JobStorage:
     """prefix: of the work's files in the storage. Names of local files are relative to `root`, on each node another folder.
 
     outputs: folders whose files, without those in their subfolders, this process pushes as OUTPUTS with each checkpoint and at its end.
@@ -100,7 +100,7 @@ def _is_output(path: Path) -> bool:
 class RemoteNote:
     """A note that is read as a file is, at most every `seconds`; between, and while the storage fails, it is as it was."""
 
-    work: Work
+    work: JobStorage
     name: str
     seconds: float = 2.0
     _content: bytes | None = None

@@ -18,12 +18,12 @@ import torch
 from rlhf_core.algorithms.schedules import learning_rate_factor
 from rlhf_core.checkpoint.digest import write_digest
 from rlhf_core.checkpoint.store import CheckpointStore, Found
-from rlhf_core.checkpoint.stored import share, take, withdraw
+from rlhf_core.checkpoint.stored import download_folder, remove_folder, upload_folder
 from rlhf_core.config import TrainingConfig, number_of
 from rlhf_core.data.batching import batch_indices
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine
 from rlhf_core.engines.rank_store import RankStore
-from rlhf_core.engines.ranks import is_first, on_any, on_first, rank, wait_for_all, world_size
+from rlhf_core.engines.ranks import is_first, on_any, on_rank_zero, rank, wait_for_all, world_size
 from rlhf_core.engines.universal import convert_engines, load_converted, of_other_ranks
 from rlhf_core.paths import TIMINGS
 from rlhf_core.process import Interrupted, collect_by_default
@@ -332,13 +332,13 @@ def load_state(engine: TrainEngine, found: Found, subject: str) -> None:
 
         def convert() -> None:
             convert_engines(found.folder, [ENGINE], universal)
-            share(universal)
+            upload_folder(universal)
 
-        on_first(convert, subject=subject)
-        take(universal)
+        on_rank_zero(convert, subject=subject)
+        download_folder(universal)
         load_converted(engine, found.folder, ENGINE, universal)
         wait_for_all()
-        on_first(lambda: withdraw(universal), subject=subject)
+        on_rank_zero(lambda: remove_folder(universal), subject=subject)
     load_random_state(random_state_of(found.folder, rank()))
 
 

@@ -276,7 +276,7 @@ class ActorGroup:
         for rank in ranks:
             references[rank] = self.submit_one(rank, method, *per_rank[rank], **kwargs)
 
-    def attempt(self, method: str, *args: Any, deadline: float) -> Any:
+    def call_only(self, method: str, *args: Any, deadline: float) -> Any:
         """Call a method of the only actor; an exception in it counts as a loss of the role too.
 
         Raises:

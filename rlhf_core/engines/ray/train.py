@@ -27,7 +27,7 @@ from rlhf_core.engines.ray.places import use_node_interface
 from rlhf_core.environment import passed_on
 from rlhf_core.process import STOPPED_BY_SIGNAL, beside, collect_rarely
 from rlhf_core.storage.board import Board, open_board
-from rlhf_core.storage.node import enter, work_of_job
+from rlhf_core.storage.node import enter, job_storage
 
 POLL_SECONDS = 0.5
 PEER_SECONDS = 5.0  # that a rank waits with an error of communication, which a peer's death causes, until that death is known
@@ -130,7 +130,7 @@ class _NodeConfig(TorchConfig):
 
 def _storage_of_ray(folder: Path) -> dict[str, Any]:
     """Where Ray Train writes its own state, which every node must see."""
-    if (work := work_of_job()) is None:
+    if (work := job_storage()) is None:
         return {"storage_path": str(folder)}
     return {"storage_path": f"{work.storage.folder}/{work.prefix_of(folder)}/ray", "storage_filesystem": work.storage.filesystem}
 

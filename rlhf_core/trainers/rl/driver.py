@@ -22,7 +22,7 @@ from rlhf_core.engines.ray.places import RoleLost, check_cpus, check_nodes, join
 from rlhf_core.engines.ray.processes import Place, by_node
 from rlhf_core.environment import keep_visible, named
 from rlhf_core.paths import processes_file
-from rlhf_core.planning.placement import Placement, place, transfer_ways, unused_shares
+from rlhf_core.planning.placement import GpuPlacement, place, transfer_ways, unused_shares
 from rlhf_core.process import STOPPED_BY_SIGNAL, configure_process, show_own_log
 from rlhf_core.progress import name_stage
 from rlhf_core.stage.job import LOST, beat, check_cluster, forget_refusal, refuse
@@ -198,7 +198,7 @@ class Actors:
         return max(1, self._job.threads // together // among)
 
 
-def _record(placement: Placement, ways: list[str], job: RlJob) -> None:
+def _record(placement: GpuPlacement, ways: list[str], job: RlJob) -> None:
     """Write the placement into the job's folder, and log it if the cluster has GPUs."""
     if placement.gpus:
         log.info("rl: %s", placement.describe(job.rl))

@@ -39,7 +39,7 @@ from rlhf_core.trainers.rl.metrics import (
 from rlhf_core.trainers.rl.minibatch import plan_update
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch, check_finite, check_logprobs
 from rlhf_core.trainers.rl.monitor import Finding, holds, observe
-from rlhf_core.trainers.rl.state import Best, Progress
+from rlhf_core.trainers.rl.state import BestPolicy, Progress
 from rlhf_core.trainers.rl.workers import Workers
 from rlhf_core.types import Prompt, RolloutBatch, ScoredRollout, UpdateResult
 
@@ -282,7 +282,7 @@ def note_if_best(progress: Progress, evaluated: Metrics, rl: RlConfig) -> Progre
     value = evaluated.get(f"eval_{rl.evaluation.metric}", math.nan)
     if not (rl.keeps_best and progress.improves(value) and holds(rl, progress.monitor)):
         return progress
-    return replace(progress, best=Best(progress.step, value, rl.evaluation.metric))
+    return replace(progress, best=BestPolicy(progress.step, value, rl.evaluation.metric))
 
 
 def export(job: RlJob, workers: Workers, progress: Progress) -> None:

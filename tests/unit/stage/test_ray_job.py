@@ -12,7 +12,7 @@ from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import Params, load_params
 from rlhf_core.stage.ray_job import REACHED, submit_job
-from rlhf_core.stage.run import JobCrashed, StageFailed
+from rlhf_core.stage.run import JobCrashed, StageRefused
 
 ROOT = Path(__file__).parents[3]
 
@@ -75,5 +75,5 @@ def test_a_head_that_answers_late_is_waited_for(tmp_path, monkeypatch):
     ],
 )
 def test_a_first_job_is_refused_where_the_storage_cannot_be_opened(tmp_path, nowhere, storage, message):
-    with pytest.raises(StageFailed, match=message):
+    with pytest.raises(StageRefused, match=message):
         submit(begun(tmp_path, address=nowhere, storage=storage.format(tmp_path)))

@@ -41,14 +41,14 @@ from rlhf_core.paths import METRICS
 from rlhf_core.stage.files import write_json
 from rlhf_core.process import Interrupted
 from rlhf_core.stage.ray_job import submit_job
-from rlhf_core.stage.run import Stage, StageFailed
+from rlhf_core.stage.run import Stage, StageRefused
 
 def work(stage):
     how = sys.argv[1]
     if how == "crash":
         raise RuntimeError("no memory left")
     if how == "refuse":
-        raise StageFailed("the data is empty")
+        raise StageRefused("the data is empty")
     if how == "submit":
         submit_job(stage, subject="RL job", driver="nothing", description=Path("job.json"), cpus=1)
     if how in ("save", "finish"):

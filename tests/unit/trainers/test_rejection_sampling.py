@@ -15,7 +15,7 @@ from rlhf_core.data.schema import write_rows
 from rlhf_core.engines.requests import Sample
 from rlhf_core.sampling.scoring import ScoredResponse
 from rlhf_core.stage.files import write_json
-from rlhf_core.stage.run import StageFailed
+from rlhf_core.stage.run import StageRefused
 from rlhf_core.trainers.rejection_sampling import as_demonstration, best_responses, saved, score_means, with_prompts, without_prompts
 from rlhf_core.types import Prompt
 from tasks.train_rejection_sampling import check_inputs
@@ -95,7 +95,7 @@ def test_only_the_chains_own_reward_model_needs_to_have_passed_its_gate(tmp_path
     if passed:
         check_inputs(own)
     else:
-        with pytest.raises(StageFailed, match=r"expected one that passed the gate, got one that didn't; rejected: too few pairs\."):
+        with pytest.raises(StageRefused, match=r"expected one that passed the gate, got one that didn't; rejected: too few pairs\."):
             check_inputs(own)
 
 

@@ -18,7 +18,7 @@ from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import Params, parse_params, read_yaml, set_key
 from rlhf_core.data.schema import write_rows
 from rlhf_core.stage.job import REFUSED, forget_refusal, refusal_of, refuse
-from rlhf_core.stage.run import TAIL, StageFailed
+from rlhf_core.stage.run import TAIL, StageRefused
 from rlhf_core.stage.setup import rl_setup
 from rlhf_core.trainers.rl.job import PLACEMENT, RlJob
 from rlhf_core.trainers.rl.submit import check_rewards, describe_job, final_figures
@@ -56,9 +56,9 @@ def workspace(tmp_path, monkeypatch) -> Path:
 def test_the_chains_own_reward_model_must_have_passed_its_gate(workspace):
     assert check_rewards(params().rl, PASSED) is None
     assert check_rewards(params().rl, REJECTED | {"override": "to see what happens"}) == "to see what happens"
-    with pytest.raises(StageFailed, match=r"expected one that passed the gate, got one that didn't; rejected: too few pairs\."):
+    with pytest.raises(StageRefused, match=r"expected one that passed the gate, got one that didn't; rejected: too few pairs\."):
         check_rewards(params().rl, REJECTED)
-    with pytest.raises(StageFailed, match="passed the gate"):  # the critic would start from it
+    with pytest.raises(StageRefused, match="passed the gate"):  # the critic would start from it
         check_rewards(params({"kind": "judge"}).rl, REJECTED)
 
 
