@@ -18,7 +18,7 @@ import torch
 
 from rlhf_core.checkpoint.store import SaveFailed
 from rlhf_core.config import RlConfig, curve_columns
-from rlhf_core.process import STOPPED_BY_SIGNAL, collect_by_default, freeze_gc
+from rlhf_core.process import STOPPED_BY_SIGNAL, StepAbandoned, Stop, collect_by_default, freeze_gc
 from rlhf_core.progress import Bar
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.stage.job import FULL, refuse
@@ -26,7 +26,7 @@ from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.rl.advantages import compute_advantages, correct, sampling_logprobs, value_units
 from rlhf_core.trainers.rl.collect import Collected, collect_rollouts
 from rlhf_core.trainers.rl.data import DemonstrationStream, PromptStream, collate, components_of, evaluation_prompts, read_prompts
-from rlhf_core.trainers.rl.job import RlJob, StepAbandoned, Stop
+from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.metrics import (
     Clock,
     Metrics,
