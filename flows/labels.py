@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from flows.chain.worktree import worktree_path
 from rlhf_core.config import shown
 from rlhf_core.data.labels import KEY, LabelPair, decide, export_pairs, read_key, read_labels, sha256
+from rlhf_core.files import replace_text
 from rlhf_core.paths import LABELS, round_folder
 
 CONFIDENCE = 0.95
@@ -119,12 +120,9 @@ def import_labels(file: Path, export: Path, name: str | None) -> str:
         "import_sha256": sha256(file),
         **labels.provenance,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in labels.rows)
     for file, text in ((path.with_suffix(".json"), json.dumps(provenance, indent=2, ensure_ascii=False) + "\n"), (path, lines)):
-        aside = file.with_name(file.name + ".tmp")
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(file)
+        replace_text(file, text)
     return "\n".join([*_counts(labels.provenance), _SOURCE.format(name=name, path=path, provenance=path.with_suffix(".json"))])
 
 

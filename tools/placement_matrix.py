@@ -23,13 +23,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.config import load_params
 from rlhf_core.config.rl_parts import PLACEMENTS
 from rlhf_core.data.schema import write_rows
 from rlhf_core.engines.ray.cluster import local_head, python_path, run_job
 from rlhf_core.models.build import read_state_dict
 from rlhf_core.process import configure_process
+from rlhf_core.stage.job import pulse_file
+from rlhf_core.stage.ray_job import DRIVER
+from rlhf_core.trainers.rl.submit import rl_job as as_job
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from clerk_params import CLERK_PARAMS
 from tiny_models import largest_difference, rl_job, save_tiny_models, tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -104,16 +109,16 @@ class Lab:
         paths = {"prepared": self._folder / "prepared", "work": work, "output": work / "policy", "timings": work / "timings.csv"}
         job = rl_job(*self._models[cell.backend], **SETTINGS | wanted | {"rl.steps": self._steps} | changes)
         job = job.model_copy(update={name: str(path) for name, path in paths.items()})
-        job.write(work / "job.json")
+        as_job(job, load_params(CLERK_PARAMS), root=ROOT, work=work).write(work / "job.pkl")
         printed: list[str] = []
         code = run_job(
             self._address,
-            f"cd {shlex.quote(str(ROOT))} && exec {sys.executable} -m rlhf_core.trainers.rl.driver {work / 'job.json'}",
+            f"cd {shlex.quote(str(ROOT))} && exec {sys.executable} -m {DRIVER} {work / 'job.pkl'}",
             name=name,
             environment={"PYTHONPATH": python_path(ROOT)},
             start_timeout=300.0,
             silence_timeout=300.0,
-            pulse=job.pulse,
+            pulse=pulse_file(work),
             on_output=printed.append,
             stop_requested=lambda: False,
         )

@@ -59,7 +59,7 @@ AVERAGED = {"gradient_checkpointing": True, "ema_decay": 0.9, "keep_best": True}
 LABELLED = {"label_by": "preference", "levels": 2, "wanted": 1}
 SAMPLED = {"sampling": {"backend": "pytorch", "prompts": 64, "samples_per_prompt": 2, "max_new_tokens": 16}}
 Victim = Literal["stage", "driver", "rank"]
-JOB_PROCESSES = {"driver": r"-m rlhf_core\.(trainers\.rl\.driver|stage\.training_driver) ", "rank": "RayTrainWorker"}
+JOB_PROCESSES = {"driver": r"-m rlhf_core\.stage\.driver ", "rank": "ray::(Rank|training[.])"}
 
 
 @dataclass(frozen=True)

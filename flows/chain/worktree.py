@@ -23,6 +23,7 @@ from configobj import ConfigObj, ConfigObjError
 
 from flows.chain.children import session_members, stop_session
 from rlhf_core.config import ConfigError, apply_overrides, shown
+from rlhf_core.files import replacing
 from rlhf_core.paths import RUNS
 from rlhf_core.process import without_git_places
 from rlhf_core.provenance.dvc_cache import cache_folder
@@ -227,13 +228,12 @@ def share_cache(root: Path, path: Path) -> None:
     local = path / ".dvc" / "config.local"
     if local.exists():
         return
-    aside = local.with_name("config.local.new")
-    if (root / ".dvc" / "config.local").exists():
-        shutil.copy2(root / ".dvc" / "config.local", aside)
-    settings = ConfigObj(str(aside), encoding="utf-8", interpolation=False)
-    settings.setdefault("cache", {})["dir"] = str(cache_folder(root).parents[1].resolve())
-    settings.write()
-    aside.replace(local)
+    with replacing(local) as aside:
+        if (root / ".dvc" / "config.local").exists():
+            shutil.copy2(root / ".dvc" / "config.local", aside)
+        settings = ConfigObj(str(aside), encoding="utf-8", interpolation=False)
+        settings.setdefault("cache", {})["dir"] = str(cache_folder(root).parents[1].resolve())
+        settings.write()
 
 
 def _warn_of_newer_commits(root: Path, path: Path, name: str) -> None:

@@ -21,6 +21,7 @@ from flows.registry.evidence import check_version
 from flows.registry.state import Registry, read_for_decision, why_not
 from flows.registry.tags import Event, Version
 from rlhf_core.config import ConfigError, RegistryConfig, load_params, parse_json
+from rlhf_core.files import replace_text
 from rlhf_core.report.texts import markdown_block, markdown_text
 
 NOT_APPROVED, ANOTHER_MODEL = "NotApproved", "AnotherModel"  # states of a run that promoted nothing
@@ -93,10 +94,7 @@ def version_to_approve(note: Path, found: Registry, version: str | None, *, resu
         if resumed:
             raise ConfigError(f"promote: expected the file {note.name} from the run's first start, got none; start another run")
         chosen = found.get(version or found.newest_version() or "latest")
-        note.parent.mkdir(parents=True, exist_ok=True)
-        aside = note.with_name(f"{note.name}.tmp")
-        aside.write_text(json.dumps({"version": chosen.version, "model": chosen.model}), encoding="utf-8")
-        aside.replace(note)
+        replace_text(note, json.dumps({"version": chosen.version, "model": chosen.model}))
         return chosen
     noted = parse_json(note.read_text(encoding="utf-8"), f"note {note.name}")
     chosen = found.get(noted["version"])

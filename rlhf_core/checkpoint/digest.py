@@ -5,7 +5,7 @@
 
 A and B are checkpoints (step-<n>), files called digest.json, or folders with checkpoints in them, of which the newest counts. A
 state digest is computed from the saved files (saved_state.py). Tensors are hashed by type, shape and content, so equal states have equal
-digests. The content's hash is also part of the file's hash in the manifest (hashing.py).
+digests. The content's hash is also part of the file's hash in the manifest (rlhf_core/storage/hashing.py).
 """
 
 from __future__ import annotations

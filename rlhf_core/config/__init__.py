@@ -16,7 +16,7 @@ from rlhf_core.config.alignment import (
     RejectionSamplingConfig,
     SamplingConfig,
 )
-from rlhf_core.config.base import ConfigError, RolloutBackend, Section, keys_of, number_of, reordering_shown, shown
+from rlhf_core.config.base import ConfigError, RolloutBackend, Section, bytes_shown, keys_of, number_of, reordering_shown, shown
 from rlhf_core.config.credentials import credential_in
 from rlhf_core.config.data import CLERK_JUDGE, ClerkConfig, DataConfig, SamplesConfig, SourceConfig, ValidationConfig
 from rlhf_core.config.gate import ExternalPairsConfig, GateConfig, IncumbentConfig, RolledBackConfig
@@ -101,6 +101,7 @@ __all__ = [
     "TrainingConfig",
     "ValidationConfig",
     "apply_overrides",
+    "bytes_shown",
     "credential_in",
     "curve_columns",
     "fill_in",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, get_args
@@ -64,6 +65,14 @@ class Section(BaseModel):
 def number_of(count: float, one: str, many: str | None = None) -> str:
     """A number with its noun: "1 GPU", "2 GPUs". many: the plural; None: `one` with an s."""
     return f"{f'{count:g}' if isinstance(count, float) else count} {one if count == 1 else many or one + 's'}"
+
+
+def bytes_shown(count: int) -> str:
+    """1536 as "1.5 kB"."""
+    if count < 1000:
+        return f"{count} bytes"
+    power = min(4, int(math.log(count, 1000)))
+    return f"{count / 1000**power:.1f} {('kB', 'MB', 'GB', 'TB')[power - 1]}"
 
 
 def shown(text: str, limit: int = 200) -> str:

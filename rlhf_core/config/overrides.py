@@ -24,6 +24,7 @@ from rlhf_core.config.reading import (
     read_yaml,
     read_yaml_text,
 )
+from rlhf_core.files import replace_text
 
 
 def apply_overrides(path: Path, overrides: dict[str, Any]) -> Params:
@@ -35,9 +36,7 @@ def apply_overrides(path: Path, overrides: dict[str, Any]) -> Params:
         ConfigError: naming the key.
     """
     text, params = overridden(read_text(path), overrides, subject=str(path))
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
+    replace_text(path, text)
     return params
 
 

@@ -25,6 +25,7 @@ from rlhf_core.engines.deepspeed_engine import device, most_over_ranks, release_
 from rlhf_core.engines.frozen import FrozenModel
 from rlhf_core.engines.in_process import open_engine
 from rlhf_core.engines.ranks import in_shares, threads_of_rank, wait_for_all, world_size
+from rlhf_core.engines.requests import Sample, SamplingSettings
 from rlhf_core.evaluation.figures import Answer, judged
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import frozen, load_language_model
@@ -32,7 +33,6 @@ from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.tokenizer import encode_prompt, stop_ids
 from rlhf_core.progress import Bar, drawing
 from rlhf_core.sampling.prompts import choose_prompts
-from rlhf_core.sampling.requests import Sample, SamplingSettings
 from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
 from rlhf_core.scorers.reward_model import MICROBATCH_TOKENS
 from rlhf_core.types import Prompt

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import Params
 from rlhf_core.data.hashing import conversation_text
+from rlhf_core.engines.requests import request_seeds
 from rlhf_core.evaluation.answers import (
     MODES,
     Answers,
@@ -22,7 +23,6 @@ from rlhf_core.evaluation.answers import (
 from rlhf_core.evaluation.figures import by_prompt, differences, summarize, win_rate
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.progress import Bar
-from rlhf_core.sampling.requests import request_seeds
 from rlhf_core.sampling.scoring import LocalScorers
 
 if TYPE_CHECKING:

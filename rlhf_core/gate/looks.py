@@ -15,7 +15,7 @@ from pydantic import Field, field_validator
 
 from rlhf_core.config import ConfigError, GateConfig, Section
 from rlhf_core.gate.overlap import SplitKeys, read_sketch, write_sketch
-from rlhf_core.stage.ledger import Ledger, git, now
+from rlhf_core.ledger import Ledger, git, now
 
 SHARED = 0.1  # of a split's pairs, from which on the looks at another split count for it
 

@@ -12,7 +12,7 @@ from rlhf_core.config.gate import SUBSET
 from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.places import locate
 from rlhf_core.data.sources import load_source
-from rlhf_core.engines.ranks import on_first
+from rlhf_core.engines.ranks import on_rank_zero
 from rlhf_core.gate.heldout import Heldout
 from rlhf_core.gate.pairs import compare, pair_points
 from rlhf_core.provenance.dvc_cache import checkout
@@ -74,7 +74,7 @@ def compare_to_promoted(
     """
     folder = scratch / role
     subject = f"gate.{role} {promoted.version}"
-    on_first(lambda: checkout(promoted.md5, folder, root=Path(), sha256=promoted.sha256), subject=subject)
+    on_rank_zero(lambda: checkout(promoted.md5, folder, root=Path(), sha256=promoted.sha256), subject=subject)
     other = LoadedModel.load(folder, **how)
     chosen, rejected = other.score_pairs(test.rows)
     known = np.isfinite(chosen) & np.isfinite(rejected)

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from rlhf_core.config import DpoConfig, LoraConfig, RolloutBackend, shown
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, device
 from rlhf_core.engines.in_process import open_engine
+from rlhf_core.engines.requests import SamplingSettings
 from rlhf_core.models.attention import fix_frequencies
 from rlhf_core.models.batch import TokenBatch, collate_branches, collate_tokens, shared_row
 from rlhf_core.models.build import (
@@ -36,7 +37,6 @@ from rlhf_core.models.build import (
 from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.probe import PROBE_ERRORS, shares_prefixes
-from rlhf_core.sampling.requests import SamplingSettings
 from rlhf_core.trainers.demonstrations import Demonstration
 from rlhf_core.trainers.preference.objectives import Continuation, Pair, PairObjective, ResponseForward, no_reference
 from rlhf_core.trainers.reward import Comparison, reward_phase

@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_core.data.places import main_checkout
+from rlhf_core.files import replace_text
 
 RACY_NS = 2 * 10**9  # coarsest timestamp resolution of common file systems
 TRIES = 3  # of hashing a file that changes during reading
@@ -101,13 +101,13 @@ class FileHashes:
         if self._new and self._folder.parent.is_dir():
             kept = self._read()
             kept |= {key: _merged(kept.get(key, {}), entry) for key, entry in self._new.items()}
-            _write(self._memory, {key: entry for key, entry in kept.items() if os.path.exists(key)})
+            replace_text(self._memory, json.dumps({key: entry for key, entry in kept.items() if os.path.exists(key)}))
 
     def keep_list(self, sha256: str, listing: dict[str, FileHash]) -> None:
         """Save the files behind a folder's hash, for a message if the hash changes."""
         path = self._list(sha256)
         if self._folder.parent.is_dir() and not path.exists():
-            _write(path, {name: [found.size, found.sha256] for name, found in listing.items()})
+            replace_text(path, json.dumps({name: [found.size, found.sha256] for name, found in listing.items()}))
             for old in sorted(path.parent.iterdir(), key=lambda p: p.stat().st_mtime)[:-LISTS]:
                 old.unlink(missing_ok=True)
 
@@ -166,13 +166,6 @@ def _looks(path: Path) -> list[int]:
 def _merged(known: Entry, found: Entry) -> Entry:
     """Hashes of a file that looks as when the known ones were computed are added to them."""
     return known | found if known.get("looks") == found["looks"] else found
-
-
-def _write(path: Path, content: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
-    aside.write_text(json.dumps(content), encoding="utf-8")
-    aside.replace(path)
 
 
 def dvc_md5(path: Path) -> str:

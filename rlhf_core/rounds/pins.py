@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from rlhf_core.config import ConfigError, Section, fill_in, read_yaml, read_yaml_text
+from rlhf_core.files import replacing
 from rlhf_core.paths import ROUNDS_FILE, ROUNDS_PIPELINE
 from rlhf_core.provenance.file_hashes import dvc_md5
 
@@ -114,14 +115,11 @@ def read_round(number: int) -> Round:
 
 def write_rounds(rounds: dict[int, Round], root: Path = Path()) -> None:
     """Replace the file atomically."""
-    path = root / ROUNDS_FILE
-    aside = path.with_name(path.name + ".tmp")
-    with aside.open("w", encoding="utf-8") as file:
+    with replacing(root / ROUNDS_FILE) as aside, aside.open("w", encoding="utf-8") as file:
         file.write(_HEADER)
         yaml = YAML(typ="safe", pure=True)
         yaml.default_flow_style = False
         yaml.dump({"rounds": {str(number): entry.model_dump() for number, entry in rounds.items()}}, file)
-    aside.replace(path)
 
 
 def read_round_stages(number: int, root: Path = Path()) -> dict[str, dict[str, Any]]:

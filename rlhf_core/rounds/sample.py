@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.config import Params
 from rlhf_core.data.hashing import distinct_prompts
 from rlhf_core.data.schema import write_rows
+from rlhf_core.engines.requests import request_seeds
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, stop_ids
 from rlhf_core.rounds.data import Group, build_pairs
 from rlhf_core.rounds.pins import Round
 from rlhf_core.sampling.drawing import sample_responses
 from rlhf_core.sampling.prompts import choose_prompts
-from rlhf_core.sampling.requests import request_seeds
 from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer, ScoredResponse, with_prompts, without_prompts
 from rlhf_core.types import Prompt
 

@@ -14,9 +14,9 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from rlhf_core.config import ConfigError, Params, PromotionConfig, Section
+from rlhf_core.ledger import Ledger, now
 from rlhf_core.rounds.pins import BudgetPin
 from rlhf_core.rounds.promotion import next_budget
-from rlhf_core.stage.ledger import Ledger, now
 
 Outcome = Literal["accepted", "kept", "none"]  # none: the round made no comparison
 

@@ -1,4 +1,4 @@
-"""Files of stages: JSON, prepared data, outputs that are published atomically, and locks."""
+"""Files of stages: JSON, prepared data, and outputs that are published atomically."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core.files import replace_text
 from rlhf_core.paths import PREPARED, SOURCES
 
 if TYPE_CHECKING:
@@ -33,10 +34,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write deterministic JSON atomically. NaN and infinities become null. Numbers are rounded to six decimals, PROBABILITIES to six
     significant digits, so that a small probability isn't rounded to 0.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(json.dumps(finite(content), indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
-    aside.replace(path)
+    replace_text(path, json.dumps(finite(content), indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n")
 
 
 def finite(node: Any, key: str = "") -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TextIO
 
-from rlhf_core.sampling.requests import SamplingSettings, request_seeds
+from rlhf_core.engines.requests import SamplingSettings, request_seeds
 from rlhf_core.use.choice import Chosen, context_length, saved_dtype
 
 QUIT, RESET = "/quit", "/reset"

@@ -53,6 +53,8 @@ FRAME = {
     "rlhf_core/config": "reads params.yaml, whose sections are dependencies themselves",
     "rlhf_core/environment.py": "which environment variables a stage sees",
     "rlhf_core/progress.py": "what is told while a stage works",
+    "rlhf_core/files.py": "files that are replaced as a whole, and locks",
+    "rlhf_core/ledger.py": "records that all worktrees of a repository share",
     "rlhf_core/process.py": "environment variables that silence libraries",
     "rlhf_core/tracking.py": "where curves are written to",
     "rlhf_core/planning": "what memory a stage takes, checked before it starts",

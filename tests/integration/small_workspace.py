@@ -39,7 +39,7 @@ from pathlib import Path
 from rlhf_core.paths import METRICS
 from rlhf_core.stage.files import publish, write_json
 from rlhf_core.process import Interrupted
-from rlhf_core.stage.run import Stage, StageFailed
+from rlhf_core.stage.run import Stage, StageRefused
 
 
 def prepare_data(stage):
@@ -81,7 +81,7 @@ def gate_reward(stage):
     verdict |= {"accuracy": accuracy, "low": accuracy, "threshold": threshold, "override": stage.params.gate.override}
     write_json(METRICS / "gate.json", verdict)
     if not verdict["passed"]:
-        raise StageFailed(message)
+        raise StageRefused(message)
 
 
 def report(stage):

@@ -90,7 +90,7 @@ def save_model(folder: Path) -> None:
 
 def compare(engines, count: int, rounds: int) -> None:
     """Print seconds, and their ratio to the ideal, of each round."""
-    from rlhf_core.sampling.requests import SamplingSettings, request_seeds
+    from rlhf_core.engines.requests import SamplingSettings, request_seeds
     from rlhf_core.trainers.rl.dispatch import Dispatcher, Requests
 
     def refuse(lost: Exception) -> None:

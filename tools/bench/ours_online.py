@@ -17,6 +17,7 @@ from rlhf_core.config import Params
 from rlhf_core.data.schema import write_rows
 from rlhf_core.engines.ray.cluster import local_head, python_path, run_job
 from rlhf_core.trainers.rl.job import RlJob
+from rlhf_core.trainers.rl.submit import rl_job
 from tools.bench.driver import CLOCK
 from tools.bench.work import Run, Work
 
@@ -31,9 +32,9 @@ def train(work: Work, folder: Path, *, threads: int) -> Run:
 def timings(work: Work, folder: Path, *options: str, threads: int) -> list[dict[str, float]]:
     """Per step: seconds, and seconds_<phase> of its phases. options: of tools.bench.driver."""
     job = describe(work.params, work.read_rows(), folder, model=work.model, name=work.method, threads=threads)
-    job.write(folder / "job.json")
+    rl_job(job, work.params, root=ROOT, work=Path(job.work)).write(folder / "job.pkl")
     (folder / "work.json").write_text(json.dumps(asdict(work)))
-    driver = [sys.executable, "-m", "tools.bench.driver", str(folder / "job.json"), str(folder / "work.json"), *options]
+    driver = [sys.executable, "-m", "tools.bench.driver", str(folder / "job.pkl"), str(folder / "work.json"), *options]
     with submit(work, folder, driver, threads=threads):
         return read_csv(Path(job.timings), "seconds")
 

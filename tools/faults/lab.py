@@ -165,8 +165,7 @@ def same_result(workspace: Path, undisturbed: Path, stage: str) -> str | None:
 ROLES = {  # regular expression that matches the command line of each role's processes
     "dvc": " dvc repro",
     "keeper": "rlhf_core.engines.ray.head",
-    "driver": r"-m rlhf_core\.(trainers\.rl\.driver|stage\.training_driver) ",
-    "rank": "RayTrainWorker",
+    "driver": r"-m rlhf_core\.stage\.driver ",
     **ACTOR_TITLES,
 }
 SYSTEM = {"raylet": "raylet/raylet ", "gcs": "gcs/gcs_server ", "dashboard": "dashboard/dashboard.py "}  # Ray's, outside the workspace

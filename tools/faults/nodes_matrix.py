@@ -80,7 +80,7 @@ class Cell:
 CELLS = (
     Cell("SFT: a rank on each of two nodes", "tasks.train_sft", [SFT], [{"sft": {"ranks": 1, "zero_stage": 0}}]),
     Cell("PPO: two ranks and an engine on three nodes", "tasks.train_rl", [RL], [], (1, 1, 1)),
-    Cell("SFT: a rank's node is lost, and another one comes", "tasks.train_sft", [SFT, LONG], [], lose="RayTrainWorker", ends=CRASHED),
+    Cell("SFT: a rank's node is lost, and another one comes", "tasks.train_sft", [SFT, LONG], [], lose=ACTOR_TITLES["rank"], ends=CRASHED),
     Cell("PPO: the engine's node is lost, and another is free", "tasks.train_rl", [RL, ONE_RANK], [], (1, 1, 1), lose=ENGINE),
     Cell("PPO: the rank's node is lost, and another one comes", "tasks.train_rl", [RL, ONE_RANK], [], lose=RANK, ends=CRASHED),
     Cell(

@@ -243,8 +243,8 @@ class RlUpdate:
         limit = self.rl.max_approx_kl
         if limit is None:
             return False
-        (of_all,) = summed(approx_kl_sum)
-        return not of_all / max(num_loss_tokens, 1) <= limit
+        (all_gather,) = summed(approx_kl_sum)
+        return not all_gather / max(num_loss_tokens, 1) <= limit
 
     @torch.no_grad()
     def _expert_counts(self, batch: TrainBatch, parts: list[Microbatch]) -> torch.Tensor:

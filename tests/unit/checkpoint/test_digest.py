@@ -27,7 +27,7 @@ from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.sampling.scoring import Moments, RewardNormalizer
 from rlhf_core.stage.carried import STATE
 from rlhf_core.trainers.rl.monitor import MonitorState, Track
-from rlhf_core.trainers.rl.state import Best, Progress
+from rlhf_core.trainers.rl.state import BestPolicy, Progress
 from rlhf_core.trainers.supervised import save_state
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -115,7 +115,7 @@ CHANGES: dict[str, tuple[Callable[[Progress], Progress], str]] = {
         "running statistics: monitor tracks: other content",
     ),
     "best": (
-        lambda p: replace(p, best=Best(2, 0.25, "score")),
+        lambda p: replace(p, best=BestPolicy(2, 0.25, "score")),
         'best policy: best: {"metric": "score", "step": 2, "value": 0.5} and {"metric": "score", "step": 2, "value": 0.25}',
     ),
 }
@@ -124,7 +124,7 @@ CHANGES: dict[str, tuple[Callable[[Progress], Progress], str]] = {
 def driver(folder: Path, change: Callable[[Progress], Progress] = lambda p: p, count: int = 4) -> Path:
     normalizer = RewardNormalizer(RL.reward)
     normalizer.moments = {"reward_model": Moments(count, 1.5, 2.5)}
-    progress = change(Progress(3, 96, 0.15, Best(2, 0.5, "score"), MonitorState({"kl": Track((0.1,), None, 1)})))
+    progress = change(Progress(3, 96, 0.15, BestPolicy(2, 0.5, "score"), MonitorState({"kl": Track((0.1,), None, 1)})))
     return CheckpointStore(folder, write_digest=write_digest).save(3, lambda aside: progress.write(aside / "driver.json", normalizer))
 
 
@@ -219,7 +219,7 @@ def test_every_part_of_a_checkpoint_is_a_field_of_the_table_of_resumed_state(tmp
     engine = policy_engine(sft_folder, ema_decay=0.5)
     sft_steps(engine, BATCHES[:1], rank=0, ranks=1)
     save_state(engine, tmp_path)
-    Progress(3, 96, 0.15, Best(2, 0.5, "score")).write(tmp_path / "driver.json", RewardNormalizer(tiny_params().rl.reward))
+    Progress(3, 96, 0.15, BestPolicy(2, 0.5, "score")).write(tmp_path / "driver.json", RewardNormalizer(tiny_params().rl.reward))
     names = [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*")) if path.is_file()]
     parts = {part for saved in SavedFiles(tmp_path, names).result().values() for part, _, _ in saved.items}
     assert parts - {"world"} == fields.keys() and set(fields.values()) <= STATE["all"].keys() | STATE["rl"].keys()

@@ -25,6 +25,7 @@ from pathlib import Path
 import psutil
 
 from rlhf_core.engines.ray.cluster import MARK, ClusterError, local_head
+from rlhf_core.files import replace_text
 from tools.bench.gpu.processes import HEAD, KILL_WITH_PARENT, ROOT
 from tools.bench.gpu.record import Figure, read
 
@@ -121,9 +122,7 @@ class Check:
 
 
 def write_results(out: Path, results: Sequence[Result]) -> None:
-    aside = out / f"{RESULTS}.part"
-    aside.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
-    aside.replace(out / RESULTS)
+    replace_text(out / RESULTS, json.dumps([asdict(result) for result in results], indent=1) + "\n")
 
 
 def read_results(out: Path) -> list[Result]:

@@ -1,4 +1,4 @@
-"""The driver of an RL job with a clock, and with all of the differences between engine and trainer: python -m tools.bench.gpu.job JOB.json
+"""The driver of an RL job with a clock, and with all of the differences between engine and trainer: python -m tools.bench.gpu.job JOB.pkl
 
 It saves no last checkpoint and no policy, which would take longer than the steps.
 
@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core.stage.job import Job
 from rlhf_core.trainers.rl.job import RlJob
 from tools.bench.driver import start_actors
 
@@ -29,14 +30,15 @@ QUANTILES = {"p50": 0.5, "p99": 0.99, "p999": 0.999}
 
 def main() -> int:
     path = Path(sys.argv[1])
-    from rlhf_core.trainers.rl import driver  # with Ray, which must not be in a process that is yet to start a head
+    from rlhf_core.stage.driver import main as drive  # with Ray, which must not be in a process that is yet to start a head
+    from rlhf_core.trainers.rl import driver
 
     ends: list[float] = []
     mismatch: dict[int, dict[str, float]] = {}
     driver.Actors = partial(start, driver.Actors, ends, mismatch)
-    code = driver.main()
+    code = drive()
     seen = {"ends": ends, "mismatch": [mismatch[step] for step in sorted(mismatch)]}
-    (Path(RlJob.read(path).work) / SEEN).write_text(json.dumps(seen))
+    (Job.read(path).work / SEEN).write_text(json.dumps(seen))
     return code
 
 

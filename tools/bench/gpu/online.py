@@ -15,7 +15,9 @@ from typing import Any, Literal
 
 from rlhf_core.config import DEFAULT_LIMITS, Params, parse_params, set_key
 from rlhf_core.engines.ray.cluster import local_head, python_path, run_job
+from rlhf_core.stage.job import pulse_file
 from rlhf_core.trainers.rl.job import RlJob
+from rlhf_core.trainers.rl.submit import rl_job
 from tools.bench.gpu.job import SEEN
 from tools.bench.gpu.processes import HEAD, Budget, Peaks, actor_processes, watch_memory
 from tools.bench.gpu.shapes import SHAPES, Lengths, model_folder, prompts, shape_name
@@ -163,8 +165,8 @@ def run(case: Case, models: Path, folder: Path, address: str, budget: Budget) ->
     model = str(model_folder(case.shape, models))
     job = describe(case.params, case.rows(), folder, model=model, name=folder.name, threads=case.threads, reward_model=reward_model)
     cluster, output = case.params.cluster, []
-    job.write(folder / "job.json")
-    driver = [sys.executable, "-m", "tools.bench.gpu.job", str(folder / "job.json")]
+    rl_job(job, case.params, root=ROOT, work=Path(job.work)).write(folder / "job.pkl")
+    driver = [sys.executable, "-m", "tools.bench.gpu.job", str(folder / "job.pkl")]
     began = time.perf_counter()
     with watch_memory() as peaks:
         code = run_job(
@@ -174,7 +176,7 @@ def run(case: Case, models: Path, folder: Path, address: str, budget: Budget) ->
             environment={"PYTHONPATH": python_path(ROOT)},
             start_timeout=cluster.start_timeout,
             silence_timeout=cluster.silence_timeout,
-            pulse=job.pulse,
+            pulse=pulse_file(Path(job.work)),
             on_output=output.append,
             stop_requested=lambda: budget.left < 0,
         )

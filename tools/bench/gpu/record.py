@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rlhf_core.files import replace_text
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -36,9 +38,7 @@ class Record:
 
     def add(self, what: str, unit: str, values: Sequence[float], note: str = "") -> None:
         self._figures.append(Figure(what, unit, tuple(map(float, values)), note))
-        aside = self._path.with_suffix(".part")
-        aside.write_text(json.dumps([asdict(figure) for figure in self._figures], indent=1))
-        aside.replace(self._path)
+        replace_text(self._path, json.dumps([asdict(figure) for figure in self._figures], indent=1))
         print(f"{what}: {', '.join(f'{v:.4g}' for v in values) or 'none'} {unit} {note}".rstrip(), flush=True)
 
 

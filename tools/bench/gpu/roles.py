@@ -249,8 +249,8 @@ def measure_engine(case: dict[str, Any]) -> dict[str, Any]:
     """bytes: peak while it starts and samples; held: afterwards; weights: of the folder's model; cache: keys and values, 0 where the
     engine allocates them per batch; tokens: capacity of the cache.
     """
+    from rlhf_core.engines.requests import SamplingSettings, request_seeds
     from rlhf_core.models.build import kv_cache_bytes, read_state_dict
-    from rlhf_core.sampling.requests import SamplingSettings, request_seeds
 
     folder = model_folder(case["shape"], Path(case["models"]))
     tokenizer = load_tokenizer(str(folder), trust_remote_code=False)
