@@ -51,7 +51,7 @@ def guessed(guess: Guess, path: str, *, counts_all: bool = False) -> Iterator[st
         for number, tried in enumerate(guess.fitting, start=1):
             yield from _reading(f"reading {number}", tried)
         return
-    yield "no format fits; docs/data.md has each format with a record"
+    yield "no format fits; docs/tables/formats.md has each format with a record"
     for tried in guess.others[:6]:
         yield f"  {tried.reading.format}{_mapping(tried.reading.columns)}: {shown(tried.refused or '', 500)}"
     for format_ in dict.fromkeys(tried.reading.format for tried in guess.others if guess.chosen):

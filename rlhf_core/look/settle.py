@@ -10,7 +10,7 @@ from rlhf_core.config.data import FORMATS
 from rlhf_core.look.guess import LABEL, SIDES, Columns, Reading, side_columns
 
 MARKS = ("helpfulness", "correctness", "score", "scores", "rating", "reward", "quality", "overall_score", "fine-grained_score")
-_TURN = "; docs/data.md describes how to turn them into pairs or booleans"
+_TURN = "; docs/tables/formats.md describes how to turn them into pairs or booleans"
 FEW_WORDS = 4  # a shorter answer may be for training, or only for checking
 # Lower ranks read the whole record; higher ones would read a part of the same columns.
 _RANK = {
