@@ -1,4 +1,4 @@
-"""Content of gate.json from held-out scores, the model and the registry's models, for stage gate_reward (docs/gate.md)."""
+"""Makes gate.json from held-out scores, the model and the registry's models, for stage gate_reward (docs/gate.md)."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def judge_model(
 
 
 def measure_models(run: TrainRun, test: Heldout, config: GateConfig, reward_model: Path) -> dict[str, Any]:
-    """On each rank: `measured`, keys of gate.json that need forward passes: probes, external pairs, promoted models; and `members` of the
-    model.
+    """Runs on each rank. Returns `measured`, the keys of gate.json that need forward passes (probes, external pairs, promoted models), and
+    `members`, the number of models.
 
     Args:
         config: the gate's settings at this look, whose confidence sets the width of intervals.

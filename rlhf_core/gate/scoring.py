@@ -1,4 +1,4 @@
-"""A reward model's scores of pairs from elsewhere, and of held-out pairs against a promoted model's."""
+"""Scores external pairs with the reward model, and held-out pairs with promoted models."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _accuracy(points: np.ndarray, prompts: np.ndarray, confidence: float) -> dic
 def compare_to_promoted(
     test: Heldout, role: str, promoted: IncumbentConfig, *, confidence: float, scratch: Path, how: dict[str, Any]
 ) -> dict[str, Any]:
-    """The candidate against a promoted model, on the pairs that the promoted model can score.
+    """Comparison of the candidate with a promoted model, on the pairs that the promoted model can score.
 
     Raises:
         ValueError: DVC's cache lacks the promoted model with this md5 and sha256, or the model can score no pair.

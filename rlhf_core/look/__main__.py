@@ -32,6 +32,7 @@ UNDECIDED, INTERRUPTED = 2, 130
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line. Returns the exit code, see above."""
     given = parse(arguments)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # for terminals without Unicode
@@ -47,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(prog="python -m rlhf_core.look", description="Look at data before anything runs.")
     parser.add_argument("path", metavar="PATH_OR_HUB_NAME", help="a file, a folder, or the name of a Hugging Face data set")
     parser.add_argument("--model", metavar="MODEL", help="instead of model.path: folder or name whose tokenizer and template are used")
@@ -78,6 +80,7 @@ def _positive(text: str) -> int:
 
 
 def run(given: argparse.Namespace) -> int:
+    """Guess the format, look at each reading and print what was found. Returns the exit code."""
     if given.recipe and given.recipe.exists():
         raise ConfigError(f"--recipe {given.recipe}: expected a new file, got one that exists; name another one, or remove it")
     place = place_of(given.path, {key: getattr(given, key) for key in ("subset", "dataset_split", "delimiter", "encoding")})
@@ -112,7 +115,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def columns(pairs: list[str]) -> dict[str, Any]:
-    """Our column -> the user's, from `prompt=question`; several from `completions=a,b`.
+    """Maps the format's column names to the user's, from arguments such as `prompt=question`, or `completions=a,b` for several columns.
 
     Raises:
         ConfigError: an argument has no `=`.
@@ -131,7 +134,7 @@ def _with_model(params: Params, model: dict[str, Any]) -> Params:
 
 
 def _text(recipe: Path | None) -> str:
-    """params.yaml, with a recipe laid over it; the recipe alone where there is no params.yaml."""
+    """The text of params.yaml with a recipe laid over it; the recipe alone where there is no params.yaml."""
     path = Path("params.yaml")
     if recipe is None or not path.exists():
         return read_text(path if recipe is None else recipe)
@@ -139,7 +142,7 @@ def _text(recipe: Path | None) -> str:
 
 
 def _read(tried: Tried, found: Guess, params: Params, model: dict[str, Any], text: str, given: argparse.Namespace) -> page.Reading:
-    """A reading's counts and, with a model, the proposal for it."""
+    """Counts one reading and, with a model, makes a proposal for it."""
     if params.model.path is None:
         looked = _look(tried, found, params, None, given)
         return page.Reading(looked, params, recipe(looked, params, model))

@@ -73,7 +73,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Tried:
-    """A reading tried on the sample. taken: records converted; refused: why it doesn't fit, None if it does."""
+    """A reading that was tried on the sample.
+
+    taken: number of converted records. refused: why the reading doesn't fit; None if it does.
+    """
 
     reading: Reading
     source: SourceConfig
@@ -201,7 +204,7 @@ def guess(place: Place, records: list[RawRecord], *, whole: bool, format_: str |
 
 
 def _chosen(readings: list[Reading], format_: str | None, columns: Mapping[str, Any]) -> list[Reading]:
-    """The readings with the format and the columns that the user chose."""
+    """Readings with the format and columns that the user chose."""
     known = {name for of in ([format_] if format_ else FORMATS) for name in FORMATS[of][1]}
     if unknown := sorted(set(columns) - known):
         raise ConfigError(f"--columns: expected names among {sorted(known)}, got {shown(unknown[0])}; map ours to theirs")
@@ -219,7 +222,10 @@ def _chosen(readings: list[Reading], format_: str | None, columns: Mapping[str, 
 
 
 def _check_columns(columns: Mapping[str, Any], found: Mapping[str, Column]) -> None:
-    """Raises: ConfigError: the user named a column that no record of the sample has."""
+    """Check that the sample has every column that the user named.
+
+    Raises: ConfigError: the user named a column that no record of the sample has.
+    """
     for ours, theirs in columns.items():
         for path in theirs if isinstance(theirs, list) else [theirs]:
             if path not in found and path.partition(".")[0] not in found:
@@ -287,7 +293,7 @@ def _end_tokens(rows: Mapping[str, list[dict]]) -> set[str]:
 
 
 def _with_warnings(tried: Tried, columns: Mapping[str, Column]) -> Tried:
-    """With the columns that the reading doesn't read, and warnings about some of them."""
+    """The reading with the columns that it leaves unread, and warnings about some of them."""
     aside = unread_columns(tried.reading, columns)
     meant = [path for path in aside if path in MEANINGFUL]
     warnings = [f"column {shown(path, 60)} is not read, though it may belong to the conversation" for path in meant]

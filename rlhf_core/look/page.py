@@ -1,4 +1,4 @@
-"""The report on data for a terminal, a pipe or a file, and as JSON. Texts are printed escaped."""
+"""Shows what was found in the data as text for a terminal, pipe or file, or as JSON. Untrusted texts are printed escaped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ LEFT_OUT = "left out of training"
 
 
 def guessed(guess: Guess, path: str, *, counts_all: bool = False) -> Iterator[str]:
-    """Describes the sample and its readings. counts_all: the counts aren't of the sample only."""
+    """Describes the sample and its readings.
+
+    counts_all: the counts cover all records, not the sample only.
+    """
     count = f"all {len(guess.records)}" if guess.whole else f"the first {len(guess.records)}"
     more = " for the guess, and all for the counts" if counts_all and not guess.whole else ""
     yield f"{shown(path)}: {count} {'record' if len(guess.records) == 1 else 'records'} read{more}"
@@ -82,7 +85,7 @@ def _mapping(columns: Mapping[str, Any]) -> str:
 
 
 def looked(found: Looked, params: Params, *, colour: bool, every_token: bool) -> Iterator[str]:
-    """Records as they are trained on, then the counts."""
+    """Shows records as they are trained on, then the counts."""
     if params.model.path is None:
         yield (
             "No model is given: the tokens are those of a new tokenizer, trained on these texts alone; template and mask are the chain's. "
@@ -98,7 +101,7 @@ def looked(found: Looked, params: Params, *, colour: bool, every_token: bool) ->
 
 
 def _record(sequences: list[Sequence | str], found: Looked, params: Params, *, colour: bool, every_token: bool) -> Iterator[str]:
-    """A record's sequences; a prompt that several share is shown once."""
+    """Shows a record's sequences; a prompt that several of them share is shown once."""
     shown_before: list[tuple[list[int], str]] = []
     for sequence in sequences[:MAX_SEQUENCES]:
         if isinstance(sequence, str):
@@ -143,7 +146,7 @@ def _tokens(sequence: Sequence, parts: list[tuple[str, bool, int, int]]) -> Iter
 
 
 def _safe(text: str) -> str:
-    """Without terminal control characters, changes of text direction and this page's marks; line breaks stay."""
+    """The text without terminal control characters, changes of text direction and this page's own marks; line breaks stay."""
     lines = text.replace(OPEN, "\\u27e6").replace(CLOSE, "\\u27e7").split("\n")
     return "\n".join(shown(line, 10 * len(line)) for line in lines)
 
@@ -245,7 +248,10 @@ def objection(kind: str, count: int, rows: int, params: Params) -> str:
 
 @dataclass(frozen=True)
 class Reading:
-    """A reading that was looked at. params: with the proposal, or as they are. recipe: YAML. proposal: None without a model."""
+    """A reading that was inspected.
+
+    params: with the proposal laid over them, or as they are. recipe: YAML. proposal: None without a model.
+    """
 
     looked: Looked
     params: Params
@@ -254,7 +260,7 @@ class Reading:
 
 
 def proposed(reading: Reading) -> Iterator[str]:
-    """The reasons, the recipe, and what it will take."""
+    """Shows the reasons, the recipe, and the time and memory that it will take."""
     if reading.proposal is not None:
         yield ""
         yield from notes(reading.proposal)
@@ -264,7 +270,7 @@ def proposed(reading: Reading) -> Iterator[str]:
 
 
 def as_json(guess: Guess, found: list[Reading]) -> dict[str, Any]:
-    """The same as JSON values; texts unescaped, token ids and masks in full."""
+    """The same content as JSON values, with unescaped texts and complete token ids and masks."""
     return {
         "records": len(guess.records),
         "whole": guess.whole,

@@ -1,4 +1,4 @@
-"""How long to train: batches, epochs, evaluations and checkpoints, from the number of rows."""
+"""Chooses how long to train from the number of rows: batches, epochs, evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -31,14 +31,18 @@ NICE = (1, 2, 5)
 
 @dataclass(frozen=True)
 class Schedule:
-    """settings: keys and values. rows: use -> training rows, with these settings."""
+    """The proposed schedule.
+
+    settings: keys and values. rows: for each use the training rows that remain with these settings.
+    """
 
     settings: Mapping[str, Any]
     rows: Mapping[str, Rows]
 
 
 def propose_schedule(data: DataFacts, choice: Choice, machine: MachineFacts, params: Params) -> Schedule:
-    """
+    """Batch sizes, epochs, evaluations, checkpoints and held-out shares for the method.
+
     Args:
         params: with the settings of the method.
     """
@@ -56,7 +60,7 @@ def propose_schedule(data: DataFacts, choice: Choice, machine: MachineFacts, par
 
 
 def held_out(data: DataFacts, params: Params) -> dict[str, float]:
-    """Smaller shares of large data: each evaluation reads all of the validation split."""
+    """Smaller held-out shares for large data, because each evaluation reads the whole validation split."""
     prompts = max(data.rows("prompt"), data.rows("preference"), 1)
     given = {"validation": params.data.validation_fraction, "test": params.data.test_fraction}
     if prompts < FEW_PROMPTS:
@@ -65,7 +69,7 @@ def held_out(data: DataFacts, params: Params) -> dict[str, float]:
 
 
 def supervised_schedule(key: str, train: int, ranks: int, *, most: float | None = None) -> dict[str, Any]:
-    """Epochs, at most so many, and batch, and about ten evaluations and five checkpoints."""
+    """Epochs (at most `epochs`) and batch size of a supervised stage, with about ten evaluations and five checkpoints."""
     epochs = next((epochs for rows, epochs in EPOCHS[key] if train <= rows), 1.0)
     epochs = epochs if most is None else min(epochs, most)
     fewest, largest = BATCHES[key]
@@ -78,7 +82,7 @@ def supervised_schedule(key: str, train: int, ranks: int, *, most: float | None 
 
 
 def rl_schedule(train: int, machine: MachineFacts) -> dict[str, Any]:
-    """Rollout batches with one optimizer step each: every sample is of the policy that is trained."""
+    """Sizes of rollout batches with one optimizer step each, so that every sample comes from the policy that is trained."""
     on_gpu = bool(machine.memory.gpus)
     prompts = min(PROMPTS if on_gpu else CPU_PROMPTS, max(1, train))
     prompts = -(-prompts // machine.ranks) * machine.ranks
@@ -97,12 +101,12 @@ def rl_schedule(train: int, machine: MachineFacts) -> dict[str, Any]:
 
 
 def every(steps: float, times: int) -> int:
-    """A round number of steps that comes about so many times."""
+    """A round number of steps between events of which there should be about so many."""
     return nice(max(FEWEST_BETWEEN, steps / times))
 
 
 def power_of_two(number: float) -> int:
-    """The largest that isn't above the number; at least 1."""
+    """The largest power of two that isn't above the number; at least 1."""
     return 1 << max(0, int(number).bit_length() - 1)
 
 

@@ -20,7 +20,7 @@ _RANK = {
 
 
 def settle(readings: Sequence[Reading], columns: Columns) -> list[Reading]:
-    """The readings that remain: one is the guess, several are a choice for the user."""
+    """The readings that remain: a single one is the guess; several are a choice for the user."""
     sure = [reading for reading in readings if not reading.doubtful]
     if not sure:
         return list(readings)
@@ -34,7 +34,7 @@ def settle(readings: Sequence[Reading], columns: Columns) -> list[Reading]:
 
 
 def _with_answers(left: list[Reading], readings: Sequence[Reading], columns: Columns) -> list[Reading]:
-    """Adds the reading as prompts with labels if answers have a few words: they may be for training, or only for checking."""
+    """Adds a reading as prompts with labels if answers have a few words: they may be meant for training or only for checking."""
     first = left[0]
     if first.format != "instruction" or "label_pattern" in first.options or "label" in first.columns:
         return left
