@@ -2,9 +2,6 @@
 
 Figures that need models are taken from the given gate.json: probes, external pairs, incumbent, anchor, judge and the number of members. The
 checks on them are computed again.
-
-What needs models is taken from the given gate.json: probes, external pairs, incumbent, anchor, judge, the number of members. The checks of
-these figures are computed again.
 """
 
 from __future__ import annotations

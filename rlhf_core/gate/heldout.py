@@ -25,8 +25,6 @@ MEASURED = (
 class Heldout:
     """The pairs of one split with their rows of the use preference, and the standard deviations [N] of their scores over an ensemble's
     members.
-
-    Arrays of [N] scores, the rows of the use preference, and the standard deviations over an ensemble's members.
     """
 
     pairs: Pairs

@@ -70,7 +70,8 @@ def write_sketch(hashes: np.ndarray) -> str:
 def read_sketch(text: str) -> np.ndarray:
     """The hashes in a text of `write_sketch`.
 
-    Raises: ValueError: `write_sketch` didn't make the text.
+    Raises:
+        ValueError: `write_sketch` didn't make the text.
     """
     return np.frombuffer(base64.b64decode(text, validate=True), dtype=_TYPE)
 

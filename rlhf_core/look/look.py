@@ -224,7 +224,8 @@ def _chosen(readings: list[Reading], format_: str | None, columns: Mapping[str, 
 def _check_columns(columns: Mapping[str, Any], found: Mapping[str, Column]) -> None:
     """Check that the sample has every column that the user named.
 
-    Raises: ConfigError: the user named a column that no record of the sample has.
+    Raises:
+        ConfigError: the user named a column that no record of the sample has.
     """
     for ours, theirs in columns.items():
         for path in theirs if isinstance(theirs, list) else [theirs]:

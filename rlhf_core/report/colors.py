@@ -1,8 +1,6 @@
 """Colours and thinning of curves, for figures drawn with and without Bokeh, whose import takes half a second.
 
 The colours are those of the light scheme; the page's script replaces them by DARK if the reader prefers a dark scheme.
-
-Colours are those of the light scheme; the page's script replaces them by DARK if the reader prefers a dark scheme.
 """
 
 from __future__ import annotations

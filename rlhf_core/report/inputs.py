@@ -179,8 +179,6 @@ def read_processes(workspace: Path, times: Mapping[str, StageTime], method: str)
 
     These are the processes of the job's last start.
 
-    They are those of the job's last start.
-
     Args:
         method: alignment.method; no other than rl writes the file, which may be an earlier run's.
     """

@@ -1,8 +1,6 @@
 """The results of a series of rounds of iterative DPO as a table and a figure.
 
 A row is a round's metrics/evaluate.json, with its metrics/sample.json under `samples`.
-
-A row is a round's metrics/evaluate.json, with its metrics/sample.json under `samples`.
 """
 
 from __future__ import annotations

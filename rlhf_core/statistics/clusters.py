@@ -124,8 +124,6 @@ def mean_interval(values: np.ndarray, clusters: np.ndarray, confidence: float) -
     """Student's interval of a mean over clusters: mean +- t sqrt(v), with v and degrees of freedom from `mean_spread`.
 
     The interval is (-inf, inf) with fewer than two clusters.
-
-    (-inf, inf) with fewer than two clusters.
     """
     if len(clusters) == 0 or clusters.max() == 0:
         return -math.inf, math.inf

@@ -71,8 +71,6 @@ def smallest_gain(decided: int, n: int, level: float, *, margin: float = 0.0, po
     decided.
 
     None means that no outcome on so few prompts is significant.
-
-    None: no outcome on so few prompts is significant.
     """
     low, high = -1, decided + 1  # with `low` ahead the test doesn't reject, with `high` it does (if `high` is possible)
     while high - low > 1:
@@ -93,8 +91,6 @@ def prompts_needed(gain: float, decided: float, level: float, *, margin: float =
     decided. Source, of margin 0: Connor 1987, Biometrics 43(1), as in
     https://powerandsamplesize.com/Calculators/Compare-Paired-Proportions/McNemar-Z-test-1-Sided. This normal
     approximation is too low for an exact test; up to EXACT prompts it is corrected with `smallest_gain`.
-
-    None: the gain isn't above 0 and the margin, so no number of prompts suffices.
     """
     if gain <= max(margin, 0.0):
         return None
