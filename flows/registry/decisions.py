@@ -1,4 +1,4 @@
-"""Writes to the registry: versions, promotions and rollbacks. Each is a tag, made under a lock and verified after it is written."""
+"""Writes versions, promotions and rollbacks to the registry. Each is a tag, made under a lock and verified after it is written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOCK_DEADLINE = 60.0  # seconds
 
 @contextlib.contextmanager
 def registry_lock(root: Path) -> Iterator[None]:
-    """Lock held while tags are read and written, shared by all worktrees of a repository.
+    """Holds the lock under which tags are read and written, shared by all worktrees of a repository.
 
     Raises:
         ConfigError: another process holds it for too long.
@@ -101,11 +101,15 @@ def promote(
 
 
 class AnotherModel(ConfigError):
-    """A version isn't the model that a person approved."""
+    """Raised when a version isn't the model that a person approved."""
 
 
 def check_approved(chosen: Version, approved: dict[str, str | None] | None) -> None:
-    """Raises: AnotherModel: the models differ; names both."""
+    """Check that the version's model is the one that was approved.
+
+    Raises:
+        AnotherModel: the models differ; names both.
+    """
     if approved is not None and approved != chosen.model:
         key = next(key for key in chosen.model if approved.get(key) != chosen.model[key])
         raise AnotherModel(
@@ -175,7 +179,7 @@ def _tag(
 
 
 def next_number(root: Path, artifact: str) -> int:
-    """Number of the next assignment: one more than the highest of all stages, as in GTO.
+    """The number of the next assignment: one more than the highest of all stages, as in GTO.
 
     Raises:
         ConfigError: a tag has the largest possible number.

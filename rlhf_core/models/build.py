@@ -1,4 +1,4 @@
-"""Making and loading models: a causal language model, and the same trunk with a scalar head."""
+"""Makes and loads models: causal language models, and the same trunk with a scalar head."""
 
 from __future__ import annotations
 
@@ -49,8 +49,10 @@ _UNREAD_BY_CLASSIFIERS = re.compile(rf"{_UNREAD.pattern}|^(lm_head|embed_out|out
 
 
 def new_language_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedModel:
-    """The model that SFT starts from: weights from `config.path` in `config.dtype`, or random ones of `config.architecture` in float32,
-    which the engine casts for training.
+    """The model that SFT starts from.
+
+    Its weights come from `config.path` in `config.dtype`, or are random ones of `config.architecture` in float32, which the engine casts
+    for training.
     """
     if config.path is not None:
         how = {"trust_remote_code": config.trust_remote_code, "training_dtype": config.dtype}
@@ -116,7 +118,8 @@ def _load(
     unread: re.Pattern = _UNREAD,
     **how: Any,
 ):
-    """
+    """Load a model of a class from a folder, and check that its weights are all there and all read.
+
     Args:
         new: names of weights that the folder may lack and that the caller initializes.
         unread: names of weights that the folder may have though the model doesn't read them.
@@ -142,14 +145,15 @@ def _load(
 
 
 def _dequantizing(path: str | Path) -> dict[str, Any]:
-    """Arguments of from_pretrained for a folder that is loaded without the quantization of its files."""
+    """Arguments for from_pretrained that load a folder without the quantization of its files."""
     method = quantization(PretrainedConfig.get_config_dict(path)[0])
     config = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}.get(method)
     return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
 def _check_loaded(path: str | Path, model: PreTrainedModel, info: dict[str, Any], *, new: tuple[str, ...], unread: re.Pattern) -> None:
-    """
+    """Check that the folder's weights are those that its config.json describes.
+
     Raises:
         ValueError: the folder's weights aren't those that its config.json describes: others, more or fewer.
     """
@@ -177,8 +181,9 @@ def _check_loaded(path: str | Path, model: PreTrainedModel, info: dict[str, Any]
 
 
 def _make_savable(path: str | Path, model: PreTrainedModel) -> None:
-    """Leave the token ids alone of a generation configuration that transformers reads but refuses to write, such as a temperature
-    without sampling. Samplers here have settings of their own.
+    """Remove everything but the token ids from a generation configuration that transformers reads but refuses to write.
+
+    An example is a temperature without sampling. Samplers here have settings of their own.
     """
     given = model.generation_config
     try:
@@ -225,8 +230,8 @@ def _check_linear_score(path: Path, *, trust_remote_code: bool) -> None:
 
 
 def load_scalar_model(path: str | Path, *, trust_remote_code: bool = False, training_dtype: str = "float32") -> PreTrainedModel:
-    """A reward model or critic: a Hugging Face sequence classifier (safetensors only), in training_dtype; one label where none
-    are named.
+    """A reward model or critic in training_dtype: a Hugging Face sequence classifier (safetensors only), with one label where none are
+    named.
 
     Raises:
         ValueError: the folder holds no such model, or an incomplete one.
@@ -236,7 +241,7 @@ def load_scalar_model(path: str | Path, *, trust_remote_code: bool = False, trai
 
 
 def _labels(path: str | Path) -> dict[str, int]:
-    """Arguments of from_pretrained for a sequence classifier whose folder may not say how many labels it has."""
+    """Arguments for from_pretrained of a sequence classifier whose folder may not say how many labels it has."""
     check_model_folder(path)
     with refusals(path):
         settings, _ = PretrainedConfig.get_config_dict(path)
@@ -255,12 +260,12 @@ def _config(path: str | Path, *, trust_remote_code: bool) -> PretrainedConfig:
 
 
 def vocabulary_size(path: str | Path, *, trust_remote_code: bool) -> int:
-    """Rows of a model's embedding; its tokenizer may have fewer or more tokens."""
+    """The number of rows in a model's embedding; its tokenizer may have fewer or more tokens."""
     return _config(path, trust_remote_code=trust_remote_code).get_text_config().vocab_size
 
 
 def flash_attention_wanted(training_dtype: str) -> bool:
-    """Where there is a GPU, flash-attn is installed and training runs in bfloat16."""
+    """Whether there is a GPU, flash-attn is installed and training runs in bfloat16."""
     return training_dtype == "bfloat16" and torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
 
 
@@ -320,15 +325,17 @@ def save_model(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], toke
 
 
 def checkpoint_names(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights as in the model's Hugging Face folder, for other libraries: a tensor for each expert, which memory holds as one tensor for
-    all, and no tied head.
+    """Weights named as in the model's Hugging Face folder, for other libraries.
+
+    Each expert has its own tensor, where memory holds one tensor for all; a tied head is left out.
     """
     return revert_weight_conversion(model, {n: t for n, t in state_dict.items() if n not in model.all_tied_weights_keys})
 
 
 def with_weights(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> PreTrainedModel:
-    """The model with other weights, named as in its Hugging Face folder. It is a new model if the folder's weights have another form than
-    those in memory.
+    """The model with other weights, named as in its Hugging Face folder.
+
+    It is a new model if the folder's weights have another form than those in memory.
 
     Raises:
         ValueError: weights are missing, or belong to another model.
@@ -350,7 +357,7 @@ def with_weights(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) ->
 
 
 def kv_cache_bytes(config: PretrainedConfig, *, element_bytes: int) -> int:
-    """Bytes of a token's keys and values in all layers."""
+    """The number of bytes for a token's keys and values in all layers."""
     shape = config.get_text_config()
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
@@ -371,7 +378,7 @@ def frozen(module: Module, *, device: torch.device, dtype: torch.dtype) -> Modul
 
 
 def read_state_dict(folder: Path) -> dict[str, torch.Tensor]:
-    """All weights of a Hugging Face folder's safetensors files, on the CPU.
+    """All weights in a Hugging Face folder's safetensors files, on the CPU.
 
     Raises:
         ValueError: a file is missing or truncated.
@@ -396,7 +403,7 @@ class FolderWeights:
                 self._files |= dict.fromkeys(file.keys(), path)
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Those of the weights that the folder has, on the CPU; not to be written to."""
+        """The weights with these names that the folder has, on the CPU; they must not be written to."""
         found: dict[str, torch.Tensor] = {}
         inside = [name for name in names if name in self._files]
         with refusals(self._folder):
@@ -422,7 +429,7 @@ def disable_dropout(module: torch.nn.Module) -> None:
 class _Classifier(GenericForSequenceClassification):
     @classmethod
     def from_config(cls, config: PretrainedConfig, *, trust_remote_code: bool = False, **how: Any) -> PreTrainedModel:
-        """With random weights, like `AutoModelForSequenceClassification.from_config`; no remote code is involved."""
+        """A model with random weights, like `AutoModelForSequenceClassification.from_config`; no remote code is involved."""
         return cls._from_config(config, **how)
 
 
