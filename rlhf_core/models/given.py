@@ -1,4 +1,4 @@
-"""Loads language models that the chain takes as they are: not rounded, adapters merged, and compared with the chain's own model.
+"""Loads language models that the chain takes as they are: not rounded, adapters merged, and compared with the chain's own model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RL steps in one process, without Ray between rollout engine and trainer, for growth.py."""
+"""Runs RL steps in one process, without Ray between rollout engine and trainer, for growth.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS, WARMUP = 6, 2
 
 
 def rl_step(prompts: int) -> tuple[float, float, int]:
-    """RLOO on the benchmark's small model: median CPU seconds of a step, peak resident set in GB, responses."""
+    """Median CPU seconds of an RLOO step of the benchmark's small model, peak resident set in GB, and number of responses."""
     from rlhf_core.engines.pytorch_engine import PytorchEngine
     from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
     from rlhf_core.sampling.scoring import RewardNormalizer
