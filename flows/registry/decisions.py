@@ -216,10 +216,10 @@ def write_tag(root: Path, name: str, commit: str, head: str, content: dict[str, 
     if len(message) > MAX_BYTES // 2:  # git adds headers and a signature
         raise ConfigError(f"tag {name}: expected at most {MAX_BYTES // 2} bytes, got {len(message)}; check the number of the model's files")
     signers = allowed_signers(root)
-    settings, how = signing(signers)
+    settings, sign_option = signing(signers)
     identity = () if has_identity(root) else IDENTITY
     _wait_for_next_second(name, after)
-    done = run_git(root, *identity, *settings, "tag", how, "--cleanup=verbatim", "--file=-", name, commit, content=message)
+    done = run_git(root, *identity, *settings, "tag", sign_option, "--cleanup=verbatim", "--file=-", name, commit, content=message)
     if done.returncode:
         key = "; name your key with `git config user.signingKey FILE`" if signers else ""
         raise ConfigError(f"tag {name}: expected git to write it, got: {failure_text(done)}{key}")

@@ -63,9 +63,9 @@ def _pull(root: Path, hashes: list[str]) -> str:
     """Fetch hashes. Returns DVC's error on one line."""
     if not hashes:
         return ""
-    how = {"cwd": root, "env": dvc_environment(root), "input": "\n".join(hashes), "timeout": DEADLINE}
+    process_options = {"cwd": root, "env": dvc_environment(root), "input": "\n".join(hashes), "timeout": DEADLINE}
     try:
-        done = subprocess.run([sys.executable, "-P", "-c", _PROGRAM], capture_output=True, text=True, check=False, **how)
+        done = subprocess.run([sys.executable, "-P", "-c", _PROGRAM], capture_output=True, text=True, check=False, **process_options)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"DVC's remote: expected all files within {DEADLINE:.0f} s, got none; see `dvc remote list`") from None
     return shown(" ".join(done.stderr.split()), 1000)

@@ -65,8 +65,8 @@ def promote(
             message = f"{artifact} {chosen.version}: stated by {decision.by}: {decision.reason}"
             tell_end(NOT_APPROVED, message)
             return State(type=StateType.FAILED, name=NOT_APPROVED, message=message)
-        how = {"by": decision.by, "reason": decision.reason, "override": override}
-        event = decisions.promote(root, artifact, chosen.version, approved=chosen.model, **how)
+        given = {"by": decision.by, "reason": decision.reason, "override": override}
+        event = decisions.promote(root, artifact, chosen.version, approved=chosen.model, **given)
         _show(artifact, event)
     except ConfigError as error:
         log.error("%s", error)

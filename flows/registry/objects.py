@@ -57,8 +57,8 @@ def _head(line: bytes) -> tuple[str, int] | None:
     return (kind, int(size)) if size.isdecimal() and kind in ("blob", "tag", "commit", "tree") else None
 
 
-def _ask(root: Path, how: str, names: Sequence[str]) -> bytes:
-    done = run_git(root, "cat-file", how, content="".join(f"{name}\n" for name in names).encode(errors="surrogateescape"))
+def _ask(root: Path, mode: str, names: Sequence[str]) -> bytes:
+    done = run_git(root, "cat-file", mode, content="".join(f"{name}\n" for name in names).encode(errors="surrogateescape"))
     if done.returncode:
         raise ConfigError(f"git cat-file: expected to succeed in this checkout, got: {failure_text(done)}; `git fsck` says more")
     return done.stdout

@@ -99,7 +99,7 @@ def sequence_conflicts(ranks: int, sequence_parallel: int) -> Iterator[str]:
         yield f"sequence_parallel: expected a divisor of ranks={ranks}, got {sequence_parallel}; change one of them"
 
 
-def takers(ranks: int, sequence_parallel: int, *, section: str = "") -> str:
+def data_parallel_keys(ranks: int, sequence_parallel: int, *, section: str = "") -> str:
     """The keys, with values, that give the number of ranks or of groups of ranks that take different examples.
 
     Args:
@@ -192,7 +192,7 @@ class SharedTrainingConfig(OptimizerConfig):
 
     @property
     def _takers(self) -> str:
-        return takers(self.ranks, self.sequence_parallel)
+        return data_parallel_keys(self.ranks, self.sequence_parallel)
 
     def conflicts(self) -> Iterator[str]:
         yield from sequence_conflicts(self.ranks, self.sequence_parallel)

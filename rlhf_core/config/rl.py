@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf_core.config.base import RENAMED_COLUMNS, RENAMED_KEYS, LearningRate, did_you_mean
 from rlhf_core.config.dead import dead_settings
-from rlhf_core.config.model import LengthConfig, LoraConfig, OptimizerConfig, Schedule, sequence_conflicts, takers
+from rlhf_core.config.model import LengthConfig, LoraConfig, OptimizerConfig, Schedule, data_parallel_keys, sequence_conflicts
 from rlhf_core.config.rl_parts import (
     DEFAULT_LIMITS,
     ROLES,
@@ -242,7 +242,9 @@ class RlConfig(OptimizerConfig, LengthConfig):
         yield from dead_settings(self)
 
     def _takers(self, ranks: int) -> str:
-        return takers(ranks, self.trainer.sequence_parallel, section="trainer." if ranks == self.trainer.ranks else "placement.")
+        return data_parallel_keys(
+            ranks, self.trainer.sequence_parallel, section="trainer." if ranks == self.trainer.ranks else "placement."
+        )
 
     def _placement_conflicts(self) -> Iterator[str]:
         placed = [role for group in self.placement for role in group.roles]

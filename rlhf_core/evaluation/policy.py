@@ -100,8 +100,8 @@ def measure(params: Params, answers: Answers, folders: dict[str, Path], *, gate_
         for name, folder in folders.items():
             module = load_policy(folder, params.model, **divided)
             rendered = [a for mode in MODES for a in with_prompts_of(answers[mode]["policy"], answers[mode][name])]
-            how = {"pad_id": pad_id, "temperature": params.evaluation.temperature, **divided}
-            found = response_logprobs(module, rendered, **how)  # of all modes together, which have the prompts in common
+            logprob_options = {"pad_id": pad_id, "temperature": params.evaluation.temperature, **divided}
+            found = response_logprobs(module, rendered, **logprob_options)  # of all modes together, which have the prompts in common
             logprobs |= {(name, mode): part for mode, part in zip(MODES, found.chunk(len(MODES)), strict=True)}
             bar.step()
             del module  # before the next one is loaded

@@ -65,7 +65,7 @@ def _accuracy(points: np.ndarray, prompts: np.ndarray, confidence: float) -> dic
 
 
 def compare_to_promoted(
-    test: Heldout, role: str, promoted: IncumbentConfig, *, confidence: float, scratch: Path, how: dict[str, Any]
+    test: Heldout, role: str, promoted: IncumbentConfig, *, confidence: float, scratch: Path, load_options: dict[str, Any]
 ) -> dict[str, Any]:
     """Comparison of the candidate with a promoted model, on the pairs that the promoted model can score.
 
@@ -75,7 +75,7 @@ def compare_to_promoted(
     folder = scratch / role
     subject = f"gate.{role} {promoted.version}"
     on_first(lambda: checkout(promoted.md5, folder, root=Path(), sha256=promoted.sha256), subject=subject)
-    other = LoadedModel.load(folder, **how)
+    other = LoadedModel.load(folder, **load_options)
     chosen, rejected = other.score_pairs(test.rows)
     known = np.isfinite(chosen) & np.isfinite(rejected)
     if not known.any():

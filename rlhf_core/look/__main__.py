@@ -20,7 +20,7 @@ from rlhf_core.config import ConfigError, Params, overridden, parse_params, read
 from rlhf_core.config.data import DataFormat
 from rlhf_core.data.sources import records_of
 from rlhf_core.look import page
-from rlhf_core.look.look import GUESSED_FROM, Guess, Looked, Tried, guess, look, place_of, sample_of
+from rlhf_core.look.look import GUESSED_FROM, Guess, Inspection, TriedReading, guess, inspect_reading, place_of, sample_of
 from rlhf_core.look.recipe import recipe, recipe_lines, yaml_lines
 from rlhf_core.planning.hardware import GPUS
 from rlhf_core.process import configure_process, exit_with
@@ -89,7 +89,7 @@ def run(given: argparse.Namespace) -> int:
     decided = len(found.fitting) == 1 and found.unreadable is None
     if given.yaml_only:
         print(
-            yaml_lines(found.fitting[0].source) if decided else "\n".join(page.guessed(found, given.path)),
+            yaml_lines(found.fitting[0].source) if decided else "\n".join(page.describe_guess(found, given.path)),
             file=sys.stdout if decided else sys.stderr,
         )
         return 0 if decided else UNDECIDED
@@ -100,13 +100,13 @@ def run(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps(page.as_json(found, readings), indent=2))
         return 0 if decided else UNDECIDED
-    print("\n".join(page.guessed(found, given.path, counts_all=given.all)))
+    print("\n".join(page.describe_guess(found, given.path, counts_all=given.all)))
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for number, reading in enumerate(readings, start=1):
         if not decided:
             print(f"\n--- reading {number}: {reading.looked.tried.reading.format} ---")
-        print("\n".join(page.looked(reading.looked, reading.params, colour=colour, every_token=given.tokens)))
-        print("\n".join(page.proposed(reading)))
+        print("\n".join(page.describe_inspection(reading.looked, reading.params, colour=colour, every_token=given.tokens)))
+        print("\n".join(page.describe_proposal(reading)))
     if given.recipe and decided:
         given.recipe.write_text(f"{readings[0].recipe}\n", encoding="utf-8")
         before = "" if given.params is None else f"--params {given.params} "
@@ -141,28 +141,32 @@ def _text(recipe: Path | None) -> str:
     return overridden(read_text(path), read_recipe(recipe), subject=str(path), source=str(recipe), complete=False)[0]
 
 
-def _read(tried: Tried, found: Guess, params: Params, model: dict[str, Any], text: str, given: argparse.Namespace) -> page.Reading:
+def _read(
+    tried: TriedReading, found: Guess, params: Params, model: dict[str, Any], text: str, given: argparse.Namespace
+) -> page.InspectedReading:
     """Counts one reading and, with a model, makes a proposal for it."""
     if params.model.path is None:
-        looked = _look(tried, found, params, None, given)
-        return page.Reading(looked, params, recipe(looked, params, model))
+        looked = _inspect_reading(tried, found, params, None, given)
+        return page.InspectedReading(looked, params, recipe(looked, params, model))
     from rlhf_core.look.facts import data_facts, machine_facts, model_facts, with_template  # import transformers and torch
-    from rlhf_core.look.propose import Given, propose
+    from rlhf_core.look.propose import UserInput, propose
 
     params, tokenizer, is_chat = with_template(params, tried)
     model |= {"path": params.model.path, "chat_template": params.model.chat_template}
-    looked = _look(tried, found, params, tokenizer, given)
+    looked = _inspect_reading(tried, found, params, tokenizer, given)
     machine = machine_facts(given.gpu, given.gpus)
     data = data_facts(looked, tried.source, whole=found.whole or given.all)
-    proposal = propose(looked, data, model_facts(params, is_chat=is_chat), machine, Given(text, model))
-    return page.Reading(looked, proposal.params, recipe_lines(proposal.source, proposal.settings, proposal.why), proposal)
+    proposal = propose(looked, data, model_facts(params, is_chat=is_chat), machine, UserInput(text, model))
+    return page.InspectedReading(looked, proposal.params, recipe_lines(proposal.source, proposal.settings, proposal.why), proposal)
 
 
-def _look(tried: Tried, found: Guess, params: Params, tokenizer: PreTrainedTokenizerBase | None, given: argparse.Namespace) -> Looked:
+def _inspect_reading(
+    tried: TriedReading, found: Guess, params: Params, tokenizer: PreTrainedTokenizerBase | None, given: argparse.Namespace
+) -> Inspection:
     if not given.all or found.whole:
-        return look(tried, found.records, params, tokenizer, show=given.show)
+        return inspect_reading(tried, found.records, params, tokenizer, show=given.show)
     with tqdm(records_of(tried.source), unit=" records", leave=False, disable=None) as records:  # None: shown on terminals only
-        return look(tried, records, params, tokenizer, show=given.show)
+        return inspect_reading(tried, records, params, tokenizer, show=given.show)
 
 
 if __name__ == "__main__":

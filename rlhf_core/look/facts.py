@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.config import Params, SourceConfig, number_of
 from rlhf_core.data.drops import DropCounts
 from rlhf_core.data.sources import read_source, records_of
-from rlhf_core.look.look import Looked, Tried
+from rlhf_core.look.look import Inspection, TriedReading
 from rlhf_core.look.rows import UseCounts
 from rlhf_core.models.folder import has_weights, locate_model, read_settings
 from rlhf_core.planning.chain import Rows
@@ -139,7 +139,7 @@ class MachineFacts:
         return f"{number_of(self.ranks, 'GPU')}{'' if self.gpu is None else f' ({self.gpu.name})'} of {free}"
 
 
-def data_facts(found: Looked, source: SourceConfig, *, whole: bool) -> DataFacts:
+def data_facts(found: Inspection, source: SourceConfig, *, whole: bool) -> DataFacts:
     """Facts about the data from the counts of a reading.
 
     Args:
@@ -191,7 +191,7 @@ def _positions(settings: dict[str, Any]) -> Iterator[int]:
             yield from (part[key] for key in POSITIONS if isinstance(part.get(key), int))
 
 
-def with_template(params: Params, tried: Tried) -> tuple[Params, PreTrainedTokenizerBase, bool]:
+def with_template(params: Params, tried: TriedReading) -> tuple[Params, PreTrainedTokenizerBase, bool]:
     """The tokenizer of model.path, and whether the model is a chat model.
 
     A model without a template gets a named one in the params: chatml if its tokenizer has ChatML's tokens, else continuation for prompts of

@@ -93,8 +93,8 @@ def _ladder(stage: str, params: Params, machine: MachineFacts) -> Iterator[Setti
         for lora in (None, LORA):
             for recomputes in (False, True):
                 for tokens in _halves(most, max(params.model.max_length, FEWEST_CPU_TOKENS)):
-                    how = {"gradient_checkpointing": recomputes, "microbatch_tokens": tokens}
-                    yield {f"{trainer}.{name}": value for name, value in how.items()} | {f"{method}.lora": lora}
+                    settings = {"gradient_checkpointing": recomputes, "microbatch_tokens": tokens}
+                    yield {f"{trainer}.{name}": value for name, value in settings.items()} | {f"{method}.lora": lora}
         return
     ranks = len(machine.memory.gpus)
     fixed = {f"{trainer}.ranks": ranks} | ({"rl.rollout.engines": ranks} if method == "rl" else {})
@@ -102,13 +102,13 @@ def _ladder(stage: str, params: Params, machine: MachineFacts) -> Iterator[Setti
     for zero in stages:
         for recomputes in (False, True):
             for tokens in _micro_batches(method, params, ranks, recomputes=recomputes):
-                how = {"zero_stage": zero, "gradient_checkpointing": recomputes, "microbatch_tokens": tokens}
-                yield fixed | {f"{trainer}.{name}": value for name, value in how.items()} | {f"{method}.lora": None}
+                settings = {"zero_stage": zero, "gradient_checkpointing": recomputes, "microbatch_tokens": tokens}
+                yield fixed | {f"{trainer}.{name}": value for name, value in settings.items()} | {f"{method}.lora": None}
     for lora in (LORA, LORA | {"quantize": "nf4"}):
         for recomputes in (False, True):
             for tokens in _micro_batches(method, params, ranks, recomputes=recomputes):
-                how = {"zero_stage": stages[0], "gradient_checkpointing": recomputes, "microbatch_tokens": tokens}
-                yield fixed | {f"{trainer}.{name}": value for name, value in how.items()} | {f"{method}.lora": lora}
+                settings = {"zero_stage": stages[0], "gradient_checkpointing": recomputes, "microbatch_tokens": tokens}
+                yield fixed | {f"{trainer}.{name}": value for name, value in settings.items()} | {f"{method}.lora": lora}
 
 
 def section_at(key: str, params: Params) -> Any:

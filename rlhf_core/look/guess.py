@@ -1,7 +1,7 @@
 """Readings of a sample of records: the formats and column mappings that fit, with reasons and with what the data can't tell.
 
 Names and kinds of columns propose a reading; it is kept only if `convert`, which prepare_data uses, accepts the records (look.look). If
-several readings fit equally well, the user has to choose (look.settle).
+several readings fit equally well, the user has to choose (look.resolve).
 """
 
 from __future__ import annotations

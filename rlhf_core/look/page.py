@@ -11,7 +11,7 @@ from rlhf_core.config.data import DropKind
 from rlhf_core.data.drops import DropCounts
 from rlhf_core.look import repeats
 from rlhf_core.look.guess import columns_line
-from rlhf_core.look.look import Guess, Looked, Tried
+from rlhf_core.look.look import Guess, Inspection, TriedReading
 from rlhf_core.look.proposed import as_json as proposal_json
 from rlhf_core.look.proposed import costs, notes
 from rlhf_core.look.recipe import LIMITS, dropped_share, exceeds_limit, yaml_lines
@@ -28,7 +28,7 @@ MAX_PIECES = 40  # listed tokens around the first trained one
 LEFT_OUT = "left out of training"
 
 
-def guessed(guess: Guess, path: str, *, counts_all: bool = False) -> Iterator[str]:
+def describe_guess(guess: Guess, path: str, *, counts_all: bool = False) -> Iterator[str]:
     """Describes the sample and its readings.
 
     counts_all: the counts cover all records, not the sample only.
@@ -69,7 +69,7 @@ def _choice(guess: Guess) -> str:
     return f"unsure: {len(guess.fitting)} readings fit; choose with --format or --columns"
 
 
-def _reading(title: str, tried: Tried) -> Iterator[str]:
+def _reading(title: str, tried: TriedReading) -> Iterator[str]:
     reading = tried.reading
     yield f"{title}: format {reading.format}{_mapping(reading.columns)}, for {', '.join(reading.uses)}"
     yield f"  because {'; '.join(shown(w, 300) for w in reading.why)}"
@@ -84,7 +84,7 @@ def _mapping(columns: Mapping[str, Any]) -> str:
     return f" ({named})" if named else ""
 
 
-def looked(found: Looked, params: Params, *, colour: bool, every_token: bool) -> Iterator[str]:
+def describe_inspection(found: Inspection, params: Params, *, colour: bool, every_token: bool) -> Iterator[str]:
     """Shows records as they are trained on, then the counts."""
     if params.model.path is None:
         yield (
@@ -100,7 +100,7 @@ def looked(found: Looked, params: Params, *, colour: bool, every_token: bool) ->
     yield from _counts(found, params)
 
 
-def _record(sequences: list[Sequence | str], found: Looked, params: Params, *, colour: bool, every_token: bool) -> Iterator[str]:
+def _record(sequences: list[Sequence | str], found: Inspection, params: Params, *, colour: bool, every_token: bool) -> Iterator[str]:
     """Shows a record's sequences; a prompt that several of them share is shown once."""
     shown_before: list[tuple[list[int], str]] = []
     for sequence in sequences[:MAX_SEQUENCES]:
@@ -125,7 +125,7 @@ def _record(sequences: list[Sequence | str], found: Looked, params: Params, *, c
         yield f"  and {len(sequences) - MAX_SEQUENCES} more of this record"
 
 
-def _title(sequence: Sequence, found: Looked, params: Params) -> str:
+def _title(sequence: Sequence, found: Inspection, params: Params) -> str:
     trained, length = sum(sequence.trained), len(sequence.ids)
     line = f"  {sequence.name}: {length} tokens, {f'{trained} trained' if trained else 'continued by the policy'}"
     line += f"; {shown(sequence.remark, 300)}" if sequence.remark else ""
@@ -185,7 +185,7 @@ def _excerpt(parts: list[tuple[str, bool, int, int]]) -> str:
     return before + "\N{MIDDLE DOT}".join(_one_line(text) for text, *_ in some) + after
 
 
-def _counts(found: Looked, params: Params) -> Iterator[str]:
+def _counts(found: Inspection, params: Params) -> Iterator[str]:
     dropped = found.dropped
     left_out = f"{dropped.records} left out{_too_many(found, params)}{':' * bool(dropped.records)}"
     yield f"{number_of(dropped.read, 'record')} read, {left_out}"
@@ -224,7 +224,7 @@ def _length_bias(values: Mapping[str, Any], limit: float) -> str:
     return f"{line}: validate_data stops, since training would learn length" if abs(longer - 0.5) > limit else line
 
 
-def _too_many(found: Looked, params: Params) -> str:
+def _too_many(found: Inspection, params: Params) -> str:
     """A note if prepare_data would stop because too much of a use is left out."""
     (share, _), limit = dropped_share(found, [], list(found.counts), params.model.max_length), params.validation.max_dropped_fraction
     return f" ({share:.1%}; validation.max_dropped_fraction is {limit:g}: prepare_data stops)" if share > limit else ""
@@ -247,19 +247,19 @@ def objection(kind: str, count: int, rows: int, params: Params) -> str:
 
 
 @dataclass(frozen=True)
-class Reading:
+class InspectedReading:
     """A reading that was inspected.
 
     params: with the proposal laid over them, or as they are. recipe: YAML. proposal: None without a model.
     """
 
-    looked: Looked
+    looked: Inspection
     params: Params
     recipe: str
     proposal: Proposal | None = None
 
 
-def proposed(reading: Reading) -> Iterator[str]:
+def describe_proposal(reading: InspectedReading) -> Iterator[str]:
     """Shows the reasons, the recipe, and the time and memory that it will take."""
     if reading.proposal is not None:
         yield ""
@@ -269,7 +269,7 @@ def proposed(reading: Reading) -> Iterator[str]:
         yield from costs(reading.proposal)
 
 
-def as_json(guess: Guess, found: list[Reading]) -> dict[str, Any]:
+def as_json(guess: Guess, found: list[InspectedReading]) -> dict[str, Any]:
     """The same content as JSON values, with unescaped texts and complete token ids and masks."""
     return {
         "records": len(guess.records),
@@ -295,7 +295,7 @@ def as_json(guess: Guess, found: list[Reading]) -> dict[str, Any]:
     }
 
 
-def _json_of_reading(tried: Tried, found: Reading | None) -> dict[str, Any]:
+def _json_of_reading(tried: TriedReading, found: InspectedReading | None) -> dict[str, Any]:
     if found is None:
         return {"yaml": yaml_lines(tried.source)}
     proposal = {} if found.proposal is None else {"proposal": proposal_json(found.proposal)}
@@ -303,7 +303,7 @@ def _json_of_reading(tried: Tried, found: Reading | None) -> dict[str, Any]:
     return {"yaml": found.recipe, "max_length": max_length, **_json_of(found.looked, max_length), **proposal}
 
 
-def _json_of(found: Looked, max_length: int) -> dict[str, Any]:
+def _json_of(found: Inspection, max_length: int) -> dict[str, Any]:
     return {
         "read": found.dropped.read,
         "left_out": found.dropped.records,

@@ -14,7 +14,7 @@ from rlhf_core.look import recipe, repeats
 from rlhf_core.look.facts import DataFacts, MachineFacts, ModelFacts
 from rlhf_core.look.fit import Fit, device_settings, propose_fit, section_at, section_of
 from rlhf_core.look.lengths import Lengths, propose_lengths
-from rlhf_core.look.look import Looked
+from rlhf_core.look.look import Inspection
 from rlhf_core.look.methods import Choice, choose
 from rlhf_core.look.schedule import CHECKPOINTS, EVALUATIONS, every, nice, propose_schedule
 from rlhf_core.planning.chain import StageTime, stage_times
@@ -71,7 +71,7 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Given:
+class UserInput:
     """What the user gave.
 
     text: params.yaml with a recipe laid over it. model: keys of `model` that options set.
@@ -81,7 +81,7 @@ class Given:
     model: Mapping[str, Any]
 
 
-def propose(found: Looked, data: DataFacts, model: ModelFacts, machine: MachineFacts, given: Given) -> Proposal:
+def propose(found: Inspection, data: DataFacts, model: ModelFacts, machine: MachineFacts, given: UserInput) -> Proposal:
     """A recipe for the data, the model and the machine.
 
     Raises:
@@ -134,7 +134,7 @@ def propose(found: Looked, data: DataFacts, model: ModelFacts, machine: MachineF
     )
 
 
-def _without_method(found: Looked, choice: Choice, model: ModelFacts, machine: MachineFacts, given: Given) -> Proposal:
+def _without_method(found: Inspection, choice: Choice, model: ModelFacts, machine: MachineFacts, given: UserInput) -> Proposal:
     """A proposal of the source and the model alone, for data that is enough for no method."""
     params = overridden(given.text, _model_settings(given), subject="params.yaml", complete=False)[1]
     limits = recipe.needed_limits(found, found.tried.source.uses, params)
@@ -145,7 +145,7 @@ def _without_method(found: Looked, choice: Choice, model: ModelFacts, machine: M
     return Proposal(choice, lengths, source, settings, limits.why, notes, (), params, (), "", model, machine)
 
 
-def _model_settings(given: Given) -> dict[str, Any]:
+def _model_settings(given: UserInput) -> dict[str, Any]:
     return {f"model.{key}": value for key, value in given.model.items()}
 
 
@@ -153,7 +153,7 @@ def _of_choice(choice: Choice) -> dict[str, Any]:
     return dict(choice.settings) | {"sft.enabled": choice.sft}
 
 
-def _small_models_rates(choice: Choice, model: ModelFacts, given: Given) -> dict[str, float]:
+def _small_models_rates(choice: Choice, model: ModelFacts, given: UserInput) -> dict[str, float]:
     """Learning rates for a model below the sizes that the usual rates are for, where the user gave none."""
     if model.parameters is None or model.parameters >= SMALL_MODEL:
         return {}
@@ -230,7 +230,7 @@ def _peak(plan: Plan, *, on_gpu: bool) -> float:
     return max(sum(p.count * (p.needed + without_models(p)) for p in moment) for moment in plan.moments)
 
 
-def _differing(settings: Mapping[str, Any], given: Given) -> dict[str, Any]:
+def _differing(settings: Mapping[str, Any], given: UserInput) -> dict[str, Any]:
     """The settings that differ from params.yaml, in its order, without the source, which is written separately."""
     plain = read_yaml_text(given.text, "params.yaml")
     order = list(keys_of(with_defaults(Params, plain)))
@@ -317,7 +317,7 @@ def _warnings(
         yield f"{data.pairs} pairs are few: a thousand or more is usual, and a held-out tenth of {data.pairs} judges little"
 
 
-def _stops(found: Looked, params: Params) -> Iterator[str]:
+def _stops(found: Inspection, params: Params) -> Iterator[str]:
     """Reasons for which validate_data will stop and that no key of the recipe should hide."""
     for kind, limit in repeats.LIMITS.items():
         allowed = getattr(params.validation, limit)

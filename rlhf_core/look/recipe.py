@@ -12,7 +12,7 @@ from typing import Any, get_args
 from rlhf_core.config import Params, SourceConfig
 from rlhf_core.config.data import DropKind
 from rlhf_core.data.drops import Tally
-from rlhf_core.look.look import Looked
+from rlhf_core.look.look import Inspection
 
 LIMITS = {
     "empty": "max_empty_fraction",
@@ -44,7 +44,7 @@ class Limits:
     why: dict[str, str] = field(default_factory=dict)
 
 
-def recipe(found: Looked, params: Params, model: Mapping[str, Any]) -> str:
+def recipe(found: Inspection, params: Params, model: Mapping[str, Any]) -> str:
     """A recipe for `--params` without a proposal: the source with its `drop`, keys of `model`, and limits that would otherwise stop the
     chain.
     """
@@ -86,7 +86,7 @@ def _tree_lines(tree: Mapping[str, Any], depth: int) -> Iterator[str]:
             yield from _tree_lines(node, depth + 1)
 
 
-def needed_limits(found: Looked, uses: list[str], params: Params, *, most_too_long: float = MOST_TOO_LONG) -> Limits:
+def needed_limits(found: Inspection, uses: list[str], params: Params, *, most_too_long: float = MOST_TOO_LONG) -> Limits:
     """The limits that the data exceeds, raised far enough to accept it.
 
     Args:
@@ -109,12 +109,12 @@ def needed_limits(found: Looked, uses: list[str], params: Params, *, most_too_lo
     return limits
 
 
-def _too_long(found: Looked, uses: list[str], params: Params) -> float:
+def _too_long(found: Inspection, uses: list[str], params: Params) -> float:
     """The largest share of rows of one use that are too long."""
     return max(found.counts[use].longer_than(params.model.max_length) / found.counts[use].rows for use in uses if use in found.counts)
 
 
-def needed_drop(found: Looked, uses: list[str], params: Params) -> list[DropKind]:
+def needed_drop(found: Inspection, uses: list[str], params: Params) -> list[DropKind]:
     """Kinds of rows of which a use has more than validate_data allows and which `drop` can remove."""
     stopping = {
         kind
@@ -129,7 +129,7 @@ def exceeds_limit(kind: str, count: int, rows: int, params: Params) -> bool:
     return kind in LIMITS and count / rows > getattr(params.validation, LIMITS[kind])
 
 
-def dropped_share(found: Looked, drop: list[DropKind], uses: list[str], max_length: int) -> tuple[float, str]:
+def dropped_share(found: Inspection, drop: list[DropKind], uses: list[str], max_length: int) -> tuple[float, str]:
     """The largest share of one use's rows that prepare_data could leave out, with its use."""
     counted = {use: counts for use, counts in found.counts.items() if use in uses}
     tally = Tally(found.dropped, Counter({use: counts.rows for use, counts in counted.items()}))

@@ -217,8 +217,8 @@ def sequences(use: str, row: dict, tokenizer: PreTrainedTokenizerBase, params: P
     if use == "pretrain":
         return [_of_demonstration("pretrain", d) for d in encode_texts([row], tokenizer, max_length=sys.maxsize)[0]]
     if use == "sft":
-        how = {"train_on": params.sft.train_on, "train_on_thoughts": params.sft.train_on_thoughts}
-        return [_of_demonstration("sft", d) for d in encode_demonstrations([row], tokenizer, max_length=sys.maxsize, **how)[0]]
+        masking = {"train_on": params.sft.train_on, "train_on_thoughts": params.sft.train_on_thoughts}
+        return [_of_demonstration("sft", d) for d in encode_demonstrations([row], tokenizer, max_length=sys.maxsize, **masking)[0]]
     if use == "prompt":
         ids = encode_prompt(tokenizer, row["messages"])
         label = row.get("label")

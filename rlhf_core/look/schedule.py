@@ -76,9 +76,9 @@ def supervised_schedule(key: str, train: int, ranks: int, *, most: float | None 
     batch = max(fewest, min(largest, power_of_two(train * epochs / STEPS[key])))
     batch = -(-batch // ranks) * ranks
     steps = max(1, round(train * epochs / batch))
-    how = {"epochs": epochs, "steps": None, "batch_size": batch}
-    how |= {"eval_every": every(steps, EVALUATIONS), "checkpoint_every": every(steps, CHECKPOINTS)}
-    return {f"{key}.{name}": value for name, value in how.items()}
+    settings = {"epochs": epochs, "steps": None, "batch_size": batch}
+    settings |= {"eval_every": every(steps, EVALUATIONS), "checkpoint_every": every(steps, CHECKPOINTS)}
+    return {f"{key}.{name}": value for name, value in settings.items()}
 
 
 def rl_schedule(train: int, machine: MachineFacts) -> dict[str, Any]:

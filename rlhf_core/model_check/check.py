@@ -159,10 +159,10 @@ def try_ready_made(scorer: ScorerConfig, model: ModelConfig, folder: Path | None
 def _score_difference(scorer: ScorerConfig, folder: Path, model: ModelConfig) -> float:
     check_model_folder(folder)
     check_ready_made(scorer, folder)
-    how = {"trust_remote_code": model.trust_remote_code}
-    tokenizer = load_tokenizer(str(folder), template_date=model.template_date, scores=True, **how)
-    check_weights(folder, scalar=True, **how)
-    check_rows(tokenizer, vocabulary_size(folder, **how), subject=f"reward model {folder}")
+    load_options = {"trust_remote_code": model.trust_remote_code}
+    tokenizer = load_tokenizer(str(folder), template_date=model.template_date, scores=True, **load_options)
+    check_weights(folder, scalar=True, **load_options)
+    check_rows(tokenizer, vocabulary_size(folder, **load_options), subject=f"reward model {folder}")
     with refusals(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     cut = smaller(config, kind=classifier(type(config)), trust_remote_code=model.trust_remote_code)

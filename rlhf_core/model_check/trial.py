@@ -273,8 +273,8 @@ class Trial:
         save_model(model, engine.state_dict(), self._tokenizer, folder)
         return folder
 
-    def _plain(self, folder: Path, **how: Any) -> torch.Tensor:
-        return torch.cat(plain_logprobs(folder, self.sequences, trust_remote_code=self._settings.trust_remote_code, **how))
+    def _plain(self, folder: Path, **options: Any) -> torch.Tensor:
+        return torch.cat(plain_logprobs(folder, self.sequences, trust_remote_code=self._settings.trust_remote_code, **options))
 
     def _difference_in_double(self, module: PolicyModule, folder: Path) -> float:
         """The largest difference in float64, which tells a mistake from rounding; infinite if the model can't be computed in float64.
@@ -326,8 +326,8 @@ def plain_logprobs(
     folder: Path, sequences: list[list[int]], *, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
     """Log-probability of each token but the first, by transformers alone: whole logits, one sequence at a time."""
-    how = {"trust_remote_code": trust_remote_code, "dtype": dtype}
-    model = AutoModelForCausalLM.from_pretrained(folder, **how).to(device()).eval()
+    load_options = {"trust_remote_code": trust_remote_code, "dtype": dtype}
+    model = AutoModelForCausalLM.from_pretrained(folder, **load_options).to(device()).eval()
     found = []
     for ids in sequences:
         row = torch.tensor([ids], device=device())
@@ -338,9 +338,9 @@ def plain_logprobs(
 
 @torch.no_grad()
 def _scores(folder: Path, sequences: list[list[int]], *, trust_remote_code: bool) -> torch.Tensor:
-    how = {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
+    load_options = {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
     kind = classifier(type(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)))
-    model = kind.from_pretrained(folder, **how).to(device()).eval()
+    model = kind.from_pretrained(folder, **load_options).to(device()).eval()
     return torch.cat([model(input_ids=torch.tensor([ids], device=device())).logits[0].float().cpu() for ids in sequences])
 
 

@@ -55,8 +55,8 @@ def new_language_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
     for training.
     """
     if config.path is not None:
-        how = {"trust_remote_code": config.trust_remote_code, "training_dtype": config.dtype}
-        return load_language_model(locate_model(config.path, config.revision), max_length=config.max_length, **how)
+        load_options = {"trust_remote_code": config.trust_remote_code, "training_dtype": config.dtype}
+        return load_language_model(locate_model(config.path, config.revision), max_length=config.max_length, **load_options)
     shape = config.architecture
     torch.manual_seed(seed)
     return LlamaForCausalLM(
@@ -88,11 +88,11 @@ def load_language_model(
     Raises:
         ValueError: the folder holds no such model, or an incomplete one.
     """
-    how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "training_dtype": training_dtype}
+    load_options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "training_dtype": training_dtype}
     if max_length is not None:
-        how["config"] = _config(path, trust_remote_code=trust_remote_code)
-        fix_frequencies(how["config"], max_length)
-    return _load(AutoModelForCausalLM, path, **how)
+        load_options["config"] = _config(path, trust_remote_code=trust_remote_code)
+        fix_frequencies(load_options["config"], max_length)
+    return _load(AutoModelForCausalLM, path, **load_options)
 
 
 def check_weights(path: str | Path, *, trust_remote_code: bool = False, scalar: bool = False) -> None:
@@ -101,11 +101,11 @@ def check_weights(path: str | Path, *, trust_remote_code: bool = False, scalar: 
     Raises:
         ValueError: it won't.
     """
-    how = {"trust_remote_code": trust_remote_code, "training_dtype": "float32", "device_map": {"": "meta"}}
+    load_options = {"trust_remote_code": trust_remote_code, "training_dtype": "float32", "device_map": {"": "meta"}}
     if scalar:
-        _load_scalar(path, unread=_UNREAD_BY_CLASSIFIERS, **_labels(path), **how)
+        _load_scalar(path, unread=_UNREAD_BY_CLASSIFIERS, **_labels(path), **load_options)
     else:
-        _load(AutoModelForCausalLM, path, **how)
+        _load(AutoModelForCausalLM, path, **load_options)
 
 
 def _load(
@@ -116,7 +116,7 @@ def _load(
     training_dtype: str,
     new: tuple[str, ...] = (),
     unread: re.Pattern = _UNREAD,
-    **how: Any,
+    **load_options: Any,
 ):
     """Load a model of a class from a folder, and check that its weights are all there and all read.
 
@@ -126,7 +126,7 @@ def _load(
     """
     check_model_folder(path)
     with refusals(path):
-        how |= _dequantizing(path)
+        load_options |= _dequantizing(path)
         model, info = kind.from_pretrained(
             path,
             trust_remote_code=trust_remote_code,
@@ -134,9 +134,9 @@ def _load(
             dtype=getattr(torch, training_dtype),  # float32 first would take twice the memory
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
-            **how,
+            **load_options,
         )
-    if "quantization_config" in how:
+    if "quantization_config" in load_options:
         del model._weight_conversions  # by which saving would quantize again
     _check_loaded(path, model, info, new=new, unread=unread)
     if model.can_generate():
@@ -207,8 +207,8 @@ def new_scalar_model(
     """
     _check_linear_score(language_model_path, trust_remote_code=trust_remote_code)
     every_name = re.compile("")  # the language model was checked as it was loaded
-    how = {"trust_remote_code": trust_remote_code, "training_dtype": training_dtype, "num_labels": 1}
-    model = _load_scalar(language_model_path, new=_HEADS, unread=every_name, **how)
+    load_options = {"trust_remote_code": trust_remote_code, "training_dtype": training_dtype, "num_labels": 1}
+    model = _load_scalar(language_model_path, new=_HEADS, unread=every_name, **load_options)
     end = turn_end(tokenizer)
     pads_otherwise = tokenizer.pad_token_id not in (*end.trained, *end.after)[-1:]
     model.config.pad_token_id = tokenizer.pad_token_id if pads_otherwise else None
@@ -236,8 +236,8 @@ def load_scalar_model(path: str | Path, *, trust_remote_code: bool = False, trai
     Raises:
         ValueError: the folder holds no such model, or an incomplete one.
     """
-    how = {"trust_remote_code": trust_remote_code, "training_dtype": training_dtype, "unread": _UNREAD_BY_CLASSIFIERS}
-    return _load_scalar(path, **_labels(path), **how)
+    load_options = {"trust_remote_code": trust_remote_code, "training_dtype": training_dtype, "unread": _UNREAD_BY_CLASSIFIERS}
+    return _load_scalar(path, **_labels(path), **load_options)
 
 
 def _labels(path: str | Path) -> dict[str, int]:
@@ -248,9 +248,9 @@ def _labels(path: str | Path) -> dict[str, int]:
     return {} if {"num_labels", "id2label"} & settings.keys() else {"num_labels": 1}
 
 
-def _load_scalar(path: str | Path, *, trust_remote_code: bool, **how: Any) -> PreTrainedModel:
+def _load_scalar(path: str | Path, *, trust_remote_code: bool, **load_options: Any) -> PreTrainedModel:
     kind = classifier(type(_config(path, trust_remote_code=trust_remote_code)))
-    return _load(kind, path, trust_remote_code=trust_remote_code, **how)
+    return _load(kind, path, trust_remote_code=trust_remote_code, **load_options)
 
 
 def _config(path: str | Path, *, trust_remote_code: bool) -> PretrainedConfig:
@@ -277,8 +277,8 @@ def _with_flash_attention(model: PreTrainedModel) -> PreTrainedModel:
             raise ValueError("the architecture doesn't work with it")
         model.set_attn_implementation(FLASH)
     except (ValueError, ImportError) as error:
-        how = model.config._attn_implementation
-        log.info("model: %s computes attention by %s, not by FlashAttention: %s", type(model).__name__, how, error)
+        implementation = model.config._attn_implementation
+        log.info("model: %s computes attention by %s, not by FlashAttention: %s", type(model).__name__, implementation, error)
     return model
 
 
@@ -325,10 +325,7 @@ def save_model(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], toke
 
 
 def checkpoint_names(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights named as in the model's Hugging Face folder, for other libraries.
-
-    Each expert has its own tensor, where memory holds one tensor for all; a tied head is left out.
-    """
+    """Weights as the Hugging Face folder names them: a tensor for each expert, which memory holds as one for all, and no tied head."""
     return revert_weight_conversion(model, {n: t for n, t in state_dict.items() if n not in model.all_tied_weights_keys})
 
 
@@ -347,8 +344,8 @@ def with_weights(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) ->
             own[name].copy_(tensor)
         return model
     copied = {name: tensor.clone() for name, tensor in given.items()}  # the new model may keep them
-    how = {"config": model.config, "dtype": model.dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    renewed, info = type(model).from_pretrained(None, state_dict=copied, **how)
+    load_options = {"config": model.config, "dtype": model.dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    renewed, info = type(model).from_pretrained(None, state_dict=copied, **load_options)
     if wrong := sorted(map(str, {*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]})):
         raise ValueError(
             f"weights: expected those of {type(model).__name__}, got others, or none, for {', '.join(wrong[:3])}; restore them"
@@ -428,9 +425,9 @@ def disable_dropout(module: torch.nn.Module) -> None:
 
 class _Classifier(GenericForSequenceClassification):
     @classmethod
-    def from_config(cls, config: PretrainedConfig, *, trust_remote_code: bool = False, **how: Any) -> PreTrainedModel:
+    def from_config(cls, config: PretrainedConfig, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
         """A model with random weights, like `AutoModelForSequenceClassification.from_config`; no remote code is involved."""
-        return cls._from_config(config, **how)
+        return cls._from_config(config, **options)
 
 
 @cache

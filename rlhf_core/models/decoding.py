@@ -69,8 +69,8 @@ class HuggingFaceDecoder:
         self._cache = None
 
     def _forward(self, ids: torch.Tensor, real: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        how = {"attention_mask": real.long(), "position_ids": positions, "past_key_values": self._cache, "use_cache": True}
-        return self._model(input_ids=ids, logits_to_keep=1, **how).logits[:, -1]
+        inputs = {"attention_mask": real.long(), "position_ids": positions, "past_key_values": self._cache, "use_cache": True}
+        return self._model(input_ids=ids, logits_to_keep=1, **inputs).logits[:, -1]
 
     @torch.inference_mode()
     def _probe(self) -> None:

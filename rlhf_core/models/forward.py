@@ -104,7 +104,7 @@ class PolicyModule(nn.Module):
             routed: [B, T] bool, the tokens whose router logits are returned; only for a model with experts.
         """
         rows, predicted_by, ids = batch.predictions()
-        how = {
+        output_options = {
             "temperature": temperature,
             "with_entropy": with_entropy,
             "learn_entropy": learn_entropy,
@@ -112,13 +112,13 @@ class PolicyModule(nn.Module):
             "top_p": top_p,
         }
         if self.split is not None:
-            return self._of_parts(batch, rows, predicted_by, ids, self.split, routed=routed, **how)
+            return self._of_parts(batch, rows, predicted_by, ids, self.split, routed=routed, **output_options)
         if self._rule is None:
             outputs, router_logits = run_model(self.model, batch, routed)
             states = outputs.logits[rows, predicted_by]
         else:
             states, router_logits = self.backend.hidden_states(self.model, batch, rows, predicted_by, routed=routed)
-        return self._output(states, ids, router_logits, **how)
+        return self._output(states, ids, router_logits, **output_options)
 
     def _of_parts(
         self,
@@ -129,14 +129,14 @@ class PolicyModule(nn.Module):
         split: SequenceSplit,
         *,
         routed: torch.Tensor | None,
-        **how: Any,
+        **output_options: Any,
     ) -> PolicyOutput:
         """The output for all selected tokens; this rank computes those that its own columns predict."""
         if routed is not None:
             raise ValueError("sequence_parallel: expected no router logits to be needed, got some; set sequence_parallel to 1")
         part = own_columns(self.model, batch, rows, predicted_by, split)
         states = part.run(self.model).logits if self._rule is None else part.run(trunk(self.model)).last_hidden_state
-        output = self._output(states[part.rows, part.positions], ids[part.own], None, **how)
+        output = self._output(states[part.rows, part.positions], ids[part.own], None, **output_options)
         return PolicyOutput(*(None if values is None else split.joined(values, part.own) for values in output))
 
     def _output(

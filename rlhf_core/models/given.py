@@ -36,8 +36,8 @@ _CONVERSATIONS = ([_USER], [_SYSTEM, _USER], [_USER, _ANSWER, _USER])
 
 def load_as_given(path: str | Path, config: ModelConfig) -> PreTrainedModel:
     """The language model in a folder with exactly the weights of its files, in their own dtype; quantized ones in `config.dtype`."""
-    how = {"trust_remote_code": config.trust_remote_code, "max_length": config.max_length}
-    return load_language_model(path, training_dtype=files_dtype(path, default=config.dtype), **how)
+    load_options = {"trust_remote_code": config.trust_remote_code, "max_length": config.max_length}
+    return load_language_model(path, training_dtype=files_dtype(path, default=config.dtype), **load_options)
 
 
 def files_dtype(path: str | Path, *, default: str) -> str:
@@ -173,10 +173,10 @@ def tokenizer_of_policy(path: str, own: PreTrainedTokenizerBase, config: ModelCo
 def _check_tokens(theirs: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase) -> None:
     one, other = theirs.get_vocab(), own.get_vocab()
     differing = sorted(token for token in one.keys() | other.keys() if one.get(token) != other.get(token))
-    how = f"{number_of(len(differing), 'token')}, such as {shown(repr(differing[0]))}" if differing else "the way it splits texts"
+    found = f"{number_of(len(differing), 'token')}, such as {shown(repr(differing[0]))}" if differing else "the way it splits texts"
     if differing or _splitting(theirs) != _splitting(own):
         raise ValueError(
-            f"{KEY}: expected the tokens of models/sft, by which the KL between the two is measured, got another tokenizer: {how}; set "
+            f"{KEY}: expected the tokens of models/sft, by which the KL between the two is measured, got another tokenizer: {found}; set "
             "model.path to the model that the policy was trained from, or save the policy with that model's tokenizer"
         )
 

@@ -140,12 +140,12 @@ class LogprobHead(nn.Linear):
         self.train(head.training)
 
     def forward(
-        self, hidden: torch.Tensor, token_ids: torch.Tensor | None = None, **how: Any
+        self, hidden: torch.Tensor, token_ids: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """The head's output; with token ids the result of `head_logprobs`."""
         if token_ids is None:
             return super().forward(hidden)
-        return head_logprobs(self.weight, hidden, token_ids, keep=self.keeps_probabilities, **how)
+        return head_logprobs(self.weight, hidden, token_ids, keep=self.keeps_probabilities, **options)
 
 
 def use_logprob_head(model: PreTrainedModel) -> None:

@@ -52,8 +52,12 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig | None, *, seed: int
 
     # Inside another module, so that PEFT doesn't guess from the model's type which layers are experts.
     targets = [f"{_INSIDE}.{name}" for name in _targets(model, config.target_modules)]
-    how = {"lora_alpha": config.alpha, "lora_dropout": config.dropout, "fan_in_fan_out": any(type(m) is Conv1D for m in model.modules())}
-    settings = PeftLoraConfig(r=config.rank, target_modules=targets, **how)
+    options = {
+        "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
+        "fan_in_fan_out": any(type(m) is Conv1D for m in model.modules()),
+    }
+    settings = PeftLoraConfig(r=config.rank, target_modules=targets, **options)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         inject_adapter_in_model(settings, nn.ModuleDict({_INSIDE: model}))
@@ -167,15 +171,17 @@ def _weights(
     Args:
         saved: names in the whole module's state dict, which leaves some buffers out.
     """
-    how = {"prefix": prefix.removesuffix("."), "recurse": adapter is not None, "remove_duplicate": False}
-    state = {name: t.detach() for name, t in (*part.named_parameters(**how), *part.named_buffers(**how)) if name in saved}
+    weight_options = {"prefix": prefix.removesuffix("."), "recurse": adapter is not None, "remove_duplicate": False}
+    state = {
+        name: t.detach() for name, t in (*part.named_parameters(**weight_options), *part.named_buffers(**weight_options)) if name in saved
+    }
     state = dequantized_state(part, state, prefix=prefix, dtype=dtype)
     if adapter is None:
         return state
     state = {n.replace(".base_layer.", "."): tensor for n, tensor in state.items() if not n.startswith(f"{prefix}lora_")}
     if merged:
-        how = {"scale": adapter.scale, "transposed": adapter.transposed}
-        state[adapter.weight] = corrected(state[adapter.weight], adapter.a.detach(), adapter.b.detach(), **how)
+        correction = {"scale": adapter.scale, "transposed": adapter.transposed}
+        state[adapter.weight] = corrected(state[adapter.weight], adapter.a.detach(), adapter.b.detach(), **correction)
     return state
 
 

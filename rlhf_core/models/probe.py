@@ -78,8 +78,8 @@ def can_share_prefixes(model: PreTrainedModel, *, max_length: int | None = None)
         batch = collate_branches(rows, pad_id=0, every_token=True).to(model.device)
         try:
             with probing(model), _each_kind_of_layer(model.config.get_text_config()):
-                how = attention_arguments(model, batch)
-                states = trunk(model)(input_ids=batch.input_ids, use_cache=False, **how).last_hidden_state
+                arguments = attention_arguments(model, batch)
+                states = trunk(model)(input_ids=batch.input_ids, use_cache=False, **arguments).last_hidden_state
         except PROBE_ERRORS:
             return False
         hidden.append(states[batch.selected].float())

@@ -141,16 +141,16 @@ def response_text(
     header = () if special else _header_ids(tokenizer, tokenizer.chat_template)
     if header and tuple(response_ids[: len(header)]) == header:
         response_ids = response_ids[len(header) :]
-    traits, how = _traits(tokenizer, len(tokenizer)), {"skip_special_tokens": not special}
+    traits, decode_options = _traits(tokenizer, len(tokenizer)), {"skip_special_tokens": not special}
     before = list(prompt_ids[-BACK:])
     if not before or before[-1] in traits.added:
         before = [] if traits.begins_anew else _plain(tokenizer, STARTS[2])
     for first in range(len(before) - 1, -1, -1) if traits.keeps_spaces else ():
-        start = tokenizer.decode(before[first:], **how)
-        whole = tokenizer.decode([*before[first:], *response_ids], **how)
+        start = tokenizer.decode(before[first:], **decode_options)
+        whole = tokenizer.decode([*before[first:], *response_ids], **decode_options)
         if not start.startswith(TORN) and whole.startswith(start):
             return whole.removeprefix(start)
-    return tokenizer.decode(list(response_ids), **how)
+    return tokenizer.decode(list(response_ids), **decode_options)
 
 
 def keeps_borders(tokenizer: PreTrainedTokenizerBase) -> bool:

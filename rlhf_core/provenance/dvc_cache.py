@@ -182,8 +182,8 @@ def cache_folder(root: Path) -> Path:
 def _cache_folder(root: Path, *_stamps: tuple[int, int] | None) -> Path:
     """Result of DVC's command line, cached until a settings file changes. DVC isn't imported, since that installs its log handlers."""
     environment = PROCESS_ENVIRONMENT | without_git_places()
-    how = {"cwd": root, "env": environment, "encoding": "utf-8", "errors": "replace"}
-    done = subprocess.run(module_command("dvc", "cache", "dir"), capture_output=True, check=False, **how)
+    process_options = {"cwd": root, "env": environment, "encoding": "utf-8", "errors": "replace"}
+    done = subprocess.run(module_command("dvc", "cache", "dir"), capture_output=True, check=False, **process_options)
     if done.returncode:
         raise ConfigError(f"{root}: expected a DVC project, got: {' '.join(done.stderr.split())}; run from the project's folder")
     return root / done.stdout.strip() / "files" / "md5"

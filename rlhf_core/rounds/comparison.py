@@ -59,8 +59,8 @@ def compare(
 
     def logprobs(folder: Path):
         module = load_policy(folder, params.model, **divided)
-        how = {"pad_id": tokenizer.pad_token_id, "temperature": config.temperature, **divided}
-        return response_logprobs(module, answers[DECIDES]["after"], **how)
+        logprob_options = {"pad_id": tokenizer.pad_token_id, "temperature": config.temperature, **divided}
+        return response_logprobs(module, answers[DECIDES]["after"], **logprob_options)
 
     own = logprobs(policy)
     others = {"before": before, "origin": Path(entry.origin.path)}

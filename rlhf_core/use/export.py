@@ -180,9 +180,9 @@ def _figure(value: Any) -> str:
 
 def _git(root: Path, *command: str, strip: bool = True) -> str | None:
     """The output of a git command; None if it failed or git isn't installed."""
-    how = {"cwd": root, "env": without_git_places(), "timeout": GIT_SECONDS, "encoding": "utf-8"}
+    process_options = {"cwd": root, "env": without_git_places(), "timeout": GIT_SECONDS, "encoding": "utf-8"}
     try:
-        done = subprocess.run(["git", *command], **how, capture_output=True, text=True, check=False)
+        done = subprocess.run(["git", *command], **process_options, capture_output=True, text=True, check=False)
     except OSError:
         return None
     return (done.stdout.strip() if strip else done.stdout) if done.returncode == 0 else None

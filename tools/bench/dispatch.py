@@ -98,17 +98,17 @@ def compare(engines, count: int, rounds: int) -> None:
         raise lost
 
     prompts = [ids.tolist() for ids in np.random.default_rng(0).integers(2, VOCABULARY, size=(count, 12))]
-    how = {"settings": SamplingSettings(LONGEST - 16, 1.0), "stop_ids": (END,), "group_size": 1}
+    options = {"settings": SamplingSettings(LONGEST - 16, 1.0), "stop_ids": (END,), "group_size": 1}
     ratios: dict[str, list[float]] = {"equal": [], "dynamic": []}
     for k in range(rounds + 1):
         seeds = request_seeds(0, k, count)
         shards = [list(range(count))[rank :: len(engines)] for rank in range(len(engines))]
-        per_rank = [([prompts[i] for i in s], [seeds[i] for i in s], how["settings"]) for s in shards]
-        further = {"stop_ids": how["stop_ids"], "group_size": how["group_size"]}
+        per_rank = [([prompts[i] for i in s], [seeds[i] for i in s], options["settings"]) for s in shards]
+        further = {"stop_ids": options["stop_ids"], "group_size": options["group_size"]}
         ways = {
             "equal": lambda p=per_rank, f=further: engines.call("generate", p, deadline=600, **f),
             "dynamic": lambda s=seeds: Dispatcher(
-                engines, refuse, Requests(prompts, s, how), at_a_time=AT_A_TIME, joins=True, deadline=600
+                engines, refuse, Requests(prompts, s, options), at_a_time=AT_A_TIME, joins=True, deadline=600
             ).run(),
         }
         seconds, work = {}, {}

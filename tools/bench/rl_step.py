@@ -43,8 +43,8 @@ def rl_step(prompts: int) -> tuple[float, float, int]:
         for step in range(STEPS):
             began = time.process_time()
             taken = stream.take(step * prompts, prompts)
-            how = {"stop_ids": stop_ids(tokenizer, job.sft_model), "group_size": rl.group_size}
-            groups = engine.generate([p.prompt_ids for p in taken], list(range(prompts)), sampling_settings(rl), **how)
+            options = {"stop_ids": stop_ids(tokenizer, job.sft_model), "group_size": rl.group_size}
+            groups = engine.generate([p.prompt_ids for p in taken], list(range(prompts)), sampling_settings(rl), **options)
             rollouts = [
                 Rollout(prompt, s.response_ids, s.logprobs, s.finished, group_id=i, policy_version=step)
                 for i, (prompt, group) in enumerate(zip(taken, groups, strict=True))

@@ -125,8 +125,8 @@ def find_git(folder: Path) -> list[Finding]:
         return [Finding("git", "not installed", "broken", "needed by DVC and for the runs' worktrees; install git")]
 
     def git(*arguments: str) -> str:
-        how = {"env": without_git_places(), "encoding": "utf-8", "errors": "replace"}
-        return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, check=False, **how).stdout.strip()
+        process_options = {"env": without_git_places(), "encoding": "utf-8", "errors": "replace"}
+        return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, check=False, **process_options).stdout.strip()
 
     if not git("rev-parse", "--verify", "--quiet", "HEAD"):
         return [Finding("git", "no commit here", "broken", "runs start from a commit; clone the project, or `git init` and commit")]

@@ -145,8 +145,8 @@ def status(key: str) -> float:
 def train(case: Case, work: Path) -> None:
     scratch = work / f"training-{case.shape}"
     scratch.mkdir(exist_ok=True)
-    how = train_rl if case.stage in RL else train_supervised
-    how(case, work / case.shape, scratch)
+    train_case = train_rl if case.stage in RL else train_supervised
+    train_case(case, work / case.shape, scratch)
 
 
 def train_supervised(case: Case, folder: Path, scratch: Path) -> None:

@@ -49,8 +49,8 @@ class CpuBackend(Backend):
         self, model: PreTrainedModel, batch: TokenBatch, rows: torch.Tensor, positions: torch.Tensor, *, routed: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert routed is None  # a plain Llama has no experts
-        how = {"position_ids": batch.position_ids, "visible": batch.visible, "segments": batch.segments}
-        return packed_states(trunk(model), batch.input_ids, rows, positions, **how), None
+        arguments = {"position_ids": batch.position_ids, "visible": batch.visible, "segments": batch.segments}
+        return packed_states(trunk(model), batch.input_ids, rows, positions, **arguments), None
 
     def microbatches(self, sequences: Sequence[list[int]], *, max_tokens: int) -> list[list[int]]:
         """Sequences grouped so that those that begin alike are together: a pass computes a common beginning once, and no padding."""

@@ -44,8 +44,8 @@ def run(record: Record, chosen: Sequence[str]) -> list[str]:
     """Run the tests and record them, with whole tracebacks in the output. Returns the failures."""
     outcomes = Outcomes(record)
     which = list(chosen) if any("::" in name and not name.startswith("-") for name in chosen) else [str(ROOT / "tests" / "gpu"), *chosen]
-    how = ["--rootdir", str(ROOT), "-p", "no:cacheprovider", "-vv", "--tb=long", f"--timeout={TEST_SECONDS}"]
-    code = pytest.main([*which, *how], plugins=[outcomes])
+    arguments = ["--rootdir", str(ROOT), "-p", "no:cacheprovider", "-vv", "--tb=long", f"--timeout={TEST_SECONDS}"]
+    code = pytest.main([*which, *arguments], plugins=[outcomes])
     if code and not outcomes.failures:
         return [f"pytest: expected exit code 0, got {int(code)}"]
     return outcomes.failures

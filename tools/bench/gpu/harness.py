@@ -212,23 +212,23 @@ def run_part(part: Part, check: Check, head: SharedHead, writer: subprocess.Pope
     began, path = time.monotonic(), check.out / f"{part.name}.json"
     for old in (path, ray_logs(part, check)):
         old.unlink(missing_ok=True)
-    how = {"rehearsal": check.rehearse, "about": check.about}
+    common = {"rehearsal": check.rehearse, "about": check.about}
     try:
         if part.models and writer is not None and writer.wait(timeout=WRITE_SECONDS):
-            return Result(part.name, FAILED, f"its models were not written; see {LOGS}", **how)
+            return Result(part.name, FAILED, f"its models were not written; see {LOGS}", **common)
         address = head.address() if part.head else None
     except subprocess.TimeoutExpired:
-        return Result(part.name, FAILED, f"its models were not written within {WRITE_SECONDS:.0f} s", **how)
+        return Result(part.name, FAILED, f"its models were not written within {WRITE_SECONDS:.0f} s", **common)
     except ClusterError as error:
         head.close()
-        return Result(part.name, FAILED, str(error), **how)
+        return Result(part.name, FAILED, str(error), **common)
     outcome, reason = _watch(part, path, check, address, head, writer)
     figures = read(path) if path.exists() else []
     for left in (path, path.with_suffix(".part")):
         left.unlink(missing_ok=True)
     if outcome == RAN and not figures:
         outcome, reason = FAILED, "it left no figures"
-    return Result(part.name, outcome, reason, round(time.monotonic() - began, 1), figures=figures, **how)
+    return Result(part.name, outcome, reason, round(time.monotonic() - began, 1), figures=figures, **common)
 
 
 def _watch(part: Part, path: Path, check: Check, address: str | None, head: SharedHead, writer: subprocess.Popen | None) -> tuple[str, str]:

@@ -47,11 +47,11 @@ def start(actors_class: type[Actors], ends: list[float], mismatch: dict[int, dic
 
     check = loop.check_logprobs
 
-    def note_and_check(batch, sampler_logprobs, config, *, step: int, **how: Any) -> float:
+    def note_and_check(batch, sampler_logprobs, config, *, step: int, **options: Any) -> float:
         mask = batch.response_mask.clone()
         mask[:, : config.rollout.min_new_tokens] = False
         mismatch[step] = sizes((batch.rollout_logprobs - sampler_logprobs)[mask])  # a step's last comparison counts
-        return check(batch, sampler_logprobs, config, step=step, **how)
+        return check(batch, sampler_logprobs, config, step=step, **options)
 
     loop.check_logprobs = note_and_check
     loop.is_due = lambda *_: False  # no checkpoint; these jobs have no evaluation

@@ -179,10 +179,10 @@ def trained_bytes(shape: ModelShape, *, tokens: int, scalar: bool = False) -> fl
     Args:
         scalar: a reward model, without a vocabulary head and logits.
     """
-    how = Training(zero_stage=ZERO_STAGE)
-    states = training_states(shape.scalar_parameters if scalar else shape.parameters, how)
-    head = 0.0 if scalar else head_training(shape, tokens, how)
-    return states.resident + states.one_pass(trunk_activations(shape, tokens, how) + head)
+    training = Training(zero_stage=ZERO_STAGE)
+    states = training_states(shape.scalar_parameters if scalar else shape.parameters, training)
+    head = 0.0 if scalar else head_training(shape, tokens, training)
+    return states.resident + states.one_pass(trunk_activations(shape, tokens, training) + head)
 
 
 def step_bytes(shape: ModelShape, *, scalar: bool = False) -> float:
@@ -193,9 +193,9 @@ def step_bytes(shape: ModelShape, *, scalar: bool = False) -> float:
 
 def adapted_bytes(shape: ModelShape, *, tokens: int, rank: int, quantized: bool) -> float:
     """Bytes for training with adapters on every linear layer of a frozen language model."""
-    how = Training(zero_stage=ZERO_STAGE, adapters=adapter_parameters(shape, rank), quantized=quantized)
-    states = training_states(shape.parameters, how, linear=shape.linear)
-    return states.resident + states.one_pass(trunk_activations(shape, tokens, how) + head_training(shape, tokens, how))
+    training = Training(zero_stage=ZERO_STAGE, adapters=adapter_parameters(shape, rank), quantized=quantized)
+    states = training_states(shape.parameters, training, linear=shape.linear)
+    return states.resident + states.one_pass(trunk_activations(shape, tokens, training) + head_training(shape, tokens, training))
 
 
 if __name__ == "__main__":

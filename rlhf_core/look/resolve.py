@@ -19,7 +19,7 @@ _RANK = {
 }
 
 
-def settle(readings: Sequence[Reading], columns: Columns) -> list[Reading]:
+def resolve_readings(readings: Sequence[Reading], columns: Columns) -> list[Reading]:
     """The readings that remain: a single one is the guess; several are a choice for the user."""
     sure = [reading for reading in readings if not reading.doubtful]
     if not sure:
