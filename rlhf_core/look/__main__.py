@@ -156,7 +156,7 @@ def _read(
     looked = _inspect_reading(tried, found, params, tokenizer, given)
     machine = machine_facts(given.gpu, given.gpus)
     data = data_facts(looked, tried.source, whole=found.whole or given.all)
-    proposal = propose(looked, data, model_facts(params, is_chat=is_chat), machine, UserInput(text, model))
+    proposal = propose(looked, data, model_facts(params, tokenizer, is_chat=is_chat), machine, UserInput(text, model))
     return page.InspectedReading(looked, proposal.params, recipe_lines(proposal.source, proposal.settings, proposal.why), proposal)
 
 
