@@ -1,4 +1,4 @@
-"""Compare RL algorithms or alignment methods over several seeds: one table, and learning curves of RL.
+"""Compares RL algorithms or alignment methods over several seeds in one table, with learning curves of RL.
 
     python -m flows.compare --params recipes/clerk.yaml [--algorithms ppo grpo ...] [--seeds 0 1 2] [--jobs 2] [--set key=value]
     python -m flows.compare --params recipes/clerk.yaml --methods dpo dpo:ipo kto rejection_sampling ...
@@ -41,6 +41,7 @@ THREADS = "cluster.threads"  # the cores, divided by --jobs
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m flows.compare", description="Compare RL algorithms or ways to the policy on several seeds."
     )
@@ -61,7 +62,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compare(root: Path, options: argparse.Namespace, held: ExitStack) -> int:
-    """Run all variants and write the comparison; returns the exit code. held: keeps the runs' locks until the caller exits it."""
+    """Run all variants and write the comparison. Returns the exit code.
+
+    held: keeps the runs' locks until the caller exits it.
+    """
     try:
         variants = {name: method_overrides(name) for name in options.methods} or {
             name: {"rl.algorithm": name} for name in options.algorithms
@@ -124,11 +128,12 @@ def method_overrides(name: str) -> dict[str, Any]:
 
 
 def run_name(variant: str, seed: int) -> str:
+    """The name of the run of a variant with a seed."""
     return f"compare-{slug(f'{variant}-{seed}')}"
 
 
 def _repro(workspace: Path, stage: str) -> str | None:
-    """Run the stages up to `stage`, with output in the worktree's compare.log. Returns the run's name if a stage failed."""
+    """Run the stages up to `stage`, with output in the worktree's compare.log. Returns the run's name if a stage failed, else None."""
     print(f"{workspace.name}: {stage} ...", flush=True)
     note(workspace, outcome="running", stage=stage, message="", until=None)
     with (workspace / "compare.log").open("a") as log:

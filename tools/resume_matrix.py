@@ -1,4 +1,4 @@
-"""The resume matrix: python -m tools.resume_matrix [--only WORD ...] [--seed N] [--folder F] [--list]; docs/resume.md describes it.
+"""Runs the resume matrix: python -m tools.resume_matrix [--only WORD ...] [--seed N] [--folder F] [--list]; docs/resume.md describes it.
 
 Each cell runs a real training stage of a small chain twice: once undisturbed, and once killed by SIGKILL after a step that the seed draws
 and then run again. All state digests, the final weights, curves and metrics of both must be the same. Stages on one rank are forked from
@@ -64,7 +64,8 @@ JOB_PROCESSES = {"driver": r"-m rlhf_core\.stage\.driver ", "rank": "ray::(Rank|
 
 @dataclass(frozen=True)
 class Cell:
-    """
+    """A training stage that is killed and run again.
+
     Args:
         changes: over the small chain's params.
         steps: rows of its curves.
@@ -84,7 +85,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """Result of a cell. problems: empty if nothing differs."""
+    """The result of a cell.
+
+    problems: empty if nothing differs.
+    """
 
     cell: str
     killed: str
@@ -125,7 +129,7 @@ def all_cells() -> list[Cell]:
 
 
 def on_two_ranks() -> list[Cell]:
-    """Supervised stages as Ray jobs; each process of a job is the victim of some."""
+    """Cells for supervised stages as Ray jobs; each process of a job is the victim in some."""
     zero = {number: {"ranks": 2, "zero_stage": number} for number in (0, 2, 3)}
     cells: list[tuple[Victim, Cell]] = [
         ("rank", sft_cell("ZeRO 0", zero[0])),
@@ -148,7 +152,7 @@ def sft_cell(name: str, section: dict[str, Any]) -> Cell:
 
 
 def reward_cell(name: str, section: dict[str, Any]) -> Cell:
-    """One epoch over the small chain's pairs."""
+    """A cell of one epoch over the small chain's pairs."""
     changes = {"reward": {"epochs": 1.0, "checkpoint_every": 3, "eval_every": 4} | section}
     return Cell(f"reward, {name}", "train_reward", "train_reward", changes, 12)
 
@@ -262,7 +266,7 @@ class Killer:
 
 
 def job_processes(workspace: Path, pattern: str) -> list[psutil.Process]:
-    """Processes of a workspace's job whose command line matches."""
+    """The processes of a workspace's job whose command line matches."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -275,7 +279,8 @@ def job_processes(workspace: Path, pattern: str) -> list[psutil.Process]:
 
 
 def try_out(cell: Cell, base: Path, folder: Path, seed: int, address: str | None) -> Row:
-    """
+    """Run a cell.
+
     Args:
         address: of the head that jobs share.
     """
@@ -299,7 +304,7 @@ def try_out(cell: Cell, base: Path, folder: Path, seed: int, address: str | None
 
 
 def compare(whole: Path, killed: Path, stage: str) -> tuple[int, list[str]]:
-    """Number of state digests, and the differences between the runs' digests, weights, curves and metrics."""
+    """The number of state digests, and the differences between the runs' digests, weights, curves and metrics."""
     found, problems = state_digests(whole, stage), []
     if found.keys() != state_digests(killed, stage).keys():
         problems.append(f"state digests of {sorted(found)} and of {sorted(state_digests(killed, stage))}")
@@ -382,7 +387,7 @@ def prepare(base: Path) -> Path:
 
 
 def write_table(rows: dict[str, Row], seed: int) -> None:
-    """One row per cell that was run, in the order of `all_cells`."""
+    """Write one row for each cell that was run, in the order of `all_cells`."""
     with TABLE.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["cell", "seed", "killed", "after row", "resumed from", "digests compared", "result"])

@@ -1,7 +1,7 @@
-"""params.yaml as frozen typed models: the only reader of that file.
+"""Reads params.yaml into frozen typed models; nothing else reads that file.
 
-A stage receives its own section and never the whole tree. Unknown keys, wrong types and values that don't fit together
-are refused here, before anything expensive starts, with the key's path, what was expected and what to do.
+Unknown keys, wrong types and values that don't fit together are refused here, before anything expensive starts, with the key's path, what
+was expected and what to do.
 """
 
 from __future__ import annotations

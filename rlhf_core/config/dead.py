@@ -1,4 +1,4 @@
-"""Settings of RL that other settings leave without any effect, which a run would not show.
+"""Finds RL settings that other settings leave without any effect, which a run would not show.
 
 A key whose default has an effect can't tell that it was set, so that only keys that are off by default are refused.
 `tests/contract/test_dead_settings.py` has a table of all pairs.
@@ -19,7 +19,10 @@ _OF_RATIO = ("clip_frac", "approx_kl", "policy_ratio_max", "policy_ratio_min")
 
 
 def dead_settings(rl: RlConfig) -> Iterator[str]:
-    """Conflicts, their keys relative to `rl`. Those of a number of steps are found once it is known (`RlConfig.over_prompts`)."""
+    """Conflicts, with keys relative to `rl`.
+
+    Those that depend on the number of steps are found once it is known (`RlConfig.over_prompts`).
+    """
     yield from _dead_in_few_steps(rl)
     if not rl.ratio_moves:
         on_policy = "because a batch has one optimizer step (minibatch_size, ppo_epochs), before which all ratios are 1"
@@ -73,7 +76,7 @@ def _dead_in_few_steps(rl: RlConfig) -> Iterator[str]:
 
 
 def _dead_limit(rl: RlConfig, key: str, limit: LimitConfig) -> Iterator[str]:
-    """Conflicts of a limit that can't be passed: its metric never changes or has no value, or the run is too short."""
+    """Conflicts of a limit that can't be passed, because its metric never changes or has no value, or the run is too short."""
     constant = {
         "a critic": limit.metric in _OF_CRITIC and rl.critic is None,
         "several optimizer steps a batch": limit.metric in _OF_RATIO and not rl.ratio_moves,

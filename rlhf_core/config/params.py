@@ -1,4 +1,4 @@
-"""The whole of params.yaml: which of its keys a configuration uses, and which values must fit together across sections."""
+"""Checks params.yaml as a whole: which keys a configuration uses, and which values must fit together across sections."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ class Params(Section):
 
     @property
     def evaluation_scorers(self) -> list[ScorerConfig]:
-        """The scorers of the evaluation: rl.reward.scorers, without those of the chain's own reward model where none is trained."""
+        """The evaluation's scorers: rl.reward.scorers, without the chain's own reward model if none is trained."""
         return [s for s in self.rl.reward.scorers if self.reward.enabled or not s.is_own_reward_model]
 
     @property
     def method_scorers(self) -> tuple[str, list[ScorerConfig]] | None:
-        """Key and list of the scorers that the method learns from; None: the method learns from data."""
+        """The scorers that the method learns from, with their key; None if the method learns from data."""
         lists = {
             "rl": ("rl.reward.scorers", self.rl.reward.scorers),
             "rejection_sampling": ("rejection_sampling.scorers", self.rejection_sampling.scorers),
@@ -95,7 +95,7 @@ class Params(Section):
         return lists.get(self.alignment.method)
 
     def conflicts(self) -> Iterator[str]:
-        """Values of different sections that don't fit together; `conflicts` below leaves out those of sections that aren't read."""
+        """Values of different sections that don't fit together; `conflicts` below leaves out sections that aren't read."""
         yield from self._length_conflicts()
         yield from self._sample_conflicts()
         yield from self._divided_conflicts()
@@ -153,7 +153,7 @@ class Params(Section):
                 )
 
     def _reward_model_conflicts(self) -> Iterator[str]:
-        """With reward.enabled false: sections that would start from the missing reward model."""
+        """Sections that would start from the missing reward model if reward.enabled is false."""
         if self.rl.critic_starts_from_reward_model:
             yield (
                 f"rl.{self.rl.algorithm}.critic_init: expected sft while reward.enabled is false, got {self.rl.critic.critic_init}; set it "
@@ -166,7 +166,7 @@ class Params(Section):
             )
 
     def _scorer_conflicts(self, key: str, scorers: list[ScorerConfig]) -> Iterator[str]:
-        """A list of scorers at `key` that needs a reward model or a judge which the chain doesn't have."""
+        """Conflicts of a list of scorers at `key` that needs a reward model or a judge which the chain doesn't have."""
         own = [s for s in scorers if s.is_own_reward_model]
         if own and not self.reward.enabled:
             yield (
@@ -185,7 +185,7 @@ class Params(Section):
 
 
 def keys_in_use(params: Params, *, rounds: bool = False) -> tuple[str, ...]:
-    """Sections and keys that are read, each with all below it. A method reads the section of its name.
+    """Sections and keys that the configuration reads, each with all below it. A method reads the section of its name.
 
     Args:
         rounds: for a series of rounds of iterative DPO, which reads further sections.
@@ -199,7 +199,7 @@ def keys_in_use(params: Params, *, rounds: bool = False) -> tuple[str, ...]:
 
 
 def incomplete(tree: dict[str, Any], params: Params, *, rounds: bool = False) -> Iterator[str]:
-    """What params that are valid still lack for a run: a model, data, and learning rates where there are no usual ones.
+    """What valid params still lack for a run: a model, data, and learning rates where there are no usual ones.
 
     Args:
         tree: params as written.
@@ -220,7 +220,7 @@ def incomplete(tree: dict[str, Any], params: Params, *, rounds: bool = False) ->
 
 
 def rates_in_use(params: Params, *, rounds: bool = False) -> list[str]:
-    """The keys of the learning rates that a run trains with, but for that of pretraining."""
+    """The keys of the learning rates with which a run trains, without that of pretraining."""
     used = tuple(f"{name}." for name in keys_in_use(params, rounds=rounds))
     keys = [key for key in (*LEARNING_RATES, "iterative.learning_rate") if key.startswith(used)]
     unused = {*CRITIC_RATES} - {f"rl.{params.rl.algorithm}.critic_learning_rate"}
@@ -249,7 +249,7 @@ def unusual(params: Params, parameters: int | None, *, rounds: bool = False) -> 
 
 
 def rows_needed(params: Params) -> tuple[UseAndSplit, ...]:
-    """Uses and splits of data/prepared that must have rows.
+    """The uses and splits of data/prepared that must have rows.
 
     train_sft and RL with rl.ptx read demonstrations, and evaluate answers held-out prompts. The gate reads preferences of the split test,
     and a reward model that is trained those of train. DPO, KTO and conditional SFT learn from preferences of train, RL and rejection

@@ -1,4 +1,4 @@
-"""Online RL and the columns of its curves."""
+"""Settings of online RL, and the columns of its curves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, create_model, model_validator
 from rlhf_core.algorithms.online import ALGORITHMS, Algorithm
 from rlhf_core.config.base import RENAMED_COLUMNS, RENAMED_KEYS, LearningRate, Section, did_you_mean
 from rlhf_core.config.dead import dead_settings
-from rlhf_core.config.model import LengthConfig, LoraConfig, OptimizerConfig, Schedule, sequence_conflicts, takers
+from rlhf_core.config.model import LengthConfig, LoraConfig, OptimizerConfig, Schedule, data_parallel_keys, sequence_conflicts
 from rlhf_core.config.rl_parts import (
     ALGORITHM_SECTIONS,
     DEFAULT_LIMITS,
@@ -38,7 +38,8 @@ CACHE_BLOCK = 16  # tokens of a block of vLLM's cache on a GPU
 class RlSettings(OptimizerConfig, LengthConfig):
     """`RlConfig` but for the sections of the algorithms.
 
-    epochs: over the training prompts. ppo_epochs: passes over each rollout batch. max_minutes: as of SharedTrainingConfig."""
+    epochs: passes over the training prompts. ppo_epochs: passes over each rollout batch. max_minutes: as in SharedTrainingConfig.
+    """
 
     algorithm: Literal[tuple(ALGORITHMS)]
     max_minutes: float | None = Field(default=None, gt=0)
@@ -100,6 +101,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
 
     @property
     def group_size(self) -> int:
+        """Samples per prompt."""
         return self.own.group_size
 
     @property
@@ -109,7 +111,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
 
     @property
     def limits(self) -> dict[str, LimitConfig]:
-        """The limits of `monitor` that are not switched off."""
+        """The limits of `monitor` that are switched on."""
         return {name: limit for name, limit in self.monitor.items() if limit is not None}
 
     @property
@@ -126,18 +128,18 @@ class RlSettings(OptimizerConfig, LengthConfig):
 
     @property
     def role_groups(self) -> tuple[RoleGroup, ...]:
-        """`placement` with each group's number of ranks, and with the run's roles only."""
+        """The groups of `placement`, each with its number of ranks and only the roles of this run."""
         groups = [([role for role in group.roles if role in self.roles], group.ranks) for group in self.placement]
         return tuple(RoleGroup(roles=roles, ranks=ranks or self.trainer.ranks) for roles, ranks in groups if roles)
 
     @property
     def learning_groups(self) -> tuple[RoleGroup, ...]:
-        """Those of `role_groups` with a model that is trained, the policy's first."""
+        """The groups of `role_groups` with a model that is trained, the policy's first."""
         return tuple(sorted((g for g in self.role_groups if g.learns), key=lambda g: "policy" not in g.roles))
 
     @property
     def ranks(self) -> int:
-        """Trainer ranks of all groups together."""
+        """The number of trainer ranks over all groups."""
         return sum(group.ranks for group in self.role_groups)
 
     @property
@@ -146,7 +148,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
         return self.ranks + self.rollout.engines * self.rollout.tensor_parallel_size
 
     def over_prompts(self, prompts: int) -> RlConfig:
-        """With the number of steps for so many training prompts as `steps`.
+        """The section with `steps` set to the number of steps for so many training prompts.
 
         Raises:
             ValueError: a setting doesn't fit the number of steps.
@@ -157,12 +159,12 @@ class RlSettings(OptimizerConfig, LengthConfig):
         return rl
 
     def of_group(self, group: RoleGroup) -> RlConfig:
-        """With the group's number of ranks as that of `trainer`."""
+        """The section with the group's number of ranks as that of `trainer`."""
         return self.model_copy(update={"trainer": self.trainer.model_copy(update={"ranks": group.ranks})})
 
     @property
     def most_ranks(self) -> int:
-        """Of a group."""
+        """The largest number of ranks that a group has."""
         return max(group.ranks for group in self.role_groups)
 
     @property
@@ -172,7 +174,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
 
     @property
     def sends_reference(self) -> bool:
-        """Whether the policy's whole weights go to a reference in another group: at the start, or where it is refreshed."""
+        """Whether the policy's whole weights are sent to a reference in another group, at the start or when it is refreshed."""
         apart = any("reference" in group.roles and "policy" not in group.roles for group in self.role_groups)
         return apart and (self.starts_rounded or self.kl.refresh_reference_every is not None)
 
@@ -211,12 +213,12 @@ class RlSettings(OptimizerConfig, LengthConfig):
 
     @property
     def optimizer_steps(self) -> int:
-        """Of the whole run, whose `steps` are known, where none is skipped and max_approx_kl ends no step early."""
+        """The number of optimizer steps of the whole run, if none is skipped and max_approx_kl ends no step early; `steps` is known."""
         return self.steps * self.ppo_epochs * (self.samples_per_step // self.minibatch_size)
 
     @property
     def policy_steps(self) -> int:
-        """Those of `optimizer_steps` that train the policy."""
+        """The number of optimizer steps of the whole run that train the policy."""
         return self.optimizer_steps // self.steps * sum(map(self.trains_policy, range(self.steps)))
 
     def trains_policy(self, step: int) -> bool:
@@ -224,7 +226,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
         return self.critic is None or step >= self.critic.critic_warmup_steps
 
     def old_logprobs_source(self, step: int) -> Literal["recompute", "from_update", "from_engine"]:
-        """Where the policy loss of a step, counted from 0, takes its old log-probabilities from.
+        """The source of the old log-probabilities in the policy loss of a step, counted from 0.
 
         from_engine: from the rollout engine, where rollouts are one step old and not corrected: its policy is the one that sampled.
         from_update: from the update, where a batch has one optimizer step, which starts from the policy that sampled, and nothing before
@@ -247,7 +249,9 @@ class RlSettings(OptimizerConfig, LengthConfig):
         yield from dead_settings(self)
 
     def _takers(self, ranks: int) -> str:
-        return takers(ranks, self.trainer.sequence_parallel, section="trainer." if ranks == self.trainer.ranks else "placement.")
+        return data_parallel_keys(
+            ranks, self.trainer.sequence_parallel, section="trainer." if ranks == self.trainer.ranks else "placement."
+        )
 
     def _placement_conflicts(self) -> Iterator[str]:
         placed = [role for group in self.placement for role in group.roles]

@@ -1,4 +1,4 @@
-"""Usual learning rates of pretrained models with 0.1 to 8B parameters: the meaning of `learning_rate: null`.
+"""Usual learning rates for pretrained models of 0.1 to 8B parameters, which `learning_rate: null` stands for.
 
 docs/training.md has the same table with its sources.
 """
@@ -51,7 +51,8 @@ LEARNING_RATES: dict[str, Rates] = {
 
 
 def usual(key: str, *, lora: bool, optimizer: str = "adamw") -> Usual:
-    """
+    """The usual learning rate of a key.
+
     Args:
         key: of LEARNING_RATES. lora: whether the section trains adapters. optimizer: as in params.yaml.
     """
@@ -63,7 +64,7 @@ def usual(key: str, *, lora: bool, optimizer: str = "adamw") -> Usual:
 
 
 def with_usual_rates(tree: Any) -> Any:
-    """Params as written, with each `learning_rate: null` replaced by its usual value, and that of `iterative` by the one of `dpo`."""
+    """Params as written, with each `learning_rate: null` replaced by its usual value. `iterative` takes the value of `dpo`."""
     if not isinstance(tree, dict):
         return tree
     for key in nulls(tree):
@@ -77,24 +78,24 @@ def with_usual_rates(tree: Any) -> Any:
 
 
 def nulls(tree: dict[str, Any]) -> list[str]:
-    """The keys of LEARNING_RATES that a tree has as null."""
+    """The keys of LEARNING_RATES that are null in a tree."""
     return [key for key in LEARNING_RATES if _at(tree, key) is None]
 
 
 def _at(tree: Any, key: str) -> Any:
-    """The value at a dotted key; `...`: there is no such key."""
+    """The value at a dotted key; `...` if there is no such key."""
     for part in key.split("."):
         tree = tree.get(part, ...) if isinstance(tree, dict) else ...
     return tree
 
 
 def _replaced(tree: dict[str, Any], path: list[str], value: float) -> dict[str, Any]:
-    """The tree with another value at a path; `tree` itself is left as it is."""
+    """The tree with another value at a path; `tree` itself stays unchanged."""
     first, *rest = path
     return {**tree, first: _replaced(tree[first], rest, value) if rest else value}
 
 
 def _short(rate: float) -> str:
-    """2e-05 as 2e-5."""
+    """A rate in short form: 2e-05 as 2e-5."""
     digits, _, exponent = f"{rate:.0e}".partition("e")
     return f"{digits}e{int(exponent)}"

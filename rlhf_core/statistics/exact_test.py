@@ -1,4 +1,4 @@
-"""Exact tests of two sides compared on the same prompts, and the gains that they find. Each prompt has one comparison and counts once."""
+"""Exact tests of two sides compared on the same prompts, and the gains that they detect. Each prompt has one comparison and counts once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,11 @@ def p_value(ahead: int, behind: int, n: int, *, margin: float = 0.0) -> float:
 
 
 def _largest_tail(lead: int, decided: int, n: int, margin: float) -> float:
-    """max over d of P(A - B >= lead): D binomial(n, d) prompts are decided, and of them A binomial(D, (1 + margin / d) / 2) ahead."""
+    """The largest tail probability over d, where D ~ binomial(n, d) prompts are decided and A ~ binomial(D, (1 + margin / d) / 2) of these
+    are ahead.
+
+    P(A - B >= lead) is maximized over d within its Clopper-Pearson interval.
+    """
     if n == 0:
         return 1.0
     low = betaincinv(decided, n - decided + 1, UNCERTAIN / 2) if decided else 0.0
@@ -59,9 +63,10 @@ def _largest_tail(lead: int, decided: int, n: int, margin: float) -> float:
 
 
 def smallest_gain(decided: int, n: int, level: float, *, margin: float = 0.0, power: float = 0.8) -> float | None:
-    """The difference (share ahead) - (share behind) that a test detects at this level and power, if `decided` of n prompts are decided.
+    """The smallest difference (share ahead) - (share behind) that a test detects at this level and power, if `decided` of n prompts are
+    decided.
 
-    None: no outcome on so few prompts is significant.
+    None means that no outcome on so few prompts is significant.
     """
     needed = bisect_left(range(decided + 1), True, key=lambda ahead: p_value(ahead, decided - ahead, n, margin=margin) <= level)
     if needed > decided:
@@ -73,12 +78,12 @@ def smallest_gain(decided: int, n: int, level: float, *, margin: float = 0.0, po
 def prompts_needed(gain: float, decided: float, level: float, *, margin: float = 0.0, power: float = 0.8) -> int | None:
     """Approximate number of prompts at which a test at this level detects a difference (share ahead) - (share behind) of `gain`.
 
+    None means that the gain isn't above 0 and the margin, so that no number of prompts suffices.
+
     ((z(1 - level) sqrt(d - margin^2) + z(power) sqrt(d - gain^2)) / (gain - margin))^2, d = `decided`, the share of prompts that are
     decided. Source, of margin 0: Connor 1987, Biometrics 43(1), as in
     https://powerandsamplesize.com/Calculators/Compare-Paired-Proportions/McNemar-Z-test-1-Sided. This normal
     approximation is too low for an exact test; up to EXACT prompts it is corrected with `smallest_gain`.
-
-    None: the gain isn't above 0 and the margin, so no number of prompts suffices.
     """
     if gain <= max(margin, 0.0):
         return None

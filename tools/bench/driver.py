@@ -1,4 +1,4 @@
-"""An RL job's driver with a clock: python -m tools.bench.driver JOB.pkl WORK.json [--bare-engines]; the flag adds bare vLLM engines.
+"""Runs an RL job's driver with a clock: python -m tools.bench.driver JOB.pkl WORK.json [--bare-engines]; the flag adds bare vLLM engines.
 
 A machine's speed changes within minutes and with the recent load of its cores. So the job and the bare engines alternate: one rests while
 the other works. Before the job starts, the bare engines also generate their batches without interruption.
@@ -75,7 +75,7 @@ def start_actors(actors_class: type[Actors], end_step: Callable[[], None], job: 
 
 
 class BareEngines:
-    """A job's number of vLLM engines, each in its own process with its share of threads and prompts."""
+    """As many vLLM engines as the job has, each in its own process with its share of threads and prompts."""
 
     def __init__(self, work: Work, *, threads: int):
         processes, self._connections = multiprocessing.get_context("spawn"), []
@@ -89,7 +89,7 @@ class BareEngines:
             self._answer(connection)
 
     def generate(self, turn: int) -> float:
-        """Seconds until every engine has generated a batch."""
+        """Let every engine generate a batch. Returns the seconds."""
         started = time.perf_counter()
         for connection in self._connections:
             connection.send(turn)
@@ -105,7 +105,7 @@ class BareEngines:
 
 
 def serve(connection: Connection, work: Work, part: int, engines: int, threads: int) -> None:
-    """An engine's process: reports that it has started, then generates on request."""
+    """Run an engine's process: report that it has started, then generate on request."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     from rlhf_core.engines.requests import SamplingSettings, request_seeds
     from rlhf_core.engines.vllm.engine import VllmEngine

@@ -1,4 +1,4 @@
-"""Cells of Prefect's server and worker: a fault during a deployment's run on four cheap stages, then `make server` again and a retry."""
+"""Cells for Prefect's server and worker: a fault during a deployment's run of four cheap stages, then `make server` again and a retry."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ MODULES = {"Prefect worker": "prefect --no-prompt worker start", "Prefect server
 
 @dataclass(frozen=True)
 class ServerCell:
-    """message: regular expression of what `make server` prints when it ends; None: the run succeeds, and `make server` continues."""
+    """A fault of the server or worker.
+
+    message: regular expression of what `make server` prints when it ends; None: the run succeeds, and `make server` continues.
+    """
 
     process: str
     fault: str
