@@ -111,6 +111,9 @@ def run(given: argparse.Namespace) -> int:
         given.recipe.write_text(f"{readings[0].recipe}\n", encoding="utf-8")
         before = "" if given.params is None else f"--params {given.params} "
         print(f"\nWritten to {given.recipe}, for the pipeline: {before}--params {given.recipe}")
+    elif given.recipe:
+        why = "the data can be read in several ways or in none; choose as said at the top"
+        print(f"\n{given.recipe} is not written, because {why}", file=sys.stderr)
     return 0 if decided else UNDECIDED
 
 

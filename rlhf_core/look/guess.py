@@ -27,6 +27,8 @@ VALUE = frozenset({"text", "number", "boolean"})
 PROMPT = ("prompt", "question", "instruction", "query", "problem", "user_prompt", "input.messages", "context", "input")
 PAIRS = (
     ("chosen", "rejected"),
+    ("good_answer", "bad_answer"),
+    ("good_response", "bad_response"),
     ("preferred_output", "non_preferred_output"),
     ("preferred", "rejected"),
     ("chosen_response", "rejected_response"),

@@ -57,9 +57,7 @@ def propose_lengths(data: DataFacts, choice: Choice, positions: int | None, *, g
     new = _new_tokens(data, choice, most, OWN_ANSWERS if on_gpu or choice.name == "grpo" else OWN_ANSWERS_ON_CPU)
     trained = [use for use in choice.uses if use != "prompt"]
     wanted = [_kept(data, use, 0) for use in trained if use in data.uses]
-    if choice.name == "grpo":
-        wanted.append(_kept(data, "prompt", new))
-    wanted.append(new + FEWEST_NEW)  # room for a prompt in the evaluation
+    wanted.append(_kept(data, "prompt", new) if "prompt" in data.uses else new + FEWEST_NEW)  # room for answers in RL and evaluation
     length = given or round_up(max(wanted))
     if most is not None:
         length = min(length, most)

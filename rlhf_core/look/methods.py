@@ -10,6 +10,10 @@ from rlhf_core.look.facts import DataFacts, ModelFacts
 # Below this, chat models solve hardly any task of GSM8K without training on solutions: about one in a hundred with 135M parameters.
 SOLVES_FROM = 400_000_000  # parameters
 COMPARED = 0.9  # share of the labels that a scorer must be able to compare
+NO_VERDICT = (
+    "no verdict on the answers, because nothing judges them: the report has curves and samples; for a verdict set reward.enabled=true, "
+    "whose reward model then scores both models' answers, or give the source a judge or the chain a scorer (docs/scorers.md)"
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def _preference(data: DataFacts, model: ModelFacts, name: Literal["dpo", "kto"],
     sft, sft_why = _sft(data, model, good="the good responses")
     uses = ("sft", "preference", "prompt") if sft else ("preference", "prompt")
     settings = {"reward.enabled": False, "alignment.method": name}
-    return Choice(name, why, sft, sft_why, uses, (left_out,), settings)
+    return Choice(name, why, sft, sft_why, uses, (left_out, NO_VERDICT), settings)
 
 
 def _sft(data: DataFacts, model: ModelFacts, *, good: str) -> tuple[bool, str]:

@@ -19,7 +19,7 @@ log = logging.getLogger("rlhf")
 
 
 def fitting_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, longest: int, what: str = "prompts") -> list[Prompt]:
-    """The prompts of at most `longest` tokens, in the order of the rows.
+    """The prompts of at most `longest` tokens, in the order of the rows. The log says how many are left out.
 
     Args:
         rows: of the use prompt (rlhf_core.data.schema).
@@ -35,6 +35,8 @@ def fitting_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, lon
     fitting = [p for p in prompts if len(p.prompt_ids) <= longest]
     if not fitting:
         raise ValueError(f"{what}: expected some of at most {longest} tokens, got none of {len(rows)}; raise model.max_length")
+    if left := len(prompts) - len(fitting):
+        log.warning("%s: %d of %d have more than %d tokens, which leaves no room for a response: left out", what, left, len(rows), longest)
     return fitting
 
 
