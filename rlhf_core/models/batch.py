@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from rlhf_core.types import Sequences
+
 # A shared row costs more attention than it saves if it is longer than this fraction of its sequences' total length.
 SHARING_PAYS = 0.75
 # Where every row holds the responses to one prompt, separate rows are padded to the length of the shared ones: sharing pays earlier.
@@ -116,6 +118,19 @@ def group_by_prefix(sequences: list[list[int]], starts: list[int], *, max_tokens
             groups.append([i])
             tokens = len(ids)
     return groups
+
+
+def prompt_rows(sequences: Sequences, *, max_tokens: int, shared: bool) -> tuple[list[list[int]], list[list[Branches]]]:
+    """Groups of consecutive sequences of one prompt, as positions; and the rows of each group, with a shared prompt where that is less to
+    compute.
+
+    Args:
+        max_tokens: of a shared row.
+        shared: False: each sequence is a group and a row.
+    """
+    ids, starts = sequences.lists(), sequences.starts.tolist()
+    groups = group_by_prefix(ids, starts, max_tokens=max_tokens) if shared else [[i] for i in range(len(ids))]
+    return groups, [continue_prefix(ids[group[0]][: starts[group[0]]], [ids[i][starts[i] :] for i in group]) for group in groups]
 
 
 def continue_prefix(prefix: list[int], branches: list[list[int]], *, shared: bool = True) -> list[Branches]:

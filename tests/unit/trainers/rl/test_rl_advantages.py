@@ -17,7 +17,7 @@ from rlhf_core.trainers.rl.advantages import compute_advantages, explained_varia
 from rlhf_core.trainers.rl.metrics import batch_metrics
 from rlhf_core.trainers.rl.monitor import MonitorState, observe
 from rlhf_core.trainers.rl.state import Progress
-from rlhf_core.types import Baseline, RolloutBatch
+from rlhf_core.types import Baseline, RolloutBatch, Sequences
 
 NAN, INF = math.nan, math.inf
 
@@ -38,7 +38,7 @@ def rollouts(
     zeros = torch.zeros(count, 3)
     mask = torch.arange(3) < torch.tensor(lengths)[:, None]
     base = {
-        "prompt_ids": torch.full((count, 2), 5), "prompt_mask": torch.ones(count, 2, dtype=torch.bool),
+        "sequences": Sequences.of([[5, 5, *[6] * n] for n in lengths], [2] * count),
         "response_ids": torch.full((count, 3), 6), "response_mask": mask,
         "rollout_logprobs": zeros, "old_logprobs_source": "recompute",
         "old_logprobs": zeros, "sampler_logprobs": zeros, "ref_logprobs": zeros, "values": zeros,
