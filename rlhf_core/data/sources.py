@@ -12,7 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +201,7 @@ class Mixed:
 
     counts: Counter[tuple[str, str, str]]
     tallies: dict[str, Tally]
-    rows: dict[str, KeptRows]
+    rows: dict[str, KeptRows] = field(compare=False)
 
     @property
     def dropped(self) -> dict[str, dict[str, int]]:

@@ -33,8 +33,7 @@ def rollouts(
 ):
     """A batch with R = 3, of one scorer unless named; log-probabilities, reference and values are zeros unless given."""
     named = scores if isinstance(scores, dict) else {"reward_model": scores}
-    scores = next(iter(named.values()))
-    count = len(scores)
+    count = len(next(iter(named.values())))
     zeros = torch.zeros(count, 3)
     mask = torch.arange(3) < torch.tensor(lengths)[:, None]
     base = {
