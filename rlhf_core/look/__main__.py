@@ -151,7 +151,7 @@ def _read(tried: Tried, found: Guess, params: Params, model: dict[str, Any], tex
     looked = _look(tried, found, params, tokenizer, given)
     machine = machine_facts(given.gpu, given.gpus)
     data = data_facts(looked, tried.source, whole=found.whole or given.all)
-    proposal = propose(looked, data, model_facts(params, is_chat=is_chat), machine, Given(text, model))
+    proposal = propose(looked, data, model_facts(params, tokenizer, is_chat=is_chat), machine, Given(text, model))
     return page.Reading(looked, proposal.params, recipe_lines(proposal.source, proposal.settings, proposal.why), proposal)
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 COUNTING_SECONDS = 20.0  # for the number of records
 POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length")  # keys of a config.json
+SYSTEM_MARK = "(system)"
 TEMPLATE_ROWS = 200  # that are looked at for several turns
 CHATML = ("<|im_start|>", "<|im_end|>")
 
@@ -91,7 +92,7 @@ class ModelFacts:
     """The model at `path`.
 
     sizes: None for an architecture that the planner doesn't predict. positions: of its longest sequence; None: its config.json names none.
-    is_chat: it comes with a chat template. has_weights: it can be trained here.
+    is_chat: it comes with a chat template. has_weights: it can be trained here. system_prompt: see `own_system_prompt`.
     """
 
     path: str
@@ -99,6 +100,7 @@ class ModelFacts:
     positions: int | None
     is_chat: bool
     has_weights: bool
+    system_prompt: str = ""
 
     @property
     def parameters(self) -> int | None:
@@ -144,8 +146,9 @@ def data_facts(found: Looked, source: SourceConfig, *, whole: bool) -> DataFacts
     return DataFacts(found.counts, max(counted, read) / read, at_least=time.monotonic() >= end)
 
 
-def model_facts(params: Params, *, is_chat: bool) -> ModelFacts:
-    """
+def model_facts(params: Params, tokenizer: PreTrainedTokenizerBase, *, is_chat: bool) -> ModelFacts:
+    """What the proposal has to know of the model in `model.path`.
+
     Args:
         is_chat: the tokenizer came with a template.
     Raises:
@@ -161,7 +164,22 @@ def model_facts(params: Params, *, is_chat: bool) -> ModelFacts:
         next(_positions(settings), None),
         is_chat,
         weighty,
+        own_system_prompt(tokenizer),
     )
+
+
+def own_system_prompt(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The system prompt that the template writes where a conversation has none; empty: none, or it can't be told apart."""
+    from jinja2.exceptions import TemplateError
+
+    question = [{"role": "user", "content": "?"}]
+    try:
+        bare = str(tokenizer.apply_chat_template(question, tokenize=False))
+        given = str(tokenizer.apply_chat_template([{"role": "system", "content": SYSTEM_MARK}, *question], tokenize=False))
+    except (TemplateError, TypeError, ValueError):  # a template without system prompts
+        return ""
+    before, mark, after = given.partition(SYSTEM_MARK)
+    return bare[len(before) : -len(after)].strip() if mark and bare.startswith(before) and bare.endswith(after) else ""
 
 
 def _sizes(folder: Path, *, weighty: bool, trust_remote_code: bool) -> Model | None:
@@ -183,8 +201,10 @@ def _positions(settings: dict[str, Any]) -> Iterator[int]:
 
 
 def with_template(params: Params, tried: Tried) -> tuple[Params, PreTrainedTokenizerBase, bool]:
-    """The tokenizer of model.path, and whether the model is a chat model. One without a template gets a named one in the params: chatml if
-    its tokenizer has ChatML's tokens, else continuation for prompts of one message; with several, turns have their roles in plain text.
+    """The tokenizer of model.path, and whether the model is a chat model.
+
+    One without a template gets a named one in the params: chatml if its tokenizer has ChatML's tokens, continuation if the responses go on
+    with prompts of one message, after white space. Otherwise turns have their roles in plain text.
     """
     from rlhf_core.models.tokenizer import PLAIN_TEMPLATE, pretrained_tokenizer
 
@@ -192,13 +212,21 @@ def with_template(params: Params, tried: Tried) -> tuple[Params, PreTrainedToken
     if tokenizer.chat_template != PLAIN_TEMPLATE or params.model.chat_template is not None:
         return params, tokenizer, params.model.chat_template != "continuation"
     words = tokenizer.get_vocab()
-    rows = islice(read_source(tried.source, seed=params.seed, dropped=DropCounts()), TEMPLATE_ROWS)
-    dialogue = any(len(row["messages"]) > 1 for _, row in rows if "messages" in row)
-    template = "chatml" if all(token in words for token in CHATML) else None if dialogue else "continuation"
+    rows = list(islice(read_source(tried.source, seed=params.seed, dropped=DropCounts()), TEMPLATE_ROWS))
+    template = "chatml" if all(token in words for token in CHATML) else "continuation" if _continue([row for _, row in rows]) else None
     if template is None:
         return params, tokenizer, False
     chosen = params.model_copy(update={"model": params.model.model_copy(update={"chat_template": template})})
     return chosen, pretrained_tokenizer(chosen.model, weights=False), False
+
+
+def _continue(rows: list[dict[str, Any]]) -> bool:
+    """Whether responses go on with a text: prompts have one message, and most responses are joined to theirs by white space."""
+    if any(len(row["messages"]) > 1 for row in rows if "messages" in row):
+        return False
+    texts = [(row["messages"][0]["content"], row.get("response") or row.get("chosen")) for row in rows if row.get("messages")]
+    joined = [prompt[-1:].isspace() or response[:1].isspace() for prompt, response in texts if response]
+    return sum(joined) > len(joined) / 2
 
 
 def _cores() -> int:

@@ -239,8 +239,8 @@ def objection(kind: str, count: int, rows: int, params: Params) -> str:
         return f"{line}; validation.{limit} is {allowed:g}{f': {LEFT_OUT}' if kind == 'too_long' else ''}"
     longer = "; raise model.max_length" if kind == "too_long" else ""
     longer = "; with strip_end_tokens: true the source takes them off" if kind == "end_token" else longer
-    advice = f"; with drop: [{kind}] the source leaves them out" if kind in get_args(DropKind) else ""
-    return f"{line}; validation.{limit} is {allowed:g}: validate_data stops{longer}{advice}"
+    advice = f", unless the source has drop: [{kind}]" if kind in get_args(DropKind) else ""
+    return f"{line}; validation.{limit} is {allowed:g}: validate_data stops{advice}{longer}"
 
 
 @dataclass(frozen=True)

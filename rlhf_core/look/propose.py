@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.config import Params, SourceConfig, overridden, read_yaml_text
+from rlhf_core.config import Params, SourceConfig, overridden, read_yaml_text, shown
 from rlhf_core.config.base import keys_of, with_defaults
 from rlhf_core.config.usual import SMALL_MODEL, SMALL_RATES, nulls
 from rlhf_core.look import recipe, repeats
@@ -271,6 +271,8 @@ def _notes(choice: Choice, lengths: Lengths, fits: Mapping[str, Fit], data: Data
     """What was chosen and why, then what was left out."""
     yield f"method: {choice.why}"
     yield f"{'SFT first' if choice.sft else 'no SFT'}: {choice.sft_why}"
+    if model.system_prompt:
+        yield f"prompts without a system prompt get the template's own: {shown(model.system_prompt)}"
     share, use = lengths.worst
     positions = "" if model.positions is None else f" of the model's {model.positions:,} positions"
     left = f"{_too_long(choice, share, use)} and left out" if share else "no row is longer"

@@ -45,7 +45,9 @@ def costs(found: Proposal) -> Iterator[str]:
 
 
 def _parts(cost: StageCost) -> str:
-    """Of a step of RL."""
+    """What check_model is, and the parts of a step of RL."""
+    if cost.stage == "check_model":
+        return "  tries training and sampling on a small copy of the model"
     if cost.time is None or not cost.time.parts:
         return ""
     return "  a step: " + ", ".join(f"{part} {duration(seconds)}" for part, seconds in cost.time.parts.items())

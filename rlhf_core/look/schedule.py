@@ -26,7 +26,6 @@ PROMPTS, CPU_PROMPTS = 64, 8  # of a rollout batch
 FEWEST_BATCHES = 150  # rollout batches of a run, in several passes over few prompts
 EVALUATIONS, CHECKPOINTS = 10, 5  # of a stage
 FEWEST_BETWEEN = 5  # steps between evaluations
-NICE = (1, 2, 5)
 
 
 @dataclass(frozen=True)
@@ -107,9 +106,7 @@ def power_of_two(number: float) -> int:
 
 
 def nice(number: float) -> int:
-    """The largest of 1, 2, 5, 10, 20, 50, ... that isn't above the number; at least 1."""
-    found, ten = 1, 1
-    while ten <= number:
-        found = next((n * ten for n in reversed(NICE) if n * ten <= number), found)
-        ten *= 10
-    return found
+    """The number rounded down to its first digit, as 80 for 87 and 4 for 4.9; at least 1."""
+    whole = max(1, int(number))
+    ten = 10 ** (len(str(whole)) - 1)
+    return whole // ten * ten
