@@ -1,4 +1,4 @@
-"""Human labels: export pairs for annotation, and import the labels as preference data.
+"""Handles human labels: exports pairs for annotation, and imports the labels as preference data.
 
     python -m flows.labels export --round N [--series NAME] | --pairs FILE  --out DIR [--count K] [--seed S]
     python -m flows.labels import FILE [--export DIR] [--name NAME]
@@ -24,12 +24,14 @@ import pyarrow.parquet as pq
 from flows.chain.worktree import worktree_path
 from rlhf_core.config import shown
 from rlhf_core.data.labels import KEY, LabelPair, decide, export_pairs, read_key, read_labels, sha256
+from rlhf_core.files import replace_text
 from rlhf_core.paths import LABELS, round_folder
 
 CONFIDENCE = 0.95
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(prog="python -m flows.labels", description="Human labels: export pairs, import labels.")
     commands = parser.add_subparsers(dest="command", required=True)
     out = commands.add_parser("export", help="pairs for annotation")
@@ -63,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_pairs(options: argparse.Namespace) -> tuple[list[LabelPair], str]:
-    """The selected pairs and their origin. Rows without both responses are skipped.
+    """The selected pairs and where they come from. Rows without both responses are skipped.
 
     Raises:
         ValueError: the file lacks a column. FileNotFoundError: there is no such file.
@@ -119,12 +121,9 @@ def import_labels(file: Path, export: Path, name: str | None) -> str:
         "import_sha256": sha256(file),
         **labels.provenance,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in labels.rows)
     for file, text in ((path.with_suffix(".json"), json.dumps(provenance, indent=2, ensure_ascii=False) + "\n"), (path, lines)):
-        aside = file.with_name(file.name + ".tmp")
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(file)
+        replace_text(file, text)
     return "\n".join([*_counts(labels.provenance), _SOURCE.format(name=name, path=path, provenance=path.with_suffix(".json"))])
 
 

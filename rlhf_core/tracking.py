@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 
 from rlhf_core.config import TrackingConfig
+from rlhf_core.files import replacing
 
 Row = dict[str, float | int | str]
 
@@ -91,17 +92,16 @@ class _Rows:
     def __init__(self, path: Path, columns: tuple[str, ...] | None, first_step: int):
         self.path = path
         kept = [row for row in _read(path) if int(row["step"]) < first_step]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(path.name + ".tmp")
-        self._file = aside.open("w", newline="", encoding="utf-8")
         self._fixed = columns is not None
         self._writer: csv.DictWriter | None = None
-        if columns is not None or kept:
-            self._start(columns or tuple(kept[0]))
-            # Earlier rows may come from other work that this run resumed from, with other columns; timings get theirs from the first row.
-            self._writer.writerows({name: row.get(name, "") for name in self._writer.fieldnames} for row in kept)
-            self._file.flush()
-        aside.replace(path)
+        with replacing(path) as aside:
+            self._file = aside.open("w", newline="", encoding="utf-8")
+            if columns is not None or kept:
+                self._start(columns or tuple(kept[0]))
+                # Earlier rows may come from other work that this run resumed from, with other columns; timings get theirs from the first
+                # row.
+                self._writer.writerows({name: row.get(name, "") for name in self._writer.fieldnames} for row in kept)
+                self._file.flush()
 
     def _start(self, columns: tuple[str, ...]) -> None:
         extra = "raise" if self._fixed else "ignore"

@@ -14,7 +14,7 @@ from dataclasses import asdict
 
 from rlhf_core.paths import CHECK_MODEL_FIGURES, MODEL_ACCEPTED, STAGE_METRICS, TOKENIZER
 from rlhf_core.stage.files import write_json
-from rlhf_core.stage.run import Stage, StageFailed, no_arguments
+from rlhf_core.stage.run import Stage, StageRefused, no_arguments
 
 log = logging.getLogger("rlhf")
 
@@ -42,7 +42,7 @@ def main() -> None:
             difference = "" if finding.difference is None else f", {finding.difference:.1g} apart at most"
             log.info("%s: %s%s", title(finding), verdict(finding), difference)
         if refused := [message(name, finding, params) for finding in findings if finding.refusal is not None]:
-            raise StageFailed("\n".join(refused))
+            raise StageRefused("\n".join(refused))
         if is_rl:
             check_turns(params, gpus)
         write_json(MODEL_ACCEPTED, {"model": name, "accepted": True})

@@ -16,7 +16,7 @@ from rlhf_core.gate.verdict import unjudged, with_registry
 from rlhf_core.paths import GATE_METRICS, PREPARED, REWARD_HELDOUT, REWARD_MODEL
 from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.stage.files import source_judges, write_json
-from rlhf_core.stage.run import Stage, StageFailed, no_arguments
+from rlhf_core.stage.run import Stage, StageRefused, no_arguments
 from rlhf_core.stage.training import infer
 
 NOT_NEEDED = "not needed: no reward model was trained, since reward.enabled is false."
@@ -42,7 +42,7 @@ def main() -> None:
         for line in explain(gate):
             log.info("gate_reward: %s", line)
         if needed and not gate["passed"] and gate["override"] is None:
-            raise StageFailed(gate["message"])
+            raise StageRefused(gate["message"])
 
 
 if __name__ == "__main__":

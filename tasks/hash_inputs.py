@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlhf_core.provenance.inputs import INPUTS, changes_since, input_problems, read_inputs, summary
 from rlhf_core.stage.files import write_json
-from rlhf_core.stage.run import Stage, StageFailed, no_arguments
+from rlhf_core.stage.run import Stage, StageRefused, no_arguments
 
 LOCK = Path("dvc.lock")
 
@@ -20,7 +20,7 @@ log = logging.getLogger("rlhf")
 def main() -> None:
     with Stage("hash_inputs", resumable=False) as stage:
         if problems := input_problems(stage.params):
-            raise StageFailed("\n".join(problems))
+            raise StageRefused("\n".join(problems))
         inputs = read_inputs(stage.params)
         for line in changes_since(LOCK, inputs):
             log.info("%s", line)

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from rlhf_core.config import ConfigError, load_params
+from rlhf_core.files import replace_text
 from rlhf_core.paths import REPORT, STOPPED_REPORT, TIMINGS
 from rlhf_core.report.files import FILES, check_recorded_params, read_inputs
 from rlhf_core.report.inputs import Stopped, read_processes, read_times
@@ -29,11 +30,11 @@ def main() -> None:
     with Stage("report", resumable=False) as stage:
         if "DVC_STAGE" in os.environ:  # which has run the stages before this one
             check_recorded_params()
-        write(render(read_inputs(stage.params, stage.fingerprint)), REPORT)
+        replace_text(REPORT, render(read_inputs(stage.params, stage.fingerprint)))
         STOPPED_REPORT.unlink(missing_ok=True)
         times = read_times(Path())
         processes = read_processes(Path(), times, stage.params.alignment.method)
-        write(render_times(stage.params.report.title, times, processes), TIMINGS / "time.html")
+        replace_text(TIMINGS / "time.html", render_times(stage.params.report.title, times, processes))
 
 
 def write_stopped(stage: str, because: str) -> None:
@@ -45,14 +46,7 @@ def write_stopped(stage: str, because: str) -> None:
     except ConfigError as error:
         raise SystemExit(str(error)) from None
     reached = order[: order.index(stage) + 1]
-    write(render(read_inputs(params, "", Stopped(stage, because, states), reached=reached)), STOPPED_REPORT)
-
-
-def write(page: str, path: Path) -> None:
-    aside = path.with_name(path.name + ".tmp")
-    aside.parent.mkdir(parents=True, exist_ok=True)
-    aside.write_text(page, encoding="utf-8", newline="\n")
-    aside.replace(path)
+    replace_text(STOPPED_REPORT, render(read_inputs(params, "", Stopped(stage, because, states), reached=reached)))
 
 
 if __name__ == "__main__":

@@ -18,9 +18,10 @@ def main() -> None:
 def train_dpo(run: TrainRun) -> dict[str, Any]:
     """On every rank."""
     from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_pairs
+    from rlhf_core.trainers.supervised import train_loop
 
     params = run.params
-    loop = run.loop(params.dpo, COLUMNS, first_step=0)
+    loop = train_loop(run, params.dpo, COLUMNS, first_step=0)
     trained = train_on_pairs(
         read_rows(PREPARED, "preference", "train"),
         read_rows(PREPARED, "preference", "validation"),

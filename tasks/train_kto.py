@@ -18,9 +18,10 @@ def main() -> None:
 def train_kto(run: TrainRun) -> dict[str, Any]:
     """On every rank."""
     from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_examples
+    from rlhf_core.trainers.supervised import train_loop
 
     params = run.params
-    loop = run.loop(params.kto, COLUMNS, first_step=0)
+    loop = train_loop(run, params.kto, COLUMNS, first_step=0)
     trained = train_on_examples(
         read_rows(PREPARED, "preference", "train"),
         read_rows(PREPARED, "preference", "validation"),

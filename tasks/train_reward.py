@@ -41,6 +41,7 @@ def train_on_rank(run: TrainRun) -> dict[str, Any]:
     """On every rank."""
     from rlhf_core.models.tokenizer import load_tokenizer
     from rlhf_core.trainers.ensemble import train_ensemble
+    from rlhf_core.trainers.supervised import train_loop
 
     params = run.params
     metrics, heldout = train_ensemble(
@@ -50,7 +51,7 @@ def train_on_rank(run: TrainRun) -> dict[str, Any]:
         params.reward,
         model=params.model,
         seed=params.seed,
-        loop=partial(run.loop, params.reward, COLUMNS),
+        loop=partial(train_loop, run, params.reward, COLUMNS),
         save=run.save_model,
     )
     if heldout is not None:

@@ -44,6 +44,7 @@ def train_sft(run: TrainRun) -> dict[str, Any]:
     from rlhf_core.models.build import new_language_model
     from rlhf_core.models.tokenizer import load_tokenizer
     from rlhf_core.trainers.sft import COLUMNS, begin_demonstrations, pretrain, train_on_demonstrations
+    from rlhf_core.trainers.supervised import train_loop
 
     params, config = run.params, run.params.sft
     tokenizer = load_tokenizer(str(TOKENIZER), trust_remote_code=params.model.trust_remote_code)
@@ -54,7 +55,7 @@ def train_sft(run: TrainRun) -> dict[str, Any]:
     model = new_language_model(params.model, tokenizer, seed=params.seed)
     first_step = 0
     if params.model.path is None and (PREPARED / "pretrain.parquet").exists() and config.pretrain.steps != 0:
-        texts, loop = read_rows(PREPARED, "pretrain", "train"), run.loop(config, COLUMNS, first_step=0)
+        texts, loop = read_rows(PREPARED, "pretrain", "train"), train_loop(run, config, COLUMNS, first_step=0)
         weights, first_step = pretrain(model, tokenizer, texts, config, model_config=params.model, loop=loop)
         model = texts = None
         release_memory()
@@ -65,7 +66,7 @@ def train_sft(run: TrainRun) -> dict[str, Any]:
         tokenizer,
         begun,
         config,
-        loop=run.loop(config, COLUMNS, first_step=first_step),
+        loop=train_loop(run, config, COLUMNS, first_step=first_step),
         model_config=params.model,
     )
     run.save_model(model, engine.state_dict(), tokenizer)

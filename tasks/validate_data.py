@@ -12,7 +12,7 @@ from rlhf_core.config import needs_pairs, rows_needed
 from rlhf_core.data.schema import open_tables
 from rlhf_core.paths import DATA_ACCEPTED, DATA_DOCS, PREPARED, STAGE_METRICS, TOKENIZER
 from rlhf_core.stage.files import publish, write_json
-from rlhf_core.stage.run import Stage, StageFailed, no_arguments
+from rlhf_core.stage.run import Stage, StageRefused, no_arguments
 
 log = logging.getLogger("rlhf")
 
@@ -45,7 +45,7 @@ def main() -> None:
         failed = [finding.message() for finding in findings if not finding.passed]
         if failed:
             failed.append(f"{len(failed)} of {len(findings)} expectations failed; nothing is trained on this data")
-            raise StageFailed("\n".join(failed))
+            raise StageRefused("\n".join(failed))
         write_json(DATA_ACCEPTED, {"accepted": True})
         log.info("%d expectations met by %d rows", len(findings), sum(table.metadata.num_rows for table in tables.values()))
 

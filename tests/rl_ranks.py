@@ -14,7 +14,7 @@ import torch
 from tiny_models import rl_job, sequences
 
 from rlhf_core.config import RlConfig
-from rlhf_core.engines.ranks import of_all, rank, world_size
+from rlhf_core.engines.ranks import all_gather, rank, world_size
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl.advantages import compute_advantages
 from rlhf_core.trainers.rl.data import DemonstrationStream, baseline_of, collate, pack
@@ -63,7 +63,7 @@ def train_by_rl(algorithm: str, trainer: dict[str, Any], start: Path, reward: Pa
         batch = collate(rollouts, pack(rollouts), scored, found, baseline, old_logprobs_source=rl.old_logprobs_source(step))
         train_batch, _ = compute_advantages(batch, rl, normalizer, kl_coef=KL_COEF)
         plan = plan_update(train_batch, demonstrations, rl, seed=0, step=step)[rank()]
-        updates = of_all(of_rank.update(plan, kl_coef=KL_COEF, train_policy=True).totals)
+        updates = all_gather(of_rank.update(plan, kl_coef=KL_COEF, train_policy=True).totals)
         totals: Totals = {}
         for of_group in rl.trainer.of_groups(updates):
             add_totals(totals, of_group)
@@ -91,7 +91,7 @@ def given_rollouts(step: int, group: int) -> list[Rollout]:
 def dealt_out(items: Sequence[Any], rl: RlConfig, call: Callable[[list[Any]], Any]) -> list[Any]:
     """Results of each group of ranks, in the items' order; the ranks of a group get the same items."""
     shards = [list(part) for part in np.array_split(np.arange(len(items)), rl.trainer.data_parallel_size)]
-    return rl.trainer.of_groups(of_all(call([items[i] for i in rl.trainer.of_ranks(shards)[rank()]])))
+    return rl.trainer.of_groups(all_gather(call([items[i] for i in rl.trainer.of_ranks(shards)[rank()]])))
 
 
 def forward(of_rank: TrainerRank, rollouts: list[Rollout], rl: RlConfig) -> Outputs:

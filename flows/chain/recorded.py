@@ -6,7 +6,6 @@ An edit within that moment is found here, and what DVC recorded is removed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from rlhf_core.config import ConfigError, read_yaml
+from rlhf_core.files import replacing
 from rlhf_core.provenance.dvc_cache import cache_folder
 from rlhf_core.stage.reading import unlike_record
 from rlhf_core.stage.scratch import Work, md5_of
@@ -48,12 +48,10 @@ def remove_unread(stage: str, workspace: Path, began: float) -> str | None:
                 cached.unlink()
                 cached.parent.rmdir()  # if it is empty, with which DVC fails
     del tree["stages"][name]
-    aside = lock.with_name(f"{lock.name}.{os.getpid()}")
-    with aside.open("w", encoding="utf-8") as file:
+    with replacing(lock) as aside, aside.open("w", encoding="utf-8") as file:
         yaml = YAML(typ="safe", pure=True)
         yaml.default_flow_style = False
         yaml.dump(tree, file)
-    aside.replace(lock)
     return "; ".join(differences)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import ConfigError
+from rlhf_core.files import replace_text
 
 RECORD = Path(".dvc/tmp/run.json")
 # Names of Prefect states of type FAILED for refusals.
@@ -21,13 +22,10 @@ def note(workspace: Path, **fields: Any) -> None:
 
     outcome: running, done, stopped (by a signal), failed, or the name of a refusal's state. stage: the last one that was started.
     message: why the run ended. until: requested last stage of a finished run; None: the chain's own last stage.
-    warnings: settings that wreck pretrained models.
+    warnings: settings that wreck pretrained models. forced: id of the last flow run that forced a stage, and the stage.
     """
     path, now = workspace / RECORD, datetime.now(UTC).isoformat(timespec="seconds")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.tmp")
-    aside.write_text(json.dumps({**read_record(workspace), **fields, "at": now}, ensure_ascii=False), encoding="utf-8")
-    aside.replace(path)
+    replace_text(path, json.dumps({**read_record(workspace), **fields, "at": now}, ensure_ascii=False))
 
 
 @contextmanager

@@ -5,7 +5,7 @@
 
 A and B are checkpoints (step-<n>), files called digest.json, or folders with checkpoints in them, of which the newest counts. A
 state digest is computed from the saved files (saved_state.py). Tensors are hashed by type, shape and content, so equal states have equal
-digests. The content's hash is also part of the file's hash in the manifest (hashing.py).
+digests. The content's hash is also part of the file's hash in the manifest (rlhf_core/storage/hashing.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlhf_core.checkpoint.saved_state import Item, SavedFiles
 from rlhf_core.process import exit_with
 
 DIGEST_FILE = "digest.json"
-VERSION = 2
+VERSION = 3
 UNREADABLE = 2  # exit code
 # Parts of a state, in the order in which differences are reported: an early difference usually causes the later ones.
 PARTS = {

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.checkpoint.hashing import FileHash, HashedFile, Hashing, rank_of
+from rlhf_core.storage.hashing import FileHash, HashedFile, Hashing, rank_of
 
 MANIFEST = "manifest.json"
 FORMAT = 2

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import os
 import re
 import threading
 import time
@@ -17,14 +16,15 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.checkpoint.hashing import rank_of
 from rlhf_core.checkpoint.manifest import fsync
 from rlhf_core.checkpoint.saved_state import SavedFile, SavedFiles
-from rlhf_core.checkpoint.stored import StoredCheckpoint, forget_copies
+from rlhf_core.checkpoint.stored import StoredCheckpoint, remove_old_copies
+from rlhf_core.files import ASIDE, replace_text
+from rlhf_core.storage.hashing import rank_of
 
 POLL_SECONDS = 0.02
 STORAGE_POLL_SECONDS = 0.5
-_PART = re.compile(r"part-\d+\.json(\.tmp)?")
+_PART = re.compile(rf"part-\d+\.json(\.\w+\{ASIDE})?")
 
 log = logging.getLogger("rlhf")
 
@@ -37,7 +37,7 @@ class PartLost(OSError):
     """A rank was lost without delivering its part; the message names it."""
 
 
-def hand_in(folder: Path, rank: int, names: Iterable[str], *, part: int | None = None) -> threading.Thread:
+def save_part(folder: Path, rank: int, names: Iterable[str], *, part: int | None = None) -> threading.Thread:
     """Hash and sync this rank's files in a thread. The process mustn't end before the thread.
 
     Args:
@@ -49,21 +49,21 @@ def hand_in(folder: Path, rank: int, names: Iterable[str], *, part: int | None =
     found = [path for name in names for path in _files(folder / name, rank)]
     own, number = [path.relative_to(folder).as_posix() for path in found], rank if part is None else part
     if StoredCheckpoint.of(folder) is not None:
-        forget_copies(folder)
+        remove_old_copies(folder)
     _write(folder, number, {"names": own})
-    thread = threading.Thread(target=_hand_in, args=(folder, number, own), name=f"checkpoint part {number}")
+    thread = threading.Thread(target=_save_part, args=(folder, number, own), name=f"checkpoint part {number}")
     thread.start()
     return thread
 
 
-def _hand_in(folder: Path, rank: int, names: list[str]) -> None:
+def _save_part(folder: Path, rank: int, names: list[str]) -> None:
     try:
         saved = describe(folder, names)
         if (stored := StoredCheckpoint.of(folder)) is not None:
             stored.upload(folder, {name: found.hash for name, found in saved.items()})
         content: dict[str, Any] = {"saved": {name: found.as_json() for name, found in saved.items()}}
-    except OSError as error:
-        content = {"error": str(error), "errno": error.errno}
+    except (OSError, ValueError) as error:
+        content = {"error": str(error), "errno": getattr(error, "errno", None)}
     try:
         _write(folder, rank, {"names": names} | content)
     except OSError as error:
@@ -86,7 +86,7 @@ def gather(folder: Path, ranks: Collection[int], *, deadline: float, lost: Colle
     """Hashes and items of all files of a checkpoint; those that no rank has announced are hashed here.
 
     Args:
-        ranks: that call `hand_in`, and have written their files.
+        ranks: that call `save_part`, and have written their files.
         deadline: of `time.monotonic`.
         lost: ranks that died or hang, whose parts aren't waited for; it may grow meanwhile.
     Raises:
@@ -146,10 +146,8 @@ def _read(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def _write(folder: Path, rank: int, content: dict[str, Any]) -> None:
-    """Atomically, since `gather` may be reading."""
+    """Write a rank's part atomically, since `gather` may be reading."""
     path = _place(folder, rank)
     if (stored := StoredCheckpoint.of(folder)) is not None:
         return stored.put_note(path.name, json.dumps(content).encode())
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(json.dumps(content), encoding="utf-8")
-    os.replace(aside, path)
+    replace_text(path, json.dumps(content))

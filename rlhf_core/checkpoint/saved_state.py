@@ -10,8 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.checkpoint.hashing import FileHash, HashedFile, Hashing, Span, rank_of
 from rlhf_core.checkpoint.torch_file import SavedTensor, hashed, read_torch_file
+from rlhf_core.storage.hashing import FileHash, HashedFile, Hashing, Span, rank_of
 
 OPTIMIZER_NAMES = "optimizer_names"  # in an engine's file: of the optimizer's parameters, in its order
 SHORT = 60  # characters of JSON; longer values are hashed

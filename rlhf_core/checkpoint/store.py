@@ -24,7 +24,8 @@ from typing import Any
 from rlhf_core.checkpoint.manifest import fsync, read_manifest, write_manifest
 from rlhf_core.checkpoint.parts import PartLost, PartsOverdue, describe, gather
 from rlhf_core.checkpoint.saved_state import Item
-from rlhf_core.checkpoint.stored import StoredCheckpoint, check_checkpoint, take_stock
+from rlhf_core.checkpoint.stored import StoredCheckpoint, check_checkpoint, match_storage
+from rlhf_core.config import bytes_shown
 from rlhf_core.storage.address import StorageFailed
 
 log = logging.getLogger("rlhf")
@@ -148,7 +149,7 @@ class CheckpointStore:
                 shutil.rmtree(replaced)
             else:
                 replaced.rename(step)
-        take_stock(folder)
+        match_storage(folder)
 
     def save(self, step: int, write: Callable[[Path], None], *, score: float | None = None) -> Path:
         """`write`, `publish` and `wait` in one. Returns the checkpoint's folder."""
@@ -173,7 +174,7 @@ class CheckpointStore:
 
         Args:
             score: of the state, higher is better; None: not measured at this step.
-            ranks: those that hash their own files: in `write` each calls `hand_in` (parts.py) after it has written them.
+            ranks: those that hash their own files: in `write` each calls `save_part` (parts.py) after it has written them.
             best: step of the checkpoint, this one or an earlier one, that a resumed run needs besides. It stays as long as this one.
             seconds: of training so far. In the manifest and not in the state digest, since it differs between equal runs.
         Raises:
@@ -374,19 +375,21 @@ class CheckpointStore:
     def _overdue(self, written: _Written, what: str) -> SaveOverdue:
         bytes_ = sum(p.stat().st_size for p in written.aside.rglob("*") if p.is_file())
         return SaveOverdue(
-            f"checkpoint of step {written.step}: expected its {size(bytes_)} in {written.aside} to be on the disk after "
+            f"checkpoint of step {written.step}: expected its {bytes_shown(bytes_)} in {written.aside} to be on the disk after "
             f"{self._settings.save_timeout:.0f} s, got an unfinished save ({what}); raise checkpoints.save_timeout, or use a faster disk"
         )
 
     def _no_space(self, step: int, free: int) -> NoSpace:
         before, needed = next(iter(self._steps()), None), self._last_size()
         wanted, missing = (
-            (f"{size(needed)} (the size of the one before)", f", {size(needed - free)} too little") if needed > free else ("more", "")
+            (f"{bytes_shown(needed)} (the size of the one before)", f", {bytes_shown(needed - free)} too little")
+            if needed > free
+            else ("more", "")
         )
         stays = "there is none before it" if before is None else f"the one of step {before} stays, and the stage resumes from it"
         return NoSpace(
-            f"checkpoint of step {step}: expected {wanted} free on the disk of {self.folder}, got {size(free)}{missing}; make room and "
-            f"run again: {stays}"
+            f"checkpoint of step {step}: expected {wanted} free on the disk of {self.folder}, got {bytes_shown(free)}{missing}; make room "
+            f"and run again: {stays}"
         )
 
     def _last_size(self) -> int:
@@ -421,14 +424,6 @@ def checkpoint_steps(folder: Path) -> list[int]:
     """Steps of the checkpoints in a store's folder, complete or not, newest first."""
     names = (p.name.removeprefix("step-") for p in folder.glob("step-*"))
     return sorted((int(name) for name in names if name.isdigit()), reverse=True)
-
-
-def size(count: int) -> str:
-    """1536 as "1.5 kB"."""
-    if count < 1000:
-        return f"{count} bytes"
-    power = min(4, int(math.log(count, 1000)))
-    return f"{count / 1000**power:.1f} {('kB', 'MB', 'GB', 'TB')[power - 1]}"
 
 
 def _says_full(error: BaseException) -> bool:

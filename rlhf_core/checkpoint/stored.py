@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_core.checkpoint.hashing import FileHash
 from rlhf_core.checkpoint.manifest import MANIFEST, damage, parse_manifest
 from rlhf_core.checkpoint.torch_file import check_torch_file
-from rlhf_core.stage.files import lock_file
+from rlhf_core.files import lock_file
 from rlhf_core.storage.address import StorageFailed
 from rlhf_core.storage.files import download, intact, sha256_of, upload
-from rlhf_core.storage.node import JobFiles, work_of_job
-from rlhf_core.storage.work import Work
+from rlhf_core.storage.hashing import FileHash
+from rlhf_core.storage.node import JobFiles, job_storage
+from rlhf_core.storage.work import JobStorage
 
 WRITING, STEP = "writing-", "step-"
 
@@ -27,7 +27,7 @@ WRITING, STEP = "writing-", "step-"
 class StoredCheckpoint:
     """The counterpart of a checkpoint's folder. prefix: in the storage."""
 
-    work: Work
+    work: JobStorage
     prefix: str
 
     @staticmethod
@@ -37,7 +37,7 @@ class StoredCheckpoint:
         Args:
             folder: of a checkpoint, or of one that is being written.
         """
-        if (work := work_of_job()) is None:
+        if (work := job_storage()) is None:
             return None
         return StoredCheckpoint(work, work.prefix_of(folder.with_name(folder.name.replace(WRITING, STEP))))
 
@@ -74,7 +74,7 @@ class StoredCheckpoint:
         self.work.storage.remove([f"{self.prefix}/{MANIFEST}"])
         self.work.storage.remove_folder(self.prefix)
 
-    def bring(self, folder: Path, wanted: Callable[[str], bool]) -> str | None:
+    def download(self, folder: Path, wanted: Callable[[str], bool]) -> str | None:
         """Make files of the checkpoint complete in this node's folder. The processes of a node share what one of them has brought.
 
         Returns:
@@ -115,12 +115,12 @@ def check_checkpoint(folder: Path, *, rank: int = 0, ranks: int = 1, wanted: Cal
         wanted: which files this process needs, of a checkpoint in the storage. They are in the folder afterwards.
     """
     stored = StoredCheckpoint.of(folder)
-    return damage(folder, rank=rank, ranks=ranks) if stored is None else stored.bring(folder, wanted)
+    return damage(folder, rank=rank, ranks=ranks) if stored is None else stored.download(folder, wanted)
 
 
-def take_stock(folder: Path) -> None:
+def match_storage(folder: Path) -> None:
     """Make the checkpoints of a store's folder those of the storage, by their manifests, and remove remains of interrupted saves there."""
-    if (work := work_of_job()) is None:
+    if (work := job_storage()) is None:
         return
     prefix = work.prefix_of(folder)
     there = work.storage.sizes(prefix)
@@ -136,36 +136,36 @@ def take_stock(folder: Path) -> None:
         (folder / step / MANIFEST).write_bytes(work.storage.note(f"{prefix}/{step}/{MANIFEST}") or b"")
 
 
-def forget_copies(folder: Path) -> None:
+def remove_old_copies(folder: Path) -> None:
     """Remove what this node still has of checkpoints before the one in `folder`; the node of the store keeps those with a manifest."""
     for copy in (*folder.parent.glob(f"{WRITING}*"), *folder.parent.glob(f"{STEP}*")):
         if copy != folder and not (copy / MANIFEST).exists():
             shutil.rmtree(copy, ignore_errors=True)
 
 
-def bring_for_driver(folder: Path) -> str | None:
+def download_for_driver(folder: Path) -> str | None:
     """Bring the files of a checkpoint that an RL job's driver reads, from the storage if there is one. Returns the first problem."""
     stored = StoredCheckpoint.of(folder)
-    return None if stored is None else stored.bring(folder, lambda name: "/" not in name and name.endswith(".json"))
+    return None if stored is None else stored.download(folder, lambda name: "/" not in name and name.endswith(".json"))
 
 
-def share(folder: Path) -> None:
-    """Give a folder of this node to others that share no disk with it, until `withdraw`."""
-    if (work := work_of_job()) is not None:
+def upload_folder(folder: Path) -> None:
+    """Give a folder of this node to others that share no disk with it, until `remove_folder`."""
+    if (work := job_storage()) is not None:
         work.push(folder.as_posix(), [folder])
 
 
-def take(folder: Path) -> None:
+def download_folder(folder: Path) -> None:
     """
     Raises:
         StorageFailed: the folder wasn't shared, or is damaged.
     """
-    if (work := work_of_job()) is not None and not work.pull(folder.as_posix()):
+    if (work := job_storage()) is not None and not work.pull(folder.as_posix()):
         raise StorageFailed(f"storage {work.storage.url}: expected {folder}, which another node made, got none; run again")
 
 
-def withdraw(folder: Path) -> None:
+def remove_folder(folder: Path) -> None:
     """Remove a shared folder, and this node's copy."""
     shutil.rmtree(folder, ignore_errors=True)
-    if (work := work_of_job()) is not None:
+    if (work := job_storage()) is not None:
         work.remove_set(folder.as_posix())

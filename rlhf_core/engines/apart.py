@@ -24,7 +24,7 @@ from rlhf_core.process import configure_process, end_with_parent, show_own_log
 if TYPE_CHECKING:
     import torch
 
-    from rlhf_core.sampling.requests import Sample
+    from rlhf_core.engines.requests import Sample
 
 OF_RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # the engine is no rank
 ANSWER_SECONDS = 24 * 3600.0  # long: flow.stage_timeout limits the stage, and a dead process is noticed at once

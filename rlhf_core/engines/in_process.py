@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from rlhf_core.config import RolloutBackend
     from rlhf_core.engines.apart import EngineApart, EngineElsewhere
     from rlhf_core.engines.pytorch_engine import PytorchEngine
+    from rlhf_core.engines.requests import Sample
     from rlhf_core.engines.vllm.engine import VllmEngine
-    from rlhf_core.sampling.requests import Sample
 
 
 def open_engine(

@@ -12,13 +12,13 @@ import torch
 from rlhf_core.algorithms.logprobs import left_logits
 from rlhf_core.engines.gpu_memory import memory_in_use
 from rlhf_core.engines.offload import Offloaded, storages_of
+from rlhf_core.engines.requests import Sample, SamplingSettings
 from rlhf_core.engines.sleep import Awake
 from rlhf_core.models.build import frozen, kv_cache_bytes, load_language_model, read_state_dict, with_weights
 from rlhf_core.models.decoding import Decoder
 from rlhf_core.models.forward import backend_of
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.progress import drawn
-from rlhf_core.sampling.requests import Sample, SamplingSettings
 
 PROMPT_TOKENS = 32_768  # of a batch's prompts, which are one forward pass
 COMPACTED = 0.8  # once this fraction of a batch's sequences or fewer still grow, the finished ones are dropped from the batch

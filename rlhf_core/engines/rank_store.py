@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rlhf_core.checkpoint.parts import hand_in
+from rlhf_core.checkpoint.parts import save_part
 from rlhf_core.checkpoint.store import CheckpointStore, Found
 from rlhf_core.checkpoint.stored import check_checkpoint
-from rlhf_core.engines.ranks import from_first, is_first, of_all, on_first, rank, world_size
+from rlhf_core.engines.ranks import all_gather, from_first, is_first, on_rank_zero, rank, world_size
 
 
 class RankStore:
@@ -26,7 +26,7 @@ class RankStore:
         def keep() -> None:
             self._store = open_store()
 
-        on_first(keep, subject="checkpoints")
+        on_rank_zero(keep, subject="checkpoints")
 
     def latest(self) -> Found | None:
         """As `CheckpointStore.latest`; each rank reads a share of the files."""
@@ -42,11 +42,11 @@ class RankStore:
             return find(check_checkpoint)
         if not is_first():
             while (folder := from_first(None)) is not None:
-                of_all(check_checkpoint(folder, rank=rank(), ranks=world_size()))
-            return on_first(lambda: None, subject="checkpoint")
+                all_gather(check_checkpoint(folder, rank=rank(), ranks=world_size()))
+            return on_rank_zero(lambda: None, subject="checkpoint")
 
         def check(folder: Path) -> str | None:
-            return next(filter(None, of_all(check_checkpoint(from_first(folder), ranks=world_size()))), None)
+            return next(filter(None, all_gather(check_checkpoint(from_first(folder), ranks=world_size()))), None)
 
         found, failed = None, None
         try:
@@ -60,7 +60,7 @@ class RankStore:
                 raise failed
             return found
 
-        return on_first(result, subject="checkpoint")
+        return on_rank_zero(result, subject="checkpoint")
 
     def write(
         self, step: int, save: Callable[[Path], list[str]], *, score: float | None = None, best: int | None = None, seconds: float = 0.0
@@ -99,7 +99,7 @@ class RankStore:
 
     def wait(self) -> None:
         """As `CheckpointStore.wait`; other ranks wait for rank 0."""
-        on_first(lambda: self._store.wait(), subject="checkpoint")
+        on_rank_zero(lambda: self._store.wait(), subject="checkpoint")
 
     def close(self) -> None:
         """As `CheckpointStore.close`, on rank 0. Not a collective: work that failed on one rank closes its store too."""
@@ -120,11 +120,11 @@ def _save(folder: Path, save: Callable[[Path], list[str]]) -> None:
         names = save(folder)
     except Exception as error:  # raised below, on all ranks, which wait for this one
         failed = error
-    outcomes = of_all(None if failed is None else f"{type(failed).__name__}: {failed}")
+    outcomes = all_gather(None if failed is None else f"{type(failed).__name__}: {failed}")
     if failed is not None:
         raise failed
     for number, problem in enumerate(outcomes):
         if problem is not None:
             raise RuntimeError(f"checkpoint: expected rank {number} to save its part, got {problem}")
     if world_size() > 1:
-        hand_in(folder, rank(), names)
+        save_part(folder, rank(), names)

@@ -110,7 +110,7 @@ def from_first(value: Value) -> Value:
     return box[0]
 
 
-def of_all(value: Value) -> list[Value]:
+def all_gather(value: Value) -> list[Value]:
     """Every rank's value on every rank, rank 0's first. They are pickled."""
     if world_size() == 1:
         return [value]
@@ -130,11 +130,11 @@ def in_shares(items: Sequence[Item], compute: Callable[[list[Item]], Sequence[Va
     """
     ranks = world_size() // ranks_per_share
     own = list(items[rank() // ranks_per_share :: ranks]) if rank() % ranks_per_share == 0 else []
-    found = of_all(list(compute(own)) if own else [])[::ranks_per_share]
+    found = all_gather(list(compute(own)) if own else [])[::ranks_per_share]
     return [found[i % ranks][i // ranks] for i in range(len(items))]
 
 
-def on_first(call: Callable[[], Value], *, subject: str) -> Value:
+def on_rank_zero(call: Callable[[], Value], *, subject: str) -> Value:
     """Call a function on rank 0 while the other ranks wait. Its result, which is pickled, on every rank.
 
     Args:

@@ -1,4 +1,4 @@
-"""A reward model's scores of pairs from elsewhere, and of held-out pairs against a promoted model's."""
+"""Scores external pairs with the reward model, and held-out pairs with promoted models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_core.config.gate import SUBSET
 from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.places import locate
 from rlhf_core.data.sources import load_source
-from rlhf_core.engines.ranks import on_first
+from rlhf_core.engines.ranks import on_rank_zero
 from rlhf_core.gate.heldout import Heldout
 from rlhf_core.gate.pairs import compare, pair_points
 from rlhf_core.provenance.dvc_cache import checkout
@@ -65,17 +65,17 @@ def _accuracy(points: np.ndarray, prompts: np.ndarray, confidence: float) -> dic
 
 
 def compare_to_promoted(
-    test: Heldout, role: str, promoted: IncumbentConfig, *, confidence: float, scratch: Path, how: dict[str, Any]
+    test: Heldout, role: str, promoted: IncumbentConfig, *, confidence: float, scratch: Path, load_options: dict[str, Any]
 ) -> dict[str, Any]:
-    """The candidate against a promoted model, on the pairs that the promoted model can score.
+    """Comparison of the candidate with a promoted model, on the pairs that the promoted model can score.
 
     Raises:
         ValueError: DVC's cache lacks the promoted model with this md5 and sha256, or the model can score no pair.
     """
     folder = scratch / role
     subject = f"gate.{role} {promoted.version}"
-    on_first(lambda: checkout(promoted.md5, folder, root=Path(), sha256=promoted.sha256), subject=subject)
-    other = LoadedModel.load(folder, **how)
+    on_rank_zero(lambda: checkout(promoted.md5, folder, root=Path(), sha256=promoted.sha256), subject=subject)
+    other = LoadedModel.load(folder, **load_options)
     chosen, rejected = other.score_pairs(test.rows)
     known = np.isfinite(chosen) & np.isfinite(rejected)
     if not known.any():

@@ -1,4 +1,4 @@
-"""What a proposal is made from: the counts of the data, scaled to all of its records, the model, and the machine."""
+"""What a proposal is made from: counts of the data, scaled to all of its records, the model and the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.config import Params, SourceConfig, number_of
 from rlhf_core.data.drops import DropCounts
 from rlhf_core.data.sources import read_source, records_of
-from rlhf_core.look.look import Looked, Tried
+from rlhf_core.look.look import Inspection, TriedReading
 from rlhf_core.look.rows import UseCounts
 from rlhf_core.models.folder import has_weights, locate_model, read_settings
 from rlhf_core.planning.chain import Rows
@@ -36,9 +36,9 @@ CHATML = ("<|im_start|>", "<|im_end|>")
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Counts by use, of the records that were read.
+    """Counts by use over the records that were read.
 
-    scale: all records of the data over those that were read. at_least: the data has still more, because counting took too long.
+    scale: number of all records divided by the number read. at_least: the data has more records; counting them was cut off.
     """
 
     uses: Mapping[str, UseCounts]
@@ -46,20 +46,22 @@ class DataFacts:
     at_least: bool
 
     def rows(self, use: str) -> int:
+        """Estimated number of rows of a use in all records."""
         return round(self.uses[use].rows * self.scale) if use in self.uses else 0
 
     @property
     def pairs(self) -> int:
+        """Estimated number of pairs that have both responses."""
         return round(self._preference.found["pairs"] * self.scale)
 
     @property
     def marked(self) -> int:
-        """Single responses that are marked good or bad."""
+        """Estimated number of preference rows that aren't pairs: single responses marked good or bad."""
         return self.rows("preference") - self.pairs
 
     @property
     def labels(self) -> Counter[str]:
-        """Kind of expected answer -> prompts of the records that were read."""
+        """Number of prompts by the kind of their expected answer, over the records that were read."""
         return self.uses["prompt"].labels if "prompt" in self.uses else Counter()
 
     @property
@@ -67,7 +69,7 @@ class DataFacts:
         return self.uses.get("preference", UseCounts("preference"))
 
     def training_rows(self, params: Params) -> dict[str, Rows]:
-        """Use -> its rows by split, and their mean lengths."""
+        """For each use its rows by split, and their mean lengths."""
         data = params.data
         heldout = data.validation_fraction
         train = 1 - heldout - data.test_fraction - data.promotion_fraction
@@ -82,7 +84,7 @@ class DataFacts:
 
     @property
     def responses(self) -> Counter[int]:
-        """Tokens of a response -> responses, of demonstrations or else of pairs; empty where the data has none."""
+        """Number of responses by length in tokens, of demonstrations or else of pairs; empty where the data has neither."""
         of_use = next((self.uses[use] for use in ("sft", "preference") if use in self.uses), None)
         return Counter() if of_use is None else of_use.responses
 
@@ -91,8 +93,8 @@ class DataFacts:
 class ModelFacts:
     """The model at `path`.
 
-    sizes: None for an architecture that the planner doesn't predict. positions: of its longest sequence; None: its config.json names none.
-    is_chat: it comes with a chat template. has_weights: it can be trained here. system_prompt: see `own_system_prompt`.
+    sizes: None for an architecture that the planner doesn't predict. positions: the longest sequence; None if config.json names none.
+    is_chat: the model comes with a chat template. has_weights: it can be trained here. system_prompt: see `own_system_prompt`.
     """
 
     path: str
@@ -104,13 +106,16 @@ class ModelFacts:
 
     @property
     def parameters(self) -> int | None:
+        """Number of parameters; None where the planner doesn't know the architecture."""
         return None if self.sizes is None else self.sizes.parameters
 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """memory: of this machine, or of the GPUs that are asked for. gpu: their kind; None: this machine's CPU, or GPUs of an unknown kind.
-    cores: of this machine's CPU; None: another machine.
+    """The machine on which the recipe will run.
+
+    memory: of this machine, or of the GPUs that the user named. gpu: kind of these GPUs; None for this machine's CPU, or for GPUs of an
+    unknown kind. cores: number of this machine's CPU cores; None for another machine.
     """
 
     memory: Machine
@@ -119,23 +124,26 @@ class MachineFacts:
 
     @property
     def ranks(self) -> int:
+        """The largest number of ranks: one for each GPU, or one on a CPU."""
         return max(1, len(self.memory.gpus))
 
     @property
     def available(self) -> float:
-        """Bytes of a GPU, or of this machine's memory, that nobody uses."""
+        """Free bytes on a GPU, or in this machine's memory."""
         return min((gpu.free for gpu in self.memory.gpus), default=self.memory.host)
 
     @property
     def text(self) -> str:
+        """The machine in words."""
         free = f"{self.available / GIB:.3g} GiB"
         if not self.memory.gpus:
             return f"{number_of(self.cores or 1, 'core')} with {free} free"
         return f"{number_of(self.ranks, 'GPU')}{'' if self.gpu is None else f' ({self.gpu.name})'} of {free}"
 
 
-def data_facts(found: Looked, source: SourceConfig, *, whole: bool) -> DataFacts:
-    """
+def data_facts(found: Inspection, source: SourceConfig, *, whole: bool) -> DataFacts:
+    """Facts about the data from the counts of a reading.
+
     Args:
         whole: all records were read.
     """
@@ -147,7 +155,7 @@ def data_facts(found: Looked, source: SourceConfig, *, whole: bool) -> DataFacts
 
 
 def model_facts(params: Params, tokenizer: PreTrainedTokenizerBase, *, is_chat: bool) -> ModelFacts:
-    """What the proposal has to know of the model in `model.path`.
+    """Facts about the model in `model.path` from its folder, without loading its weights.
 
     Args:
         is_chat: the tokenizer came with a template.
@@ -169,7 +177,7 @@ def model_facts(params: Params, tokenizer: PreTrainedTokenizerBase, *, is_chat: 
 
 
 def own_system_prompt(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The system prompt that the template writes where a conversation has none; empty: none, or it can't be told apart."""
+    """The system prompt that the template writes where a conversation has none; empty if there is none, or if it can't be told apart."""
     from jinja2.exceptions import TemplateError
 
     question = [{"role": "user", "content": "?"}]
@@ -183,7 +191,7 @@ def own_system_prompt(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _sizes(folder: Path, *, weighty: bool, trust_remote_code: bool) -> Model | None:
-    """Of the files, or of a config.json alone by its class; None: not a decoder with gated MLPs."""
+    """The model's sizes from its files, or from config.json alone if its class is known; None if it isn't a decoder with gated MLPs."""
     if weighty:
         found = read_model(folder)
         return None if found.shape is None else found
@@ -194,17 +202,17 @@ def _sizes(folder: Path, *, weighty: bool, trust_remote_code: bool) -> Model | N
 
 
 def _positions(settings: dict[str, Any]) -> Iterator[int]:
-    """The longest sequences that a config.json names, or its part for text."""
+    """The longest sequence that config.json names, or its part for text."""
     for part in (settings, settings.get("text_config")):
         if isinstance(part, dict):
             yield from (part[key] for key in POSITIONS if isinstance(part.get(key), int))
 
 
-def with_template(params: Params, tried: Tried) -> tuple[Params, PreTrainedTokenizerBase, bool]:
+def with_template(params: Params, tried: TriedReading) -> tuple[Params, PreTrainedTokenizerBase, bool]:
     """The tokenizer of model.path, and whether the model is a chat model.
 
-    One without a template gets a named one in the params: chatml if its tokenizer has ChatML's tokens, continuation if the responses go on
-    with prompts of one message, after white space. Otherwise turns have their roles in plain text.
+    A model without a template gets a named one in the params: chatml if its tokenizer has ChatML's tokens, continuation if the responses go
+    on with prompts of one message, after white space. Otherwise a plain template writes the roles as text.
     """
     from rlhf_core.models.tokenizer import PLAIN_TEMPLATE, pretrained_tokenizer
 
@@ -230,12 +238,12 @@ def _continue(rows: list[dict[str, Any]]) -> bool:
 
 
 def _cores() -> int:
-    """Of this machine's CPU, that this process may use."""
+    """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def machine_facts(kind: str | None, count: int | None) -> MachineFacts:
-    """This machine, or `count` GPUs of a kind of `GPUS` in hosts of eight whose memory isn't checked."""
+    """Facts about this machine, or about `count` GPUs of a kind in `GPUS`, in hosts of eight whose host memory isn't checked."""
     if kind is None and count is None:
         memory = here()
         return MachineFacts(memory, None, None if memory.gpus else _cores())

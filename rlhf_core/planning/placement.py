@@ -24,7 +24,7 @@ UNITS = 10_000  # Ray counts ten-thousandths of a GPU
 
 
 @dataclass(frozen=True)
-class Placement:
+class GpuPlacement:
     """gpus: of the cluster.    per_rank, per_engine: share of each actor; 0 without GPUs.
     ranks: number of the GPU of each rank, group by group.    engines: of each rollout engine's first GPU. Empty without GPUs.
     tensor_parallel_size: GPUs of an engine, numbered from its first one on.
@@ -112,7 +112,7 @@ class Placement:
         return {"gpus": self.gpus, "per_rank": self.per_rank, "per_engine": self.per_engine}
 
 
-def place(rl: RlConfig, gpus: int, nodes: Sequence[int] = ()) -> Placement:
+def place(rl: RlConfig, gpus: int, nodes: Sequence[int] = ()) -> GpuPlacement:
     """Where the actors of a job go on a cluster with this number of GPUs.
 
     Args:
@@ -122,7 +122,7 @@ def place(rl: RlConfig, gpus: int, nodes: Sequence[int] = ()) -> Placement:
     """
     groups, engines, size = [group.ranks for group in rl.role_groups], rl.rollout.engines, rl.rollout.tensor_parallel_size
     if not gpus:
-        return Placement(0, 0.0, 0.0, tensor_parallel_size=size)
+        return GpuPlacement(0, 0.0, 0.0, tensor_parallel_size=size)
     nodes = sorted(filter(None, nodes)) or [gpus]  # ranks fill the small ones
     if size > nodes[-1]:
         raise ValueError(
@@ -137,7 +137,7 @@ def place(rl: RlConfig, gpus: int, nodes: Sequence[int] = ()) -> Placement:
     tried = list(_candidates(rl, gpus))
     for per_rank, per_engine in tried:
         if (found := _places(groups, per_rank, engines, per_engine, _blocks(nodes, size), sum(nodes))) is not None:
-            return Placement(gpus, per_rank, per_engine, *found, size)
+            return GpuPlacement(gpus, per_rank, per_engine, *found, size)
     per_rank, per_engine = tried[-1]
     hint = "put roles together in rl.placement, let groups share GPUs by gpus_per_rank, " if len(groups) > 1 else ""
     several, counted = (f" x {size}", " x tensor_parallel_size") if size > 1 else ("", "")
@@ -221,7 +221,7 @@ def _take(free: list[int], share: float, blocks: Iterable[tuple[int, ...]]) -> i
     return chosen[0]
 
 
-def transfer_ways(rl: RlConfig, placement: Placement) -> list[str]:
+def transfer_ways(rl: RlConfig, placement: GpuPlacement) -> list[str]:
     """How each engine gets weights: rl.rollout.weight_transfer, with auto resolved.
 
     Raises:

@@ -15,7 +15,7 @@ from rlhf_core.planning.hardware import GIB
 from rlhf_core.planning.machine import Machine
 from rlhf_core.planning.memory import ENGINE_PROCESS, element_bytes
 from rlhf_core.planning.online import rl_engine, rl_ranks
-from rlhf_core.planning.placement import Placement, place
+from rlhf_core.planning.placement import GpuPlacement, place
 from rlhf_core.planning.stages import ALLOCATOR, PLANS, RAY_HOST, TRAINER_GPU, Models, Moments, Process
 
 ERROR = 0.1  # of a prediction
@@ -105,7 +105,7 @@ def _largest_layer(params: Params, models: Models) -> float:
     return element_bytes(params.model.dtype) * max(shape.embedding, shape.trunk / shape.layers)
 
 
-def _check_turns(placement: Placement, ranks: list[Process], engines: Process, machine: Machine, *, layer: float) -> Plan:
+def _check_turns(placement: GpuPlacement, ranks: list[Process], engines: Process, machine: Machine, *, layer: float) -> Plan:
     """Engines and ranks that take turns on GPUs: each process leaves its context only, and the ranks' parts go to the host.
 
     Args:

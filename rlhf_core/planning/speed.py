@@ -9,8 +9,8 @@ from rlhf_core.planning.hardware import Efficiency, Gpu
 
 ROWS = 256  # tokens of the measured product: so short that some of many run undisturbed by other processes
 MEASURED_SECONDS = 1.0
-# Shares of the measured product's FLOP/s that updates, forward passes and decoding of whole models reach on a CPU; docs/planning.md compares
-# them with runs. In bfloat16 (with AMX) products are so fast that what lies between them takes most of the time.
+# Shares of the measured product's FLOP/s that updates, forward passes and decoding of whole models reach on a CPU; docs/planning.md
+# compares them with runs. In bfloat16 (with AMX) products are so fast that what lies between them takes most of the time.
 CPU_SHARES = {"float32": (0.7, 0.9, 0.3), "bfloat16": (0.25, 0.25, 0.1)}
 GPU_DECODE_STEP = 0.01  # seconds of launches and scheduling; assumed
 START, GPU_START = 25.0, 60.0  # seconds of a stage before and after it computes: imports, loading, saving, hashing

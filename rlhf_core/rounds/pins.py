@@ -1,4 +1,4 @@
-"""rounds/rounds.yaml, which pins the inputs of each round of iterative DPO: its only reader and writer.
+"""Reads and writes rounds/rounds.yaml, which pins the inputs of each round of iterative DPO.
 
 An entry holds the hashes of the round's inputs. With them a round can be rebuilt, and stages refuse other inputs.
 """
@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from rlhf_core.config import ConfigError, Section, fill_in, read_yaml, read_yaml_text
+from rlhf_core.files import replacing
 from rlhf_core.paths import ROUNDS_FILE, ROUNDS_PIPELINE
 from rlhf_core.provenance.file_hashes import dvc_md5
 
@@ -65,7 +66,7 @@ class Round(Section):
     budget: BudgetPin
 
     def check(self, number: int, root: Path = Path()) -> None:
-        """Compare the files on disk with the pins.
+        """Check that the files on disk match the pins.
 
         Raises:
             ValueError: a file is missing or has other content.
@@ -104,6 +105,7 @@ def read_rounds(root: Path = Path()) -> dict[int, Round]:
 
 
 def read_round(number: int) -> Round:
+    """The pinned inputs of one round."""
     rounds = read_rounds()
     if number not in rounds:
         raise ConfigError(
@@ -114,14 +116,11 @@ def read_round(number: int) -> Round:
 
 def write_rounds(rounds: dict[int, Round], root: Path = Path()) -> None:
     """Replace the file atomically."""
-    path = root / ROUNDS_FILE
-    aside = path.with_name(path.name + ".tmp")
-    with aside.open("w", encoding="utf-8") as file:
+    with replacing(root / ROUNDS_FILE) as aside, aside.open("w", encoding="utf-8") as file:
         file.write(_HEADER)
         yaml = YAML(typ="safe", pure=True)
         yaml.default_flow_style = False
         yaml.dump({"rounds": {str(number): entry.model_dump() for number, entry in rounds.items()}}, file)
-    aside.replace(path)
 
 
 def read_round_stages(number: int, root: Path = Path()) -> dict[str, dict[str, Any]]:
@@ -132,4 +131,5 @@ def read_round_stages(number: int, root: Path = Path()) -> dict[str, dict[str, A
 
 
 def prompts_hash(ids: Sequence[str]) -> str:
+    """The sha256 that identifies a round's prompt ids."""
     return hashlib.sha256("\n".join(ids).encode()).hexdigest()

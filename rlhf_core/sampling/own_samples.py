@@ -11,8 +11,8 @@ from rlhf_core.config import ModelConfig, SamplesConfig
 from rlhf_core.data.samples import Written
 from rlhf_core.data.schema import Message
 from rlhf_core.engines.pytorch_engine import PytorchEngine
+from rlhf_core.engines.requests import Sample, SamplingSettings, request_seeds
 from rlhf_core.models.tokenizer import encode_prompt, response_text, stop_ids
-from rlhf_core.sampling.requests import Sample, SamplingSettings, request_seeds
 
 SEQUENCES = 512  # concurrent; more are no faster on a CPU
 GPU_MEMORY = 0.5

@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.config import ModelConfig, ScoreConfig, ScorerConfig
 from rlhf_core.engines.deepspeed_engine import device
 from rlhf_core.engines.ranks import in_shares
+from rlhf_core.engines.requests import Sample
 from rlhf_core.models.tokenizer import load_tokenizer, response_text
-from rlhf_core.sampling.requests import Sample
 from rlhf_core.scorers.members import combine_members
 from rlhf_core.scorers.needs import model_folders
 from rlhf_core.scorers.reasons import Reasons

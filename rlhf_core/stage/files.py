@@ -1,16 +1,15 @@
-"""Files of stages: JSON, prepared data, outputs that are published atomically, and locks."""
+"""Files of stages: JSON, prepared data, and outputs that are published atomically."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
 import shutil
-import time
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
+from rlhf_core.files import replace_text
 from rlhf_core.paths import PREPARED, SOURCES
 
 if TYPE_CHECKING:
@@ -35,10 +34,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write deterministic JSON atomically. NaN and infinities become null. Numbers are rounded to six decimals, PROBABILITIES to six
     significant digits, so that a small probability isn't rounded to 0.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(json.dumps(finite(content), indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
-    aside.replace(path)
+    replace_text(path, json.dumps(finite(content), indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n")
 
 
 def finite(node: Any, key: str = "") -> Any:
@@ -56,22 +52,6 @@ def finite(node: Any, key: str = "") -> Any:
 
 def read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def lock_file(file: IO[Any], seconds: float) -> None:
-    """Lock an open file exclusively. The kernel frees the lock when the file is closed or the process ends.
-
-    Raises:
-        TimeoutError: another process still held the lock after `seconds`.
-    """
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise TimeoutError(f"lock: expected it free within {seconds:.0f} s, got another process at work") from None
-            time.sleep(0.05)
 
 
 def publish_model(aside: Path, final: Path, facts: CardFacts) -> None:

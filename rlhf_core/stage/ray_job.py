@@ -14,45 +14,46 @@ from rlhf_core.config import reordering_shown
 from rlhf_core.environment import passed_on
 from rlhf_core.process import PROCESS_ENVIRONMENT, STOPPED_BY_SIGNAL, Interrupted
 from rlhf_core.progress import STATUS
-from rlhf_core.stage.job import REFUSED, pulse_file, refusal_of
-from rlhf_core.stage.luggage import Luggage
+from rlhf_core.stage.job import Job, pulse_file, refusal_of
+from rlhf_core.stage.job_inputs import JobInputs
 from rlhf_core.stage.reach import check_reach
-from rlhf_core.stage.run import JobCrashed, Stage, StageFailed
+from rlhf_core.stage.run import JobCrashed, Stage, StageRefused
 from rlhf_core.stage.stored_job import StoredJob, uses_storage
 from rlhf_core.storage.address import StorageFailed, StorageRefused
-from rlhf_core.storage.work import OUTPUTS
+from rlhf_core.storage.work import OUTPUTS, REFUSED
 
 log = logging.getLogger("rlhf")
 
+DRIVER = "rlhf_core.stage.driver"  # module
 REACHED = "reached"  # file of the scratch folder: the cluster was there when this work's first job was submitted
 HEAD_GRACE = 5.0  # seconds of the stage's stop_grace in which the Ray head ends, after the job
 
 
 def submit_job(
     stage: Stage,
+    job: Job,
     *,
     subject: str,
-    driver: str,
     description: Path,
     cpus: int,
     model: Path | None = None,
-    luggage: Luggage | None = None,
+    inputs: JobInputs | None = None,
     engines: Sequence[str] = (),
     results: Sequence[str] = (OUTPUTS,),
 ) -> None:
-    """Submit the job, or follow it if it already runs, and print its output.
+    """Submit a job, or follow it if it already runs, and print its output.
 
     Args:
         subject: of messages, such as "RL job".
-        driver: module of the job's driver, which gets the path of the description. A stage that runs again follows a live job of that path.
+        description: file for the job's driver. A stage that runs again follows a live job of that path.
         cpus: that Ray counts for the job's actors.
         model: folder of a model whose weights go through Ray's object store; None: none do.
-        luggage: inputs that nodes without the project's folder need besides the stage's dependencies.
+        inputs: inputs that nodes without the project's folder need besides the stage's dependencies.
         engines: modules that such nodes must have besides.
         results: sets of files that the job leaves in the storage (rlhf_core/storage/work.py).
     Raises:
         Interrupted: SIGTERM; the job has written its checkpoint.
-        StageFailed: the job refused its input, or there is no such cluster.
+        StageRefused: the job refused its input, or there is no such cluster.
         StorageRefused: there is no such storage.
         JobCrashed: the job failed otherwise, the cluster or the storage.
     """
@@ -60,6 +61,7 @@ def submit_job(
     from rlhf_core.models.folder import weight_files
 
     params = stage.params
+    job.write(description)
     for name in forget_other_clusters():
         log.warning("%s: ignored; jobs run on the cluster of cluster.address, and on a Ray head of their own where that is null", name)
     with _cluster_errors(), contextlib.ExitStack() as stack:
@@ -89,13 +91,13 @@ def submit_job(
         code_folder: Path | None = None
         if stored is None:
             environment["PYTHONPATH"] = python_path(Path.cwd())
-            command = [sys.executable, "-m", driver, str(description.resolve())]
+            command = [sys.executable, "-m", DRIVER, str(description.resolve())]
             entrypoint = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
         else:
-            luggage = luggage or Luggage()
-            code_folder, files = stack.enter_context(stored.sent(luggage, description, luggage.on_node(params), engines))
+            inputs = inputs or JobInputs()
+            code_folder, files = stack.enter_context(stored.sent(inputs, description, job.params, engines))
             environment |= files
-            entrypoint = f"exec python -m rlhf_core.storage.start {shlex.join([stored.work.prefix, driver, description.as_posix()])}"
+            entrypoint = f"exec python -m rlhf_core.stage.start_driver {shlex.join([stored.work.prefix, DRIVER, description.as_posix()])}"
         code = run_job(
             address,
             entrypoint,
@@ -115,7 +117,7 @@ def submit_job(
     if stage.stop_requested or code == STOPPED_BY_SIGNAL:
         raise Interrupted
     if code == REFUSED:
-        raise StageFailed(f"{subject}: {refusal_of(stage.scratch, stored and stored.work)}")
+        raise StageRefused(f"{subject}: {refusal_of(stage.scratch, stored and stored.work)}")
     if code != 0:
         told = "its output above ends with the reason"
         raise JobCrashed(f"{subject}: expected exit code 0, got {code}; {told}; run the stage again to resume")
@@ -125,7 +127,7 @@ def _check_first_time(stage: Stage) -> None:
     """Refuse a token or a storage that this work's first job can't use; say why the job waits for a head that doesn't answer.
 
     Raises:
-        StageFailed: the token or the storage is wrong.
+        StageRefused: the token or the storage is wrong.
         StorageFailed: the storage fails otherwise, or is late.
     """
     from rlhf_core.engines.ray.cluster import ClusterError, HeadRefused
@@ -136,7 +138,7 @@ def _check_first_time(stage: Stage) -> None:
     try:
         check_reach(cluster.address, cluster.storage)
     except (HeadRefused, StorageRefused) as error:
-        raise StageFailed(str(error)) from error
+        raise StageRefused(str(error)) from error
     except ClusterError as error:
         log.warning("%s; waiting for it up to %.0f s", error, cluster.silence_timeout)
         return

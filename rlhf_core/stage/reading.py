@@ -19,7 +19,7 @@ from typing import Any
 from rlhf_core.config import ConfigError, parse_params, read_yaml
 from rlhf_core.paths import INPUTS, SCRATCH
 from rlhf_core.provenance.inputs import changed_inputs, input_files, read_recorded
-from rlhf_core.stage.scratch import SHOWN, Work, hash_work, read_definition, read_work, stage_files, write_aside
+from rlhf_core.stage.scratch import SHOWN, Work, hash_work, read_definition, read_work, stage_files, write_record
 
 WATCH_SECONDS = 15.0  # between two looks at the files of a running stage
 READ = "read.json"  # in the scratch folder of a stage: what its last successful run has read
@@ -116,7 +116,7 @@ class Reading:
 
     def record(self) -> None:
         """Keep what the stage has read, for the flow's comparison with dvc.lock (flows/chain/recorded.py)."""
-        write_aside(SCRATCH / self._stage / READ, asdict(self.work))
+        write_record(SCRATCH / self._stage / READ, asdict(self.work))
 
 
 def unlike_record(stage: str, round_number: int | None, root: Path) -> tuple[Work, list[str]] | None:

@@ -30,10 +30,11 @@ from rlhf_core.checkpoint.manifest import MANIFEST
 from rlhf_core.checkpoint.store import Origin, SaveFailed, StoreSettings
 from rlhf_core.config import ConfigError, Params, reordering_shown, with_usual_rates
 from rlhf_core.environment import keep_visible, of_stage
+from rlhf_core.files import lock_file
 from rlhf_core.paths import CURVES, PLOTS, POLICY_MODEL, REWARD_MODEL, SCRATCH, SOURCES, STAGE_METRICS, STATE_DIGESTS
 from rlhf_core.process import STOPPED_BY_SIGNAL, Interrupted, beside, configure_process, end_with_parent, show_own_log
 from rlhf_core.progress import name_stage
-from rlhf_core.stage.files import lock_file, publish_model, read_json, write_json
+from rlhf_core.stage.files import publish_model, read_json, write_json
 from rlhf_core.stage.reading import Reading
 from rlhf_core.stage.scratch import check_dependencies, input_hashes, metrics_path, prepare_scratch, remove_checkpoints
 
@@ -91,7 +92,7 @@ def _leave() -> None:
     os._exit(code or 0)
 
 
-class StageFailed(RuntimeError):
+class StageRefused(RuntimeError):
     """The result of the stage is not acceptable, such as data that fails validation. Shown without a traceback."""
 
 
@@ -172,7 +173,7 @@ class Stage:
         elif isinstance(error, Interrupted):
             log.info("%s: stopped by a signal; run it again%s", self.name, " to resume from its checkpoint" * self._has_checkpoint())
             sys.exit(STOPPED_BY_SIGNAL)
-        elif isinstance(error, StageFailed | ValueError | FileNotFoundError):
+        elif isinstance(error, StageRefused | ValueError | FileNotFoundError):
             log.debug("traceback", exc_info=error)
             self._exit(str(error))
         elif isinstance(error, SaveFailed | JobCrashed):  # retried: space may be freed meanwhile, or a node come back
@@ -371,12 +372,12 @@ def check_gate(gate: dict[str, Any]) -> str | None:
     Returns:
         The override's reason (gate.override) if the model didn't pass, for the stage's metrics.
     Raises:
-        StageFailed: the model didn't pass, or was rolled back, and gate.override is empty.
+        StageRefused: the model didn't pass, or was rolled back, and gate.override is empty.
     """
     if gate["passed"]:
         return None
     if gate["override"] is None:
-        raise StageFailed(
+        raise StageRefused(
             f"reward model: expected one that passed the gate, got one that didn't; {gate['message']} Train a better one, or, to use this "
             "one anyway, write the reason into gate.override"
         )

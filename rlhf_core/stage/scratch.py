@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from typing import Any
 from rlhf_core.checkpoint.manifest import MANIFEST, read_manifest
 from rlhf_core.checkpoint.store import Origin, checkpoint_steps
 from rlhf_core.config import CheckpointsConfig, ConfigError, read_stages, read_yaml
+from rlhf_core.files import replace_text
 from rlhf_core.provenance.file_hashes import FileHashes, dvc_folder_md5
 from rlhf_core.provenance.locked import check_locked
 from rlhf_core.rounds.pins import read_round_stages
@@ -170,7 +170,7 @@ def prepare_scratch(scratch: Path, work: Work, config: CheckpointsConfig, stage:
     elif older and checkpoint_of(scratch) is None:
         _tell(older[0], work, stage)
     scratch.mkdir(exist_ok=True)
-    write_aside(scratch / WORK, asdict(work))
+    write_record(scratch / WORK, asdict(work))
     _clear(scratch, older, config.keep_abandoned, spared=chosen)
     return resumed_from(scratch)
 
@@ -229,7 +229,7 @@ def _resume_from(chosen: Path, scratch: Path, work: Work) -> None:
             shutil.copytree(part, aside / part.name)
         elif part.name == "curves.csv":
             shutil.copy2(part, aside)
-    write_aside(aside / RESUMED_FROM, [*resumed_from(chosen), entry])
+    write_record(aside / RESUMED_FROM, [*resumed_from(chosen), entry])
     shutil.rmtree(scratch, ignore_errors=True)
     aside.rename(scratch)
     log.warning(
@@ -305,7 +305,7 @@ def stored_work(scratch: Path) -> dict[str, Any] | None:
 
 
 def write_stored_work(scratch: Path, **known: Any) -> dict[str, Any]:
-    write_aside(scratch / STORED, known)
+    write_record(scratch / STORED, known)
     return known
 
 
@@ -332,10 +332,8 @@ def is_code(path: str) -> bool:
     return Path(path).parts[0] in CODE or path.endswith(".py")
 
 
-def write_aside(path: Path, content: Any) -> None:
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(json.dumps(content, indent=1, sort_keys=True), encoding="utf-8")
-    os.replace(aside, path)
+def write_record(path: Path, content: Any) -> None:
+    replace_text(path, json.dumps(content, indent=1, sort_keys=True))
 
 
 def _listed(differences: list[str]) -> str:

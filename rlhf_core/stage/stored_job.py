@@ -10,17 +10,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from rlhf_core.checkpoint.hashing import FileHash
 from rlhf_core.checkpoint.manifest import MANIFEST, parse_manifest, read_manifest
-from rlhf_core.checkpoint.store import size
-from rlhf_core.config import Params
-from rlhf_core.stage.luggage import Luggage, pack_code
+from rlhf_core.config import Params, bytes_shown
+from rlhf_core.stage.job_inputs import JobInputs, pack_code
 from rlhf_core.stage.scratch import is_code, stored_work, write_stored_work
 from rlhf_core.storage.address import Storage, StorageFailed
 from rlhf_core.storage.files import download, hash_files, index_bytes, sha256_of, upload
+from rlhf_core.storage.hashing import FileHash
 from rlhf_core.storage.node import INPUTS, JobFiles
 from rlhf_core.storage.packages import wanted
-from rlhf_core.storage.work import INDEX, OUTPUTS, PULSE, RemoteNote, Work
+from rlhf_core.storage.work import INDEX, OUTPUTS, PULSE, JobStorage, RemoteNote
 
 if TYPE_CHECKING:
     from rlhf_core.stage.run import Stage
@@ -49,14 +48,14 @@ class StoredJob:
         if known is None or known["url"] != cluster.storage:
             work = f"{stage.name.replace('@', '-')}/{stage.work.folder_name}-{secrets.token_hex(4)}"
             known = write_stored_work(stage.scratch, url=cluster.storage, work=work, timeout=cluster.storage_timeout)
-        self.work = Work(Storage(cluster.storage, timeout=cluster.storage_timeout), known["work"], Path.cwd())
+        self.work = JobStorage(Storage(cluster.storage, timeout=cluster.storage_timeout), known["work"], Path.cwd())
 
     @property
     def pulse(self) -> RemoteNote:
         return RemoteNote(self.work, PULSE)
 
     @contextmanager
-    def sent(self, luggage: Luggage, description: Path, params: Params, engines: Iterable[str]) -> Iterator[tuple[Path, dict[str, str]]]:
+    def sent(self, inputs: JobInputs, description: Path, params: Params, engines: Iterable[str]) -> Iterator[tuple[Path, dict[str, str]]]:
         """Write the job's inputs into the storage. Yields the folder of its code, and the environment of its processes.
 
         Args:
@@ -66,16 +65,16 @@ class StoredJob:
         Raises:
             StorageFailed: an input can't be written.
         """
-        files = luggage.files | {description.as_posix(): description}
+        files = inputs.files | {description.as_posix(): description}
         for path in self._stage.work.files:
             if not is_code(path):
-                luggage.take(path)
-        files |= luggage.files
+                inputs.add(path)
+        files |= inputs.files
         index, storage = hash_files(files), self.work.storage
         sent = upload(storage, INPUTS, files, index)
         content = index_bytes(index)
         storage.put_note(f"{INPUTS}/{sha256_of(content)}", content)
-        log.info("%s: %d inputs, of which %s are new in %s", self._stage.name, len(files), size(sent), storage.url)
+        log.info("%s: %d inputs, of which %s are new in %s", self._stage.name, len(files), bytes_shown(sent), storage.url)
         self._send_checkpoints()
         job = JobFiles(
             url=self._cluster.storage,

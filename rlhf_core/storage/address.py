@@ -10,11 +10,14 @@ import os
 import platform
 import queue
 import secrets
+import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+from rlhf_core.files import ASIDE, replacing
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -123,7 +126,7 @@ class Storage:
         def look() -> dict[str, int]:
             found = self.filesystem.get_file_info(FileSelector(start, allow_not_found=True, recursive=True))
             below = {os.path.relpath(info.path, start): info.size for info in found if info.type == FileType.File}
-            return {path: size for path, size in below.items() if not path.endswith(".writing")}
+            return {path: size for path, size in below.items() if not path.endswith(ASIDE)}
 
         return self._within(NOTE_SECONDS, look, f"{folder} listed")
 
@@ -283,20 +286,12 @@ def _opened(url: str) -> tuple[FileSystem, str]:
 
 
 def _write_local(target: Path, source: Path | bytes) -> None:
-    """Written aside, synced and renamed: on a file system a file exists before its content does."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f"{target.name}.{secrets.token_hex(4)}.writing")
-    try:
-        with aside.open("wb") as out:
-            if isinstance(source, bytes):
-                out.write(source)
-            else:
-                with source.open("rb") as file:
-                    while chunk := file.read(CHUNK):
-                        out.write(chunk)
-            out.flush()
-            os.fsync(out.fileno())
-        aside.replace(target)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    """Write a file, synced before it is there under its name: on a file system a file exists before its content does."""
+    with replacing(target) as aside, aside.open("wb") as out:
+        if isinstance(source, bytes):
+            out.write(source)
+        else:
+            with source.open("rb") as file:
+                shutil.copyfileobj(file, out, CHUNK)
+        out.flush()
+        os.fsync(out.fileno())

@@ -10,13 +10,11 @@ import argparse
 import sys
 import time
 
-from rlhf_core.checkpoint.store import size
-from rlhf_core.config import number_of
+from rlhf_core.config import bytes_shown, number_of
 from rlhf_core.process import exit_with
-from rlhf_core.stage.job import BEAT_SECONDS
 from rlhf_core.storage.address import NOTE_SECONDS, Storage, StorageFailed
 from rlhf_core.storage.node import INPUTS
-from rlhf_core.storage.work import PULSE
+from rlhf_core.storage.work import BEAT_SECONDS, PULSE
 
 WATCHED_SECONDS = NOTE_SECONDS + 5 * BEAT_SECONDS  # a write of a heartbeat may take that long
 TIMEOUT = 1800.0  # seconds for the removal, as by default in cluster.storage_timeout
@@ -39,7 +37,7 @@ def clean(storage: Storage, *, watched: float = WATCHED_SECONDS) -> str:
         raise ValueError(f"storage {storage.url}: expected no job at work, got {', '.join(alive)}; wait for it or stop it")
     files = storage.sizes(INPUTS)
     storage.remove_folder(INPUTS)
-    return f"storage {storage.url}: removed {number_of(len(files), 'file')} of {INPUTS}/, {size(sum(files.values()))}"
+    return f"storage {storage.url}: removed {number_of(len(files), 'file')} of {INPUTS}/, {bytes_shown(sum(files.values()))}"
 
 
 def _pulses(storage: Storage) -> dict[str, bytes | None]:

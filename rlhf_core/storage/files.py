@@ -9,8 +9,8 @@ import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from rlhf_core.checkpoint.hashing import FileHash, HashedFile, Hashing
 from rlhf_core.storage.address import Storage, StorageFailed
+from rlhf_core.storage.hashing import FileHash, HashedFile, Hashing
 
 Index = dict[str, FileHash]  # of files, by their names with slashes
 

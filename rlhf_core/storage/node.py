@@ -7,7 +7,6 @@ are written into the workspace, and from there into the storage.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -18,10 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from rlhf_core.stage.files import lock_file
+from rlhf_core.files import lock_file, try_lock
 from rlhf_core.storage.address import Storage, StorageFailed
 from rlhf_core.storage.files import Index, download, read_index, sha256_of
-from rlhf_core.storage.work import Work
+from rlhf_core.storage.work import JobStorage
 
 ENVIRONMENT = "RLHF_JOB_FILES"  # variable of a job's processes: where its files are, as JSON
 INPUTS = "inputs"  # prefix in the storage
@@ -65,10 +64,10 @@ class JobFiles:
         return Path(self.node_folder) if self.node_folder else Path(tempfile.gettempdir()) / f"rlhf-{os.getuid()}"
 
 
-_entered: tuple[Work, IO[str]] | None = None  # and the lock that keeps the workspace
+_entered: tuple[JobStorage, IO[str]] | None = None  # and the lock that keeps the workspace
 
 
-def enter(shared: Path | None = None) -> Work | None:
+def enter(shared: Path | None = None) -> JobStorage | None:
     """Make the project's folder this process's working folder: the node's workspace, or one that all nodes see.
 
     Args:
@@ -90,12 +89,12 @@ def enter(shared: Path | None = None) -> Work | None:
     return _entered[0]
 
 
-def work_of_job() -> Work | None:
+def job_storage() -> JobStorage | None:
     """What `enter` returned in this process."""
     return None if _entered is None else _entered[0]
 
 
-def _enter(files: JobFiles) -> tuple[Work, IO[str]]:
+def _enter(files: JobFiles) -> tuple[JobStorage, IO[str]]:
     storage, folder = files.storage(), files.folder
     _own(folder)
     root = (folder / "work" / files.work.replace("/", "-")).resolve()
@@ -104,11 +103,11 @@ def _enter(files: JobFiles) -> tuple[Work, IO[str]]:
         raise StorageFailed(f"storage {storage.url}: expected the job's inputs, got none or others; run the stage again")
     with (folder / "lock").open("a") as lock:  # one process of the node fetches, the others find what it has fetched
         lock_file(lock, files.timeout)
-        keeper = _kept(root)
+        keeper = _kept(root, files.timeout)
         _fetch(storage, read_index(content), folder / "objects", root)
         _link_code(root)
         _evict(folder, files.node_bytes, spared=root)
-    return Work(storage, files.work, root), keeper
+    return JobStorage(storage, files.work, root), keeper
 
 
 def _own(folder: Path) -> None:
@@ -121,11 +120,11 @@ def _own(folder: Path) -> None:
         (folder / part).mkdir(exist_ok=True)
 
 
-def _kept(root: Path) -> IO[str]:
+def _kept(root: Path, seconds: float) -> IO[str]:
     """Keep a workspace from being removed while this process lives."""
     file = root.with_name(f"{root.name}.lock").open("a")
     os.utime(file.fileno())
-    fcntl.flock(file, fcntl.LOCK_SH)
+    lock_file(file, seconds, shared=True)
     return file
 
 
@@ -165,9 +164,7 @@ def _evict(folder: Path, limit: int, *, spared: Path) -> None:
         if used <= limit or root == spared:
             continue
         with path.open("a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not try_lock(lock):
                 continue
             shutil.rmtree(root, ignore_errors=True)
             path.unlink()

@@ -8,20 +8,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlhf_core.files import ASIDE
 from rlhf_core.storage.address import Storage, StorageFailed
 from rlhf_core.storage.files import below, download, hash_files, index_bytes, intact, read_index, upload
 
 INDEX = "index.json"
 # Notes, each of which is also a file in the work's folder.
 PULSE = "pulse"  # the driver's heartbeat
+BEAT_SECONDS = 2.0  # between two of its changes
 REFUSAL = "refusal.txt"  # why the driver refused the job
-STOP = "stop"  # the ranks of a training job are to stop
-DONE = "done"  # they have finished
+REFUSED = 65  # EX_DATAERR of sysexits.h: exit code of a driver that can't do the job as described; a rerun would fail again
 OUTPUTS = "outputs"  # the set of what a job leaves: curves, figures, timings, and in training the model
 
 
 @dataclass(frozen=True)
-class Work:
+class JobStorage:
     """prefix: of the work's files in the storage. Names of local files are relative to `root`, on each node another folder.
 
     outputs: folders whose files, without those in their subfolders, this process pushes as OUTPUTS with each checkpoint and at its end.
@@ -91,14 +92,14 @@ class Work:
 
 def _is_output(path: Path) -> bool:
     """Whether a file is one that the job has made; its inputs are links."""
-    return path.is_file() and path.stat().st_nlink == 1 and path.name not in (PULSE, REFUSAL, STOP) and path.suffix != ".tmp"
+    return path.is_file() and path.stat().st_nlink == 1 and path.name not in (PULSE, REFUSAL) and path.suffix != ASIDE
 
 
 @dataclass
 class RemoteNote:
     """A note that is read as a file is, at most every `seconds`; between, and while the storage fails, it is as it was."""
 
-    work: Work
+    work: JobStorage
     name: str
     seconds: float = 2.0
     _content: bytes | None = None

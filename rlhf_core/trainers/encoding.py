@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.tokens import EncodedTurns
-from rlhf_core.engines.ranks import of_all, rank, world_size
+from rlhf_core.engines.ranks import all_gather, rank, world_size
 from rlhf_core.models.tokenizer import all_cores
 
 Begin = Callable[..., Callable[[], EncodedTurns]]
@@ -41,7 +41,7 @@ def in_background(
     begun = _WORKER.submit(work)
 
     def result() -> EncodedTurns:
-        shares = of_all(begun.result())
+        shares = all_gather(begun.result())
         for _, error in shares:
             if error is not None:
                 raise error

@@ -18,10 +18,11 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import ModelConfig, RejectionSamplingConfig, SftConfig
 from rlhf_core.engines.ranks import is_first, wait_for_all
+from rlhf_core.engines.requests import Sample
+from rlhf_core.files import replace_text
 from rlhf_core.models.tokenizer import stop_ids, turn_end
 from rlhf_core.sampling.drawing import sample_responses
 from rlhf_core.sampling.prompts import choose_prompts
-from rlhf_core.sampling.requests import Sample
 from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer, ScoredResponse, with_prompts, without_prompts
 from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations
 from rlhf_core.types import Prompt
@@ -111,9 +112,7 @@ def saved(path: Path, make: Callable[[], list]) -> list:
     if not path.exists():
         made = make()
         if is_first():
-            aside = path.with_suffix(".tmp")
-            aside.write_text(json.dumps(made, default=vars), encoding="utf-8")
-            aside.replace(path)
+            replace_text(path, json.dumps(made, default=vars))
         wait_for_all()
     return json.loads(path.read_text(encoding="utf-8"))
 

@@ -19,7 +19,7 @@ from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.tokenizer import encode_turns
 from rlhf_core.trainers.demonstrations import Demonstration, collate_demonstrations, demonstrations_of, encode_texts, trained_turns
 from rlhf_core.trainers.encoding import in_background
-from rlhf_core.trainers.supervised import Metrics, Phase, TrainLoop, engine_settings, train_phase
+from rlhf_core.trainers.supervised import Metrics, Phase, TrainLoop, engine_settings, train_loop, train_phase
 
 if TYPE_CHECKING:
     from rlhf_core.stage.training import TrainRun
@@ -91,7 +91,7 @@ def finetune(
     Raises:
         Interrupted: a stop was requested; the state is saved.
     """
-    model, loop = run.params.model, run.loop(config, COLUMNS, first_step=0)
+    model, loop = run.params.model, train_loop(run, config, COLUMNS, first_step=0)
     steps = config.steps_over(len(train), per_step=config.batch_size)
     sizes = {"steps": steps, "batch_size": config.batch_size, "microbatch_tokens": config.microbatch_tokens}
     phase = sft_phase("sft", train, heldout, pad_id=tokenizer.pad_token_id, **sizes)

@@ -16,17 +16,20 @@ import numpy as np
 import torch
 
 from rlhf_core.algorithms.schedules import learning_rate_factor
+from rlhf_core.checkpoint.digest import write_digest
 from rlhf_core.checkpoint.store import CheckpointStore, Found
-from rlhf_core.checkpoint.stored import share, take, withdraw
+from rlhf_core.checkpoint.stored import download_folder, remove_folder, upload_folder
 from rlhf_core.config import TrainingConfig, number_of
 from rlhf_core.data.batching import batch_indices
 from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine
 from rlhf_core.engines.rank_store import RankStore
-from rlhf_core.engines.ranks import is_first, on_any, on_first, rank, wait_for_all, world_size
+from rlhf_core.engines.ranks import is_first, on_any, on_rank_zero, rank, wait_for_all, world_size
 from rlhf_core.engines.universal import convert_engines, load_converted, of_other_ranks
+from rlhf_core.paths import TIMINGS
 from rlhf_core.process import Interrupted, collect_by_default
 from rlhf_core.progress import Bar
-from rlhf_core.tracking import MetricsLog
+from rlhf_core.stage.training import TrainRun
+from rlhf_core.tracking import MetricsLog, NoLog
 from rlhf_core.trainers.time_limit import ended_by_time, out_of_time
 
 log = logging.getLogger("rlhf")
@@ -89,6 +92,39 @@ class TrainLoop:
     stop_requested: Callable[[], bool]
     keep_best: bool = False
     max_minutes: float | None = None
+
+
+def train_loop(run: TrainRun, config: TrainingConfig, columns: tuple[str, ...], *, first_step: int, seed: int | None = None) -> TrainLoop:
+    """A training loop with the stage's settings, checkpoints, curves and stop signal.
+
+    Args:
+        first_step: number of the phase's first step in the curves.
+        seed: None: `seed` of params.yaml.
+    """
+
+    def metrics_log(step: int) -> MetricsLog | NoLog:
+        if not is_first():
+            return NoLog()
+        return MetricsLog(
+            run.scratch / "curves.csv",
+            columns,
+            timings=TIMINGS / f"{run.job.stage}.csv",
+            tracking=run.params.tracking,
+            run_name=run.job.run_name,
+            first_step=step,
+        )
+
+    return TrainLoop(
+        seed=run.params.seed if seed is None else seed,
+        checkpoint_every=config.checkpoint_every,
+        eval_every=config.eval_every,
+        keep_best=config.keep_best,
+        max_minutes=config.max_minutes,
+        first_step=first_step,
+        checkpoints=lambda phase: CheckpointStore(run.scratch / phase, run.job.checkpoints, write_digest=write_digest),
+        metrics_log=metrics_log,
+        stop_requested=run.stop_requested,
+    )
 
 
 def engine_settings(config: TrainingConfig, *, steps: int, learning_rate: float, dtype: str, seed: int) -> EngineSettings:
@@ -296,13 +332,13 @@ def load_state(engine: TrainEngine, found: Found, subject: str) -> None:
 
         def convert() -> None:
             convert_engines(found.folder, [ENGINE], universal)
-            share(universal)
+            upload_folder(universal)
 
-        on_first(convert, subject=subject)
-        take(universal)
+        on_rank_zero(convert, subject=subject)
+        download_folder(universal)
         load_converted(engine, found.folder, ENGINE, universal)
         wait_for_all()
-        on_first(lambda: withdraw(universal), subject=subject)
+        on_rank_zero(lambda: remove_folder(universal), subject=subject)
     load_random_state(random_state_of(found.folder, rank()))
 
 

@@ -45,12 +45,12 @@ def main() -> None:
 def train_round(run: TrainRun, folder: Path, start: Path) -> dict[str, Any]:
     """On every rank: DPO on the pairs in a round's folder."""
     from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_pairs
-    from rlhf_core.trainers.supervised import hold_out
+    from rlhf_core.trainers.supervised import hold_out, train_loop
 
     params = run.params
     own = {key: getattr(params.iterative, key) for key in ("epochs", "steps", "learning_rate")}
     config = params.dpo.model_copy(update=own)
-    loop = run.loop(params.dpo, COLUMNS, first_step=0)
+    loop = train_loop(run, params.dpo, COLUMNS, first_step=0)
     preference = PreferenceRun(start=start, model=params.model, scratch=run.scratch, loop=loop)
     rows = pq.read_table(folder / "data" / "preference.parquet").to_pylist()
     pairs, heldout = hold_out(rows) if config.keep_best else (rows, [])

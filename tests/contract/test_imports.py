@@ -9,10 +9,20 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from imports import OWN, ROOT, closure, foreign_imports, imported_names, runtime_imports, sources
+from imports import OWN, ROOT, closure, foreign_imports, imported_names, own_imports, runtime_imports, sources
 
 VENDORS = {"ray", "vllm", "deepspeed"}
 CHECK = ROOT / "rlhf_core/stage/reach.py"  # started by flows, in a process of its own
+TENSORS = ROOT / "rlhf_core/checkpoint/torch_file.py"  # imports torch where a rank or a driver reads a checkpoint; flows read manifests
+# Imports that close a cycle of packages: `data` holds both the rows, which `models` reads, and their preparation, which renders and
+# tokenizes them with `models`; and the cache of hashes lies in `provenance`, which hashes models and data.
+UPWARDS = {
+    "rlhf_core/data/filters.py": {"rlhf_core/models"},
+    "rlhf_core/data/prepare.py": {"rlhf_core/models"},
+    "rlhf_core/data/validation/measures.py": {"rlhf_core/models"},
+    "rlhf_core/data/files.py": {"rlhf_core/provenance"},
+    "rlhf_core/data/tables.py": {"rlhf_core/provenance"},
+}
 # A command line that fetches a version of the registry by starting the command line that does.
 STARTED = {ROOT / "rlhf_core/use/choice.py": {"flows.promote"}}
 
@@ -28,7 +38,7 @@ def test_only_flows_import_prefect(folder):
 
 def test_flows_need_no_torch_however_far_one_follows_their_imports():
     for path in sources("flows"):
-        for needed in closure(path, {CHECK}):
+        for needed in closure(path, {CHECK, TENSORS}):
             assert not foreign_imports(needed) & {"torch", "transformers", *VENDORS}, f"{path} -> {needed}"
 
 
@@ -75,9 +85,13 @@ def test_what_lies_below_does_not_import_what_lies_above(lower, upper):
 
 
 def test_the_configuration_knows_nothing_of_the_rest():
+    described = "rlhf_core.algorithms.online"  # what each algorithm is, which nothing but the standard library is needed for
+    assert foreign_imports(ROOT / "rlhf_core/algorithms/online.py") <= set(sys.stdlib_module_names)
+    assert not own_imports(ROOT / "rlhf_core/algorithms/online.py")
     for path in sources("rlhf_core/config"):
         own = {name for name in imported_names(path) if name.startswith(("rlhf_core.", "tasks", "flows"))}
-        assert all(name.startswith("rlhf_core.config") for name in own), (path, own)
+        allowed = ("rlhf_core.config", "rlhf_core.files", described)
+        assert all(name.startswith(allowed) for name in own - {"rlhf_core.algorithms"}), (path, own)
         assert foreign_imports(path) - set(sys.stdlib_module_names) <= {"pydantic", "pydantic_core", "ruamel", "detect_secrets"}, path
 
 
@@ -89,11 +103,35 @@ def test_checking_params_loads_nothing_heavy():
 
 
 def test_no_cycle_among_modules_imports_inside_functions_included():
-    graph = {path: runtime_imports(path) - {path} for folder in OWN for path in sources(folder)}
-    while leaves := {path for path, needed in graph.items() if not needed & graph.keys()}:
-        graph = {path: needed for path, needed in graph.items() if path not in leaves}
-    # What is left imports, directly or not, something that is on a cycle; only what is imported by the rest too can be on one.
+    assert on_cycles({name(path): {name(p) for p in runtime_imports(path)} for folder in OWN for path in sources(folder)}) == {}
+
+
+def test_no_cycle_among_packages_but_those_that_are_listed():
+    graph: dict[str, set[str]] = {}
+    upwards = set()
+    for path in (path for folder in OWN for path in sources(folder)):
+        needed = {package(p) for p in runtime_imports(path)}
+        upwards |= {(name(path), up) for up in needed & UPWARDS.get(name(path), set())}
+        graph.setdefault(package(path), set()).update(needed - UPWARDS.get(name(path), set()))
+    assert on_cycles(graph) == {}
+    assert upwards == {(path, up) for path, packages in UPWARDS.items() for up in packages}, "no module imports that any more: delete it"
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def package(path: Path) -> str:
+    """rlhf_core/<package>, or a module beside the packages, or flows or tasks as a whole."""
+    parts = path.relative_to(ROOT).parts
+    return "/".join(parts[:2]) if parts[0] == "rlhf_core" else parts[0]
+
+
+def on_cycles(graph: dict[str, set[str]]) -> dict[str, list[str]]:
+    """What is on a cycle, or on a way from one cycle to another, and what of that it imports."""
+    graph = {node: needed - {node} for node, needed in graph.items()}
+    while leaves := {node for node, needed in graph.items() if not needed & graph.keys()}:
+        graph = {node: needed for node, needed in graph.items() if node not in leaves}
     while unused := graph.keys() - set().union(*graph.values()) if graph else set():
-        graph = {path: needed for path, needed in graph.items() if path not in unused}
-    cycle = {str(path.relative_to(ROOT)): sorted(str(p.relative_to(ROOT)) for p in needed & graph.keys()) for path, needed in graph.items()}
-    assert cycle == {}
+        graph = {node: needed for node, needed in graph.items() if node not in unused}
+    return {node: sorted(needed & graph.keys()) for node, needed in graph.items()}

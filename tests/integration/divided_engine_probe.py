@@ -25,13 +25,13 @@ from transfers import adapters_of, new_sender, send, source_of
 from rlhf_core.config import LoraConfig
 from rlhf_core.engines.ray.actors import ActorGroup
 from rlhf_core.engines.ray.places import RoleLost
+from rlhf_core.engines.requests import SamplingSettings, request_seeds
 from rlhf_core.engines.weight_sender import Answer, Target, WeightSender
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import checkpoint_names
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.process import configure_process
-from rlhf_core.sampling.requests import SamplingSettings, request_seeds
 
 EOS, VOCABULARY, LONGEST, BLOCK = 1, 101, 320, 128
 PROBE = list(range(2, 34))

@@ -17,13 +17,13 @@ from unittest import mock
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rlhf_core.engines.requests import Sample, SamplingSettings, request_seeds
 from rlhf_core.engines.vllm.engine import VllmEngine
 from rlhf_core.engines.weights import replace_weights
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import read_state_dict
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.process import configure_process
-from rlhf_core.sampling.requests import Sample, SamplingSettings, request_seeds
 from rlhf_core.trainers.rl.data import collate, pack
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch, check_logprobs
 from rlhf_core.types import Prompt, Rollout, Span

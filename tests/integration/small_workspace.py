@@ -39,7 +39,7 @@ from pathlib import Path
 from rlhf_core.paths import METRICS
 from rlhf_core.stage.files import publish, write_json
 from rlhf_core.process import Interrupted
-from rlhf_core.stage.run import Stage, StageFailed
+from rlhf_core.stage.run import Stage, StageRefused
 
 
 def prepare_data(stage):
@@ -81,7 +81,7 @@ def gate_reward(stage):
     verdict |= {"accuracy": accuracy, "low": accuracy, "threshold": threshold, "override": stage.params.gate.override}
     write_json(METRICS / "gate.json", verdict)
     if not verdict["passed"]:
-        raise StageFailed(message)
+        raise StageRefused(message)
 
 
 def report(stage):
@@ -199,6 +199,14 @@ def environment(**extra: str) -> dict[str, str]:
 def run_flow(workspace: Path, *arguments: str, timeout: float = 120, **extra: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "flows.full_pipeline", *arguments]
     return subprocess.run(command, cwd=workspace, env=environment(**extra), capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def refuse_flow(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line where it refuses its arguments, which is before it starts a server or imports Prefect; forked with its imports."""
+    import warm_python  # programs of tools/ that import this module haven't the folder of that one in their path
+
+    command = [sys.executable, "-m", "flows.full_pipeline", *arguments]
+    return warm_python.run(command, cwd=workspace, env=environment(PREFECT_HOME="/proc/nowhere"))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Speed compared with TRL's: python -m tools.bench.peers [--cases ...] [--models small medium] [--rounds N] ...
+"""Compares speed with TRL's: python -m tools.bench.peers [--cases ...] [--models small medium] [--rounds N] ...
 
 Both sides do the same work (work.py) in alternating fresh processes: ours, theirs, ours, theirs. The time counts from the end of the
 warm-up to the end of the last step; loading, tokenizing and precomputed references are excluded. A round whose losses differ stops the run.
@@ -143,7 +143,10 @@ def sized(inputs: Inputs, case: str, model: str, arguments: argparse.Namespace) 
 
 
 def tokens_per_sample(work: Work) -> float:
-    """Mean over the rows. A pair's prompt counts with each response; online responses are as long as they may be."""
+    """Mean number of tokens per sample over the rows.
+
+    A pair's prompt counts with each response; online responses are as long as they may be.
+    """
     from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, load_tokenizer
 
     tokenizer = load_tokenizer(work.model, trust_remote_code=False)
@@ -215,7 +218,7 @@ def one_each(rows: list[dict[str, Any]], sides: tuple[str, ...]) -> list[dict[st
 
 
 def measure(work: Work, rounds: int, warmup: int, environment: dict[str, str]) -> dict[str, dict[str, list[float]]]:
-    """Samples (demonstrations or pairs) per second of each side's alternating runs, by wall clock and by CPU time.
+    """Samples (demonstrations or pairs) per second in each side's alternating runs, by wall clock and by CPU time.
 
     Raises:
         RuntimeError: the sides' losses differ.
@@ -248,7 +251,7 @@ def run(side: str, work: Work, environment: dict[str, str]) -> Run:
 
 
 def summary(speeds: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
-    """For each clock: all values, medians, the ratio of the medians, and each round's ratio."""
+    """All values by each clock, their medians, the ratio of the medians, and each round's ratio."""
     found = {}
     for clock, sides in speeds.items():
         medians = {side: statistics.median(values) for side, values in sides.items()}

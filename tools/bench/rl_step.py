@@ -1,4 +1,4 @@
-"""RL steps in one process, without Ray between rollout engine and trainer, for growth.py."""
+"""Runs RL steps in one process, without Ray between rollout engine and trainer, for growth.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS, WARMUP = 6, 2
 
 
 def rl_step(prompts: int) -> tuple[float, float, int]:
-    """RLOO on the benchmark's small model: median CPU seconds of a step, peak resident set in GB, responses."""
+    """Median CPU seconds of an RLOO step of the benchmark's small model, peak resident set in GB, and number of responses."""
     import torch
 
     from rlhf_core.engines.pytorch_engine import PytorchEngine
@@ -45,8 +45,8 @@ def rl_step(prompts: int) -> tuple[float, float, int]:
         for step in range(STEPS):
             began = time.process_time()
             taken = stream.take(step * prompts, prompts)
-            how = {"stop_ids": stop_ids(tokenizer, job.sft_model), "group_size": rl.group_size}
-            groups = engine.generate([p.prompt_ids for p in taken], list(range(prompts)), sampling_settings(rl), **how)
+            options = {"stop_ids": stop_ids(tokenizer, job.sft_model), "group_size": rl.group_size}
+            groups = engine.generate([p.prompt_ids for p in taken], list(range(prompts)), sampling_settings(rl), **options)
             rollouts = [
                 Rollout(prompt, [Span(s.response_ids, s.logprobs, s.version)], s.finished, group_id=i)
                 for i, (prompt, group) in enumerate(zip(taken, groups, strict=True))

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlhf_core.config import number_of
 from rlhf_core.engines.ray.places import Bundle, RoleLost, release, reserve
 from rlhf_core.engines.ray.processes import Place
-from rlhf_core.planning.placement import Placement, check_gpus
+from rlhf_core.planning.placement import GpuPlacement, check_gpus
 
 
 def node_gpus() -> list[int]:
@@ -31,7 +31,7 @@ class ReservedGpus:
         RoleLost: no room within the deadline.
     """
 
-    def __init__(self, placement: Placement, *, deadline: float):
+    def __init__(self, placement: GpuPlacement, *, deadline: float):
         self._placement, self._deadline = placement, deadline
         self._bundles: dict[int, tuple[PlacementGroup, int]] = {}  # by a GPU's number
         if placement.bundles:

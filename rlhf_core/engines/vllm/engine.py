@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from rlhf_core.engines.gpu_memory import cache_bytes, memory_in_use
+from rlhf_core.engines.requests import Sample, SamplingSettings
 from rlhf_core.engines.sleep import Awake
 from rlhf_core.engines.vllm.refusals import refuse_without_reload, refuse_without_sleep, refusing_unsupported
 from rlhf_core.engines.weights import pack_experts_at_next_load, pack_tied_weights, replace_weights
 from rlhf_core.process import freeze_gc
-from rlhf_core.sampling.requests import Sample, SamplingSettings
 
 if TYPE_CHECKING:
     import torch

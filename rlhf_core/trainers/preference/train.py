@@ -23,7 +23,8 @@ from rlhf_core.data.schema import Message
 from rlhf_core.data.tokens import EncodedTurns, Examples
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
 from rlhf_core.engines.frozen import FrozenModel
-from rlhf_core.engines.ranks import data_parallel_size, merged, on_first
+from rlhf_core.engines.ranks import data_parallel_size, merged, on_rank_zero
+from rlhf_core.files import replacing
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.lora import add_adapters, quantize_base, without_adapters
@@ -64,7 +65,7 @@ class PreferenceRun:
     start: a Hugging Face folder with model and tokenizer: the policy starts there, and it is the reference.
     scratch: a folder for these rows, start, steps and settings only. An interrupted run finds its checkpoint and the reference's
         log-probabilities there.
-    loop: from `TrainRun.loop(config, COLUMNS, first_step=...)`.
+    loop: from `train_loop(run, config, COLUMNS, first_step=...)`.
     steps: in place of the section's steps and epochs.
     """
 
@@ -283,12 +284,10 @@ def precomputed_reference(
         return found if found["items"] == of_items else None
 
     def write() -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(path.name + ".tmp")
-        torch.save(kept, aside)
-        aside.replace(path)
+        with replacing(path) as aside:
+            torch.save(kept, aside)
 
-    kept = on_first(read, subject="reference")
+    kept = on_rank_zero(read, subject="reference")
     if kept is not None:
         log.info("reference: reusing the log-probabilities of %d responses from an earlier start", len(distinct))
     else:
@@ -297,7 +296,7 @@ def precomputed_reference(
             kept = {"items": of_items, "logprobs": _compute(module, list(distinct.values()), forward)}
         reference.close()
         del reference
-        on_first(write, subject="reference")
+        on_rank_zero(write, subject="reference")
     table = dict(zip(distinct, kept["logprobs"].tolist(), strict=True))
     del distinct  # the table's keys are all that is needed of it
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlhf_core.algorithms.advantages import ADVANTAGE_ESTIMATORS, overlong_penalty, token_rewards
+from rlhf_core.algorithms.advantages import overlong_penalty, token_rewards
 from rlhf_core.algorithms.corrections import importance_weights
 from rlhf_core.algorithms.kl import KL_ESTIMATORS
 from rlhf_core.config import RlConfig
@@ -45,9 +45,9 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
         "response_mask": mask,
         "group_ids": batch.group_ids,
         "baseline_rewards": batch.baseline and baseline_rewards(batch.baseline, rl, normalizer, kl_coef=kl_coef),
-        **getattr(rl, rl.algorithm).model_dump(),
+        **rl.own.model_dump(),
     }
-    estimator = ADVANTAGE_ESTIMATORS[rl.algorithm]
+    estimator = rl.spec.estimate
     estimate = estimator(**{name: quantities[name] for name in inspect.signature(estimator).parameters if name in quantities})
     advantages, returns = estimate if isinstance(estimate, tuple) else (estimate, torch.zeros_like(estimate))
     learned, known = mask.any(1), quantities["rewards"].isfinite()
@@ -57,7 +57,7 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
         "reward_mean": float(quantities["rewards"][known].mean()),
         "advantage_zero_fraction": float((advantages[learned] == 0).all(1).float().mean()),
     }
-    if rl.algorithm == "ppo":
+    if rl.critic is not None:
         metrics["explained_variance"] = explained_variance(batch.values, returns, mask)
     weights = torch.ones_like(batch.rollout_logprobs)
     if batch.old_logprobs_source == "recompute":
@@ -177,7 +177,7 @@ def value_units(rl: RlConfig, normalizer: RewardNormalizer) -> ValueUnits:
 
     The critic doesn't know the contribution of other scorers. A critic with a new head predicts 0 in any units.
     """
-    if rl.ppo.critic_init != "reward_model":
+    if rl.critic.critic_init != "reward_model":
         return ValueUnits()
     scale = offset = 0.0
     for scorer in rl.reward.own_reward_models:

@@ -24,7 +24,7 @@ class Collected:
     """What a step learns from.
 
     rollouts, components: a prompt's rollouts are adjacent.
-    baseline: greedy responses to each row's prompt, for remax.
+    baseline: greedy responses to each row's prompt, where the algorithm needs them.
     prompts_drawn: prompts taken from the stream since the run began.
     forward: the trainer ranks' forward passes over the rollouts.
     """
@@ -74,14 +74,14 @@ def collect_rollouts(
     else:
         rollouts = workers.rollouts.generate(prompts.take(prompts_drawn, rl.rollout_batch_size), step=step)
         clock.lap("generate")
-        workers.turns.trainers(forget=rl.algorithm != "remax")
+        workers.turns.trainers(forget=not rl.spec.greedy_baseline)
         scores = workers.submit_scores(rollouts)
         forward = workers.submit_forward(rollouts, **how)
         components = workers.collect_scores(scores, measured)
         clock.lap("score")
         prompts_drawn, metrics = prompts_drawn + rl.rollout_batch_size, {}
     baseline = None
-    if rl.algorithm == "remax":
+    if rl.spec.greedy_baseline:
         baseline = greedy_baseline(workers, [rollout.prompt for rollout in rollouts[:: rl.group_size]], rl)
         clock.lap("baseline")
     if rl.dynamic_sampling.enabled:

@@ -18,7 +18,7 @@ import torch
 
 from rlhf_core.checkpoint.store import SaveFailed
 from rlhf_core.config import RlConfig, curve_columns
-from rlhf_core.process import STOPPED_BY_SIGNAL, collect_by_default, freeze_gc
+from rlhf_core.process import STOPPED_BY_SIGNAL, StepAbandoned, Stop, collect_by_default, freeze_gc
 from rlhf_core.progress import Bar
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.stage.job import FULL, refuse
@@ -26,7 +26,7 @@ from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.rl.advantages import compute_advantages, correct, sampling_logprobs, value_units
 from rlhf_core.trainers.rl.collect import Collected, collect_rollouts
 from rlhf_core.trainers.rl.data import DemonstrationStream, PromptStream, collate, evaluation_prompts, read_prompts
-from rlhf_core.trainers.rl.job import RlJob, StepAbandoned, Stop
+from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.metrics import (
     Clock,
     Metrics,
@@ -39,7 +39,7 @@ from rlhf_core.trainers.rl.metrics import (
 from rlhf_core.trainers.rl.minibatch import plan_update
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch, check_finite, check_logprobs
 from rlhf_core.trainers.rl.monitor import Finding, holds, observe
-from rlhf_core.trainers.rl.state import Best, Progress
+from rlhf_core.trainers.rl.state import BestPolicy, Progress
 from rlhf_core.trainers.rl.workers import Workers
 from rlhf_core.types import Prompt, RolloutBatch, UpdateResult
 
@@ -264,7 +264,7 @@ def start_or_resume(job: RlJob, workers: Workers) -> tuple[Run, Progress]:
                 workers.snapshot(progress, normalizer, score=progress.best.value)
                 workers.store.publish()
             log.info("rl: before training  %s", "  ".join(f"{name} {value:.3f}" for name, value in evaluated.items()))
-    if rl.algorithm == "ppo":
+    if rl.critic is not None:
         workers.set_value_units(value_units(rl, normalizer))
     return run, progress
 
@@ -282,7 +282,7 @@ def note_if_best(progress: Progress, evaluated: Metrics, rl: RlConfig) -> Progre
     value = evaluated.get(f"eval_{rl.evaluation.metric}", math.nan)
     if not (rl.keeps_best and progress.improves(value) and holds(rl, progress.monitor)):
         return progress
-    return replace(progress, best=Best(progress.step, value, rl.evaluation.metric))
+    return replace(progress, best=BestPolicy(progress.step, value, rl.evaluation.metric))
 
 
 def export(job: RlJob, workers: Workers, progress: Progress) -> None:

@@ -11,10 +11,10 @@ import torch
 
 from rlhf_core.config import RlConfig
 from rlhf_core.data.batching import batch_indices, deal_out_groups
-from rlhf_core.models.batch import Branches, TokenBatch, collate_branches
+from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, continue_prefix, group_by_prefix
 from rlhf_core.trainers.demonstrations import Demonstration
 from rlhf_core.trainers.rl.data import DemonstrationStream
-from rlhf_core.types import TrainBatch
+from rlhf_core.types import Sequences, TrainBatch
 
 Totals = dict[str, float]
 
@@ -74,6 +74,19 @@ def before(batch: TokenBatch) -> TokenBatch:
     selected = torch.zeros_like(batch.selected)
     selected[:, :-1] = batch.selected[:, 1:]
     return TokenBatch(batch.input_ids, selected)
+
+
+def prompt_rows(sequences: Sequences, *, max_tokens: int, shared: bool) -> tuple[list[list[int]], list[list[Branches]]]:
+    """Groups of consecutive sequences of one prompt, as positions; and the rows of each group, with a shared prompt where that is less to
+    compute.
+
+    Args:
+        max_tokens: of a shared row.
+        shared: False: each sequence is a group and a row.
+    """
+    ids, starts = sequences.lists(), sequences.starts.tolist()
+    groups = group_by_prefix(ids, starts, max_tokens=max_tokens) if shared else [[i] for i in range(len(ids))]
+    return groups, [continue_prefix(ids[group[0]][: starts[group[0]]], [ids[i][starts[i] :] for i in group]) for group in groups]
 
 
 def token_batch(rows: list[Branches], trained: torch.Tensor, *, pad_id: int) -> TokenBatch:

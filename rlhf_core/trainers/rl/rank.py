@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from rlhf_core.checkpoint.parts import hand_in
-from rlhf_core.checkpoint.stored import check_checkpoint, share, take
+from rlhf_core.checkpoint.parts import save_part
+from rlhf_core.checkpoint.stored import check_checkpoint, download_folder, upload_folder
 from rlhf_core.data.batching import even_microbatches
 from rlhf_core.engines.adapter_source import AdapterSource
 from rlhf_core.engines.deepspeed_engine import device, equal_count, join_world, most_over_ranks
@@ -28,17 +28,17 @@ from rlhf_core.engines.weight_sender import Sent, Target, WeightSender
 from rlhf_core.engines.weight_source import KeptSource, PolicySource, TensorSpec
 from rlhf_core.engines.weights import PackedTensor, pack, unpack
 from rlhf_core.models.backend import Backend
-from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, collate_tokens, prompt_rows
+from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, collate_tokens
 from rlhf_core.models.build import checkpoint_names, save_model
 from rlhf_core.models.forward import GENERAL, PolicyModule, ScalarModule, common_backend
 from rlhf_core.models.lora import has_adapters, without_adapters
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.process import collect_by_default
 from rlhf_core.scorers.reward_model import score_sequences
-from rlhf_core.storage.node import work_of_job
+from rlhf_core.storage.node import job_storage
 from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.job import POLICY, RlJob
-from rlhf_core.trainers.rl.minibatch import Minibatch, before
+from rlhf_core.trainers.rl.minibatch import Minibatch, before, prompt_rows
 from rlhf_core.trainers.rl.roles import HostedRoles
 from rlhf_core.trainers.rl.update import ForwardGraphs, RankUpdate, RlUpdate, policy_arguments
 from rlhf_core.trainers.supervised import seed_generators
@@ -322,7 +322,7 @@ class TrainerRank:
             state = self.roles.policy.state_dict()
         if self._rank == 0:
             save_model(self.roles.language_model, state, self._tokenizer, Path(folder))
-            if (work := work_of_job()) is not None:
+            if (work := job_storage()) is not None:
                 work.push(POLICY, [Path(folder)])
 
     def save(self, folder: str, part: int | None = None) -> None:
@@ -334,7 +334,7 @@ class TrainerRank:
         Path(folder).mkdir(parents=True, exist_ok=True)  # another node's, where ranks share no disk
         names = self.roles.save(Path(folder), self._rank)
         if part is not None:
-            hand_in(Path(folder), self._rank, names, part=part)
+            save_part(Path(folder), self._rank, names, part=part)
 
     def damage(self, folder: str, part: int = 0, parts: int = 1) -> str | None:
         """What is wrong with this rank's share of a checkpoint's files, or None."""
@@ -343,11 +343,11 @@ class TrainerRank:
     def load(self, folder: str, universal: str | None = None) -> None:
         """Load what `save` wrote; see `HostedRoles.load`."""
         if universal is not None:
-            take(Path(universal))
+            download_folder(Path(universal))
         self.roles.load(Path(folder), self._rank, None if universal is None else Path(universal))
 
     def convert(self, folder: str, universal: str) -> None:
         """See `HostedRoles.convert`."""
         self.roles.convert(Path(folder), Path(universal), self._rank)
         if self._rank == 0:
-            share(Path(universal))
+            upload_folder(Path(universal))

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_core.config import RlConfig
 from rlhf_core.engines.ray.actors import ActorGroup
-from rlhf_core.sampling.requests import Sample, SamplingSettings, request_seeds
+from rlhf_core.engines.requests import Sample, SamplingSettings, request_seeds
 from rlhf_core.trainers.rl.dispatch import Dispatcher, Requests
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch, WeightSyncCheck

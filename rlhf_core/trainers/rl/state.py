@@ -22,7 +22,7 @@ log = logging.getLogger("rlhf")
 
 
 @dataclass(frozen=True)
-class Best:
+class BestPolicy:
     """The step after which the policy was the best (0: the initial policy), and its value by the metric of this name."""
 
     step: int
@@ -43,7 +43,7 @@ class Progress:
     step: int
     prompts_drawn: int
     kl_coef: float
-    best: Best | None
+    best: BestPolicy | None
     monitor: MonitorState = field(default_factory=MonitorState)
     seconds: float = 0.0
 
@@ -100,7 +100,7 @@ class Progress:
             )
         normalizer.moments = moments
         best, monitor = state.pop("best"), MonitorState.read(state.pop("monitor"))
-        return cls(**state, best=best and Best(**{"metric": "", **best}), monitor=monitor)
+        return cls(**state, best=best and BestPolicy(**{"metric": "", **best}), monitor=monitor)
 
     def resumed(self, rl: RlConfig, names: Collection[str] = ()) -> Progress:
         """The state for a run that resumes with this configuration; the log says what begins anew.

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.checkpoint.store import StoreSettings
-from rlhf_core.config import RlConfig, ScorerConfig
+from rlhf_core.config import Params, RlConfig, ScorerConfig
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import PREPARED, REWARD_MODEL, SFT_MODEL, TIMINGS
 from rlhf_core.sampling.prompts import with_steps
 from rlhf_core.scorers.needs import check_scorers, model_folders, uses_own_reward_model
 from rlhf_core.stage.files import has_labels, read_json, source_judges
-from rlhf_core.stage.luggage import Luggage
+from rlhf_core.stage.job import Job
+from rlhf_core.stage.job_inputs import JobInputs
 from rlhf_core.stage.ray_job import submit_job
 from rlhf_core.stage.run import Stage, check_gate, steps_at_the_end
 from rlhf_core.stage.setup import rl_setup
@@ -29,7 +30,7 @@ def check_rewards(rl: RlConfig, gate: dict) -> str | None:
     Returns:
         As check_gate.
     Raises:
-        StageFailed: the chain's own reward model is used and did not pass its gate.
+        StageRefused: the chain's own reward model is used and did not pass its gate.
         ValueError: a reward model's folder, a label, a function or a demonstration is missing.
     """
     override = check_gate(gate) if uses_chain_reward_model(rl) else None
@@ -41,11 +42,7 @@ def check_rewards(rl: RlConfig, gate: dict) -> str | None:
 
 def uses_chain_reward_model(rl: RlConfig) -> bool:
     """Whether the chain's own reward model scores responses, or the critic starts from it."""
-    return critic_starts_from_reward_model(rl) or uses_own_reward_model(rl.reward.scorers)
-
-
-def critic_starts_from_reward_model(rl: RlConfig) -> bool:
-    return rl.algorithm == "ppo" and rl.ppo.starts_from_reward_model
+    return rl.critic_starts_from_reward_model or uses_own_reward_model(rl.reward.scorers)
 
 
 def run_rl(stage: Stage, output: Path) -> RlConfig:
@@ -55,39 +52,61 @@ def run_rl(stage: Stage, output: Path) -> RlConfig:
         The section rl with its number of steps.
     Raises:
         Interrupted: SIGTERM; the job has written its checkpoint.
-        StageFailed: the job refused its input.
+        StageRefused: the job refused its input.
         JobCrashed: the job failed otherwise.
     """
-    description, luggage = stage.scratch / "job.json", Luggage() if uses_storage(stage.params) else None
-    job = describe_job(stage, output, luggage)
-    job.write(description)
+    inputs = JobInputs() if uses_storage(stage.params) else None
+    of_rl = describe_job(stage, output, inputs)
+    rl, params = of_rl.rl, stage.params if inputs is None else inputs.on_node(stage.params)
     submit_job(
         stage,
+        rl_job(of_rl, params, root=Path.cwd(), work=stage.scratch),
         subject="RL job",
-        driver="rlhf_core.trainers.rl.driver",
-        description=description,
-        cpus=job.rl.cpus,
-        model=SFT_MODEL if job.rl.sends_reference else None,
-        luggage=luggage,
-        engines=["vllm"] if job.rl.rollout.backend == "vllm" else [],
+        description=stage.scratch / "job.pkl",
+        cpus=rl.cpus,
+        model=SFT_MODEL if rl.sends_reference else None,
+        inputs=inputs,
+        engines=["vllm"] if rl.rollout.backend == "vllm" else [],
         results=(OUTPUTS, POLICY),
     )
-    return job.rl
+    return rl
 
 
-def describe_job(stage: Stage, output: Path, luggage: Luggage | None = None) -> RlJob:
+def rl_job(job: RlJob, params: Params, *, root: Path, work: Path) -> Job:
+    """An RL job for the driver.
+
+    Args:
+        params: of which the driver reads the sections cluster and flow.
+    """
+    return Job(
+        stage="train_policy",
+        launch="rlhf_core.trainers.rl.driver:launch",
+        function="rlhf_core.trainers.rl.loop:run",
+        arguments=(job,),
+        params=params,
+        ranks=job.rl.ranks,
+        root=root,
+        work=work,
+        run_name=job.run_name,
+        checkpoints=job.checkpoints,
+        threads=job.threads,
+        actor_output=True,
+    )
+
+
+def describe_job(stage: Stage, output: Path, inputs: JobInputs | None = None) -> RlJob:
     """
     Args:
-        luggage: takes the inputs along, for nodes that don't see this folder.
+        inputs: takes the inputs along, for nodes that don't see this folder.
     """
     params = stage.params
     rl = with_steps(params, SFT_MODEL)
-    rl = with_absolute_paths(rl) if luggage is None else luggage.on_node(rl)
+    rl = with_absolute_paths(rl) if inputs is None else inputs.on_node(rl)
     judges, models = source_judges(), model_folders(params.rl.reward.scorers, REWARD_MODEL)
     timings = TIMINGS / "train_policy.csv"
 
     def place(path: Path) -> str:
-        return str(path.resolve()) if luggage is None else luggage.take(path)
+        return str(path.resolve()) if inputs is None else inputs.add(path)
 
     return RlJob(
         seed=params.seed,
@@ -101,13 +120,12 @@ def describe_job(stage: Stage, output: Path, luggage: Luggage | None = None) -> 
         prepared=place(PREPARED),
         sft_model=place(SFT_MODEL),
         scorer_models={name: place(folder) for name, folder in models.items()},
-        source_judges={n: absolute_function(j) for n, j in judges.items()} if luggage is None else luggage.judges_on_node(judges),
-        reward_model=place(REWARD_MODEL) if critic_starts_from_reward_model(rl) else None,
-        work=str(stage.scratch.resolve() if luggage is None else stage.scratch),
+        source_judges={n: absolute_function(j) for n, j in judges.items()} if inputs is None else inputs.judges_on_node(judges),
+        reward_model=place(REWARD_MODEL) if rl.critic_starts_from_reward_model else None,
+        work=str(stage.scratch.resolve() if inputs is None else stage.scratch),
         checkpoints=checkpoint_settings(stage, rl),
-        output=str(output.resolve() if luggage is None else output),
-        timings=str(timings.resolve() if luggage is None else timings),
-        checks_cluster=params.cluster.address is not None,
+        output=str(output.resolve() if inputs is None else output),
+        timings=str(timings.resolve() if inputs is None else timings),
     )
 
 

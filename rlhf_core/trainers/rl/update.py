@@ -18,7 +18,7 @@ from rlhf_core.data.batching import microbatches
 from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, sum_over_ranks
 from rlhf_core.engines.ranks import summed, total
 from rlhf_core.models.backend import Backend
-from rlhf_core.models.batch import Branches, TokenBatch, prompt_rows
+from rlhf_core.models.batch import Branches, TokenBatch
 from rlhf_core.models.forward import PolicyOutput
 from rlhf_core.trainers.demonstrations import collate_demonstrations
 from rlhf_core.trainers.rl.advantages import ValueUnits
@@ -27,6 +27,7 @@ from rlhf_core.trainers.rl.minibatch import (
     Totals,
     add_totals,
     before,
+    prompt_rows,
     real_tokens,
     token_batch,
     unflatten,
@@ -247,8 +248,8 @@ class RlUpdate:
         limit = self.rl.max_approx_kl
         if limit is None:
             return False
-        (of_all,) = summed(approx_kl_sum)
-        return not of_all / max(num_loss_tokens, 1) <= limit
+        (all_gather,) = summed(approx_kl_sum)
+        return not all_gather / max(num_loss_tokens, 1) <= limit
 
     @torch.no_grad()
     def _expert_counts(self, minibatch: Minibatch, parts: list[Microbatch]) -> torch.Tensor:
@@ -279,7 +280,7 @@ class RlUpdate:
 
     def _critic_gradients(self, minibatch: Minibatch, parts: list[Microbatch]) -> Totals:
         """Accumulate the gradients of the value loss over the micro-batches."""
-        ppo, found = self.rl.ppo, []
+        critic, found = self.rl.critic, []
         for part in parts:
             batch = minibatch.batch.select(part.rows).to(self.device)
             if part.graphs is not None:
@@ -287,8 +288,8 @@ class RlUpdate:
             else:
                 flat = self.value_units(self.critic(before(self._tokens(part, minibatch))))
             values = unflatten(flat, batch.response_mask)
-            token_loss = value_loss(values, batch.old_values, batch.returns, batch.response_mask, value_clip=ppo.value_clip)
-            loss = ppo.value_coef * self._aggregate(token_loss, batch, minibatch)
+            token_loss = value_loss(values, batch.old_values, batch.returns, batch.response_mask, value_clip=critic.value_clip)
+            loss = critic.value_coef * self._aggregate(token_loss, batch, minibatch)
             self.critic.backward(loss)
             found.append(loss.detach())
         return {"value_loss": total(found)} if found else {}

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlhf_core.checkpoint.store import Found, size
-from rlhf_core.checkpoint.stored import bring_for_driver, withdraw
+from rlhf_core.checkpoint.store import Found
+from rlhf_core.checkpoint.stored import download_for_driver, remove_folder
+from rlhf_core.config import bytes_shown
 from rlhf_core.data.batching import deal_out_groups
 from rlhf_core.engines.ray.actors import Pending, RoleLost
 from rlhf_core.engines.universal import of_other_ranks
 from rlhf_core.models.build import vocabulary_size
 from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
 from rlhf_core.sampling.scoring import PendingScores, ResponseScorer, RewardNormalizer, ScorerMetrics
-from rlhf_core.storage.node import work_of_job
+from rlhf_core.storage.node import job_storage
 from rlhf_core.trainers.rl.actor_scorers import ActorScorers
 from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.data import pack
@@ -254,7 +255,7 @@ class Workers:
             score: of the policy by rl.evaluation.metric, if it was evaluated after this step.
         """
         # see TrainerRank.save; a single rank may be on another node
-        ranks = range(self._trainers.ranks) if self._trainers.ranks > 1 or work_of_job() is not None else ()
+        ranks = range(self._trainers.ranks) if self._trainers.ranks > 1 or job_storage() is not None else ()
 
         self.turns.trainers()
 
@@ -312,13 +313,13 @@ class Workers:
                 converted[name] = (str(universal / name),)
                 group.call("convert", [(str(found.folder), *converted[name])] * len(group), deadline=self._save_timeout)
         self._trainers.call("load", lambda group, _: (str(found.folder), *converted.get(group.roles.name, ())), deadline=self._save_timeout)
-        withdraw(universal)
+        remove_folder(universal)
 
     def _damage(self, folder: Path) -> str | None:
         """What is wrong with a checkpoint's folder; each rank reads a share of the files."""
         ranks = self._trainers.ranks
         found = self._trainers.call("damage", lambda group, rank: (str(folder), group.first + rank, ranks), deadline=self._save_timeout)
-        return next(filter(None, (*chain.from_iterable(found), bring_for_driver(folder))), None)
+        return next(filter(None, (*chain.from_iterable(found), download_for_driver(folder))), None)
 
     @property
     def _save_timeout(self) -> float:
@@ -359,6 +360,6 @@ def old_logprobs_of(batch: RolloutBatch, plans: list[list[Minibatch]], results: 
 
 def save_lost(lost: RoleLost, folder: Path) -> RoleLost:
     """The loss of a rank during a save, with folder, bytes and what to do."""
-    written = size(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+    written = bytes_shown(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
     what = f"got {written} of the checkpoint in {folder}; raise checkpoints.save_timeout if the rank is late, or use a faster disk"
     return RoleLost(f"{lost}; {what}", lost.ranks)

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.checkpoint.manifest import MANIFEST, damage
-from rlhf_core.checkpoint.store import CheckpointStore, NoSpace, Origin, SaveFailed, StoreSettings, size
+from rlhf_core.checkpoint.store import CheckpointStore, NoSpace, Origin, SaveFailed, StoreSettings
+from rlhf_core.config import bytes_shown
 
 
 def writer(text: str):
@@ -328,4 +329,11 @@ def test_the_same_step_again_replaces_a_damaged_one(tmp_path: Path):
 
 
 def test_sizes_have_units():
-    assert [size(n) for n in (0, 999, 1000, 1536, 10**6, 2_340_000_000)] == ["0 bytes", "999 bytes", "1.0 kB", "1.5 kB", "1.0 MB", "2.3 GB"]
+    assert [bytes_shown(n) for n in (0, 999, 1000, 1536, 10**6, 2_340_000_000)] == [
+        "0 bytes",
+        "999 bytes",
+        "1.0 kB",
+        "1.5 kB",
+        "1.0 MB",
+        "2.3 GB",
+    ]

@@ -13,11 +13,11 @@ import torch
 
 from rlhf_core.checkpoint import parts
 from rlhf_core.checkpoint.digest import read_digest, write_digest
-from rlhf_core.checkpoint.hashing import FileHash
 from rlhf_core.checkpoint.manifest import MANIFEST, damage
-from rlhf_core.checkpoint.parts import gather, hand_in
+from rlhf_core.checkpoint.parts import gather, save_part
 from rlhf_core.checkpoint.saved_state import SavedFile
 from rlhf_core.checkpoint.store import CheckpointStore, NoSpace, SaveOverdue, StoreSettings
+from rlhf_core.storage.hashing import FileHash
 
 RANKS = range(3)
 
@@ -33,7 +33,7 @@ def save_rank(folder: Path, rank: int) -> None:
 def save_and_hand_in(folder: Path, rank: int) -> None:
     """In a process of its own, as a rank."""
     save_rank(folder, rank)
-    hand_in(folder, rank, ["engine", f"rng-{rank}.pt", "not-there.pt"]).join()
+    save_part(folder, rank, ["engine", f"rng-{rank}.pt", "not-there.pt"]).join()
 
 
 def write(folder: Path) -> None:
@@ -91,7 +91,7 @@ def test_handed_in_hashes_of_a_checkpoint_that_is_damaged_on_the_way_are_noticed
 def test_a_rank_that_hands_nothing_in_is_named_after_the_deadline_with_folder_and_bytes(tmp_path: Path):
     store = CheckpointStore(tmp_path, StoreSettings(save_timeout=0.3))
     store.save(1, lambda folder: save_rank(folder, 0))
-    store.write(2, lambda folder: [save_rank(folder, 0), hand_in(folder, 0, ["engine", "rng-0.pt"]).join()], ranks=(0, 1))
+    store.write(2, lambda folder: [save_rank(folder, 0), save_part(folder, 0, ["engine", "rng-0.pt"]).join()], ranks=(0, 1))
     store.publish()
     with pytest.raises(SaveOverdue) as raised:
         store.wait()
@@ -106,7 +106,7 @@ def test_a_rank_that_hands_nothing_in_is_named_after_the_deadline_with_folder_an
 def test_the_part_of_a_rank_that_is_lost_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     store = CheckpointStore(tmp_path, StoreSettings(save_timeout=600))
     store.save(1, lambda folder: save_rank(folder, 0))
-    store.write(2, lambda folder: [save_rank(folder, 0), hand_in(folder, 0, ["engine", "rng-0.pt"]).join()], ranks=(0, 1))
+    store.write(2, lambda folder: [save_rank(folder, 0), save_part(folder, 0, ["engine", "rng-0.pt"]).join()], ranks=(0, 1))
     store.publish()
     began = time.monotonic()
     store.close(lost={1})

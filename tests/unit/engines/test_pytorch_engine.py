@@ -20,12 +20,12 @@ from transformers import (
 )
 
 from rlhf_core.engines.pytorch_engine import PROMPT_TOKENS, PytorchEngine, sample_tokens
+from rlhf_core.engines.requests import Sample, SamplingSettings, request_seeds
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import checkpoint_names, load_language_model, read_state_dict, save_model, with_weights
 from rlhf_core.models.cpu.decoder import LlamaDecoder
 from rlhf_core.models.decoding import HuggingFaceDecoder
 from rlhf_core.models.forward import PolicyModule
-from rlhf_core.sampling.requests import Sample, SamplingSettings, request_seeds
 from tests.model_families import OTHERS
 from tests.tiny_models import save_tiny_experts, tiny_tokenizer
 

@@ -6,7 +6,7 @@ import pytest
 from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import ConfigError, RlConfig, load_params, parse_params, read_yaml, set_key
-from rlhf_core.planning.placement import Placement, check_gpus, place, transfer_ways, unused_shares
+from rlhf_core.planning.placement import GpuPlacement, check_gpus, place, transfer_ways, unused_shares
 
 
 def rl(placement: str = "together", **changes) -> RlConfig:
@@ -30,7 +30,7 @@ def shares(config: RlConfig, gpus: int) -> tuple[float, float]:
 def test_the_default_job_runs_on_one_gpu():
     config = rl()
     assert (config.trainer.ranks, config.rollout.engines) == (1, 2)
-    assert place(config, 1) == Placement(1, 0.6, 0.2, ((0,),), (0, 0))
+    assert place(config, 1) == GpuPlacement(1, 0.6, 0.2, ((0,),), (0, 0))
     assert place(config, 1).shares_engine_gpus
 
 
@@ -306,7 +306,7 @@ def test_what_is_set_decides_whether_they_take_turns():
 def ways(engines: tuple[int, ...], *, ranks: tuple[int, ...] = (0, 1), **rollout) -> list[str]:
     config = rl(ranks=len(ranks), engines=len(engines))
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update=rollout)})
-    return transfer_ways(config, Placement(4, 1.0, 1.0, (ranks,), engines, config.rollout.tensor_parallel_size))
+    return transfer_ways(config, GpuPlacement(4, 1.0, 1.0, (ranks,), engines, config.rollout.tensor_parallel_size))
 
 
 def test_weights_stay_on_a_gpu_or_go_to_another_one_or_through_the_host():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tiny_models import tiny_params
 
+from rlhf_core.engines.requests import request_seeds
 from rlhf_core.rounds.sample import promotion_prompts, promotion_seeds
-from rlhf_core.sampling.requests import request_seeds
 
 ROWS = [
     {"id": str(n), "source": "mine", "messages": [{"role": "user", "content": "Sort 4" + "1" * n}], "label": None} for n in range(8)

@@ -13,9 +13,9 @@ from tiny_models import MAX_LENGTH, tiny_params, tiny_tokenizer
 from transformers import BertTokenizer, PreTrainedTokenizerBase
 
 from rlhf_core.config import ScorerConfig
+from rlhf_core.engines.requests import Sample
 from rlhf_core.gate.scoring import LoadedModel
 from rlhf_core.models.tokenizer import encode_prompt, encode_scored, load_tokenizer, turn_end
-from rlhf_core.sampling.requests import Sample
 from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
 from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.scorers.reward_input import RewardModelInput

@@ -14,12 +14,12 @@ from clerk_params import CLERK_PARAMS
 
 from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.config import Params, load_params
-from rlhf_core.stage.luggage import Luggage
-from rlhf_core.stage.scratch import Work, stored_work, write_aside
+from rlhf_core.stage.job_inputs import JobInputs
+from rlhf_core.stage.scratch import Work, stored_work, write_record
 from rlhf_core.stage.stored_job import StoredJob
 from rlhf_core.storage import node
 from rlhf_core.storage.address import StorageFailed
-from rlhf_core.storage.node import enter, work_of_job
+from rlhf_core.storage.node import enter, job_storage
 from rlhf_core.storage.work import OUTPUTS
 
 ROOT = Path(__file__).parents[3]
@@ -68,7 +68,7 @@ class Project:
     def send(self, stage: Begun, name: str) -> StoredJob:
         """Send a job's files, and become a process of it on a node."""
         job = StoredJob(stage)
-        with job.sent(Luggage(), stage.scratch / DESCRIPTION, stage.params, []) as (_, environment):
+        with job.sent(JobInputs(), stage.scratch / DESCRIPTION, stage.params, []) as (_, environment):
             files = json.loads(environment[node.ENVIRONMENT]) | {"node_folder": str(self._folder / name)}
         self._monkeypatch.setenv(node.ENVIRONMENT, json.dumps(files))
         node._entered = None
@@ -93,7 +93,7 @@ def test_a_node_has_the_inputs_and_the_stage_the_outputs(project):
     assert Path("data/rows").read_text() == "rows" and (stage.scratch / DESCRIPTION).read_text() == "train"
     assert not Path("rlhf_core/code.py").exists()  # code comes by Ray
     (stage.scratch / "curves.csv").write_text("step\n1\n")
-    work = work_of_job()
+    work = job_storage()
     work.outputs.append(stage.scratch)
     save(stage.scratch / "sft", 5)
     project.home()
@@ -119,7 +119,7 @@ def test_checkpoints_made_without_a_storage_are_resumed_from(project):
     (stage.scratch / "curves.csv").write_text("step\n5\n")
     project.send(stage, "node")
     assert CheckpointStore(stage.scratch / "sft").latest().step == 5
-    assert work_of_job().pull(OUTPUTS) and (stage.scratch / "curves.csv").read_text() == "step\n5\n"
+    assert job_storage().pull(OUTPUTS) and (stage.scratch / "curves.csv").read_text() == "step\n5\n"
 
 
 def test_other_work_resumes_from_a_checkpoint_that_only_the_storage_has(project):
@@ -133,6 +133,6 @@ def test_other_work_resumes_from_a_checkpoint_that_only_the_storage_has(project)
     shutil.copytree(older.scratch / "sft", stage.scratch / "sft")  # as checkpoints.resume_from does
     (stage.scratch / "sft/step-5/digest.json").unlink()
     stage.resumed_from.append({"scratch": older.scratch.name})
-    write_aside(stage.scratch / "resumed_from.json", stage.resumed_from)
+    write_record(stage.scratch / "resumed_from.json", stage.resumed_from)
     project.send(stage, "another-node")
     assert CheckpointStore(stage.scratch / "sft").latest().step == 5

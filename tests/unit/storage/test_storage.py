@@ -17,12 +17,11 @@ import pytest
 
 from rlhf_core.storage import address, node
 from rlhf_core.storage.address import Storage, StorageFailed, StorageRefused
-from rlhf_core.storage.board import _FolderBoard, _StorageBoard
 from rlhf_core.storage.clean import clean
 from rlhf_core.storage.files import download, hash_files, index_bytes, sha256_of, upload
 from rlhf_core.storage.node import INPUTS, JobFiles, enter
 from rlhf_core.storage.packages import differences, found_here, wanted
-from rlhf_core.storage.work import OUTPUTS, RemoteNote, Work
+from rlhf_core.storage.work import OUTPUTS, JobStorage, RemoteNote
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +42,7 @@ def entered(monkeypatch):
     monkeypatch.setattr(node, "_entered", None)
     monkeypatch.chdir(os.getcwd())
 
-    def anew(files: JobFiles) -> Work:
+    def anew(files: JobFiles) -> JobStorage:
         node._entered = None  # closes the lock of the process before
         for name, value in files.as_environment().items():
             monkeypatch.setenv(name, value)
@@ -194,7 +193,7 @@ def test_a_local_folder_must_exist_and_is_not_made(tmp_path):
 
 
 def test_a_set_is_replaced_as_a_whole(storage, tmp_path):
-    mine, theirs = Work(storage, "w", tmp_path / "mine"), Work(storage, "w", tmp_path / "theirs")
+    mine, theirs = JobStorage(storage, "w", tmp_path / "mine"), JobStorage(storage, "w", tmp_path / "theirs")
     write(tmp_path / "mine/work", curves="1", model="m")
     assert not theirs.pull(OUTPUTS)
     mine.outputs.append(Path("work"))
@@ -237,7 +236,7 @@ def test_inputs_are_removed_unless_a_job_is_at_work_and_come_back_with_the_next(
 
 
 def test_a_note_is_read_again_after_its_seconds_only(storage, tmp_path):
-    work = Work(storage, "w", tmp_path)
+    work = JobStorage(storage, "w", tmp_path)
     note = RemoteNote(work, "pulse", seconds=0.0)
     assert not note.exists()
     work.put_note("pulse", b"1")
@@ -246,18 +245,6 @@ def test_a_note_is_read_again_after_its_seconds_only(storage, tmp_path):
     slow.read_bytes()
     work.put_note("pulse", b"2")
     assert (slow.read_bytes(), note.read_bytes()) == (b"1", b"2")
-
-
-def test_output_and_texts_of_ranks_reach_the_driver_by_a_folder_and_by_a_storage(storage, tmp_path):
-    work = Work(storage, "w", tmp_path)
-    for make in (lambda: _FolderBoard(tmp_path / "ranks"), lambda: _StorageBoard(work, tmp_path / "ranks")):
-        driver, rank = make(), make()
-        driver.clear()
-        assert driver.read("started-1") is None and driver.new_output() == ""
-        rank.write("started-1", "")
-        with rank.open_output() as output:
-            output.write("step 1\n")
-        assert driver.read("started-1") == "" and driver.new_output() == "step 1\n" and driver.new_output() == ""
 
 
 def test_a_node_gets_each_input_once_and_shares_it_among_processes(tmp_path, entered):

@@ -1,4 +1,4 @@
-"""A part's figures as rows of a JSON file, written after each row, so that an interrupted part keeps them."""
+"""Writes a part's figures as rows of a JSON file, after each row, so that an interrupted part keeps them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from rlhf_core.files import replace_text
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,11 @@ class Figure:
 
 
 class Record:
-    """Args: path: of the JSON file."""
+    """The figures of a part, kept in a JSON file.
+
+    Args:
+        path: of the JSON file.
+    """
 
     def __init__(self, path: Path):
         self._path = path
@@ -36,9 +42,7 @@ class Record:
 
     def add(self, what: str, unit: str, values: Sequence[float], note: str = "") -> None:
         self._figures.append(Figure(what, unit, tuple(map(float, values)), note))
-        aside = self._path.with_suffix(".part")
-        aside.write_text(json.dumps([asdict(figure) for figure in self._figures], indent=1))
-        aside.replace(self._path)
+        replace_text(self._path, json.dumps([asdict(figure) for figure in self._figures], indent=1))
         print(f"{what}: {', '.join(f'{v:.4g}' for v in values) or 'none'} {unit} {note}".rstrip(), flush=True)
 
 

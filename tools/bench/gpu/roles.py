@@ -1,6 +1,6 @@
-"""Memory of a PPO step's roles on the device, by phase: a trainer rank as in the RL job, and a rollout engine.
+"""Measures the device memory of a PPO step's roles by phase (a trainer rank as in the RL job), and of a rollout engine.
 
-Runs in the part's child. Without a GPU tensors are counted the same way, and the resident set replaces the allocator's figure.
+Runs in the part's child process. Without a GPU tensors are counted the same way, and the resident set replaces the allocator's figure.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ Bytes = dict[str, float]
 
 
 def measure_trainer(case: dict[str, Any]) -> dict[str, Any]:
-    """roles: tensor bytes by role and kind. phases: bytes before, after and at the peak of each phase, by step.
+    """Memory of a trainer rank in a PPO step.
+
+    roles: tensor bytes by role and kind. phases: bytes before, after and at the peak of each phase, by step.
     stacks: code locations that hold most bytes when a backward pass begins.
     """
     models = Path(case["models"])
@@ -55,7 +57,7 @@ def measure_trainer(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def one_step(rank: TrainerRank, job: RlJob, rollouts: list[Rollout], watch: Watch, step: int) -> None:
-    """The loop's work after sampling, in its order."""
+    """Do what the loop does after sampling, in its order."""
     sequences = pack(rollouts)
     with watch.phase("score"):
         scores = rank.score_by_reward_model(SCORER, sequences.lists())[:, 0]
@@ -113,7 +115,7 @@ def describe(case: dict[str, Any], language: Path, reward: Path) -> RlJob:
 
 
 def drawn(job: RlJob, case: dict[str, Any]) -> list[Rollout]:
-    """Random tokens in place of an engine's responses; sizes don't depend on them."""
+    """Random tokens instead of an engine's responses; sizes don't depend on them."""
     tokenizer, draw = load_tokenizer(job.sft_model, trust_remote_code=False), random.Random(0)
     lengths = Lengths(tuple(case["prompt"]), tuple(case["response"]))
     made = []
@@ -129,7 +131,7 @@ def drawn(job: RlJob, case: dict[str, Any]) -> list[Rollout]:
 
 
 def held_by(rank: TrainerRank) -> Bytes:
-    """Bytes after a step; Adam's moments are created in the first one."""
+    """The bytes that a rank's roles hold after a step; Adam's moments are created in the first one."""
     found: Bytes = {}
     seen: set[int] = set()  # a float32 engine's optimizer holds the weights themselves
     for name, engine in rank.roles.learning.items():
@@ -149,7 +151,7 @@ def whole(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def gradient_bytes(engine: TrainEngine) -> float:
-    """Gradient bytes when an optimizer step begins: the parameters' own, and ZeRO's."""
+    """The bytes of gradients when an optimizer step begins: the parameters' own, and ZeRO's."""
     tensors = [getattr(p, name, None) for p in engine.module.parameters() for name in ("grad", "grad_accum")]
     for name in ("averaged_gradients", "all_grad_tensors"):
         for group in getattr(engine._optim, name, {}).values():  # a tensor for all parameters, one per parameter, or none yet
@@ -158,7 +160,7 @@ def gradient_bytes(engine: TrainEngine) -> float:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> float:
-    """Bytes of tensors on the device; each storage counts once, and not if it was counted before."""
+    """The bytes of tensors on the device. Each storage counts once, and not if it was counted before."""
     total = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -245,11 +247,13 @@ def _place(frames: list[dict[str, Any]]) -> str:
 
 
 def measure_engine(case: dict[str, Any]) -> dict[str, Any]:
-    """bytes: peak while it starts and samples; held: afterwards; weights: of the folder's model; cache: keys and values, 0 where the
-    engine allocates them per batch; tokens: capacity of the cache.
+    """Memory of a rollout engine.
+
+    bytes: peak while it starts and samples; held: afterwards; weights: of the folder's model; cache: keys and values, 0 where the engine
+    allocates them per batch; tokens: capacity of the cache.
     """
+    from rlhf_core.engines.requests import SamplingSettings, request_seeds
     from rlhf_core.models.build import kv_cache_bytes, read_state_dict
-    from rlhf_core.sampling.requests import SamplingSettings, request_seeds
 
     folder = model_folder(case["shape"], Path(case["models"]))
     tokenizer = load_tokenizer(str(folder), trust_remote_code=False)

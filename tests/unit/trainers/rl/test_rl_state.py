@@ -17,7 +17,7 @@ from rlhf_core.engines.ray.actors import RoleLost
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl.loop import is_due, note_if_best
 from rlhf_core.trainers.rl.monitor import Finding, MonitorState, Track
-from rlhf_core.trainers.rl.state import Best, Progress, RunStore
+from rlhf_core.trainers.rl.state import BestPolicy, Progress, RunStore
 from rlhf_core.trainers.rl.workers import save_lost
 
 RL = tiny_params().rl
@@ -67,14 +67,14 @@ def test_with_a_target_the_coefficient_follows_the_divergence():
 def test_only_a_higher_finite_value_is_an_improvement():
     start = Progress.start(RL)
     assert start.improves(-5.0) and not start.improves(math.nan)
-    later = replace(start, step=4, best=Best(2, 0.5, "score"))
+    later = replace(start, step=4, best=BestPolicy(2, 0.5, "score"))
     assert later.improves(0.6) and not later.improves(0.5) and not later.improves(math.nan)
 
 
 def test_state_comes_back_as_it_was(tmp_path: Path):
     found = Finding("kl", "kl_mean", 7, 1 / 7, 0.1, "stop", "step 7: ...")
     monitor = MonitorState({"kl": Track((0.1, 1 / 7), 1 / 7, 2)}, {"score": (0.1, 0.2)}, ((0.0, 0.5), (1 / 3, 0.6)), (found,), found)
-    progress, before = Progress(7, 1234, 0.1 + 0.2, Best(6, 1 / 3, "score"), monitor), normalizer(0.1, 0.7, 2.0)
+    progress, before = Progress(7, 1234, 0.1 + 0.2, BestPolicy(6, 1 / 3, "score"), monitor), normalizer(0.1, 0.7, 2.0)
     progress.write(tmp_path / "driver.json", before)
     after = normalizer()
     assert Progress.read(tmp_path / "driver.json", after) == progress
@@ -92,19 +92,19 @@ def test_the_best_by_another_metric_is_not_compared_with(tmp_path: Path, caplog:
     begun = note_if_best(replace(Progress.start(judge), step=1), {"eval_judge": 0.7083, "eval_len": -0.4}, judge)
     begun.write(tmp_path / "driver.json", normalizer(1.0, 2.0))
     before = Progress.read(tmp_path / "driver.json", normalizer())
-    assert before.resumed(judge) == before and before.best == Best(1, 0.7083, "judge")
+    assert before.resumed(judge) == before and before.best == BestPolicy(1, 0.7083, "judge")
     after = before.resumed(length)
     assert after.best is None
     assert caplog.messages == ["rl: the best policy by judge so far, of step 1, isn't compared with later ones"]
     for step, value in ((5, -0.2), (6, -0.151042), (7, -0.16)):
         after = note_if_best(replace(after, step=step), {"eval_judge": 0.1, "eval_len": value}, length)
-    assert after.best == Best(6, -0.151042, "len")
+    assert after.best == BestPolicy(6, -0.151042, "len")
 
 
 def test_state_begins_anew_where_it_means_something_else():
     monitor = MonitorState(start={"score": (0.1, 0.2)}, frontier=((0.0, 0.5),))
     adapted = tiny_params(**{"rl.kl.target": 2.0, "rl.kl.coef": 0.4}).rl
-    progress = Progress(7, 70, 0.123, Best(6, 0.5, "score"), monitor)
+    progress = Progress(7, 70, 0.123, BestPolicy(6, 0.5, "score"), monitor)
     assert progress.resumed(adapted) == progress
     assert progress.resumed(RL).kl_coef == RL.kl.coef, "one that isn't adapted is always the configuration's"
     assert progress.resumed(adapted, ["kl_coef", "best", "start", "frontier"]) == Progress(7, 70, 0.4, None, MonitorState())
@@ -115,14 +115,14 @@ def test_a_checkpoint_of_other_work_says_what_begins_anew_also_after_a_second_ch
     scores = ((first, {}), (second, {"accepted": (first,), "begun_anew": (("best",),)}))
     for step, (origin, how) in enumerate(scores, start=1):
         store = RunStore(tmp_path, StoreSettings(origin=origin, **how))
-        store.write(Progress(step, 0, 0.1, Best(step, 9.0, "score")), normalizer(1.0, 2.0), write_rank(""), score=9.0)
+        store.write(Progress(step, 0, 0.1, BestPolicy(step, 9.0, "score")), normalizer(1.0, 2.0), write_rank(""), score=9.0)
         store.publish()
         store.wait()
     kept = {"accepted": (first, second), "begun_anew": (("best",), ("kl_coef",))}
     settings = StoreSettings(origin=third, keep_best=1, **kept)
     assert settings.changed_since(first) == {"best", "kl_coef"} and settings.changed_since(second) == {"kl_coef"}
     assert settings.changed_since(third) == frozenset()
-    assert RunStore(tmp_path, settings).load(RL, normalizer(), lambda found: None).best == Best(2, 9.0, "score")
+    assert RunStore(tmp_path, settings).load(RL, normalizer(), lambda found: None).best == BestPolicy(2, 9.0, "score")
     anew = StoreSettings(origin=third, accepted=(first, second), begun_anew=((), ("best",)), keep_best=1)
     store = RunStore(tmp_path, anew)
     assert store.load(RL, normalizer(), lambda found: None).best is None
@@ -153,7 +153,7 @@ def run(folder: Path, best: dict[int, int]) -> RunStore:
     """A run that saves after each of these steps; the policy of the other step is the best by then."""
     store = RunStore(folder)
     for step, of in best.items():
-        save(store, Progress(step, 10 * step, 0.1, Best(of, float(of), "score")), normalizer(1.0, 2.0), write_rank(f"step {step}"))
+        save(store, Progress(step, 10 * step, 0.1, BestPolicy(of, float(of), "score")), normalizer(1.0, 2.0), write_rank(f"step {step}"))
     return store
 
 
@@ -176,7 +176,7 @@ def test_a_best_checkpoint_stays_while_an_older_checkpoint_needs_it(tmp_path: Pa
     (tmp_path / "checkpoints/step-4/rank").write_text("torn")
     loaded = []
     progress = RunStore(tmp_path).load(RL, normalizer(), lambda found: loaded.append((found.folder / "rank").read_text()))
-    assert (progress.step, progress.best, loaded) == (3, Best(1, 1.0, "score"), ["step 3"])
+    assert (progress.step, progress.best, loaded) == (3, BestPolicy(1, 1.0, "score"), ["step 3"])
     run(tmp_path, {5: 4, 6: 4, 7: 4})
     assert steps(tmp_path) == [4, 6, 7]
 

@@ -15,8 +15,8 @@ from typing import IO, Generic, TypeVar
 from pydantic import ValidationError
 
 from rlhf_core.config import ConfigError, Section, shown
+from rlhf_core.files import lock_file
 from rlhf_core.process import without_git_places
-from rlhf_core.stage.files import lock_file
 
 LOCK_DEADLINE = 60.0  # seconds
 Line = TypeVar("Line", bound=Section)

@@ -1,4 +1,4 @@
-"""Starts the driver of a job whose code came by Ray: python -m rlhf_core.storage.start <work> <module> <arguments>.
+"""Starts the driver of a job whose code came by Ray: python -m rlhf_core.stage.start_driver <work> <module> <arguments>.
 
 It looks at the packages before anything is imported that may be missing. The work's name tells the jobs of a cluster apart.
 """
@@ -10,17 +10,16 @@ import platform
 import runpy
 import sys
 
-from rlhf_core.stage.job import REFUSED
 from rlhf_core.storage.address import StorageRefused
 from rlhf_core.storage.node import JobFiles
 from rlhf_core.storage.packages import differences, found_here, refusal
-from rlhf_core.storage.work import REFUSAL
+from rlhf_core.storage.work import REFUSAL, REFUSED
 
 
 def main() -> None:
     files = JobFiles.read()
     if files is None:
-        sys.exit("rlhf_core.storage.start: expected a job with a storage, got none; it is started by a stage")
+        sys.exit("rlhf_core.stage.start_driver: expected a job with a storage, got none; it is started by a stage")
     if lines := differences(files.packages, found_here(files.packages)):
         told = refusal(platform.node(), lines)
         print(told, flush=True)

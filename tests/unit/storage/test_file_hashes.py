@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.checkpoint import hashing
-from rlhf_core.checkpoint.hashing import FileHash, HashedFile, Hashing, rank_of
 from rlhf_core.checkpoint.saved_state import SavedFiles
+from rlhf_core.storage import hashing
+from rlhf_core.storage.hashing import FileHash, HashedFile, Hashing, rank_of
 
 
 def sha(*content: bytes) -> bytes:

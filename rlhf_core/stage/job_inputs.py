@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf_core.checkpoint.store import size
-from rlhf_core.config import ModelConfig, Params, ScorerConfig, Section
+from rlhf_core.config import ModelConfig, Params, ScorerConfig, Section, bytes_shown
 from rlhf_core.data.places import locate
 from rlhf_core.models.folder import locate_model
 from rlhf_core.storage.files import below
@@ -28,13 +27,13 @@ Value = TypeVar("Value")
 
 
 @dataclass
-class Luggage:
+class JobInputs:
     """files: path in a node's workspace -> path here, of every input. A path below the project's folder is the same on a node."""
 
     root: Path = field(default_factory=Path.cwd)
     files: dict[str, Path] = field(default_factory=dict)
 
-    def take(self, path: Path | str) -> str:
+    def add(self, path: Path | str) -> str:
         """Take a file or folder along. Returns its path on a node."""
         here = Path(os.path.abspath(self.root / path))  # links stay: a node has them as folders
         there = (
@@ -45,21 +44,21 @@ class Luggage:
         self.files |= {(Path(there) / name).as_posix(): file for name, file in below([here], here).items()}
         return there
 
-    def take_function(self, name: str) -> str:
+    def add_function(self, name: str) -> str:
         """The same for `file.py:name`; other names of functions are those of modules, which are code."""
         file, _, function = name.rpartition(":")
-        return f"{self.take(file)}:{function}" if _FILE_FUNCTION.fullmatch(name) else name
+        return f"{self.add(file)}:{function}" if _FILE_FUNCTION.fullmatch(name) else name
 
     def on_node(self, value: Value) -> Value:
         """A value with paths as they are on a node. What they lead to is taken along: paths, models, scorers, also within others."""
         if isinstance(value, Path):
-            return Path(self.take(value))
+            return Path(self.add(value))
         if isinstance(value, ScorerConfig) and value.path is not None:
-            path = self.take(locate(value.path)) if value.kind == "reward_model" else self.take_function(value.path)
+            path = self.add(locate(value.path)) if value.kind == "reward_model" else self.add_function(value.path)
             return value.model_copy(update={"path": path})
         if isinstance(value, ModelConfig) and value.path is not None:
             folder = Path(locate_model(value.path, value.revision))
-            return value.model_copy(update={"path": self.take(folder)}) if folder.is_dir() else value
+            return value.model_copy(update={"path": self.add(folder)}) if folder.is_dir() else value
         if isinstance(value, Section):
             fields = {name: getattr(value, name) for name in type(value).model_fields}
             changed = {name: moved for name, of in fields.items() if (moved := self.on_node(of)) is not of and moved != of}
@@ -71,7 +70,7 @@ class Luggage:
         return value
 
     def judges_on_node(self, judges: dict[str, str]) -> dict[str, str]:
-        return {source: self.take_function(judge) for source, judge in judges.items()}
+        return {source: self.add_function(judge) for source, judge in judges.items()}
 
 
 def pack_code(folder: Path, params: Params, root: Path) -> None:
@@ -92,8 +91,8 @@ def pack_code(folder: Path, params: Params, root: Path) -> None:
     if (total := sum(sizes.values())) > MAX_CODE:
         largest = max(sizes, key=lambda name: sizes[name])
         raise ValueError(
-            f"code: expected at most {size(MAX_CODE)} for Ray to bring to every node, got {size(total)}, of which {largest}/ has "
-            f"{size(sizes[largest])}; move data out of it"
+            f"code: expected at most {bytes_shown(MAX_CODE)} for Ray to bring to every node, got {bytes_shown(total)}, of which {largest}/ "
+            f"has {bytes_shown(sizes[largest])}; move data out of it"
         )
 
 

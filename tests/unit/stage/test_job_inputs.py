@@ -8,8 +8,8 @@ import pytest
 from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import ScorerConfig, load_params
-from rlhf_core.stage import luggage as module
-from rlhf_core.stage.luggage import Luggage, pack_code
+from rlhf_core.stage import job_inputs as module
+from rlhf_core.stage.job_inputs import JobInputs, pack_code
 
 ROOT = Path(__file__).parents[3]
 
@@ -37,10 +37,10 @@ def project(tmp_path, monkeypatch) -> Path:
 
 
 def test_paths_below_the_project_stay_and_others_get_a_place_of_their_own(project):
-    taken = Luggage()
-    assert taken.take("models/sft") == "models/sft" == taken.take(project / "models/sft")
-    there = taken.take("../base")
-    assert there.startswith("outside/") and there.endswith("-base") and taken.take(project.parent / "base") == taken.take(Path("../base"))
+    taken = JobInputs()
+    assert taken.add("models/sft") == "models/sft" == taken.add(project / "models/sft")
+    there = taken.add("../base")
+    assert there.startswith("outside/") and there.endswith("-base") and taken.add(project.parent / "base") == taken.add(Path("../base"))
     assert {name: path.name for name, path in taken.files.items()} == {
         "models/sft/weights": "weights",
         **{name: "config.json" for name in taken.files if name.startswith("outside/")},
@@ -48,7 +48,7 @@ def test_paths_below_the_project_stay_and_others_get_a_place_of_their_own(projec
 
 
 def test_params_name_models_scorers_and_functions_as_they_are_on_a_node(project):
-    params, taken = load_params(CLERK_PARAMS), Luggage()
+    params, taken = load_params(CLERK_PARAMS), JobInputs()
     scorers = [
         ScorerConfig(name="theirs", kind="reward_model", path=str(project.parent / "base")),
         ScorerConfig(name="file", kind="function", path="../judges/strict.py:judge"),
@@ -67,7 +67,7 @@ def test_params_name_models_scorers_and_functions_as_they_are_on_a_node(project)
 
 def test_rows_that_look_like_paths_stay_as_they_are(project):
     rows = [{"prompt": "../judges/strict.py:judge"}]
-    taken = Luggage()
+    taken = JobInputs()
     assert taken.on_node(rows) is rows and taken.files == {}
     assert taken.on_node({"sft": Path("models/sft")}) == {"sft": Path("models/sft")} and list(taken.files) == ["models/sft/weights"]
 
