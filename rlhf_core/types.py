@@ -2,7 +2,8 @@
 
     Prompt -> Rollout -> RolloutBatch -> TrainBatch -> UpdateResult
 
-Shapes: B rollouts, P tokens of the longest prompt, R of the longest response, G of the longest greedy response.
+Shapes: B rollouts, R tokens of the longest response, G of the longest greedy response. Tokens of prompt and response are unpadded
+(`Sequences`); what there is of each response token is padded.
 """
 
 from __future__ import annotations
@@ -87,6 +88,55 @@ class Rollout:
 
 
 @dataclass(frozen=True)
+class Sequences:
+    """Prompts with their responses, end to end, without padding.
+
+    ids: [N] int32, sequence after sequence.
+    starts: [B] int64, tokens of each prompt.    lengths: [B] int64, tokens of each prompt and its response.
+    """
+
+    ids: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+
+    @classmethod
+    def of(cls, sequences: list[list[int]], starts: list[int]) -> Sequences:
+        import torch
+
+        flat = torch.tensor([token for ids in sequences for token in ids], dtype=torch.int32)
+        return cls(flat, torch.tensor(starts), torch.tensor([len(ids) for ids in sequences]))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def lists(self) -> list[list[int]]:
+        return [ids.tolist() for ids in self._pieces()]
+
+    def response_ids(self) -> torch.Tensor:
+        """[M] int64, response after response."""
+        import torch
+
+        return torch.cat([ids[start:] for ids, start in zip(self._pieces(), self.starts.tolist(), strict=True)]).long()
+
+    def select(self, rows: list[int]) -> Sequences:
+        """Sequences in the given order."""
+        import torch
+
+        pieces = self._pieces()
+        return Sequences(torch.cat([self.ids[:0], *(pieces[row] for row in rows)]), self.starts[rows], self.lengths[rows])
+
+    def until(self, ends: torch.Tensor) -> Sequences:
+        """Each with so many tokens of its response, [B]."""
+        import torch
+
+        lengths = self.starts + ends
+        return replace(self, ids=torch.cat([ids[:n] for ids, n in zip(self._pieces(), lengths.tolist(), strict=True)]), lengths=lengths)
+
+    def _pieces(self) -> tuple[torch.Tensor, ...]:
+        return self.ids.split(self.lengths.tolist())
+
+
+@dataclass(frozen=True)
 class Baseline:
     """Greedy responses to the prompt of each row, whose rewards are the baseline of the row's own (ReMax).
 
@@ -107,8 +157,8 @@ class Baseline:
 class RolloutBatch:
     """Scored rollouts as tensors, with the outputs of the forward passes before the update.
 
-    prompt_ids: [B, P] int64, left-padded.            prompt_mask: [B, P] bool.
-    response_ids: [B, R] int64, right-padded.         response_mask: [B, R] bool, True = sampled by the policy and trained on.
+    sequences: prompts with their responses.
+    response_ids: [B, R] int64, right-padded by 0.    response_mask: [B, R] bool, True = sampled by the policy and trained on.
     rollout_logprobs: [B, R], from the rollout engine.
     old_logprobs_source: where old_logprobs come from.
     old_logprobs: [B, R], of the policy before the update; None with from_update.
@@ -121,8 +171,7 @@ class RolloutBatch:
     group_ids: [B] int64.    finished: [B] bool.    lengths: [B] int64, sampled tokens.
     """
 
-    prompt_ids: torch.Tensor
-    prompt_mask: torch.Tensor
+    sequences: Sequences
     response_ids: torch.Tensor
     response_mask: torch.Tensor
     rollout_logprobs: torch.Tensor
@@ -143,6 +192,7 @@ class RolloutBatch:
 class TrainBatch:
     """Inputs of the update. Shapes as in RolloutBatch.
 
+    sequences: prompts with their responses.
     response_mask: [B, R] bool, True = trained on.
     old_logprobs: [B, R]; None: the update takes its own log-probabilities before the optimizer step (from_update).
     ref_logprobs: [B, R]; None where no reference is kept.
@@ -150,9 +200,7 @@ class TrainBatch:
     importance_weights: [B, R], factor of each token's policy loss that corrects for the rollout engine's probabilities; 1 = uncorrected.
     """
 
-    prompt_ids: torch.Tensor
-    prompt_mask: torch.Tensor
-    response_ids: torch.Tensor
+    sequences: Sequences
     response_mask: torch.Tensor
     old_logprobs: torch.Tensor | None
     ref_logprobs: torch.Tensor | None
@@ -162,22 +210,28 @@ class TrainBatch:
     importance_weights: torch.Tensor
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {f.name: tensor for f in fields(self) if (tensor := getattr(self, f.name)) is not None}
+        return {f.name: tensor for f in fields(self) if f.name != "sequences" and (tensor := getattr(self, f.name)) is not None}
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """[B] tokens of each response up to the last that is trained on; 0 where none is."""
+        return (self.response_mask.flip(1).cumsum(1) > 0).sum(1)
 
     def select(self, rows: list[int]) -> TrainBatch:
-        """Rows in the given order, without columns that are padding in all of them; one response column stays where none is trained on."""
-        picked = {name: tensor[rows] for name, tensor in self._tensors().items()}
-        used = picked["response_mask"].any(0).nonzero()
-        width = int(used.max()) + 1 if len(used) else 1
-        prompt_width = int(picked["prompt_mask"].sum(1).max())
-        cut = {name: t[:, -prompt_width:] if name.startswith("prompt") else t[:, :width] for name, t in picked.items()}
-        return replace(self, **cut)
+        """Rows in the given order. Each sequence ends with its last trained token, and has at least one token of its response; columns are
+        as many as the longest needs.
+        """
+        picked = replace(self, sequences=self.sequences.select(rows), **{name: t[rows] for name, t in self._tensors().items()})
+        ends = picked.ends.clamp(min=1)
+        cut = {name: tensor[:, : int(ends.max())] for name, tensor in picked._tensors().items()}
+        return replace(picked, sequences=picked.sequences.until(ends), **cut)
 
     def to(self, device: torch.device) -> TrainBatch:
+        """The tensors on a device; sequences stay where they are."""
         return replace(self, **{name: tensor.to(device) for name, tensor in self._tensors().items()})
 
     def __len__(self) -> int:
-        return len(self.response_ids)
+        return len(self.response_mask)
 
 
 @dataclass(frozen=True)

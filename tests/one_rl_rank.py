@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tiny_models import PAD, rl_job
+from tiny_models import rl_job
 
 from rlhf_core.trainers.rl.minibatch import Minibatch
 from rlhf_core.trainers.rl.rank import TrainerRank
@@ -36,9 +36,13 @@ def resident(rank: TrainerRank, folder: Path) -> dict[str, torch.Tensor]:
     return {**rank.weights(), **{f"critic.{name}": tensor for name, tensor in state.items()}}
 
 
-def sampled(batch: TrainBatch) -> tuple[list[list[int]], list[int]]:
-    """Prompts with whole responses, whatever of them is trained on, and where the responses start."""
-    rows = zip(batch.prompt_ids, batch.prompt_mask, batch.response_ids, strict=True)
-    return [torch.cat([prompt[mask], response[response != PAD]]).tolist() for prompt, mask, response in rows], batch.prompt_mask.sum(
-        1
-    ).tolist()
+def prompt_and_response(batch: TrainBatch, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids of the prompt, and of the whole response, whatever of it is trained on."""
+    start, ids = int(batch.sequences.starts[row]), torch.tensor(batch.sequences.lists()[row])
+    return ids[:start], ids[start:]
+
+
+def trained(batch: TrainBatch, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids of the prompt, and of what is trained on of a response without a gap."""
+    prompt, response = prompt_and_response(batch, row)
+    return prompt, response[: int(batch.ends[row])]

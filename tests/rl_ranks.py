@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from tiny_models import PAD, rl_job, sequences
+from tiny_models import rl_job, sequences
 
 from rlhf_core.config import RlConfig
 from rlhf_core.engines.ranks import all_gather, rank, world_size
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl.advantages import compute_advantages
-from rlhf_core.trainers.rl.data import DemonstrationStream, baseline_of, collate, sequences_of
+from rlhf_core.trainers.rl.data import DemonstrationStream, baseline_of, collate, pack
 from rlhf_core.trainers.rl.metrics import update_metrics
 from rlhf_core.trainers.rl.minibatch import Totals, add_totals, plan_update
 from rlhf_core.trainers.rl.rank import TrainerRank
@@ -60,7 +60,7 @@ def train_by_rl(algorithm: str, trainer: dict[str, Any], start: Path, reward: Pa
         found, scored = forward(of_rank, rollouts, rl), score(of_rank, rollouts, rl)
         outputs.append(found | {"scores": scored["reward_model"].nan_to_num(0.0)})
         baseline = greedy_baseline(of_rank, rollouts[::group], rl, copies=group) if algorithm == "remax" else None
-        batch = collate(rollouts, scored, found, baseline, pad_id=PAD, old_logprobs_source=rl.old_logprobs_source(step))
+        batch = collate(rollouts, pack(rollouts), scored, found, baseline, old_logprobs_source=rl.old_logprobs_source(step))
         train_batch, _ = compute_advantages(batch, rl, normalizer, kl_coef=KL_COEF)
         plan = plan_update(train_batch, demonstrations, rl, seed=0, step=step)[rank()]
         updates = all_gather(of_rank.update(plan, kl_coef=KL_COEF, train_policy=True).totals)
@@ -95,13 +95,13 @@ def dealt_out(items: Sequence[Any], rl: RlConfig, call: Callable[[list[Any]], An
 
 
 def forward(of_rank: TrainerRank, rollouts: list[Rollout], rl: RlConfig) -> Outputs:
-    found = dealt_out(rollouts, rl, lambda own: of_rank.forward(*sequences_of(own)))
+    found = dealt_out(rollouts, rl, lambda own: of_rank.forward(pack(own)))
     return {name: torch.cat([outputs[name] for outputs in found]) for name in found[0]}
 
 
 def score(of_rank: TrainerRank, rollouts: list[Rollout], rl: RlConfig) -> Components:
     """By the reward model, which is sharded like the rest. The fourth response has no score."""
-    ids: list[list[int] | None] = [*sequences_of(rollouts)[0]]
+    ids: list[list[int] | None] = [*pack(rollouts).lists()]
     ids[3] = None
     scores = torch.cat(dealt_out(ids, rl, lambda own: of_rank.score_by_reward_model("reward_model", own))).mean(1)
     return {"reward_model": scores}

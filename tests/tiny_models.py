@@ -36,7 +36,7 @@ from rlhf_core.models.tokenizer import build_tokenizer
 from rlhf_core.trainers.demonstrations import Demonstration
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.minibatch import Minibatch
-from rlhf_core.types import TrainBatch
+from rlhf_core.types import Sequences, TrainBatch
 
 torch.set_num_threads(1)
 
@@ -171,10 +171,10 @@ def train_batch(rows: int = 8, *, seed: int = 0, unscored: tuple[int, ...] = ())
     def noise(scale: float) -> torch.Tensor:
         return scale * torch.randn(rows, 7, generator=generator)
 
+    prompt_ids, response_ids = (torch.randint(5, 261, (rows, width), generator=generator) for width in (5, 7))
+    ids = [[*p[of].tolist(), *r[kept].tolist()] for p, of, r, kept in zip(prompt_ids, prompt_mask, response_ids, sampled, strict=True)]
     return TrainBatch(
-        prompt_ids=torch.randint(5, 261, (rows, 5), generator=generator).where(prompt_mask, PAD),
-        prompt_mask=prompt_mask,
-        response_ids=torch.randint(5, 261, (rows, 7), generator=generator).where(sampled, PAD),
+        sequences=Sequences.of(ids, prompts.tolist()),
         response_mask=mask,
         old_logprobs=-5.5 + noise(0.3),
         ref_logprobs=-5.5 + noise(0.3),

@@ -22,6 +22,7 @@ from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.trainers.rl.minibatch import Minibatch
 from rlhf_core.trainers.rl.rank import TrainerRank
+from rlhf_core.types import Sequences
 
 Address = tuple[str, int] | None
 STAGES = (0, 2, 3)
@@ -106,12 +107,12 @@ def rl_case(
     rank, ranks = rank // sharing, ranks // sharing
     size = len(FORWARD) // ranks
     mine = slice(size * rank, size * (rank + 1))
-    forward = trainer.forward(FORWARD[mine], STARTS[mine])
+    forward = trainer.forward(Sequences.of(FORWARD[mine], STARTS[mine]))
     scores = trainer.score_by_reward_model("reward_model", [*FORWARD[mine], None] if rank == 0 else [])
     totals = [trainer.update(minibatches, kl_coef=0.2, train_policy=True).totals for minibatches in rl_steps(case, rank=rank, ranks=ranks)]
     if case == "adapters":
         trainer.refresh_reference()
-        forward |= {"refreshed": trainer.forward(FORWARD[mine], STARTS[mine])["ref_logprobs"]}
+        forward |= {"refreshed": trainer.forward(Sequences.of(FORWARD[mine], STARTS[mine]))["ref_logprobs"]}
     found = {"forward": forward, "scores": scores, "totals": totals, "weights": trainer.weights()}
     return found | ({"engine": at_an_engine(trainer._source, sft), "sent": sent_bytes(trainer._source)} if case == "adapters" else {})
 

@@ -46,12 +46,54 @@ def row_fault(row: Mapping[str, Any], drop: Collection[str]) -> str | None:
     return None
 
 
-def contradictory_rows(path: Path, sources: Collection[str]) -> np.ndarray:
+class KeptRows:
+    """The rows of a file that haven't been dropped. The file has all of them until `write`.
+
+    Memory: a byte for each row.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._kept = np.ones(open_rows(path).metadata.num_rows, dtype=bool)
+
+    def batches(self, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
+        return self._chosen(self._kept, columns)
+
+    def drop(self, dropped: np.ndarray) -> Iterator[dict]:
+        """Drop the rows of a mask over those that are kept, [rows] bool. Returns them."""
+        whole = np.zeros_like(self._kept)
+        whole[self._kept] = dropped
+        self._kept = self._kept & ~whole
+        return (row for batch in self._chosen(whole) for row in batch.to_pylist())
+
+    def _chosen(self, chosen: np.ndarray, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
+        start = 0
+        for batch in read_batches(open_rows(self._path), columns) if chosen.any() else ():
+            of_batch = chosen[start : start + batch.num_rows]
+            start += batch.num_rows
+            yield batch if of_batch.all() else batch.filter(pa.array(of_batch))
+
+    def write(self) -> None:
+        """Rewrite the file with the rows that are kept, if some aren't. If none is left, the file is deleted."""
+        if self._kept.all():
+            return
+        aside = self._path.with_suffix(".left")
+        with RowWriter(aside, open_rows(self._path).schema_arrow) as rows:
+            for batch in self.batches():
+                rows.write(batch)
+        if aside.exists():
+            aside.replace(self._path)
+        else:
+            self._path.unlink()
+        self._kept = np.ones(int(self._kept.sum()), dtype=bool)
+
+
+def contradictory_rows(pairs: KeptRows, sources: Collection[str]) -> np.ndarray:
     """Rows of these sources for which another row of the same conversation prefers the opposite, [rows] bool.
 
     Memory: eight bytes a pair. Pairs are compared by 63-bit hashes: among 10**7 pairs two others share one with probability 10**-5.
     """
-    found, of_sources = _pair_keys(path, sources)
+    found, of_sources = _pair_keys(pairs, sources)
     distinct = np.unique(found)
     # Where both preferences of a pair occur, their keys differ in the lowest bit and are neighbours in sorted order.
     both = distinct[:-1][(distinct[1:] ^ distinct[:-1]) == _SIDE] | _SIDE
@@ -62,9 +104,9 @@ def contradictory_rows(path: Path, sources: Collection[str]) -> np.ndarray:
     return (both[np.searchsorted(both, either).clip(max=len(both) - 1)] == either) & of_sources
 
 
-def duplicate_rows(path: Path, sources: Collection[str]) -> np.ndarray:
+def duplicate_rows(pairs: KeptRows, sources: Collection[str]) -> np.ndarray:
     """Rows of these sources that repeat a row of another source or an earlier one of these, [rows] bool. As `contradictory_rows`."""
-    found, of_sources = _pair_keys(path, sources)
+    found, of_sources = _pair_keys(pairs, sources)
     removed = of_sources & (found > _SIDE)
     candidates = np.flatnonzero(removed)
     _, first = np.unique(found[candidates], return_index=True)
@@ -72,11 +114,11 @@ def duplicate_rows(path: Path, sources: Collection[str]) -> np.ndarray:
     return removed
 
 
-def _pair_keys(path: Path, sources: Collection[str]) -> tuple[np.ndarray, np.ndarray]:
+def _pair_keys(pairs: KeptRows, sources: Collection[str]) -> tuple[np.ndarray, np.ndarray]:
     """`_pair_key` of each row, [rows] uint64, and whether it is of these sources, [rows] bool."""
     keys = array("Q")
     of_sources: list[np.ndarray] = []
-    for batch in read_batches(open_rows(path), ["source", "messages", "chosen", "rejected"]):
+    for batch in pairs.batches(["source", "messages", "chosen", "rejected"]):
         rows = batch.to_pylist()
         keys.extend(_pair_key(row) for row in rows)
         of_sources.append(np.fromiter((row["source"] in sources for row in rows), dtype=bool, count=len(rows)))
@@ -98,12 +140,12 @@ def _pair_key(row: Mapping[str, Any]) -> int:
     return text_hash(text) & ~1 | first
 
 
-def too_long_rows(use: str, path: Path, sources: Collection[str], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> np.ndarray:
+def too_long_rows(use: str, kept: KeptRows, sources: Collection[str], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> np.ndarray:
     """Rows of these sources with more than `max_length` tokens, [rows] bool."""
     from rlhf_core.data.validation.measures import measure
 
     parts = []
-    for batch in read_batches(open_rows(path)):
+    for batch in kept.batches():
         too_long = np.array([source in sources for source in batch["source"].to_pylist()], dtype=bool)
         rows = batch.filter(pa.array(too_long)).to_pylist()
         too_long[too_long] = (measure(use, rows, tokenizer)["tokens"] > max_length).to_numpy(dtype=bool)
@@ -122,10 +164,10 @@ class TemplateRefusals:
         self._seen = SeenKeys()
         self._refused: dict[int, str] = {}
 
-    def of_file(self, path: Path) -> tuple[np.ndarray, list[str]]:
+    def of_rows(self, kept: KeptRows) -> tuple[np.ndarray, list[str]]:
         """The refused rows, [rows] bool, and for each of them the template's message."""
         masks, messages = [np.zeros(0, dtype=bool)], []
-        for batch in read_batches(open_rows(path), ["messages"]):
+        for batch in kept.batches(["messages"]):
             found = self._of_conversations(batch["messages"].to_pylist())
             masks.append(np.array([message is not None for message in found], dtype=bool))
             messages += [message for message in found if message is not None]
@@ -142,20 +184,3 @@ class TemplateRefusals:
                 except Unrenderable as error:
                     self._refused[key] = re.sub(r"\d+", "N", error.words)
         return [self._refused.get(key) for key in keys]
-
-
-def remove_rows(path: Path, removed: np.ndarray) -> Iterator[dict]:
-    """Rewrite a file without the rows of a mask, [rows] bool; yields the removed rows. If no row is left, the file is deleted."""
-    if not removed.any():
-        return
-    aside, start = path.with_suffix(".left"), 0
-    with RowWriter(aside, open_rows(path).schema_arrow) as rows:
-        for batch in read_batches(open_rows(path)):
-            of_batch = removed[start : start + batch.num_rows]
-            start += batch.num_rows
-            rows.write(batch.filter(pa.array(~of_batch)))
-            yield from batch.filter(pa.array(of_batch)).to_pylist()
-    if aside.exists():
-        aside.replace(path)
-    else:
-        path.unlink()

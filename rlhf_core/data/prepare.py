@@ -14,7 +14,7 @@ from rlhf_core.config import DataConfig, ModelConfig
 from rlhf_core.data.filters import TemplateRefusals, too_long_rows
 from rlhf_core.data.judge import find_judge
 from rlhf_core.data.samples import Writer
-from rlhf_core.data.schema import SPLITS, TEXTS, WIDE_MESSAGES, open_rows, read_batches
+from rlhf_core.data.schema import SPLITS, TEXTS, WIDE_MESSAGES, open_rows
 from rlhf_core.data.sources import Mixed, mix
 from rlhf_core.models.tokenizer import new_tokenizer
 
@@ -121,18 +121,20 @@ def prepare(
     mixed = mix(config, folder, scratch=scratch, seed=seed, writer=writer, max_dropped_fraction=max_dropped_fraction)
     shutil.rmtree(scratch, ignore_errors=True)
     if tokenizer is None:
-        rows = (row for use in mixed.uses for part in _rows(folder, use) for row in part)
+        rows = (row for use in mixed.uses for part in _parts(mixed, use) for row in part)
         tokenizer = new_tokenizer(rows, vocab_size=model.architecture.vocab_size)
     if model.path is not None or any(_has_wide_messages(folder, use) for use in mixed.uses):
-        drop_unrenderable(folder, mixed, tokenizer, limit=config.max_unrenderable_fraction)
-    drop_too_long(folder, mixed, tokenizer, config, max_length=model.max_length, limit=max_dropped_fraction)
-    lengths = {use: token_lengths(_rows(folder, use), tokenizer) for use in mixed.uses}
+        drop_unrenderable(mixed, tokenizer, limit=config.max_unrenderable_fraction)
+    drop_too_long(mixed, tokenizer, config, max_length=model.max_length, limit=max_dropped_fraction)
+    for rows in mixed.rows.values():
+        rows.write()
+    lengths = {use: token_lengths(_parts(mixed, use), tokenizer) for use in mixed.uses}
     return Prepared(config, mixed, tokenizer, lengths)
 
 
-def _rows(folder: Path, use: str) -> Iterator[list[dict]]:
-    """The rows of one use, some thousand at a time."""
-    return (batch.to_pylist() for batch in read_batches(open_rows(folder / f"{use}.parquet")))
+def _parts(mixed: Mixed, use: str) -> Iterator[list[dict]]:
+    """The kept rows of one use, some thousand at a time."""
+    return (batch.to_pylist() for batch in mixed.rows[use].batches())
 
 
 def _has_wide_messages(folder: Path, use: str) -> bool:
@@ -141,44 +143,40 @@ def _has_wide_messages(folder: Path, use: str) -> bool:
     return "messages" in schema.names and schema.field("messages").type.equals(WIDE_MESSAGES)
 
 
-def drop_unrenderable(folder: Path, mixed: Mixed, tokenizer: PreTrainedTokenizerBase, *, limit: float) -> None:
-    """Remove the rows whose conversation the chat template refuses, and count them under the template's message.
+def drop_unrenderable(mixed: Mixed, tokenizer: PreTrainedTokenizerBase, *, limit: float) -> None:
+    """Drop the rows whose conversation the chat template refuses, and count them under the template's message.
 
     Args:
-        limit: the largest share of a use's rows that may be removed.
+        limit: the largest share of a use's rows that may be dropped.
     Raises:
-        ValueError: more would be removed.
+        ValueError: more would be dropped.
     """
     refusals = TemplateRefusals(tokenizer)
     dropped: Counter[tuple[str, str]] = Counter()
     for use in (use for use in mixed.uses if use != "pretrain"):
-        path = folder / f"{use}.parquet"
-        refused, messages = refusals.of_file(path)
+        refused, messages = refusals.of_rows(mixed.rows[use])
         if len(messages) > limit * len(refused):
             most_common = "; ".join(message for message, _ in Counter(messages).most_common(3))
             raise ValueError(
                 f"{use}: expected a chat template that renders all conversations but {limit:.2%}, got {len(messages)} of {len(refused)} "
                 f"refused: {most_common}; correct the data, use another template, or raise data.max_unrenderable_fraction"
             )
-        for row, message in zip(mixed.removed_rows(folder, use, refused), messages, strict=True):
+        for row, message in zip(mixed.drop(use, refused), messages, strict=True):
             dropped[row["source"], f"{use} rows that the chat template refuses ({message})"] += 1
     for (source, reason), rows in sorted(dropped.items()):
         mixed.tallies[source].left_out[reason] += rows
         log.warning("%s: %d %s", source, rows, reason)
 
 
-def drop_too_long(
-    folder: Path, mixed: Mixed, tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, max_length: int, limit: float
-) -> None:
-    """Remove the rows that don't fit, of the sources with `drop: [too_long]`.
+def drop_too_long(mixed: Mixed, tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, max_length: int, limit: float) -> None:
+    """Drop the rows that don't fit, of the sources with `drop: [too_long]`.
 
     Raises:
         ValueError: more than the share `limit` of a source is dropped.
     """
     if names := {source.name for source in config.sources if "too_long" in source.drop}:
         for use in mixed.uses:
-            too_long = too_long_rows(use, folder / f"{use}.parquet", names, tokenizer, max_length=max_length)
-            mixed.drop_rows(folder, use, too_long, "too_long")
+            mixed.drop_as("too_long", use, too_long_rows(use, mixed.rows[use], names, tokenizer, max_length=max_length))
         mixed.check_shares(config, limit)
 
 

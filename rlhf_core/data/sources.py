@@ -12,7 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from rlhf_core.config import DataConfig, SourceConfig, shown
 from rlhf_core.data.clerk.generator import clerk_rows
 from rlhf_core.data.drops import DropCounts, Dropped, Misfit, Tally, excerpt
 from rlhf_core.data.files import file_records
-from rlhf_core.data.filters import REASONS, contradictory_rows, duplicate_rows, remove_rows, row_fault
+from rlhf_core.data.filters import REASONS, KeptRows, contradictory_rows, duplicate_rows, row_fault
 from rlhf_core.data.formats import convert
 from rlhf_core.data.hashing import Ids, SeenKeys, chunks, conversation_text, hexadecimal, kept_by_weight, split_of, split_text, text_hash
 from rlhf_core.data.notation import AS_MESSAGES, beginning, check_signs, notation_of, with_messages
@@ -192,14 +192,16 @@ def load_source(source: SourceConfig, *, seed: int) -> Loaded:
 
 @dataclass(frozen=True)
 class Mixed:
-    """What `mix` wrote. Rows that are removed from the files later are counted here too.
+    """What `mix` wrote, and what is dropped of it later.
 
     counts: (source, use, split) -> rows.
     tallies: source -> what became of its records.
+    rows: use -> the rows of its file.
     """
 
     counts: Counter[tuple[str, str, str]]
     tallies: dict[str, Tally]
+    rows: dict[str, KeptRows] = field(compare=False)
 
     @property
     def dropped(self) -> dict[str, dict[str, int]]:
@@ -211,15 +213,15 @@ class Mixed:
         """The uses that have rows, in the order of SCHEMAS."""
         return [use for use in SCHEMAS if any(use == of and rows for (_, of, _), rows in self.counts.items())]
 
-    def removed_rows(self, folder: Path, use: str, removed: np.ndarray) -> Iterator[dict]:
-        """Remove the rows of a mask, [rows] bool, from a use's file and from `counts`; yields the removed rows."""
-        for row in remove_rows(folder / f"{use}.parquet", removed):
+    def drop(self, use: str, dropped: np.ndarray) -> Iterator[dict]:
+        """Drop the rows of a mask over a use's kept rows, [rows] bool, also from `counts`; yields them."""
+        for row in self.rows[use].drop(dropped):
             self.counts[row["source"], use, row["split"]] -= 1
             yield row
 
-    def drop_rows(self, folder: Path, use: str, removed: np.ndarray, kind: str) -> None:
-        """Remove the rows of a mask and count them under one of REASONS."""
-        for row in self.removed_rows(folder, use, removed):
+    def drop_as(self, kind: str, use: str, dropped: np.ndarray) -> None:
+        """Drop the rows of a mask and count them under one of REASONS."""
+        for row in self.drop(use, dropped):
             self.tallies[row["source"]].drop_row(REASONS[kind], use, row, later=True)
 
     def check_shares(self, config: DataConfig, limit: float) -> None:
@@ -231,7 +233,8 @@ class Mixed:
 def mix(
     config: DataConfig, folder: Path, *, scratch: Path, seed: int, writer: Writer | None = None, max_dropped_fraction: float = 1.0
 ) -> Mixed:
-    """Write the rows of all sources, weighted and split: `<use>.parquet` for the uses that have rows, and slices.parquet.
+    """Write the rows of all sources, weighted and split: `<use>.parquet` for the uses that have rows, and slices.parquet. Rows that are
+    dropped then are in the files until `KeptRows.write`.
 
     Args:
         writer: the model for sources of kind samples.
@@ -241,7 +244,7 @@ def mix(
         ValueError: more than `max_dropped_fraction` of a source is dropped.
     """
     heaviest = max(source.weight for source in config.sources)
-    mixed = Mixed(Counter(), {})
+    mixed = Mixed(Counter(), {}, {})
     with ExitStack() as stack:
         schemas = SCHEMAS | {"slices": SLICES_SCHEMA}
         files = {name: stack.enter_context(RowWriter(folder / f"{name}.parquet", schema)) for name, schema in schemas.items()}
@@ -254,10 +257,11 @@ def mix(
                 splits = _copy(scratch / f"{use}.parquet", stays, files[use], files["slices"])
                 mixed.counts.update({(source.name, use, split): rows for split, rows in splits.items()})
                 tally.mixed[use] = splits.total()
+    mixed.rows.update({use: KeptRows(folder / f"{use}.parquet") for use in mixed.uses})
     for kind, rows_of in (("contradictory", contradictory_rows), ("duplicate", duplicate_rows)):
         names = {source.name for source in config.sources if kind in source.drop}
-        if names and (pairs := folder / "preference.parquet").exists():
-            mixed.drop_rows(folder, "preference", rows_of(pairs, names), kind)
+        if names and "preference" in mixed.uses:
+            mixed.drop_as(kind, "preference", rows_of(mixed.rows["preference"], names))
             mixed.check_shares(config, max_dropped_fraction)
     return mixed
 

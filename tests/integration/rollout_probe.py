@@ -24,7 +24,7 @@ from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import read_state_dict
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.process import configure_process
-from rlhf_core.trainers.rl.data import collate
+from rlhf_core.trainers.rl.data import collate, pack
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch, check_logprobs
 from rlhf_core.types import Prompt, Rollout, Span
 from tools.clerk import clerk_params
@@ -87,7 +87,7 @@ def check(policy: LlamaForCausalLM, groups: list[list[Sample]]) -> str:
         for s in group
     ]
     outputs = {"old_logprobs": trainer_logprobs(policy, groups, temperature=1.0)}
-    batch = collate(rollouts, {}, outputs, None, pad_id=0, old_logprobs_source="recompute")
+    batch = collate(rollouts, pack(rollouts), {}, outputs, None, old_logprobs_source="recompute")
     try:
         check_logprobs(batch, batch.sampler_logprobs, clerk_params().rl, step=3, dtype="float32")
     except LogprobMismatch as error:

@@ -14,9 +14,10 @@ from rlhf_core.types import TrainBatch
 
 def row(batch: TrainBatch, i: int) -> dict[str, list[float]]:
     """What a row says, without its padding."""
-    mask, prompt_mask = batch.response_mask[i], batch.prompt_mask[i]
-    content = {f.name: getattr(batch, f.name)[i] for f in fields(batch)}
-    return {name: value[prompt_mask if name.startswith("prompt") else mask].tolist() for name, value in content.items()}
+    mask = batch.response_mask[i]
+    start, ids = int(batch.sequences.starts[i]), batch.sequences.lists()[i]
+    content = {f.name: getattr(batch, f.name)[i][mask].tolist() for f in fields(batch) if f.name != "sequences"}
+    return content | {"sequences": ids[: start + max(1, int(mask.sum()))]}  # masks have no gaps
 
 
 @given(rows=st.lists(st.integers(0, 7), min_size=1, max_size=10))
@@ -24,8 +25,8 @@ def test_select_keeps_each_rows_content_and_order_and_drops_shared_padding(rows:
     batch = train_batch(8)
     part = batch.select(rows)
     assert [row(part, k) for k in range(len(part))] == [row(batch, i) for i in rows]
-    assert part.response_ids.shape[1] == max(int(batch.response_mask[i].sum()) for i in rows)
-    assert part.prompt_ids.shape[1] == max(int(batch.prompt_mask[i].sum()) for i in rows)
+    assert part.response_mask.shape[1] == max(int(batch.response_mask[i].sum()) for i in rows)
+    assert part.sequences.lengths.tolist() == [len(ids) for ids in part.sequences.lists()]
 
 
 def test_select_keeps_a_gap_inside_a_response():
@@ -33,17 +34,20 @@ def test_select_keeps_a_gap_inside_a_response():
     batch.response_mask[6, 1:3] = False  # a tool's output, say; row 6 has 4 tokens
     part = batch.select([6])
     assert part.response_mask.tolist() == [[True, False, False, True]]
-    assert part.response_ids.tolist() == [batch.response_ids[6, :4].tolist()]
+    assert part.sequences.lists() == [batch.sequences.lists()[6]]
+    batch.response_mask[6, 3] = False
+    assert batch.select([6]).sequences.lists() == [batch.sequences.lists()[6][:-3]], "what follows the last trained token goes"
 
 
 def test_rows_whose_masks_are_all_empty_keep_a_column():
     part = train_batch(8, unscored=(2, 5)).select([5, 2])
     assert part.response_mask.tolist() == [[False], [False]]
-    assert part.prompt_ids.shape[1] == 2
+    assert (part.sequences.lengths - part.sequences.starts).tolist() == [1, 1]
     assert len(part) == 2
 
 
 def test_selecting_leaves_the_batch_alone():
     batch, same = train_batch(8), train_batch(8)
     batch.select([0]).advantages.fill_(9.0)
-    assert all(torch.equal(getattr(batch, f.name), getattr(same, f.name)) for f in fields(batch))
+    assert batch.sequences.lists() == same.sequences.lists()
+    assert all(torch.equal(tensor, same._tensors()[name]) for name, tensor in batch._tensors().items())

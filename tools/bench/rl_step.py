@@ -23,7 +23,7 @@ def rl_step(prompts: int) -> tuple[float, float, int]:
     from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
     from rlhf_core.sampling.scoring import RewardNormalizer
     from rlhf_core.trainers.rl.advantages import compute_advantages
-    from rlhf_core.trainers.rl.data import DemonstrationStream, PromptStream, collate, read_prompts, sequences_of
+    from rlhf_core.trainers.rl.data import DemonstrationStream, PromptStream, collate, pack, read_prompts
     from rlhf_core.trainers.rl.minibatch import plan_update
     from rlhf_core.trainers.rl.rank import TrainerRank
     from rlhf_core.trainers.rl.rollouts import sampling_settings
@@ -53,8 +53,8 @@ def rl_step(prompts: int) -> tuple[float, float, int]:
                 for s in group
             ]
             scores = of_texts(tokenizer.batch_decode([r.response_ids for r in rollouts]))
-            outputs, how = rank.forward(*sequences_of(rollouts)), {"pad_id": tokenizer.pad_token_id, "old_logprobs_source": "recompute"}
-            batch = collate(rollouts, {"variety": torch.tensor(scores)}, outputs, None, **how)
+            sequences, components = pack(rollouts), {"variety": torch.tensor(scores)}
+            batch = collate(rollouts, sequences, components, rank.forward(sequences), None, old_logprobs_source="recompute")
             train_batch, _ = compute_advantages(batch, rl, RewardNormalizer(rl.reward), kl_coef=rl.kl.coef)
             (plan,) = plan_update(train_batch, demonstrations, rl, seed=job.seed, step=step)
             rank.update(plan, kl_coef=rl.kl.coef, train_policy=True)

@@ -232,6 +232,7 @@ def train_rl(case: Case, folder: Path, scratch: Path) -> None:
 
     from rlhf_core.engines.ranks import rank
     from rlhf_core.trainers.rl.rank import TrainerRank
+    from rlhf_core.types import Sequences
 
     job = rl_job(case, folder)
     trainer, groups = TrainerRank(rank(), case.ranks, job), case.own_rows // job.rl.group_size
@@ -240,10 +241,11 @@ def train_rl(case: Case, folder: Path, scratch: Path) -> None:
     for _ in range(2):
         prompts = torch.randint(5, 200, (groups, PROMPT), generator=generator).repeat_interleave(job.rl.group_size, 0)
         responses = torch.randint(5, 200, (case.own_rows, LENGTH - PROMPT), generator=generator)
-        sequences = torch.cat([prompts, responses], 1).tolist()
-        trainer.score_by_reward_model("reward_model", sequences)
-        outputs = trainer.forward(sequences, [PROMPT] * case.own_rows, keep_graphs=job.rl.one_optimizer_step)
-        trainer.update([minibatch(case, prompts, responses, outputs)], kl_coef=0.1, train_policy=True)
+        ids = torch.cat([prompts, responses], 1).tolist()
+        sequences = Sequences.of(ids, [PROMPT] * case.own_rows)
+        trainer.score_by_reward_model("reward_model", ids)
+        outputs = trainer.forward(sequences, keep_graphs=job.rl.one_optimizer_step)
+        trainer.update([minibatch(case, sequences, outputs)], kl_coef=0.1, train_policy=True)
         trainer.send_weights([], version=1, ids=[5, 6, 7])
     (scratch / "checkpoint").mkdir(exist_ok=True)
     trainer.save(str(scratch / "checkpoint"))
@@ -276,27 +278,25 @@ def rl_job(case: Case, folder: Path) -> Any:
     )
 
 
-def minibatch(case: Case, prompts: Any, responses: Any, outputs: dict[str, Any]) -> Any:
+def minibatch(case: Case, sequences: Any, outputs: dict[str, Any]) -> Any:
     """Do an optimizer step on all of a rank's responses."""
     import torch
 
     from rlhf_core.trainers.rl.minibatch import Minibatch
     from rlhf_core.types import TrainBatch
 
-    everything = torch.ones(responses.shape, dtype=torch.bool)
-    noise = torch.randn(responses.shape, generator=torch.Generator().manual_seed(0))
-    of = {name: values.view(responses.shape) for name, values in outputs.items()}
+    everything = torch.ones(case.own_rows, LENGTH - PROMPT, dtype=torch.bool)
+    noise = torch.randn(everything.shape, generator=torch.Generator().manual_seed(0))
+    of = {name: values.view(everything.shape) for name, values in outputs.items()}
     batch = TrainBatch(
-        prompt_ids=prompts,
-        prompt_mask=torch.ones(prompts.shape, dtype=torch.bool),
-        response_ids=responses,
+        sequences=sequences,
         response_mask=everything,
         old_logprobs=of["old_logprobs"],
         ref_logprobs=of["ref_logprobs"],
         old_values=of.get("values"),
         advantages=noise,
         returns=noise,
-        importance_weights=torch.ones(responses.shape),
+        importance_weights=torch.ones(everything.shape),
     )
     return Minibatch(batch, list(range(len(batch))), case.ranks * everything.numel(), case.all_rows, [], 0)
 

@@ -64,9 +64,7 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
         weights, mismatch = correct(batch.sampler_logprobs, batch.rollout_logprobs, mask, rl)
         metrics |= mismatch
     train_batch = TrainBatch(
-        prompt_ids=batch.prompt_ids,
-        prompt_mask=batch.prompt_mask,
-        response_ids=batch.response_ids,
+        sequences=batch.sequences,
         response_mask=mask,
         old_logprobs=batch.old_logprobs,
         ref_logprobs=batch.ref_logprobs,

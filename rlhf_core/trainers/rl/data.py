@@ -14,7 +14,7 @@ from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.sampling.prompts import fitting_prompts
 from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations
 from rlhf_core.trainers.rl.job import RlJob
-from rlhf_core.types import Baseline, Components, OldLogprobs, Prompt, Rollout, RolloutBatch
+from rlhf_core.types import Baseline, Components, OldLogprobs, Prompt, Rollout, RolloutBatch, Sequences
 
 
 def read_prompts(job: RlJob, split: Split) -> list[Prompt]:
@@ -126,31 +126,29 @@ class DemonstrationStream:
 
 def collate(
     rollouts: Sequence[Rollout],
+    sequences: Sequences,
     components: Components,
     outputs: dict[str, torch.Tensor],
     baseline: Baseline | None,
     *,
-    pad_id: int,
     old_logprobs_source: OldLogprobs,
 ) -> RolloutBatch:
     """Rollouts, their scores and the forward passes' outputs as tensors.
 
     Args:
+        sequences: `pack(rollouts)`.
         outputs: flat [N] over the response tokens, in order: old_logprobs with `recompute`; sampler_logprobs with top-p or top-k;
             ref_logprobs with a reference; values with a critic.
         baseline: of the greedy response to each row's prompt.
     """
     response_mask = _response_mask(rollouts)
     trained, versions = _origins(rollouts, response_mask)
-    prompt_ids, prompt_mask = _left_padded([r.prompt.prompt_ids for r in rollouts], pad_id)
-    response_ids = torch.tensor([token for r in rollouts for token in r.response_ids])
     rollout_logprobs = _padded(torch.tensor([x for r in rollouts for x in r.rollout_logprobs]), response_mask)
     padded = {name: _padded(flat, response_mask) for name, flat in outputs.items()}
     old_logprobs = rollout_logprobs if old_logprobs_source == "from_engine" else padded.get("old_logprobs")
     return RolloutBatch(
-        prompt_ids=prompt_ids,
-        prompt_mask=prompt_mask,
-        response_ids=torch.full(response_mask.shape, pad_id).masked_scatter(response_mask, response_ids),
+        sequences=sequences,
+        response_ids=torch.zeros(response_mask.shape, dtype=torch.long).masked_scatter(response_mask, sequences.response_ids()),
         response_mask=trained,
         rollout_logprobs=rollout_logprobs,
         old_logprobs_source=old_logprobs_source,
@@ -205,14 +203,7 @@ def _padded(flat: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.zeros(mask.shape).masked_scatter(mask, flat)
 
 
-def _left_padded(sequences: list[list[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    lengths = torch.tensor([len(s) for s in sequences])
-    width = int(lengths.max())
-    mask = torch.arange(width) >= width - lengths[:, None]
-    flat = torch.tensor([token for s in sequences for token in s])
-    return torch.full(mask.shape, pad_id).masked_scatter(mask, flat), mask
-
-
-def sequences_of(rollouts: Sequence[Rollout]) -> tuple[list[list[int]], list[int]]:
-    """Prompt and response of each rollout as one sequence, and where the response starts."""
-    return [[*r.prompt.prompt_ids, *r.response_ids] for r in rollouts], [len(r.prompt.prompt_ids) for r in rollouts]
+def pack(rollouts: Sequence[Rollout]) -> Sequences:
+    """Prompt and response of each rollout."""
+    ids = [[*r.prompt.prompt_ids, *r.response_ids] for r in rollouts]
+    return Sequences.of(ids, [len(r.prompt.prompt_ids) for r in rollouts])

@@ -167,9 +167,8 @@ def train_step(run: Run, progress: Progress, stop: Stop, clock: Clock) -> StepRe
         workers.rollouts.prefetch(following, step=step + 1)
     outputs = workers.collect_forward(collected.forward)
     clock.lap("forward")
-    batch = collate(
-        collected.rollouts, collected.components, outputs, collected.baseline, pad_id=workers.pad_id, old_logprobs_source=source
-    )
+    rollouts, sequences = collected.rollouts, collected.forward.sequences
+    batch = collate(rollouts, sequences, collected.components, outputs, collected.baseline, old_logprobs_source=source)
     check_scored(batch, rl, step=step)
     if source != "from_update":
         difference = check_engine(run, batch, step=step)
@@ -203,8 +202,8 @@ def check_engine(run: Run, batch: RolloutBatch, *, step: int) -> float:
     rollouts = workers.rollouts.short_rollouts()
     if not rollouts:
         return workers.rollouts.sync_check.difference
-    outputs = workers.collect_forward(workers.submit_forward(rollouts, recomputed_fraction=1.0))
-    short = collate(rollouts, {}, outputs, None, pad_id=workers.pad_id, old_logprobs_source="recompute")
+    forward = workers.submit_forward(rollouts, recomputed_fraction=1.0)
+    short = collate(rollouts, forward.sequences, {}, workers.collect_forward(forward), None, old_logprobs_source="recompute")
     return check_logprobs(short, short.sampler_logprobs, rl, step=step, dtype=dtype)
 
 

@@ -14,7 +14,7 @@ from rlhf_core.data.batching import batch_indices, deal_out_groups
 from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, continue_prefix, group_by_prefix
 from rlhf_core.trainers.demonstrations import Demonstration
 from rlhf_core.trainers.rl.data import DemonstrationStream
-from rlhf_core.types import TrainBatch
+from rlhf_core.types import Sequences, TrainBatch
 
 Totals = dict[str, float]
 
@@ -49,7 +49,7 @@ def plan_update(batch: TrainBatch, demonstrations: DemonstrationStream, rl: RlCo
     unit = rl.group_size if rl.minibatch_size % rl.group_size == 0 else 1
     plans: list[list[Minibatch]] = [[] for _ in range(groups)]
     steps = len(batch) // rl.minibatch_size * rl.ppo_epochs
-    sizes = real_tokens(batch).sum(1).tolist()
+    sizes = (batch.sequences.starts + batch.ends).tolist()
     order_seed = int(np.random.SeedSequence([seed, step, 1]).generate_state(1)[0])
     for k in range(steps):
         units = batch_indices(k, batch_size=rl.minibatch_size // unit, num_examples=len(batch) // unit, seed=order_seed)
@@ -76,45 +76,34 @@ def before(batch: TokenBatch) -> TokenBatch:
     return TokenBatch(batch.input_ids, selected)
 
 
-def contiguous(batch: TrainBatch) -> TokenBatch:
-    """Left-padded prompts and right-padded responses as right-padded sequences [B, T], trained response tokens selected."""
-    ids = torch.cat([batch.prompt_ids, batch.response_ids], dim=1)
-    selected = torch.cat([torch.zeros_like(batch.prompt_mask), batch.response_mask], dim=1)
-    padding = (~batch.prompt_mask).sum(1, keepdim=True)
-    source = (torch.arange(ids.shape[1], device=ids.device) + padding).clamp(max=ids.shape[1] - 1)
-    beyond = torch.arange(ids.shape[1], device=ids.device) + padding >= ids.shape[1]
-    return TokenBatch(ids.gather(1, source), selected.gather(1, source) & ~beyond)
+def prompt_rows(sequences: Sequences, *, max_tokens: int, shared: bool) -> tuple[list[list[int]], list[list[Branches]]]:
+    """Groups of consecutive sequences of one prompt, as positions; and the rows of each group, with a shared prompt where that is less to
+    compute.
 
-
-def real_tokens(batch: TrainBatch) -> torch.Tensor:
-    """[B, T] bool, the tokens of `contiguous` that aren't padding: the prompt, and the response up to its last trained token."""
-    columns = torch.arange(1, batch.response_mask.shape[1] + 1, device=batch.response_mask.device)
-    lengths = batch.prompt_mask.sum(1) + (batch.response_mask * columns).amax(1)
-    width = batch.prompt_mask.shape[1] + batch.response_mask.shape[1]
-    return torch.arange(width, device=lengths.device) < lengths[:, None]
-
-
-def prompt_rows(batch: TrainBatch, *, max_tokens: int) -> tuple[list[list[int]], list[list[Branches]]]:
-    """Groups of consecutive samples of one prompt, as positions in the batch; and the rows of each group, with a shared prompt where that
-    is less to compute.
-
-    A response ends with its last trained token, and has at least one token. A shared row has at most `max_tokens` tokens.
+    Args:
+        max_tokens: of a shared row.
+        shared: False: each sequence is a group and a row.
     """
-    columns = torch.arange(1, batch.response_mask.shape[1] + 1)
-    lengths = (batch.response_mask * columns).amax(1).clamp(min=1).tolist()
-    prompts = [ids[mask].tolist() for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
-    responses = [ids[:n] for ids, n in zip(batch.response_ids.tolist(), lengths, strict=True)]
-    sequences, starts = [p + r for p, r in zip(prompts, responses, strict=True)], [len(p) for p in prompts]
-    groups = group_by_prefix(sequences, starts, max_tokens=max_tokens)
-    return groups, [continue_prefix(prompts[group[0]], [responses[i] for i in group]) for group in groups]
+    ids, starts = sequences.lists(), sequences.starts.tolist()
+    groups = group_by_prefix(ids, starts, max_tokens=max_tokens) if shared else [[i] for i in range(len(ids))]
+    return groups, [continue_prefix(ids[group[0]][: starts[group[0]]], [ids[i][starts[i] :] for i in group]) for group in groups]
 
 
-def shared(rows: list[Branches], batch: TrainBatch, *, pad_id: int) -> TokenBatch:
-    """Rows [B, T] with the trained response tokens of `batch` selected, in its order."""
+def token_batch(rows: list[Branches], trained: torch.Tensor, *, pad_id: int) -> TokenBatch:
+    """Rows [B, T] with the trained response tokens selected.
+
+    Args:
+        trained: [branches, R] bool, in the order of the rows' branches.
+    """
     tokens = collate_branches(rows, pad_id=pad_id, every_token=True)
     lengths = [len(branch) for row in rows for branch in row.branches]
-    trained = torch.cat([mask[:n] for mask, n in zip(batch.response_mask.cpu(), lengths, strict=True)])
-    return replace(tokens, selected=tokens.selected.masked_scatter(tokens.selected, trained))
+    selected = torch.cat([mask[:n] for mask, n in zip(trained, lengths, strict=True)])
+    return replace(tokens, selected=tokens.selected.masked_scatter(tokens.selected, selected))
+
+
+def real_tokens(rows: list[Branches], width: int) -> torch.Tensor:
+    """[B, width] bool, which tokens of the rows aren't padding."""
+    return torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
 
 
 def unflatten(flat: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from rlhf_core.engines.weight_sender import Sent, Target, WeightSender
 from rlhf_core.engines.weight_source import KeptSource, PolicySource, TensorSpec
 from rlhf_core.engines.weights import PackedTensor, pack, unpack
 from rlhf_core.models.backend import Backend
-from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, collate_tokens, continue_prefix, group_by_prefix
+from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, collate_tokens
 from rlhf_core.models.build import checkpoint_names, save_model
 from rlhf_core.models.forward import GENERAL, PolicyModule, ScalarModule, common_backend
 from rlhf_core.models.lora import has_adapters, without_adapters
@@ -38,10 +38,11 @@ from rlhf_core.scorers.reward_model import score_sequences
 from rlhf_core.storage.node import job_storage
 from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.job import POLICY, RlJob
-from rlhf_core.trainers.rl.minibatch import Minibatch, before
+from rlhf_core.trainers.rl.minibatch import Minibatch, before, prompt_rows
 from rlhf_core.trainers.rl.roles import HostedRoles
 from rlhf_core.trainers.rl.update import ForwardGraphs, RankUpdate, RlUpdate, policy_arguments
 from rlhf_core.trainers.supervised import seed_generators
+from rlhf_core.types import Sequences
 
 if TYPE_CHECKING:
     from rlhf_core.engines.gpu_transfer import IpcBuffer
@@ -144,10 +145,8 @@ class TrainerRank:
         return torch.stack(columns, 1)
 
     @torch.no_grad()
-    def forward(
-        self, sequences: list[list[int]], starts: list[int], *, recomputed: int | None = None, keep_graphs: bool = False
-    ) -> dict[str, torch.Tensor]:
-        """Outputs of the models for each token from `starts[i]` on, sequence after sequence, flat [N].
+    def forward(self, sequences: Sequences, *, recomputed: int | None = None, keep_graphs: bool = False) -> dict[str, torch.Tensor]:
+        """Outputs of the models for each response token, sequence after sequence, flat [N].
 
         Args:
             recomputed: the policy is computed for the first so many sequences only; None: for all.
@@ -164,7 +163,7 @@ class TrainerRank:
             for numbers in (range(recomputed), range(recomputed, len(sequences))):
                 with_policy = numbers.start == 0 and recomputed > 0
                 if numbers and (with_policy or roles.computes_reference or roles.critic is not None):
-                    parts, keep = self._forward_parts(sequences, starts, numbers, keep=keep)
+                    parts, keep = self._forward_parts(sequences, numbers, keep=keep)
                     passes = self._backend.map(partial(self._forward_part, with_policy=with_policy, keep=keep), parts)
                     for part, (outputs, kept) in zip(parts, passes, strict=True):
                         graphs += [kept] if keep else []
@@ -174,15 +173,10 @@ class TrainerRank:
             self._graphs = graphs
         return {name: torch.cat([values[i] for i in sorted(values)]) for name, values in found.items()}
 
-    def _forward_parts(
-        self, sequences: list[list[int]], starts: list[int], numbers: range, *, keep: bool
-    ) -> tuple[list[ForwardPart], bool]:
+    def _forward_parts(self, sequences: Sequences, numbers: range, *, keep: bool) -> tuple[list[ForwardPart], bool]:
         """Micro-batches of the sequences with these numbers; and whether their graphs are kept, which takes at most two micro-batches."""
-        tokens, groups = self._job.rl.trainer.microbatch_tokens, [[i] for i in numbers]
-        if self.roles.shares_prompts:
-            within = group_by_prefix([sequences[i] for i in numbers], [starts[i] for i in numbers], max_tokens=tokens)
-            groups = [[numbers[k] for k in group] for group in within]
-        rows = [continue_prefix(sequences[g[0]][: starts[g[0]]], [sequences[i][starts[i] :] for i in g]) for g in groups]
+        tokens, sizes = self._job.rl.trainer.microbatch_tokens, (sequences.lengths - sequences.starts).tolist()
+        groups, rows = prompt_rows(sequences.select(list(numbers)), max_tokens=tokens, shared=self.roles.shares_prompts)
         keep = keep and sum(len(row) for group in rows for row in group) <= 2 * tokens
         chosen = even_microbatches(
             [max(map(len, r)) for r in rows],
@@ -192,8 +186,8 @@ class TrainerRank:
         )
         parts = []
         for part in equal_count(chosen):
-            members = [i for g in part for i in groups[g]]
-            parts.append(ForwardPart(members, [len(sequences[i]) - starts[i] for i in members], [row for g in part for row in rows[g]]))
+            members = [numbers[k] for g in part for k in groups[g]]
+            parts.append(ForwardPart(members, [sizes[i] for i in members], [row for g in part for row in rows[g]]))
         return parts, keep
 
     def _forward_part(self, part: ForwardPart, *, with_policy: bool, keep: bool) -> tuple[dict[str, torch.Tensor], ForwardGraphs]:

@@ -27,10 +27,9 @@ from rlhf_core.trainers.rl.minibatch import (
     Totals,
     add_totals,
     before,
-    contiguous,
     prompt_rows,
     real_tokens,
-    shared,
+    token_batch,
     unflatten,
 )
 from rlhf_core.types import TrainBatch
@@ -52,12 +51,12 @@ class ForwardGraphs:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """rows: positions in the minibatch.    branches: the rows with shared prompts; None: each row is a sequence of its own.
+    """rows: positions in the minibatch.    branches: their sequences, as rows that may share a prompt.
     graphs: outputs that the update continues from; None: the update computes its own.
     """
 
     rows: list[int]
-    branches: list[Branches] | None = None
+    branches: list[Branches]
     graphs: ForwardGraphs | None = None
 
 
@@ -149,11 +148,11 @@ class RlUpdate:
         """Gradients of a whole optimizer step. Returns what the policy gives, if it is trained, and the critic's losses."""
         parts = self._microbatches(minibatch.batch)
         place = {row: position for position, row in enumerate(minibatch.rows)}
-        kept = [Microbatch([place[row] for row in graphs.rows], graphs=graphs) for graphs in self.graphs]
+        kept = [Microbatch([place[row] for row in graphs.rows], [], graphs) for graphs in self.graphs]
         policy_parts = kept if kept and kept[0].graphs.policy is not None else parts
         work = []
         if self.train_policy:
-            counts = self._expert_counts(minibatch.batch, parts) if self.experts_per_token is not None else None
+            counts = self._expert_counts(minibatch, parts) if self.experts_per_token is not None else None
             work.append(partial(self._policy_gradients, minibatch, policy_parts, counts))
         if self.critic is not None:
             work.append(partial(self._critic_gradients, minibatch, kept or parts))
@@ -163,17 +162,14 @@ class RlUpdate:
     def _microbatches(self, batch: TrainBatch) -> list[Microbatch]:
         """Micro-batches of at most microbatch_tokens; samples of a shared prompt stay together."""
         tokens = self.rl.trainer.microbatch_tokens
-        if not self.shares_prompts:
-            lengths = real_tokens(batch).sum(1).tolist()
-            return [Microbatch(rows) for rows in equal_count(microbatches(lengths, max_tokens=tokens))]
-        groups, rows = prompt_rows(batch, max_tokens=tokens)
+        groups, rows = prompt_rows(batch.sequences, max_tokens=tokens, shared=self.shares_prompts)
         longest = [max(map(len, r)) for r in rows]
         chosen = equal_count(microbatches(longest, max_tokens=tokens, rows=[len(r) for r in rows]))
         return [Microbatch([i for g in part for i in groups[g]], [row for g in part for row in rows[g]]) for part in chosen]
 
-    def _tokens(self, part: Microbatch, batch: TrainBatch) -> TokenBatch:
-        """The sequences of a micro-batch, its trained tokens selected in the order of the batch."""
-        return contiguous(batch) if part.branches is None else shared(part.branches, batch, pad_id=self.pad_id).to(self.device)
+    def _tokens(self, part: Microbatch, minibatch: Minibatch) -> TokenBatch:
+        """The sequences of a micro-batch, its trained tokens selected in the order of its rows."""
+        return token_batch(part.branches, minibatch.batch.response_mask[part.rows], pad_id=self.pad_id).to(self.device)
 
     # Policy
 
@@ -189,7 +185,7 @@ class RlUpdate:
         by_row: dict[int, torch.Tensor] = {}  # with from_update
         for part in parts:
             batch = minibatch.batch.select(part.rows).to(self.device)
-            output = self._policy_output(part, batch, routed=None if counts is None else real_tokens(batch))
+            output = self._policy_output(part, batch, minibatch, routed=counts is not None)
             logprobs = unflatten(output.logprobs.float(), batch.response_mask)
             loss, stats = self._policy_loss(batch, logprobs, output, minibatch)
             of_part = {"policy_loss": loss.detach()}
@@ -207,12 +203,21 @@ class RlUpdate:
         in_order = [by_row[row] for row in sorted(by_row)]
         return PolicyGradients(losses, statistics, pad_sequence(in_order, batch_first=True) if in_order else None)
 
-    def _policy_output(self, part: Microbatch, batch: TrainBatch, *, routed: torch.Tensor | None) -> PolicyOutput:
-        """Of the trained tokens, flat [N]."""
+    def _policy_output(self, part: Microbatch, batch: TrainBatch, minibatch: Minibatch, *, routed: bool) -> PolicyOutput:
+        """Of the trained tokens, flat [N].
+
+        Args:
+            batch: the micro-batch's rows of the minibatch.
+            routed: also the router logits of all tokens but padding.
+        """
         if part.graphs is not None:
             trained, policy = trained_tokens(part.graphs, batch), part.graphs.policy
             return PolicyOutput(policy.logprobs[trained], policy.entropy[trained], None, None)
-        return self.policy(self._tokens(part, batch), **policy_arguments(self.rl), routed=routed)
+        tokens = self._tokens(part, minibatch)
+        return self.policy(tokens, **policy_arguments(self.rl), routed=self._routed(part, tokens) if routed else None)
+
+    def _routed(self, part: Microbatch, tokens: TokenBatch) -> torch.Tensor:
+        return real_tokens(part.branches, tokens.input_ids.shape[1]).to(self.device)
 
     def _policy_loss(
         self, batch: TrainBatch, logprobs: torch.Tensor, output: PolicyOutput, minibatch: Minibatch
@@ -247,12 +252,12 @@ class RlUpdate:
         return not all_gather / max(num_loss_tokens, 1) <= limit
 
     @torch.no_grad()
-    def _expert_counts(self, batch: TrainBatch, parts: list[Microbatch]) -> torch.Tensor:
+    def _expert_counts(self, minibatch: Minibatch, parts: list[Microbatch]) -> torch.Tensor:
         """Tokens that the current policy sends to each expert, over the whole optimizer step: a forward pass before the gradients."""
         counts = 0.0
-        for positions in parts:
-            part = batch.select(positions.rows).to(self.device)
-            router_logits = self.policy(contiguous(part), routed=real_tokens(part)).router_logits
+        for part in parts:
+            tokens = self._tokens(part, minibatch)
+            router_logits = self.policy(tokens, routed=self._routed(part, tokens)).router_logits
             counts = counts + expert_counts(router_logits, top_k=self.experts_per_token)
         return sum_over_ranks(counts)
 
@@ -281,7 +286,7 @@ class RlUpdate:
             if part.graphs is not None:
                 flat = part.graphs.values[trained_tokens(part.graphs, batch)]
             else:
-                flat = self.value_units(self.critic(before(self._tokens(part, batch))))
+                flat = self.value_units(self.critic(before(self._tokens(part, minibatch))))
             values = unflatten(flat, batch.response_mask)
             token_loss = value_loss(values, batch.old_values, batch.returns, batch.response_mask, value_clip=critic.value_clip)
             loss = critic.value_coef * self._aggregate(token_loss, batch, minibatch)

@@ -24,7 +24,7 @@ from rlhf_core.sampling.scoring import PendingScores, ResponseScorer, RewardNorm
 from rlhf_core.storage.node import job_storage
 from rlhf_core.trainers.rl.actor_scorers import ActorScorers
 from rlhf_core.trainers.rl.advantages import ValueUnits
-from rlhf_core.trainers.rl.data import sequences_of
+from rlhf_core.trainers.rl.data import pack
 from rlhf_core.trainers.rl.groups import TrainerGroup
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.metrics import update_metrics
@@ -35,7 +35,7 @@ from rlhf_core.trainers.rl.state import Progress, RunStore
 from rlhf_core.trainers.rl.transfer import WeightTransfer
 from rlhf_core.trainers.rl.turns import Turns
 from rlhf_core.trainers.rl.update import RankUpdate
-from rlhf_core.types import Components, Rollout, RolloutBatch, UpdateResult
+from rlhf_core.types import Components, Rollout, RolloutBatch, Sequences, UpdateResult
 
 if TYPE_CHECKING:
     from rlhf_core.trainers.rl.driver import Actors
@@ -63,6 +63,7 @@ class PendingForward:
     """Forward passes over rollouts, of each group with a model that computes them."""
 
     rollouts: Sequence[Rollout]
+    sequences: Sequences
     groups: list[GroupForward]
 
 
@@ -83,7 +84,6 @@ class Workers:
         self.store = RunStore(Path(job.work), job.checkpoints, check=self._damage)
         tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
         self._tokenizer, self._stops = tokenizer, stop_ids(tokenizer, job.sft_model)
-        self.pad_id = tokenizer.pad_token_id
         self.replacements = Replacements(job.rl.max_replacements)
         self.turns = Turns(actors.rollouts, actors.trainers, on=actors.take_turns, deadline=job.rl.deadlines.step)
         how = {"workers": job.rl.rollout.tensor_parallel_size, "deadline": job.rl.deadlines.step}
@@ -147,18 +147,19 @@ class Workers:
             keep_graphs: the next update takes all of these rollouts in one optimizer step, and may continue from these passes.
         """
         self.turns.trainers()
-        sequences, starts = sequences_of(rollouts)
+        sequences = pack(rollouts)
+        sizes = sequences.lengths.tolist()
         of_prompts = [[i for i, _ in group] for _, group in groupby(enumerate(rollouts), key=lambda item: item[1].group_id)]
         submitted = []
         for group in self._trainers.all:
             if not {"policy", "critic", "reference"} & set(group.roles.roles):
                 continue
-            shards = deal_out_groups(of_prompts, list(map(len, sequences)), ranks=group.trainer.data_parallel_size)
+            shards = deal_out_groups(of_prompts, sizes, ranks=group.trainer.data_parallel_size)
             recomputed = math.ceil(recomputed_fraction * max(map(len, shards)))
-            per_rank = group.trainer.of_ranks([([sequences[i] for i in s], [starts[i] for i in s]) for s in shards])
+            per_rank = group.trainer.of_ranks([(sequences.select(s),) for s in shards])
             pending = group.submit("forward", per_rank, recomputed=recomputed, keep_graphs=keep_graphs)
             submitted.append(GroupForward(group, shards, recomputed, pending))
-        return PendingForward(rollouts, submitted)
+        return PendingForward(rollouts, sequences, submitted)
 
     def collect_forward(self, forward: PendingForward) -> dict[str, torch.Tensor]:
         """Outputs for every response token, flat [N] in the order of the rollouts: see `TrainerRank.forward`.

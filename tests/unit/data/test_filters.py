@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from strict_limits import strict_limits
 from whole_matrix import cells
 
 from rlhf_core.config import DataConfig, ValidationConfig
-from rlhf_core.data.filters import REASONS
+from rlhf_core.data.filters import REASONS, KeptRows
 from rlhf_core.data.prepare import Prepared, drop_too_long
-from rlhf_core.data.schema import open_rows, read_rows
+from rlhf_core.data.schema import open_rows, read_rows, write_rows
 from rlhf_core.data.sources import Mixed, mix
 from rlhf_core.data.validation.validate import Finding, validate
 from rlhf_core.models.tokenizer import build_tokenizer
@@ -48,7 +49,9 @@ def config(*sources: dict) -> DataConfig:
 
 def prepared(of: DataConfig, folder: Path, *, limit: float = 1.0) -> Mixed:
     found = mix(of, folder / "out", scratch=folder / "aside", seed=0, max_dropped_fraction=limit)
-    drop_too_long(folder / "out", found, tokenizer(), of, max_length=MAX_LENGTH, limit=limit)
+    drop_too_long(found, tokenizer(), of, max_length=MAX_LENGTH, limit=limit)
+    for rows in found.rows.values():
+        rows.write()
     return found
 
 
@@ -237,3 +240,23 @@ def test_white_space_at_edges_hides_neither_repetitions_nor_contradictions(tmp_p
     assert {name: found.get(name, 0) for name in found if "pairs" in name} == {f"{kind}_pairs": 2}
     mixed = prepared(config({"path": str(path), "drop": [kind]}), tmp_path / "dropped")
     assert mixed.dropped["s0"].get(f"preference rows {REASONS[kind]}") == (2 if kind == "contradictory" else 1)
+
+
+def test_rows_are_dropped_in_turn_and_the_file_is_rewritten_once(tmp_path):
+    write_rows(tmp_path, "pretrain", [{"id": str(i), "source": "s", "split": "train", "text": f"text {i}"} for i in range(6)])
+    path = tmp_path / "pretrain.parquet"
+    rows, before = KeptRows(path), path.read_bytes()
+
+    def kept() -> list[str]:
+        return [row_id for batch in rows.batches(["id"]) for row_id in batch["id"].to_pylist()]
+
+    rows.write()
+    dropped = rows.drop(np.array([True, False, False, True, False, False]))
+    assert [row["id"] for row in dropped] == ["0", "3"] and kept() == ["1", "2", "4", "5"]
+    assert [row["text"] for row in rows.drop(np.array([False, True, False, True]))] == ["text 2", "text 5"]
+    assert kept() == ["1", "4"] and path.read_bytes() == before
+    rows.write()
+    assert kept() == ["1", "4"] == [row["id"] for row in read_rows(tmp_path, "pretrain")]
+    assert [row["id"] for row in rows.drop(np.array([True, True]))] == ["1", "4"]
+    rows.write()
+    assert not kept() and not path.exists()

@@ -89,10 +89,16 @@ def test_calls_results_and_parts_arrive_in_the_rendering(tmp_path):
     )
 
 
+def dropped(found: Mixed, tokenizer, *, limit: float) -> None:
+    drop_unrenderable(found, tokenizer, limit=limit)
+    for rows in found.rows.values():
+        rows.write()
+
+
 @pytest.mark.parametrize(("name", "left"), [("chatml", 2), ("thinks", 3)])
 def test_calls_that_a_template_would_leave_out_take_their_row_with_them(tmp_path, name, left):
     found = mixed(tmp_path, [plain(1), plain(2), WITH_TOOL])
-    drop_unrenderable(tmp_path / "data", found, templated(name), limit=1.0)
+    dropped(found, templated(name), limit=1.0)
     assert len(read_rows(tmp_path / "data", "sft")) == left
     refused = [reason for reasons in found.dropped.values() for reason in reasons if "calls of tools, which this template" in reason]
     assert bool(refused) == (left == 2)
@@ -109,7 +115,7 @@ def test_messages_that_are_no_text_are_dropped_with_a_reason(tmp_path):
 
 def test_rows_that_the_template_refuses_are_left_out_and_counted_in_its_words(tmp_path):
     found = mixed(tmp_path, [plain(i) for i in range(30)], [plain(99, system="Be brief."), plain(100)])
-    drop_unrenderable(tmp_path / "data", found, templated("trimmed"), limit=0.05)
+    dropped(found, templated("trimmed"), limit=0.05)
     words = "TemplateError: Turns have to go user, model, user"
     assert found.dropped == {"s0": {}, "s1": {f"{use} rows that the chat template refuses ({words})": 1 for use in ("sft", "prompt")}}
     assert +found.counts == Counter({(s, use, "train"): n for s, n in (("s0", 30), ("s1", 1)) for use in ("sft", "prompt")})
@@ -121,7 +127,7 @@ def test_rows_that_the_template_refuses_are_left_out_and_counted_in_its_words(tm
 def test_data_that_the_template_takes_stay_the_same_file(tmp_path):
     found = mixed(tmp_path, [plain(i) for i in range(5)])
     before = (tmp_path / "data" / "sft.parquet").stat()
-    drop_unrenderable(tmp_path / "data", found, templated("trimmed"), limit=0.0)
+    dropped(found, templated("trimmed"), limit=0.0)
     assert found.dropped == {"s0": {}}
     assert (tmp_path / "data" / "sft.parquet").stat() == before
 
@@ -129,4 +135,4 @@ def test_data_that_the_template_takes_stay_the_same_file(tmp_path):
 def test_too_many_rows_that_the_template_refuses_end_it_in_its_words(tmp_path):
     found = mixed(tmp_path, [plain(i, system="Be brief.") for i in range(5)] + [plain(i) for i in range(5, 10)])
     with pytest.raises(ValueError, match=r"sft: expected .* all conversations but 49\.00%, got 5 of 10 refused: TemplateError: Turns have"):
-        drop_unrenderable(tmp_path / "data", found, templated("trimmed"), limit=0.49)
+        dropped(found, templated("trimmed"), limit=0.49)

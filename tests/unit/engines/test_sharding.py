@@ -35,6 +35,7 @@ from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.recompute import recomputes_layers
 from rlhf_core.trainers.rl.rank import TrainerRank
+from rlhf_core.types import Sequences
 from tests.tiny_models import settings
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -207,7 +208,7 @@ def test_a_frozen_model_takes_the_weights_of_a_trained_one(sft_folder: Path, zer
 def test_a_rank_gets_the_same_from_frozen_models_wherever_their_weights_are(model_folders: tuple[Path, Path], changes: dict):
     plain, elsewhere = (connected(model_folders, c) for c in ({}, changes))
     for rank in (plain, elsewhere):
-        rank.seen = rank.forward(BATCHES[0], [1] * 6), rank.score_by_reward_model("reward_model", [*BATCHES[1], None])
+        rank.seen = rank.forward(Sequences.of(BATCHES[0], [1] * 6)), rank.score_by_reward_model("reward_model", [*BATCHES[1], None])
     (outputs, scores), (found, found_scores) = plain.seen, elsewhere.seen
     assert outputs.keys() == found.keys() == {"old_logprobs", "ref_logprobs", "values"}
     for name, values in outputs.items():

@@ -42,7 +42,9 @@ def refused(recipe: str, folder: Path) -> set[str]:
     params, tokenizer = load_overlaid(whole, folder / "recipe.yaml"), tiny_tokenizer()
     out, limit, longest = folder / "prepared", params.validation.max_dropped_fraction, params.model.max_length
     mixed = mix(params.data, out, scratch=folder / "scratch", seed=0, max_dropped_fraction=limit)
-    drop_too_long(out, mixed, tokenizer, params.data, max_length=longest, limit=limit)
+    drop_too_long(mixed, tokenizer, params.data, max_length=longest, limit=limit)
+    for rows in mixed.rows.values():
+        rows.write()
     tables = {use: open_rows(out / f"{use}.parquet") for use in mixed.uses}
     findings = validate(tables, tokenizer, params.validation, max_length=longest)
     return {f.name for f in findings if not f.passed and not f.name.startswith("template_round_trip")}

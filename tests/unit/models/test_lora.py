@@ -34,6 +34,7 @@ from rlhf_core.models.build import (
 from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters, without_adapters
 from rlhf_core.trainers.rl.rank import TrainerRank
+from rlhf_core.types import Sequences
 from tests.model_families import FAMILIES, OTHERS
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -272,11 +273,11 @@ def rl_step(rank: TrainerRank, seed: int) -> dict[str, float]:
 def test_in_rl_the_policy_without_its_adapters_is_the_reference(model_folders: tuple[Path, Path], zero_stage: int):
     rank = connected(model_folders, **{"rl.trainer.zero_stage": zero_stage})
     starts = [1] * len(BATCHES[0])
-    before = rank.forward(BATCHES[0], starts)
+    before = rank.forward(Sequences.of(BATCHES[0], starts))
     assert torch.equal(before["ref_logprobs"], before["old_logprobs"])
     for seed in range(3):
         rl_step(rank, seed)
-        after = rank.forward(BATCHES[0], starts)
+        after = rank.forward(Sequences.of(BATCHES[0], starts))
         assert torch.equal(after["ref_logprobs"], before["ref_logprobs"])
     assert (after["old_logprobs"] - before["old_logprobs"]).abs().max() > 1e-4
     plain = load_language_model(model_folders[0])
@@ -288,7 +289,7 @@ def test_in_rl_a_reference_that_moves_becomes_the_merged_policy(model_folders: t
     rank = connected(model_folders, **{"rl.kl.refresh_reference_every": 1})
     rl_step(rank, 0)
     rank.refresh_reference()
-    seen = rank.forward(BATCHES[0], [1] * len(BATCHES[0]))
+    seen = rank.forward(Sequences.of(BATCHES[0], [1] * len(BATCHES[0])))
     assert (seen["ref_logprobs"] - seen["old_logprobs"]).abs().max() < 1e-5
     assert largest_difference(rank.roles.reference.state_dict(), rank.weights()) == 0
 

@@ -18,6 +18,7 @@ from rlhf_core.models.build import load_language_model, load_scalar_model, save_
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.lora import BLOCK, QuantizedLinear, add_adapters, quantize_base, without_adapters
 from rlhf_core.trainers.rl.rank import TrainerRank
+from rlhf_core.types import Sequences
 
 pytestmark = pytest.mark.usefixtures("world")
 ROUNDED = LoraConfig(rank=3, alpha=6.0, dropout=0.0, target_modules=["q_proj", "v_proj"], quantize="nf4")
@@ -130,7 +131,7 @@ def test_in_rl_the_reference_is_the_rounded_start(model_folders: tuple[Path, Pat
     changes = {"rl.algorithm": "grpo", "rl.lora": ROUNDED.model_dump(), "rl.kl.refresh_reference_every": refresh}
     rank = TrainerRank(0, 1, rl_job(*model_folders, **changes))
     rank.connect(None)
-    seen = rank.forward(sequences(6, seed=11), [1, 2, 3, 1, 2, 3])
+    seen = rank.forward(Sequences.of(sequences(6, seed=11), [1, 2, 3, 1, 2, 3]))
     torch.testing.assert_close(seen["ref_logprobs"], seen["old_logprobs"], rtol=0, atol=2e-6)
 
 

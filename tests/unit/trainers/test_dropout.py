@@ -96,11 +96,8 @@ def test_in_rl_policy_and_critic_have_no_dropout(folders: tuple[Path, Path]):
     rank.connect(rank.address())
     learned = train_batch()
     for i in range(len(learned)):
-        prompt, response = (
-            learned.prompt_ids[i][learned.prompt_mask[i]].tolist(),
-            learned.response_ids[i][learned.response_mask[i]].tolist(),
-        )
-        seen = rank.forward([prompt + response], [len(prompt)])
+        alone = learned.sequences.select([i])
+        response, seen = alone.response_ids(), rank.forward(alone)
         learned.old_logprobs[i, : len(response)], learned.returns[i, : len(response)] = seen["old_logprobs"], seen["values"]
         learned.old_values[i, : len(response)] = seen["values"]
     totals = rank.update([whole(learned)], kl_coef=0.0, train_policy=True).totals

@@ -21,7 +21,7 @@ from rlhf_core.engines.deepspeed_engine import TrainEngine, device
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl.advantages import compute_advantages
-from rlhf_core.trainers.rl.data import DemonstrationStream, collate, sequences_of
+from rlhf_core.trainers.rl.data import DemonstrationStream, collate, pack
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.minibatch import plan_update
 from rlhf_core.trainers.rl.rank import TrainerRank
@@ -58,13 +58,12 @@ def measure_trainer(case: dict[str, Any]) -> dict[str, Any]:
 
 def one_step(rank: TrainerRank, job: RlJob, rollouts: list[Rollout], watch: Watch, step: int) -> None:
     """Do what the loop does after sampling, in its order."""
-    tokenizer = load_tokenizer(job.sft_model, trust_remote_code=False)
-    sequences, starts = sequences_of(rollouts)
+    sequences = pack(rollouts)
     with watch.phase("score"):
-        scores = rank.score_by_reward_model(SCORER, sequences)[:, 0]
+        scores = rank.score_by_reward_model(SCORER, sequences.lists())[:, 0]
     with watch.phase("forward"):
-        outputs = rank.forward(sequences, starts)
-    batch = collate(rollouts, {SCORER: scores}, outputs, None, pad_id=tokenizer.pad_token_id, old_logprobs_source="recompute")
+        outputs = rank.forward(sequences)
+    batch = collate(rollouts, sequences, {SCORER: scores}, outputs, None, old_logprobs_source="recompute")
     train_batch, _ = compute_advantages(batch, job.rl, RewardNormalizer(job.rl.reward), kl_coef=job.rl.kl.coef)
     (plan,) = plan_update(train_batch, DemonstrationStream(job), job.rl, seed=job.seed, step=step)
     with watch.phase("update"), watch.engines(rank):

@@ -20,7 +20,7 @@ from rlhf_core.trainers.rl.rank import TrainerRank
 from rlhf_core.trainers.rl.recovery import Replacements
 from rlhf_core.trainers.rl.state import Progress
 from rlhf_core.trainers.rl.workers import Workers
-from rlhf_core.types import Prompt, UpdateResult
+from rlhf_core.types import Prompt, Sequences, UpdateResult
 
 pytestmark = pytest.mark.usefixtures("world")
 PROMPTS = [Prompt(f"p{i}", "made", [{"role": "user", "content": "Sort 21."}], [5, 6, 7 + i], None) for i in range(3)]
@@ -177,4 +177,4 @@ def test_who_is_not_at_turn_refuses_to_work(made):
         engine.generate([[5, 6]], [0], made.workers.rollouts._sampling, stop_ids=(1,), group_size=1)
     made.workers.turns.engines()
     with pytest.raises(RuntimeError, match="expected weights on the device, got nothing"):
-        made.rank.forward([[5, 6, 7]], [1])
+        made.rank.forward(Sequences.of([[5, 6, 7]], [1]))

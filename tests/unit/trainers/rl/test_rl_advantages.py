@@ -18,7 +18,7 @@ from rlhf_core.trainers.rl.advantages import compute_advantages, explained_varia
 from rlhf_core.trainers.rl.metrics import batch_metrics
 from rlhf_core.trainers.rl.monitor import MonitorState, observe
 from rlhf_core.trainers.rl.state import Progress
-from rlhf_core.types import Baseline, RolloutBatch
+from rlhf_core.types import Baseline, RolloutBatch, Sequences
 
 NAN, INF = math.nan, math.inf
 
@@ -34,12 +34,11 @@ def rollouts(
 ):
     """A batch with R = 3, of one scorer unless named; log-probabilities, reference and values are zeros unless given."""
     named = scores if isinstance(scores, dict) else {"reward_model": scores}
-    scores = next(iter(named.values()))
-    count = len(scores)
+    count = len(next(iter(named.values())))
     zeros = torch.zeros(count, 3)
     mask = torch.arange(3) < torch.tensor(lengths)[:, None]
     base = {
-        "prompt_ids": torch.full((count, 2), 5), "prompt_mask": torch.ones(count, 2, dtype=torch.bool),
+        "sequences": Sequences.of([[5, 5, *[6] * n] for n in lengths], [2] * count),
         "response_ids": torch.full((count, 3), 6), "response_mask": mask,
         "rollout_logprobs": zeros, "old_logprobs_source": "recompute",
         "old_logprobs": zeros, "sampler_logprobs": zeros, "ref_logprobs": zeros, "values": zeros,

@@ -13,7 +13,7 @@ from tiny_models import rl_job
 
 from rlhf_core.engines.in_process import RolloutActor
 from rlhf_core.engines.ray.actors import RoleLost
-from rlhf_core.trainers.rl.data import collate
+from rlhf_core.trainers.rl.data import collate, pack
 from rlhf_core.trainers.rl.groups import TrainerGroups
 from rlhf_core.trainers.rl.loop import Run, check_engine
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch
@@ -55,7 +55,7 @@ class LosesOne(Here):
 def checked(workers: Workers, *, step: int) -> float:
     """The check before the update, with rollouts whose log-probabilities are finite."""
     prompt = Rollout(PROMPTS[0], [Span([8], [-1.0], 0)], True, 0)
-    batch = collate([prompt], {}, {}, None, pad_id=0, old_logprobs_source="from_engine")
+    batch = collate([prompt], pack([prompt]), {}, {}, None, old_logprobs_source="from_engine")
     return check_engine(Run(workers._job, workers, None, [], None, None), batch, step=step)
 
 

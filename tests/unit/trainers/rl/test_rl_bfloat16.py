@@ -9,6 +9,7 @@ import torch
 from tiny_models import demonstrations, rl_job, sequences, train_batch, whole
 
 from rlhf_core.trainers.rl.rank import TrainerRank
+from rlhf_core.types import Sequences
 
 pytestmark = pytest.mark.usefixtures("world")
 PPO = {"rl.algorithm": "ppo", "rl.ppo.critic_init": "reward_model_trunk"}
@@ -34,7 +35,7 @@ def connected(folders: tuple[Path, Path], changes: dict, dtype: str) -> TrainerR
 def message(rank: TrainerRank, changes: dict) -> dict[str, torch.Tensor]:
     """What a rank says before an update, of the update itself, and of the weights after it."""
     requested = sequences(6, seed=3)
-    found = rank.forward(requested, [2] * len(requested))
+    found = rank.forward(Sequences.of(requested, [2] * len(requested)))
     found["score"] = rank.score_by_reward_model("reward_model", [*requested, None])[:-1].flatten()
     batch = train_batch(8)
     minibatch = whole(batch, demonstrations(4, seed=1)) if "rl.ptx.coef" in changes else whole(batch)

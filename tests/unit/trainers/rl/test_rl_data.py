@@ -19,8 +19,8 @@ from rlhf_core.trainers.rl.data import (
     baseline_of,
     collate,
     evaluation_prompts,
+    pack,
     read_prompts,
-    sequences_of,
 )
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.types import Prompt, Rollout, Span
@@ -39,9 +39,9 @@ OLD = torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])
 def test_collate_by_hand():
     outputs = {"old_logprobs": OLD, "sampler_logprobs": OLD + 0.25, "ref_logprobs": OLD - 0.5, "values": OLD * 10}
     baseline = baseline_of(ROLLOUTS, SCORES, {}, copies=1)
-    batch = collate(ROLLOUTS, SCORES, outputs, baseline, pad_id=0, old_logprobs_source="recompute")
-    assert batch.prompt_ids.tolist() == [[11, 12, 13], [0, 0, 14], [0, 15, 16]]
-    assert batch.prompt_mask.tolist() == [[True, True, True], [False, False, True], [False, True, True]]
+    sequences = pack(ROLLOUTS)
+    batch = collate(ROLLOUTS, sequences, SCORES, outputs, baseline, old_logprobs_source="recompute")
+    assert batch.sequences is sequences
     assert batch.response_ids.tolist() == [[1, 0, 0], [2, 3, 4], [5, 6, 0]]
     assert batch.response_mask.tolist() == [[True, False, False], [True, True, True], [True, True, False]]
     assert batch.old_logprobs.tolist() == [[-1.0, 0.0, 0.0], [-2.0, -3.0, -4.0], [-5.0, -6.0, 0.0]]
@@ -60,16 +60,16 @@ def test_collate_by_hand():
 
 
 def test_without_reference_critic_and_filter_there_is_no_divergence_no_value_and_one_distribution():
-    batch = collate(ROLLOUTS, SCORES, {"old_logprobs": OLD}, None, pad_id=0, old_logprobs_source="recompute")
+    batch = collate(ROLLOUTS, pack(ROLLOUTS), SCORES, {"old_logprobs": OLD}, None, old_logprobs_source="recompute")
     assert batch.ref_logprobs is None
     assert torch.equal(batch.sampler_logprobs, batch.old_logprobs)
     assert not batch.values.any()
 
 
 def test_old_log_probabilities_are_the_engines_or_left_to_the_update():
-    engine = collate(ROLLOUTS, SCORES, {}, None, pad_id=0, old_logprobs_source="from_engine")
+    engine = collate(ROLLOUTS, pack(ROLLOUTS), SCORES, {}, None, old_logprobs_source="from_engine")
     assert engine.old_logprobs is engine.sampler_logprobs is engine.rollout_logprobs
-    update = collate(ROLLOUTS, SCORES, {}, None, pad_id=0, old_logprobs_source="from_update")
+    update = collate(ROLLOUTS, pack(ROLLOUTS), SCORES, {}, None, old_logprobs_source="from_update")
     assert update.old_logprobs is None and update.sampler_logprobs is None
 
 
@@ -89,9 +89,9 @@ def test_a_baseline_is_that_of_every_sample_of_its_prompt():
 
 
 def test_sequences_are_prompt_and_response_with_the_border():
-    sequences, starts = sequences_of(ROLLOUTS)
-    assert sequences == [[11, 12, 13, 1], [14, 2, 3, 4], [15, 16, 5, 6]]
-    assert starts == [3, 1, 2]
+    sequences = pack(ROLLOUTS)
+    assert sequences.lists() == [[11, 12, 13, 1], [14, 2, 3, 4], [15, 16, 5, 6]]
+    assert sequences.starts.tolist() == [3, 1, 2] and sequences.response_ids().tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def prompt_rows(questions: list[str], *, split: str = "train", source: str = "clerk") -> list[dict]:

@@ -14,7 +14,7 @@ from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl.advantages import compute_advantages
 from rlhf_core.trainers.rl.metrics import TooManyUnscored, batch_metrics, check_scored, evaluation_metrics, update_metrics
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch, check_logprobs
-from rlhf_core.types import RolloutBatch
+from rlhf_core.types import RolloutBatch, Sequences
 
 NAN = math.nan
 TWO_SCORERS = [
@@ -31,8 +31,9 @@ def config(**overrides) -> RlConfig:
 def batch_of(components: dict[str, list[float]], *, width: int = 2, finished: list[bool] | None = None) -> RolloutBatch:
     rows = len(next(iter(components.values())))
     zeros, ids = torch.zeros(rows, width), torch.ones(rows, width, dtype=torch.long)
+    sequences = Sequences.of([[1] * (1 + width)] * rows, [1] * rows)
     return RolloutBatch(
-        prompt_ids=ids, prompt_mask=ids.bool(), response_ids=ids, response_mask=ids.bool(), rollout_logprobs=zeros,
+        sequences=sequences, response_ids=ids, response_mask=ids.bool(), rollout_logprobs=zeros,
         old_logprobs_source="recompute", old_logprobs=zeros,
         sampler_logprobs=zeros, ref_logprobs=zeros, values=zeros, components={n: torch.tensor(s) for n, s in components.items()},
         baseline=None, group_ids=torch.arange(rows), finished=torch.tensor(finished or [True] * rows),

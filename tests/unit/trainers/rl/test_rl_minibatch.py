@@ -9,7 +9,7 @@ import torch
 from tiny_models import tiny_params, train_batch
 
 from rlhf_core.trainers.rl.minibatch import Minibatch, plan_update
-from rlhf_core.types import TrainBatch
+from rlhf_core.types import Sequences, TrainBatch
 
 SAMPLES = 32
 
@@ -87,8 +87,10 @@ def test_samples_of_a_prompt_stay_together_where_their_number_allows_it():
 def test_ranks_get_about_equally_many_tokens(group_size: int):
     """Each eighth response is as long as all others of its eight together, ten times; chance would give both ranks equally many rarely."""
     batch, lengths = train_batch(SAMPLES), torch.where(torch.arange(SAMPLES) % 8 == 0, 70, 1)
-    wide = {name: value.repeat(1, 10) for name, value in vars(batch).items() if value.shape[1] == batch.response_ids.shape[1]}
-    batch = replace(batch, **wide | {"response_mask": torch.arange(70) < lengths[:, None]})
+    wide = {name: value.repeat(1, 10) for name, value in batch._tensors().items()}
+    ids = [[5] * (start + length) for start, length in zip(batch.sequences.starts.tolist(), lengths.tolist(), strict=True)]
+    sequences = Sequences.of(ids, batch.sequences.starts.tolist())
+    batch = replace(batch, sequences=sequences, **wide | {"response_mask": torch.arange(70) < lengths[:, None]})
     planned = plans(2, group_size=group_size, minibatch_size=SAMPLES, epochs=4, batch=batch)
     for first, second in zip(*planned, strict=True):
         assert abs(int(first.batch.response_mask.sum()) - int(second.batch.response_mask.sum())) < 70

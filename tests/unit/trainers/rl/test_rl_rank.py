@@ -9,71 +9,69 @@ from pathlib import Path
 
 import pytest
 import torch
-from one_rl_rank import ROUNDING, connected, resident, sampled, update
+from one_rl_rank import ROUNDING, connected, prompt_and_response, resident, update
 from tiny_models import PAD, demonstrations, largest_difference, sequences, train_batch, whole
 from whole_matrix import cells
 
 from rlhf_core.config import DEFAULT_LIMITS
 from rlhf_core.engines.deepspeed_engine import TrainEngine
 from rlhf_core.models.build import load_language_model, load_scalar_model, scalar_head, trunk
-from rlhf_core.trainers.rl.minibatch import add_totals, contiguous, prompt_rows, real_tokens, shared
-from rlhf_core.types import TrainBatch
+from rlhf_core.trainers.rl.minibatch import add_totals, prompt_rows, real_tokens, token_batch
+from rlhf_core.types import Sequences, TrainBatch
 
 pytestmark = pytest.mark.usefixtures("world")
 
 
-# Prompts on the left, responses on the right
+# Sequences as rows
 
 
-def test_contiguous_by_hand():
-    batch = train_batch(3)  # prompts of 1, 4 and 2 tokens in 5 columns; responses of 1, 5 and 2 tokens in 7
-    tokens = contiguous(batch)
-    for row, (prompt, response) in enumerate([(1, 1), (4, 5), (2, 2)]):
-        expected = batch.prompt_ids[row, 5 - prompt :].tolist() + batch.response_ids[row, :response].tolist()
-        assert tokens.input_ids[row, : len(expected)].tolist() == expected
-        assert tokens.selected[row].tolist() == [prompt <= t < prompt + response for t in range(12)]
+def test_trained_tokens_of_the_rows_are_selected_by_hand():
+    batch = train_batch(3)  # prompts of 1, 4 and 2 tokens; responses of 1, 5 and 2
+    _, groups = prompt_rows(batch.sequences, max_tokens=100, shared=False)
+    rows = [row for group in groups for row in group]
+    tokens = token_batch(rows, batch.response_mask, pad_id=PAD)
+    for i, (prompt, response) in enumerate([(1, 1), (4, 5), (2, 2)]):
+        assert tokens.input_ids[i].tolist() == batch.sequences.lists()[i] + [PAD] * (9 - prompt - response)
+        assert tokens.selected[i].tolist() == [prompt <= t < prompt + response for t in range(9)]
+    assert real_tokens(rows, 9).sum(1).tolist() == [2, 9, 4]
 
 
-def test_contiguous_keeps_prompts_without_padding_and_drops_masked_responses():
-    batch = train_batch(8, unscored=(2,)).select([1, 2])
-    batch.prompt_mask.fill_(True)
-    tokens = contiguous(batch)
-    assert torch.equal(tokens.input_ids, torch.cat([batch.prompt_ids, batch.response_ids], dim=1))
-    assert tokens.selected[0].tolist() == [False] * 4 + [True] * 5
-    assert not tokens.selected[1].any()
-
-
-def test_real_tokens_are_the_prompt_and_the_response_up_to_its_last_trained_token():
+def test_rows_end_with_the_last_trained_token():
     batch = train_batch(3, unscored=(2,))  # prompts of 1, 4 and 2 tokens, responses of 1, 5 and 2
     batch.response_mask[1] = torch.tensor([False, True, False, True, False, False, False])  # of a tool's output, too
-    assert real_tokens(batch).sum(1).tolist() == [1 + 1, 4 + 4, 2 + 0]
-    assert real_tokens(batch)[1].tolist() == [True] * 8 + [False] * 4
+    batch = batch.select([0, 1, 2])
+    assert batch.sequences.lengths.tolist() == [1 + 1, 4 + 4, 2 + 1]  # of the unscored one a token is left
+    _, groups = prompt_rows(batch.sequences, max_tokens=100, shared=False)
+    tokens = token_batch([row for group in groups for row in group], batch.response_mask, pad_id=PAD)
+    assert tokens.selected.tolist() == [[t == 1 for t in range(8)], [t in (5, 7) for t in range(8)], [False] * 8]
 
 
 def siblings_batch() -> TrainBatch:
     """Eight samples of two prompts, one of five tokens and one of three; one sample unscored, one with a gap in what is trained on."""
     batch = train_batch(8, unscored=(2,))  # responses of 1, 5, 2, 6, 3, 7, 4 and 1 tokens
-    batch.prompt_ids[:4] = torch.tensor([11, 12, 13, 14, 15])
-    batch.prompt_ids[4:] = torch.tensor([PAD, PAD, 21, 22, 23])
-    batch.prompt_mask[:4], batch.prompt_mask[4:] = True, torch.tensor([False, False, True, True, True])
+    prompts = [[11, 12, 13, 14, 15]] * 4 + [[21, 22, 23]] * 4
+    ids = [[*prompt, *prompt_and_response(batch, i)[1].tolist()] for i, prompt in enumerate(prompts)]
     batch.response_mask[5, 2] = False  # a tool's output
-    return replace(batch, advantages=batch.advantages.where(batch.response_mask, 0.0))
+    sequences = Sequences.of(ids, [5] * 4 + [3] * 4)
+    return replace(batch, sequences=sequences, advantages=batch.advantages.where(batch.response_mask, 0.0))
 
 
 APART = [0, 4, 1, 5, 2, 6, 3, 7]  # no sample beside another one of its prompt
 
 
 def test_samples_of_a_prompt_become_one_row_in_which_the_trained_tokens_are_selected():
-    batch = siblings_batch()
-    groups, rows = prompt_rows(batch, max_tokens=100)
-    assert groups == [[0, 1, 2, 3], [4, 5, 6, 7]] and prompt_rows(batch.select(APART), max_tokens=100)[0] == [[i] for i in range(8)]
+    batch = siblings_batch().select(list(range(8)))
+    groups, rows = prompt_rows(batch.sequences, max_tokens=100, shared=True)
+    assert groups == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert prompt_rows(batch.select(APART).sequences, max_tokens=100, shared=True)[0] == [[i] for i in range(8)]
     (first,), (second,) = rows
     assert first.prefix == [11, 12, 13, 14, 15] and second.prefix == [21, 22, 23]
     assert list(map(len, first.branches)) == [1, 5, 1, 6]  # of the unscored one only a token is left
     assert list(map(len, second.branches)) == [3, 7, 4, 1]
-    tokens = shared([row for group in rows for row in group], batch, pad_id=PAD)
+    tokens = token_batch([row for group in rows for row in group], batch.response_mask, pad_id=PAD)
     assert tokens.selected.sum(1).tolist() == [1 + 5 + 0 + 6, 3 + 6 + 4 + 1]
-    assert torch.equal(tokens.input_ids[tokens.selected], batch.response_ids[batch.response_mask])
+    trained = [prompt_and_response(batch, i)[1][batch.response_mask[i, :n]] for i, n in enumerate([1, 5, 1, 6, 3, 7, 4, 1])]
+    assert torch.equal(tokens.input_ids[tokens.selected], torch.cat(trained))
 
 
 def test_sums_are_added_and_of_the_ratios_the_extremes_kept():
@@ -89,7 +87,7 @@ def test_sums_are_added_and_of_the_ratios_the_extremes_kept():
 def test_forward_equals_each_model_alone_and_unpadded(model_folders: tuple[Path, Path]):
     rank = connected(model_folders, **{"rl.trainer.microbatch_tokens": 30})
     ids, starts = sequences(6, seed=8), [1, 3, 2, 3, 1, 2]
-    outputs = rank.forward(ids, starts)
+    outputs = rank.forward(Sequences.of(ids, starts))
     policy, critic = load_language_model(model_folders[0]), load_scalar_model(model_folders[1])
     logprobs, values = [], []
     with torch.no_grad():
@@ -108,7 +106,7 @@ def test_forward_equals_each_model_alone_and_unpadded(model_folders: tuple[Path,
 def test_forward_computes_the_policys_of_the_first_ones_only(model_folders: tuple[Path, Path], algorithm: str, recomputed: int):
     rank = connected(model_folders, **{"rl.algorithm": algorithm})
     ids, starts = [[11, 12, 13, *r] for r in sequences(4, seed=4)], [3] * 4  # one prompt: 3 of 4 cuts its group
-    whole, part = rank.forward(ids, starts), rank.forward(ids, starts, recomputed=recomputed)
+    whole, part = rank.forward(Sequences.of(ids, starts)), rank.forward(Sequences.of(ids, starts), recomputed=recomputed)
     first = sum(len(i) - 3 for i in ids[:recomputed])
     assert whole.keys() == part.keys() and len(part["old_logprobs"]) == first
     for name, values in whole.items():
@@ -131,10 +129,10 @@ def test_models_that_run_at_the_same_time_compute_the_same_bits(tmp_path: Path, 
         torch.set_num_threads(threads)
         rank = connected(model_folders, **{"rl.trainer.microbatch_tokens": 60})
         assert rank._backend.workers == threads
-        requested = {"scores": rank.score_by_reward_model("reward_model", ids), **rank.forward(ids, [3] * 12)}
+        requested = {"scores": rank.score_by_reward_model("reward_model", ids), **rank.forward(Sequences.of(ids, [3] * 12))}
         reported = update(rank, [whole(train_batch(8, seed=k)) for k in (1, 2)])
         batch = train_batch(12, seed=3)
-        kept = {f"{name}, kept": values for name, values in rank.forward(*sampled(batch), keep_graphs=True).items()}
+        kept = {f"{name}, kept": values for name, values in rank.forward(batch.sequences, keep_graphs=True).items()}
         assert len(rank._graphs) > 1
         add_totals(reported, update(rank, [whole(batch)]))
         found.append((reported, requested | kept | resident(rank, tmp_path / str(threads))))
@@ -155,7 +153,10 @@ def test_forward_of_samples_side_by_side_equals_that_of_samples_apart(model_fold
     rank = connected(model_folders, **{"rl.algorithm": "grpo", "rl.trainer.microbatch_tokens": 40})
     prompts, responses = [[11, 12, 13, 14, 15]] * 4 + [[21, 22, 23]] * 4, sequences(8, seed=4)
     ids, starts = [p + r for p, r in zip(prompts, responses, strict=True)], [5] * 4 + [3] * 4
-    together, apart = rank.forward(ids, starts), rank.forward([ids[i] for i in APART], [starts[i] for i in APART])
+    together, apart = (
+        rank.forward(Sequences.of(ids, starts)),
+        rank.forward(Sequences.of([ids[i] for i in APART], [starts[i] for i in APART])),
+    )
     for name in ("old_logprobs", "ref_logprobs"):
         pieces = dict(zip(APART, apart[name].split([len(responses[i]) for i in APART]), strict=True))
         torch.testing.assert_close(together[name], torch.cat([pieces[i] for i in range(8)]), rtol=0, atol=3e-6)
@@ -181,11 +182,9 @@ def test_an_update_without_old_log_probabilities_uses_its_own(model_folders: tup
     settings = {"rl.algorithm": algorithm, "rl.trainer.microbatch_tokens": tokens, **kl}
     batch = siblings_batch()
     batch.response_mask[5, 2] = True  # no gap: `forward` takes whole responses
-    scored = batch.response_mask.any(1)
-    rows = zip(*(t[scored] for t in (batch.prompt_ids, batch.prompt_mask, batch.response_ids, batch.response_mask)), strict=True)
+    scored = batch.response_mask.any(1).nonzero().flatten().tolist()
     fresh = connected(model_folders, **settings)
-    ids = [torch.cat([prompt[mask], response[trained]]).tolist() for prompt, mask, response, trained in rows]
-    old = fresh.forward(ids, batch.prompt_mask[scored].sum(1).tolist())["old_logprobs"]
+    old = fresh.forward(batch.sequences.select(scored))["old_logprobs"]
     known = replace(batch, old_logprobs=torch.zeros(batch.response_mask.shape).masked_scatter(batch.response_mask, old))
     unknown, wrong = replace(batch, old_logprobs=None), replace(batch, old_logprobs=torch.full(batch.response_mask.shape, 99.0))
 
@@ -238,14 +237,14 @@ def test_an_update_resumes_after_the_passes_before_it(
     found, counts = [], []
     for learn in (False, True):
         rank = connected(model_folders, **settings)
-        requested = rank.forward(*sampled(batch), recomputed=how.get("recomputed"), keep_graphs=learn)
+        requested = rank.forward(batch.sequences, recomputed=how.get("recomputed"), keep_graphs=learn)
         kept = [
             weakref.ref(values)
             for part in rank._graphs
             for values in (part.values, part.policy and part.policy.logprobs)
             if values is not None
         ]
-        rank.forward([[5, 6, 7]], [1])  # a look at something else in between
+        rank.forward(Sequences.of([[5, 6, 7]], [1]))  # a look at something else in between
         called.clear()
         totals = rank.update([learned], **updating).totals
         made = len(called)
@@ -268,16 +267,16 @@ def test_no_kl_needs_no_reference_and_no_ppo_needs_no_critic(model_folders: tupl
     rank = connected(
         model_folders, **{"rl.algorithm": "rloo", "rl.kl.coef": 0.0, "rl.kl.measure": False, "rl.monitor": dict.fromkeys(DEFAULT_LIMITS)}
     )
-    assert rank.forward([[5, 6, 7]], [1]).keys() == {"old_logprobs"}
+    assert rank.forward(Sequences.of([[5, 6, 7]], [1])).keys() == {"old_logprobs"}
     assert update(rank, [whole(train_batch())]).keys().isdisjoint({"value_loss", "critic_grad_norm"})
 
 
 def test_the_reference_and_the_reward_model_stay_as_they_were(model_folders: tuple[Path, Path]):
     rank = connected(model_folders)
     ids = sequences(4, seed=2)
-    scores, before = rank.score_by_reward_model("reward_model", ids), rank.forward(ids, [1] * 4)
+    scores, before = rank.score_by_reward_model("reward_model", ids), rank.forward(Sequences.of(ids, [1] * 4))
     update(rank, [whole(train_batch())] * 2)
-    after = rank.forward(ids, [1] * 4)
+    after = rank.forward(Sequences.of(ids, [1] * 4))
     assert torch.equal(rank.score_by_reward_model("reward_model", ids), scores)
     assert torch.equal(after["ref_logprobs"], before["ref_logprobs"])
     assert float((after["old_logprobs"] - before["old_logprobs"]).abs().max()) > 1e-4

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from classifiers import own_scores_alone, save_classifier
-from one_rl_rank import connected, resident, sampled, update
+from one_rl_rank import connected, resident, update
 from tiny_models import largest_difference, rl_job, save_tiny_models, sequences, train_batch, whole
 
 from rlhf_core.models.build import load_language_model, load_scalar_model, read_state_dict, trunk
 from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.job import RlJob
+from rlhf_core.types import Sequences
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -27,11 +28,11 @@ pytestmark = pytest.mark.usefixtures("world")
 def test_a_critic_with_a_new_head_starts_at_0_and_learns(model_folders: tuple[Path, Path], init: str):
     rank = connected(model_folders, **{"rl.ppo.critic_init": init})
     ids = sequences(3, seed=5)
-    assert not rank.forward(ids, [1] * 3)["values"].any()
+    assert not rank.forward(Sequences.of(ids, [1] * 3))["values"].any()
     start = load_scalar_model(model_folders[1]) if init == "reward_model_trunk" else load_language_model(model_folders[0])
     assert largest_difference(trunk(rank.roles.critic.module.model).state_dict(), trunk(start).state_dict()) == 0
     update(rank, [whole(train_batch())] * 2)
-    assert rank.forward(ids, [1] * 3)["values"].abs().min() > 0
+    assert rank.forward(Sequences.of(ids, [1] * 3))["values"].abs().min() > 0
 
 
 @pytest.mark.parametrize("learn", [False, True])
@@ -39,7 +40,7 @@ def test_values_are_in_the_units_of_the_rewards_before_the_update_and_in_it(mode
     """Whether or not the update continues from earlier passes: returns that are the values leave nothing to learn."""
     raw, scaled, batch = connected(model_folders), connected(model_folders), train_batch()
     scaled.set_value_units(ValueUnits(scale=0.25, offset=-3.0))
-    spoken, values = (rank.forward(*sampled(batch), keep_graphs=learn)["values"] for rank in (raw, scaled))
+    spoken, values = (rank.forward(batch.sequences, keep_graphs=learn)["values"] for rank in (raw, scaled))
     torch.testing.assert_close(values, 0.25 * spoken - 3.0, rtol=0, atol=1e-6)
     known = torch.zeros(batch.response_mask.shape).masked_scatter(batch.response_mask, values)
     totals = update(scaled, [whole(replace(batch, old_values=known, returns=known))])
@@ -82,8 +83,8 @@ def test_a_job_without_a_model_that_it_needs_is_refused(model_folders: tuple[Pat
 
 def test_sampler_logprobs_are_there_where_tokens_are_filtered(model_folders: tuple[Path, Path]):
     ids = sequences(4, seed=6)
-    plain = connected(model_folders).forward(ids, [1] * 4)
-    filtered = connected(model_folders, **{"rl.rollout.top_k": 50, "rl.rollout.top_p": 0.9}).forward(ids, [1] * 4)
+    plain = connected(model_folders).forward(Sequences.of(ids, [1] * 4))
+    filtered = connected(model_folders, **{"rl.rollout.top_k": 50, "rl.rollout.top_p": 0.9}).forward(Sequences.of(ids, [1] * 4))
     assert filtered.keys() - plain.keys() == {"sampler_logprobs"}
     assert torch.equal(filtered["old_logprobs"], plain["old_logprobs"])
     assert (filtered["sampler_logprobs"] > plain["old_logprobs"]).all()
@@ -98,12 +99,12 @@ def test_the_reference_is_refreshed_on_demand_and_saved(tmp_path: Path, model_fo
     rank, resumed, ids = connected(model_folders, **options), connected(model_folders, **options), sequences(4, seed=2)
     update(rank, [whole(train_batch())])
     rank.refresh_reference()
-    refreshed = rank.forward(ids, [1] * 4)
+    refreshed = rank.forward(Sequences.of(ids, [1] * 4))
     assert torch.equal(refreshed["ref_logprobs"], refreshed["old_logprobs"])
     update(rank, [whole(train_batch(seed=1))])
     rank.save(str(tmp_path))
     resumed.load(str(tmp_path))
-    for moved in (rank.forward(ids, [1] * 4), resumed.forward(ids, [1] * 4)):
+    for moved in (rank.forward(Sequences.of(ids, [1] * 4)), resumed.forward(Sequences.of(ids, [1] * 4))):
         assert torch.equal(moved["ref_logprobs"], refreshed["ref_logprobs"])
         assert float((moved["old_logprobs"] - refreshed["old_logprobs"]).abs().max()) > 1e-4
 
@@ -131,7 +132,7 @@ def test_an_exported_policy_is_a_hugging_face_folder_with_the_updated_weights(tm
     assert largest_difference(rank.weights(), load_language_model(model_folders[0]).state_dict()) > 1e-5
     ids = torch.tensor([sequences(1, seed=3)[0]])
     logprobs = (load_language_model(tmp_path / "policy")(input_ids=ids).logits[0, :-1] / 0.8).log_softmax(-1).gather(1, ids[0, 1:, None])
-    torch.testing.assert_close(rank.forward(ids.tolist(), [1])["old_logprobs"], logprobs[:, 0].detach(), rtol=0, atol=3e-6)
+    torch.testing.assert_close(rank.forward(Sequences.of(ids.tolist(), [1]))["old_logprobs"], logprobs[:, 0].detach(), rtol=0, atol=3e-6)
 
 
 def test_a_critic_from_a_model_that_scores_whole_sequences_is_refused(sft_folder: Path, tmp_path: Path):

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from one_rl_rank import ROUNDING, SUMS, connected, resident, update
-from tiny_models import demonstrations, largest_difference, save_tiny_experts, train_batch, whole
+from one_rl_rank import ROUNDING, SUMS, connected, resident, trained, update
+from tiny_models import PAD, demonstrations, largest_difference, save_tiny_experts, train_batch, whole
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from whole_matrix import cells
 
+from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model, load_scalar_model, read_state_dict, scalar_head, trunk
-from rlhf_core.trainers.rl.minibatch import contiguous, real_tokens
 from rlhf_core.trainers.rl.rank import TrainerRank
-from rlhf_core.types import TrainBatch
+from rlhf_core.types import Sequences, TrainBatch
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -32,7 +32,7 @@ def plain_losses(
         mask = batch.response_mask[i]
         if not mask.any():
             continue
-        prompt, response = batch.prompt_ids[i][batch.prompt_mask[i]], batch.response_ids[i][mask]
+        prompt, response = trained(batch, i)
         ids, at = torch.cat([prompt, response])[None], slice(len(prompt) - 1, -1)
         logprobs = (policy(input_ids=ids).logits[0, at] / 0.8).log_softmax(-1).gather(1, response[:, None])[:, 0]
         values = scalar_head(critic)(trunk(critic)(input_ids=ids).last_hidden_state)[0, at, 0]
@@ -179,7 +179,7 @@ def test_importance_weights_leave_kl_and_entropy_alone(model_folders: tuple[Path
     policy, mask, kl = load_language_model(model_folders[0]), batch.response_mask, 0.0
     with torch.no_grad():
         for i in range(len(batch)):
-            prompt, response = batch.prompt_ids[i][batch.prompt_mask[i]], batch.response_ids[i][mask[i]]
+            prompt, response = trained(batch, i)
             logits = policy(input_ids=torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 :]
             logprobs = (logits[: len(response)] / 0.8).log_softmax(-1).gather(1, response[:, None])[:, 0]
             kl += 0.5 * float((logprobs - batch.ref_logprobs[i][mask[i]]).square().sum())
@@ -217,7 +217,8 @@ def test_experts_are_balanced_over_the_whole_step_without_its_padding(
     options = {"rl.algorithm": "rloo", "rl.trainer.microbatch_tokens": microbatch_tokens}
     rank, without = connected(folders, **options, **{"rl.moe_aux_coef": 0.9}), connected(folders, **options)
     batch, model = train_batch(), load_language_model(folders[0])
-    tokens, real = contiguous(batch), real_tokens(batch)
+    tokens = collate_tokens(batch.sequences.lists(), batch.sequences.starts.tolist(), pad_id=PAD)
+    real = torch.arange(tokens.input_ids.shape[1]) < batch.sequences.lengths[:, None]
     logits = model.base_model(input_ids=tokens.input_ids, output_router_logits=True).router_logits
     aux_loss = load_balancing_loss_func(logits, num_experts=4, top_k=2, attention_mask=real.long())
     totals, expected = update(rank, [whole(batch)]), update(without, [whole(batch)])
@@ -254,9 +255,9 @@ def near(rank: TrainerRank, *, seed: int) -> TrainBatch:
     """Sampled by the rank's policy itself."""
     batch = train_batch(8, seed=seed, unscored=(1,))
     for i in range(len(batch)):
-        prompt, response = batch.prompt_ids[i][batch.prompt_mask[i]].tolist(), batch.response_ids[i][batch.response_mask[i]].tolist()
+        prompt, response = (ids.tolist() for ids in trained(batch, i))
         if response:
-            batch.old_logprobs[i, : len(response)] = rank.forward([prompt + response], [len(prompt)])["old_logprobs"]
+            batch.old_logprobs[i, : len(response)] = rank.forward(Sequences.of([prompt + response], [len(prompt)]))["old_logprobs"]
     return batch
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from one_rl_rank import SUMS, connected, update
-from tiny_models import PAD, tiny_params, whole
+from tiny_models import tiny_params, whole
 
 from rlhf_core.models.build import load_language_model
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl.advantages import compute_advantages
-from rlhf_core.trainers.rl.data import collate, sequences_of
+from rlhf_core.trainers.rl.data import collate, pack
 from rlhf_core.trainers.rl.metrics import batch_metrics
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch, check_finite, check_logprobs
 from rlhf_core.types import Prompt, Rollout, RolloutBatch, Span
@@ -36,7 +36,7 @@ def batch_of(old: list[float] = WITH_TOOL, *, reference: float = -1.5) -> Rollou
     """Garbage at the tool's tokens, wherever a model computes something for them."""
     old = torch.tensor(old)
     outputs = {"old_logprobs": old, "ref_logprobs": torch.full((7,), reference).where(old.isfinite(), NAN), "values": old * 0}
-    return collate(ROLLOUTS, SCORES, outputs, None, pad_id=PAD, old_logprobs_source="recompute")
+    return collate(ROLLOUTS, pack(ROLLOUTS), SCORES, outputs, None, old_logprobs_source="recompute")
 
 
 def rl(**changes):
@@ -46,12 +46,12 @@ def rl(**changes):
 
 def test_a_batch_says_of_each_token_who_sampled_it_and_whether_it_is_trained_on():
     batch = batch_of()
-    assert batch.response_ids.tolist() == [[1, 2, 90, 91, 3], [4, 5, PAD, PAD, PAD]]
+    assert batch.response_ids.tolist() == [[1, 2, 90, 91, 3], [4, 5, 0, 0, 0]]
     assert torch.equal(batch.response_mask, TRAINED)
     assert batch.policy_versions.tolist() == [[3, 3, -1, -1, 4], [4, 4, -1, -1, -1]]
     assert batch.lengths.tolist() == [3, 2]
     unlearned = [replace(r, spans=[replace(span, trained=False) for span in r.spans]) for r in ROLLOUTS]
-    other = collate(unlearned, SCORES, {}, None, pad_id=PAD, old_logprobs_source="from_engine")
+    other = collate(unlearned, pack(unlearned), SCORES, {}, None, old_logprobs_source="from_engine")
     assert not other.response_mask.any() and other.lengths.tolist() == [3, 2] and torch.equal(other.policy_versions, batch.policy_versions)
 
 
@@ -141,7 +141,8 @@ def test_the_update_learns_from_sampled_tokens_only(model_folders: tuple[Path, P
     totals = update(rank, [whole(train_batch)], kl_coef=0.3)
 
     policy, losses, entropies, tokens = load_language_model(model_folders[0]), [], 0.0, 0
-    for i, (ids, start) in enumerate(zip(*sequences_of(ROLLOUTS), strict=True)):
+    sequences = pack(ROLLOUTS)
+    for i, (ids, start) in enumerate(zip(sequences.lists(), sequences.starts.tolist(), strict=True)):
         at = [t for t in range(len(ids) - start) if TRAINED[i, t]]
         distribution = (policy(input_ids=torch.tensor([ids])).logits[0, [start + t - 1 for t in at]] / 0.8).log_softmax(-1)
         logprobs = distribution.gather(1, torch.tensor([[ids[start + t]] for t in at]))[:, 0]
