@@ -27,11 +27,6 @@ TEST_WORKERS ?= 2
 PART ?= tests
 PORT ?= 4200
 STAMP := $(VENV)/.set-up
-# Python of targets that install nothing: PYTHON, the active virtual environment, .venv, the active conda environment, or python3.
-NAMED := $(if $(filter file,$(origin PYTHON)),,$(PYTHON))
-ACTIVE := $(if $(VIRTUAL_ENV),$(wildcard $(VIRTUAL_ENV)/bin/python))
-CONDA := $(if $(CONDA_PREFIX),$(wildcard $(CONDA_PREFIX)/bin/python))
-HERE := $(firstword $(NAMED) $(ACTIVE) $(wildcard $(VENV)/bin/python) $(CONDA) python3)
 
 .PHONY: setup run stories smollm2 test test-long server bench gpu-check lint clean
 .DEFAULT_GOAL := run
@@ -84,9 +79,9 @@ bench: setup
 	$(VENV)/bin/python -m tools.bench.peers $(BENCH_ARGS)
 	$(VENV)/bin/python -m tools.bench.limits $(LIMITS_ARGS)
 
-# No setup, whose pins are for the CPU.
+# No setup, whose pins are for the CPU. Python is that of .venv or, without one, of the active environment.
 gpu-check:
-	$(HERE) -m tools.bench.gpu $(GPU_ARGS)
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" python3 -m tools.bench.gpu $(GPU_ARGS)
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -1,4 +1,4 @@
-"""Compare RL algorithms or alignment methods over several seeds: one table, and learning curves of RL.
+"""Compares RL algorithms or alignment methods over several seeds in one table, with learning curves of RL.
 
     python -m flows.compare --params recipes/clerk.yaml [--algorithms ppo grpo ...] [--seeds 0 1 2] [--jobs 2] [--set key=value]
     python -m flows.compare --params recipes/clerk.yaml --methods dpo dpo:ipo kto rejection_sampling ...
@@ -21,14 +21,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from flows.chain.command_line import REFUSED, add_override_arguments
 from flows.chain.locks import only_flow
-from flows.chain.pins import prepare_run
+from flows.chain.prepare import prepare_workspace
 from flows.chain.stages import stage_environment
-from flows.chain.updates import check_run
 from flows.chain.worktree import commit_results, slug
 from flows.runs.record import note
 from flows.runs.results import input_paths, result_paths
-from rlhf_core.config import Algorithm, ConfigError, Method, load_params, parse_assignment, with_recipes
+from rlhf_core.algorithms.online import ALGORITHMS
+from rlhf_core.config import ConfigError, Method, load_params, parse_assignment, with_recipes
 from rlhf_core.paths import EVALUATION_METRICS, REPORTS
 from rlhf_core.process import end_with_parent, module_command
 from rlhf_core.report.comparison import Run, draw, methods_table, table
@@ -40,18 +41,16 @@ THREADS = "cluster.threads"  # the cores, divided by --jobs
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m flows.compare", description="Compare RL algorithms or ways to the policy on several seeds."
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--algorithms", nargs="+", choices=get_args(Algorithm), default=list(get_args(Algorithm)), metavar="NAME")
+    what.add_argument("--algorithms", nargs="+", choices=tuple(ALGORITHMS), default=list(ALGORITHMS), metavar="NAME")
     what.add_argument("--methods", nargs="+", default=[], metavar="NAME[:LOSS]", help="of alignment.method; compared by their evaluation")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; they share the machine's cores")
-    parser.add_argument(
-        "--params", dest="recipes", action="append", default=[], type=Path, metavar="FILE", help="apply a recipe to params.yaml"
-    )
-    parser.add_argument("--set", dest="assignments", action="append", default=[], metavar="KEY=VALUE", help="for all runs")
+    add_override_arguments(parser)
     parser.add_argument("--update", action="store_true", help="change the params of runs that exist, which is refused otherwise")
     return parser.parse_args(arguments)
 
@@ -63,7 +62,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compare(root: Path, options: argparse.Namespace, held: ExitStack) -> int:
-    """Run all variants and write the comparison; returns the exit code. held: keeps the runs' locks until the caller exits it."""
+    """Run all variants and write the comparison. Returns the exit code.
+
+    held: keeps the runs' locks until the caller exits it.
+    """
     try:
         variants = {name: method_overrides(name) for name in options.methods} or {
             name: {"rl.algorithm": name} for name in options.algorithms
@@ -74,13 +76,15 @@ def compare(root: Path, options: argparse.Namespace, held: ExitStack) -> int:
             for name in variants:
                 held.enter_context(only_flow(root, run_name(name, seed)))
         workspaces = {
-            (name, seed): _workspace(root, run_name(name, seed), {**common, **overrides, "seed": seed}, update=options.update)
+            (name, seed): prepare_workspace(
+                root, run_name(name, seed), {**common, **overrides, "seed": seed}, update=options.update, free=[THREADS]
+            )
             for seed in options.seeds
             for name, overrides in variants.items()
         }
     except ConfigError as error:
         print(error, file=sys.stderr)
-        return 2
+        return REFUSED
     first = [workspaces[next(iter(variants)), seed] for seed in options.seeds]
     last = "evaluate" if options.methods else "train_policy"
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -124,16 +128,12 @@ def method_overrides(name: str) -> dict[str, Any]:
 
 
 def run_name(variant: str, seed: int) -> str:
+    """The name of the run of a variant with a seed."""
     return f"compare-{slug(f'{variant}-{seed}')}"
 
 
-def _workspace(root: Path, name: str, overrides: dict[str, Any], *, update: bool) -> Path:
-    check_run(root, name, overrides)
-    return prepare_run(root, name, overrides, update=update, free=[THREADS])
-
-
 def _repro(workspace: Path, stage: str) -> str | None:
-    """Run the stages up to `stage`, with output in the worktree's compare.log. Returns the run's name if a stage failed."""
+    """Run the stages up to `stage`, with output in the worktree's compare.log. Returns the run's name if a stage failed, else None."""
     print(f"{workspace.name}: {stage} ...", flush=True)
     note(workspace, outcome="running", stage=stage, message="", until=None)
     with (workspace / "compare.log").open("a") as log:

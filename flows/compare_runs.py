@@ -1,4 +1,4 @@
-"""Compare two runs, or configurations over seeds: python -m flows.compare_runs A B [C ...] [--output PAGE]
+"""Compares two runs, or configurations over seeds: python -m flows.compare_runs A B [C ...] [--output PAGE]
 
 Each argument is a run's name (a folder of runs/), a folder, a branch, a tag or a commit. Two runs give a list of differences and an HTML
 page. Three or more are grouped by configuration (runs that differ only in their seed) and compared over seeds, as text.
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def summary(first: Side, second: Side) -> str:
-    """The page's tables as text."""
+    """The tables of the page as text."""
     one, other = first.results, second.results
     rows = figures_that_count(one, other)
     parts = [headline(one, other, rows)[1]]

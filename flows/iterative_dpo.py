@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flows.chain.command_line import check_given_server, run_flow
-from flows.chain.updates import check_run
-from flows.chain.user_files import check_user_files
-from flows.full_pipeline import FAILED, GATE_REJECTED, INTERRUPTED, REFUSED, show_own_log
-from flows.runs import record
-from rlhf_core.config import ConfigError, parse_assignment, with_recipes
-
-ROUND_REFUSED = 4
+from flows.chain.command_line import add_override_arguments, exit_code_of, given_overrides, run_flow
+from flows.rounds.series import check_rounds, prepared_series
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -30,44 +25,29 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help="worktree runs/NAME, continued if it exists (default: %(default)s)",
     )
-    parser.add_argument("--set", dest="assignments", action="append", default=[], metavar="KEY=VALUE", help="override a key of params.yaml")
-    parser.add_argument(
-        "--params", dest="recipes", action="append", default=[], type=Path, metavar="FILE", help="apply a recipe to params.yaml"
-    )
+    add_override_arguments(parser)
     parser.add_argument("--update", action="store_true", help="allow changed params in a series without a round")
     return parser.parse_args(arguments)
 
 
-def run(root: Path, overrides: dict[str, Any], rounds: int, series: str, *, update: bool) -> int:
-    """The flow, under a Prefect server. Imports Prefect."""
-
-    def load() -> Any:
-        from flows.rounds.flow import iterative_dpo
-
-        return iterative_dpo
-
-    state = run_flow(root, load, overrides, rounds, series, update)
-    if state.is_completed():
-        return 0
-    print(f"\n{state.name}: {state.message}", file=sys.stderr)
-    codes = {record.GATE_REJECTED: GATE_REJECTED, record.ROUND_REFUSED: ROUND_REFUSED, record.REFUSED: REFUSED}
-    return codes.get(state.name, FAILED)
-
-
 def main(arguments: list[str] | None = None) -> int:
-    show_own_log()
-    root, options = Path.cwd(), parse_arguments(arguments)
-    try:
-        check_given_server()
-        overrides = with_recipes(options.recipes, dict(map(parse_assignment, options.assignments)))
-        params = check_run(root, options.series, overrides, rounds=True)
-        check_user_files(root, options.series, params, rounds=True)  # the flow checks too, but only after Prefect is imported
-        return run(root, overrides, options.rounds, options.series, update=options.update)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return REFUSED
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    options = parse_arguments(arguments)
+    return exit_code_of(lambda: start(Path.cwd(), options))
+
+
+def start(root: Path, options: argparse.Namespace) -> int:
+    """Prepare the series, import Prefect and run the flow. Returns the exit code."""
+    check_rounds(options.rounds)
+    overrides = given_overrides(options)
+    with prepared_series(root, options.series, overrides, update=options.update) as run:
+
+        def load() -> Any:
+            from flows.chain.flow import prepared_flow
+            from flows.rounds.flow import iterative_dpo, run_prepared
+
+            return prepared_flow(iterative_dpo, partial(run_prepared, run, options.rounds))
+
+        return run_flow(root, load, overrides, options.rounds, options.series, options.update)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Human labels: export pairs for annotation, and import the labels as preference data.
+"""Handles human labels: exports pairs for annotation, and imports the labels as preference data.
 
     python -m flows.labels export --round N [--series NAME] | --pairs FILE  --out DIR [--count K] [--seed S]
     python -m flows.labels import FILE [--export DIR] [--name NAME]
@@ -31,6 +31,7 @@ CONFIDENCE = 0.95
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(prog="python -m flows.labels", description="Human labels: export pairs, import labels.")
     commands = parser.add_subparsers(dest="command", required=True)
     out = commands.add_parser("export", help="pairs for annotation")
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_pairs(options: argparse.Namespace) -> tuple[list[LabelPair], str]:
-    """The selected pairs and their origin. Rows without both responses are skipped.
+    """The selected pairs and where they come from. Rows without both responses are skipped.
 
     Raises:
         ValueError: the file lacks a column. FileNotFoundError: there is no such file.

@@ -1,4 +1,4 @@
-"""The registry of models from the command line: python -m flows.promote register|show|promote|rollback|history|fetch --help.
+"""The model registry's command line: python -m flows.promote register|show|promote|rollback|history|fetch --help.
 
 Exit codes: 0 done, 2 refused, with the reason.
 """
@@ -15,8 +15,8 @@ from typing import Any
 
 from tabulate import tabulate
 
+from flows.chain.command_line import INTERRUPTED, REFUSED, show_own_log
 from flows.chain.worktree import git
-from flows.full_pipeline import INTERRUPTED, REFUSED, show_own_log
 from flows.registry import decisions, versions
 from flows.registry.evidence import GateProblem, check_version, gates
 from flows.registry.state import ARTIFACTS, Registry, read_registry
@@ -30,6 +30,7 @@ SHORT_INPUT = 12  # of the hash of an external input
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(prog="python -m flows.promote", description="Versions of the reward model and the policy.")
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -105,7 +106,7 @@ def show(root: Path, options: argparse.Namespace) -> str:
 
 
 def _read(root: Path, artifact: str) -> Registry:
-    """The registry, with a warning of each tag that was left out."""
+    """The registry, after a warning of each tag that was left out."""
     found = read_registry(root, artifact)
     _warn(found.problems())
     return found
@@ -117,12 +118,12 @@ def _warn(problems: Iterable[str]) -> None:
 
 
 def plain(text: str) -> str:
-    """Text that is safe to print, since a tag may contain control sequences."""
+    """The text in a form that is safe to print, since a tag may contain control sequences."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def problem_of(root: Path, version: Version) -> str | None:
-    """Contradiction between a version's tag and its commit; None: they agree."""
+    """The contradiction between a version's tag and its commit; None if they agree."""
     try:
         check_version(root, version)
     except ConfigError as error:
@@ -181,7 +182,7 @@ def identity(root: Path) -> str:
 
 
 def decided(artifact: str, event: Event) -> str:
-    """A message about a decision."""
+    """The message about a decision that was made."""
     done = f"promoted {event.version}" if event.action == "promote" else f"rolled back {event.previous}"
     now = f"{event.version} is used from now on" if event.version else "no version is promoted now"
     override = f"\nOverride: {event.override}" if event.override else ""
@@ -193,7 +194,11 @@ def share(artifact: str) -> str:
 
 
 def versions_table(found: Registry, problems: dict[str, GateProblem | None]) -> str:
-    """Args: problems: of each version's verdict, from `flows.registry.evidence.gates`."""
+    """A table of all versions.
+
+    Args:
+        problems: of each version's verdict, from `flows.registry.evidence.gates`.
+    """
     rows = [
         (
             *(v.version, found.known_state(v.version), v.lineage["run"], v.commit[:SHORT], v.md5[:SHORT], (v.sha256 or "md5 only")[:SHORT]),
@@ -217,7 +222,7 @@ def _verdict(version: Version, problem: GateProblem | None) -> str:
 
 
 def gate_of(artifact: str) -> str:
-    """Name of an artifact's gate. A policy has none of its own."""
+    """The name of an artifact's gate. A policy has none of its own."""
     return "gate" if artifact == "reward-model" else "gate of its reward model"
 
 
@@ -227,7 +232,7 @@ def uses_reward_model(version: Version) -> bool:
 
 
 def gate_facts(version: Version) -> dict[str, str]:
-    """Name -> text of the gate's verdict; of a policy that learned from no reward model, which model the verdict is about."""
+    """The gate's verdict as texts by name. For a policy that learned from no reward model it says which model the verdict is about."""
     if uses_reward_model(version):
         return {gate_of(version.artifact): _gate_text(version)}
     evaluated = {"gate of the reward model that scored its evaluation": _gate_text(version)}
@@ -235,7 +240,10 @@ def gate_facts(version: Version) -> dict[str, str]:
 
 
 def describe(found: Registry, version: Version, problem: str | None) -> dict[str, Any]:
-    """A version as JSON. problem: contradiction between tag and commit; None: none."""
+    """A version as JSON.
+
+    problem: contradiction between tag and commit; None if there is none.
+    """
     events = [asdict(event) for event in found.events if version.version in (event.version, event.previous)]
     return {
         **asdict(version),
@@ -248,7 +256,10 @@ def describe(found: Registry, version: Version, problem: str | None) -> dict[str
 
 
 def summary(found: Registry, version: Version, problem: str | None = None) -> str:
-    """A version as text, without most of its params. problem: as for `describe`."""
+    """A version as text, without most of its params.
+
+    problem: as for `describe`.
+    """
     line = version.lineage
     parents = trained_from(line)
     facts = {
@@ -279,7 +290,7 @@ def _look_line(version: Version) -> str:
 
 
 def _look(version: Version) -> dict[str, Any] | None:
-    """The gate's look; None: its gate didn't count looks."""
+    """The gate's look; None if the gate didn't count looks."""
     return (version.lineage["gate"] or {}).get("look")
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import fcntl
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import secrets
 import signal
@@ -26,13 +26,15 @@ from pathlib import Path
 from typing import IO
 
 from flows.chain.children import stop_session
-from flows.runs.liveness import DATABASES, crash_orphaned_command_lines, crash_orphaned_runs
+from flows.runs.liveness import DATABASES, ask, crash_orphaned_command_lines, crash_orphaned_runs
 from rlhf_core.config import ConfigError
 from rlhf_core.engines.ports import free_ports
+from rlhf_core.files import lock_file
 from rlhf_core.process import configure_process, end_with_parent, module_command
 
 HOST = "127.0.0.1"
 WORK_POOL = "local"
+FORMER_NAMES = ["full-pipeline", "scheduled", "reward-model", "policy"]  # of the deployments in prefect.yaml
 START_DEADLINE = 120.0  # seconds
 LOOK_SECONDS = 10.0  # between looks for killed command lines
 log = logging.getLogger("rlhf.flows")
@@ -49,7 +51,7 @@ def use_home(root: Path) -> Path:
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     home = Path(os.environ.setdefault("PREFECT_HOME", str(root.resolve() / ".prefect")))
-    if _importable_everywhere() and not (home / "logging.yml").exists():  # a user's own
+    if not (home / "logging.yml").exists():  # a user's own
         os.environ.setdefault("PREFECT_LOGGING_SETTINGS_PATH", str(Path(__file__).with_name("logging.yml")))
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:  # may already exist, made by Prefect or by hand
@@ -57,16 +59,6 @@ def use_home(root: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"{home}: expected a folder owned by this user, got {error.strerror}; set PREFECT_HOME to one") from error
     return home
-
-
-def _importable_everywhere() -> bool:
-    """Whether processes started in any folder can import this code. Prefect's logging needs it; a worker uses temporary folders."""
-    code = Path(__file__).parents[1]
-    if any(Path(entry).resolve() == code for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry):
-        return True
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.distribution("rlhf-pipeline") is not None
-    return False
 
 
 def _server_logging(home: Path) -> dict[str, str]:
@@ -145,6 +137,14 @@ def _end_orphaned(url: str, secret: str, patience: float = 0.0) -> None:
         print(f"Run {name}: its process is gone; it is now Crashed, and `prefect flow-run retry` resumes it", flush=True)
 
 
+def delete_former_deployments(url: str, secret: str) -> None:
+    """Delete the deployments of prefect.yaml under names that they no longer have: `scheduled` would start a second round each night."""
+    wanted = {"deployments": {"name": {"any_": FORMER_NAMES}}, "work_pools": {"name": {"any_": [WORK_POOL]}}}
+    for deployment in ask(url, secret, "deployments/filter", wanted):
+        if (deployment["entrypoint"] or "").startswith("flows/"):
+            ask(url, secret, f"deployments/{deployment['id']}", method="DELETE")
+
+
 @contextlib.contextmanager
 def first_start(home: Path) -> Iterator[None]:
     """Let one server at a time create the database: if two create it at once, one fails.
@@ -156,7 +156,7 @@ def first_start(home: Path) -> Iterator[None]:
         yield
         return
     with (home / "first-start.lock").open("a+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_file(lock, math.inf)
         yield
         laid_out.touch()
 
@@ -246,10 +246,14 @@ def serve(root: Path, port: int) -> int:
             [*prefect, "work-pool", "create", WORK_POOL, "--type", "process", "--overwrite"], check=True, stdout=subprocess.DEVNULL
         )
         subprocess.run([*prefect, "deploy", "--all"], check=True, stdout=subprocess.DEVNULL, cwd=root)
+        delete_former_deployments(url, secret)
         write_private(profile, _PROFILE.format(url=json.dumps(url), secret=json.dumps(secret)))
         (home / "server.json.new").write_text(json.dumps({"url": url}))
         (home / "server.json.new").replace(home / "server.json")  # written atomically, so that readers find it complete
-        children.append(start([*prefect, "worker", "start", "--pool", WORK_POOL, "--name", f"local-{os.getpid()}"]))
+        # The worker starts flows in temporary folders, where Prefect's logging needs this code before it loads the flow.
+        code = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+        worker = [*prefect, "worker", "start", "--pool", WORK_POOL, "--name", f"local-{os.getpid()}"]
+        children.append(start(worker, PYTHONPATH=code))
         print(_WELCOME.format(ui=url.removesuffix("/api")), flush=True)
         looked = time.monotonic()
         while all(child.poll() is None for child in children):
@@ -289,7 +293,7 @@ _WELCOME = """
 Prefect is ready: {ui}  (it asks for what is in .prefect/auth; the server's log: .prefect/server.log)
 
 In another terminal, from this folder:
-  .venv/bin/prefect deployment run rlhf/full-pipeline --params '{{"overrides": {{"rl.algorithm": "grpo"}}}}'
+  .venv/bin/prefect deployment run rlhf/run-pipeline --params '{{"overrides": {{"rl.algorithm": "grpo"}}}}'
 
 Ctrl-C ends server, worker and runs."""
 

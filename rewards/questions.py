@@ -9,7 +9,7 @@ MAX_WORDS = 12
 
 
 def brief(prompt: str, response: str) -> dict[str, bool]:
-    """One sentence of at most twelve words."""
+    """Whether the response is one sentence of at most twelve words."""
     text = response.strip()
     return {"short": len(text.split()) <= MAX_WORDS, "one": "\n" not in text and len(re.findall(r"[.!?](?=\s|$)", text)) == 1}
 
@@ -24,7 +24,7 @@ def right(prompts, responses, labels, metadata):
 
 
 def _says(words, text):
-    """Symbols and letters must stand alone, as they are written; longer words may have an ending, numbers none."""
+    """Whether a response contains an alternative. Symbols and letters must stand alone; longer words may have an ending, numbers none."""
     whole = len(words) <= 2 and not words.isdigit()
     end = r"(?!\w)" if whole else r"(?![\d.,]*\d)"
     return re.search(rf"(?<![\w.,]){re.escape(words)}{end}", text, 0 if whole else re.IGNORECASE) is not None

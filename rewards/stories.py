@@ -11,7 +11,7 @@ SENTENCES = 3
 
 
 def kind(prompt: str, response: str) -> dict[str, bool]:
-    """Somebody is kind, somebody is happy, and it takes at least three different sentences to say so."""
+    """Whether somebody is kind, whether somebody is happy, and whether at least three different sentences say so."""
     sentences = {s for s in re.split(r"(?<=[.!?])[\"\s]+", response.strip()) if s}
     return {"kind": _says(KIND, response), "happy": _says(HAPPY, response), "told": len(sentences) >= SENTENCES}
 

@@ -73,6 +73,63 @@ class Interrupted(Exception):
     """A stop was requested by a signal; the work so far is in a checkpoint, if the work has checkpoints."""
 
 
+class StepAbandoned(Exception):
+    """SIGTERM arrived before an RL step, or the start of a job's actors, had changed any state."""
+
+
+class Stop:
+    """SIGTERM's handler in a job's driver. While actors start or rollouts are collected, SIGTERM ends that at once; otherwise the step is
+    completed first.
+    """
+
+    def __init__(self) -> None:
+        self._requested = self._interruptible = False
+
+    def request(self, *_: object) -> None:
+        """The signal handler."""
+        self._requested = True
+        if self._interruptible:
+            self._interruptible = False
+            raise StepAbandoned
+
+    def is_set(self) -> bool:
+        return self._requested
+
+    @contextlib.contextmanager
+    def interrupts(self) -> Iterator[None]:
+        """A block that SIGTERM abandons.
+
+        Raises:
+            StepAbandoned: SIGTERM arrived, now or before.
+        """
+        if self._requested:
+            raise StepAbandoned
+        self._interruptible = True
+        try:
+            yield
+        except KeyboardInterrupt:  # what Ray makes of an exception that a handler raises within a call into Ray
+            raise (StepAbandoned if self._requested else KeyboardInterrupt) from None
+        finally:
+            self._interruptible = False
+
+
+@contextlib.contextmanager
+def held(number: int) -> Iterator[None]:
+    """Defer signals to the end of the block, since their handlers may raise. Does nothing outside the main thread."""
+    handler = signal.getsignal(number)
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    signal.signal(number, lambda *_: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(number, handler)
+        if came:
+            signal.raise_signal(number)
+
+
 @contextlib.contextmanager
 def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
     """Call `work` in a daemon thread while the block runs. Leaving the block sets its event and waits for it."""

@@ -1,6 +1,6 @@
 """The data types of the RL loop. A batch changes its type when its meaning changes; no field is filled in later.
 
-    Prompt -> Rollout -> ScoredRollout -> RolloutBatch -> TrainBatch -> UpdateResult
+    Prompt -> Rollout -> RolloutBatch -> TrainBatch -> UpdateResult
 
 Shapes: B rollouts, P tokens of the longest prompt, R of the longest response, G of the longest greedy response.
 """
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # Where the old log-probabilities of the policy loss come from; `RlConfig.old_logprobs_source` decides it once per step.
 OldLogprobs = Literal["recompute", "from_update", "from_engine"]
+Components = dict[str, "torch.Tensor"]  # scorer's name -> [B] raw scores, NaN = not scored
 
 
 @dataclass(frozen=True)
@@ -34,43 +35,69 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """One sampled response.
+class Span:
+    """Consecutive tokens of a response with one origin.
 
-    response_ids: up to and including the end token, if one was sampled.
-    rollout_logprobs: of each response token, from the rollout engine, at the sampling temperature.
-    finished: the model ended the response; False: it was truncated at the length limit.
-    group_id: shared by the rollouts of one prompt within a step.
-    policy_version: number of weight updates that the rollout engine had received.
+    logprobs: of each token, from the rollout engine, at the sampling temperature; any numbers where the tokens were not sampled.
+    version: number of weight updates of the policy that sampled the tokens; None: they were put in, as a tool's output is.
+    trained: the tokens are trained on; False where they were not sampled.
     """
 
-    prompt: Prompt
-    response_ids: list[int]
-    rollout_logprobs: list[float]
-    finished: bool
-    group_id: int
-    policy_version: int
+    ids: list[int]
+    logprobs: list[float]
+    version: int | None
+    trained: bool = True
+
+    def __post_init__(self) -> None:
+        assert len(self.ids) == len(self.logprobs) and not (self.trained and self.version is None)
 
 
 @dataclass(frozen=True)
-class ScoredRollout:
-    """A rollout and the raw score of its response by scorer's name; NaN = not scored."""
+class Rollout:
+    """One response: what the policy sampled, and what was put in between.
 
-    rollout: Rollout
-    components: dict[str, float]
+    spans: up to and including the end token, if one was sampled.
+    finished: the model ended the response; False: it was truncated at the length limit.
+    group_id: shared by the rollouts of one prompt within a step.
+    """
+
+    prompt: Prompt
+    spans: list[Span]
+    finished: bool
+    group_id: int
+
+    @property
+    def response_ids(self) -> list[int]:
+        return [token for span in self.spans for token in span.ids]
+
+    @property
+    def rollout_logprobs(self) -> list[float]:
+        """Of each response token."""
+        return [logprob for span in self.spans for logprob in span.logprobs]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the response, with what was put in."""
+        return sum(len(span.ids) for span in self.spans)
+
+    @property
+    def num_sampled(self) -> int:
+        """Sampled tokens: the length of the response for penalties and metrics."""
+        return sum(len(span.ids) for span in self.spans if span.version is not None)
 
 
 @dataclass(frozen=True)
 class Baseline:
     """Greedy responses to the prompt of each row, whose rewards are the baseline of the row's own (ReMax).
 
-    components: scorer's name -> [B] raw scores, NaN = not scored.    finished: [B] bool.
-    response_mask: [B, G] bool.
+    components: of the responses.    finished: [B] bool.    lengths: [B] int64, sampled tokens.
+    response_mask: [B, G] bool, True = sampled by the policy and trained on.
     old_logprobs, ref_logprobs: [B, G], from trainer and reference; zeros where no KL is in the reward.
     """
 
-    components: dict[str, torch.Tensor]
+    components: Components
     finished: torch.Tensor
+    lengths: torch.Tensor
     response_mask: torch.Tensor
     old_logprobs: torch.Tensor
     ref_logprobs: torch.Tensor
@@ -81,7 +108,7 @@ class RolloutBatch:
     """Scored rollouts as tensors, with the outputs of the forward passes before the update.
 
     prompt_ids: [B, P] int64, left-padded.            prompt_mask: [B, P] bool.
-    response_ids: [B, R] int64, right-padded.         response_mask: [B, R] bool, True = sampled by the policy.
+    response_ids: [B, R] int64, right-padded.         response_mask: [B, R] bool, True = sampled by the policy and trained on.
     rollout_logprobs: [B, R], from the rollout engine.
     old_logprobs_source: where old_logprobs come from.
     old_logprobs: [B, R], of the policy before the update; None with from_update.
@@ -89,9 +116,9 @@ class RolloutBatch:
         tokens that top-p and top-k leave. None with from_update.
     ref_logprobs: [B, R], from the reference; None where no reference is kept.
     values: [B, R], from the critic, before each token; zeros where there is no critic.
-    components: scorer's name -> [B] raw scores, NaN = not scored.
     baseline: greedy responses to each row's prompt; None unless the algorithm is remax.
-    group_ids: [B] int64.    finished: [B] bool.    policy_versions: [B] int64.
+    policy_versions: [B, R] int64, weight updates of the policy that sampled each token; -1 where none did.
+    group_ids: [B] int64.    finished: [B] bool.    lengths: [B] int64, sampled tokens.
     """
 
     prompt_ids: torch.Tensor
@@ -104,11 +131,12 @@ class RolloutBatch:
     sampler_logprobs: torch.Tensor | None
     ref_logprobs: torch.Tensor | None
     values: torch.Tensor
-    components: dict[str, torch.Tensor]
+    components: Components
     baseline: Baseline | None
+    policy_versions: torch.Tensor
     group_ids: torch.Tensor
     finished: torch.Tensor
-    policy_versions: torch.Tensor
+    lengths: torch.Tensor
 
 
 @dataclass(frozen=True)

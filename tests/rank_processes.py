@@ -8,10 +8,11 @@ from typing import Any
 
 # Processes that are forked from one that has the imports, and has sent nothing over gloo: a copy of one that has may hang.
 CLEAN = multiprocessing.get_context("forkserver")
-# Modules of tests/ aren't found there. deepspeed_engine imports DeepSpeed.
+# Modules of tests/ aren't found there. deepspeed_engine imports DeepSpeed, but for the optimizers of ZeRO, which import torch's compiler.
 CLEAN.set_forkserver_preload(
     [
         *(f"rlhf_core.engines.{name}" for name in ("adapter_source", "deepspeed_engine", "gloo_transfer", "weight_sender")),
+        *(f"deepspeed.runtime.zero.{name}" for name in ("muon.muon_optimizer", "stage_1_and_2", "stage3")),
         *("rlhf_core.models.build", "rlhf_core.trainers.rl.rank", "transformers.models.llama.modeling_llama", "pytest"),
         *("dvc.cli", "dvc.commands.repro", "dvc.repo", "rlhf_core.gate.run", "rlhf_core.report.page", "rlhf_core.data.validation.validate"),
         *("rlhf_core.stage.training", "rlhf_core.data.prepare", "rlhf_core.look.propose"),

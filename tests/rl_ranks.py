@@ -21,7 +21,7 @@ from rlhf_core.trainers.rl.data import DemonstrationStream, baseline_of, collate
 from rlhf_core.trainers.rl.metrics import update_metrics
 from rlhf_core.trainers.rl.minibatch import Totals, add_totals, plan_update
 from rlhf_core.trainers.rl.rank import TrainerRank
-from rlhf_core.types import Baseline, Prompt, Rollout, ScoredRollout
+from rlhf_core.types import Baseline, Components, Prompt, Rollout, Span
 
 ALGORITHMS = ("ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax")
 GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")  # that need several samples of a prompt
@@ -58,9 +58,9 @@ def train_by_rl(algorithm: str, trainer: dict[str, Any], start: Path, reward: Pa
     for step in range(STEPS):
         rollouts = given_rollouts(step, group)
         found, scored = forward(of_rank, rollouts, rl), score(of_rank, rollouts, rl)
-        outputs.append(found | {"scores": torch.tensor([s.components["reward_model"] for s in scored]).nan_to_num(0.0)})
+        outputs.append(found | {"scores": scored["reward_model"].nan_to_num(0.0)})
         baseline = greedy_baseline(of_rank, rollouts[::group], rl, copies=group) if algorithm == "remax" else None
-        batch = collate(scored, found, baseline, pad_id=PAD, old_logprobs_source=rl.old_logprobs_source(step))
+        batch = collate(rollouts, scored, found, baseline, pad_id=PAD, old_logprobs_source=rl.old_logprobs_source(step))
         train_batch, _ = compute_advantages(batch, rl, normalizer, kl_coef=KL_COEF)
         plan = plan_update(train_batch, demonstrations, rl, seed=0, step=step)[rank()]
         updates = all_gather(of_rank.update(plan, kl_coef=KL_COEF, train_policy=True).totals)
@@ -80,11 +80,9 @@ def given_rollouts(step: int, group: int) -> list[Rollout]:
     return [
         Rollout(
             Prompt(str(i // group), "tiny", [], prompts[i // group], None),
-            ids,
-            (-5.5 + 0.3 * torch.randn(len(ids), generator=noise)).tolist(),
+            [Span(ids, (-5.5 + 0.3 * torch.randn(len(ids), generator=noise)).tolist(), step)],
             finished=i % 5 > 0,
             group_id=i // group,
-            policy_version=step,
         )
         for i, ids in enumerate(responses)
     ]
@@ -101,19 +99,19 @@ def forward(of_rank: TrainerRank, rollouts: list[Rollout], rl: RlConfig) -> Outp
     return {name: torch.cat([outputs[name] for outputs in found]) for name in found[0]}
 
 
-def score(of_rank: TrainerRank, rollouts: list[Rollout], rl: RlConfig) -> list[ScoredRollout]:
+def score(of_rank: TrainerRank, rollouts: list[Rollout], rl: RlConfig) -> Components:
     """By the reward model, which is sharded like the rest. The fourth response has no score."""
     ids: list[list[int] | None] = [*sequences_of(rollouts)[0]]
     ids[3] = None
-    scores = torch.cat(dealt_out(ids, rl, lambda own: of_rank.score_by_reward_model("reward_model", own))).mean(1).tolist()
-    return [ScoredRollout(rollout, {"reward_model": value}) for rollout, value in zip(rollouts, scores, strict=True)]
+    scores = torch.cat(dealt_out(ids, rl, lambda own: of_rank.score_by_reward_model("reward_model", own))).mean(1)
+    return {"reward_model": scores}
 
 
 def greedy_baseline(of_rank: TrainerRank, rollouts: list[Rollout], rl: RlConfig, *, copies: int) -> Baseline:
     """In place of a greedy response, the one to the next prompt."""
     following = rollouts[1:] + rollouts[:1]
     others = [replace(other, prompt=rollout.prompt, group_id=rollout.group_id) for rollout, other in zip(rollouts, following, strict=True)]
-    return baseline_of(score(of_rank, others, rl), forward(of_rank, others, rl), copies=copies)
+    return baseline_of(others, score(of_rank, others, rl), forward(of_rank, others, rl), copies=copies)
 
 
 def metric_difference(first: list[dict[str, float]], second: list[dict[str, float]]) -> float:

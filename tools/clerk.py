@@ -1,4 +1,4 @@
-"""The clerk's job, from whose settings benchmarks and matrices start: params.yaml with recipes/clerk.yaml laid over it."""
+"""The clerk's settings, with which benchmarks and matrices start: params.yaml with recipes/clerk.yaml laid over it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ ROOT = Path(__file__).parents[1]
 
 @cache
 def clerk_text() -> str:
-    """As a params.yaml, with its comments."""
+    """The settings as the text of a params.yaml, with its comments."""
     return overridden(read_text(ROOT / "params.yaml"), with_recipes([ROOT / "recipes/clerk.yaml"], {}), subject="the clerk's params")[0]
 
 
 def clerk_tree() -> dict[str, Any]:
-    """As written, a tree of its own for each caller."""
+    """The settings as written, a new tree for each caller."""
     return read_yaml_text(clerk_text(), "the clerk's params")
 
 
 def clerk_params() -> Params:
+    """The settings as params."""
     return parse_params(clerk_tree(), "the clerk's params")

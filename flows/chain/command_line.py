@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import logging
 import os
 import signal
 import ssl
@@ -13,16 +15,58 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from flows.runs import record
 from flows.runs.liveness import liveness_tag
 from flows.server import use_home, use_server
-from rlhf_core.config import ConfigError, shown
+from rlhf_core.config import ConfigError, parse_assignment, shown, with_recipes
 from rlhf_core.process import configure_process
 
 SERVER_SECONDS = 10.0
+FAILED, REFUSED, GATE_REJECTED, ROUND_REFUSED, INTERRUPTED = 1, 2, 3, 4, 130  # exit codes
+EXIT_CODES = {record.REFUSED: REFUSED, record.GATE_REJECTED: GATE_REJECTED, record.ROUND_REFUSED: ROUND_REFUSED}  # of final states
 
 
-def run_flow(root: Path, load: Callable[[], Any], *arguments: Any) -> Any:
-    """Run a flow and return its final state.
+def add_override_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --params and --set, which `given_overrides` reads."""
+    parser.add_argument(
+        "--set",
+        dest="assignments",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key of params.yaml, e.g. rl.algorithm=grpo",
+    )
+    parser.add_argument(
+        "--params",
+        dest="recipes",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="apply a recipe to params.yaml, e.g. recipes/gsm8k.yaml",
+    )
+
+
+def given_overrides(options: argparse.Namespace) -> dict[str, Any]:
+    """Overrides by the recipes, each laid over those before it, and by --set, which wins over all."""
+    return with_recipes(options.recipes, dict(map(parse_assignment, options.assignments)))
+
+
+def exit_code_of(command: Callable[[], int]) -> int:
+    """Exit code of a command that runs a flow. A refusal is printed."""
+    show_own_log()
+    try:
+        check_given_server()
+        return command()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def run_flow(root: Path, load: Callable[[], Any], *arguments: Any) -> int:
+    """Run a flow under a Prefect server and return the exit code for its final state, which is printed if the flow failed.
 
     SIGTERM and SIGHUP end the run as Crashed, as SIGINT does, and then the process with 128 + the signal's number.
 
@@ -38,15 +82,20 @@ def run_flow(root: Path, load: Callable[[], Any], *arguments: Any) -> Any:
 
     try:
         with liveness_tag(use_home(root), given) as tag, tags(tag):
-            return flow(*arguments, return_state=True)
+            state = flow(*arguments, return_state=True)
     except TerminationSignal as end:
         raise SystemExit(128 + end.signal) from None
+    if state.is_completed():
+        return 0
+    print(f"\n{state.name}: {state.message}", file=sys.stderr)
+    return EXIT_CODES.get(state.name, FAILED)
 
 
 def check_given_server() -> None:
-    """
+    """Check that something listens at PREFECT_API_URL. A server that answers late is waited for.
+
     Raises:
-        ConfigError: nothing listens at PREFECT_API_URL. A server that answers late is waited for.
+        ConfigError: nothing does.
     """
     url = os.environ.get("PREFECT_API_URL")
     if not url:
@@ -81,3 +130,12 @@ def _end(number: int, _: FrameType | None) -> None:
     if getattr(sys.exc_info()[1], "signal", None) == number:  # Prefect's TerminationSignal is already being raised
         return
     raise SystemExit(128 + number)
+
+
+def show_own_log() -> None:
+    """Show the log of this pipeline only: Prefect has its own handlers, and the root logger would show every HTTP request."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    own = logging.getLogger("rlhf")
+    own.addHandler(handler)
+    own.setLevel(logging.INFO)

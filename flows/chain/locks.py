@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import time
 from collections.abc import Iterator
@@ -12,34 +11,27 @@ from typing import TextIO
 
 from flows.chain.worktree import worktree_path
 from rlhf_core.config import ConfigError
+from rlhf_core.files import try_lock
 
 LOOK_SECONDS = 0.2
-_held: set[Path] = set()  # held by this process: the command line locks around the flow, which locks again
 
 
 @contextlib.contextmanager
 def only_flow(root: Path, run: str | None) -> Iterator[None]:
-    """Lock of a run, held while a flow works on it. The kernel frees it however the flow ends.
+    """Hold the lock of a run, from its preparation to the end of its flow. The kernel frees it however the process ends.
 
     Args:
         root: the checkout. run: the name of its worktree, or None: the flow works in the checkout itself.
     Raises:
-        ConfigError: another process holds the lock, or the name is invalid.
+        ConfigError: the lock is held, or the name is invalid.
     """
-    path = lock_path(root, run).resolve()
-    if path in _held:
-        yield
-        return
+    path = lock_path(root, run)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path, "this folder" if run is None else f"run {run}") as file:
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
-        _held.add(path)
-        try:
-            yield
-        finally:
-            _held.discard(path)
+        yield
 
 
 def lock_path(root: Path, run: str | None) -> Path:
@@ -48,14 +40,9 @@ def lock_path(root: Path, run: str | None) -> Path:
 
 def at_work(root: Path, run: str) -> str | None:
     """Id of the process whose flow works on a run; None: no flow does."""
-    path = lock_path(root, run)
-    if path.resolve() in _held:
-        return str(os.getpid())
     try:
-        with path.open(encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
+        with lock_path(root, run).open(encoding="utf-8") as file:
+            if not try_lock(file, shared=True):
                 return file.read().strip() or "unknown"
     except FileNotFoundError:
         pass
@@ -66,23 +53,21 @@ def _locked(path: Path, subject: str) -> TextIO:
     """The locked file. Opened again if it was removed meanwhile, as `delete` does with a run's lock.
 
     Raises:
-        ConfigError: another process held the lock for LOOK_SECONDS; `at_work` holds it for less.
+        ConfigError: it was held for LOOK_SECONDS; `at_work` holds it for less.
     """
     until = time.monotonic() + LOOK_SECONDS
     while True:
         file = path.open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if try_lock(file):
             if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
-        except BlockingIOError:
-            if time.monotonic() > until:
-                file.seek(0)
-                other = file.read().strip() or "unknown"
-                file.close()
-                raise ConfigError(
-                    f"{subject}: expected no other flow at work on it, got one, process {other}; wait for it or stop it, or give this one "
-                    "another name"
-                ) from None
+        elif time.monotonic() > until:
+            file.seek(0)
+            other = file.read().strip() or "unknown"
+            file.close()
+            raise ConfigError(
+                f"{subject}: expected no other flow at work on it, got one, process {other}; wait for it or stop it, or give this one "
+                "another name"
+            )
         file.close()
         time.sleep(0.02)

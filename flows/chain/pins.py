@@ -8,15 +8,9 @@ A run keeps its first incumbent, anchor and named version, but for another `rewa
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from flows.chain.reach import check_cluster
-from flows.chain.updates import check_run, check_update, has_begun
-from flows.chain.user_files import check_user_files
-from flows.chain.worktree import commit, prepare_worktree, undone_on_failure
 from flows.registry.evidence import check_version
 from flows.registry.state import read_for_decision
 from flows.registry.tags import Version
@@ -31,44 +25,6 @@ INCUMBENT, ANCHOR, ROLLED_BACK = "gate.incumbent", "gate.anchor", "gate.rolled_b
 NAMED = "reward.pinned"
 
 log = logging.getLogger("rlhf.flows")
-
-
-def prepare_run(
-    root: Path, name: str | None, overrides: dict[str, Any], *, update: bool = False, free: Iterable[str] = (), stages: Iterable[str] = ()
-) -> Path:
-    """Prepare the folder of a run (the current one, or a named run's worktree) and pin the registry's state in its params.
-
-    Args:
-        update, free: as for check_update.
-        stages: of which none may lack its cluster in a new run, whose worktree isn't made then.
-    Raises:
-        ConfigError: as check_update and prepare_worktree; a file named in params is missing; the cluster can't be used; or a scorer's
-            reward model was rolled back.
-    """
-    fresh = name is None or not has_begun(root, name)
-    if name is not None:
-        check_update(root, name, overrides, update=update, free=free)
-    wanted = check_run(root, name, overrides)
-    check_user_files(root, name, wanted)
-    if name is not None and fresh:
-        check_cluster(root, wanted, stages)
-    unpinned = {} if fresh or check_run(root, name, {}).reward.path == wanted.reward.path else {NAMED: None}
-    with nullcontext() if name is None else undone_on_failure(root, name):
-        return _prepare(root, name, overrides, unpinned, fresh=fresh)
-
-
-def _prepare(root: Path, name: str | None, overrides: dict[str, Any], unpinned: dict[str, Any], *, fresh: bool) -> Path:
-    workspace = root if name is None else prepare_worktree(root, name, unpinned | overrides)
-    if pin_registry(root, workspace, chosen=overrides, fresh=fresh) and name is not None:
-        refusal = commit(workspace, f"Run {name}: pin the registry's state", ["params.yaml"])
-        if refusal is not None:
-            raise ConfigError(f"run {name}: {refusal}; correct what the hook names")
-    params = load_params(workspace / "params.yaml")
-    if params.gate.override is None:
-        used = {"rl": params.rl.reward.scorers, "rejection_sampling": params.rejection_sampling.scorers}
-        elsewhere = [s for s in used.get(params.alignment.method, []) if s.path is not None]  # the gate checks the chain's own model
-        check_not_rolled_back(root, workspace, elsewhere)
-    return workspace
 
 
 def registry_params(root: Path) -> dict[str, Any]:
@@ -135,6 +91,20 @@ def named_reward_model(root: Path, reward: RewardConfig, *, fresh: bool) -> dict
             "folder with one of its members"
         )
     return _pin(version)
+
+
+def check_scorers(root: Path, workspace: Path) -> None:
+    """Check that no reward model in a run's scorers was rolled back, unless gate.override has a reason.
+
+    The gate checks the chain's own model.
+
+    Raises:
+        ConfigError: one was.
+    """
+    params = load_params(workspace / "params.yaml")
+    used = {"rl": params.rl.reward.scorers, "rejection_sampling": params.rejection_sampling.scorers}
+    if params.gate.override is None:
+        check_not_rolled_back(root, workspace, [s for s in used.get(params.alignment.method, []) if s.path is not None])
 
 
 def check_not_rolled_back(root: Path, workspace: Path, scorers: list[ScorerConfig]) -> None:

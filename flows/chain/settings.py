@@ -1,4 +1,4 @@
-"""Point out, at the start of a run, settings that wreck pretrained models."""
+"""Warn, at the start of a run, of settings that wreck pretrained models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf_core.planning.shape import named_shape
 log = logging.getLogger("rlhf.flows")
 
 
-def point_out(workspace: Path, params: Params, *, rounds: bool = False) -> None:
+def warn_of_settings(workspace: Path, params: Params, *, rounds: bool = False) -> None:
     """Log a warning for each such setting, and keep them in the run's record.
 
     Args:

@@ -7,9 +7,9 @@ dvc.yaml is the only list of stages. DVC decides what is up to date; this module
 from __future__ import annotations
 
 import difflib
-import fcntl
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -28,11 +28,14 @@ from flows.chain.children import Lines, stop_session
 from rlhf_core import config
 from rlhf_core.config import ConfigError, shown
 from rlhf_core.environment import keep_visible, of_stage
+from rlhf_core.files import lock_file
+from rlhf_core.paths import RUNS
 from rlhf_core.process import PROCESS_ENVIRONMENT, bypass_proxies, end_with_parent, module_command, without_git_places
 from rlhf_core.progress import is_end, is_progress
 from rlhf_core.provenance.inputs import read_inputs, read_recorded
 from rlhf_core.stage.scratch import SHOWN, Work
 
+Stages = dict[str, dict[str, Any]]  # name -> its entry in dvc.yaml
 Outcome = Literal["ran", "cached", "restored"]
 LineHandler = Callable[[str], None]
 
@@ -80,21 +83,22 @@ class StageResult:
     seconds: float
 
 
-def read_stages(workspace: Path) -> dict[str, dict[str, Any]]:
-    """The stages of dvc.yaml by name, with the values of params.yaml filled in.
+def read_stages(workspace: Path, tree: dict[str, Any] | None = None) -> Stages:
+    """The stages of dvc.yaml with the values of params.yaml filled in, in topological order, otherwise in the order of the file.
 
+    Args:
+        tree: content of params.yaml; None: it is read.
     Raises:
-        ConfigError: dvc.yaml is missing, or uses a key that params.yaml doesn't have.
+        ConfigError: dvc.yaml is missing, uses a key that params.yaml doesn't have, or has a cycle.
     """
     path = workspace / "dvc.yaml"
     if not path.is_file():
         raise ConfigError(f"{path.name}: expected in the current folder, got nothing; run from the folder of the project")
-    return config.read_stages(path, config.read_yaml(workspace / "params.yaml"))
+    stages = config.read_stages(path, config.read_yaml(workspace / "params.yaml") if tree is None else tree)
+    return {name: stages[name] for name in _topological(stages)}
 
 
-def stage_order(workspace: Path) -> list[str]:
-    """Names of the stages in topological order, otherwise in the order of the file."""
-    stages = read_stages(workspace)
+def _topological(stages: Stages) -> list[str]:
     makes = {name: list(_paths(stage, "outs", "metrics", "plots")) for name, stage in stages.items()}
     needs = {
         name: {other for other, outs in makes.items() if other != name and any(_overlap(d, o) for d in _needed(stage) for o in outs)}
@@ -127,10 +131,9 @@ def _overlap(one: str, other: str) -> bool:
     return a == b or a in b.parents or b in a.parents
 
 
-def metrics_file(workspace: Path, stage: str) -> Path | None:
-    """The first metrics file of a stage."""
-    found = next(_paths(read_stages(workspace).get(stage, {}), "metrics"), None)
-    return workspace / found if found else None
+def metrics_file(stage: dict[str, Any]) -> str | None:
+    """The first metrics file of a stage's entry in dvc.yaml."""
+    return next(_paths(stage, "metrics"), None)
 
 
 def stage_environment(workspace: Path, stage: str | None = None) -> dict[str, str]:
@@ -168,20 +171,21 @@ def stages_until(order: list[str], until: str | None) -> list[str]:
     return order if until is None else order[: order.index(until) + 1]
 
 
-def tracked_params(workspace: Path) -> Work:
+def tracked_params(tree: dict[str, Any]) -> Work:
     """The sections of params.yaml that stages depend on."""
-    tree = config.read_yaml(workspace / "params.yaml")
     return Work("", {section: values for section, values in tree.items() if section not in config.UNTRACKED_SECTIONS}, {})
 
 
-def check_params(workspace: Path, stage: str, begun: Work) -> None:
-    """Check before a stage that params.yaml is as when the flow began; else the chain would be one of two halves.
+def check_params(workspace: Path, stage: str, tree: dict[str, Any]) -> None:
+    """Check before a stage that params.yaml is as when the run was prepared; else the chain would be one of two halves.
 
+    Args:
+        tree: content of params.yaml then.
     Raises:
         StageFailed: it was edited.
     """
     try:
-        changed = tracked_params(workspace).value_differences(begun)
+        changed = tracked_params(config.read_yaml(workspace / "params.yaml")).value_differences(tracked_params(tree))
     except ConfigError as error:
         changed = [str(error)]
     if changed:
@@ -195,19 +199,18 @@ def check_params(workspace: Path, stage: str, begun: Work) -> None:
 
 def dvc_environment(workspace: Path) -> dict[str, str]:
     """Environment of DVC commands that run no stage. It keeps the credentials of DVC's remotes and drops Prefect's settings, including its
-    password. This interpreter is first on PATH, and the workspace's code is first on PYTHONPATH.
+    password. This interpreter is first on PATH, and the workspace's code is first on PYTHONPATH, without that of the checkout that a
+    run's worktree belongs to.
     """
     inherited = {k: v for k, v in without_git_places().items() if k != "VIRTUAL_ENV" and not k.startswith("PREFECT_")}
     path = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)])
-    code = os.pathsep.join(filter(None, [str(workspace.resolve()), inherited.get("PYTHONPATH")]))
+    folder = workspace.resolve()
+    checkout = folder.parents[1] if folder.parent.name == str(RUNS) else None
+    entries = [entry for entry in inherited.get("PYTHONPATH", "").split(os.pathsep) if entry and Path(entry).resolve() != checkout]
+    code = os.pathsep.join([str(folder), *entries])
     bypass_proxies(inherited)
     # DVC starts stages with SHELL, which may be no shell, as for service accounts, or another language.
     return {**PROCESS_ENVIRONMENT, **inherited, "PATH": path, "PYTHONPATH": code, "PYTHONUNBUFFERED": "1", "SHELL": "/bin/sh"}
-
-
-def up_to_date(workspace: Path, *stages: str) -> bool:
-    """Whether these stages (none given: all) are up to date and the external inputs unchanged."""
-    return _changed(workspace, *stages) == set()
 
 
 def unchanged(workspace: Path, stages: list[str]) -> list[str]:
@@ -216,12 +219,12 @@ def unchanged(workspace: Path, stages: list[str]) -> list[str]:
     Args:
         stages: of dvc.yaml, in topological order.
     """
-    changed = _changed(workspace, *stages) if (workspace / "dvc.lock").exists() else None
+    changed = _changed(workspace, stages) if (workspace / "dvc.lock").exists() else None
     return [] if changed is None else list(itertools.takewhile(lambda stage: stage not in changed, stages))
 
 
-def _changed(workspace: Path, *stages: str) -> set[str] | None:
-    """Which of these stages (none given: all) are outdated; None: DVC failed or took too long."""
+def _changed(workspace: Path, stages: list[str]) -> set[str] | None:
+    """Which of these stages are outdated, or their external inputs changed; None: DVC failed or took too long."""
     command = module_command("dvc", "status", "--json", *stages)
     how = {"cwd": workspace, "env": dvc_environment(workspace), "timeout": STATUS_DEADLINE, "encoding": "utf-8"}
     with suppress(subprocess.TimeoutExpired, json.JSONDecodeError):
@@ -329,7 +332,7 @@ def clear_locks(workspace: Path) -> None:
     if not path.exists():
         return
     with path.with_name("rwlock.lock").open("a+") as guard:
-        fcntl.flock(guard, fcntl.LOCK_EX)
+        lock_file(guard, math.inf)
         try:
             locks = json.loads(path.read_text(encoding="utf-8"))
             readers = {file: [e for e in entries if _is_dvc(e["pid"])] for file, entries in locks.get("read", {}).items()}

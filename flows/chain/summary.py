@@ -10,7 +10,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from flows.chain.stages import HASH_INPUTS, StageResult, metrics_file
+from flows.chain.stages import HASH_INPUTS, StageResult, Stages, metrics_file
 from rlhf_core.config import reordering_shown
 from rlhf_core.paths import REPORT, STOPPED_REPORT
 from rlhf_core.provenance.inputs import read_recorded, summary
@@ -91,24 +91,25 @@ KEY_FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def read_metrics(workspace: Path, stage: str) -> dict[str, Any] | None:
-    """The stage's metrics; None: not written yet."""
-    path = metrics_file(workspace, stage)
+def read_metrics(workspace: Path, stages: Stages, stage: str) -> dict[str, Any] | None:
+    """The stage's metrics; None: it has none, or hasn't written them yet."""
+    path = metrics_file(stages.get(stage, {}))
     if path is None:
         return None
     with suppress(OSError, json.JSONDecodeError):
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads((workspace / path).read_text(encoding="utf-8"))
     return None
 
 
-def key_figure(workspace: Path, stage: str) -> str:
+def key_figure(workspace: Path, stages: Stages, stage: str) -> str:
+    """The figure that tells most about a stage's results, in words; empty: it has none."""
     if stage == "report":
         report = workspace / REPORT
         return f"{report.stat().st_size / 1e6:.1f} MB" if report.is_file() else ""
     if stage == HASH_INPUTS:
         inputs = read_recorded(workspace)
         return "" if inputs is None else summary(inputs)
-    metrics, show = read_metrics(workspace, stage), KEY_FIGURES.get(stage)
+    metrics, show = read_metrics(workspace, stages, stage), KEY_FIGURES.get(stage)
     if metrics is None or show is None:
         return ""
     with suppress(KeyError, TypeError, ValueError):  # a missing metric is left out
@@ -116,19 +117,19 @@ def key_figure(workspace: Path, stage: str) -> str:
     return ""
 
 
-def stage_table(workspace: Path, order: list[str], results: list[StageResult], failed: str | None = None, *, style: str = "simple") -> str:
+def stage_table(workspace: Path, stages: Stages, results: list[StageResult], failed: str | None = None, *, style: str = "simple") -> str:
     """The table as text (style simple) or as markdown (style github).
 
     Args:
-        order: all stages of the chain; those without a result weren't reached.
+        stages: all stages of the chain, in order; those without a result weren't reached.
         failed: the stage that failed.
     """
     done = {r.stage: r for r in results}
     rows = []
-    for stage in order:
+    for stage in stages:
         result = done.get(stage)
         outcome = result.outcome if result else "failed" if stage == failed else "not reached"
-        figure = key_figure(workspace, stage) if result or stage == failed else ""
+        figure = key_figure(workspace, stages, stage) if result or stage == failed else ""
         figure = markdown_text(figure) if style == "github" else reordering_shown(figure)
         rows.append((stage, f"{result.seconds:.1f}" if result else "", figure, outcome))
     rows.append(("total", f"{sum(r.seconds for r in results):.1f}", "", ""))
@@ -142,15 +143,17 @@ def stage_table(workspace: Path, order: list[str], results: list[StageResult], f
 
 
 def report_of(workspace: Path, failed: str | None = None) -> Path | None:
-    """Line with the page of this run; for a failed run the partial page, never an earlier run's report."""
+    """Path of this run's report, or of the page of a run that stopped at `failed`; None: it isn't written."""
     page = workspace / (REPORT if failed is None else STOPPED_REPORT)
     return page if page.is_file() else None
 
 
 def report_line(workspace: Path, failed: str | None = None) -> str:
+    """Last line of a run's summary, with the path of its report."""
     page = report_of(workspace, failed)
     return f"Report: {page or 'not written'}" + (f" (stopped at {failed})" if page and failed else "")
 
 
 def until_line(until: str, workspace: Path) -> str:
+    """Last line of the summary of a run that ended after the stage that it was asked to end after."""
     return f"Ended after {until}, as `until` says, in {workspace}; the same run without `until` continues from there"

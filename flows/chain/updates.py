@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,29 +16,29 @@ from flows.runs.record import RECORD
 from rlhf_core.config import ConfigError, Params, SharedTrainingConfig, overridden, read_text, shown
 
 MAX_KEYS = 20  # shown in a message
-TAKE_TRAINING_OVER = tuple(
+SHARING_TRAINING = tuple(
     f"{name}."
     for name, field in Params.model_fields.items()
     if name != "training" and isinstance(field.annotation, type) and issubclass(field.annotation, SharedTrainingConfig)
 )
-OF_THE_REGISTRY = ("gate.incumbent", "gate.anchor", "gate.rolled_back", "reward.pinned")  # by flows/chain/pins.py, at a run's start
+REGISTRY_KEYS = ("gate.incumbent", "gate.anchor", "gate.rolled_back", "reward.pinned")  # by flows/chain/pins.py, at a run's start
 
 log = logging.getLogger("rlhf.flows")
 
 
-def check_update(root: Path, name: str, overrides: dict[str, Any], *, update: bool, free: Iterable[str] = ()) -> None:
+def check_update(
+    root: Path, name: str, before: Params, after: Params, overrides: dict[str, Any], *, update: bool, free: Iterable[str] = ()
+) -> None:
     """Check that overrides don't change an existing run, unless `update` allows it.
 
     Args:
+        before: the run's own params. after: with the overrides.
         update: allow changes. free: keys that affect no result and may always change.
     Raises:
         ConfigError: the overrides change the run; names each key with both values.
     """
-    text = run_params(root, name) if overrides and has_begun(root, name) else None
-    if text is None:
+    if not overrides:
         return
-    subject = f"params.yaml of run {name}"
-    before, after = (overridden(text, given, subject=subject)[1] for given in ({}, overrides))
     changes = [change for change in differences(before, after) if change[0] not in free]
     if not changes:
         _log_kept_params(root, name, before, overrides)
@@ -79,8 +78,8 @@ def has_begun(root: Path, name: str) -> bool:
     return git(root, "log", "--max-count=1", "--fixed-strings", *words, "--format=%H", branch) != ""
 
 
-def check_run(root: Path, name: str | None, overrides: dict[str, Any], *, rounds: bool = False) -> Params:
-    """Params that a run would have: its own or, for a new run, those of the current folder, with the overrides.
+def check_run(root: Path, name: str | None, overrides: dict[str, Any], *, rounds: bool = False) -> tuple[Params | None, Params]:
+    """Params of a run before (None: it is new) and after the overrides. A new run has those of the current folder.
 
     Args:
         rounds: for a series of rounds of iterative DPO.
@@ -89,8 +88,10 @@ def check_run(root: Path, name: str | None, overrides: dict[str, Any], *, rounds
     """
     text = None if name is None else run_params(root, name)
     if text is None:
-        return check(root / "params.yaml", overrides, rounds=rounds)
-    return overridden(text, overrides, subject=f"params.yaml of run {name}", rounds=rounds)[1]
+        return None, check(root / "params.yaml", overrides, rounds=rounds)
+    subject = f"params.yaml of run {name}"
+    after = overridden(text, overrides, subject=subject, rounds=rounds)[1]
+    return overridden(text, {}, subject=subject)[1] if has_begun(root, name) else None, after
 
 
 def differences(before: Params, after: Params) -> list[tuple[str, Any, Any]]:
@@ -111,7 +112,7 @@ def _flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _change_list(changes: list[tuple[str, Any, Any]]) -> str:
     """A change of `training` stands for the same one of each section that takes it over."""
     shared = {(key.partition(".")[2], str(old), str(new)) for key, old, new in changes if key.startswith("training.")}
-    changes = [c for c in changes if not (c[0].startswith(TAKE_TRAINING_OVER) and (c[0].partition(".")[2], str(c[1]), str(c[2])) in shared)]
+    changes = [c for c in changes if not (c[0].startswith(SHARING_TRAINING) and (c[0].partition(".")[2], str(c[1]), str(c[2])) in shared)]
     parts = [f"{key} {_value(old)} -> {_value(new)}" for key, old, new in changes[:MAX_KEYS]]
     return ", ".join(parts) + (f" and {len(changes) - MAX_KEYS} more" if len(changes) > MAX_KEYS else "")
 
@@ -131,7 +132,7 @@ def own_params(root: Path, name: str, params: Params, given: Mapping[str, Any] =
     base = _made_from(root, name)
     text = git(root, "show", f"{base}:params.yaml")
     made_from = overridden(text, dict(given), subject=f"params.yaml of {base[:9]}", complete=False)[1]
-    return [change for change in differences(made_from, params) if not change[0].startswith(OF_THE_REGISTRY)]
+    return [change for change in differences(made_from, params) if not change[0].startswith(REGISTRY_KEYS)]
 
 
 def _made_from(root: Path, name: str) -> str:
@@ -153,10 +154,4 @@ def _log_kept_params(root: Path, name: str, params: Params, overrides: dict[str,
             given = tuple(f"{key}." for key in overrides)
             kept = [change for change in own_params(root, name, params) if not f"{change[0]}.".startswith(given)]
         if kept:
-            _log_once(root, f"run {name}: resumes and keeps params that were not given: {_change_list(kept)}")
-
-
-@lru_cache(maxsize=100)
-def _log_once(root: Path, message: str) -> None:
-    """The command line prepares a run before its flow does."""
-    log.info("%s", message)
+            log.info("run %s: resumes and keeps params that were not given: %s", name, _change_list(kept))

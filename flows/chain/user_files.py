@@ -35,7 +35,7 @@ def check_user_files(root: Path, name: str | None, params: Params, *, rounds: bo
 
 
 def _missing_functions(root: Path, name: str | None, folder: Path, params: Params, rounds: bool) -> Iterator[str]:
-    """Problems of inputs, including a missing chat template."""
+    """Problems, a line each, of functions named in params and of the chat template whose file will not be there."""
     for key, wanted in _functions(params, rounds):
         place = wanted.rpartition(":")[0]
         candidates = [place] if place.endswith(".py") else _module_files(root, place)
@@ -60,7 +60,7 @@ def _functions(params: Params, rounds: bool) -> Iterator[tuple[str, str]]:
 
 
 def _module_files(root: Path, module: str) -> list[str]:
-    """File of a module in the project's folder; None: an installed or unknown module, which stage check_model reports."""
+    """Possible files of a module in the project's folder; none for an installed or unknown module, which stage check_model reports."""
     elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != root.resolve()]
     if not module or importlib.machinery.PathFinder.find_spec(module.partition(".")[0], elsewhere) is not None:
         return []

@@ -60,13 +60,16 @@ def prepare_worktree(root: Path, name: str, overrides: dict[str, Any]) -> Path:
         message = f"Run {name}: {json.dumps(overrides, sort_keys=True)}" if overrides else f"Run {name}: params as they were"
         if (refusal := commit(path, message, ["params.yaml"])) is not None:
             raise ConfigError(f"run {name}: {refusal}; correct what the hook names, or run with {NO_HOOKS}")
-        _say_what_differs(root, path, name)
+        _warn_of_newer_commits(root, path, name)
     return path
 
 
 @contextmanager
-def undone_on_failure(root: Path, name: str) -> Iterator[None]:
-    """Remove the run's worktree and branch if the block has made them and fails."""
+def undone_on_failure(root: Path, name: str | None) -> Iterator[None]:
+    """Remove the run's worktree and branch if the block has made them and fails. name: None: the run works in `root`."""
+    if name is None:
+        yield
+        return
     path, branch = worktree_path(root, name), f"run/{name}"
     there, known = path.exists(), git(root, "branch", "--list", branch) != ""
     try:
@@ -146,7 +149,7 @@ def _run_with_hooks(path: Path, arguments: list[str], what: str) -> str | None:
         except subprocess.TimeoutExpired:
             late = True
             for number in (signal.SIGTERM, signal.SIGKILL):
-                _tell_hooks(child, number)
+                _signal_hooks(child, number)
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(HOOK_GRACE)
                     break
@@ -160,7 +163,7 @@ def _run_with_hooks(path: Path, arguments: list[str], what: str) -> str | None:
         return f"{what}: expected the repository's hooks to accept it, got {got}: {words or 'no output'}"
 
 
-def _tell_hooks(git_process: subprocess.Popen, number: int) -> None:
+def _signal_hooks(git_process: subprocess.Popen, number: int) -> None:
     for process in session_members(git_process.pid):
         if process.pid != git_process.pid:
             with suppress(psutil.NoSuchProcess):
@@ -233,7 +236,7 @@ def share_cache(root: Path, path: Path) -> None:
         settings.write()
 
 
-def _say_what_differs(root: Path, path: Path, name: str) -> None:
+def _warn_of_newer_commits(root: Path, path: Path, name: str) -> None:
     base = git(path, "merge-base", "HEAD", git(root, "rev-parse", "HEAD"))
     behind = git(root, "rev-list", "--count", f"{base}..HEAD")
     if behind != "0":
@@ -249,7 +252,7 @@ def has_identity(path: Path) -> bool:
 
 
 def git_environment() -> dict[str, str]:
-    """Without Prefect's settings, for hooks."""
+    """Environment of git, without Prefect's settings, which its hooks would see."""
     return {name: value for name, value in without_git_places().items() if not name.startswith("PREFECT_")}
 
 

@@ -1,1 +1,1 @@
-"""The registry of models, kept in tags of git."""
+"""The model registry, which is kept in git tags."""

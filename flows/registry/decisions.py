@@ -1,4 +1,4 @@
-"""Writes to the registry: versions, promotions and rollbacks. Each is a tag, made under a lock and verified after it is written."""
+"""Writes versions, promotions and rollbacks to the registry. Each is a tag, made under a lock and verified after it is written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOCK_DEADLINE = 60.0  # seconds
 
 @contextlib.contextmanager
 def registry_lock(root: Path) -> Iterator[None]:
-    """Lock held while tags are read and written, shared by all worktrees of a repository.
+    """Holds the lock under which tags are read and written, shared by all worktrees of a repository.
 
     Raises:
         ConfigError: another process holds it for too long.
@@ -101,11 +101,15 @@ def promote(
 
 
 class AnotherModel(ConfigError):
-    """A version isn't the model that a person approved."""
+    """Raised when a version isn't the model that a person approved."""
 
 
 def check_approved(chosen: Version, approved: dict[str, str | None] | None) -> None:
-    """Raises: AnotherModel: the models differ; names both."""
+    """Check that the version's model is the one that was approved.
+
+    Raises:
+        AnotherModel: the models differ; names both.
+    """
     if approved is not None and approved != chosen.model:
         key = next(key for key in chosen.model if approved.get(key) != chosen.model[key])
         raise AnotherModel(
@@ -175,7 +179,7 @@ def _tag(
 
 
 def next_number(root: Path, artifact: str) -> int:
-    """Number of the next assignment: one more than the highest of all stages, as in GTO.
+    """The number of the next assignment: one more than the highest of all stages, as in GTO.
 
     Raises:
         ConfigError: a tag has the largest possible number.
@@ -212,10 +216,10 @@ def write_tag(root: Path, name: str, commit: str, head: str, content: dict[str, 
     if len(message) > MAX_BYTES // 2:  # git adds headers and a signature
         raise ConfigError(f"tag {name}: expected at most {MAX_BYTES // 2} bytes, got {len(message)}; check the number of the model's files")
     signers = allowed_signers(root)
-    settings, how = signing(signers)
+    settings, sign_option = signing(signers)
     identity = () if has_identity(root) else IDENTITY
     _wait_for_next_second(name, after)
-    done = run_git(root, *identity, *settings, "tag", how, "--cleanup=verbatim", "--file=-", name, commit, content=message)
+    done = run_git(root, *identity, *settings, "tag", sign_option, "--cleanup=verbatim", "--file=-", name, commit, content=message)
     if done.returncode:
         key = "; name your key with `git config user.signingKey FILE`" if signers else ""
         raise ConfigError(f"tag {name}: expected git to write it, got: {failure_text(done)}{key}")

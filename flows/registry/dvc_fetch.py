@@ -1,4 +1,4 @@
-"""Fetch a folder by its hash from the project's DVC remote into its cache.
+"""Fetches a folder by its hash from the project's DVC remote into its cache.
 
 Only the hash comes from a tag. DVC reads the project's own settings, including the remote and its password, and never those of the tag's
 commit, which could name any address.
@@ -35,7 +35,7 @@ except DvcException as error:
 
 
 def fetch_from_remote(root: Path, commit: str, path: str, md5: str) -> None:
-    """A folder's listing and its files from the default remote of the project at `root`.
+    """Fetch a folder's listing and its files from the default remote of the project at `root`.
 
     Args:
         commit: that of the version; path: the folder's, there.
@@ -60,12 +60,12 @@ def fetch_from_remote(root: Path, commit: str, path: str, md5: str) -> None:
 
 
 def _pull(root: Path, hashes: list[str]) -> str:
-    """Fetch hashes; returns DVC's error on one line."""
+    """Fetch hashes. Returns DVC's error on one line."""
     if not hashes:
         return ""
-    how = {"cwd": root, "env": dvc_environment(root), "input": "\n".join(hashes), "timeout": DEADLINE}
+    process_options = {"cwd": root, "env": dvc_environment(root), "input": "\n".join(hashes), "timeout": DEADLINE}
     try:
-        done = subprocess.run([sys.executable, "-P", "-c", _PROGRAM], capture_output=True, text=True, check=False, **how)
+        done = subprocess.run([sys.executable, "-P", "-c", _PROGRAM], capture_output=True, text=True, check=False, **process_options)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"DVC's remote: expected all files within {DEADLINE:.0f} s, got none; see `dvc remote list`") from None
     return shown(" ".join(done.stderr.split()), 1000)
@@ -89,7 +89,7 @@ def check_remotes(root: Path, commit: str) -> None:
 
 
 def _public(url: str) -> str:
-    """An address without the user and password that it may contain."""
+    """The address without the user and password that it may contain."""
     return re.sub(r"//[^/@]*@", "//***@", url)
 
 
@@ -98,7 +98,7 @@ def _own(path: Path) -> str:
 
 
 def _remotes(text: str, subject: str) -> dict[str, str]:
-    """Addresses of remotes by name."""
+    """The addresses of remotes by name."""
     parser = configparser.ConfigParser(interpolation=None, strict=False)
     try:
         parser.read_string(text)

@@ -1,4 +1,4 @@
-"""Verify a version's tag against the files of its commit: the lineage is computed again and must be the same.
+"""Verifies a version's tag against the files of its commit: the lineage is computed again and must be the same.
 
 A tag can contain any verdict. The commit also has the gate's verdict, the params and the hashes, and changing those makes another commit.
 """
@@ -60,7 +60,7 @@ class _Lock(_Form):
 
 
 def read_files(root: Path, commit: str, names: Iterable[str]) -> dict[str, str | None]:
-    """Text files of a commit by name; None: the commit doesn't have the file.
+    """Text files of a commit by name; None for a file that the commit doesn't have.
 
     Raises:
         ConfigError: the repository lacks the commit, or a file exceeds MAX_BYTES or isn't UTF-8.
@@ -84,7 +84,7 @@ def _text(found: Object | None, subject: str) -> str | None:
 
 
 def read_locks(root: Path, commit: str) -> dict[str, Any]:
-    """dvc.lock of a commit, with the stages of its rounds of iterative DPO where it has any.
+    """The content of dvc.lock in a commit, with the stages of its rounds of iterative DPO where it has any.
 
     Raises:
         ConfigError: there is no dvc.lock, or it isn't one.
@@ -150,12 +150,15 @@ def _check(root: Path, version: Version, subject: str) -> None:
 
 
 def decision(artifact: str) -> dict[str, Any] | None:
-    """The stage that accepts a model of the chain and its split; None: no stage does."""
+    """The stage that accepts a model of the chain, and its split; None if no stage does."""
     return {"by": "gate_reward", "split": "test"} if artifact == "reward-model" else None
 
 
 def decision_of_round(number: int, verdict: dict[str, Any]) -> dict[str, Any]:
-    """The decision that accepted a round's policy. verdict: the round's evaluate.json."""
+    """The decision that accepted a round's policy.
+
+    verdict: the round's evaluate.json.
+    """
     return {"by": f"evaluate_round@{number}", **verdict.get("promotion", {})}
 
 
@@ -195,14 +198,17 @@ def _check_gate_is_of_this_model(version: Version, lock: dict[str, Any], gate: s
 
 @dataclass(frozen=True)
 class GateProblem:
-    """A tag's verdict that contradicts its commit. short: for a table."""
+    """A tag's verdict that contradicts its commit.
+
+    short: text for a table.
+    """
 
     message: str
     short: str
 
 
 def gates(root: Path, versions: list[Version]) -> dict[str, GateProblem | None]:
-    """Compare each tag's verdict with gate.json of its commit, read together; None: they are the same.
+    """Compare each tag's verdict with gate.json of its commit, reading all together; None for tags that agree.
 
     For tables: `check_version` verifies the whole tag.
     """

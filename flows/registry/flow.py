@@ -28,7 +28,7 @@ NOT_APPROVED, ANOTHER_MODEL = "NotApproved", "AnotherModel"  # states of a run t
 
 
 class Approval(RunInput):
-    """Form that a person fills in. No field has a default, which Prefect would use without input."""
+    """The form that a person fills in. No field has a default, which Prefect would use without input."""
 
     approve: bool = Field(description="Whether this version is to be used from now on.")
     by: str = Field(min_length=1, description="Who decides; kept as stated, for nothing proves it.")
@@ -66,8 +66,8 @@ def promote(
             message = f"{artifact} {chosen.version}: stated by {decision.by}: {decision.reason}"
             tell_end(NOT_APPROVED, message)
             return State(type=StateType.FAILED, name=NOT_APPROVED, message=message)
-        how = {"by": decision.by, "reason": decision.reason, "override": override}
-        event = decisions.promote(root, artifact, chosen.version, approved=chosen.model, **how)
+        given = {"by": decision.by, "reason": decision.reason, "override": override}
+        event = decisions.promote(root, artifact, chosen.version, approved=chosen.model, **given)
         _show(artifact, event)
     except ConfigError as error:
         log.error("%s", error)
@@ -103,14 +103,16 @@ def version_to_approve(note: Path, found: Registry, version: str | None, *, resu
 
 
 def question(chosen: Version) -> str:
-    """Question with the model's hash, commit and verdict, since a version's name can be given to another model."""
+    """The question with the model's hash, commit and verdict, since a version's name can be given to another model."""
     gate = "its gate" if chosen.artifact == "reward-model" else f"the {gate_of(chosen.artifact)}"
     verdict = f"{gate}: {chosen.verdict}" if uses_reward_model(chosen) else "its training used no reward model"
     return f"May {chosen.artifact} {chosen.version} be used from now on? It is {chosen.identity}, of commit {chosen.commit}; {verdict}."
 
 
 def _ask(chosen: Version, details: str, config: RegistryConfig) -> Approval:
-    """Suspend the run. When a person resumes it, the run starts again and gets the answer here.
+    """Suspend the run until a person answers.
+
+    When the person resumes it, the run starts again and gets the answer here.
 
     The server stores the answer under a key of the model, so an answer about another model isn't used.
     """

@@ -1,4 +1,4 @@
-"""Read git objects by name, many in one call, each up to a size limit, since the content of a commit or tag is untrusted."""
+"""Reads git objects by name, many in one call, each up to a size limit, since the content of a commit or tag is untrusted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ DEADLINE = 120.0  # seconds for one call of git, which may prompt for the passph
 
 @dataclass(frozen=True)
 class Object:
-    """kind: blob, tag, commit or tree; size: bytes; content: None if larger than the limit."""
+    """A git object.
+
+    kind: blob, tag, commit or tree; size: bytes; content: None if larger than the limit.
+    """
 
     kind: str
     size: int
@@ -49,13 +52,13 @@ def read_objects(root: Path, names: Sequence[str], limit: int = MAX_BYTES) -> li
 
 
 def _head(line: bytes) -> tuple[str, int] | None:
-    """Kind and size from a line of `git cat-file --batch-check`; None: git doesn't have the object."""
+    """Kind and size from a line of `git cat-file --batch-check`; None if git doesn't have the object."""
     kind, _, size = line.decode(errors="backslashreplace").rpartition(" ")
     return (kind, int(size)) if size.isdecimal() and kind in ("blob", "tag", "commit", "tree") else None
 
 
-def _ask(root: Path, how: str, names: Sequence[str]) -> bytes:
-    done = run_git(root, "cat-file", how, content="".join(f"{name}\n" for name in names).encode(errors="surrogateescape"))
+def _ask(root: Path, mode: str, names: Sequence[str]) -> bytes:
+    done = run_git(root, "cat-file", mode, content="".join(f"{name}\n" for name in names).encode(errors="surrogateescape"))
     if done.returncode:
         raise ConfigError(f"git cat-file: expected to succeed in this checkout, got: {failure_text(done)}; `git fsck` says more")
     return done.stdout

@@ -1,4 +1,4 @@
-"""Signatures of the registry's tags. A local file lists the allowed signers; git verifies and makes the signatures (SSH keys).
+"""Makes and verifies signatures of the registry's tags with git and SSH keys. A local file lists the allowed signers.
 
 `promotion.allowed_signers` in the user's own params.yaml names the file. The params.yaml of a tag's commit is never read for it.
 """
@@ -33,14 +33,17 @@ class Signers:
 
 @dataclass(frozen=True)
 class Signature:
-    """signer: the name in the file of allowed signers; None: there is no valid signature, for the reason in `problem`."""
+    """The signature of a tag.
+
+    signer: the name in the file of allowed signers; None if there is no valid signature, for the reason in `problem`.
+    """
 
     signer: str | None
     problem: str = ""
 
 
 def allowed_signers(root: Path) -> Signers | None:
-    """The file of allowed signers that the user's params.yaml names; None: it names none, or there is no params.yaml.
+    """The file of allowed signers that the user's params.yaml names; None if it names none, or there is no params.yaml.
 
     Raises:
         ConfigError: the file is missing, or section `promotion` of params.yaml is invalid.
@@ -62,7 +65,7 @@ def allowed_signers(root: Path) -> Signers | None:
 
 
 def _promotion(path: Path) -> RegistryConfig:
-    """Section `promotion` alone, so that the registry can be read while another section is invalid."""
+    """The section `promotion` alone, so that the registry can be read while another section is invalid."""
     try:
         return RegistryConfig.model_validate(read_yaml(path).get("promotion"))
     except ValidationError as error:
@@ -79,7 +82,7 @@ def verify(root: Path, tags: Sequence[str], signers: Signers) -> dict[str, Signa
 
 @lru_cache(maxsize=4096)
 def _verify(root: Path, tag: str, signers: Signers) -> Signature:
-    """Cached, because a flow reads the registry several times and each signature costs a call of git."""
+    """The signature of each tag; cached, because a flow reads the registry several times and each signature costs a call of git."""
     # Without PGP: a key in a keyring isn't an allowed signer.
     settings = (*_ssh(signers), "-c", "gpg.minTrustLevel=fully", "-c", "gpg.program=false", "-c", "gpg.x509.program=false")
     done = run_git(root, *settings, "verify-tag", "--raw", tag)
@@ -94,5 +97,5 @@ def _ssh(signers: Signers) -> tuple[str, ...]:
 
 
 def signing(signers: Signers | None) -> tuple[tuple[str, ...], str]:
-    """git's settings and the option of `git tag` for a signed tag; signers None: for an unsigned one."""
+    """git's settings and the option of `git tag` for a signed tag, or without signers for an unsigned one."""
     return (_ssh(signers), "--sign") if signers else (("-c", "tag.gpgSign=false"), "--annotate")

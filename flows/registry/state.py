@@ -106,7 +106,7 @@ class Registry:
         return "none; a clone needs its tags: `git fetch --tags`"
 
     def problems(self) -> list[str]:
-        """Problems of the tags that were left out. Tags left out because of another one are named with that one."""
+        """The problems of the tags that were left out. Tags left out because of another one are named with that one."""
         lines = []
         for tag in self.bad:
             if tag.cause is None:
@@ -115,7 +115,7 @@ class Registry:
         return lines
 
     def get(self, version: str | None) -> Version:
-        """A version by its name; None: the promoted one.
+        """A version by its name, or the promoted one for None.
 
         Raises:
             ConfigError: there is none.
@@ -140,7 +140,7 @@ class Registry:
         return None
 
     def check_decisions(self) -> None:
-        """Check that every decision was read.
+        """Check that every decision could be read.
 
         Raises:
             ConfigError: a decision's tag was left out, so the promoted version isn't certain.
@@ -149,7 +149,7 @@ class Registry:
             raise ConfigError(f"{bad[0].problem}; until then it isn't certain which {self.artifact} is promoted")
 
     def newest_version(self) -> str | None:
-        """The name of the newest version; None: there is none.
+        """The name of the newest version; None if there is none.
 
         Raises:
             ConfigError: the tag of a version that may be newer was left out.
@@ -192,7 +192,7 @@ def _with_remedies(found: Registry) -> Registry:
 
 
 def read_for_decision(root: Path, artifact: str) -> Registry:
-    """Read the registry for code that depends on the promoted or rolled-back versions. Warns of every bad tag.
+    """Read the registry for code that depends on the promoted or rolled-back versions. Every bad tag is warned of.
 
     Raises:
         ConfigError: as `read_registry`; or a decision's tag is invalid.
@@ -206,12 +206,12 @@ def read_for_decision(root: Path, artifact: str) -> Registry:
 
 @lru_cache(maxsize=1024)
 def _warn(problem: str) -> None:
-    """Cached, so that a problem is logged once per process although a flow reads the registry several times."""
+    """Log a problem once per process, although a flow reads the registry several times."""
     log.warning("%s", problem)
 
 
 def read_promoted(root: Path, artifact: str) -> Version | None:
-    """The promoted version, its tag verified against its commit; None: nothing is promoted.
+    """The promoted version, with its tag verified against its commit; None if nothing is promoted.
 
     Raises:
         ConfigError: as `read_for_decision`; or the tag contradicts its commit.
@@ -223,8 +223,9 @@ def read_promoted(root: Path, artifact: str) -> Version | None:
 
 
 def _versions(artifact: str, tags: list[Tag], bad: list[BadTag]) -> dict[str, Version]:
-    """Versions by name, oldest first. Appends to `bad` the other tags: invalid ones, those of a model that already has a version, and those
-    dated before the version before.
+    """Versions by name, oldest first.
+
+    Other tags are appended to `bad`: invalid ones, those of a model that already has a version, and those dated before the version before.
     """
     numbered: dict[int, Tag] = {}
     for tag in tags:
@@ -248,7 +249,7 @@ def _versions(artifact: str, tags: list[Tag], bad: list[BadTag]) -> dict[str, Ve
 
 
 def _events(tags: list[Tag], empty: Registry, bad: list[BadTag]) -> list[Event]:
-    """Decisions in order. Appends invalid tags to `bad`, and those that don't follow from the decisions before them.
+    """Decisions in order. Invalid tags are appended to `bad`, and those that don't follow from the decisions before them.
 
     Args:
         empty: the registry without events.
@@ -284,7 +285,7 @@ class LeftOut(ConfigError):
 
 
 def _cause(number: int, bad: list[BadTag]) -> str | None:
-    """The cause of the last bad decision before decision `number`, or that decision itself; None: all of them are valid."""
+    """The cause of the last bad decision before decision `number`, or that decision itself; None if all of them are valid."""
     before = [(int(found["number"]), tag) for tag in bad if (found := _ASSIGNMENT.fullmatch(tag.name)) and int(found["number"]) < number]
     last = max(before, key=lambda pair: pair[0], default=(0, None))[1]
     return last and (last.cause or last.name)
@@ -322,7 +323,8 @@ def _check_event(tag: Tag, event: Event, so_far: Registry) -> None:
 
 
 def _check_date(tag: str, at: str, before: Version | Event | None) -> None:
-    """Check that a tag isn't dated before the one that it follows: ssh-keygen judges an expired key by the date that the tag states.
+    """Check that a tag isn't dated before the one that it follows, because ssh-keygen judges an expired key by the date that the tag
+    states.
 
     Raises:
         ConfigError: it is.
@@ -333,7 +335,7 @@ def _check_date(tag: str, at: str, before: Version | Event | None) -> None:
 
 
 def why_not(registry: Registry, chosen: Version) -> str | None:
-    """Why a version may not be promoted without an override; None: it may."""
+    """The reason why a version may not be promoted without an override; None if it may."""
     if (taken_back := registry.rolled_back.get(chosen.version)) is not None:
         why = shown(f"{taken_back.who}: {taken_back.reason}", 1000)
         return f"expected a version that was not rolled back, got one that was, {why}"

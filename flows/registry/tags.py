@@ -1,4 +1,4 @@
-"""Parse and validate the registry's tags, written by `flows.promote`.
+"""Parses and validates the registry's tags, which `flows.promote` writes.
 
 Anyone who may push tags can write anything into one. An invalid tag is reported with its problem and left out.
 """
@@ -32,8 +32,10 @@ Verdict = Literal["passed", "rejected", "not needed"]
 
 @dataclass(frozen=True)
 class Tag:
-    """An annotated tag. oid: its own hash; commit: the tagged one; by: the tagger's name, which nothing verifies; signer: who signed it,
-    None where no signature is required; second: Unix time of its creation.
+    """An annotated tag.
+
+    oid: its own hash; commit: the tagged one; by: the tagger's name, which nothing verifies; signer: who signed it, None where no signature
+    is required; second: Unix time of its creation.
     """
 
     name: str
@@ -57,7 +59,11 @@ class BadTag:
 
 @dataclass(frozen=True)
 class Version:
-    """lineage: rlhf_core/provenance/lineage.py; at: time of registration, ISO 8601; by: the tagger's stated name; signer: who signed it."""
+    """A version of a model.
+
+    lineage: as rlhf_core/provenance/lineage.py writes it; at: time of registration, ISO 8601; by: the tagger's stated name; signer: who
+    signed it.
+    """
 
     artifact: str
     version: str
@@ -73,19 +79,21 @@ class Version:
 
     @property
     def gate_accuracy(self) -> float | None:
-        """Held-out accuracy; None: the gate judged no reward model."""
+        """The held-out accuracy; None if the gate judged no reward model."""
         return (self.lineage["gate"] or {}).get("accuracy")
 
     @property
     def gains(self) -> dict[str, float]:
-        """Lower bound of its accuracy minus another version's, on the same pairs, by the md5 of each that its gate compared it with."""
+        """The lower bound of its accuracy minus another version's on the same pairs, by the md5 of each version that its gate compared it
+        with.
+        """
         gate = self.lineage["gate"] or {}
         compared = [gate[role] for role in ("incumbent", "anchor") if gate.get(role)]
         return {found["md5"]: found["low"] for found in compared if found["low"] is not None}
 
     @property
     def sha256(self) -> str | None:
-        """sha256 of the folder by `rlhf_core.provenance.file_hashes.folder_sha256`; None: it was registered by its md5 only."""
+        """The sha256 of the folder by `rlhf_core.provenance.file_hashes.folder_sha256`; None if it was registered by its md5 only."""
         files = self.lineage.get("sha256")
         return None if files is None else folder_sha256(files)
 
@@ -100,7 +108,7 @@ class Version:
 
     @property
     def model(self) -> dict[str, str | None]:
-        """Identity of the model, kept with each decision about it."""
+        """The identity of the model, which is kept with each decision about it."""
         return {"md5": self.md5, "sha256": self.sha256, "commit": self.commit, "gate": self.verdict}
 
 
@@ -184,7 +192,7 @@ class _Input(_Form):
 
 
 class _Lineage(_Form):
-    """Written by rlhf_core.provenance.lineage.lineage."""
+    """The part of a lineage that is read, as rlhf_core.provenance.lineage.lineage writes it."""
 
     path: str
     md5: _Md5
@@ -296,7 +304,11 @@ def _tagger(tag: str, line: str) -> tuple[str, datetime]:
 
 
 def as_version(artifact: str, tag: Tag) -> Version:
-    """Raises: ConfigError: the tag's content isn't a lineage, or names another commit than the tagged one."""
+    """The version in a tag.
+
+    Raises:
+        ConfigError: the tag's content isn't a lineage, or names another commit than the tagged one.
+    """
     _check(tag, _Lineage)
     if tag.content["commit"] != tag.commit:
         stated = shown(tag.content["commit"])
@@ -308,7 +320,7 @@ def as_version(artifact: str, tag: Tag) -> Version:
 
 
 def as_event(number: int, tag: Tag) -> Event | None:
-    """The decision in a tag; None: the tag only removes a version from the stage before the next one enters.
+    """The decision in a tag; None if the tag only removes a version from the stage before the next one enters.
 
     Raises:
         ConfigError: the tag's content isn't a decision.

@@ -1,4 +1,4 @@
-"""Register a run's model as a version, and fetch a version's files by their hashes."""
+"""Registers a run's model as a version, and fetches a version's files by their hashes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _check_committed(workspace: Path) -> None:
 
 
 def _of_round(workspace: Path, artifact: str, number: int) -> tuple[str, str, dict[str, Any]]:
-    """Path of a round's policy, DVC's address of the round's last stage, and the decision that accepted the policy.
+    """The path of a round's policy, DVC's address of the round's last stage, and the decision that accepted the policy.
 
     Raises:
         ConfigError: there is no such round, or its policy was not accepted.

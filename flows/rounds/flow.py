@@ -5,34 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 
 from prefect import flow, get_run_logger, runtime
-from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.client.schemas.objects import State, StateType
 
 from flows.chain.console import tell, tell_end
-from flows.chain.flow import end_state, outcome_of, publish_gate, run_with_retries
-from flows.chain.locks import only_flow
+from flows.chain.execute import end_state, outcome_of, show_file, show_gate, show_text
+from flows.chain.flow import refused_or, run_with_retries
 from flows.chain.overrides import Overrides
 from flows.chain.pins import check_not_rolled_back
-from flows.chain.reach import check_cluster
-from flows.chain.settings import point_out
-from flows.chain.stages import StageFailed, unchanged
+from flows.chain.prepare import PreparedRun
+from flows.chain.settings import warn_of_settings
+from flows.chain.stages import StageFailed
 from flows.chain.worktree import commit_results
 from flows.rounds.series import (
-    STAGES,
-    chain_before_rounds,
     check_promotion_split,
     check_reward_model,
+    check_rounds,
     current_round,
     last_round_of_run,
     lay_out_start,
-    prepare_series,
+    prepared_series,
     publish,
     round_stages,
     verdict,
 )
-from flows.runs.record import REFUSED, ROUND_REFUSED, note, recording
+from flows.runs.record import ROUND_REFUSED, note, recording
 from flows.runs.results import input_paths, result_paths
-from rlhf_core.config import ConfigError, Params, load_params, with_recipes
+from rlhf_core.config import with_recipes
 from rlhf_core.paths import ROUNDS_FIGURE
 
 
@@ -55,60 +53,61 @@ def iterative_dpo(
         update: allow changed params in a series without a round.
         recipes: paths of recipes in the project's folder, each laid over those before it and over params.yaml; overrides win over all.
     """
-    root, log = Path.cwd(), get_run_logger()
-    try:
-        if rounds < 1:
-            raise ConfigError(f"rounds: expected at least 1, got {rounds}; correct it")
-        overrides = with_recipes(recipes, overrides)
-        with only_flow(root, series):
-            workspace = prepare_series(root, series, overrides, update=update)
-            checked = load_params(workspace / "params.yaml")
-            log.info("Workspace: %s", workspace)
-            with recording(workspace):
-                point_out(workspace, checked, rounds=True)
-                state = _chain(root, workspace, checked) or _rounds(root, workspace, checked, rounds)
-                note(workspace, **outcome_of(state))
-            if state is not None:
-                tell_end(state.name, state.message)
-            return state
-    except ConfigError as error:
-        log.error("%s", error)
-        return State(type=StateType.FAILED, name=REFUSED, message=str(error))
+
+    def of_deployment() -> State | None:
+        root, given = Path.cwd(), with_recipes(recipes, overrides)
+        check_rounds(rounds)
+        with prepared_series(root, series, given, update=update) as ready:
+            return run_prepared(ready, rounds)
+
+    return refused_or(of_deployment)
 
 
-def _chain(root: Path, workspace: Path, params: Params) -> State | None:
+def run_prepared(run: PreparedRun, rounds: int) -> State | None:
+    """Run the chain before the rounds and then the rounds, and record the outcome. Returns a state if not all ended well."""
+    get_run_logger().info("Workspace: %s", run.workspace)
+    with recording(run.workspace):
+        warn_of_settings(run.workspace, run.params, rounds=True)
+        state = _chain(run) or _rounds(run, rounds)
+        note(run.workspace, **outcome_of(state))
+    if state is not None:
+        tell_end(state.name, state.message)
+    return state
+
+
+def _chain(run: PreparedRun) -> State | None:
     """Run the stages of the chain that the rounds start from. Returns a state where one failed."""
+    workspace, params = run.workspace, run.params
     try:
-        order = chain_before_rounds(workspace, params)
-        skipped = unchanged(workspace, order)
-        check_cluster(root, params, [*(stage for stage in order if stage not in skipped), *STAGES])
-        for stage in order:
-            run_with_retries(stage, workspace, params.flow, skip=stage in skipped)
-            publish_gate(workspace, stage)
+        for stage in run.wanted:
+            note(workspace, stage=stage)
+            run_with_retries(stage, workspace, params.flow, skip=stage in run.skipped)
+            show_gate(workspace, run.stages, stage)
             if stage == "prepare_data":  # before the expensive stages
                 check_promotion_split(workspace, params)
     except StageFailed as failure:
-        publish_gate(workspace, failure.stage)
+        show_gate(workspace, run.stages, failure.stage)
         message = f"Results of run {workspace.name}, stopped at {failure.stage}"
         commit_results(workspace, message, result_paths(workspace), input_paths(workspace))
-        return end_state(workspace, failure)
+        return end_state(workspace, run.stages, failure)
     check_reward_model(workspace, params)
     if params.gate.override is None:
-        check_not_rolled_back(root, workspace, params.iterative.scorers)
+        check_not_rolled_back(run.root, workspace, params.iterative.scorers)
     return None
 
 
-def _rounds(root: Path, workspace: Path, params: Params, rounds: int) -> State | None:
+def _rounds(run: PreparedRun, rounds: int) -> State | None:
     """Run the rounds of this run. Returns a state where one failed or its data was refused."""
-    log = get_run_logger()
-    start = lay_out_start(root, workspace, params)
+    log, workspace, params = get_run_logger(), run.workspace, run.params
+    start = lay_out_start(run.root, workspace, params)
     last = last_round_of_run(workspace, str(runtime.flow_run.id), rounds)
     while (number := current_round(workspace, params, start=start, last=last)) is not None:
         try:
             for stage in round_stages(number):
+                note(workspace, stage=stage.rpartition(":")[2])  # without its pipeline's file
                 run_with_retries(stage, workspace, params.flow)
         except StageFailed as failure:
-            return end_state(workspace, failure)
+            return end_state(workspace, run.stages, failure)
         _show(workspace, number)
         outcome = verdict(workspace, number)
         log.info("Round %d: %s: %s", number, "accepted" if outcome["accepted"] else "the policy before it is kept", outcome["reason"])
@@ -118,10 +117,9 @@ def _rounds(root: Path, workspace: Path, params: Params, rounds: int) -> State |
 
 
 def _show(workspace: Path, number: int) -> None:
-    """Publish table and figure of all rounds as artifacts."""
+    """Show table and figure of all rounds."""
     text = publish(workspace, number)
     tell(f"\n{text}")
-    create_markdown_artifact(text, key="rounds", description=f"Rounds of {workspace.name}")
+    show_text(text, key="rounds", description=f"Rounds of {workspace.name}")
     if (workspace / ROUNDS_FIGURE).is_file():
-        path = (workspace / ROUNDS_FIGURE).resolve()
-        create_link_artifact(path.as_uri(), link_text=ROUNDS_FIGURE.name, key="rounds-figure", description=str(path))
+        show_file(workspace / ROUNDS_FIGURE, key="rounds-figure")

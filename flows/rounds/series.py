@@ -8,14 +8,19 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flows.chain.pins import prepare_run, promoted_version, start_from_registry
-from flows.chain.stages import stage_order
+from flows.chain.locks import only_flow
+from flows.chain.pins import promoted_version, start_from_registry
+from flows.chain.prepare import PreparedRun, prepare_workspace, read_run, refusal_recorded
+from flows.chain.reach import check_cluster
+from flows.chain.stages import read_stages
 from flows.chain.updates import check_run, check_update
 from flows.chain.user_files import check_user_files
-from flows.chain.worktree import commit, commit_results, prepare_worktree, worktree_path
+from flows.chain.worktree import commit, commit_results, prepare_worktree, undone_on_failure, worktree_path
 from flows.runs.results import input_paths, result_paths
 from rlhf_core.config import UNTRACKED_SECTIONS, ConfigError, Params, load_params, read_yaml
 from rlhf_core.data.schema import read_rows
@@ -42,43 +47,71 @@ STAGES = ("sample_round", "validate_round", "train_round", "evaluate_round")
 log = logging.getLogger("rlhf.flows")
 
 
-def prepare_series(root: Path, series: str, overrides: dict[str, Any], *, update: bool = False) -> Path:
-    """The worktree of a series, created if it doesn't exist.
+def check_rounds(rounds: int) -> None:
+    """Check the number of rounds of a run. Raises ConfigError."""
+    if rounds < 1:
+        raise ConfigError(f"rounds: expected at least 1, got {rounds}; correct it")
+
+
+@contextmanager
+def prepared_series(root: Path, series: str, overrides: dict[str, Any], *, update: bool = False) -> Iterator[PreparedRun]:
+    """Prepare a series and hold its lock in the block. Takes and raises what `prepare_series` and `only_flow` do."""
+    check_run(root, series, overrides, rounds=True)  # before anything is written, such as the lock
+    with only_flow(root, series):
+        yield prepare_series(root, series, overrides, update=update)
+
+
+def prepare_series(root: Path, series: str, overrides: dict[str, Any], *, update: bool = False) -> PreparedRun:
+    """Prepare a series in its worktree, which is made if it doesn't exist. The run's stages are those that come before the first round.
+
+    The caller holds the lock of the series.
 
     Raises:
-        ConfigError: params, data or models differ from those of the earlier rounds, an override is refused, or a scorer's file is missing.
+        ConfigError: params, data or models differ from those of the earlier rounds, an override is refused, a scorer's file is missing, or
+            the cluster can't be used.
     """
+    with undone_on_failure(root, series):
+        workspace = _series_workspace(root, series, overrides, update=update)
+        with refusal_recorded(workspace):
+            params = load_params(workspace / "params.yaml")
+            run = read_run(root, workspace, until=last_before_rounds(params))
+            check_cluster(root, run.params, [*(stage for stage in run.wanted if stage not in run.skipped), *STAGES])
+    return run
+
+
+def _series_workspace(root: Path, series: str, overrides: dict[str, Any], *, update: bool) -> Path:
     path = worktree_path(root, series)
-    wanted = check_run(root, series, overrides, rounds=True)
+    if not (path.exists() and read_rounds(path)):
+        return prepare_workspace(root, series, overrides, update=update, rounds=True)
+    own, (_, wanted) = load_params(path / "params.yaml"), check_run(root, series, overrides, rounds=True)
     check_user_files(root, series, wanted, rounds=True)
-    if path.exists() and read_rounds(path):
-        before, after = (params.model_dump(exclude=set(UNTRACKED_SECTIONS)) for params in (load_params(path / "params.yaml"), wanted))
-        changed = [section for section in before if before[section] != after[section]]
-        other = _other_inputs(path, wanted)
-        if (changed or other) and unmade(path):
-            check_update(root, series, overrides, update=update)
-            forget_unmade(path)
-            return prepare_run(root, series, overrides, update=update)
-        if other:
-            raise ConfigError(
-                f"series {series}: expected the data and models that its rounds were made with, got others; restore them, or begin "
-                "another series with --series NAME\n" + "\n".join(other)
-            )
-        if changed:
-            raise ConfigError(
-                f"series {series}: expected the params that its rounds were made with, got others in {', '.join(changed)}; begin another "
-                "series with --series NAME"
-            )
-        check_update(root, series, overrides, update=update)
-        return prepare_worktree(root, series, overrides)
-    return prepare_run(root, series, overrides, update=update)
+    before, after = (params.model_dump(exclude=set(UNTRACKED_SECTIONS)) for params in (own, wanted))
+    changed = [section for section in before if before[section] != after[section]]
+    other = _other_inputs(path, wanted)
+    if (changed or other) and unmade(path):
+        check_update(root, series, own, wanted, overrides, update=update)
+        forget_unmade(path)
+        return prepare_workspace(root, series, overrides, update=update, rounds=True)
+    if other:
+        raise ConfigError(
+            f"series {series}: expected the data and models that its rounds were made with, got others; restore them, or begin "
+            "another series with --series NAME\n" + "\n".join(other)
+        )
+    if changed:
+        raise ConfigError(
+            f"series {series}: expected the params that its rounds were made with, got others in {', '.join(changed)}; begin another "
+            "series with --series NAME"
+        )
+    check_update(root, series, own, wanted, overrides, update=update)
+    return prepare_worktree(root, series, overrides)
 
 
 def _other_inputs(workspace: Path, params: Params) -> list[str]:
     """Files from outside the project that have changed since the chain and the rounds read them, a line each."""
-    inputs, before = read_inputs(params, workspace), chain_before_rounds(workspace, params)
+    inputs, order = read_inputs(params, workspace), [*read_stages(workspace)]
+    later = set(order[order.index(last_before_rounds(params)) + 1 :])
     locks = (workspace / "dvc.lock", workspace / ROUNDS_PIPELINE.with_suffix(".lock"))
-    return [line for lock in locks for line in changes_since(lock, inputs, workspace, ignored=set(stage_order(workspace)) - set(before))]
+    return [line for lock in locks for line in changes_since(lock, inputs, workspace, ignored=later)]
 
 
 def unmade(workspace: Path) -> bool:
@@ -101,11 +134,9 @@ def forget_unmade(workspace: Path) -> None:
         log.warning("Round 1: the removal of its entry is not committed; %s", refusal)
 
 
-def chain_before_rounds(workspace: Path, params: Params) -> list[str]:
-    """The stages of dvc.yaml that come before the first round, in order."""
-    order = stage_order(workspace)
-    last = "train_policy" if params.iterative.start == "policy" else "gate_reward"
-    return order[: order.index(last) + 1]
+def last_before_rounds(params: Params) -> str:
+    """The last stage of dvc.yaml that comes before the first round."""
+    return "train_policy" if params.iterative.start == "policy" else "gate_reward"
 
 
 def check_reward_model(workspace: Path, params: Params) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 
 from tabulate import tabulate
 
-from flows.chain.stages import stage_order, unchanged
+from flows.chain.command_line import INTERRUPTED, REFUSED, show_own_log
+from flows.chain.stages import read_stages, unchanged
 from flows.chain.summary import key_figure, report_of
 from flows.chain.updates import own_params, run_params
-from flows.full_pipeline import INTERRUPTED, REFUSED, show_own_log
 from flows.runs.delete import delete, versions_of
 from flows.runs.record import GATE_REJECTED, read_record
 from flows.runs.state import RunState, lock_of, read_runs, run_names
@@ -161,13 +161,14 @@ def _params(root: Path, state: RunState) -> list[dict[str, Any]] | None:
 
 def _stages(folder: Path, state: RunState) -> Iterator[dict[str, str]]:
     """State and key figure of each stage, by DVC; by the record while a flow is at work, since its stage holds DVC's lock."""
-    order = stage_order(folder)
+    stages = read_stages(folder)
+    order = [*stages]
     ended = order[: order.index(state.stage)] if state.process and state.stage in order else unchanged(folder, order)
     for stage in order:
         if stage in ended:
-            yield {"stage": stage, "state": "up to date", "figure": key_figure(folder, stage)}
+            yield {"stage": stage, "state": "up to date", "figure": key_figure(folder, stages, stage)}
         elif stage == state.stage and state.outcome != "done":
-            figure = key_figure(folder, stage) if state.outcome == GATE_REJECTED else ""
+            figure = key_figure(folder, stages, stage) if state.outcome == GATE_REJECTED else ""
             yield {"stage": stage, "state": state.outcome, "figure": figure}
         else:
             yield {"stage": stage, "state": "to do", "figure": ""}

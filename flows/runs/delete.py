@@ -17,9 +17,9 @@ from rlhf_core.config import ConfigError, read_yaml, shown
 from rlhf_core.paths import CHECK_MODEL_FIGURES, DATA_DOCS, PROMOTED, ROUNDS_PIPELINE, SCRATCH, STATE_DIGESTS, STOPPED_REPORT, TIMINGS
 
 # Prefixes of the subjects of a run's own commits; `{}` is its name.
-OF_THE_RUN = ("Run {}: ", "Results of run {}", "Results of round ", "Begin round ", "Take back the beginning of round ")
+RUN_COMMITS = ("Run {}: ", "Results of run {}", "Results of round ", "Begin round ", "Take back the beginning of round ")
 # Ignored by git and not the user's, in addition to the outs of stages.
-OF_THE_PIPELINE = (
+PIPELINE_FILES = (
     *(".dvc", ".prefect", "wandb", "compare.log"),
     *map(str, (SCRATCH, PROMOTED, STOPPED_REPORT, CHECK_MODEL_FIGURES, TIMINGS, STATE_DIGESTS, DATA_DOCS)),
 )
@@ -61,11 +61,11 @@ def _lost(root: Path, state: RunState, deleted: list[RunState]) -> list[str]:
     problems = []
     if state.folder is not None:
         folder = root / state.folder
-        if changed := _changed_files_of_the_users(folder):
+        if changed := _changed_user_files(folder):
             problems.append(f"expected all committed, got {_named(changed)}")
-        if ignored := _ignored_files_of_the_users(folder):
+        if ignored := _ignored_user_files(folder):
             problems.append(f"expected no ignored files but those of stages, got {_named(ignored)}")
-    if own := _commits_of_the_users(root, state, deleted):
+    if own := _user_commits(root, state, deleted):
         problems.append(f"expected the run's own commits only, got {len(own)} that no other branch has: {shown('; '.join(own[:5]))}")
     return problems
 
@@ -74,7 +74,7 @@ def _named(names: list[str]) -> str:
     return shown(", ".join(names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _changed_files_of_the_users(folder: Path) -> list[str]:
+def _changed_user_files(folder: Path) -> list[str]:
     """Changed and untracked files that are not results. A stopped run leaves its results uncommitted."""
     from flows.runs.results import result_paths  # imports pandas
 
@@ -86,9 +86,9 @@ def _changed_files_of_the_users(folder: Path) -> list[str]:
     return [str(path) for path in paths if not any(path.is_relative_to(result) for result in results)]
 
 
-def _ignored_files_of_the_users(folder: Path) -> list[str]:
+def _ignored_user_files(folder: Path) -> list[str]:
     """Files ignored by git that neither a stage nor a tool wrote."""
-    ours = (*OF_THE_PIPELINE, *_outs(folder))
+    ours = (*PIPELINE_FILES, *_outs(folder))
     listed = git(folder, "ls-files", "--others", "--ignored", "--exclude-standard", "-z").split("\0")
     paths = [PurePath(name) for name in listed if name and not CACHES.search(name)]
     return [str(path) for path in paths if not any(path.is_relative_to(own) for own in ours)]
@@ -107,14 +107,14 @@ def _outs(folder: Path) -> set[str]:
     return found
 
 
-def _commits_of_the_users(root: Path, state: RunState, deleted: list[RunState]) -> list[str]:
+def _user_commits(root: Path, state: RunState, deleted: list[RunState]) -> list[str]:
     """Commits, as `hash subject`, that no other branch or tag has and that the pipeline has not made."""
     tips = [f"refs/heads/{state.branch}"] * (state.branch is not None)
     if state.folder is not None:
         tips.append(git(root / state.folder, "rev-parse", "HEAD"))
     elsewhere = ["--not", *(f"--exclude={other.branch}" for other in deleted if other.branch), "--branches", "--tags", "--remotes"]
     subjects = git(root, "log", "--format=%h %s", *tips, *elsewhere).splitlines()
-    ours = tuple(begin.format(other.name) for begin in OF_THE_RUN for other in deleted)
+    ours = tuple(begin.format(other.name) for begin in RUN_COMMITS for other in deleted)
     return [line for line in subjects if not line.partition(" ")[2].startswith(ours)]
 
 

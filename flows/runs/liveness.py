@@ -8,7 +8,6 @@ frees the lock however the process ends. Only runs with such a file are set to C
 from __future__ import annotations
 
 import base64
-import fcntl
 import hashlib
 import json
 import os
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import psutil
+
+from rlhf_core.files import try_lock
 
 AT_WORK = ["RUNNING", "PENDING", "CANCELLING"]
 REQUEST_SECONDS = 90.0  # a server on SQLite can block for a minute
@@ -49,7 +50,7 @@ def crash_orphaned_runs(url: str, secret: str, *, patience: float = 0.0) -> list
     until = time.monotonic() + patience
     ended: list[str] = []
     while True:
-        runs = _ask(url, secret, "flow_runs/filter", {"flow_runs": wanted})
+        runs = ask(url, secret, "flow_runs/filter", {"flow_runs": wanted})
         alive = _at_work() if runs else set()
         for run in runs:
             if run["id"] not in alive:
@@ -74,7 +75,7 @@ def liveness_tag(home: Path, given_url: str | None) -> Iterator[str]:
     folder.mkdir(exist_ok=True)
     path, aside = folder / f"{tag}.json", folder / f".{tag}"
     with aside.open("w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try_lock(file)
         json.dump({"database": _database(home, given_url), **_machine()}, file)
         file.flush()
         aside.replace(path)  # already locked when it becomes visible
@@ -95,8 +96,9 @@ def crash_orphaned_command_lines(home: Path, url: str, secret: str | None, given
     """
     ended = []
     for path in sorted((home / SIGNS).glob("*.json")):
-        with suppress(FileNotFoundError, BlockingIOError), path.open(encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: the process is alive
+        with suppress(FileNotFoundError), path.open(encoding="utf-8") as file:
+            if not try_lock(file):
+                continue  # the process is alive
             sign = _read_sign(file)
             if sign is None:
                 path.unlink()
@@ -104,7 +106,7 @@ def crash_orphaned_command_lines(home: Path, url: str, secret: str | None, given
             if sign["database"] != _database(home, given_url) or not _is_here(sign):
                 continue
             wanted = {"state": {"type": {"any_": AT_WORK}}, "tags": {"all_": [path.stem]}}
-            for run in _ask(url, secret, "flow_runs/filter", {"flow_runs": wanted}):
+            for run in ask(url, secret, "flow_runs/filter", {"flow_runs": wanted}):
                 _crash(url, secret, run["id"], SAME_COMMAND)
                 ended.append(run["name"])
             path.unlink()
@@ -142,9 +144,9 @@ def _is_here(sign: dict[str, str]) -> bool:
 def _crash(url: str, secret: str | None, run: str, message: str) -> None:
     state = {"type": "CRASHED", "name": "Crashed", "message": message}
     tasks = {"flow_run_id": {"any_": [run]}, "state": {"type": {"any_": AT_WORK}}}
-    for task in _ask(url, secret, "task_runs/filter", {"task_runs": tasks}):
-        _ask(url, secret, f"task_runs/{task['id']}/set_state", {"state": state, "force": True})
-    _ask(url, secret, f"flow_runs/{run}/set_state", {"state": state, "force": True})
+    for task in ask(url, secret, "task_runs/filter", {"task_runs": tasks}):
+        ask(url, secret, f"task_runs/{task['id']}/set_state", {"state": state, "force": True})
+    ask(url, secret, f"flow_runs/{run}/set_state", {"state": state, "force": True})
 
 
 def _at_work() -> set[str]:
@@ -156,18 +158,23 @@ def _at_work() -> set[str]:
     return found
 
 
-def _ask(url: str, secret: str | None, path: str, body: dict[str, Any]) -> Any:
+def ask(url: str, secret: str | None, path: str, body: dict[str, Any] | None = None, *, method: str = "POST") -> Any:
+    """Answer of Prefect's API to a request, which is repeated while the server is busy; None: the answer is empty.
+
+    Raises:
+        OSError: the server does not answer, refuses, or has been busy for REQUEST_SECONDS.
+    """
     headers = {"Content-Type": "application/json"}
     if secret is not None:
         headers["Authorization"] = f"Basic {base64.b64encode(secret.encode()).decode()}"
     elif "PREFECT_API_KEY" in os.environ:
         headers["Authorization"] = f"Bearer {os.environ['PREFECT_API_KEY']}"
-    request = urllib.request.Request(f"{url}/{path}", json.dumps(body).encode(), headers)
+    request = urllib.request.Request(f"{url}/{path}", None if body is None else json.dumps(body).encode(), headers, method=method)
     until = time.monotonic() + REQUEST_SECONDS
     while True:
         try:
             with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
-                return json.load(response)
+                return json.loads(response.read() or b"null")
         except urllib.error.HTTPError as error:  # the server's own services may hold a SQLite database
             if error.code != BUSY or time.monotonic() > until:
                 raise

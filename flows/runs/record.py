@@ -22,7 +22,7 @@ def note(workspace: Path, **fields: Any) -> None:
 
     outcome: running, done, stopped (by a signal), failed, or the name of a refusal's state. stage: the last one that was started.
     message: why the run ended. until: requested last stage of a finished run; None: the chain's own last stage.
-    warnings: settings that wreck pretrained models.
+    warnings: settings that wreck pretrained models. forced: id of the last flow run that forced a stage, and the stage.
     """
     path, now = workspace / RECORD, datetime.now(UTC).isoformat(timespec="seconds")
     replace_text(path, json.dumps({**read_record(workspace), **fields, "at": now}, ensure_ascii=False))

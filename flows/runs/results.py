@@ -74,7 +74,11 @@ def _side(name: str, read: Read, samples: bytes | None, *, times: dict) -> Side:
 
 
 def read_results(name: str, read: Read) -> Results:
-    """Raises: ConfigError: there is no params.yaml, or no stage has written metrics."""
+    """Params, hashes of outs and metrics of a run.
+
+    Raises:
+        ConfigError: there is no params.yaml, or no stage has written metrics.
+    """
     params, lock = read("params.yaml"), read("dvc.lock")
     if params is None:
         raise ConfigError(f"{name}: expected a run with params.yaml, got none there; name a run, a folder or a commit of this project")

@@ -1,4 +1,4 @@
-"""Advantage estimators: from one reward per response to an advantage per token. `ADVANTAGE_ESTIMATORS` lists them by rl.algorithm.
+"""Advantage estimators: from one reward per response to an advantage per token. online.py lists them by rl.algorithm.
 
 No gradient flows through the results. A score that isn't finite marks a response that could not be scored; it is not a reward of 0.
 Statistics are computed in float64 and returned in the dtype of the input.
@@ -266,16 +266,3 @@ class _Groups:
 
 def _per_token(advantage: torch.Tensor, rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     return advantage.to(rewards.dtype).unsqueeze(1).where(response_mask, 0.0)
-
-
-# By rl.algorithm. An estimator names as parameters what it needs of the quantities that rlhf_core.trainers.rl.advantages.compute_advantages
-# offers. It returns advantages [B, R], or with a critic advantages and returns.
-ADVANTAGE_ESTIMATORS = {
-    "ppo": ppo,
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "reinforce_pp": reinforce_pp,
-    "reinforce_pp_baseline": reinforce_pp_baseline,
-    "remax": remax,
-}

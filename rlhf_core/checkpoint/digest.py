@@ -22,7 +22,7 @@ from rlhf_core.checkpoint.saved_state import Item, SavedFiles
 from rlhf_core.process import exit_with
 
 DIGEST_FILE = "digest.json"
-VERSION = 2
+VERSION = 3
 UNREADABLE = 2  # exit code
 # Parts of a state, in the order in which differences are reported: an early difference usually causes the later ones.
 PARTS = {

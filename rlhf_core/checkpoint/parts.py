@@ -62,8 +62,8 @@ def _save_part(folder: Path, rank: int, names: list[str]) -> None:
         if (stored := StoredCheckpoint.of(folder)) is not None:
             stored.upload(folder, {name: found.hash for name, found in saved.items()})
         content: dict[str, Any] = {"saved": {name: found.as_json() for name, found in saved.items()}}
-    except OSError as error:
-        content = {"error": str(error), "errno": error.errno}
+    except (OSError, ValueError) as error:
+        content = {"error": str(error), "errno": getattr(error, "errno", None)}
     try:
         _write(folder, rank, {"names": names} | content)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""params.yaml as frozen typed models: the only reader of that file.
+"""Reads params.yaml into frozen typed models; nothing else reads that file.
 
-A stage receives its own section and never the whole tree. Unknown keys, wrong types and values that don't fit together
-are refused here, before anything expensive starts, with the key's path, what was expected and what to do.
+Unknown keys, wrong types and values that don't fit together are refused here, before anything expensive starts, with the key's path, what
+was expected and what to do.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rlhf_core.config.reading import (
     read_yaml,
     read_yaml_text,
 )
-from rlhf_core.config.rl import KL_COLUMNS, Algorithm, RlConfig, curve_columns
+from rlhf_core.config.rl import KL_COLUMNS, RlConfig, curve_columns
 from rlhf_core.config.rl_parts import DEFAULT_LIMITS, CorrectionConfig, KlConfig, LimitAction, LimitConfig, RoleGroup, TrainerConfig
 from rlhf_core.config.run import CheckpointsConfig, EvaluationConfig, FlowConfig, RegistryConfig, TrackingConfig
 from rlhf_core.config.scorers import LABEL_SCORERS, ScoreConfig, ScorerConfig
@@ -59,7 +59,6 @@ __all__ = [
     "ROUND_STAGE_SECTIONS",
     "STAGE_SECTIONS",
     "UNTRACKED_SECTIONS",
-    "Algorithm",
     "ArchitectureConfig",
     "CheckpointsConfig",
     "ClerkConfig",

@@ -23,12 +23,12 @@ def _dead_copy(kind: ReferenceKind, *, offload_frozen: bool) -> Iterator[str]:
 
 
 def _reference_kind(reference: Literal["precomputed", "live"], lora: LoraConfig | None) -> ReferenceKind:
-    """Adapters leave the model that they start from as it is, rounded or not, so that no copy of it is needed."""
+    """How the reference is computed. Adapters leave the model that they start from as it is, rounded or not, so it needs no copy."""
     return "policy" if reference == "live" and lora is not None else reference
 
 
 class DpoConfig(TrainingConfig):
-    """Preference optimization on pairs; batch_size counts pairs.
+    """Settings of preference optimization on pairs; batch_size counts pairs.
 
     reference: live: computed with each step, by a frozen copy or, with adapters, by the policy without them.
     offload_frozen: the copy's weights are on the host while it computes nothing.
@@ -69,7 +69,7 @@ class DpoConfig(TrainingConfig):
 
 
 class KtoConfig(TrainingConfig):
-    """Preference optimization on single responses, each marked good or bad; batch_size counts responses.
+    """Settings of preference optimization on single responses, each marked good or bad; batch_size counts responses.
 
     offload_frozen: as of DpoConfig.
     """
@@ -95,7 +95,7 @@ class KtoConfig(TrainingConfig):
 
 
 class SamplingConfig(Section):
-    """Responses sampled for training prompts."""
+    """Settings for sampling responses to training prompts."""
 
     backend: RolloutBackend
     prompts: int | None = Field(gt=0)
@@ -108,7 +108,7 @@ class SamplingConfig(Section):
 
 
 class RejectionSamplingConfig(TrainingConfig):
-    """SFT on the best of n responses by the scorers; min_score is in units of their weighted sum."""
+    """Settings of SFT on the best of n responses by the scorers; min_score is in units of their weighted sum."""
 
     sampling: SamplingConfig
     scorers: list[ScorerConfig] = Field(min_length=1)
@@ -120,7 +120,10 @@ class RejectionSamplingConfig(TrainingConfig):
 
 
 class ConditionalSftConfig(TrainingConfig):
-    """SFT on responses of every quality, with the quality level in the prompt; the policy's template asks for level `wanted` (SteerLM)."""
+    """Settings of SFT on responses of every quality, with the quality level in the prompt (SteerLM).
+
+    The policy's template asks for level `wanted`.
+    """
 
     label_by: Literal["preference", "scores"]
     levels: int = Field(ge=2, le=10)
@@ -162,7 +165,9 @@ class PromotionConfig(Section):
 
 
 class IterativeConfig(LengthConfig):
-    """Rounds of iterative DPO (flows/iterative_dpo.py). A round trains with the section dpo, but for epochs, steps and learning rate."""
+    """Settings of iterative DPO's rounds (flows/iterative_dpo.py). A round trains with the section dpo, but for epochs, steps and learning
+    rate.
+    """
 
     start: Literal["sft", "policy", "registry"]
     learning_rate: LearningRate

@@ -1,4 +1,4 @@
-"""The base class of every section of params.yaml, and how messages show keys and values."""
+"""The base class of every section of params.yaml, and functions that show keys and values in messages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Section(BaseModel):
 
     @classmethod
     def completed(cls, tree: Any) -> Any:
-        """The section as written, with the defaults that depend on other values; a section that has some makes it a model validator."""
+        """The section as written, with defaults that depend on other values. A section with such defaults makes this a model validator."""
         return tree
 
     def conflicts(self) -> Iterator[str]:
@@ -56,14 +56,20 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_conflicts(self, info: ValidationInfo):
-        """For a section that is validated alone; `rlhf_core.config.params.conflicts` gathers those of a whole params.yaml."""
+        """Refuse conflicts in a section that is validated alone.
+
+        `rlhf_core.config.params.conflicts` gathers those of a whole params.yaml.
+        """
         if COLLECTED not in (info.context or ()) and (found := list(self.conflicts())):
             raise ValueError("\n".join(found))
         return self
 
 
 def number_of(count: float, one: str, many: str | None = None) -> str:
-    """A number with its noun: "1 GPU", "2 GPUs". many: the plural; None: `one` with an s."""
+    """A number with its noun: "1 GPU", "2 GPUs".
+
+    many: the plural; None means `one` with an s.
+    """
     return f"{f'{count:g}' if isinstance(count, float) else count} {one if count == 1 else many or one + 's'}"
 
 
@@ -76,7 +82,7 @@ def bytes_shown(count: int) -> str:
 
 
 def shown(text: str, limit: int = 200) -> str:
-    """Text from outside, for a message: one line, control characters escaped, at most `limit` characters."""
+    """Text from outside in a form for messages: one line, control characters escaped, at most `limit` characters."""
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: limit + 1])
     return text if len(text) <= limit else f"{text[:limit]}..."
 
@@ -117,13 +123,13 @@ def keys_of(tree: Any, path: str = "") -> Iterator[str]:
 
 
 def subsection(annotation: Any) -> tuple[type[Section] | None, bool]:
-    """The section inside a field's type, None where there is none, and whether the field is a list of such sections."""
+    """The section inside a field's type (None where there is none), and whether the field is a list of such sections."""
     found = next((kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and issubclass(kind, Section)), None)
     return found, getattr(annotation, "__origin__", None) is list
 
 
 def section_keys(section: type[Section], path: str = "", *, item: str = "0") -> Iterator[str]:
-    """Every dotted key that a section may have, by its type.
+    """Every dotted key that a section may have according to its type.
 
     Args:
         item: the number that stands for each item of a list.
@@ -136,7 +142,7 @@ def section_keys(section: type[Section], path: str = "", *, item: str = "0") -> 
 
 
 def with_defaults(section: type[Section], tree: Any) -> Any:
-    """A section as written, with every key that it leaves out at its default; values aren't checked."""
+    """A section as written, with the default of every key that it leaves out; values aren't checked."""
     if not isinstance(tree, dict):
         return tree
     filled = dict(section.completed(tree))

@@ -12,7 +12,7 @@ from rlhf_core.config.base import Fraction, Section
 
 
 class ClerkConfig(Section):
-    """Size and faults of the built-in data.
+    """Size and errors of the built-in data.
 
     label_noise: share of the pairs whose label is flipped.
     garbled_fraction: share of the pairs with a garbled response.
@@ -150,12 +150,12 @@ class SourceConfig(Section):
 
     @property
     def prompts_source(self) -> SourceConfig:
-        """Of kind samples with a path: the file of prompts as a source of its own."""
+        """The file of prompts of a source of kind samples, as a source of its own."""
         return self.model_copy(update={"kind": "file", "uses": ["prompt"], "samples": None})
 
     @property
     def judge_name(self) -> str | None:
-        """The name of the judge of the source's rows; None: they have none."""
+        """The name of the judge for the source's rows; None if they have none."""
         return CLERK_JUDGE if self.kind == "clerk" else self.judge
 
     def _sample_conflicts(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Settings of RL that other settings leave without any effect, which a run would not show.
+"""Finds RL settings that other settings leave without any effect, which a run would not show.
 
 A key whose default has an effect can't tell that it was set, so that only keys that are off by default are refused.
 `tests/contract/test_dead_settings.py` has a table of all pairs.
@@ -19,7 +19,10 @@ _OF_RATIO = ("clip_frac", "approx_kl", "policy_ratio_max", "policy_ratio_min")
 
 
 def dead_settings(rl: RlConfig) -> Iterator[str]:
-    """Conflicts, their keys relative to `rl`. Those of a number of steps are found once it is known (`RlConfig.over_prompts`)."""
+    """Conflicts, with keys relative to `rl`.
+
+    Those that depend on the number of steps are found once it is known (`RlConfig.over_prompts`).
+    """
     yield from _dead_in_few_steps(rl)
     if not rl.ratio_moves:
         on_policy = "because a batch has one optimizer step (minibatch_size, ppo_epochs), before which all ratios are 1"
@@ -58,10 +61,10 @@ def dead_settings(rl: RlConfig) -> Iterator[str]:
 def _dead_in_few_steps(rl: RlConfig) -> Iterator[str]:
     if rl.steps is None:
         return
-    if rl.algorithm == "ppo" and not rl.policy_steps:
+    if rl.critic is not None and not rl.policy_steps:
         yield (
-            f"ppo.critic_warmup_steps: expected less than steps={rl.steps}, got {rl.ppo.critic_warmup_steps}; lower it, because the policy "
-            "would never be trained"
+            f"{rl.algorithm}.critic_warmup_steps: expected less than steps={rl.steps}, got {rl.critic.critic_warmup_steps}; lower it, "
+            "because the policy would never be trained"
         )
     if rl.rollout.one_step_off_policy and rl.steps == 1:
         yield "rollout.one_step_off_policy: expected false with steps=1, got true; change one, because the first step is on policy"
@@ -73,9 +76,9 @@ def _dead_in_few_steps(rl: RlConfig) -> Iterator[str]:
 
 
 def _dead_limit(rl: RlConfig, key: str, limit: LimitConfig) -> Iterator[str]:
-    """Conflicts of a limit that can't be passed: its metric never changes or has no value, or the run is too short."""
+    """Conflicts of a limit that can't be passed, because its metric never changes or has no value, or the run is too short."""
     constant = {
-        "PPO's critic": limit.metric in _OF_CRITIC and rl.algorithm != "ppo",
+        "a critic": limit.metric in _OF_CRITIC and rl.critic is None,
         "several optimizer steps a batch": limit.metric in _OF_RATIO and not rl.ratio_moves,
         "max_approx_kl": limit.metric == "stopped_early" and rl.max_approx_kl is None,
         "kl.target": limit.metric == "kl_coef" and rl.kl.target is None,

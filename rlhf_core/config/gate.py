@@ -26,7 +26,7 @@ class ExternalPairsConfig(Section):
     min_accuracy: float | None = Field(default=None, ge=0, le=1)
 
     def source(self) -> SourceConfig:
-        """The pairs as a data source; its slice SUBSET is the column `subset`."""
+        """The pairs as a data source; the column `subset` becomes its slice SUBSET."""
         return SourceConfig(
             name=self.name,
             kind="file",
@@ -42,9 +42,9 @@ class ExternalPairsConfig(Section):
 
 
 class IncumbentConfig(Section):
-    """A reward model that was promoted, as the registry has it (docs/registry.md): version, and md5 of its folder as in dvc.lock.
+    """A reward model that the registry has promoted (docs/registry.md): its version, and the md5 of its folder as in dvc.lock.
 
-    sha256: of the folder; None: the version was registered by its md5 only.
+    sha256: of the folder; None if the version was registered by its md5 only.
     """
 
     version: str
@@ -59,7 +59,7 @@ class RolledBackConfig(IncumbentConfig):
 
 
 class GateConfig(Section):
-    """Requirements of gate_reward (docs/gate.md). None: the figure is shown, not judged.
+    """Requirements of gate_reward (docs/gate.md). A requirement of None shows the figure without judging it.
 
     min_accuracy, min_slice_accuracy: for the lower bound of the accuracy's interval, over all pairs and in each slice.
     min_slice_pairs: a smaller slice is shown, not judged.

@@ -1,4 +1,4 @@
-"""The model that is aligned, adapters on it, and its supervised training: SFT and the reward model."""
+"""Settings of the model that is aligned, of its adapters, and of supervised training: SFT and the reward model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class ArchitectureConfig(Section):
 
 
 class ModelConfig(Section):
-    """template_date: the day that a chat template writes, if it writes one; a fixed day keeps the data the same from day to day.
+    """The model that is aligned, its tokenizer and its chat template.
+
+    template_date: the day that a chat template writes, if it writes one; a fixed day keeps the data the same from day to day.
 
     template_options: arguments of the model's chat template, saved with it, such as {enable_thinking: false}.
     """
@@ -78,7 +80,10 @@ class LoraConfig(Section):
 
 
 def offload_conflicts(zero_stage: int, *, offload_optimizer: bool, offload_parameters: bool) -> Iterator[str]:
-    """DeepSpeed moves to the host what ZeRO partitions: the optimizer's state from stage 1 on, parameters at stage 3."""
+    """Conflicts of offloading with the ZeRO stage.
+
+    DeepSpeed moves to the host what ZeRO partitions: the optimizer's state from stage 1 on, parameters at stage 3.
+    """
     if offload_optimizer and zero_stage == 0:
         yield "offload_optimizer: expected false with zero_stage=0, got true; set zero_stage to 1, 2 or 3, or offload_optimizer to false"
     if offload_parameters and zero_stage < 3:
@@ -89,12 +94,13 @@ def offload_conflicts(zero_stage: int, *, offload_optimizer: bool, offload_param
 
 
 def sequence_conflicts(ranks: int, sequence_parallel: int) -> Iterator[str]:
+    """Conflicts of the number of ranks with the number that share each sequence."""
     if ranks % sequence_parallel:
         yield f"sequence_parallel: expected a divisor of ranks={ranks}, got {sequence_parallel}; change one of them"
 
 
-def takers(ranks: int, sequence_parallel: int, *, section: str = "") -> str:
-    """What takes different examples, ranks or groups of them that share sequences, by its keys.
+def data_parallel_keys(ranks: int, sequence_parallel: int, *, section: str = "") -> str:
+    """The keys, with values, that give the number of ranks or of groups of ranks that take different examples.
 
     Args:
         section: prefix of the keys.
@@ -104,18 +110,18 @@ def takers(ranks: int, sequence_parallel: int, *, section: str = "") -> str:
 
 
 class LengthConfig(Section):
-    """How long training takes: epochs, which are passes over the training rows, or a number of steps, which replaces them."""
+    """How long training takes: epochs (passes over the training rows), or a number of steps, which replaces them."""
 
     epochs: float = Field(default=1.0, gt=0)
     steps: int | None = Field(default=None, gt=0)
 
     def steps_over(self, rows: int, *, per_step: int) -> int:
-        """Number of steps: `steps`, or those of `epochs`, rounded up and at least 1."""
+        """The number of steps: `steps`, or those of `epochs`, rounded up and at least 1."""
         return max(1, math.ceil(Exact(repr(self.epochs)) * rows / per_step)) if self.steps is None else self.steps
 
 
 class OptimizerConfig(Section):
-    """The optimizer and its learning rate, of the supervised stages and of rl.
+    """Settings of the optimizer and its learning rate, for the supervised stages and rl.
 
     schedule: of rlhf_core/algorithms/schedules.py. min_learning_rate_fraction: its last value, as a share of the peak.
     decay_fraction: share of the steps over which wsd and wsd_linear decay.
@@ -133,7 +139,8 @@ class OptimizerConfig(Section):
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
 
     def warmup_conflicts(self, key: str, warmup: float) -> Iterator[str]:
-        """
+        """Conflicts of the warm-up with the schedule.
+
         Args:
             key: of the warm-up. warmup: share of the steps.
         """
@@ -144,7 +151,8 @@ class OptimizerConfig(Section):
             )
 
     def offload_conflicts(self, key: str, *, offload_optimizer: bool) -> Iterator[str]:
-        """
+        """Conflicts of the optimizer with offloading.
+
         Args:
             key: of `offload_optimizer`.
         """
@@ -153,7 +161,7 @@ class OptimizerConfig(Section):
 
 
 class SharedTrainingConfig(OptimizerConfig):
-    """The section `training`, whose values a section takes over with `<<: *training`; a key that the section writes itself wins.
+    """The section `training`, whose values a section inherits with `<<: *training`; a key that the section writes itself wins.
 
     YAML's merge key makes the values part of each section: DVC reruns a stage when a value that its section takes over changes, and not
     when the section has a value of its own.
@@ -179,12 +187,12 @@ class SharedTrainingConfig(OptimizerConfig):
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks, or groups of ranks that share sequences, which take different examples."""
+        """The number of ranks, or of groups of ranks that share sequences, which take different examples."""
         return self.ranks // self.sequence_parallel
 
     @property
     def _takers(self) -> str:
-        return takers(self.ranks, self.sequence_parallel)
+        return data_parallel_keys(self.ranks, self.sequence_parallel)
 
     def conflicts(self) -> Iterator[str]:
         yield from sequence_conflicts(self.ranks, self.sequence_parallel)
@@ -206,7 +214,10 @@ class TrainingConfig(SharedTrainingConfig, LengthConfig):
 
 
 class PretrainConfig(LengthConfig):
-    """steps: 0: no pretraining."""
+    """Pretraining of a model from scratch.
+
+    steps: 0 means no pretraining.
+    """
 
     steps: int | None = Field(default=None, ge=0)
     batch_size: int = Field(gt=0)
@@ -214,7 +225,10 @@ class PretrainConfig(LengthConfig):
 
 
 class SftConfig(TrainingConfig):
-    """enabled: false leaves SFT out: every later stage starts from the model at `model.path` as it is."""
+    """Settings of SFT.
+
+    enabled: false leaves SFT out, so that every later stage starts from the model at `model.path` as it is.
+    """
 
     enabled: bool
     pretrain: PretrainConfig
@@ -229,7 +243,9 @@ class SftConfig(TrainingConfig):
 
 
 class RewardConfig(TrainingConfig):
-    """path: a ready-made reward model in place of a trained one: a folder, a Hugging Face name, `registry` for the promoted version, or a
+    """Settings of the reward model.
+
+    path: a ready-made reward model in place of a trained one: a folder, a Hugging Face name, `registry` for the promoted version, or a
     version such as v2.0.0. pinned: that version's hashes, which the flow writes when it starts.
     """
 
@@ -242,6 +258,7 @@ class RewardConfig(TrainingConfig):
 
     @property
     def is_trained(self) -> bool:
+        """Whether the chain trains a reward model."""
         return self.enabled and self.path is None
 
     @property

@@ -74,7 +74,7 @@ def overridden(
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """`rl.algorithm=grpo` as ("rl.algorithm", "grpo"); the value is YAML.
+    """Parses `rl.algorithm=grpo` to ("rl.algorithm", "grpo"); the value is YAML.
 
     Raises:
         ConfigError: the text has no key or no `=`, or the value is not YAML.
@@ -88,7 +88,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def with_recipes(recipes: Iterable[Path | str], overrides: dict[str, Any]) -> dict[str, Any]:
-    """The values of the recipes, each laid over those before it, and the overrides over all.
+    """The values of all recipes as dotted keys, each laid over those before it, and the overrides over all.
 
     Raises:
         ConfigError: a recipe can't be read, or it or the overrides set epochs that steps below them would replace.
@@ -102,7 +102,10 @@ def with_recipes(recipes: Iterable[Path | str], overrides: dict[str, Any]) -> di
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """A recipe as dotted keys: a nested mapping laid over params.yaml. A list, an empty mapping and a mapping that is one value replace."""
+    """A recipe as dotted keys: a nested mapping laid over params.yaml.
+
+    A list, an empty mapping and a mapping that is a single value replace what is there.
+    """
     return dict(_leaves(read_yaml(path), (), Params))
 
 
@@ -129,7 +132,7 @@ def load_overlaid(path: Path, recipe: Path | None) -> Params:
 
 
 def set_keys(tree: Any, overrides: dict[str, Any]) -> list[str]:
-    """Set the known keys of a tree. Returns a line for each unknown one, sorted by key."""
+    """Set the known keys of a tree. Returns a line for each unknown key, sorted by key."""
     problems = []
     for dotted, value in sorted(overrides.items()):
         try:
@@ -138,6 +141,7 @@ def set_keys(tree: Any, overrides: dict[str, Any]) -> list[str]:
             problems.append(str(error))
 
     def value_at(dotted: str) -> Any:
+        """The value at a dotted key; None where there is no such key."""
         node = tree
         for part in dotted.split("."):
             node = node.get(part) if isinstance(node, dict) else None
@@ -157,7 +161,7 @@ def _replaced_epochs(overrides: Mapping[str, Any], value_at: Callable[[str], Any
 
 
 def set_key(tree: Any, dotted: str, value: Any) -> None:
-    """Set a key that the tree has, or leaves at its default; list items are addressed by their number, as in data.sources.0.weight.
+    """Set a key that the tree has, or leaves at its default. Items of lists are addressed by number, as in data.sources.0.weight.
 
     A plain tree doesn't know which sections took over `training`: set keys of that section with `overridden`.
 
@@ -190,7 +194,7 @@ def set_key(tree: Any, dotted: str, value: Any) -> None:
 
 
 def _insert(holder: dict[str, Any], key: str, value: Any) -> None:
-    """Set a key; a new one stands first in its section, because the comment behind a section's last key belongs to the next section."""
+    """Set a key. A new key stands first in its section, because the comment behind a section's last key belongs to the next section."""
     if isinstance(holder, CommentedMap) and key not in dict(holder.non_merged_items()):
         holder.insert(0, key, value)
     else:
@@ -211,7 +215,7 @@ def _has_default(tree: Any, parts: list[str]) -> bool:
 
 
 def _unknown(tree: Any, holder: Any, dotted: str, part: str) -> str:
-    """For a part of a dotted key that its holder lacks: what was expected and what to do."""
+    """The message for a part of a dotted key that its parent lacks: what was expected and what to do."""
     if dotted in RENAMED_KEYS:
         return f"expected {RENAMED_KEYS[dotted]}, got the key's old name; rename it"
     got = f"expected a key of params.yaml, got {shown(part)!r}"
@@ -223,7 +227,7 @@ def _unknown(tree: Any, holder: Any, dotted: str, part: str) -> str:
 
 
 def _plain(node: Any) -> Any:
-    """ruamel's round-trip containers as plain ones, so that strict types accept them."""
+    """ruamel's round-trip containers converted to plain ones, so that strict types accept them."""
     if isinstance(node, dict):
         return {str(k): _plain(v) for k, v in node.items()}
     if isinstance(node, list):

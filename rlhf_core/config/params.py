@@ -1,4 +1,4 @@
-"""The whole of params.yaml: which of its keys a configuration uses, and which values must fit together across sections."""
+"""Checks params.yaml as a whole: which keys a configuration uses, and which values must fit together across sections."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rlhf_core.config.run import (
     TrackingConfig,
 )
 from rlhf_core.config.scorers import ScorerConfig, weight_conflicts
-from rlhf_core.config.usual import LEARNING_RATES, SMALL_MODEL, WRECKING_FACTOR, nulls, usual, with_usual_rates
+from rlhf_core.config.usual import CRITIC_RATES, LEARNING_RATES, SMALL_MODEL, WRECKING_FACTOR, nulls, usual, with_usual_rates
 
 # Keys that are read with every method. evaluate samples with rl.rollout.backend, ends answers at rl.rollout.stop and scores them with
 # rl.reward.scorers. A section of another method is not read, so its conflicts don't count.
@@ -44,7 +44,6 @@ ALWAYS_USED = (
 )
 REWARD_MODEL_SECTIONS = ("reward", "gate")  # with reward.enabled
 ROUND_SECTIONS = ("iterative", "dpo")  # for the flow iterative-dpo
-CRITIC_RATE = "rl.ppo.critic_learning_rate"
 
 UseAndSplit = tuple[str, str]
 
@@ -83,12 +82,12 @@ class Params(Section):
 
     @property
     def evaluation_scorers(self) -> list[ScorerConfig]:
-        """The scorers of the evaluation: rl.reward.scorers, without those of the chain's own reward model where none is trained."""
+        """The evaluation's scorers: rl.reward.scorers, without the chain's own reward model if none is trained."""
         return [s for s in self.rl.reward.scorers if self.reward.enabled or not s.is_own_reward_model]
 
     @property
     def method_scorers(self) -> tuple[str, list[ScorerConfig]] | None:
-        """Key and list of the scorers that the method learns from; None: the method learns from data."""
+        """The scorers that the method learns from, with their key; None if the method learns from data."""
         lists = {
             "rl": ("rl.reward.scorers", self.rl.reward.scorers),
             "rejection_sampling": ("rejection_sampling.scorers", self.rejection_sampling.scorers),
@@ -96,7 +95,7 @@ class Params(Section):
         return lists.get(self.alignment.method)
 
     def conflicts(self) -> Iterator[str]:
-        """Values of different sections that don't fit together; `conflicts` below leaves out those of sections that aren't read."""
+        """Values of different sections that don't fit together; `conflicts` below leaves out sections that aren't read."""
         yield from self._length_conflicts()
         yield from self._sample_conflicts()
         yield from self._divided_conflicts()
@@ -110,10 +109,10 @@ class Params(Section):
             yield f"rl.prompt_weights: expected sources of prompts, {prompted}, got {sorted(unknown)}; correct the names"
         if not self.reward.enabled:
             yield from self._reward_model_conflicts()
-        if self.reward.path is not None and self.rl.algorithm == "ppo" and self.rl.ppo.starts_from_reward_model:
+        if self.reward.path is not None and self.rl.critic_starts_from_reward_model:
             yield (
-                f"rl.ppo.critic_init: expected sft with reward.path, got {self.rl.ppo.critic_init}; set it to sft, because a ready-made "
-                "reward model may have layers and a tokenizer other than the policy's"
+                f"rl.{self.rl.algorithm}.critic_init: expected sft with reward.path, got {self.rl.critic.critic_init}; set it to sft, "
+                "because a ready-made reward model may have layers and a tokenizer other than the policy's"
             )
         if not self.sft.enabled and self.model.path is None:
             yield "sft.enabled: expected true without model.path, got false; set model.path to the model to start from, or train one by SFT"
@@ -154,11 +153,11 @@ class Params(Section):
                 )
 
     def _reward_model_conflicts(self) -> Iterator[str]:
-        """With reward.enabled false: sections that would start from the missing reward model."""
-        if self.rl.algorithm == "ppo" and self.rl.ppo.starts_from_reward_model:
+        """Sections that would start from the missing reward model if reward.enabled is false."""
+        if self.rl.critic_starts_from_reward_model:
             yield (
-                f"rl.ppo.critic_init: expected sft while reward.enabled is false, got {self.rl.ppo.critic_init}; set it to sft, for "
-                "there is no reward model to start from"
+                f"rl.{self.rl.algorithm}.critic_init: expected sft while reward.enabled is false, got {self.rl.critic.critic_init}; set it "
+                "to sft, for there is no reward model to start from"
             )
         if self.conditional_sft.label_by == "scores":
             yield (
@@ -167,7 +166,7 @@ class Params(Section):
             )
 
     def _scorer_conflicts(self, key: str, scorers: list[ScorerConfig]) -> Iterator[str]:
-        """A list of scorers at `key` that needs a reward model or a judge which the chain doesn't have."""
+        """Conflicts of a list of scorers at `key` that needs a reward model or a judge which the chain doesn't have."""
         own = [s for s in scorers if s.is_own_reward_model]
         if own and not self.reward.enabled:
             yield (
@@ -186,7 +185,7 @@ class Params(Section):
 
 
 def keys_in_use(params: Params, *, rounds: bool = False) -> tuple[str, ...]:
-    """Sections and keys that are read, each with all below it. A method reads the section of its name.
+    """Sections and keys that the configuration reads, each with all below it. A method reads the section of its name.
 
     Args:
         rounds: for a series of rounds of iterative DPO, which reads further sections.
@@ -200,7 +199,7 @@ def keys_in_use(params: Params, *, rounds: bool = False) -> tuple[str, ...]:
 
 
 def incomplete(tree: dict[str, Any], params: Params, *, rounds: bool = False) -> Iterator[str]:
-    """What params that are valid still lack for a run: a model, data, and learning rates where there are no usual ones.
+    """What valid params still lack for a run: a model, data, and learning rates where there are no usual ones.
 
     Args:
         tree: params as written.
@@ -221,11 +220,12 @@ def incomplete(tree: dict[str, Any], params: Params, *, rounds: bool = False) ->
 
 
 def rates_in_use(params: Params, *, rounds: bool = False) -> list[str]:
-    """The keys of the learning rates that a run trains with, but for that of pretraining."""
+    """The keys of the learning rates with which a run trains, without that of pretraining."""
     used = tuple(f"{name}." for name in keys_in_use(params, rounds=rounds))
     keys = [key for key in (*LEARNING_RATES, "iterative.learning_rate") if key.startswith(used)]
-    unused = {CRITIC_RATE: params.rl.algorithm != "ppo", "reward.learning_rate": not params.reward.is_trained}
-    return [key for key in keys if not unused.get(key)]
+    unused = {*CRITIC_RATES} - {f"rl.{params.rl.algorithm}.critic_learning_rate"}
+    unused |= set() if params.reward.is_trained else {"reward.learning_rate"}
+    return [key for key in keys if key not in unused]
 
 
 def unusual(params: Params, parameters: int | None, *, rounds: bool = False) -> list[str]:
@@ -240,7 +240,7 @@ def unusual(params: Params, parameters: int | None, *, rounds: bool = False) -> 
     found = []
     for key in rates_in_use(params, rounds=rounds):
         trained = params.dpo if key.startswith("iterative.") else getattr(params, key.partition(".")[0])
-        lora = trained.lora is not None and key != CRITIC_RATE  # rl.lora is the policy's
+        lora = trained.lora is not None and key not in CRITIC_RATES  # rl.lora is the policy's
         usually = usual("dpo.learning_rate" if trained is params.dpo else key, lora=lora, optimizer=trained.optimizer)
         rate = reduce(getattr, key.split("."), params)
         if rate > WRECKING_FACTOR * usually.high:
@@ -249,7 +249,7 @@ def unusual(params: Params, parameters: int | None, *, rounds: bool = False) -> 
 
 
 def rows_needed(params: Params) -> tuple[UseAndSplit, ...]:
-    """Uses and splits of data/prepared that must have rows.
+    """The uses and splits of data/prepared that must have rows.
 
     train_sft and RL with rl.ptx read demonstrations, and evaluate answers held-out prompts. The gate reads preferences of the split test,
     and a reward model that is trained those of train. DPO, KTO and conditional SFT learn from preferences of train, RL and rejection

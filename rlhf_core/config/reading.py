@@ -97,7 +97,7 @@ def parse_yaml(text: str, subject: str) -> Any:
 
 @lru_cache(maxsize=16)
 def _parse(text: str, subject: str) -> Any:
-    """Cached, because a flow reads the same few files some forty times."""
+    """The value of a YAML text; cached, because a command reads the same few files several times, each a tenth of a second."""
     if _brackets(text) > MAX_BRACKETS:
         raise ConfigError(f"{subject}: expected YAML, got more than {MAX_BRACKETS} nested brackets; is that a parameter file?")
     try:
@@ -142,7 +142,7 @@ def _refuse_constant(constant: str) -> None:
 
 
 def _brackets(text: str) -> int:
-    """The greatest number of brackets that are open at once, those in quotes included."""
+    """The greatest number of brackets that are open at once, including those inside quotes."""
     steps = (1 if character in "[{" else -1 for character in text if character in "[]{}")
     return max(accumulate(steps), default=0)
 
@@ -244,7 +244,7 @@ def forbidden_values(node: Any, path: tuple[str, ...] = ()) -> list[str]:
 
 
 def _explain(subject: str, error: dict[str, Any]) -> str:
-    """One error of pydantic's as a line."""
+    """A pydantic error as one line."""
     key = shown(".".join(str(part) for part in error["loc"]))
     if error["type"] == "extra_forbidden":
         if key in RENAMED_KEYS:

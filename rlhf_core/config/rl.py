@@ -1,32 +1,31 @@
-"""Online RL and the columns of its curves."""
+"""Settings of online RL, and the columns of its curves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, create_model, model_validator
 
-from rlhf_core.config.base import RENAMED_COLUMNS, RENAMED_KEYS, LearningRate, did_you_mean
+from rlhf_core.algorithms.online import ALGORITHMS, Algorithm
+from rlhf_core.config.base import RENAMED_COLUMNS, RENAMED_KEYS, LearningRate, Section, did_you_mean
 from rlhf_core.config.dead import dead_settings
-from rlhf_core.config.model import LengthConfig, LoraConfig, OptimizerConfig, Schedule, sequence_conflicts, takers
+from rlhf_core.config.model import LengthConfig, LoraConfig, OptimizerConfig, Schedule, data_parallel_keys, sequence_conflicts
 from rlhf_core.config.rl_parts import (
+    ALGORITHM_SECTIONS,
     DEFAULT_LIMITS,
     ROLES,
     CorrectionConfig,
+    CriticConfig,
     DeadlineConfig,
     DynamicSamplingConfig,
-    GroupConfig,
-    GrpoConfig,
     KlConfig,
     LimitConfig,
     PeriodicEvaluationConfig,
-    PpoConfig,
     PtxConfig,
     Role,
     RoleGroup,
     RolloutConfig,
-    SampleConfig,
     TrainerConfig,
     completed_limits,
     named_placement,
@@ -35,13 +34,14 @@ from rlhf_core.config.scorers import ScoreConfig
 
 CACHE_BLOCK = 16  # tokens of a block of vLLM's cache on a GPU
 
-Algorithm = Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"]
 
+class RlSettings(OptimizerConfig, LengthConfig):
+    """`RlConfig` but for the sections of the algorithms.
 
-class RlConfig(OptimizerConfig, LengthConfig):
-    """epochs: over the training prompts. ppo_epochs: passes over each rollout batch. max_minutes: as of SharedTrainingConfig."""
+    epochs: passes over the training prompts. ppo_epochs: passes over each rollout batch. max_minutes: as in SharedTrainingConfig.
+    """
 
-    algorithm: Algorithm
+    algorithm: Literal[tuple(ALGORITHMS)]
     max_minutes: float | None = Field(default=None, gt=0)
     samples_per_step: int = Field(gt=0)
     minibatch_size: int = Field(gt=0)
@@ -59,13 +59,6 @@ class RlConfig(OptimizerConfig, LengthConfig):
     moe_aux_coef: float = Field(default=0.0, ge=0)
     max_approx_kl: float | None = Field(gt=0)
     lora: LoraConfig | None
-    ppo: PpoConfig
-    grpo: GrpoConfig
-    dr_grpo: GroupConfig
-    rloo: GroupConfig
-    reinforce_pp: SampleConfig
-    reinforce_pp_baseline: GroupConfig
-    remax: SampleConfig
     kl: KlConfig
     reward: ScoreConfig
     correction: CorrectionConfig
@@ -88,8 +81,28 @@ class RlConfig(OptimizerConfig, LengthConfig):
         return tree | {"monitor": completed_limits(monitor)} if isinstance(monitor, dict) else tree
 
     @property
+    def spec(self) -> Algorithm:
+        """What the algorithm is and needs."""
+        return ALGORITHMS[self.algorithm]
+
+    @property
+    def own(self) -> Section:
+        """The section of the algorithm."""
+        return getattr(self, self.algorithm)
+
+    @property
+    def critic(self) -> CriticConfig | None:
+        """The keys of the critic, which are in the algorithm's section; None: the algorithm has no critic."""
+        return self.own if isinstance(self.own, CriticConfig) else None
+
+    @property
+    def critic_starts_from_reward_model(self) -> bool:
+        return self.critic is not None and self.critic.starts_from_reward_model
+
+    @property
     def group_size(self) -> int:
-        return getattr(self, self.algorithm).group_size
+        """Samples per prompt."""
+        return self.own.group_size
 
     @property
     def rollout_batch_size(self) -> int:
@@ -98,7 +111,7 @@ class RlConfig(OptimizerConfig, LengthConfig):
 
     @property
     def limits(self) -> dict[str, LimitConfig]:
-        """The limits of `monitor` that are not switched off."""
+        """The limits of `monitor` that are switched on."""
         return {name: limit for name, limit in self.monitor.items() if limit is not None}
 
     @property
@@ -109,24 +122,24 @@ class RlConfig(OptimizerConfig, LengthConfig):
     @property
     def roles(self) -> tuple[Role, ...]:
         """The models of the run, by role."""
-        wanted = {"critic": self.algorithm == "ppo", "reference": self.kl.keeps_reference}
+        wanted = {"critic": self.spec.critic, "reference": self.kl.keeps_reference}
         wanted["reward_models"] = any(s.kind == "reward_model" for s in self.reward.scorers)
         return tuple(role for role in ROLES if wanted.get(role, True))
 
     @property
     def role_groups(self) -> tuple[RoleGroup, ...]:
-        """`placement` with each group's number of ranks, and with the run's roles only."""
+        """The groups of `placement`, each with its number of ranks and only the roles of this run."""
         groups = [([role for role in group.roles if role in self.roles], group.ranks) for group in self.placement]
         return tuple(RoleGroup(roles=roles, ranks=ranks or self.trainer.ranks) for roles, ranks in groups if roles)
 
     @property
     def learning_groups(self) -> tuple[RoleGroup, ...]:
-        """Those of `role_groups` with a model that is trained, the policy's first."""
+        """The groups of `role_groups` with a model that is trained, the policy's first."""
         return tuple(sorted((g for g in self.role_groups if g.learns), key=lambda g: "policy" not in g.roles))
 
     @property
     def ranks(self) -> int:
-        """Trainer ranks of all groups together."""
+        """The number of trainer ranks over all groups."""
         return sum(group.ranks for group in self.role_groups)
 
     @property
@@ -135,7 +148,7 @@ class RlConfig(OptimizerConfig, LengthConfig):
         return self.ranks + self.rollout.engines * self.rollout.tensor_parallel_size
 
     def over_prompts(self, prompts: int) -> RlConfig:
-        """With the number of steps for so many training prompts as `steps`.
+        """The section with `steps` set to the number of steps for so many training prompts.
 
         Raises:
             ValueError: a setting doesn't fit the number of steps.
@@ -146,12 +159,12 @@ class RlConfig(OptimizerConfig, LengthConfig):
         return rl
 
     def of_group(self, group: RoleGroup) -> RlConfig:
-        """With the group's number of ranks as that of `trainer`."""
+        """The section with the group's number of ranks as that of `trainer`."""
         return self.model_copy(update={"trainer": self.trainer.model_copy(update={"ranks": group.ranks})})
 
     @property
     def most_ranks(self) -> int:
-        """Of a group."""
+        """The largest number of ranks that a group has."""
         return max(group.ranks for group in self.role_groups)
 
     @property
@@ -161,18 +174,16 @@ class RlConfig(OptimizerConfig, LengthConfig):
 
     @property
     def sends_reference(self) -> bool:
-        """Whether the policy's whole weights go to a reference in another group: at the start, or where it is refreshed."""
+        """Whether the policy's whole weights are sent to a reference in another group, at the start or when it is refreshed."""
         apart = any("reference" in group.roles and "policy" not in group.roles for group in self.role_groups)
         return apart and (self.starts_rounded or self.kl.refresh_reference_every is not None)
 
     @property
     def aggregation(self) -> str:
-        """`loss_aggregation` with auto resolved: constant_horizon for Dr. GRPO, sequence_mean for GSPO, otherwise token_mean."""
+        """`loss_aggregation` with auto resolved: sequence_mean for GSPO, otherwise the algorithm's."""
         if self.loss_aggregation != "auto":
             return self.loss_aggregation
-        if self.policy_loss == "gspo":
-            return "sequence_mean"
-        return "constant_horizon" if self.algorithm == "dr_grpo" else "token_mean"
+        return "sequence_mean" if self.policy_loss == "gspo" else self.spec.aggregation
 
     def caches_prefixes(self, max_length: int, *, on_gpu: bool) -> bool:
         """`rollout.prefix_caching` with auto resolved. A prompt can be shared if it fills a block of the cache.
@@ -202,20 +213,20 @@ class RlConfig(OptimizerConfig, LengthConfig):
 
     @property
     def optimizer_steps(self) -> int:
-        """Of the whole run, whose `steps` are known, where none is skipped and max_approx_kl ends no step early."""
+        """The number of optimizer steps of the whole run, if none is skipped and max_approx_kl ends no step early; `steps` is known."""
         return self.steps * self.ppo_epochs * (self.samples_per_step // self.minibatch_size)
 
     @property
     def policy_steps(self) -> int:
-        """Those of `optimizer_steps` that train the policy."""
+        """The number of optimizer steps of the whole run that train the policy."""
         return self.optimizer_steps // self.steps * sum(map(self.trains_policy, range(self.steps)))
 
     def trains_policy(self, step: int) -> bool:
-        """Whether a step, counted from 0, trains the policy: in the first steps of PPO only the critic learns."""
-        return self.algorithm != "ppo" or step >= self.ppo.critic_warmup_steps
+        """Whether a step, counted from 0, trains the policy: in the first ones of a critic only the critic learns."""
+        return self.critic is None or step >= self.critic.critic_warmup_steps
 
     def old_logprobs_source(self, step: int) -> Literal["recompute", "from_update", "from_engine"]:
-        """Where the policy loss of a step, counted from 0, takes its old log-probabilities from.
+        """The source of the old log-probabilities in the policy loss of a step, counted from 0.
 
         from_engine: from the rollout engine, where rollouts are one step old and not corrected: its policy is the one that sampled.
         from_update: from the update, where a batch has one optimizer step, which starts from the policy that sampled, and nothing before
@@ -238,7 +249,9 @@ class RlConfig(OptimizerConfig, LengthConfig):
         yield from dead_settings(self)
 
     def _takers(self, ranks: int) -> str:
-        return takers(ranks, self.trainer.sequence_parallel, section="trainer." if ranks == self.trainer.ranks else "placement.")
+        return data_parallel_keys(
+            ranks, self.trainer.sequence_parallel, section="trainer." if ranks == self.trainer.ranks else "placement."
+        )
 
     def _placement_conflicts(self) -> Iterator[str]:
         placed = [role for group in self.placement for role in group.roles]
@@ -293,10 +306,10 @@ class RlConfig(OptimizerConfig, LengthConfig):
                 f"dynamic_sampling: expected {self.algorithm}.group_size of at least 2, got {self.group_size}; raise it, because a "
                 "group of one has no variance"
             )
-        if self.algorithm == "remax" and self.kl.in_reward and self.rollout_batch_size < self.most_ranks // self.trainer.sequence_parallel:
+        if self.spec.greedy_baseline and self.kl.in_reward and self.rollout_batch_size < self.most_ranks // self.trainer.sequence_parallel:
             yield (
-                f"remax.group_size: expected at least {self._takers(self.most_ranks)} prompts a step, got {self.rollout_batch_size}; "
-                "lower it, because each rank computes the KL of some greedy responses"
+                f"{self.algorithm}.group_size: expected at least {self._takers(self.most_ranks)} prompts a step, got "
+                f"{self.rollout_batch_size}; lower it, because each rank computes the KL of some greedy responses"
             )
         if self.moe_aux_coef and self.trainer.sequence_parallel > 1:
             yield (
@@ -320,9 +333,9 @@ class RlConfig(OptimizerConfig, LengthConfig):
             yield (f"prompt_weights: expected weights above 0, got {self.prompt_weights}; leave a source out of data.sources instead")
 
     def _critic_conflicts(self) -> Iterator[str]:
-        if self.algorithm != "ppo" or self.ppo.critic_init != "reward_model":
+        if self.critic is None or self.critic.critic_init != "reward_model":
             return
-        key, own = "ppo.critic_init: expected reward_model_trunk or sft", self.reward.own_reward_models
+        key, own = f"{self.algorithm}.critic_init: expected reward_model_trunk or sft", self.reward.own_reward_models
         if not own:
             yield (
                 f"{key} where no rewarded scorer is the chain's reward model, got reward_model; its scores would not be in units of the "
@@ -343,8 +356,8 @@ class RlConfig(OptimizerConfig, LengthConfig):
         key = "rollout.one_step_off_policy: expected false"
         if self.dynamic_sampling.enabled:
             yield f"{key} with dynamic_sampling, got true; the prompts of a step depend on its scores"
-        if self.algorithm == "remax":
-            yield f"{key} with remax, got true; its baselines are greedy responses of the sampling policy, which has changed since"
+        if self.spec.greedy_baseline:
+            yield f"{key} with {self.algorithm}, got true; baselines are greedy responses of the sampling policy, which has changed since"
         if self.old_logprobs_source(0) == "from_engine" and not self.rollout.samples_whole_distribution:
             yield (
                 f"{key} with top_p, top_k or min_new_tokens and without a correction, got true; set correction.kind, because "
@@ -372,6 +385,14 @@ class RlConfig(OptimizerConfig, LengthConfig):
                     f"{key}.action: expected evaluation.every with rollback, got null; set evaluation.every, which finds the best policy"
                 )
 
+
+RlConfig = create_model(
+    "RlConfig",
+    __base__=RlSettings,
+    __module__=__name__,
+    __doc__="Online RL: the settings of every algorithm, and the section of each.",
+    **{name: (kind, ... if ALGORITHMS[name].critic else Field(default_factory=kind)) for name, kind in ALGORITHM_SECTIONS.items()},
+)
 
 # Columns of plots/train_policy.csv. Those of KL_COLUMNS need a reference.
 KL_COLUMNS = ("kl_mean", "kl_token_mean", "kl_token_min", "kl_token_max", "frontier_gap")

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, create_model
 from pydantic_core import PydanticCustomError
 
-from rlhf_core.config.base import Fraction, LearningRate, RolloutBackend, Section
+from rlhf_core.algorithms.online import ALGORITHMS, Algorithm
+from rlhf_core.config.base import LearningRate, RolloutBackend, Section
 from rlhf_core.config.model import offload_conflicts, sequence_conflicts
 
 # The share of a GPU for one actor; rlhf_core/planning/placement.py resolves auto.
 GpuShare = Literal["auto"] | Annotated[float, Field(gt=0)]
 
 
-class PpoConfig(Section):
-    group_size: int = Field(ge=1)
-    gamma: float = Fraction
-    gae_lambda: float = Fraction
-    whiten_advantages: bool
+class CriticConfig(Section):
+    """Keys of the critic, in the section of an algorithm that has one."""
+
     value_clip: float | None = Field(gt=0)
     value_coef: float = Field(gt=0)
     critic_learning_rate: LearningRate
@@ -32,21 +31,17 @@ class PpoConfig(Section):
         return self.critic_init != "sft"
 
 
-class GrpoConfig(Section):
-    group_size: int = Field(ge=2)
-    normalize_std: bool
+def _algorithm_section(name: str, spec: Algorithm) -> type[Section]:
+    """The section `rl.<name>` of an algorithm."""
+    fields: dict[str, Any] = {"group_size": (int, Field(spec.group_size, ge=spec.smallest_group))}
+    for key, default in spec.settings.items():
+        fields[key] = (bool, default) if isinstance(default, bool) else (float, Field(default, ge=0.0, le=1.0))
+    base = CriticConfig if spec.critic else Section
+    return create_model(f"{name.title().replace('_', '')}Config", __base__=base, __module__=__name__, **fields)
 
 
-class GroupConfig(Section):
-    """An algorithm whose baseline is computed from the other samples of the prompt."""
-
-    group_size: int = Field(ge=2)
-
-
-class SampleConfig(Section):
-    """An algorithm whose baseline is the batch's mean or a greedy response, so that a group may have one sample."""
-
-    group_size: int = Field(ge=1)
+ALGORITHM_SECTIONS = {name: _algorithm_section(name, spec) for name, spec in ALGORITHMS.items()}
+globals().update({section.__name__: section for section in ALGORITHM_SECTIONS.values()})  # where pickle looks for them
 
 
 class KlConfig(Section):
@@ -259,6 +254,10 @@ def completed_limits(monitor: dict[str, Any]) -> dict[str, Any]:
 
 
 def share_conflicts(key: str, share: float | str, todo: str) -> Iterator[str]:
+    """The conflict of a GPU share above 1.
+
+    todo: what the message says to do instead.
+    """
     if share != "auto" and share > 1:
         yield f"{key}: expected auto or at most 1, got {share:g}; {todo}"
 
@@ -273,22 +272,27 @@ PLACEMENTS: dict[str, tuple[tuple[Role, ...], ...]] = {
 
 
 class RoleGroup(Section):
-    """Models that share trainer ranks. ranks: None: trainer.ranks."""
+    """Models that share trainer ranks.
+
+    ranks: None means trainer.ranks.
+    """
 
     roles: list[Role] = Field(min_length=1)
     ranks: int | None = Field(default=None, ge=1)
 
     @property
     def name(self) -> str:
+        """The group's name: its roles joined by +."""
         return "+".join(self.roles)
 
     @property
     def learns(self) -> bool:
+        """Whether the group has a model that is trained."""
         return "policy" in self.roles or "critic" in self.roles
 
 
 def named_placement(value: Any) -> Any:
-    """The groups of a placement that is given by its name."""
+    """The groups that a placement's name stands for; a list of groups is returned unchanged."""
     if not isinstance(value, str):
         return value
     if value not in PLACEMENTS:
@@ -297,8 +301,10 @@ def named_placement(value: Any) -> Any:
 
 
 class TrainerConfig(Section):
-    """sequence_parallel: ranks of a group that shares each sequence.
-    offload_frozen: the weights of reference and reward models are on the host while they compute nothing.
+    """Settings of RL's trainer ranks.
+
+    sequence_parallel: number of ranks that share each sequence. offload_frozen: reference and reward models keep their weights on the host
+    while they compute nothing.
     """
 
     ranks: int = Field(ge=1)
@@ -313,15 +319,15 @@ class TrainerConfig(Section):
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks, or groups of ranks that share sequences, which take different rollouts."""
+        """The number of ranks, or of groups of ranks that share sequences, which take different rollouts."""
         return self.ranks // self.sequence_parallel
 
     def of_ranks(self, shares: Sequence[Any]) -> list[Any]:
-        """What each rank gets of shares for each group."""
+        """A list with one share for each rank, from a list with one for each group that shares sequences."""
         return [share for share in shares for _ in range(self.sequence_parallel)]
 
     def of_groups(self, results: Sequence[Any]) -> list[Any]:
-        """Each group's results, which all of its ranks have."""
+        """A list with one result for each group that shares sequences, from a list with one for each rank."""
         return list(results[:: self.sequence_parallel])
 
     def conflicts(self) -> Iterator[str]:
@@ -331,7 +337,7 @@ class TrainerConfig(Section):
 
 
 class DeadlineConfig(Section):
-    """Seconds after which starting an actor, or its work of one step, counts as failed."""
+    """Seconds after which the start of an actor, or its work in one step, counts as failed."""
 
     start: float = Field(default=300.0, gt=0)
     step: float = Field(default=600.0, gt=0)

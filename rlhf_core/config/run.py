@@ -1,4 +1,4 @@
-"""Evaluation and report, and the sections that change no result: checkpoints, cluster, tracking, flow and promotion."""
+"""Settings of evaluation and report, and sections that change no result: checkpoints, cluster, tracking, flow and promotion."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ReportConfig(Section):
 
 
 class CheckpointsConfig(Section):
-    """Checkpoints of unfinished training, in scratch/.
+    """Settings of the checkpoints of unfinished training, in scratch/.
 
     keep_best: further checkpoints, the best by the held-out loss, in rl by rl.evaluation.metric.
     keep_abandoned: scratch folders of unfinished work whose params, data or code have changed since.
@@ -41,7 +41,7 @@ class CheckpointsConfig(Section):
 
 
 class ClusterConfig(Section):
-    """The Ray cluster of RL and of every stage on several ranks.
+    """Settings of the Ray cluster for RL and every stage on several ranks.
 
     address: of Ray's dashboard, such as http://127.0.0.1:8265; null: a job starts a Ray head of its own on this machine.
     start_timeout: seconds. silence_timeout: seconds without a sign of life after which Ray's head or a job's driver counts as lost.
@@ -98,7 +98,7 @@ class TrackingConfig(Section):
 
 
 class FlowConfig(Section):
-    """How the flow runs stages.
+    """Settings with which the flow runs stages.
 
     retry_delay, stage_timeout: seconds.
     stop_grace: seconds from SIGTERM to SIGKILL of a stage, for its checkpoint; a supervisor must give the flow 5 more.
@@ -115,7 +115,7 @@ class FlowConfig(Section):
 
 
 class RegistryConfig(Section):
-    """Promotion of a version in the model registry by the flow `promote`.
+    """Settings of promotion in the model registry, by the flow `promote`.
 
     approval_timeout: seconds. allowed_signers: file of the people whose signed tags count; None: tags need no signature.
     """

@@ -1,4 +1,4 @@
-"""Scorers of responses, and how RL turns their scores into rewards."""
+"""Settings of scorers, and of how RL turns their scores into rewards."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def _name_conflicts(scorers: list[ScorerConfig]) -> Iterator[str]:
 
 
 def weight_conflicts(scorers: list[ScorerConfig]) -> Iterator[str]:
-    """The conflict of a list to learn from whose weights are all 0."""
+    """The conflict of a list of scorers to learn from whose weights are all 0."""
     if not any(s.weight for s in scorers):
         yield "scorers: expected one with a weight other than 0, got none; nothing would be learned"
 
 
 def raw_scorer_conflicts(scorers: list[ScorerConfig]) -> Iterator[str]:
-    """The conflicts of a list whose weighted sum only ranks responses."""
+    """Conflicts of a list of scorers whose weighted sum only ranks responses."""
     yield from _name_conflicts(scorers)
     yield from weight_conflicts(scorers)
     if normalized := [s.name for s in scorers if s.normalization != "none"]:
@@ -83,7 +83,7 @@ def raw_scorer_conflicts(scorers: list[ScorerConfig]) -> Iterator[str]:
 
 
 class OverlongConfig(Section):
-    """DAPO's soft penalty: from 0 at max_new_tokens - buffer tokens linearly to `penalty` at max_new_tokens."""
+    """DAPO's soft penalty, which rises linearly from 0 at max_new_tokens - buffer tokens to `penalty` at max_new_tokens."""
 
     buffer: int = Field(gt=0)
     penalty: float = Field(gt=0)

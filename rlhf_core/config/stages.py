@@ -72,7 +72,7 @@ def read_stages(path: Path, params: dict[str, Any]) -> dict[str, dict[str, Any]]
 
 
 def fill_in(text: str, params: dict[str, Any]) -> str:
-    """A text with each `${section.key}` replaced by its value.
+    """A text in which each `${section.key}` is replaced by its value.
 
     Raises:
         ConfigError: params have no such key.

@@ -1,4 +1,4 @@
-"""Usual learning rates of pretrained models with 0.1 to 8B parameters: the meaning of `learning_rate: null`.
+"""Usual learning rates for pretrained models of 0.1 to 8B parameters, which `learning_rate: null` stands for.
 
 docs/training.md has the same table with its sources.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
+
+from rlhf_core.algorithms.online import ALGORITHMS
 
 LION_DIVISOR = 5.0  # the paper's rates for Lion are 3 to 10 times lower than AdamW's
 WRECKING_FACTOR = 10.0  # a rate so many times above the usual range is pointed out
@@ -34,6 +36,7 @@ class Rates:
 
 _SFT = Rates(full=Usual(2e-5, 5e-6, 2e-5), lora=Usual(2e-4, 5e-5, 2e-4))
 _PREFERENCE = Rates(full=Usual(1e-6, 5e-7, 1e-6), lora=Usual(1e-5, 5e-6, 1e-5))
+CRITIC_RATES = tuple(f"rl.{name}.critic_learning_rate" for name, spec in ALGORITHMS.items() if spec.critic)
 # Dotted key of params.yaml -> its usual values. The section's `lora` chooses, but the critic is always trained in full.
 LEARNING_RATES: dict[str, Rates] = {
     "sft.learning_rate": _SFT,
@@ -43,12 +46,13 @@ LEARNING_RATES: dict[str, Rates] = {
     "rejection_sampling.learning_rate": _SFT,
     "conditional_sft.learning_rate": _SFT,
     "rl.learning_rate": Rates(full=Usual(1e-6, 3e-7, 1e-6), lora=Usual(1e-5, 3e-6, 5e-5)),
-    "rl.ppo.critic_learning_rate": Rates(full=Usual(1e-5, 5e-6, 1e-5), lora=None),
+    **dict.fromkeys(CRITIC_RATES, Rates(full=Usual(1e-5, 5e-6, 1e-5), lora=None)),
 }
 
 
 def usual(key: str, *, lora: bool, optimizer: str = "adamw") -> Usual:
-    """
+    """The usual learning rate of a key.
+
     Args:
         key: of LEARNING_RATES. lora: whether the section trains adapters. optimizer: as in params.yaml.
     """
@@ -60,7 +64,7 @@ def usual(key: str, *, lora: bool, optimizer: str = "adamw") -> Usual:
 
 
 def with_usual_rates(tree: Any) -> Any:
-    """Params as written, with each `learning_rate: null` replaced by its usual value, and that of `iterative` by the one of `dpo`."""
+    """Params as written, with each `learning_rate: null` replaced by its usual value. `iterative` takes the value of `dpo`."""
     if not isinstance(tree, dict):
         return tree
     for key in nulls(tree):
@@ -74,24 +78,24 @@ def with_usual_rates(tree: Any) -> Any:
 
 
 def nulls(tree: dict[str, Any]) -> list[str]:
-    """The keys of LEARNING_RATES that a tree has as null."""
+    """The keys of LEARNING_RATES that are null in a tree."""
     return [key for key in LEARNING_RATES if _at(tree, key) is None]
 
 
 def _at(tree: Any, key: str) -> Any:
-    """The value at a dotted key; `...`: there is no such key."""
+    """The value at a dotted key; `...` if there is no such key."""
     for part in key.split("."):
         tree = tree.get(part, ...) if isinstance(tree, dict) else ...
     return tree
 
 
 def _replaced(tree: dict[str, Any], path: list[str], value: float) -> dict[str, Any]:
-    """The tree with another value at a path; `tree` itself is left as it is."""
+    """The tree with another value at a path; `tree` itself stays unchanged."""
     first, *rest = path
     return {**tree, first: _replaced(tree[first], rest, value) if rest else value}
 
 
 def _short(rate: float) -> str:
-    """2e-05 as 2e-5."""
+    """A rate in short form: 2e-05 as 2e-5."""
     digits, _, exponent = f"{rate:.0e}".partition("e")
     return f"{digits}e{int(exponent)}"

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -68,18 +69,24 @@ class EngineSettings:
     ema_decay: float | None = None
 
 
-def join_world(*, rank: int = 0, world_size: int = 1, store: dist.Store | None = None) -> None:
+def join_world(*, rank: int = 0, world_size: int = 1, store: dist.Store | None = None, timeout: float | None = None) -> None:
     """Make this process rank `rank` of the data-parallel world; a world of one needs no network.
 
-    Where a launcher has made the process group and set RANK, LOCAL_RANK and WORLD_SIZE, as Ray Train does, that group is the world.
+    Where this process has joined one, that is the world.
 
+    Args:
+        timeout: seconds of a collective; None: torch's.
     Raises:
         dist.DistStoreError: not all ranks arrived within the timeout of `store`.
     """
     if not dist.is_initialized():
         os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world_size))
         dist.init_process_group(
-            "nccl" if torch.cuda.is_available() else "gloo", store=store or dist.HashStore(), rank=rank, world_size=world_size
+            "nccl" if torch.cuda.is_available() else "gloo",
+            store=store or dist.HashStore(),
+            rank=rank,
+            world_size=world_size,
+            timeout=None if timeout is None else timedelta(seconds=timeout),
         )
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns that it found none

@@ -123,6 +123,7 @@ class PytorchEngine:
                 max_length=self._max_length,
                 stops=self._stops(settings.stop),
                 device=self._model.device,
+                version=self.version,
             )
             found.update(zip(chosen, groups, strict=True))
             drawn(len(chosen) * group_size)
@@ -210,6 +211,7 @@ def generate(
     max_length: int,
     stops: Callable[[list[int], int], bool] | None,
     device: torch.device,
+    version: int = 0,
 ) -> list[list[Sample]]:
     """`group_size` responses to each prompt, in order, all at the same time.
 
@@ -218,6 +220,7 @@ def generate(
         stop_ids: tokens of which each ends a response. None is sampled before `settings.min_new_tokens`, as with vLLM.
         max_length: tokens of prompt and response together.
         stops: whether a stop string ends in a response's ids after the first so many; None: there are no stop strings.
+        version: of the decoder's weights.
     """
     max_new_tokens = min(settings.max_new_tokens, max_length - min(map(len, prompts)))
     limits = torch.tensor([max_length - len(p) for p in prompts]).clamp(max=max_new_tokens).repeat_interleave(group_size)
@@ -249,7 +252,7 @@ def generate(
         logits = decoder.step(ids)
     decoder.end()
     found = zip(all_ids.tolist(), all_logprobs.tolist(), lengths.tolist(), finished.tolist(), strict=True)
-    samples = [Sample(i[:n], p[:n], f) for i, p, n, f in found]
+    samples = [Sample(i[:n], p[:n], f, version) for i, p, n, f in found]
     return [samples[k : k + group_size] for k in range(0, count, group_size)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -33,11 +33,15 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Sample:
-    """One response: ids including the end token if sampled, the log-probability of each, and finished (False: truncated)."""
+    """One response: ids including the end token if sampled, the log-probability of each, and finished (False: truncated).
+
+    version: number of the weight update that the engine had last; 0: none. It isn't compared: equal weights have other numbers elsewhere.
+    """
 
     response_ids: list[int]
     logprobs: list[float]
     finished: bool
+    version: int = field(default=0, compare=False)
 
 
 def request_seeds(seed: int, step: int, count: int, *, turn: int = 0) -> list[int]:

@@ -1,4 +1,4 @@
-"""The answers of several models to the same prompts, greedy and sampled, with scores and judgements; and how far the models diverge.
+"""Answers of several models to the same prompts, greedy and sampled, with scores and judgements, and how far the models diverge.
 
 models = {"sft": EvaluatedModel(folder, tokenizer, prompts), "policy": EvaluatedModel(...)}
 samples = sample_answers(models, config, ...)
@@ -52,13 +52,14 @@ class EvaluatedModel:
 
     @property
     def stops(self) -> tuple[int, ...]:
+        """The ids that end a response of this model."""
         return stop_ids(self.tokenizer, self.folder)
 
 
 def heldout_prompts(
     rows: list[dict], tokenizers: dict[str, PreTrainedTokenizerBase], *, longest: int, count: int, seed: int, gate_texts: Collection[str]
 ) -> dict[str, list[Prompt]]:
-    """`count` distinct prompts in a seeded order, the same for every model, as each model's template renders them.
+    """`count` distinct prompts in a seeded order, the same for every model, rendered by each model's template.
 
     Args:
         tokenizers: model's name -> its tokenizer. Every rendering has at most `longest` tokens.
@@ -77,7 +78,7 @@ def heldout_prompts(
 
 
 def prefer_unseen(prompts: list[Prompt], count: int, gate_texts: Collection[str]) -> list[Prompt]:
-    """`count` prompts with the shares of sources that the first `count` have; within a source, prompts that the gate has come last."""
+    """`count` prompts in which each source keeps its share; within a source, prompts that the gate has come last."""
     left = Counter(prompt.source for prompt in prompts[:count])
     chosen = []
     for prompt in sorted(prompts, key=lambda p: conversation_text(p.messages) in gate_texts):  # stable
@@ -100,7 +101,7 @@ def sample_answers(
     stop: tuple[str, ...] = (),
     ranks_per_model: int = 1,
 ) -> Samples:
-    """One response per prompt, model and mode. Ranks share the prompts.
+    """One response for each prompt, model and mode. Ranks share the prompts.
 
     One engine of each rank serves all models; the weights are swapped, and the engine is closed at the end.
 
@@ -143,7 +144,7 @@ def sample_answers(
 def _generate(
     engine: Any, requests: list[tuple[list[int], int]], *, settings: SamplingSettings, stop_ids: tuple[int, ...]
 ) -> list[list[Sample]]:
-    """One sample for each request: a prompt's ids and its seed."""
+    """One sample for each request, which has a prompt's ids and its seed."""
     return engine.generate([ids for ids, _ in requests], [seed for _, seed in requests], settings, stop_ids=stop_ids, group_size=1)
 
 
@@ -166,7 +167,7 @@ def score_answers(models: dict[str, EvaluatedModel], samples: Samples, scorers: 
 
 
 def with_prompts_of(answers: list[Answer], others: list[Answer]) -> list[Answer]:
-    """The same responses, to the prompts as the model of `others` renders them. Both lists are in the prompts' order."""
+    """The same responses after the prompts as the model of `others` renders them. Both lists are in the prompts' order."""
     return [replace(answer, prompt=other.prompt) for answer, other in zip(answers, others, strict=True)]
 
 
@@ -192,7 +193,7 @@ def response_logprobs(
     microbatch_tokens: int = MICROBATCH_TOKENS,
     ranks_per_model: int = 1,
 ) -> torch.Tensor:
-    """Summed log-probability [len(answers)] of each response given its prompt's ids. Ranks share the answers.
+    """The summed log-probability [len(answers)] of each response given its prompt's ids. Ranks share the answers.
 
     Args:
         ranks_per_model: as for `load_policy`; above 1 ranks with fewer answers repeat some.

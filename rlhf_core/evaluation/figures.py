@@ -14,16 +14,20 @@ from rlhf_core.statistics.intervals import mean_interval, paired_difference, pai
 
 @dataclass(frozen=True)
 class Answer(ScoredResponse):
-    """One model's answer to one prompt, whose ids are of the model's own template.
+    """One model's answer to one prompt. The prompt's ids come from the model's own template.
 
-    judgement: of the judge; None without a judge.
+    judgement: by the judge; None without a judge.
     """
 
     judgement: Judgement | None
 
 
 def judged(response: ScoredResponse, source_judges: dict[str, str]) -> Answer:
-    """Args: source_judges: data source -> its judge."""
+    """The response with its judgement by the judge of the prompt's source.
+
+    Args:
+        source_judges: data source -> its judge.
+    """
     prompt = response.prompt
     return Answer(**vars(response), judgement=judgement(source_judges, prompt.source, prompt.messages, response.text))
 
@@ -75,7 +79,7 @@ def win_rate(policy: list[Answer], baseline: list[Answer], *, confidence: float)
 
 
 def win_points(policy: list[Answer], baseline: list[Answer]) -> list[float | None]:
-    """For each prompt 1 for a win of the policy, 0.5 for a tie, 0 for a loss, None without both scores."""
+    """Points of the policy for each prompt: 1 for a win, 0.5 for a tie, 0 for a loss, None without both scores."""
 
     def points(p: Answer, b: Answer) -> float | None:
         if not (math.isfinite(p.score) and math.isfinite(b.score)):
@@ -86,7 +90,7 @@ def win_points(policy: list[Answer], baseline: list[Answer]) -> list[float | Non
 
 
 def judge_difference(policy: list[Answer], baseline: list[Answer], *, confidence: float) -> dict[str, float | int]:
-    """Share of answers that the judge accepts, the policy's less the baseline's, over the prompts whose two answers it judged.
+    """The share of the policy's answers that the judge accepts, less the baseline's, over prompts whose two answers it judged.
 
     The keys are the fields of `PairedDifference`: `first` is the policy.
     """
@@ -94,7 +98,7 @@ def judge_difference(policy: list[Answer], baseline: list[Answer], *, confidence
 
 
 def differences(policy: list[Answer], baseline: list[Answer], *, confidence: float) -> dict[str, Any]:
-    """Every figure of `summarize`, the policy's less the baseline's, over the prompts on which both are known.
+    """The policy's value of every figure of `summarize`, less the baseline's, over prompts for which both are known.
 
     Shares have the fields of `PairedDifference`, means those of `MeanDifference`.
     """

@@ -1,4 +1,4 @@
-"""Evaluation of the policy against the SFT model on held-out prompts, for stage evaluate."""
+"""Evaluates the policy against the SFT model on held-out prompts, for stage evaluate."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def evaluate(
     source_judges: dict[str, str],
     gate_texts: Collection[str],
 ) -> dict[str, Any]:
-    """On each rank: `metrics`, and the rows of two tables, `samples` and `prompts`. Arguments as of `answer_prompts`."""
+    """Runs on each rank. Returns `metrics`, and the rows of two tables, `samples` and `prompts`. For arguments see `answer_prompts`."""
     judged_by = {"reward_model": reward_model, "source_judges": source_judges}
     answers = answer_prompts(run.params, rows, folders, **judged_by, gate_texts=gate_texts)
     return {
@@ -58,7 +58,9 @@ def answer_prompts(
     source_judges: dict[str, str],
     gate_texts: Collection[str],
 ) -> Answers:
-    """Every model's answers in every mode, scored and judged. They end where rollouts end: at an end token or a string of rl.rollout.stop.
+    """Answers of every model in every mode, scored and judged.
+
+    Responses end where rollouts end: at an end token or a string of rl.rollout.stop.
 
     Args:
         rows: of the use prompt, held out.
@@ -98,8 +100,8 @@ def measure(params: Params, answers: Answers, folders: dict[str, Path], *, gate_
         for name, folder in folders.items():
             module = load_policy(folder, params.model, **divided)
             rendered = [a for mode in MODES for a in with_prompts_of(answers[mode]["policy"], answers[mode][name])]
-            how = {"pad_id": pad_id, "temperature": params.evaluation.temperature, **divided}
-            found = response_logprobs(module, rendered, **how)  # of all modes together, which have the prompts in common
+            logprob_options = {"pad_id": pad_id, "temperature": params.evaluation.temperature, **divided}
+            found = response_logprobs(module, rendered, **logprob_options)  # of all modes together, which have the prompts in common
             logprobs |= {(name, mode): part for mode, part in zip(MODES, found.chunk(len(MODES)), strict=True)}
             bar.step()
             del module  # before the next one is loaded

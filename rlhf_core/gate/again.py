@@ -1,7 +1,7 @@
-"""The gate's verdict computed again from stored scores, for the registry: gate.json is a text that anyone can edit.
+"""Computes the gate's verdict again from stored scores, for the registry, because anyone can edit gate.json.
 
-What needs models is taken from the given gate.json: probes, external pairs, incumbent, anchor, judge, the number of members. The checks of
-these figures are computed again.
+Figures that need models are taken from the given gate.json: probes, external pairs, incumbent, anchor, judge and the number of members. The
+checks on them are computed again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?")
 
 
 def judged_again(recorded: dict[str, Any], params: Params, *, heldout: Path, prepared: Path, model: str) -> dict[str, Any]:
-    """gate.json of a model that was scored.
+    """gate.json as the stored scores of a model determine it.
 
     Args:
         recorded: gate.json. heldout: reward_heldout.parquet. prepared: folder with the prepared tables `preference` and `slices`.
@@ -51,7 +51,7 @@ def judged_again(recorded: dict[str, Any], params: Params, *, heldout: Path, pre
 
 
 def accuracy_again(heldout: Path) -> float | None:
-    """Accuracy on the test pairs of reward_heldout.parquet, which no version of the gate computes otherwise; None: there are none."""
+    """Accuracy on the test pairs of reward_heldout.parquet, which every version of the gate computes alike; None without test pairs."""
     columns = ["chosen_score", "rejected_score"]
     table = pq.read_table(heldout, columns=columns, filters=[("split", "=", "test")])
     chosen, rejected = (table[name].to_numpy().astype(float) for name in columns)
@@ -59,7 +59,7 @@ def accuracy_again(heldout: Path) -> float | None:
 
 
 def differences(wanted: Any, got: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(key, wanted, got) of each value of two trees of JSON that differs by more than the rounding of metrics."""
+    """Each value that differs between two JSON trees by more than rounding, as (key, wanted, got)."""
     if isinstance(wanted, dict) and isinstance(got, dict):
         for name in sorted(wanted.keys() | got.keys()):
             yield from differences(wanted.get(name), got.get(name), f"{key}.{name}" if key else name)

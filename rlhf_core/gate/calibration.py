@@ -58,7 +58,10 @@ def reliability(margins: np.ndarray, points: np.ndarray, clusters: np.ndarray, c
 
 @dataclass(frozen=True)
 class CalibrationError:
-    """value: bias-corrected. low, high: its interval, which contains the value. sample: the uncorrected error, biased upwards."""
+    """A bias-corrected calibration error with its interval.
+
+    value: bias-corrected. low, high: the interval, which contains the value. sample: the uncorrected error, which is biased upwards.
+    """
 
     value: float
     low: float
@@ -104,14 +107,14 @@ def _claims(margins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _gaps(margins: np.ndarray, points: np.ndarray, clusters: np.ndarray) -> np.ndarray:
-    """[clusters, BINS]: sum of point less claim."""
+    """Sums of point minus claim by cluster and bin, [clusters, BINS]."""
     claimed, at = _claims(margins)
     m = int(clusters.max()) + 1
     return np.bincount(clusters * BINS + at, weights=points - claimed, minlength=m * BINS).reshape(m, BINS)
 
 
 def _share_of_gaps(gaps: np.ndarray, covariance: np.ndarray, total: float, k: float) -> float:
-    """r with M(r) + k S(r) = total, by bisection; 0 if the sum exceeds the total at r = 0.
+    """The r with M(r) + k S(r) = total, found by bisection; 0 if the sum exceeds the total at r = 0.
 
     Args:
         gaps: [BINS], not negative. covariance: [BINS, BINS] of their errors.
@@ -133,7 +136,9 @@ def _share_of_gaps(gaps: np.ndarray, covariance: np.ndarray, total: float, k: fl
 
 
 def _of_distances(means: np.ndarray, covariance: np.ndarray) -> tuple[float, float]:
-    """Mean and standard deviation of sum |x_b| for normal x. The covariance of two bins is weighted by the certainty of their signs.
+    """Mean and standard deviation of sum |x_b| for normal x.
+
+    The covariance of two bins is weighted by the certainty of their signs.
 
     E|N(u, s^2)| = s sqrt(2 / pi) exp(-u^2 / 2 s^2) + u (1 - 2 Phi(-u / s)) (Leone, Nelson and Nottingham 1961, Technometrics 3, 543-550)
     """
@@ -147,7 +152,7 @@ def _of_distances(means: np.ndarray, covariance: np.ndarray) -> tuple[float, flo
 
 
 def calibrate(margins: np.ndarray, points: np.ndarray, clusters: np.ndarray, confidence: float) -> dict[str, Any]:
-    """Calibration error, Brier score (mean (1 - P(chosen is better))^2, Brier 1950), log loss and bins; margins as in `reliability`."""
+    """Calibration error, Brier score (mean (1 - P(chosen is better))^2, Brier 1950), log loss and bins; for margins see `reliability`."""
     error = calibration_error(margins, points, clusters, confidence)
     losses = expit(-margins) ** 2
     brier_low, brier_high = mean_interval(losses, clusters, confidence)

@@ -18,7 +18,9 @@ UNEVEN = 4  # times as many prompts as equal ones with the same precision, from 
 
 @dataclass(frozen=True)
 class Check:
-    """One measured value. passed: None where the value is reported without a threshold.
+    """One measured value and whether it passed.
+
+    passed: None if the value is reported without a threshold.
 
     way_out: what to do if the check fails, with the parameter that sets the threshold.
     """
@@ -37,14 +39,14 @@ class Check:
 
 
 def at_least(name: str, measured: dict[str, Any], threshold: float | None, way_out: str = "", *, value: str = "accuracy") -> Check:
-    """Passed if the lower end of the interval reaches the threshold."""
+    """A check that passes if the lower end of the interval reaches the threshold."""
     end = measured["low"]
     passed = None if threshold is None else bool(measured["n"]) and end is not None and end >= threshold
     return Check(name, measured[value], end, measured["high"], threshold, measured["n"], passed, way_out)
 
 
 def at_most(name: str, measured: dict[str, Any], threshold: float | None, way_out: str = "", *, value: str = "value") -> Check:
-    """Passed if the upper end of the interval, or the value if there is no interval, is at most the threshold."""
+    """A check that passes if the upper end of the interval (or the value, without an interval) is at most the threshold."""
     end = measured["high"] if measured["high"] is not None else measured[value]
     passed = None if threshold is None or end is None else end <= threshold
     return Check(name, measured[value], measured["low"], measured["high"], threshold, measured["n"], passed, way_out)
@@ -106,7 +108,7 @@ def _probes(gate: dict[str, Any], config: GateConfig, exact_scores: bool) -> Ite
 
 
 def _shift(name: str, probe: dict[str, Any], limit: float | None) -> Check:
-    """Passed if the whole interval is within -limit and limit."""
+    """A check that passes if the whole interval lies between -limit and limit."""
     ends = [probe["low"], probe["high"]]
     passed = None if limit is None or None in ends else max(map(abs, ends)) <= limit
     return Check(
@@ -130,7 +132,7 @@ def _others(gate: dict[str, Any], config: GateConfig) -> Iterator[Check]:
 
 
 def _not_worse(name: str, gate: dict[str, Any], role: str, config: GateConfig, way_out: str) -> Check:
-    """Non-inferiority: passed if the lower end of the difference is at least minus the margin.
+    """A check of non-inferiority, which passes if the lower end of the difference is at least minus the margin.
 
     The check fails with too few pairs to detect a difference as large as the margin (`too_few_to_compare`). A model compared with itself
     passes on any number of pairs.
@@ -224,7 +226,7 @@ def _too_few_beside(other: str, check: Check, margin: float) -> str:
 
 
 def _look(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> str | None:
-    """How earlier looks at this split widen the intervals; None if accuracy was not judged."""
+    """A sentence on how earlier looks at this split widen the intervals; None if accuracy was not judged."""
     judged = next(check for check in checks if check.name == "accuracy")
     if judged.passed is None or not gate["n"]:
         return None
@@ -251,7 +253,7 @@ def _look(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> str 
 
 
 def percent(confidence: float) -> str:
-    """0.95 as 95%, 0.999375 as 99.94%."""
+    """A share as a percentage with as many digits as matter: 0.95 as 95%, 0.999375 as 99.94%."""
     return f"{100 * confidence:.4g}%" if confidence < 0.99995 else f"{100 * confidence:.7g}%"
 
 
@@ -266,7 +268,7 @@ def _any_reason(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
 
 
 def explain(gate: dict[str, Any]) -> Iterator[str]:
-    """Lines for the log, besides a rejection's message."""
+    """Lines for the log, in addition to a rejection's message."""
     if (look := gate["look"]) is not None:
         yield f"look {look['number']} at this split's {gate['n']} test pairs: intervals of {percent(gate['confidence'])}"
     for s in gate["slices"]:

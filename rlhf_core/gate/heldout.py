@@ -1,4 +1,4 @@
-"""Figures of gate.json from stored scores of held-out pairs; no model is loaded."""
+"""Computes figures of gate.json from stored scores of held-out pairs, without loading a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ MEASURED = (
 
 @dataclass(frozen=True)
 class Heldout:
-    """The pairs of one split: arrays, their rows of the use preference, and the members' standard deviations of their scores, [N] each."""
+    """The pairs of one split with their rows of the use preference, and the standard deviations [N] of their scores over an ensemble's
+    members.
+    """
 
     pairs: Pairs
     rows: list[dict]
@@ -32,7 +34,7 @@ class Heldout:
 
 
 def measure_scores(test: Heldout, validation_margins: np.ndarray, config: GateConfig) -> dict[str, Any]:
-    """gate.json with everything that the stored scores determine.
+    """Contents of gate.json that the stored scores determine.
 
     Args:
         validation_margins: of the validation pairs, to which the temperature is fitted.
@@ -73,6 +75,7 @@ def distinct_responses(test: Heldout) -> tuple[list[tuple[list, str]], np.ndarra
 
 
 def measure_length(test: Heldout, confidence: float) -> dict[str, Any]:
+    """The length bias of the scores, over the distinct responses of the pairs (`length_bias`)."""
     pairs = test.pairs
     _, which = distinct_responses(test)
     scores, tokens = np.concatenate([pairs.chosen, pairs.rejected]), np.concatenate([pairs.chosen_tokens, pairs.rejected_tokens])
@@ -80,7 +83,7 @@ def measure_length(test: Heldout, confidence: float) -> dict[str, Any]:
 
 
 def measure_ensemble(test: Heldout) -> dict[str, float | None]:
-    """Mean disagreement of an ensemble's members, of all pairs, of those in the right order and of the others."""
+    """Mean disagreement of an ensemble's members, over all pairs, over those in the right order and over the others."""
     of_pair = (test.chosen_std + test.rejected_std) / 2
     right = test.pairs.points == 1
 

@@ -33,12 +33,14 @@ def look_level(confidence: float, number: int) -> float:
 
 
 def at_look(config: GateConfig, number: int) -> GateConfig:
-    """The gate's settings with the two-sided confidence of a look's one-sided level."""
+    """The gate's settings with the two-sided confidence that corresponds to a look's one-sided level."""
     return config if number == 1 else config.model_copy(update={"confidence": 1 - 2 * look_level(config.confidence, number)})
 
 
 class _Line(Section):
-    """A line of the ledger. kind: look, a model begins to be judged on a split; or result, its outcome.
+    """A line of the ledger.
+
+    kind: look, a model begins to be judged on a split; or result, its outcome.
 
     split: of `split_hash`. model: md5 of its folder, as in dvc.lock. run: branch, or folder without git. at: ISO 8601.
     confidence: of the intervals that decided.
@@ -55,8 +57,10 @@ class _Line(Section):
 
 
 class _Split(Section):
-    """Sketches of a split's texts. line: how many lines the ledger of looks had, so that earlier looks keep their numbers. prompts,
-    responses: of `write_sketch`.
+    """Sketches of a split's texts.
+
+    line: number of lines in the ledger of looks at that time, so that earlier looks keep their numbers. prompts, responses: results of
+    `write_sketch`.
     """
 
     split: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -73,8 +77,10 @@ class _Split(Section):
 
 @dataclass(frozen=True)
 class Look:
-    """number: from 1, in the order in which models were judged on the split or on one that shares its pairs; earlier: the looks before it,
-    as in gate.json.
+    """A look at a split.
+
+    number: from 1, in the order in which models were judged on the split or on one that shares its pairs. earlier: the looks before it, as
+    in gate.json.
     """
 
     number: int
@@ -88,7 +94,7 @@ SPLITS = Ledger("rlhf-gate-splits.jsonl", "the gate", _Split)  # a file of its o
 
 
 def take_look(keys: SplitKeys, model: str, root: Path = Path()) -> Look:
-    """The look of a model at a split. A new look is appended; a repeated one keeps its number.
+    """The look of a model at a split. A new look is added to the ledger; a repeated one keeps its number.
 
     Looks at another split count if at least SHARED of this one's pairs were in it. Lines of older versions have no sketches of their
     splits: they count for exactly the same pairs.
@@ -165,14 +171,14 @@ def check_ledger(gate: dict[str, Any], root: Path = Path()) -> None:
 
 
 def run_name(root: Path) -> str:
-    """The checked-out branch, or the folder's name without one."""
+    """The name of the checked-out branch, or of the folder if there is none."""
     done = git(root, "symbolic-ref", "--short", "--quiet", "HEAD")
     name = root.resolve().name if done is None or done.returncode else done.stdout.strip()
     return os.fsencode(name).decode(errors="replace")  # JSON is UTF-8
 
 
 def _first_results(lines: list[_Line]) -> dict[tuple[str, str | None], _Line]:
-    """First result of each look. Later ones with other thresholds are left out, so that gate.json's earlier looks don't change."""
+    """The first result of each look. Later results, with other thresholds, are left out so that earlier looks in gate.json don't change."""
     return {(line.split, line.model): line for line in reversed(lines) if line.kind == "result"}
 
 

@@ -1,4 +1,4 @@
-"""How many pairs of a held-out split were in another one, from hashes of their texts."""
+"""Estimates how many pairs of a held-out split were in another one, from hashes of their texts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class SplitKeys:
 
     @classmethod
     def of_rows(cls, rows: Sequence[dict[str, Any]]) -> SplitKeys:
-        """rows: with messages, chosen and rejected."""
+        """The keys of a split from its rows.
+
+        rows: with messages, chosen and rejected.
+        """
         prompts = [text_hash(_prompt(row["messages"])) for row in rows]
         sides = (sorted(normalised_text(row[side]) for side in ("chosen", "rejected")) for row in rows)
         responses = [text_hash("\n".join(both)) for both in sides if sum(len(text.split()) for text in both) >= WORDS]
@@ -65,7 +68,11 @@ def write_sketch(hashes: np.ndarray) -> str:
 
 
 def read_sketch(text: str) -> np.ndarray:
-    """Raises: ValueError: `write_sketch` didn't make the text."""
+    """The hashes in a text of `write_sketch`.
+
+    Raises:
+        ValueError: `write_sketch` didn't make the text.
+    """
     return np.frombuffer(base64.b64decode(text, validate=True), dtype=_TYPE)
 
 
@@ -74,7 +81,7 @@ def _prompt(messages: Sequence[dict[str, Any]]) -> str:
 
 
 def _known(hashes: np.ndarray, sketch: np.ndarray) -> float:
-    """The share of hashes [n] that the sketch's split has, from those that its sketch would hold; 1 if there are none of these."""
+    """The share of hashes [n] that the sketched split contains, estimated from those in the sketch's range; 1 if none is in it."""
     if not len(hashes) or not len(sketch):
         return 0.0
     sampled = hashes if len(sketch) < KEPT else hashes[hashes <= sketch.max()]

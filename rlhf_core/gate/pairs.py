@@ -1,4 +1,4 @@
-"""Scored pairs as arrays: accuracy on the whole and by slice, and a candidate against another model on the same pairs."""
+"""Scored pairs as arrays: accuracy over all pairs and by slice, and a candidate compared with another model on the same pairs."""
 
 from __future__ import annotations
 
@@ -41,24 +41,27 @@ class Pairs:
 
     @property
     def margins(self) -> np.ndarray:
+        """Score of the chosen minus score of the rejected response, [N]."""
         return self.chosen - self.rejected
 
     @property
     def points(self) -> np.ndarray:
-        """[N] 1 where chosen has the higher score, 0.5 for a tie, else 0."""
+        """Points [N]: 1 if the chosen response has the higher score, 0.5 for a tie, else 0."""
         return pair_points(self.chosen, self.rejected)
 
     @property
     def clusters(self) -> np.ndarray:
+        """Cluster codes [N], equal for pairs of one prompt."""
         return cluster_codes(self.prompts)
 
 
 def pair_points(chosen: np.ndarray, rejected: np.ndarray) -> np.ndarray:
+    """Points [N] of pairs: 1 where the chosen response has the higher score, 0.5 for a tie, else 0."""
     return (chosen > rejected) + 0.5 * (chosen == rejected)
 
 
 def summarize(pairs: Pairs, confidence: float) -> dict[str, Any]:
-    """Accuracy, a tie counting half, with its interval over prompts. Without pairs: accuracy None, interval 0 to 1."""
+    """Accuracy with its interval over prompts, a tie counting half. Without pairs the accuracy is None and the interval 0 to 1."""
     if not len(pairs):
         counts = {"ties": 0, "n": 0, "prompts": 0, "prompts_effective": 0.0}
         return {"accuracy": None, "low": 0.0, "high": 1.0, **counts, "design_effect": None, "n_effective": 0.0}
@@ -78,7 +81,7 @@ def summarize(pairs: Pairs, confidence: float) -> dict[str, Any]:
 
 
 def slice_values(pairs: Pairs, column: str) -> np.ndarray | None:
-    """[N] value of each pair in a column, None where the pair has none. Returns None if no pair has the column.
+    """The value of each pair in a column, [N], None where the pair has none. Returns None if no pair has the column.
 
     source; prompt_length, response_length (of the pair's longer one): thirds of the pairs, named by their tokens; length_order: which
     response is longer; other names are columns of the data.
@@ -95,7 +98,10 @@ def slice_values(pairs: Pairs, column: str) -> np.ndarray | None:
 
 
 def thirds(tokens: np.ndarray) -> np.ndarray:
-    """[N] names such as "5 to 9 tokens": three parts with about as many pairs each. Equal lengths share a part, so there may be fewer."""
+    """Names [N] such as "5 to 9 tokens" that divide the pairs into three parts of about equal size.
+
+    Equal lengths share a part, so there may be fewer parts.
+    """
     borders = np.unique(np.quantile(tokens, [k / PARTS for k in range(1, PARTS)], method="lower")) if len(tokens) else np.array([])
     part = np.searchsorted(borders, tokens, side="left")
     names = np.empty(len(tokens), dtype=object)
@@ -112,7 +118,7 @@ def _length_order(pairs: Pairs) -> np.ndarray:
 
 
 def slice_accuracies(pairs: Pairs, columns: list[str], *, confidence: float, min_pairs: int) -> list[dict[str, Any]]:
-    """Accuracy of every value of every column, in the columns' order; lengths ascending, other values by name."""
+    """Accuracy for every value of every column, in the columns' order; lengths ascending, other values by name."""
     found = []
     for column in columns:
         values = slice_values(pairs, column)
@@ -137,7 +143,7 @@ def worst_slice(slices: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def mcnemar_exact(first_only: int, second_only: int) -> float:
-    """Two-sided p-value of the pairs that exactly one of two models orders rightly; 1 where there are none.
+    """Two-sided p-value for the pairs that exactly one of two models orders rightly; 1 if there are none.
 
     p = min(1, 2 * P(X <= min(first_only, second_only))), X binomial with first_only + second_only trials and 1/2
     Source: McNemar 1947, https://doi.org/10.1007/BF02295996, in its exact form

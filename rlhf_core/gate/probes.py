@@ -29,7 +29,8 @@ Probes = dict[str, dict[str, float | int | None]]
 
 
 def invariance(model: LoadedModel, texts: Sequence[Text], stored: np.ndarray) -> Probes:
-    """Largest difference between two scores of one text. All but `stored_scores` take SCORED_AGAIN of the texts, evenly spread.
+    """Largest difference between two scores of one text, by probe. All probes but `stored_scores` take SCORED_AGAIN of the texts, evenly
+    spread.
 
     A score alone in its batch differs from the one
     - padding_side: left-padded, with the mask and positions that this needs; value None where the model's attention takes no mask,
@@ -66,7 +67,7 @@ def _largest(differences: np.ndarray | None) -> dict[str, float | int | None]:
 
 
 def _padded_to_the_limit(model: LoadedModel, texts: Sequence[Text], sequences: Sequence[list[int]]) -> np.ndarray:
-    """Scores [len(texts)], as many per batch as the usual size takes, since the limit may be long."""
+    """Scores [len(texts)] of texts padded to the model's limit, with batches of the usual number of tokens, since the limit may be long."""
     filler = [model.tokenizer.pad_token_id] * model.max_length
     scores: list[float] = []
     at_once = max(AT_THE_LIMIT, MICROBATCH_TOKENS // model.max_length - 1)
@@ -88,7 +89,10 @@ def _left_padded(model: LoadedModel, sequences: Sequence[list[int]]) -> np.ndarr
 
 
 def left_padded(sequences: Sequence[list[int]], *, pad_id: int, width: int) -> TokenBatch:
-    """[B, width] with the padding first; the last token of each is selected. Padding sees itself: attention must see something."""
+    """Token ids [B, width] with the padding first and the last token of each row selected.
+
+    Padding sees itself, because attention must see something.
+    """
     lengths = torch.tensor([len(ids) for ids in sequences])
     input_ids = torch.tensor([[pad_id] * (width - len(ids)) + list(ids) for ids in sequences])
     real = torch.arange(width) >= width - lengths[:, None]

@@ -1,4 +1,4 @@
-"""Content of gate.json from held-out scores, the model and the registry's models, for stage gate_reward (docs/gate.md)."""
+"""Makes gate.json from held-out scores, the model and the registry's models, for stage gate_reward (docs/gate.md)."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def judge_model(
 
 
 def measure_models(run: TrainRun, test: Heldout, config: GateConfig, reward_model: Path) -> dict[str, Any]:
-    """On each rank: `measured`, keys of gate.json that need forward passes: probes, external pairs, promoted models; and `members` of the
-    model.
+    """Runs on each rank. Returns `measured`, the keys of gate.json that need forward passes (probes, external pairs, promoted models), and
+    `members`, the number of models.
 
     Args:
         config: the gate's settings at this look, whose confidence sets the width of intervals.
@@ -63,8 +63,8 @@ def measure_models(run: TrainRun, test: Heldout, config: GateConfig, reward_mode
 
     torch.set_num_threads(threads_of_rank(run.params.cluster.threads))
     about = run.params.model
-    how = {"max_length": about.max_length, "trust_remote_code": about.trust_remote_code, "template_date": about.template_date}
-    model = LoadedModel.load(reward_model, **how)
+    load_options = {"max_length": about.max_length, "trust_remote_code": about.trust_remote_code, "template_date": about.template_date}
+    model = LoadedModel.load(reward_model, **load_options)
     responses, which = distinct_responses(test)
     stored, prompts = np.concatenate([test.pairs.chosen, test.pairs.rejected])[which], np.tile(test.pairs.prompts, 2)[which]
     probed = np.linspace(0, len(test.pairs) - 1, min(config.probe_pairs, len(test.pairs))).astype(int)
@@ -86,7 +86,9 @@ def measure_models(run: TrainRun, test: Heldout, config: GateConfig, reward_mode
             if promoted is None:
                 continue
             if promoted.md5 not in found:
-                found[promoted.md5] = compare_to_promoted(test, role, promoted, confidence=config.confidence, scratch=run.scratch, how=how)
+                found[promoted.md5] = compare_to_promoted(
+                    test, role, promoted, confidence=config.confidence, scratch=run.scratch, load_options=load_options
+                )
             measured[role] = {**found[promoted.md5], "version": promoted.version}
             bar.step()
     return {"measured": measured, "members": members}

@@ -1,4 +1,4 @@
-"""A reward model's scores of pairs from elsewhere, and of held-out pairs against a promoted model's."""
+"""Scores external pairs with the reward model, and held-out pairs with promoted models."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def _accuracy(points: np.ndarray, prompts: np.ndarray, confidence: float) -> dic
 
 
 def compare_to_promoted(
-    test: Heldout, role: str, promoted: IncumbentConfig, *, confidence: float, scratch: Path, how: dict[str, Any]
+    test: Heldout, role: str, promoted: IncumbentConfig, *, confidence: float, scratch: Path, load_options: dict[str, Any]
 ) -> dict[str, Any]:
-    """The candidate against a promoted model, on the pairs that the promoted model can score.
+    """Comparison of the candidate with a promoted model, on the pairs that the promoted model can score.
 
     Raises:
         ValueError: DVC's cache lacks the promoted model with this md5 and sha256, or the model can score no pair.
@@ -75,7 +75,7 @@ def compare_to_promoted(
     folder = scratch / role
     subject = f"gate.{role} {promoted.version}"
     on_rank_zero(lambda: checkout(promoted.md5, folder, root=Path(), sha256=promoted.sha256), subject=subject)
-    other = LoadedModel.load(folder, **how)
+    other = LoadedModel.load(folder, **load_options)
     chosen, rejected = other.score_pairs(test.rows)
     known = np.isfinite(chosen) & np.isfinite(rejected)
     if not known.any():

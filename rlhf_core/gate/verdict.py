@@ -1,4 +1,4 @@
-"""Held-out scores read, and the gate's verdict on figures; no model is loaded."""
+"""Reads held-out scores and gives the gate's verdict on figures, without loading a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_IDS = 10  # named in a message
 
 
 def read_heldout(path: Path, prepared: Path, split: str) -> Heldout:
-    """The pairs of a split.
+    """The scored pairs of a split.
 
     Raises:
         ValueError: a column is missing, a score isn't finite, or a pair isn't in the prepared data.
@@ -60,12 +60,18 @@ def read_heldout(path: Path, prepared: Path, split: str) -> Heldout:
 
 
 def unjudged(config: GateConfig, message: str, *, needed: bool) -> dict[str, Any]:
-    """gate.json of a gate that judged no model and therefore didn't pass. needed: a model was expected."""
+    """gate.json for a gate that judged no model and therefore didn't pass.
+
+    needed: a model was expected.
+    """
     return {"needed": needed, "passed": False, **nothing_measured(config), "message": message}
 
 
 def with_verdict(gate: dict[str, Any], config: GateConfig, *, exact_scores: bool) -> dict[str, Any]:
-    """The measured gate with its checks, whether it passed, and the message. exact_scores: see `all_checks`."""
+    """The measured gate with its checks, whether it passed, and the message.
+
+    exact_scores: see `all_checks`.
+    """
     checks = all_checks(gate, config, exact_scores=exact_scores)
     passed = all(check.passed is not False for check in checks)
     message = " ".join(sentences(gate, checks, config))
@@ -73,7 +79,9 @@ def with_verdict(gate: dict[str, Any], config: GateConfig, *, exact_scores: bool
 
 
 def with_registry(gate: dict[str, Any], config: GateConfig, model: str) -> dict[str, Any]:
-    """The gate with the override, and rejected if the registry has rolled this model back. model: md5 of its folder, as in dvc.lock.
+    """The gate with the override applied, and rejected if the registry has rolled this model back.
+
+    model: md5 of its folder, as in dvc.lock.
 
     A rollback of another model doesn't change gate.json, since a change would make DVC rerun every later stage.
     """

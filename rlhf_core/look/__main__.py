@@ -20,7 +20,7 @@ from rlhf_core.config import ConfigError, Params, overridden, parse_params, read
 from rlhf_core.config.data import DataFormat
 from rlhf_core.data.sources import records_of
 from rlhf_core.look import page
-from rlhf_core.look.look import GUESSED_FROM, Guess, Looked, Tried, guess, look, place_of, sample_of
+from rlhf_core.look.look import GUESSED_FROM, Guess, Inspection, TriedReading, guess, inspect_reading, place_of, sample_of
 from rlhf_core.look.recipe import recipe, recipe_lines, yaml_lines
 from rlhf_core.planning.hardware import GPUS
 from rlhf_core.process import configure_process, exit_with
@@ -32,6 +32,7 @@ UNDECIDED, INTERRUPTED = 2, 130
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line. Returns the exit code, see above."""
     given = parse(arguments)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # for terminals without Unicode
@@ -47,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(prog="python -m rlhf_core.look", description="Look at data before anything runs.")
     parser.add_argument("path", metavar="PATH_OR_HUB_NAME", help="a file, a folder, or the name of a Hugging Face data set")
     parser.add_argument("--model", metavar="MODEL", help="instead of model.path: folder or name whose tokenizer and template are used")
@@ -78,6 +80,7 @@ def _positive(text: str) -> int:
 
 
 def run(given: argparse.Namespace) -> int:
+    """Guess the format, look at each reading and print what was found. Returns the exit code."""
     if given.recipe and given.recipe.exists():
         raise ConfigError(f"--recipe {given.recipe}: expected a new file, got one that exists; name another one, or remove it")
     place = place_of(given.path, {key: getattr(given, key) for key in ("subset", "dataset_split", "delimiter", "encoding")})
@@ -86,7 +89,7 @@ def run(given: argparse.Namespace) -> int:
     decided = len(found.fitting) == 1 and found.unreadable is None
     if given.yaml_only:
         print(
-            yaml_lines(found.fitting[0].source) if decided else "\n".join(page.guessed(found, given.path)),
+            yaml_lines(found.fitting[0].source) if decided else "\n".join(page.describe_guess(found, given.path)),
             file=sys.stdout if decided else sys.stderr,
         )
         return 0 if decided else UNDECIDED
@@ -97,13 +100,13 @@ def run(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps(page.as_json(found, readings), indent=2))
         return 0 if decided else UNDECIDED
-    print("\n".join(page.guessed(found, given.path, counts_all=given.all)))
+    print("\n".join(page.describe_guess(found, given.path, counts_all=given.all)))
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for number, reading in enumerate(readings, start=1):
         if not decided:
             print(f"\n--- reading {number}: {reading.looked.tried.reading.format} ---")
-        print("\n".join(page.looked(reading.looked, reading.params, colour=colour, every_token=given.tokens)))
-        print("\n".join(page.proposed(reading)))
+        print("\n".join(page.describe_inspection(reading.looked, reading.params, colour=colour, every_token=given.tokens)))
+        print("\n".join(page.describe_proposal(reading)))
     if given.recipe and decided:
         given.recipe.write_text(f"{readings[0].recipe}\n", encoding="utf-8")
         before = "" if given.params is None else f"--params {given.params} "
@@ -112,7 +115,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def columns(pairs: list[str]) -> dict[str, Any]:
-    """Our column -> the user's, from `prompt=question`; several from `completions=a,b`.
+    """Maps the format's column names to the user's, from arguments such as `prompt=question`, or `completions=a,b` for several columns.
 
     Raises:
         ConfigError: an argument has no `=`.
@@ -131,35 +134,39 @@ def _with_model(params: Params, model: dict[str, Any]) -> Params:
 
 
 def _text(recipe: Path | None) -> str:
-    """params.yaml, with a recipe laid over it; the recipe alone where there is no params.yaml."""
+    """The text of params.yaml with a recipe laid over it; the recipe alone where there is no params.yaml."""
     path = Path("params.yaml")
     if recipe is None or not path.exists():
         return read_text(path if recipe is None else recipe)
     return overridden(read_text(path), read_recipe(recipe), subject=str(path), source=str(recipe), complete=False)[0]
 
 
-def _read(tried: Tried, found: Guess, params: Params, model: dict[str, Any], text: str, given: argparse.Namespace) -> page.Reading:
-    """A reading's counts and, with a model, the proposal for it."""
+def _read(
+    tried: TriedReading, found: Guess, params: Params, model: dict[str, Any], text: str, given: argparse.Namespace
+) -> page.InspectedReading:
+    """Counts one reading and, with a model, makes a proposal for it."""
     if params.model.path is None:
-        looked = _look(tried, found, params, None, given)
-        return page.Reading(looked, params, recipe(looked, params, model))
+        looked = _inspect_reading(tried, found, params, None, given)
+        return page.InspectedReading(looked, params, recipe(looked, params, model))
     from rlhf_core.look.facts import data_facts, machine_facts, model_facts, with_template  # import transformers and torch
-    from rlhf_core.look.propose import Given, propose
+    from rlhf_core.look.propose import UserInput, propose
 
     params, tokenizer, is_chat = with_template(params, tried)
     model |= {"path": params.model.path, "chat_template": params.model.chat_template}
-    looked = _look(tried, found, params, tokenizer, given)
+    looked = _inspect_reading(tried, found, params, tokenizer, given)
     machine = machine_facts(given.gpu, given.gpus)
     data = data_facts(looked, tried.source, whole=found.whole or given.all)
-    proposal = propose(looked, data, model_facts(params, is_chat=is_chat), machine, Given(text, model))
-    return page.Reading(looked, proposal.params, recipe_lines(proposal.source, proposal.settings, proposal.why), proposal)
+    proposal = propose(looked, data, model_facts(params, tokenizer, is_chat=is_chat), machine, UserInput(text, model))
+    return page.InspectedReading(looked, proposal.params, recipe_lines(proposal.source, proposal.settings, proposal.why), proposal)
 
 
-def _look(tried: Tried, found: Guess, params: Params, tokenizer: PreTrainedTokenizerBase | None, given: argparse.Namespace) -> Looked:
+def _inspect_reading(
+    tried: TriedReading, found: Guess, params: Params, tokenizer: PreTrainedTokenizerBase | None, given: argparse.Namespace
+) -> Inspection:
     if not given.all or found.whole:
-        return look(tried, found.records, params, tokenizer, show=given.show)
+        return inspect_reading(tried, found.records, params, tokenizer, show=given.show)
     with tqdm(records_of(tried.source), unit=" records", leave=False, disable=None) as records:  # None: shown on terminals only
-        return look(tried, records, params, tokenizer, show=given.show)
+        return inspect_reading(tried, records, params, tokenizer, show=given.show)
 
 
 if __name__ == "__main__":

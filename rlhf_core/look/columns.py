@@ -36,11 +36,11 @@ class Column:
     values: Sequence[Any]
 
     def holds(self, kinds: Collection[str]) -> bool:
-        """Whether most values are of these kinds, and there are any. Records with other values will be dropped."""
+        """Whether there are values and most have one of these kinds. Records with other values will be dropped."""
         return sum(self.kinds[kind] for kind in kinds) > MOSTLY * len(self.values)
 
     def of(self, *kinds: str) -> list[Any]:
-        """The values of these kinds."""
+        """Values that have one of these kinds."""
         return [value for value in self.values if kind_of(value) in kinds]
 
     @property
@@ -104,6 +104,7 @@ def _is_number(text: str) -> bool:
 
 
 def kind_of(value: Any) -> str:
+    """The kind of a value: text, number, boolean, messages, objects, object or list."""
     if isinstance(value, bool):
         return "boolean"
     if isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""What a proposal is made from: the counts of the data, scaled to all of its records, the model, and the machine."""
+"""What a proposal is made from: counts of the data, scaled to all of its records, the model and the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.config import Params, SourceConfig, number_of
 from rlhf_core.data.drops import DropCounts
 from rlhf_core.data.sources import read_source, records_of
-from rlhf_core.look.look import Looked, Tried
+from rlhf_core.look.look import Inspection, TriedReading
 from rlhf_core.look.rows import UseCounts
 from rlhf_core.models.folder import has_weights, locate_model, read_settings
 from rlhf_core.planning.chain import Rows
@@ -29,15 +29,16 @@ if TYPE_CHECKING:
 
 COUNTING_SECONDS = 20.0  # for the number of records
 POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length")  # keys of a config.json
+SYSTEM_MARK = "(system)"
 TEMPLATE_ROWS = 200  # that are looked at for several turns
 CHATML = ("<|im_start|>", "<|im_end|>")
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Counts by use, of the records that were read.
+    """Counts by use over the records that were read.
 
-    scale: all records of the data over those that were read. at_least: the data has still more, because counting took too long.
+    scale: number of all records divided by the number read. at_least: the data has more records; counting them was cut off.
     """
 
     uses: Mapping[str, UseCounts]
@@ -45,20 +46,22 @@ class DataFacts:
     at_least: bool
 
     def rows(self, use: str) -> int:
+        """Estimated number of rows of a use in all records."""
         return round(self.uses[use].rows * self.scale) if use in self.uses else 0
 
     @property
     def pairs(self) -> int:
+        """Estimated number of pairs that have both responses."""
         return round(self._preference.found["pairs"] * self.scale)
 
     @property
     def marked(self) -> int:
-        """Single responses that are marked good or bad."""
+        """Estimated number of preference rows that aren't pairs: single responses marked good or bad."""
         return self.rows("preference") - self.pairs
 
     @property
     def labels(self) -> Counter[str]:
-        """Kind of expected answer -> prompts of the records that were read."""
+        """Number of prompts by the kind of their expected answer, over the records that were read."""
         return self.uses["prompt"].labels if "prompt" in self.uses else Counter()
 
     @property
@@ -66,7 +69,7 @@ class DataFacts:
         return self.uses.get("preference", UseCounts("preference"))
 
     def training_rows(self, params: Params) -> dict[str, Rows]:
-        """Use -> its rows by split, and their mean lengths."""
+        """For each use its rows by split, and their mean lengths."""
         data = params.data
         heldout = data.validation_fraction
         train = 1 - heldout - data.test_fraction - data.promotion_fraction
@@ -81,7 +84,7 @@ class DataFacts:
 
     @property
     def responses(self) -> Counter[int]:
-        """Tokens of a response -> responses, of demonstrations or else of pairs; empty where the data has none."""
+        """Number of responses by length in tokens, of demonstrations or else of pairs; empty where the data has neither."""
         of_use = next((self.uses[use] for use in ("sft", "preference") if use in self.uses), None)
         return Counter() if of_use is None else of_use.responses
 
@@ -90,8 +93,8 @@ class DataFacts:
 class ModelFacts:
     """The model at `path`.
 
-    sizes: None for an architecture that the planner doesn't predict. positions: of its longest sequence; None: its config.json names none.
-    is_chat: it comes with a chat template. has_weights: it can be trained here.
+    sizes: None for an architecture that the planner doesn't predict. positions: the longest sequence; None if config.json names none.
+    is_chat: the model comes with a chat template. has_weights: it can be trained here. system_prompt: see `own_system_prompt`.
     """
 
     path: str
@@ -99,16 +102,20 @@ class ModelFacts:
     positions: int | None
     is_chat: bool
     has_weights: bool
+    system_prompt: str = ""
 
     @property
     def parameters(self) -> int | None:
+        """Number of parameters; None where the planner doesn't know the architecture."""
         return None if self.sizes is None else self.sizes.parameters
 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """memory: of this machine, or of the GPUs that are asked for. gpu: their kind; None: this machine's CPU, or GPUs of an unknown kind.
-    cores: of this machine's CPU; None: another machine.
+    """The machine on which the recipe will run.
+
+    memory: of this machine, or of the GPUs that the user named. gpu: kind of these GPUs; None for this machine's CPU, or for GPUs of an
+    unknown kind. cores: number of this machine's CPU cores; None for another machine.
     """
 
     memory: Machine
@@ -117,23 +124,26 @@ class MachineFacts:
 
     @property
     def ranks(self) -> int:
+        """The largest number of ranks: one for each GPU, or one on a CPU."""
         return max(1, len(self.memory.gpus))
 
     @property
     def available(self) -> float:
-        """Bytes of a GPU, or of this machine's memory, that nobody uses."""
+        """Free bytes on a GPU, or in this machine's memory."""
         return min((gpu.free for gpu in self.memory.gpus), default=self.memory.host)
 
     @property
     def text(self) -> str:
+        """The machine in words."""
         free = f"{self.available / GIB:.3g} GiB"
         if not self.memory.gpus:
             return f"{number_of(self.cores or 1, 'core')} with {free} free"
         return f"{number_of(self.ranks, 'GPU')}{'' if self.gpu is None else f' ({self.gpu.name})'} of {free}"
 
 
-def data_facts(found: Looked, source: SourceConfig, *, whole: bool) -> DataFacts:
-    """
+def data_facts(found: Inspection, source: SourceConfig, *, whole: bool) -> DataFacts:
+    """Facts about the data from the counts of a reading.
+
     Args:
         whole: all records were read.
     """
@@ -144,8 +154,9 @@ def data_facts(found: Looked, source: SourceConfig, *, whole: bool) -> DataFacts
     return DataFacts(found.counts, max(counted, read) / read, at_least=time.monotonic() >= end)
 
 
-def model_facts(params: Params, *, is_chat: bool) -> ModelFacts:
-    """
+def model_facts(params: Params, tokenizer: PreTrainedTokenizerBase, *, is_chat: bool) -> ModelFacts:
+    """Facts about the model in `model.path` from its folder, without loading its weights.
+
     Args:
         is_chat: the tokenizer came with a template.
     Raises:
@@ -161,11 +172,26 @@ def model_facts(params: Params, *, is_chat: bool) -> ModelFacts:
         next(_positions(settings), None),
         is_chat,
         weighty,
+        own_system_prompt(tokenizer),
     )
 
 
+def own_system_prompt(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The system prompt that the template writes where a conversation has none; empty if there is none, or if it can't be told apart."""
+    from jinja2.exceptions import TemplateError
+
+    question = [{"role": "user", "content": "?"}]
+    try:
+        bare = str(tokenizer.apply_chat_template(question, tokenize=False))
+        given = str(tokenizer.apply_chat_template([{"role": "system", "content": SYSTEM_MARK}, *question], tokenize=False))
+    except (TemplateError, TypeError, ValueError):  # a template without system prompts
+        return ""
+    before, mark, after = given.partition(SYSTEM_MARK)
+    return bare[len(before) : -len(after)].strip() if mark and bare.startswith(before) and bare.endswith(after) else ""
+
+
 def _sizes(folder: Path, *, weighty: bool, trust_remote_code: bool) -> Model | None:
-    """Of the files, or of a config.json alone by its class; None: not a decoder with gated MLPs."""
+    """The model's sizes from its files, or from config.json alone if its class is known; None if it isn't a decoder with gated MLPs."""
     if weighty:
         found = read_model(folder)
         return None if found.shape is None else found
@@ -176,15 +202,17 @@ def _sizes(folder: Path, *, weighty: bool, trust_remote_code: bool) -> Model | N
 
 
 def _positions(settings: dict[str, Any]) -> Iterator[int]:
-    """The longest sequences that a config.json names, or its part for text."""
+    """The longest sequence that config.json names, or its part for text."""
     for part in (settings, settings.get("text_config")):
         if isinstance(part, dict):
             yield from (part[key] for key in POSITIONS if isinstance(part.get(key), int))
 
 
-def with_template(params: Params, tried: Tried) -> tuple[Params, PreTrainedTokenizerBase, bool]:
-    """The tokenizer of model.path, and whether the model is a chat model. One without a template gets a named one in the params: chatml if
-    its tokenizer has ChatML's tokens, else continuation for prompts of one message; with several, turns have their roles in plain text.
+def with_template(params: Params, tried: TriedReading) -> tuple[Params, PreTrainedTokenizerBase, bool]:
+    """The tokenizer of model.path, and whether the model is a chat model.
+
+    A model without a template gets a named one in the params: chatml if its tokenizer has ChatML's tokens, continuation if the responses go
+    on with prompts of one message, after white space. Otherwise a plain template writes the roles as text.
     """
     from rlhf_core.models.tokenizer import PLAIN_TEMPLATE, pretrained_tokenizer
 
@@ -192,22 +220,30 @@ def with_template(params: Params, tried: Tried) -> tuple[Params, PreTrainedToken
     if tokenizer.chat_template != PLAIN_TEMPLATE or params.model.chat_template is not None:
         return params, tokenizer, params.model.chat_template != "continuation"
     words = tokenizer.get_vocab()
-    rows = islice(read_source(tried.source, seed=params.seed, dropped=DropCounts()), TEMPLATE_ROWS)
-    dialogue = any(len(row["messages"]) > 1 for _, row in rows if "messages" in row)
-    template = "chatml" if all(token in words for token in CHATML) else None if dialogue else "continuation"
+    rows = list(islice(read_source(tried.source, seed=params.seed, dropped=DropCounts()), TEMPLATE_ROWS))
+    template = "chatml" if all(token in words for token in CHATML) else "continuation" if _continue([row for _, row in rows]) else None
     if template is None:
         return params, tokenizer, False
     chosen = params.model_copy(update={"model": params.model.model_copy(update={"chat_template": template})})
     return chosen, pretrained_tokenizer(chosen.model, weights=False), False
 
 
+def _continue(rows: list[dict[str, Any]]) -> bool:
+    """Whether responses go on with a text: prompts have one message, and most responses are joined to theirs by white space."""
+    if any(len(row["messages"]) > 1 for row in rows if "messages" in row):
+        return False
+    texts = [(row["messages"][0]["content"], row.get("response") or row.get("chosen")) for row in rows if row.get("messages")]
+    joined = [prompt[-1:].isspace() or response[:1].isspace() for prompt, response in texts if response]
+    return sum(joined) > len(joined) / 2
+
+
 def _cores() -> int:
-    """Of this machine's CPU, that this process may use."""
+    """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def machine_facts(kind: str | None, count: int | None) -> MachineFacts:
-    """This machine, or `count` GPUs of a kind of `GPUS` in hosts of eight whose memory isn't checked."""
+    """Facts about this machine, or about `count` GPUs of a kind in `GPUS`, in hosts of eight whose host memory isn't checked."""
     if kind is None and count is None:
         memory = here()
         return MachineFacts(memory, None, None if memory.gpus else _cores())

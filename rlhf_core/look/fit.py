@@ -1,4 +1,4 @@
-"""Full training or adapters, ranks, ZeRO, checkpointing and micro-batches: the first settings of a ladder with which a stage fits."""
+"""Finds the first settings with which a stage fits: full training or adapters, ranks, ZeRO, gradient checkpointing and micro-batches."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Fit:
-    """The settings with which a stage fits. why: the reason of adapters or of full training.
+    """The settings with which a stage fits.
 
-    lacks: what is missing where nothing fits; empty: it fits.
+    why: the reason for adapters or full training. lacks: what is missing if nothing fits; empty if the stage fits.
     """
 
     settings: Settings
@@ -38,7 +38,7 @@ class Fit:
 
 
 def propose_fit(stage: str, params: Params, model: ModelFacts, machine: MachineFacts) -> Fit:
-    """The first settings that leave the prediction's error free.
+    """The first settings that fit and leave room for the prediction's error.
 
     Args:
         params: with lengths and batches.
@@ -62,7 +62,7 @@ def _models(model: Model) -> Models:
 
 
 def _shortage(stage: str, params: Params, model: Model, machine: Machine) -> str:
-    """What a stage lacks, or why it is refused; empty: it fits."""
+    """What a stage lacks, or why it is refused; empty if it fits."""
     try:
         plan = check(stage, params, _models(model), machine)
     except (Unpredictable, ValueError) as error:
@@ -74,27 +74,27 @@ def _shortage(stage: str, params: Params, model: Model, machine: Machine) -> str
 
 
 def _smaller(machine: Machine) -> Machine:
-    """A machine with less memory, by the prediction's error."""
+    """The machine with its memory reduced by the prediction's error."""
     gpus = tuple(Gpu(gpu.total, gpu.free / (1 + ERROR)) for gpu in machine.gpus)
     return replace(machine, host=machine.host / (1 + ERROR), gpus=gpus)
 
 
 def section_of(stage: str, params: Params) -> tuple[str, str]:
-    """The keys of a stage's adapters and of its ranks."""
+    """The keys under which a stage has its adapters and its ranks."""
     method = "sft" if stage == "train_sft" else params.alignment.method
     return method, "rl.trainer" if method == "rl" else method
 
 
 def _ladder(stage: str, params: Params, machine: MachineFacts) -> Iterator[Settings]:
-    """Settings, the ones that change results and speed least first: full, then recomputed, then divided, then adapters."""
+    """Settings to try in order, those first that change results and speed least: full training, recomputation, more ranks, adapters."""
     method, trainer = section_of(stage, params)
     if not machine.memory.gpus:
         most = section_at(trainer, params).microbatch_tokens
         for lora in (None, LORA):
             for recomputes in (False, True):
                 for tokens in _halves(most, max(params.model.max_length, FEWEST_CPU_TOKENS)):
-                    how = {"gradient_checkpointing": recomputes, "microbatch_tokens": tokens}
-                    yield {f"{trainer}.{name}": value for name, value in how.items()} | {f"{method}.lora": lora}
+                    settings = {"gradient_checkpointing": recomputes, "microbatch_tokens": tokens}
+                    yield {f"{trainer}.{name}": value for name, value in settings.items()} | {f"{method}.lora": lora}
         return
     ranks = len(machine.memory.gpus)
     fixed = {f"{trainer}.ranks": ranks} | ({"rl.rollout.engines": ranks} if method == "rl" else {})
@@ -102,13 +102,13 @@ def _ladder(stage: str, params: Params, machine: MachineFacts) -> Iterator[Setti
     for zero in stages:
         for recomputes in (False, True):
             for tokens in _micro_batches(method, params, ranks, recomputes=recomputes):
-                how = {"zero_stage": zero, "gradient_checkpointing": recomputes, "microbatch_tokens": tokens}
-                yield fixed | {f"{trainer}.{name}": value for name, value in how.items()} | {f"{method}.lora": None}
+                settings = {"zero_stage": zero, "gradient_checkpointing": recomputes, "microbatch_tokens": tokens}
+                yield fixed | {f"{trainer}.{name}": value for name, value in settings.items()} | {f"{method}.lora": None}
     for lora in (LORA, LORA | {"quantize": "nf4"}):
         for recomputes in (False, True):
             for tokens in _micro_batches(method, params, ranks, recomputes=recomputes):
-                how = {"zero_stage": stages[0], "gradient_checkpointing": recomputes, "microbatch_tokens": tokens}
-                yield fixed | {f"{trainer}.{name}": value for name, value in how.items()} | {f"{method}.lora": lora}
+                settings = {"zero_stage": stages[0], "gradient_checkpointing": recomputes, "microbatch_tokens": tokens}
+                yield fixed | {f"{trainer}.{name}": value for name, value in settings.items()} | {f"{method}.lora": lora}
 
 
 def section_at(key: str, params: Params) -> Any:
@@ -116,8 +116,9 @@ def section_at(key: str, params: Params) -> Any:
 
 
 def _micro_batches(method: str, params: Params, ranks: int, *, recomputes: bool) -> Iterator[int]:
-    """Tokens of a pass on a GPU, the most first: at most what a rank has of an optimizer step, and without recomputation no small ones,
-    which leave a GPU idle.
+    """Token counts to try for a forward pass on a GPU, largest first.
+
+    They are at most what a rank has of an optimizer step. Small ones, which leave a GPU idle, are tried only with recomputation.
     """
     length = params.model.max_length
     rows = params.rl.minibatch_size if method == "rl" else section_at(method, params).batch_size * (2 if method == "dpo" else 1)
@@ -126,7 +127,7 @@ def _micro_batches(method: str, params: Params, ranks: int, *, recomputes: bool)
 
 
 def _halves(most: int, fewest: int) -> Iterator[int]:
-    """`most`, a half of it, and so on, none below `fewest`; at least one."""
+    """`most` and its successive halves, none below `fewest`; at least one number."""
     yield most
     while most // 2 >= fewest:
         most //= 2
@@ -134,7 +135,7 @@ def _halves(most: int, fewest: int) -> Iterator[int]:
 
 
 def device_settings(model: ModelFacts, machine: MachineFacts) -> Settings:
-    """Number format, cores, and on a CPU the rollout backend: PyTorch's for a small model."""
+    """Settings that follow from the device: number format, cores, and on a CPU PyTorch rollouts for a small model."""
     if machine.memory.gpus:
         return {"model.dtype": "bfloat16"}
     small = model.parameters is not None and model.parameters <= SMALL

@@ -1,7 +1,7 @@
 """Readings of a sample of records: the formats and column mappings that fit, with reasons and with what the data can't tell.
 
 Names and kinds of columns propose a reading; it is kept only if `convert`, which prepare_data uses, accepts the records (look.look). If
-several readings fit equally well, the user has to choose (look.settle).
+several readings fit equally well, the user has to choose (look.resolve).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Reading:
     doubtful: bool = False
 
     def theirs(self) -> set[str]:
-        """Paths of the user's columns that it reads."""
+        """Paths of the user's columns that this reading uses."""
         return {path for value in self.columns.values() for path in (value if isinstance(value, list) else [value])}
 
 
@@ -145,7 +145,7 @@ def propose(columns: Columns, named: Mapping[str, str]) -> list[Reading]:
 
 
 def _with_earlier(reading: Reading, columns: Columns) -> Reading:
-    """With the columns for turns before the prompt, which are read only if the mapping names them."""
+    """The mapping with columns for turns before the prompt, which are read only if the mapping names them."""
     ours = FORMATS[reading.format][1]
     earlier = [("system", path) for path in ("system", "system_prompt") if path in columns and columns[path].holds(TEXT)][:1]
     if "history" in columns and columns["history"].holds({"list"}):
@@ -156,14 +156,14 @@ def _with_earlier(reading: Reading, columns: Columns) -> Reading:
 
 
 def columns_line(format_: str, columns: Columns) -> str:
-    """Command-line options that map a format's columns; `...` where no column has a likely name."""
+    """Command-line options that map a format's columns, with `...` where no column has a likely name."""
     needed = [ours for ours in FORMATS[format_][1] if ours not in _CAN_DO_WITHOUT or (format_, ours) == ("unpaired", "label")]
     likely = {ours: next((name for name in _LIKELY.get(ours, (ours,)) if name in columns), "...") for ours in needed}
     return f"--format {format_} --columns " + " ".join(f"{ours}={shlex.quote(theirs)}" for ours, theirs in likely.items())
 
 
 def _mapping(reading: Reading) -> Mapped:
-    """Without columns that have our name anyway, except those that are read only if the mapping names them."""
+    """The mapping without columns that have our name anyway, except those that are read only if the mapping names them."""
     named = {"system", "history"}
     return {ours: theirs for ours, theirs in reading.columns.items() if ours != theirs or ours in named}
 

@@ -1,4 +1,4 @@
-"""Lengths in tokens: of prompt and response together, and of sampled responses."""
+"""Chooses the lengths in tokens of sequences (prompt and response) and of sampled responses."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ FEWEST_NEW, MOST_NEW = 32, 512  # tokens of answers in the evaluation
 
 @dataclass(frozen=True)
 class Lengths:
-    """max_length: of model.max_length. new_tokens: of a sampled response, in RL and in the evaluation.
+    """The proposed lengths in tokens.
 
-    left_out: use -> share of its rows that is longer, or that leaves a response of RL no room. forced: the model's positions leave out
-    more than NEEDED allows.
+    max_length: value for model.max_length. new_tokens: length of a sampled response, in RL and in the evaluation.
+    left_out: for each use the share of rows that are too long, or that leave a response of RL no room.
+    forced: the model's positions leave out more than NEEDED allows.
     """
 
     max_length: int
@@ -33,19 +34,20 @@ class Lengths:
 
     @property
     def worst(self) -> tuple[float, str]:
-        """The largest share that is left out, and its use."""
+        """The largest share that is left out, with its use."""
         return max(((share, use) for use, share in self.left_out.items()), default=(0.0, ""))
 
 
 def round_up(tokens: float) -> int:
-    """The next length that people would write."""
+    """The smallest round length, such as 512 or 768, that is at least the given one."""
     step = next(step for most, step in STEPS if tokens <= most)
     return max(1, math.ceil(tokens / step)) * step
 
 
 def propose_lengths(data: DataFacts, choice: Choice, positions: int | None, *, given: int | None, on_gpu: bool) -> Lengths:
-    """The shortest round lengths that keep KEPT of the rows of each use, or all of short ones; prompts with room for a sampled response,
-    within the positions.
+    """The shortest round lengths that keep the share KEPT of each use's rows, or all rows if they are short.
+
+    Prompts must leave room for a sampled response within the model's positions.
 
     Args:
         on_gpu: whether answers are sampled on a GPU.
@@ -67,7 +69,7 @@ def propose_lengths(data: DataFacts, choice: Choice, positions: int | None, *, g
 
 
 def _kept(data: DataFacts, use: str, room: int) -> float:
-    """Tokens that keep all rows of a use with so much room, or KEPT of them where that takes more than ALL_KEPT."""
+    """Sequence length that keeps all rows of a use with so much room, or the share KEPT if all would take more than ALL_KEPT tokens."""
     lengths = data.uses[use].lengths
     longest = quantile(lengths, 1.0) + room
     return longest if longest <= ALL_KEPT else quantile(lengths, KEPT) + room
@@ -79,7 +81,9 @@ def _longer(data: DataFacts, use: str, length: int) -> float:
 
 
 def _new_tokens(data: DataFacts, choice: Choice, most: int | None, own: int) -> int:
-    """Of a sampled response: with room over what SFT teaches, or `own`, for a chat model's own answers; at most half of the positions."""
+    """Length of a sampled response: more than SFT teaches by some room, or `own` for a chat model's own answers; at most half of the
+    positions.
+    """
     shown = quantile(data.responses, KEPT)
     if not choice.sft:
         wanted = max(own, round_up(ROOM * shown)) if choice.name == "grpo" else own

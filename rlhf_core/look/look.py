@@ -28,7 +28,7 @@ from rlhf_core.data.values import RawRecord
 from rlhf_core.look.columns import Column, columns_of
 from rlhf_core.look.guess import Reading, propose
 from rlhf_core.look.known import known_as
-from rlhf_core.look.settle import settle, unread_answers, unread_columns, unread_marks, unreadable_marks
+from rlhf_core.look.resolve import resolve_readings, unread_answers, unread_columns, unread_marks, unreadable_marks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,8 +72,11 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A reading tried on the sample. taken: records converted; refused: why it doesn't fit, None if it does."""
+class TriedReading:
+    """A reading that was tried on the sample.
+
+    taken: number of converted records. refused: why the reading doesn't fit; None if it does.
+    """
 
     reading: Reading
     source: SourceConfig
@@ -95,15 +98,15 @@ class Guess:
     columns: Mapping[str, Column]
     records: list[RawRecord]
     whole: bool
-    fitting: list[Tried]
-    others: list[Tried]
+    fitting: list[TriedReading]
+    others: list[TriedReading]
     unreadable: str | None
     chosen: str | None = None
     aside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Looked:
+class Inspection:
     """A reading's records as they are trained on, and the counts.
 
     samples: (place of a record, its rows' sequences or the template's refusals).
@@ -111,7 +114,7 @@ class Looked:
     repeats: split that is held out -> its prompts, compared with training.
     """
 
-    tried: Tried
+    tried: TriedReading
     tokenizer: PreTrainedTokenizerBase
     dropped: DropCounts
     samples: list[tuple[str, list[Sequence | str]]]
@@ -184,13 +187,13 @@ def guess(place: Place, records: list[RawRecord], *, whole: bool, format_: str |
     found = columns_of([record.values for record in records])
     named = {ours: theirs for ours, theirs in columns.items() if isinstance(theirs, str) and theirs in found}
     readings = _chosen(propose(found, named), format_, columns)
-    tried = [attempt(place, reading, records) for reading in readings]
+    tried = [try_reading(place, reading, records) for reading in readings]
     fits = [t for t in tried if t.refused is None]
     if whole or not fits:
         _check_columns(columns, found)
     best = max((t.taken for t in fits), default=0)
     fits = [t for t in fits if t.taken >= MOSTLY * best]
-    kept = settle([t.reading for t in fits], found) if format_ is None else [t.reading for t in fits]
+    kept = resolve_readings([t.reading for t in fits], found) if format_ is None else [t.reading for t in fits]
     fitting = [_with_warnings(t, found) for t in sorted(fits, key=lambda t: t.reading.doubtful) if t.reading in kept]
     others = [t for t in tried if t.reading not in kept]
     judged = any("preference" in t.source.uses for t in fitting)
@@ -201,7 +204,7 @@ def guess(place: Place, records: list[RawRecord], *, whole: bool, format_: str |
 
 
 def _chosen(readings: list[Reading], format_: str | None, columns: Mapping[str, Any]) -> list[Reading]:
-    """The readings with the format and the columns that the user chose."""
+    """Readings with the format and columns that the user chose."""
     known = {name for of in ([format_] if format_ else FORMATS) for name in FORMATS[of][1]}
     if unknown := sorted(set(columns) - known):
         raise ConfigError(f"--columns: expected names among {sorted(known)}, got {shown(unknown[0])}; map ours to theirs")
@@ -219,7 +222,11 @@ def _chosen(readings: list[Reading], format_: str | None, columns: Mapping[str, 
 
 
 def _check_columns(columns: Mapping[str, Any], found: Mapping[str, Column]) -> None:
-    """Raises: ConfigError: the user named a column that no record of the sample has."""
+    """Check that the sample has every column that the user named.
+
+    Raises:
+        ConfigError: the user named a column that no record of the sample has.
+    """
     for ours, theirs in columns.items():
         for path in theirs if isinstance(theirs, list) else [theirs]:
             if path not in found and path.partition(".")[0] not in found:
@@ -230,7 +237,7 @@ def _check_columns(columns: Mapping[str, Any], found: Mapping[str, Column]) -> N
                 )
 
 
-def attempt(place: Place, reading: Reading, records: list[RawRecord]) -> Tried:
+def try_reading(place: Place, reading: Reading, records: list[RawRecord]) -> TriedReading:
     """Convert the sample as prepare_data would; the reading's uses are those that get rows."""
     source = place.source(reading.format, FORMATS[reading.format][0], reading.columns, reading.options)
     notation = notation_of([record.values for record in beginning(records)[0]], source)
@@ -247,7 +254,7 @@ def attempt(place: Place, reading: Reading, records: list[RawRecord]) -> Tried:
         try:
             check_signs(values, source, notation)
         except ValueError as error:
-            return Tried(reading, source, 0, f"{where}: {error}")
+            return TriedReading(reading, source, 0, f"{where}: {error}")
         try:
             rows = convert(values, source, notation)
         except Dropped as reason:
@@ -262,7 +269,7 @@ def attempt(place: Place, reading: Reading, records: list[RawRecord]) -> Tried:
         templated += any(isinstance(value, str) and unwrapped(value) is not None for value in values.values())
         uses.update(use for use, of_use in rows.items() if of_use)
     if not taken:
-        return Tried(reading, source, 0, refused or dropped.summary())
+        return TriedReading(reading, source, 0, refused or dropped.summary())
     given = [use for use in source.uses if uses[use]]
     if dropped.records > MANY * len(records):
         unsure = f"{dropped.records} of {len(records)} records are left out, most often since: {shown(dropped.most_common(1)[0][0])}"
@@ -277,7 +284,7 @@ def attempt(place: Place, reading: Reading, records: list[RawRecord]) -> Tried:
         why = f"{templated} records have a text that a chat template has written, which is read as its messages"
         reading = replace(reading, why=(*reading.why, why))
     changes = {"uses": given, "strip_end_tokens": strips}
-    return Tried(replace(reading, uses=tuple(given)), source.model_copy(update=changes), taken, None)
+    return TriedReading(replace(reading, uses=tuple(given)), source.model_copy(update=changes), taken, None)
 
 
 def _end_tokens(rows: Mapping[str, list[dict]]) -> set[str]:
@@ -286,8 +293,8 @@ def _end_tokens(rows: Mapping[str, list[dict]]) -> set[str]:
     return {token for answer in answers if (token := end_token(answer)) is not None}
 
 
-def _with_warnings(tried: Tried, columns: Mapping[str, Column]) -> Tried:
-    """With the columns that the reading doesn't read, and warnings about some of them."""
+def _with_warnings(tried: TriedReading, columns: Mapping[str, Column]) -> TriedReading:
+    """The reading with the columns that it leaves unread, and warnings about some of them."""
     aside = unread_columns(tried.reading, columns)
     meant = [path for path in aside if path in MEANINGFUL]
     warnings = [f"column {shown(path, 60)} is not read, though it may belong to the conversation" for path in meant]
@@ -297,14 +304,14 @@ def _with_warnings(tried: Tried, columns: Mapping[str, Column]) -> Tried:
     return replace(tried, reading=replace(tried.reading, unsure=(*tried.reading.unsure, *warnings), unread=unread))
 
 
-def look(
-    tried: Tried,
+def inspect_reading(
+    tried: TriedReading,
     records: Iterable[RawRecord],
     params: Params,
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     show: int,
-) -> Looked:
+) -> Inspection:
     """Read all records with `read_source`, count them and keep the first ones as sequences.
 
     Args:
@@ -335,7 +342,7 @@ def look(
                 of_record.append(f"{use}: {error}")
         counting.add(use, row)
         repeats.add(where, row)
-    return Looked(tried, tokenizer, dropped, list(samples.items()), counting.done(), repeats.counted())
+    return Inspection(tried, tokenizer, dropped, list(samples.items()), counting.done(), repeats.counted())
 
 
 def _own_tokenizer(rows: list[tuple[str, dict]], params: Params) -> PreTrainedTokenizerBase:

@@ -14,10 +14,10 @@ COMPARED = 0.9  # share of the labels that a scorer must be able to compare
 
 @dataclass(frozen=True)
 class Choice:
-    """A method. name: empty where the data is enough for none.
+    """The chosen method, with the reason.
 
-    why: the reason. left_out: what else could be done, and how. sft: whether SFT comes first; sft_why: the reason.
-    uses: of the data's source. settings: keys of params.yaml that the method needs.
+    name: empty if the data is enough for no method. why: the reason. left_out: what else could be done, and how.
+    sft: whether SFT comes first; sft_why: the reason. uses: uses of the data's source. settings: keys of params.yaml that the method needs.
     """
 
     name: Literal["dpo", "kto", "grpo", "sft", ""]
@@ -30,7 +30,10 @@ class Choice:
 
 
 def choose(data: DataFacts, model: ModelFacts) -> Choice:
-    """DPO for pairs, KTO for marked responses, GRPO for prompts with labels that a program can compare, SFT alone for demonstrations."""
+    """The method for this data, with its reason.
+
+    DPO for pairs, KTO for marked responses, GRPO for prompts with labels that a program can compare, SFT alone for demonstrations.
+    """
     if data.pairs and data.pairs >= data.marked:
         return _preference(
             data,

@@ -1,4 +1,4 @@
-"""The report on data for a terminal, a pipe or a file, and as JSON. Texts are printed escaped."""
+"""Shows what was found in the data as text for a terminal, pipe or file, or as JSON. Untrusted texts are printed escaped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf_core.config.data import DropKind
 from rlhf_core.data.drops import DropCounts
 from rlhf_core.look import repeats
 from rlhf_core.look.guess import columns_line
-from rlhf_core.look.look import Guess, Looked, Tried
+from rlhf_core.look.look import Guess, Inspection, TriedReading
 from rlhf_core.look.proposed import as_json as proposal_json
 from rlhf_core.look.proposed import costs, notes
 from rlhf_core.look.recipe import LIMITS, dropped_share, exceeds_limit, yaml_lines
@@ -28,8 +28,11 @@ MAX_PIECES = 40  # listed tokens around the first trained one
 LEFT_OUT = "left out of training"
 
 
-def guessed(guess: Guess, path: str, *, counts_all: bool = False) -> Iterator[str]:
-    """Describes the sample and its readings. counts_all: the counts aren't of the sample only."""
+def describe_guess(guess: Guess, path: str, *, counts_all: bool = False) -> Iterator[str]:
+    """Describes the sample and its readings.
+
+    counts_all: the counts cover all records, not the sample only.
+    """
     count = f"all {len(guess.records)}" if guess.whole else f"the first {len(guess.records)}"
     more = " for the guess, and all for the counts" if counts_all and not guess.whole else ""
     yield f"{shown(path)}: {count} {'record' if len(guess.records) == 1 else 'records'} read{more}"
@@ -51,7 +54,7 @@ def guessed(guess: Guess, path: str, *, counts_all: bool = False) -> Iterator[st
         for number, tried in enumerate(guess.fitting, start=1):
             yield from _reading(f"reading {number}", tried)
         return
-    yield "no format fits; docs/data.md has each format with a record"
+    yield "no format fits; docs/tables/formats.md has each format with a record"
     for tried in guess.others[:6]:
         yield f"  {tried.reading.format}{_mapping(tried.reading.columns)}: {shown(tried.refused or '', 500)}"
     for format_ in dict.fromkeys(tried.reading.format for tried in guess.others if guess.chosen):
@@ -66,7 +69,7 @@ def _choice(guess: Guess) -> str:
     return f"unsure: {len(guess.fitting)} readings fit; choose with --format or --columns"
 
 
-def _reading(title: str, tried: Tried) -> Iterator[str]:
+def _reading(title: str, tried: TriedReading) -> Iterator[str]:
     reading = tried.reading
     yield f"{title}: format {reading.format}{_mapping(reading.columns)}, for {', '.join(reading.uses)}"
     yield f"  because {'; '.join(shown(w, 300) for w in reading.why)}"
@@ -81,8 +84,8 @@ def _mapping(columns: Mapping[str, Any]) -> str:
     return f" ({named})" if named else ""
 
 
-def looked(found: Looked, params: Params, *, colour: bool, every_token: bool) -> Iterator[str]:
-    """Records as they are trained on, then the counts."""
+def describe_inspection(found: Inspection, params: Params, *, colour: bool, every_token: bool) -> Iterator[str]:
+    """Shows records as they are trained on, then the counts."""
     if params.model.path is None:
         yield (
             "No model is given: the tokens are those of a new tokenizer, trained on these texts alone; template and mask are the chain's. "
@@ -97,8 +100,8 @@ def looked(found: Looked, params: Params, *, colour: bool, every_token: bool) ->
     yield from _counts(found, params)
 
 
-def _record(sequences: list[Sequence | str], found: Looked, params: Params, *, colour: bool, every_token: bool) -> Iterator[str]:
-    """A record's sequences; a prompt that several share is shown once."""
+def _record(sequences: list[Sequence | str], found: Inspection, params: Params, *, colour: bool, every_token: bool) -> Iterator[str]:
+    """Shows a record's sequences; a prompt that several of them share is shown once."""
     shown_before: list[tuple[list[int], str]] = []
     for sequence in sequences[:MAX_SEQUENCES]:
         if isinstance(sequence, str):
@@ -122,7 +125,7 @@ def _record(sequences: list[Sequence | str], found: Looked, params: Params, *, c
         yield f"  and {len(sequences) - MAX_SEQUENCES} more of this record"
 
 
-def _title(sequence: Sequence, found: Looked, params: Params) -> str:
+def _title(sequence: Sequence, found: Inspection, params: Params) -> str:
     trained, length = sum(sequence.trained), len(sequence.ids)
     line = f"  {sequence.name}: {length} tokens, {f'{trained} trained' if trained else 'continued by the policy'}"
     line += f"; {shown(sequence.remark, 300)}" if sequence.remark else ""
@@ -143,7 +146,7 @@ def _tokens(sequence: Sequence, parts: list[tuple[str, bool, int, int]]) -> Iter
 
 
 def _safe(text: str) -> str:
-    """Without terminal control characters, changes of text direction and this page's marks; line breaks stay."""
+    """The text without terminal control characters, changes of text direction and this page's own marks; line breaks stay."""
     lines = text.replace(OPEN, "\\u27e6").replace(CLOSE, "\\u27e7").split("\n")
     return "\n".join(shown(line, 10 * len(line)) for line in lines)
 
@@ -182,7 +185,7 @@ def _excerpt(parts: list[tuple[str, bool, int, int]]) -> str:
     return before + "\N{MIDDLE DOT}".join(_one_line(text) for text, *_ in some) + after
 
 
-def _counts(found: Looked, params: Params) -> Iterator[str]:
+def _counts(found: Inspection, params: Params) -> Iterator[str]:
     dropped = found.dropped
     left_out = f"{dropped.records} left out{_too_many(found, params)}{':' * bool(dropped.records)}"
     yield f"{number_of(dropped.read, 'record')} read, {left_out}"
@@ -221,7 +224,7 @@ def _length_bias(values: Mapping[str, Any], limit: float) -> str:
     return f"{line}: validate_data stops, since training would learn length" if abs(longer - 0.5) > limit else line
 
 
-def _too_many(found: Looked, params: Params) -> str:
+def _too_many(found: Inspection, params: Params) -> str:
     """A note if prepare_data would stop because too much of a use is left out."""
     (share, _), limit = dropped_share(found, [], list(found.counts), params.model.max_length), params.validation.max_dropped_fraction
     return f" ({share:.1%}; validation.max_dropped_fraction is {limit:g}: prepare_data stops)" if share > limit else ""
@@ -239,22 +242,25 @@ def objection(kind: str, count: int, rows: int, params: Params) -> str:
         return f"{line}; validation.{limit} is {allowed:g}{f': {LEFT_OUT}' if kind == 'too_long' else ''}"
     longer = "; raise model.max_length" if kind == "too_long" else ""
     longer = "; with strip_end_tokens: true the source takes them off" if kind == "end_token" else longer
-    advice = f"; with drop: [{kind}] the source leaves them out" if kind in get_args(DropKind) else ""
-    return f"{line}; validation.{limit} is {allowed:g}: validate_data stops{longer}{advice}"
+    advice = f", unless the source has drop: [{kind}]" if kind in get_args(DropKind) else ""
+    return f"{line}; validation.{limit} is {allowed:g}: validate_data stops{advice}{longer}"
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A reading that was looked at. params: with the proposal, or as they are. recipe: YAML. proposal: None without a model."""
+class InspectedReading:
+    """A reading that was inspected.
 
-    looked: Looked
+    params: with the proposal laid over them, or as they are. recipe: YAML. proposal: None without a model.
+    """
+
+    looked: Inspection
     params: Params
     recipe: str
     proposal: Proposal | None = None
 
 
-def proposed(reading: Reading) -> Iterator[str]:
-    """The reasons, the recipe, and what it will take."""
+def describe_proposal(reading: InspectedReading) -> Iterator[str]:
+    """Shows the reasons, the recipe, and the time and memory that it will take."""
     if reading.proposal is not None:
         yield ""
         yield from notes(reading.proposal)
@@ -263,8 +269,8 @@ def proposed(reading: Reading) -> Iterator[str]:
         yield from costs(reading.proposal)
 
 
-def as_json(guess: Guess, found: list[Reading]) -> dict[str, Any]:
-    """The same as JSON values; texts unescaped, token ids and masks in full."""
+def as_json(guess: Guess, found: list[InspectedReading]) -> dict[str, Any]:
+    """The same content as JSON values, with unescaped texts and complete token ids and masks."""
     return {
         "records": len(guess.records),
         "whole": guess.whole,
@@ -289,7 +295,7 @@ def as_json(guess: Guess, found: list[Reading]) -> dict[str, Any]:
     }
 
 
-def _json_of_reading(tried: Tried, found: Reading | None) -> dict[str, Any]:
+def _json_of_reading(tried: TriedReading, found: InspectedReading | None) -> dict[str, Any]:
     if found is None:
         return {"yaml": yaml_lines(tried.source)}
     proposal = {} if found.proposal is None else {"proposal": proposal_json(found.proposal)}
@@ -297,7 +303,7 @@ def _json_of_reading(tried: Tried, found: Reading | None) -> dict[str, Any]:
     return {"yaml": found.recipe, "max_length": max_length, **_json_of(found.looked, max_length), **proposal}
 
 
-def _json_of(found: Looked, max_length: int) -> dict[str, Any]:
+def _json_of(found: Inspection, max_length: int) -> dict[str, Any]:
     return {
         "read": found.dropped.read,
         "left_out": found.dropped.records,

@@ -1,4 +1,4 @@
-"""A whole recipe for data, model and machine: method, lengths, schedule, memory, and what each stage will take."""
+"""Proposes a whole recipe for data, model and machine: method, lengths, schedule, memory settings, and the cost of each stage."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.config import Params, SourceConfig, overridden, read_yaml_text
+from rlhf_core.config import Params, SourceConfig, overridden, read_yaml_text, shown
 from rlhf_core.config.base import keys_of, with_defaults
 from rlhf_core.config.usual import SMALL_MODEL, SMALL_RATES, nulls
 from rlhf_core.look import recipe, repeats
 from rlhf_core.look.facts import DataFacts, MachineFacts, ModelFacts
 from rlhf_core.look.fit import Fit, device_settings, propose_fit, section_at, section_of
 from rlhf_core.look.lengths import Lengths, propose_lengths
-from rlhf_core.look.look import Looked
+from rlhf_core.look.look import Inspection
 from rlhf_core.look.methods import Choice, choose
 from rlhf_core.look.schedule import CHECKPOINTS, EVALUATIONS, every, nice, propose_schedule
 from rlhf_core.planning.chain import StageTime, stage_times
@@ -31,7 +31,11 @@ STAGES = ("check_model", "train_sft", "train_policy", "evaluate")
 
 @dataclass(frozen=True)
 class StageCost:
-    """time: None: not predicted. memory: bytes of the largest process on a GPU, or of all together on a CPU; None: not predicted."""
+    """Predicted cost of a stage.
+
+    time: seconds; None if not predicted. memory: bytes of the largest process on a GPU, or of all processes together on a CPU; None if not
+    predicted.
+    """
 
     stage: str
     time: StageTime | None
@@ -42,9 +46,9 @@ class StageCost:
 class Proposal:
     """A recipe with its reasons.
 
-    settings: dotted key -> value, of those that differ from params.yaml. why: key -> a comment. notes: what was chosen and left out.
-    warnings: what the user has to decide or to know first. params: params.yaml with the recipe.
-    costs: in the order of the chain. basis: of the seconds, for people; empty: there are none.
+    settings: keys and values that differ from params.yaml. why: comment for each key. notes: what was chosen and left out.
+    warnings: what the user has to decide or know first. params: params.yaml with the recipe laid over it.
+    costs: in the order of the chain. basis: where the predicted seconds come from, for people; empty if there are none.
     """
 
     choice: Choice
@@ -62,20 +66,24 @@ class Proposal:
 
     @property
     def seconds(self) -> float:
-        """Of all stages whose time is predicted."""
+        """Total seconds of all stages whose time is predicted."""
         return sum(cost.time.seconds for cost in self.costs if cost.time is not None)
 
 
 @dataclass(frozen=True)
-class Given:
-    """What the user gave. text: of params.yaml, with a recipe laid over it. model: keys of `model` that options set."""
+class UserInput:
+    """What the user gave.
+
+    text: params.yaml with a recipe laid over it. model: keys of `model` that options set.
+    """
 
     text: str
     model: Mapping[str, Any]
 
 
-def propose(found: Looked, data: DataFacts, model: ModelFacts, machine: MachineFacts, given: Given) -> Proposal:
-    """
+def propose(found: Inspection, data: DataFacts, model: ModelFacts, machine: MachineFacts, given: UserInput) -> Proposal:
+    """A recipe for the data, the model and the machine.
+
     Raises:
         ConfigError: params.yaml with the proposal laid over it is refused: a fault of the proposal or of the given recipe.
     """
@@ -126,8 +134,8 @@ def propose(found: Looked, data: DataFacts, model: ModelFacts, machine: MachineF
     )
 
 
-def _without_method(found: Looked, choice: Choice, model: ModelFacts, machine: MachineFacts, given: Given) -> Proposal:
-    """The source and the model alone."""
+def _without_method(found: Inspection, choice: Choice, model: ModelFacts, machine: MachineFacts, given: UserInput) -> Proposal:
+    """A proposal of the source and the model alone, for data that is enough for no method."""
     params = overridden(given.text, _model_settings(given), subject="params.yaml", complete=False)[1]
     limits = recipe.needed_limits(found, found.tried.source.uses, params)
     source = found.tried.source.model_copy(update={"drop": limits.drop})
@@ -137,7 +145,7 @@ def _without_method(found: Looked, choice: Choice, model: ModelFacts, machine: M
     return Proposal(choice, lengths, source, settings, limits.why, notes, (), params, (), "", model, machine)
 
 
-def _model_settings(given: Given) -> dict[str, Any]:
+def _model_settings(given: UserInput) -> dict[str, Any]:
     return {f"model.{key}": value for key, value in given.model.items()}
 
 
@@ -145,8 +153,8 @@ def _of_choice(choice: Choice) -> dict[str, Any]:
     return dict(choice.settings) | {"sft.enabled": choice.sft}
 
 
-def _small_models_rates(choice: Choice, model: ModelFacts, given: Given) -> dict[str, float]:
-    """Learning rates of a model that is smaller than those that the usual ones are of, where the user has given none."""
+def _small_models_rates(choice: Choice, model: ModelFacts, given: UserInput) -> dict[str, float]:
+    """Learning rates for a model below the sizes that the usual rates are for, where the user gave none."""
     if model.parameters is None or model.parameters >= SMALL_MODEL:
         return {}
     unset = nulls(read_yaml_text(given.text, "params.yaml"))
@@ -155,7 +163,7 @@ def _small_models_rates(choice: Choice, model: ModelFacts, given: Given) -> dict
 
 
 def _sections(choice: Choice) -> list[str]:
-    """Sections of params.yaml by which the method trains."""
+    """Sections of params.yaml with which the method trains."""
     return ["sft"] * choice.sft + ["rl" if choice.name == "grpo" else choice.name] * (choice.name in ("dpo", "kto", "grpo"))
 
 
@@ -168,7 +176,7 @@ def _trained(choice: Choice) -> list[str]:
 
 
 def _speed(model: ModelFacts, machine: MachineFacts, params: Params) -> Speed | None:
-    """None: the planner predicts no such model, or the kind of this machine's GPUs isn't known."""
+    """The machine's speed; None if the planner doesn't predict the model, or the kind of this machine's GPUs is unknown."""
     if model.sizes is None:
         return None
     if machine.gpu is not None:
@@ -178,7 +186,7 @@ def _speed(model: ModelFacts, machine: MachineFacts, params: Params) -> Speed | 
 
 
 def _shortened(params: Params, times: Mapping[str, StageTime]) -> dict[str, Any]:
-    """Settings of stages that would take more than HOURS: fewer epochs, down to one, and in RL a number of steps."""
+    """Settings for stages that would take more than HOURS: fewer epochs, down to one, and in RL a number of steps."""
     found: dict[str, Any] = {}
     for stage in ("train_sft", "train_policy"):
         time, (method, _) = times.get(stage), section_of(stage, params)
@@ -214,7 +222,7 @@ def _memory(stage: str, params: Params, model: ModelFacts, machine: Machine) -> 
 
 
 def _peak(plan: Plan, *, on_gpu: bool) -> float:
-    """Bytes of the fullest GPU, or of all processes at a time on a CPU."""
+    """Bytes on the fullest GPU, or of all simultaneous processes on a CPU."""
     if plan.turns:
         return max(plan.turns.values())
     if on_gpu:
@@ -222,8 +230,8 @@ def _peak(plan: Plan, *, on_gpu: bool) -> float:
     return max(sum(p.count * (p.needed + without_models(p)) for p in moment) for moment in plan.moments)
 
 
-def _differing(settings: Mapping[str, Any], given: Given) -> dict[str, Any]:
-    """The settings that params.yaml doesn't have anyway, in its order; without the source, which is written apart."""
+def _differing(settings: Mapping[str, Any], given: UserInput) -> dict[str, Any]:
+    """The settings that differ from params.yaml, in its order, without the source, which is written separately."""
     plain = read_yaml_text(given.text, "params.yaml")
     order = list(keys_of(with_defaults(Params, plain)))
     kept = {key: value for key, value in settings.items() if key != "data.sources" and _at(plain, key) != value}
@@ -239,7 +247,7 @@ def _at(tree: Any, key: str) -> Any:
 
 
 def _why(choice: Choice, lengths: Lengths, shorter: Mapping[str, Any]) -> dict[str, str]:
-    """Comments on keys."""
+    """Comments on keys of the recipe."""
     share, use = lengths.worst
     left = _too_long(choice, share, use) if share else "no row is longer"
     found = {"model.max_length": left, "rl.reward.no_eos_penalty": "the rewards are 0 and 1"}
@@ -256,7 +264,7 @@ def _too_long(choice: Choice, share: float, use: str) -> str:
 
 
 def _trained_with(section: str, params: Params) -> str:
-    """What decides most, whether the recipe writes it or params.yaml has it."""
+    """The settings that matter most, whether the recipe writes them or params.yaml has them."""
     settings = getattr(params, section)
     found = [f"learning rate {settings.learning_rate:g}{'' if settings.lora is None else ' of adapters'}"]
     if section == "rl":
@@ -271,6 +279,8 @@ def _notes(choice: Choice, lengths: Lengths, fits: Mapping[str, Fit], data: Data
     """What was chosen and why, then what was left out."""
     yield f"method: {choice.why}"
     yield f"{'SFT first' if choice.sft else 'no SFT'}: {choice.sft_why}"
+    if model.system_prompt:
+        yield f"prompts without a system prompt get the template's own: {shown(model.system_prompt)}"
     share, use = lengths.worst
     positions = "" if model.positions is None else f" of the model's {model.positions:,} positions"
     left = f"{_too_long(choice, share, use)} and left out" if share else "no row is longer"
@@ -285,7 +295,7 @@ def _notes(choice: Choice, lengths: Lengths, fits: Mapping[str, Fit], data: Data
 def _warnings(
     choice: Choice, lengths: Lengths, fits: Mapping[str, Fit], data: DataFacts, model: ModelFacts, *, drops: bool
 ) -> Iterator[str]:
-    """What stops the chain, or what the user must do first.
+    """What will stop the chain, or what the user must do first.
 
     Args:
         drops: the recipe leaves out rows that are too long.
@@ -309,8 +319,8 @@ def _warnings(
         yield f"{data.pairs} pairs are few: a thousand or more is usual, and a held-out tenth of {data.pairs} judges little"
 
 
-def _stops(found: Looked, params: Params) -> Iterator[str]:
-    """What validate_data will stop at that no key of the recipe should hide."""
+def _stops(found: Inspection, params: Params) -> Iterator[str]:
+    """Reasons for which validate_data will stop and that no key of the recipe should hide."""
     for kind, limit in repeats.LIMITS.items():
         allowed = getattr(params.validation, limit)
         for split, (count, prompts) in repeats.shares(found.repeats, kind).items():

@@ -1,4 +1,4 @@
-"""A proposal as text, and as values for JSON."""
+"""Formats a proposal as text and as JSON values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _model(found: Proposal) -> str:
 
 
 def costs(found: Proposal) -> Iterator[str]:
-    """The table of stages, as comments of YAML."""
+    """The table of stages with their predicted cost, as YAML comments."""
     if not found.costs:
         return
     yield f"# expected on {found.machine.text} ({SURE}):"
@@ -45,14 +45,16 @@ def costs(found: Proposal) -> Iterator[str]:
 
 
 def _parts(cost: StageCost) -> str:
-    """Of a step of RL."""
+    """What check_model does, or the predicted seconds of each part of an RL step."""
+    if cost.stage == "check_model":
+        return "  tries training and sampling on a small copy of the model"
     if cost.time is None or not cost.time.parts:
         return ""
     return "  a step: " + ", ".join(f"{part} {duration(seconds)}" for part, seconds in cost.time.parts.items())
 
 
 def duration(seconds: float) -> str:
-    """Two digits are as much as a prediction is worth."""
+    """A duration in words. Two digits are as much as a prediction is worth."""
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 1.5 * size:
             return f"{seconds / size:.2g} {unit}"
@@ -60,7 +62,7 @@ def duration(seconds: float) -> str:
 
 
 def as_json(found: Proposal) -> dict[str, Any]:
-    """In seconds and bytes."""
+    """The proposal as JSON values, in seconds and bytes."""
     return {
         "method": found.choice.name,
         "settings": dict(found.settings),

@@ -1,4 +1,4 @@
-"""YAML for params.yaml: a source, and a recipe with the other keys that its data needs."""
+"""Writes YAML for params.yaml: a source, and a recipe with the other keys that its data needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, get_args
 from rlhf_core.config import Params, SourceConfig
 from rlhf_core.config.data import DropKind
 from rlhf_core.data.drops import Tally
-from rlhf_core.look.look import Looked
+from rlhf_core.look.look import Inspection
 
 LIMITS = {
     "empty": "max_empty_fraction",
@@ -34,16 +34,19 @@ _WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}  # plain 
 
 @dataclass(frozen=True)
 class Limits:
-    """What data needs so that prepare_data and validate_data take it. settings: keys of `validation`. why: key -> a comment."""
+    """Limits that prepare_data and validate_data need to accept the data.
+
+    settings: keys of `validation`. why: comment for each key.
+    """
 
     drop: list[DropKind]
     settings: dict[str, Any] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
 
 
-def recipe(found: Looked, params: Params, model: Mapping[str, Any]) -> str:
-    """A recipe for `--params` without a proposal: the source with the `drop` that it needs, keys of `model`, and the limits that would
-    stop the chain.
+def recipe(found: Inspection, params: Params, model: Mapping[str, Any]) -> str:
+    """A recipe for `--params` without a proposal: the source with its `drop`, keys of `model`, and limits that would otherwise stop the
+    chain.
     """
     most = MOST_TOO_LONG_CHOSEN if "max_length" in model else MOST_TOO_LONG
     limits = needed_limits(found, found.tried.source.uses, params, most_too_long=most)
@@ -52,7 +55,10 @@ def recipe(found: Looked, params: Params, model: Mapping[str, Any]) -> str:
 
 
 def recipe_lines(source: SourceConfig, settings: Mapping[str, Any], why: Mapping[str, str]) -> str:
-    """A source and dotted keys as YAML. why: key -> a comment."""
+    """A source and dotted keys as YAML lines.
+
+    why: comment for each key.
+    """
     tree: dict[str, Any] = {}
     for key, value in settings.items():
         *path, name = key.split(".")
@@ -80,8 +86,9 @@ def _tree_lines(tree: Mapping[str, Any], depth: int) -> Iterator[str]:
             yield from _tree_lines(node, depth + 1)
 
 
-def needed_limits(found: Looked, uses: list[str], params: Params, *, most_too_long: float = MOST_TOO_LONG) -> Limits:
-    """
+def needed_limits(found: Inspection, uses: list[str], params: Params, *, most_too_long: float = MOST_TOO_LONG) -> Limits:
+    """The limits that the data exceeds, raised far enough to accept it.
+
     Args:
         uses: of the source. most_too_long: share of a use's rows that `drop` may leave out because they are too long.
     """
@@ -102,13 +109,13 @@ def needed_limits(found: Looked, uses: list[str], params: Params, *, most_too_lo
     return limits
 
 
-def _too_long(found: Looked, uses: list[str], params: Params) -> float:
-    """The largest share of a use's rows."""
+def _too_long(found: Inspection, uses: list[str], params: Params) -> float:
+    """The largest share of rows of one use that are too long."""
     return max(found.counts[use].longer_than(params.model.max_length) / found.counts[use].rows for use in uses if use in found.counts)
 
 
-def needed_drop(found: Looked, uses: list[str], params: Params) -> list[DropKind]:
-    """The kinds of rows of which a use has more than validate_data allows, without those that no `drop` removes."""
+def needed_drop(found: Inspection, uses: list[str], params: Params) -> list[DropKind]:
+    """Kinds of rows of which a use has more than validate_data allows and which `drop` can remove."""
     stopping = {
         kind
         for use, counts in found.counts.items()
@@ -122,8 +129,8 @@ def exceeds_limit(kind: str, count: int, rows: int, params: Params) -> bool:
     return kind in LIMITS and count / rows > getattr(params.validation, LIMITS[kind])
 
 
-def dropped_share(found: Looked, drop: list[DropKind], uses: list[str], max_length: int) -> tuple[float, str]:
-    """The largest share of one of the uses that prepare_data would leave out, at most, and its use."""
+def dropped_share(found: Inspection, drop: list[DropKind], uses: list[str], max_length: int) -> tuple[float, str]:
+    """The largest share of one use's rows that prepare_data could leave out, with its use."""
     counted = {use: counts for use, counts in found.counts.items() if use in uses}
     tally = Tally(found.dropped, Counter({use: counts.rows for use, counts in counted.items()}))
     tally.dropped.update({use: counts.dropped(drop, max_length) for use, counts in counted.items()})
@@ -131,7 +138,7 @@ def dropped_share(found: Looked, drop: list[DropKind], uses: list[str], max_leng
 
 
 def _above(share: float, highest: float) -> float:
-    """One to two percentage points more, in full ones: what follows the sample may differ a little."""
+    """A limit one to two percentage points above the share, in whole points, since records after the sample may differ a little."""
     return min(highest, (int(100 * share) + 2) / 100)
 
 

@@ -1,4 +1,4 @@
-"""Held-out prompts of a source that its training split has again, as validate_data counts them for all sources together."""
+"""Finds held-out prompts of a source that its training split repeats, as validate_data counts them over all sources."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMITS = {"near": "max_near_duplicate_fraction", "contained": "max_contained_fra
 
 
 class Repeats:
-    """The first MAX_CONVERSATIONS different conversations, by split."""
+    """The first MAX_CONVERSATIONS distinct conversations of each split."""
 
     def __init__(self, params: Params):
         data = params.data
@@ -24,7 +24,10 @@ class Repeats:
         self._rows: dict[str, list[Named]] = {split: [] for split in SPLITS}
 
     def add(self, where: str, row: dict[str, Any]) -> None:
-        """where: the place of the row's record."""
+        """Add a row's conversation.
+
+        where: the place of the row's record.
+        """
         if "messages" in row and len(self._seen) < MAX_CONVERSATIONS:
             key = text_hash(conversation_text(row["messages"]))
             if key not in self._seen:
@@ -32,18 +35,20 @@ class Repeats:
                 self._rows[split_of(split_text(row), **self._fractions)].append((where, row["messages"]))
 
     def counted(self) -> dict[str, list[Compared]]:
-        """Split -> its prompts, compared with training."""
+        """For each held-out split, its prompts compared with training."""
         return compare({split: rows for split, rows in self._rows.items() if split != "train" and rows}, lambda: self._rows["train"])
 
 
 def shares(repeats: Mapping[str, Sequence[Compared]], kind: str) -> dict[str, tuple[int, int]]:
-    """Split -> number of prompts that training has in a way of LIMITS, and of all prompts; splits without such prompts are left out."""
+    """For each held-out split with repeated prompts, the number of those that training repeats in one way of LIMITS, and of all its
+    prompts.
+    """
     counts = {split: sum(getattr(prompt, kind) is not None for prompt in prompts) for split, prompts in repeats.items()}
     return {split: (count, len(repeats[split])) for split, count in counts.items() if count}
 
 
 def lines(repeats: Mapping[str, Sequence[Compared]], params: Params) -> Iterator[str]:
-    """For people: the counts, their limits, and the first such prompt."""
+    """Lines for people: the counts, their limits, and the first repeated prompt."""
     words = {
         "near": "are in training again, with other marks or text around them",
         "contained": "are part of a longer training prompt",

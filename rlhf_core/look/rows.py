@@ -1,4 +1,4 @@
-"""A source's rows as token sequences, and what validate_data would object to, by the trainers' and the stage's functions."""
+"""Turns a source's rows into token sequences, and counts what validate_data would object to, with the functions of trainers and stage."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ class UseCounts:
     preferences: array[int] = field(default_factory=lambda: array("Q"))
 
     def add(self, rows: list[dict], tokenizer: PreTrainedTokenizerBase) -> None:
+        """Count one row."""
         from rlhf_core.data.validation.measures import TEXT_COLUMNS, measure
 
         frame = measure(self.use, [{"id": "", "source": "", "split": "", **row} for row in rows], tokenizer)
@@ -80,7 +81,9 @@ class UseCounts:
             self._add_pairs(frame)
 
     def _add_lengths(self, frame: pd.DataFrame) -> None:
-        """A shorter response of a pair follows the same prompt as the longer one, so that its sequence is shorter by the difference."""
+        """Count the lengths of a pair. The shorter response follows the same prompt as the longer one, so its sequence is shorter by the
+        difference.
+        """
         from rlhf_core.data.validation.measures import TEXT_COLUMNS
 
         longest = frame["tokens"].dropna()
@@ -116,14 +119,14 @@ class UseCounts:
                 self.preferences.append(text_hash(preference))
 
     def objections(self, max_length: int) -> dict[str, int]:
-        """Kind of objection -> rows, without zeros; a row of more than max_length tokens is too long."""
+        """Number of rows by kind of objection, without zeros; a row of more than max_length tokens is too long."""
         found = Counter({kind: n for kind, n in self.found.items() if kind != "pairs"} | {"too_long": self.longer_than(max_length)})
         if self.pairs:
             found["contradictory"], found["duplicate"] = self._repeated()
         return {kind: n for kind, n in found.items() if n}
 
     def dropped(self, kinds: Collection[str], max_length: int) -> int:
-        """Rows that a source drops with these kinds, at most: one of two kinds counts twice. Of equal rows one stays."""
+        """The largest number of rows that a source can drop with these kinds. A row of two kinds counts twice; of equal rows one stays."""
         objections = self.objections(max_length) | ({"duplicate": len(self.pairs) - len(self._distinct()[1])} if self.pairs else {})
         return min(self.rows, sum(objections.get(kind, 0) for kind in kinds))
 
@@ -167,7 +170,7 @@ def quantile(lengths: Counter[int], share: float) -> int:
 
 
 class Counting:
-    """Counts rows by use, some thousand at a time."""
+    """Counts rows by use, a few thousand at a time."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
@@ -214,8 +217,8 @@ def sequences(use: str, row: dict, tokenizer: PreTrainedTokenizerBase, params: P
     if use == "pretrain":
         return [_of_demonstration("pretrain", d) for d in encode_texts([row], tokenizer, max_length=sys.maxsize)[0]]
     if use == "sft":
-        how = {"train_on": params.sft.train_on, "train_on_thoughts": params.sft.train_on_thoughts}
-        return [_of_demonstration("sft", d) for d in encode_demonstrations([row], tokenizer, max_length=sys.maxsize, **how)[0]]
+        masking = {"train_on": params.sft.train_on, "train_on_thoughts": params.sft.train_on_thoughts}
+        return [_of_demonstration("sft", d) for d in encode_demonstrations([row], tokenizer, max_length=sys.maxsize, **masking)[0]]
     if use == "prompt":
         ids = encode_prompt(tokenizer, row["messages"])
         label = row.get("label")

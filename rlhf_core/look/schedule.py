@@ -1,4 +1,4 @@
-"""How long to train: batches, epochs, evaluations and checkpoints, from the number of rows."""
+"""Chooses how long to train from the number of rows: batches, epochs, evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -26,19 +26,22 @@ PROMPTS, CPU_PROMPTS = 64, 8  # of a rollout batch
 FEWEST_BATCHES = 150  # rollout batches of a run, in several passes over few prompts
 EVALUATIONS, CHECKPOINTS = 10, 5  # of a stage
 FEWEST_BETWEEN = 5  # steps between evaluations
-NICE = (1, 2, 5)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """settings: keys and values. rows: use -> training rows, with these settings."""
+    """The proposed schedule.
+
+    settings: keys and values. rows: for each use the training rows that remain with these settings.
+    """
 
     settings: Mapping[str, Any]
     rows: Mapping[str, Rows]
 
 
 def propose_schedule(data: DataFacts, choice: Choice, machine: MachineFacts, params: Params) -> Schedule:
-    """
+    """Batch sizes, epochs, evaluations, checkpoints and held-out shares for the method.
+
     Args:
         params: with the settings of the method.
     """
@@ -56,7 +59,7 @@ def propose_schedule(data: DataFacts, choice: Choice, machine: MachineFacts, par
 
 
 def held_out(data: DataFacts, params: Params) -> dict[str, float]:
-    """Smaller shares of large data: each evaluation reads all of the validation split."""
+    """Smaller held-out shares for large data, because each evaluation reads the whole validation split."""
     prompts = max(data.rows("prompt"), data.rows("preference"), 1)
     given = {"validation": params.data.validation_fraction, "test": params.data.test_fraction}
     if prompts < FEW_PROMPTS:
@@ -65,20 +68,20 @@ def held_out(data: DataFacts, params: Params) -> dict[str, float]:
 
 
 def supervised_schedule(key: str, train: int, ranks: int, *, most: float | None = None) -> dict[str, Any]:
-    """Epochs, at most so many, and batch, and about ten evaluations and five checkpoints."""
+    """Epochs (at most `epochs`) and batch size of a supervised stage, with about ten evaluations and five checkpoints."""
     epochs = next((epochs for rows, epochs in EPOCHS[key] if train <= rows), 1.0)
     epochs = epochs if most is None else min(epochs, most)
     fewest, largest = BATCHES[key]
     batch = max(fewest, min(largest, power_of_two(train * epochs / STEPS[key])))
     batch = -(-batch // ranks) * ranks
     steps = max(1, round(train * epochs / batch))
-    how = {"epochs": epochs, "steps": None, "batch_size": batch}
-    how |= {"eval_every": every(steps, EVALUATIONS), "checkpoint_every": every(steps, CHECKPOINTS)}
-    return {f"{key}.{name}": value for name, value in how.items()}
+    settings = {"epochs": epochs, "steps": None, "batch_size": batch}
+    settings |= {"eval_every": every(steps, EVALUATIONS), "checkpoint_every": every(steps, CHECKPOINTS)}
+    return {f"{key}.{name}": value for name, value in settings.items()}
 
 
 def rl_schedule(train: int, machine: MachineFacts) -> dict[str, Any]:
-    """Rollout batches with one optimizer step each: every sample is of the policy that is trained."""
+    """Sizes of rollout batches with one optimizer step each, so that every sample comes from the policy that is trained."""
     on_gpu = bool(machine.memory.gpus)
     prompts = min(PROMPTS if on_gpu else CPU_PROMPTS, max(1, train))
     prompts = -(-prompts // machine.ranks) * machine.ranks
@@ -97,19 +100,17 @@ def rl_schedule(train: int, machine: MachineFacts) -> dict[str, Any]:
 
 
 def every(steps: float, times: int) -> int:
-    """A round number of steps that comes about so many times."""
+    """A round number of steps between events of which there should be about so many."""
     return nice(max(FEWEST_BETWEEN, steps / times))
 
 
 def power_of_two(number: float) -> int:
-    """The largest that isn't above the number; at least 1."""
+    """The largest power of two that isn't above the number; at least 1."""
     return 1 << max(0, int(number).bit_length() - 1)
 
 
 def nice(number: float) -> int:
-    """The largest of 1, 2, 5, 10, 20, 50, ... that isn't above the number; at least 1."""
-    found, ten = 1, 1
-    while ten <= number:
-        found = next((n * ten for n in reversed(NICE) if n * ten <= number), found)
-        ten *= 10
-    return found
+    """The number rounded down to its first digit, as 80 for 87 and 4 for 4.9; at least 1."""
+    whole = max(1, int(number))
+    ten = 10 ** (len(str(whole)) - 1)
+    return whole // ten * ten

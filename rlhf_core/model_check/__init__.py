@@ -1,1 +1,1 @@
-"""Does the configured model compute here what it computes in its own library? Tried on a small copy of it before anything is trained."""
+"""Checks on a small copy, before anything is trained, that the configured model computes the same here as in its own library."""

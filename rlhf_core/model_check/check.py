@@ -1,4 +1,4 @@
-"""What check_model tries for a configuration: which parts of the pipeline, with which scorers, and what its refusals say."""
+"""Which parts of the pipeline and which scorers check_model tries for a configuration, and what its refusals say."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def run_trials(params: Params, tokenizer_folder: Path, scratch: Path) -> tuple[s
 
 
 def check_files(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check the whole model, of which no weight is read: the small copy has neither its weights nor its vocabulary.
+    """Check the files of the whole model without reading a weight, since the small copy has neither its weights nor its vocabulary.
 
     Raises:
         ValueError: its weights aren't those of its config.json, or its embedding lacks tokens of the tokenizer.
@@ -100,7 +100,7 @@ def check_files(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def check_external(params: Params, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check a policy from elsewhere by its files; the stage that takes it checks the same and reads its weights.
+    """Check the files of a policy from elsewhere. The stage that takes it checks the same and reads its weights.
 
     Raises:
         ValueError: its tokenizer, its template, its architecture or the names of its weights aren't those of the model at `model.path`;
@@ -142,8 +142,9 @@ def check_turns(params: Params, gpus: int) -> None:
 
 
 def try_ready_made(scorer: ScorerConfig, model: ModelConfig, folder: Path | None = None) -> Finding:
-    """The largest difference between a reward model's scores here and its own forward pass of each sequence alone, on a small copy of it;
-    or why there is no score.
+    """Compare a reward model's scores here with its own forward pass of each sequence alone, on a small copy.
+
+    Returns the largest difference, or the reason why there is no score.
 
     Args:
         folder: None: that of the scorer.
@@ -158,10 +159,10 @@ def try_ready_made(scorer: ScorerConfig, model: ModelConfig, folder: Path | None
 def _score_difference(scorer: ScorerConfig, folder: Path, model: ModelConfig) -> float:
     check_model_folder(folder)
     check_ready_made(scorer, folder)
-    how = {"trust_remote_code": model.trust_remote_code}
-    tokenizer = load_tokenizer(str(folder), template_date=model.template_date, scores=True, **how)
-    check_weights(folder, scalar=True, **how)
-    check_rows(tokenizer, vocabulary_size(folder, **how), subject=f"reward model {folder}")
+    load_options = {"trust_remote_code": model.trust_remote_code}
+    tokenizer = load_tokenizer(str(folder), template_date=model.template_date, scores=True, **load_options)
+    check_weights(folder, scalar=True, **load_options)
+    check_rows(tokenizer, vocabulary_size(folder, **load_options), subject=f"reward model {folder}")
     with refusals(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     cut = smaller(config, kind=classifier(type(config)), trust_remote_code=model.trust_remote_code)
@@ -188,7 +189,7 @@ def adapters(params: Params) -> tuple[LoraConfig, ...]:
 
 
 def backends(params: Params) -> dict[str, RolloutBackend]:
-    """Key of params.yaml -> sampling backend: that of RL and evaluation, and that of rejection sampling if it is the method."""
+    """The sampling backend by its key in params.yaml: for RL and evaluation, and for rejection sampling if that is the method."""
     found = {"rl.rollout.backend": params.rl.rollout.backend}
     if params.alignment.method == "rejection_sampling":
         found["rejection_sampling.sampling.backend"] = params.rejection_sampling.sampling.backend
@@ -202,6 +203,7 @@ def scorers(params: Params) -> list[ScorerConfig]:
 
 
 def title(finding: Finding) -> str:
+    """The name of a part of the pipeline in messages."""
     return TITLES.get(finding.column, finding.column)
 
 
@@ -210,7 +212,7 @@ def verdict(finding: Finding) -> str:
 
 
 def message(model: str, finding: Finding, params: Params) -> str:
-    """A refusal: what was expected, what came, and which key to set."""
+    """A refusal that says what was expected, what was found, and which key to set."""
     keys = " and ".join(key for key, backend in backends(params).items() if backend == finding.column)
     remedies = REMEDIES | {"vllm": f"set {keys} to pytorch", "pytorch": f"set {keys} to vllm"}
     if finding.refusal.startswith(ENGINES):

@@ -1,4 +1,4 @@
-"""A small copy of a model: its architecture with as few layers as have every kind of layer, and random weights.
+"""Makes a small copy of a model with random weights: its architecture with the fewest layers that include every kind of layer.
 
 Heads, hidden size, ties, windows, experts and rotary embeddings are the model's own, since they decide which kernels and code run.
 """
@@ -29,7 +29,7 @@ KIND_ATTRIBUTES = ("attention_type", "layer_type", "block_type", "is_sliding", "
 
 
 def cut_config(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    """The configuration of the small copy of a language model.
+    """The configuration of a small copy of a language model.
 
     Raises:
         ValueError: the model's folder is not whole, its library can't build it, or it has fewer positions than model.max_length.
@@ -121,8 +121,8 @@ def random_model(config: PretrainedConfig, *, seed: int, labels: int | None = No
 
 
 def _enliven(name: str, parameter: torch.Tensor, *, tied: bool) -> None:
-    """Scale a parameter: outputs as large as inputs, logits with a standard deviation of about 3, biases and norms off their neutral
-    value.
+    """Scale a parameter so that outputs are as large as inputs, logits have a standard deviation of about 3, and biases and norms aren't
+    neutral.
     """
     if parameter.ndim < 2:
         parameter.add_(0.1 * torch.randn_like(parameter))

@@ -1,4 +1,4 @@
-"""Train and sample from a small model in every way, and compare each with transformers' plain forward pass.
+"""Trains and samples from a small model in every way, and compares each with transformers' plain forward pass.
 
     trial = Trial(folder, tokenizer, settings)
     trial.run("sft")        # Finding: the largest difference of a log-probability, or why there is none
@@ -88,7 +88,8 @@ class TrialSettings:
 
 
 class Trial:
-    """
+    """Trains and samples from one small model in the ways that a run uses.
+
     Args:
         language_model: a small model in float32 on the CPU (miniature.py).
         scalar_model: makes one with a scalar head.
@@ -174,7 +175,7 @@ class Trial:
         return judged("reward", largest(ours, plain))
 
     def _shared_prefix(self) -> Finding:
-        """Whether prefixes are shared, and the difference that it makes. Without sharing training is only slower."""
+        """Finds whether prefixes are shared, and the difference that it makes. Without sharing, training is only slower."""
         if not self._shares_prefix:
             return Finding("shared_prefix", note=OFF)
         beginning = self.sequences[0][: self._settings.max_length // 2]
@@ -193,7 +194,7 @@ class Trial:
         return self._sampled("pytorch")
 
     def _sampled(self, backend: RolloutBackend) -> Finding:
-        """A rollout engine's log-probabilities, of its first model and after each update."""
+        """The largest difference of a rollout engine's log-probabilities, for its first model and after each update."""
         settings = self._settings
         rollouts = open_engine(
             backend,
@@ -237,7 +238,7 @@ class Trial:
 
     @cached_property
     def _shares_prefix(self) -> bool:
-        """Probed before training, since an engine leaves hooks on the model."""
+        """Whether the model shares prefixes; probed before training, since an engine leaves hooks on the model."""
         return shares_prefixes(self._load(), device=device(), max_length=self._settings.max_length)
 
     # Helpers
@@ -272,12 +273,13 @@ class Trial:
         save_model(model, engine.state_dict(), self._tokenizer, folder)
         return folder
 
-    def _plain(self, folder: Path, **how: Any) -> torch.Tensor:
-        return torch.cat(plain_logprobs(folder, self.sequences, trust_remote_code=self._settings.trust_remote_code, **how))
+    def _plain(self, folder: Path, **options: Any) -> torch.Tensor:
+        return torch.cat(plain_logprobs(folder, self.sequences, trust_remote_code=self._settings.trust_remote_code, **options))
 
     def _difference_in_double(self, module: PolicyModule, folder: Path) -> float:
-        """The largest difference in float64, which tells a mistake from rounding; infinite if the model can't be computed so. The engine of
-        the module can't be used afterwards.
+        """The largest difference in float64, which tells a mistake from rounding; infinite if the model can't be computed in float64.
+
+        The engine of the module can't be used afterwards.
         """
         try:
             with torch.no_grad():
@@ -324,8 +326,8 @@ def plain_logprobs(
     folder: Path, sequences: list[list[int]], *, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
     """Log-probability of each token but the first, by transformers alone: whole logits, one sequence at a time."""
-    how = {"trust_remote_code": trust_remote_code, "dtype": dtype}
-    model = AutoModelForCausalLM.from_pretrained(folder, **how).to(device()).eval()
+    load_options = {"trust_remote_code": trust_remote_code, "dtype": dtype}
+    model = AutoModelForCausalLM.from_pretrained(folder, **load_options).to(device()).eval()
     found = []
     for ids in sequences:
         row = torch.tensor([ids], device=device())
@@ -336,9 +338,9 @@ def plain_logprobs(
 
 @torch.no_grad()
 def _scores(folder: Path, sequences: list[list[int]], *, trust_remote_code: bool) -> torch.Tensor:
-    how = {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
+    load_options = {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
     kind = classifier(type(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)))
-    model = kind.from_pretrained(folder, **how).to(device()).eval()
+    model = kind.from_pretrained(folder, **load_options).to(device()).eval()
     return torch.cat([model(input_ids=torch.tensor([ids], device=device())).logits[0].float().cpu() for ids in sequences])
 
 

@@ -1,4 +1,4 @@
-"""Attention of any Hugging Face model: masks for batches with prefixes and branches, and rotary frequencies that depend on the length.
+"""Attention for any Hugging Face model: masks for batches with prefixes and branches, and rotary frequencies that depend on the length.
 
 A mask that is passed to a model replaces the one that it would make, with its windows. So `attention_arguments` puts the windows of each
 type of layer into the mask. It measures them in positions, since tokens of a row with branches aren't where they are in their sequences.
@@ -31,8 +31,9 @@ LONGROPE, DYNAMIC, FIXED = "longrope", "dynamic", "default"
 
 
 def attention_arguments(model: PreTrainedModel, batch: TokenBatch) -> dict[str, Any]:
-    """Arguments of the model's forward for the batch's positions, and its mask or the lengths of a packed row's sequences; none where
-    attention is plainly causal.
+    """Arguments of the model's forward for the batch's positions, and its mask or the lengths of a packed row's sequences.
+
+    There are none where attention is plainly causal.
 
     Raises:
         ValueError: the model has layers that don't compute with masks.
@@ -77,16 +78,17 @@ def layer_kinds(config: PretrainedConfig) -> set[str]:
 
 
 def longest_reach(config: PretrainedConfig) -> int:
-    """Tokens of the largest window or chunk; 0: there are none."""
+    """The number of tokens in the largest window or chunk; 0 if there are none."""
     return max((window_size(config, kind) for kind in layer_kinds(config) & set(_SIZES)), default=0)
 
 
 def window_size(config: PretrainedConfig, kind: str) -> int:
+    """The number of tokens in a layer's window or chunk."""
     return getattr(config, _SIZES[kind])
 
 
 def _within_reach(config: PretrainedConfig, kind: str, positions: torch.Tensor) -> torch.Tensor:
-    """Whether a key's position (last) is in the window or chunk of a query's, [B, 1, T, T] bool; or True."""
+    """Whether a key's position (last) is in the window or chunk of a query's position, [B, 1, T, T] bool; or True."""
     if kind == FULL:
         return torch.tensor(True, device=positions.device)
     query, key, size = positions[:, None, :, None], positions[:, None, None, :], window_size(config, kind)
@@ -133,13 +135,14 @@ def fix_frequencies(config: PretrainedConfig, max_length: int) -> None:
 
 
 def longest_alike(config: PretrainedConfig) -> int | None:
-    """Tokens of the longest sequence that has the frequencies of shorter ones; None: frequencies don't depend on the length."""
+    """The longest sequence that has the frequencies of shorter ones; None if frequencies don't depend on the length."""
     text = config.get_text_config()
     return min((_border(text, rope) for rope in _length_dependent(text)), default=None)
 
 
 def check_length(config: PretrainedConfig, length: int) -> None:
-    """
+    """Check that sequences of `length` tokens have the rotary frequencies of shorter ones.
+
     Raises:
         ValueError: sequences of `length` tokens have other rotary frequencies than shorter ones.
     """

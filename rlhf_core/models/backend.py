@@ -1,4 +1,4 @@
-"""How a model computes hidden states, and how independent parts of work run: the general path, for any architecture and device.
+"""Computes hidden states and runs independent parts of work, on the general path for any architecture and device.
 
 `rlhf_core.models.forward.backend_of` chooses a backend for a model. `rlhf_core.models.cpu` has a faster one for small Llamas on CPU cores.
 """
@@ -34,7 +34,7 @@ class Backend:
     def hidden_states(
         self, model: PreTrainedModel, batch: TokenBatch, rows: torch.Tensor, positions: torch.Tensor, *, routed: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The trunk's output [N, H] at the given rows and positions [N], and the router logits of the routed tokens, if there are any.
+        """The trunk's output [N, H] at the given rows and positions [N], and the router logits of the routed tokens, if any.
 
         Args:
             routed: [B, T] bool, tokens whose router logits are returned; only for a model with experts.
@@ -51,15 +51,15 @@ class Backend:
         return packs(model, batch)
 
     def microbatches(self, sequences: Sequence[list[int]], *, max_tokens: int) -> list[list[int]]:
-        """Positions in `sequences` for each forward pass without gradients of at most `max_tokens` tokens."""
+        """Positions in `sequences`, grouped for forward passes without gradients of at most `max_tokens` tokens."""
         return even_microbatches([len(ids) for ids in sequences], max_tokens=max_tokens, multiple=self.workers)
 
     def map(self, function: Callable[[Part], Result], parts: Iterable[Part]) -> list[Result]:
-        """`function` of each part, in order. The parts must be independent: a backend may run several at the same time."""
+        """The results of `function` for each part, in order. The parts must be independent: a backend may run several at the same time."""
         return [function(part) for part in parts]
 
     def decoder(self, model: PreTrainedModel, *, probed: bool = False) -> Decoder:
-        """The model token by token, for sampling.
+        """A decoder of the model, which computes one token at a time, for sampling.
 
         Args:
             probed: a decoder has been made before, for the same model with other weights.

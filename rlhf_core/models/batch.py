@@ -42,7 +42,10 @@ class TokenBatch:
     segments: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> TokenBatch:
-        """The batch on a device. Copies from pinned memory queue behind the batch that a GPU works on; other copies would wait for it."""
+        """The batch on a device.
+
+        Copies from pinned memory queue behind the batch that a GPU works on; other copies would wait for it.
+        """
         given = (getattr(self, f.name) for f in fields(self))
         if device.type == "cuda":
             return TokenBatch(*(x if x is None else x.pin_memory().to(device, non_blocking=True) for x in given))
@@ -50,7 +53,7 @@ class TokenBatch:
 
     @property
     def length(self) -> int:
-        """Length of the longest sequence, with padding; in a row with branches a sequence is the prefix and one branch."""
+        """The length of the longest sequence, with padding; in a row with branches a sequence is the prefix and one branch."""
         return self.input_ids.shape[1] if self.position_ids is None else int(self.position_ids.max()) + 1
 
     @property
@@ -63,8 +66,9 @@ class TokenBatch:
         return self.visible if self.segments is None else visible_branches(self.segments)
 
     def predictions(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows, positions of the predicting tokens, and ids of the selected tokens, [N] each; a row's first token is left out, since no
-        token predicts it.
+        """Rows and positions of the predicting tokens, and ids of the selected tokens, [N] each.
+
+        A row's first token is left out, since no token predicts it.
         """
         rows, before = self.selected[:, 1:].nonzero(as_tuple=True)
         predicted_by = before if self.predicted_by is None else self.predicted_by[rows, before + 1]
@@ -93,8 +97,9 @@ class Branches:
 
 
 def share_prefix(sequences: list[list[int]], *, max_tokens: int) -> list[Branches]:
-    """Sequences as rows, in order: one row for all where that pays, else a row for each. A shared row has at most `max_tokens` tokens,
-    since its attention may need a mask of [T, T]: larger ones are halved.
+    """Rows for the sequences, in order: one row for all if that pays, else a row for each.
+
+    A shared row has at most `max_tokens` tokens, since its attention may need a mask of [T, T]; larger ones are halved.
     """
     shared = shared_row(sequences)
     if len(shared) > max_tokens and len(sequences) > 1:
@@ -104,7 +109,9 @@ def share_prefix(sequences: list[list[int]], *, max_tokens: int) -> list[Branche
 
 
 def group_by_prefix(sequences: list[list[int]], starts: list[int], *, max_tokens: int) -> list[list[int]]:
-    """Positions of consecutive sequences with the same prefix `sequence[:start]`. A group's shared row has at most `max_tokens` tokens."""
+    """Positions of consecutive sequences with the same prefix `sequence[:start]`, grouped so that a shared row has at most `max_tokens`
+    tokens.
+    """
     groups: list[list[int]] = []
     tokens = 0
     for i, (ids, start) in enumerate(zip(sequences, starts, strict=True)):
@@ -119,7 +126,7 @@ def group_by_prefix(sequences: list[list[int]], starts: list[int], *, max_tokens
 
 
 def continue_prefix(prefix: list[int], branches: list[list[int]], *, shared: bool = True) -> list[Branches]:
-    """Continuations of a given prefix as rows, in order: one row for all where that pays and `shared` allows it.
+    """Rows for the continuations of a given prefix, in order: one row for all if that pays and `shared` allows it.
 
     Unlike `share_prefix` it takes nothing but the given prefix into the common part, so that every token of each branch can be selected.
     """
@@ -147,7 +154,7 @@ def _pays(row: Branches, limit: float) -> bool:
 
 
 def collate_branches(rows: list[Branches], *, pad_id: int, every_token: bool = False) -> TokenBatch:
-    """Rows padded to [B, T]; selected is the last token of each branch, row by row, or every token of each branch.
+    """Rows padded to [B, T], with the last token of each branch selected, row by row, or with every token of each branch selected.
 
     Args:
         every_token: for log-probabilities. A branch's first token is predicted by the last token of the prefix, so every row needs one.
@@ -158,7 +165,7 @@ def collate_branches(rows: list[Branches], *, pad_id: int, every_token: bool = F
     real = columns < lengths[:, None]
 
     def padded(flat: torch.Tensor, padding: int) -> torch.Tensor:
-        """Values of the real tokens, row after row, as [B, T]."""
+        """Values of the real tokens, row after row, placed as [B, T]."""
         return torch.full(real.shape, padding).masked_scatter(real, flat)
 
     pieces = [[row.prefix, *row.branches] for row in rows]
@@ -182,7 +189,7 @@ def collate_branches(rows: list[Branches], *, pad_id: int, every_token: bool = F
 
 
 def visible_branches(segments: torch.Tensor) -> torch.Tensor:
-    """Which tokens (last) each token sees, [B, 1, T, T] bool: itself, and of its row's prefix and its own branch the tokens before it.
+    """Which tokens (last) each token sees, [B, 1, T, T] bool: itself, and the tokens before it in its row's prefix and its own branch.
 
     Args:
         segments: [B, T] int64; 0 a prefix, 1, 2, ... its branches, -1 padding. Padding sees padding: a softmax over nothing is NaN.

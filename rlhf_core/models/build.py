@@ -1,4 +1,4 @@
-"""Making and loading models: a causal language model, and the same trunk with a scalar head."""
+"""Makes and loads models: causal language models, and the same trunk with a scalar head."""
 
 from __future__ import annotations
 
@@ -49,12 +49,14 @@ _UNREAD_BY_CLASSIFIERS = re.compile(rf"{_UNREAD.pattern}|^(lm_head|embed_out|out
 
 
 def new_language_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedModel:
-    """The model that SFT starts from: weights from `config.path` in `config.dtype`, or random ones of `config.architecture` in float32,
-    which the engine casts for training.
+    """The model that SFT starts from.
+
+    Its weights come from `config.path` in `config.dtype`, or are random ones of `config.architecture` in float32, which the engine casts
+    for training.
     """
     if config.path is not None:
-        how = {"trust_remote_code": config.trust_remote_code, "training_dtype": config.dtype}
-        return load_language_model(locate_model(config.path, config.revision), max_length=config.max_length, **how)
+        load_options = {"trust_remote_code": config.trust_remote_code, "training_dtype": config.dtype}
+        return load_language_model(locate_model(config.path, config.revision), max_length=config.max_length, **load_options)
     shape = config.architecture
     torch.manual_seed(seed)
     return LlamaForCausalLM(
@@ -86,11 +88,11 @@ def load_language_model(
     Raises:
         ValueError: the folder holds no such model, or an incomplete one.
     """
-    how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "training_dtype": training_dtype}
+    load_options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "training_dtype": training_dtype}
     if max_length is not None:
-        how["config"] = _config(path, trust_remote_code=trust_remote_code)
-        fix_frequencies(how["config"], max_length)
-    return _load(AutoModelForCausalLM, path, **how)
+        load_options["config"] = _config(path, trust_remote_code=trust_remote_code)
+        fix_frequencies(load_options["config"], max_length)
+    return _load(AutoModelForCausalLM, path, **load_options)
 
 
 def check_weights(path: str | Path, *, trust_remote_code: bool = False, scalar: bool = False) -> None:
@@ -99,11 +101,11 @@ def check_weights(path: str | Path, *, trust_remote_code: bool = False, scalar: 
     Raises:
         ValueError: it won't.
     """
-    how = {"trust_remote_code": trust_remote_code, "training_dtype": "float32", "device_map": {"": "meta"}}
+    load_options = {"trust_remote_code": trust_remote_code, "training_dtype": "float32", "device_map": {"": "meta"}}
     if scalar:
-        _load_scalar(path, unread=_UNREAD_BY_CLASSIFIERS, **_labels(path), **how)
+        _load_scalar(path, unread=_UNREAD_BY_CLASSIFIERS, **_labels(path), **load_options)
     else:
-        _load(AutoModelForCausalLM, path, **how)
+        _load(AutoModelForCausalLM, path, **load_options)
 
 
 def _load(
@@ -114,16 +116,17 @@ def _load(
     training_dtype: str,
     new: tuple[str, ...] = (),
     unread: re.Pattern = _UNREAD,
-    **how: Any,
+    **load_options: Any,
 ):
-    """
+    """Load a model of a class from a folder, and check that its weights are all there and all read.
+
     Args:
         new: names of weights that the folder may lack and that the caller initializes.
         unread: names of weights that the folder may have though the model doesn't read them.
     """
     check_model_folder(path)
     with refusals(path):
-        how |= _dequantizing(path)
+        load_options |= _dequantizing(path)
         model, info = kind.from_pretrained(
             path,
             trust_remote_code=trust_remote_code,
@@ -131,9 +134,9 @@ def _load(
             dtype=getattr(torch, training_dtype),  # float32 first would take twice the memory
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
-            **how,
+            **load_options,
         )
-    if "quantization_config" in how:
+    if "quantization_config" in load_options:
         del model._weight_conversions  # by which saving would quantize again
     _check_loaded(path, model, info, new=new, unread=unread)
     if model.can_generate():
@@ -142,14 +145,15 @@ def _load(
 
 
 def _dequantizing(path: str | Path) -> dict[str, Any]:
-    """Arguments of from_pretrained for a folder that is loaded without the quantization of its files."""
+    """Arguments for from_pretrained that load a folder without the quantization of its files."""
     method = quantization(PretrainedConfig.get_config_dict(path)[0])
     config = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}.get(method)
     return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
 def _check_loaded(path: str | Path, model: PreTrainedModel, info: dict[str, Any], *, new: tuple[str, ...], unread: re.Pattern) -> None:
-    """
+    """Check that the folder's weights are those that its config.json describes.
+
     Raises:
         ValueError: the folder's weights aren't those that its config.json describes: others, more or fewer.
     """
@@ -177,8 +181,9 @@ def _check_loaded(path: str | Path, model: PreTrainedModel, info: dict[str, Any]
 
 
 def _make_savable(path: str | Path, model: PreTrainedModel) -> None:
-    """Leave the token ids alone of a generation configuration that transformers reads but refuses to write, such as a temperature
-    without sampling. Samplers here have settings of their own.
+    """Remove everything but the token ids from a generation configuration that transformers reads but refuses to write.
+
+    An example is a temperature without sampling. Samplers here have settings of their own.
     """
     given = model.generation_config
     try:
@@ -202,8 +207,8 @@ def new_scalar_model(
     """
     _check_linear_score(language_model_path, trust_remote_code=trust_remote_code)
     every_name = re.compile("")  # the language model was checked as it was loaded
-    how = {"trust_remote_code": trust_remote_code, "training_dtype": training_dtype, "num_labels": 1}
-    model = _load_scalar(language_model_path, new=_HEADS, unread=every_name, **how)
+    load_options = {"trust_remote_code": trust_remote_code, "training_dtype": training_dtype, "num_labels": 1}
+    model = _load_scalar(language_model_path, new=_HEADS, unread=every_name, **load_options)
     end = turn_end(tokenizer)
     pads_otherwise = tokenizer.pad_token_id not in (*end.trained, *end.after)[-1:]
     model.config.pad_token_id = tokenizer.pad_token_id if pads_otherwise else None
@@ -225,27 +230,27 @@ def _check_linear_score(path: Path, *, trust_remote_code: bool) -> None:
 
 
 def load_scalar_model(path: str | Path, *, trust_remote_code: bool = False, training_dtype: str = "float32") -> PreTrainedModel:
-    """A reward model or critic: a Hugging Face sequence classifier (safetensors only), in training_dtype; one label where none
-    are named.
+    """A reward model or critic in training_dtype: a Hugging Face sequence classifier (safetensors only), with one label where none are
+    named.
 
     Raises:
         ValueError: the folder holds no such model, or an incomplete one.
     """
-    how = {"trust_remote_code": trust_remote_code, "training_dtype": training_dtype, "unread": _UNREAD_BY_CLASSIFIERS}
-    return _load_scalar(path, **_labels(path), **how)
+    load_options = {"trust_remote_code": trust_remote_code, "training_dtype": training_dtype, "unread": _UNREAD_BY_CLASSIFIERS}
+    return _load_scalar(path, **_labels(path), **load_options)
 
 
 def _labels(path: str | Path) -> dict[str, int]:
-    """Arguments of from_pretrained for a sequence classifier whose folder may not say how many labels it has."""
+    """Arguments for from_pretrained of a sequence classifier whose folder may not say how many labels it has."""
     check_model_folder(path)
     with refusals(path):
         settings, _ = PretrainedConfig.get_config_dict(path)
     return {} if {"num_labels", "id2label"} & settings.keys() else {"num_labels": 1}
 
 
-def _load_scalar(path: str | Path, *, trust_remote_code: bool, **how: Any) -> PreTrainedModel:
+def _load_scalar(path: str | Path, *, trust_remote_code: bool, **load_options: Any) -> PreTrainedModel:
     kind = classifier(type(_config(path, trust_remote_code=trust_remote_code)))
-    return _load(kind, path, trust_remote_code=trust_remote_code, **how)
+    return _load(kind, path, trust_remote_code=trust_remote_code, **load_options)
 
 
 def _config(path: str | Path, *, trust_remote_code: bool) -> PretrainedConfig:
@@ -255,12 +260,12 @@ def _config(path: str | Path, *, trust_remote_code: bool) -> PretrainedConfig:
 
 
 def vocabulary_size(path: str | Path, *, trust_remote_code: bool) -> int:
-    """Rows of a model's embedding; its tokenizer may have fewer or more tokens."""
+    """The number of rows in a model's embedding; its tokenizer may have fewer or more tokens."""
     return _config(path, trust_remote_code=trust_remote_code).get_text_config().vocab_size
 
 
 def flash_attention_wanted(training_dtype: str) -> bool:
-    """Where there is a GPU, flash-attn is installed and training runs in bfloat16."""
+    """Whether there is a GPU, flash-attn is installed and training runs in bfloat16."""
     return training_dtype == "bfloat16" and torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
 
 
@@ -272,8 +277,8 @@ def _with_flash_attention(model: PreTrainedModel) -> PreTrainedModel:
             raise ValueError("the architecture doesn't work with it")
         model.set_attn_implementation(FLASH)
     except (ValueError, ImportError) as error:
-        how = model.config._attn_implementation
-        log.info("model: %s computes attention by %s, not by FlashAttention: %s", type(model).__name__, how, error)
+        implementation = model.config._attn_implementation
+        log.info("model: %s computes attention by %s, not by FlashAttention: %s", type(model).__name__, implementation, error)
     return model
 
 
@@ -320,15 +325,14 @@ def save_model(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], toke
 
 
 def checkpoint_names(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights as in the model's Hugging Face folder, for other libraries: a tensor for each expert, which memory holds as one tensor for
-    all, and no tied head.
-    """
+    """Weights as the Hugging Face folder names them: a tensor for each expert, which memory holds as one for all, and no tied head."""
     return revert_weight_conversion(model, {n: t for n, t in state_dict.items() if n not in model.all_tied_weights_keys})
 
 
 def with_weights(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> PreTrainedModel:
-    """The model with other weights, named as in its Hugging Face folder. It is a new model if the folder's weights have another form than
-    those in memory.
+    """The model with other weights, named as in its Hugging Face folder.
+
+    It is a new model if the folder's weights have another form than those in memory.
 
     Raises:
         ValueError: weights are missing, or belong to another model.
@@ -340,8 +344,8 @@ def with_weights(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) ->
             own[name].copy_(tensor)
         return model
     copied = {name: tensor.clone() for name, tensor in given.items()}  # the new model may keep them
-    how = {"config": model.config, "dtype": model.dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    renewed, info = type(model).from_pretrained(None, state_dict=copied, **how)
+    load_options = {"config": model.config, "dtype": model.dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    renewed, info = type(model).from_pretrained(None, state_dict=copied, **load_options)
     if wrong := sorted(map(str, {*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]})):
         raise ValueError(
             f"weights: expected those of {type(model).__name__}, got others, or none, for {', '.join(wrong[:3])}; restore them"
@@ -350,7 +354,7 @@ def with_weights(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) ->
 
 
 def kv_cache_bytes(config: PretrainedConfig, *, element_bytes: int) -> int:
-    """Bytes of a token's keys and values in all layers."""
+    """The number of bytes for a token's keys and values in all layers."""
     shape = config.get_text_config()
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
@@ -371,7 +375,7 @@ def frozen(module: Module, *, device: torch.device, dtype: torch.dtype) -> Modul
 
 
 def read_state_dict(folder: Path) -> dict[str, torch.Tensor]:
-    """All weights of a Hugging Face folder's safetensors files, on the CPU.
+    """All weights in a Hugging Face folder's safetensors files, on the CPU.
 
     Raises:
         ValueError: a file is missing or truncated.
@@ -396,7 +400,7 @@ class FolderWeights:
                 self._files |= dict.fromkeys(file.keys(), path)
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Those of the weights that the folder has, on the CPU; not to be written to."""
+        """The weights with these names that the folder has, on the CPU; they must not be written to."""
         found: dict[str, torch.Tensor] = {}
         inside = [name for name in names if name in self._files]
         with refusals(self._folder):
@@ -421,9 +425,9 @@ def disable_dropout(module: torch.nn.Module) -> None:
 
 class _Classifier(GenericForSequenceClassification):
     @classmethod
-    def from_config(cls, config: PretrainedConfig, *, trust_remote_code: bool = False, **how: Any) -> PreTrainedModel:
-        """With random weights, like `AutoModelForSequenceClassification.from_config`; no remote code is involved."""
-        return cls._from_config(config, **how)
+    def from_config(cls, config: PretrainedConfig, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
+        """A model with random weights, like `AutoModelForSequenceClassification.from_config`; no remote code is involved."""
+        return cls._from_config(config, **options)
 
 
 @cache

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from ruamel.yaml import YAML
 
-from rlhf_core.config import Algorithm, shown
+from rlhf_core.algorithms.online import ALGORITHMS
+from rlhf_core.config import shown
 from rlhf_core.data.places import is_hub_name, locate
 from rlhf_core.data.schema import SPLITS
 
@@ -53,7 +54,7 @@ print(model(**tokenizer.apply_chat_template(conversation, return_tensors="pt", r
 
 @dataclass(frozen=True)
 class CardFacts:
-    """Facts of a stage about the model that it made.
+    """Facts about a model that a stage made.
 
     kind: one of KINDS. method: how it was trained, such as dpo or rl. base: `model.path`; None: weights from nothing.
     params: what of params.yaml the stage depends on. sources: data/prepared/sources.json.
@@ -73,6 +74,7 @@ class CardFacts:
 
 
 def write_card(folder: Path, facts: CardFacts) -> None:
+    """Write the card into a model's folder."""
     (folder / CARD).write_text(render_card(facts), encoding="utf-8", newline="\n")
 
 
@@ -119,11 +121,12 @@ def metadata(facts: CardFacts) -> dict[str, Any]:
 
 
 def with_metadata(head: Mapping[str, Any], body: str) -> str:
+    """A card's text: metadata, then body."""
     return f"---\n{as_yaml(head)}---\n\n{body}"
 
 
 def split_card(text: str) -> tuple[dict[str, Any], str]:
-    """Metadata and body of a card.
+    """The metadata and the body of a card.
 
     Raises:
         ValueError: it begins with none.
@@ -146,7 +149,7 @@ def verdict(gate: Mapping[str, Any]) -> str:
 
 
 def data_table(sources: Mapping[str, Mapping[str, Any]]) -> str:
-    """Rows of each source, use and split."""
+    """Markdown table with the number of rows by source, use and split."""
     rows = [
         (name, source["kind"], use, *(counts.get(split, 0) for split in SPLITS))
         for name, source in sources.items()
@@ -161,9 +164,9 @@ def table(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def counting(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Params that change weights, without the sections of unused algorithms and without paths of a machine."""
+    """Params that change weights, without sections of unused algorithms and without paths on a machine."""
     algorithm = params.get("rl", {}).get("algorithm") if isinstance(params.get("rl"), Mapping) else None
-    unused = {name for name in get_args(Algorithm) if name != algorithm}
+    unused = ALGORITHMS.keys() - {algorithm}
 
     def kept(node: Any) -> Any:
         if isinstance(node, Mapping):
@@ -189,7 +192,7 @@ def as_yaml(content: Mapping[str, Any]) -> str:
 
 
 def _named(path: str) -> str:
-    """A name of a model or file that has no path of a machine."""
+    """The name of a model or file without a path on a machine."""
     return shown(Path(path).name if path.startswith(("/", "~", ".")) else path)
 
 

@@ -1,4 +1,4 @@
-"""A causal language model token by token, for sampling: a prompt is computed once for all of its responses."""
+"""Decodes a causal language model token by token, for sampling: a prompt is computed once for all of its responses."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from rlhf_core.models.probe import PROBE_ERRORS, agree, probing
 
 
 class Decoder(Protocol):
-    """B sequences that grow by a token at a time, with a cache of their keys and values."""
+    """B sequences that grow by one token at a time, with a cache of their keys and values."""
 
     def begin(self, prompts: list[list[int]], *, copies: int, max_new_tokens: int, max_length: int) -> torch.Tensor:
-        """Logits [B, V] of the first new token; B = prompts x copies, a prompt's copies next to each other.
+        """Logits [B, V] of the first new token; B = prompts x copies, with the copies of a prompt next to each other.
 
         Args:
             max_length: tokens of a sequence; the logits of a longer one aren't used.
         """
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits [B, V] of the next token, after these [B]."""
+        """Logits [B, V] of the token after these [B]."""
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Continue with these sequences [K] only."""
+        """Continue with only these sequences [K]."""
 
     def end(self) -> None:
         """Free the cache."""
 
 
 class HuggingFaceDecoder:
-    """The model's own forward and cache: any architecture whose cache can be reordered, any device.
+    """Decodes by the model's own forward and cache: any architecture whose cache can be reordered, on any device.
 
     Args:
         probed: the decoder is known to agree with this architecture.
@@ -69,8 +69,8 @@ class HuggingFaceDecoder:
         self._cache = None
 
     def _forward(self, ids: torch.Tensor, real: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        how = {"attention_mask": real.long(), "position_ids": positions, "past_key_values": self._cache, "use_cache": True}
-        return self._model(input_ids=ids, logits_to_keep=1, **how).logits[:, -1]
+        inputs = {"attention_mask": real.long(), "position_ids": positions, "past_key_values": self._cache, "use_cache": True}
+        return self._model(input_ids=ids, logits_to_keep=1, **inputs).logits[:, -1]
 
     @torch.inference_mode()
     def _probe(self) -> None:
@@ -102,7 +102,7 @@ class HuggingFaceDecoder:
 
 
 def left_padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [B, P] that all end in the last column, and which of them are real."""
+    """Token ids [B, P] that all end in the last column, and a mask of the real ones."""
     lengths = torch.tensor([len(p) for p in prompts])
     width = int(lengths.max())
     real = torch.arange(width) >= width - lengths[:, None]

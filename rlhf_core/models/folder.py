@@ -1,8 +1,8 @@
-"""Checks of a model's folder, before any library loads it and without loading anything.
+"""Checks a model's folder before any library loads it, and without loading anything.
 
 transformers takes weights from wherever the folder's index says, unpickles some of them, fills missing ones with random numbers, and gives
-a traceback for a truncated file. So the files are checked first: weights are safetensors, inside the folder and complete; settings are
-JSON.
+a traceback for a truncated file. So the files are checked first: weights must be safetensors, inside the folder and complete; settings must
+be JSON.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ _WIDTHS = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F16": 2, "B
 
 
 def locate_model(path: str, revision: str | None = None, *, key: str = "model.path") -> str:
-    """The folder of a model: a local one, found as `locate` does, or for a Hugging Face name the one in the hub's cache, fetched if
-    the hub may be used.
+    """The folder of a model.
+
+    A local folder is found as `locate` does. For a Hugging Face name it is the one in the hub's cache, fetched if the hub may be used.
 
     Args:
         revision: of the Hugging Face name; None: the cached one, or else the newest.
@@ -61,7 +62,7 @@ def locate_model(path: str, revision: str | None = None, *, key: str = "model.pa
 
 
 def base_of_adapters(folder: Path) -> tuple[str, str | None] | None:
-    """Path or name of the model that a folder's adapters (PEFT) belong to, and its revision, if any; None: it has no adapters.
+    """Path or name, and revision, of the model to which a folder's adapters (PEFT) belong; None if it has no adapters.
 
     Raises:
         ValueError: the adapters' settings name no model, or a revision that is no text.
@@ -111,7 +112,7 @@ def check_model_folder(path: str | Path, *, weights: bool = True) -> None:
 
 
 def quantization(settings: dict[str, Any]) -> str | None:
-    """The method by which the weights of a folder with this config.json are quantized; None: they aren't."""
+    """The method by which the weights of a folder with this config.json are quantized; None if they aren't."""
     parts = [settings, *(part for part in settings.values() if isinstance(part, dict))]  # or of the text model's part alone
     found = next((part[key] for part in parts for key in ("quantization_config", "compression_config") if part.get(key)), None)
     if found is None:
@@ -120,7 +121,7 @@ def quantization(settings: dict[str, Any]) -> str | None:
 
 
 def read_settings(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON file of a model's folder.
+    """The content of a JSON file in a model's folder.
 
     Raises:
         ValueError: the file is missing or doesn't hold a JSON object.
@@ -161,12 +162,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def count_members(files: Iterable[str]) -> int:
-    """Number of models in a reward model's folder, from the names of its files, with slashes: its own, and one in each `member_*`."""
+    """The number of models in a reward model's folder, from the names of its files with slashes: its own, and one in each `member_*`."""
     return 1 + sum(name.startswith("member_") and name.count("/") == 1 and name.endswith("/config.json") for name in files)
 
 
 def count_parameters(path: str | Path) -> int:
-    """Number of parameters of a model's folder, from the headers of its files.
+    """The number of parameters in a model's folder, from the headers of its files.
 
     Raises:
         ValueError: a file is missing or truncated.
@@ -175,13 +176,16 @@ def count_parameters(path: str | Path) -> int:
 
 
 def numbers_in(tensor: dict[str, Any]) -> int:
-    """Numbers that a tensor holds, by its header. Of mxfp4, tensors of four dimensions have two in a byte, others their scales."""
+    """How many numbers a tensor holds, by its header.
+
+    In mxfp4, tensors of four dimensions have two numbers in a byte; the others are their scales.
+    """
     count = math.prod(tensor["shape"])
     return count if tensor["dtype"] != "U8" else 2 * count if len(tensor["shape"]) == 4 else 0
 
 
 def read_headers(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The header of each tensor of a model's folder: shape, dtype and data_offsets.
+    """The header of each tensor in a model's folder: shape, dtype and data_offsets.
 
     Raises:
         ValueError: a file is missing or truncated.
@@ -230,7 +234,7 @@ def _end(tensor: dict[str, Any]) -> int:
 
 @contextlib.contextmanager
 def refusals(path: str | Path) -> Iterator[None]:
-    """Turn any exception of a library that loads a model into a ValueError that names the folder: its content is the user's."""
+    """Turns any exception of a library that loads a model into a ValueError that names the folder, because its content is the user's."""
     try:
         yield
     except Exception as error:  # libraries raise anything on damaged files

@@ -1,4 +1,4 @@
-"""What the engines train: modules that return log-probabilities or scores of a batch's selected tokens.
+"""The modules that engines train: they return log-probabilities or scores of a batch's selected tokens.
 
 The vocabulary projection runs on the selected positions only.
 """
@@ -25,8 +25,9 @@ GENERAL, CPU = Backend(), CpuBackend()
 
 
 def backend_of(model: PreTrainedModel) -> Backend:
-    """The fastest backend for a model where and as it is now: an engine may move it, cast it or partition its weights. Gradient
-    checkpointing is a matter of the model's own layers.
+    """The fastest backend for a model in its current state: an engine may move it, cast it or partition its weights.
+
+    Gradient checkpointing is a matter of the model's own layers.
     """
     return CPU if CPU.supports(model) and not recomputes_layers(model) else GENERAL
 
@@ -37,7 +38,7 @@ def common_backend(*modules: PolicyModule | ScalarModule) -> Backend:
 
 
 class PolicyOutput(NamedTuple):
-    """Of the N selected tokens, row by row; None where not requested. A tuple, which DeepSpeed's hooks look into.
+    """Results for the N selected tokens, row by row; None where not requested. A tuple, which DeepSpeed's hooks look into.
 
     logprobs: [N].
     entropy: [N], of the distribution that the token comes from.
@@ -52,7 +53,7 @@ class PolicyOutput(NamedTuple):
 
 
 class PolicyModule(nn.Module):
-    """Log-probabilities of selected tokens under a causal language model, whose head becomes a `LogprobHead` where it can.
+    """Computes log-probabilities of selected tokens under a causal language model, whose head becomes a `LogprobHead` if it can.
 
     split: set where ranks share each sequence; every rank then returns what all of them compute.
 
@@ -67,6 +68,7 @@ class PolicyModule(nn.Module):
         self.model = model
 
         def hidden_states(ids: torch.Tensor) -> torch.Tensor:
+            """The trunk's output [N, H] at the given rows and positions, and the router logits of the routed tokens, if any."""
             everywhere = torch.ones_like(ids, dtype=torch.bool)
             # In bfloat16 the model's own rounding, of several percent in a deep model, would look like another rule.
             backend = backend_of(model) if model.dtype == torch.float32 else GENERAL
@@ -78,7 +80,7 @@ class PolicyModule(nn.Module):
 
     @property
     def backend(self) -> Backend:
-        """Computes the hidden states; its `map` may run several forward passes of this module at the same time."""
+        """The backend that computes the hidden states; its `map` may run several forward passes of this module at the same time."""
         return GENERAL if self._rule is None or self.split is not None else backend_of(self.model)
 
     def forward(
@@ -92,7 +94,7 @@ class PolicyModule(nn.Module):
         top_p: float = 1.0,
         routed: torch.Tensor | None = None,
     ) -> PolicyOutput:
-        """Log-probability of each selected token given all before it.
+        """The log-probability of each selected token given all tokens before it.
 
         The first token of a sequence can't be selected: nothing predicts it.
 
@@ -102,7 +104,7 @@ class PolicyModule(nn.Module):
             routed: [B, T] bool, the tokens whose router logits are returned; only for a model with experts.
         """
         rows, predicted_by, ids = batch.predictions()
-        how = {
+        output_options = {
             "temperature": temperature,
             "with_entropy": with_entropy,
             "learn_entropy": learn_entropy,
@@ -110,13 +112,13 @@ class PolicyModule(nn.Module):
             "top_p": top_p,
         }
         if self.split is not None:
-            return self._of_parts(batch, rows, predicted_by, ids, self.split, routed=routed, **how)
+            return self._of_parts(batch, rows, predicted_by, ids, self.split, routed=routed, **output_options)
         if self._rule is None:
             outputs, router_logits = run_model(self.model, batch, routed)
             states = outputs.logits[rows, predicted_by]
         else:
             states, router_logits = self.backend.hidden_states(self.model, batch, rows, predicted_by, routed=routed)
-        return self._output(states, ids, router_logits, **how)
+        return self._output(states, ids, router_logits, **output_options)
 
     def _of_parts(
         self,
@@ -127,14 +129,14 @@ class PolicyModule(nn.Module):
         split: SequenceSplit,
         *,
         routed: torch.Tensor | None,
-        **how: Any,
+        **output_options: Any,
     ) -> PolicyOutput:
-        """The output for all selected tokens, of which this rank computes those that its own columns predict."""
+        """The output for all selected tokens; this rank computes those that its own columns predict."""
         if routed is not None:
             raise ValueError("sequence_parallel: expected no router logits to be needed, got some; set sequence_parallel to 1")
         part = own_columns(self.model, batch, rows, predicted_by, split)
         states = part.run(self.model).logits if self._rule is None else part.run(trunk(self.model)).last_hidden_state
-        output = self._output(states[part.rows, part.positions], ids[part.own], None, **how)
+        output = self._output(states[part.rows, part.positions], ids[part.own], None, **output_options)
         return PolicyOutput(*(None if values is None else split.joined(values, part.own) for values in output))
 
     def _output(
@@ -149,7 +151,8 @@ class PolicyModule(nn.Module):
         top_k: int | None,
         top_p: float,
     ) -> PolicyOutput:
-        """
+        """The output for the selected tokens, from their hidden states.
+
         Args:
             states: [N, H] hidden states that predict the tokens; without a rule for the head their logits [N, V].
         """
@@ -175,7 +178,7 @@ class PolicyModule(nn.Module):
 
 
 class ScalarModule(nn.Module):
-    """Scores or values at selected positions: a reward model or a critic.
+    """Computes scores or values at selected positions: a reward model or a critic.
 
     Args:
         label: for a model that gives several scores, the name or number of the one that counts.
@@ -195,7 +198,7 @@ class ScalarModule(nn.Module):
 
     @property
     def backend(self) -> Backend:
-        """See `PolicyModule.backend`."""
+        """The backend that computes the hidden states (see `PolicyModule.backend`)."""
         return backend_of(self.model) if self.score_head.per_token and self.split is None else GENERAL
 
     def forward(self, batch: TokenBatch) -> torch.Tensor:
@@ -215,7 +218,8 @@ class ScalarModule(nn.Module):
         return scalar_head(self.model)(hidden)[:, self._label].float()
 
     def check_scores_tokens(self, subject: str, remedy: str) -> None:
-        """
+        """Check that every token has a score.
+
         Raises:
             ValueError: the model scores whole sequences only.
         """
@@ -226,7 +230,7 @@ class ScalarModule(nn.Module):
             )
 
     def _whole_sequences(self, batch: TokenBatch) -> list[list[int]]:
-        """The rows without their padding."""
+        """The sequences of the rows, without padding."""
         if batch.visible is not None or batch.segments is not None or not bool((batch.selected.sum(1) == 1).all()):
             raise ValueError(
                 f"reward model: expected whole sequences for {type(self.model).__name__}, which has no scores of tokens, got parts; "

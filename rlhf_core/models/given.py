@@ -1,4 +1,4 @@
-"""Language models that the chain takes as they are: loaded without rounding, adapters merged, compared with the chain's own model."""
+"""Loads language models that the chain takes as they are: not rounded, adapters merged, and compared with the chain's own model."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _CONVERSATIONS = ([_USER], [_SYSTEM, _USER], [_USER, _ANSWER, _USER])
 
 def load_as_given(path: str | Path, config: ModelConfig) -> PreTrainedModel:
     """The language model in a folder with exactly the weights of its files, in their own dtype; quantized ones in `config.dtype`."""
-    how = {"trust_remote_code": config.trust_remote_code, "max_length": config.max_length}
-    return load_language_model(path, training_dtype=files_dtype(path, default=config.dtype), **how)
+    load_options = {"trust_remote_code": config.trust_remote_code, "max_length": config.max_length}
+    return load_language_model(path, training_dtype=files_dtype(path, default=config.dtype), **load_options)
 
 
 def files_dtype(path: str | Path, *, default: str) -> str:
-    """The narrowest dtype that has every number of a folder's weights; `default` where the files are quantized or have no floats."""
+    """The narrowest dtype that represents all of a folder's weights; `default` if the files are quantized or have no floats."""
     found = {_TORCH[tensor["dtype"]] for tensor in read_headers(path) if tensor["dtype"] in _TORCH}
     if not found or quantization(read_settings(Path(path), "config.json")) is not None:
         return default
@@ -66,7 +66,7 @@ def load_policy_from_elsewhere(path: str, config: ModelConfig) -> PreTrainedMode
 
 
 def base_for_adapters(folder: Path) -> str | None:
-    """The folder of the model into which a folder's adapters are merged; None: it has no adapters.
+    """The folder of the model into which a folder's adapters are merged; None if it has no adapters.
 
     Raises:
         ValueError: the adapters are of another kind, in another form than safetensors, or their base model isn't there.
@@ -126,7 +126,7 @@ def _settings(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def config_of(path: str | Path, config: ModelConfig) -> PretrainedConfig:
-    """The configuration with which a folder's model is loaded."""
+    """The configuration with which the model in a folder is loaded."""
     with refusals(path):
         found = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     fix_frequencies(found, config.max_length)
@@ -134,7 +134,7 @@ def config_of(path: str | Path, config: ModelConfig) -> PretrainedConfig:
 
 
 def tokenizer_of_policy(path: str, own: PreTrainedTokenizerBase, config: ModelConfig, *, own_template: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer that is saved with a policy from elsewhere: the chain's, or with `own_template` the policy's.
+    """The tokenizer to save with a policy from elsewhere: the chain's, or with `own_template` the policy's.
 
     Raises:
         ValueError: the policy's tokenizer has other tokens, its template writes conversations otherwise and `own_template` is false, or
@@ -173,23 +173,23 @@ def tokenizer_of_policy(path: str, own: PreTrainedTokenizerBase, config: ModelCo
 def _check_tokens(theirs: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase) -> None:
     one, other = theirs.get_vocab(), own.get_vocab()
     differing = sorted(token for token in one.keys() | other.keys() if one.get(token) != other.get(token))
-    how = f"{number_of(len(differing), 'token')}, such as {shown(repr(differing[0]))}" if differing else "the way it splits texts"
+    found = f"{number_of(len(differing), 'token')}, such as {shown(repr(differing[0]))}" if differing else "the way it splits texts"
     if differing or _splitting(theirs) != _splitting(own):
         raise ValueError(
-            f"{KEY}: expected the tokens of models/sft, by which the KL between the two is measured, got another tokenizer: {how}; set "
+            f"{KEY}: expected the tokens of models/sft, by which the KL between the two is measured, got another tokenizer: {found}; set "
             "model.path to the model that the policy was trained from, or save the policy with that model's tokenizer"
         )
 
 
 def _splitting(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """What decides how a fast tokenizer splits a text; None: it is no fast one."""
+    """The settings that decide how a fast tokenizer splits a text; None if it isn't a fast one."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     tree = {} if backend is None else json.loads(backend.to_str())
     return {key: tree.get(key) for key in ("normalizer", "pre_tokenizer", "model")} if tree else None
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int] | None:
-    """Token ids; None: the template refuses the conversation."""
+    """The token ids of a conversation; None if the template refuses it."""
     try:
         return encode_prompt(tokenizer, messages)
     except Unrenderable:

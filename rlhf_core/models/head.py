@@ -34,20 +34,20 @@ CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 @dataclass(frozen=True)
 class LogitRule:
-    """What is done to the head's output."""
+    """The rule by which logits follow from the head's output."""
 
     scale: float = 1.0
     cap: float | None = None
 
     def __call__(self, output: torch.Tensor) -> torch.Tensor:
-        """Logits of the head's output, of the same shape; where they differ, in float32 at least."""
+        """The logits for the head's output, of the same shape; where they differ, in float32 at least."""
         if self == PLAIN:
             return output
         logits = output.to(torch.promote_types(output.dtype, torch.float32)) * self.scale
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
     def output_gradient(self, gradient: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:
-        """The gradient by the head's output, given that by the logits.
+        """The gradient with respect to the head's output, given that with respect to the logits.
 
         d logits / d output = scale * (1 - (logits / cap)^2)
 
@@ -64,7 +64,7 @@ PLAIN = LogitRule()
 
 @torch.no_grad()
 def logit_rule(model: PreTrainedModel, hidden_states: Callable[[torch.Tensor], torch.Tensor]) -> LogitRule | None:
-    """The rule by which the model's logits follow from its hidden states, tried on a few tokens; None: no known one.
+    """The rule by which the model's logits follow from its hidden states, tried on a few tokens; None if no known rule does.
 
     Args:
         hidden_states: of token ids [1, T] the trunk's output [T, H], computed as in training.
@@ -88,7 +88,7 @@ def logit_rule(model: PreTrainedModel, hidden_states: Callable[[torch.Tensor], t
 
 
 def _expected_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """[T, V], of the model's own forward.
+    """The logits [T, V] of the model's own forward.
 
     Raises:
         ValueError: it gives none.
@@ -108,7 +108,7 @@ def _expected_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _rules(config: PretrainedConfig) -> Iterator[LogitRule]:
-    """Those that the configuration names come first: near 0 a capped logit is hardly another one."""
+    """The rules to try. Those that the configuration names come first, because near 0 a capped logit hardly differs from another one."""
     values = [getattr(config, name, None) for name in SCALES]
     scales = [scale for value in values if value for scale in (float(value), 1.0 / value)]
     caps = [float(cap) for name in CAPS if (cap := getattr(config, name, None))]
@@ -124,7 +124,7 @@ KEPT_BYTES = 1 << 30  # of probabilities kept for the backward pass; a larger ma
 
 
 class LogprobHead(nn.Linear):
-    """A language model's head that also gives log-probabilities without the logits of all rows.
+    """A language model's head that can also compute log-probabilities without holding the logits of all rows.
 
     Both are calls of the module, so that ZeRO 3 gathers the weight for them.
 
@@ -140,12 +140,12 @@ class LogprobHead(nn.Linear):
         self.train(head.training)
 
     def forward(
-        self, hidden: torch.Tensor, token_ids: torch.Tensor | None = None, **how: Any
+        self, hidden: torch.Tensor, token_ids: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
-        """The head's output; with token ids what `head_logprobs` gives."""
+        """The head's output; with token ids the result of `head_logprobs`."""
         if token_ids is None:
             return super().forward(hidden)
-        return head_logprobs(self.weight, hidden, token_ids, keep=self.keeps_probabilities, **how)
+        return head_logprobs(self.weight, hidden, token_ids, keep=self.keeps_probabilities, **options)
 
 
 def use_logprob_head(model: PreTrainedModel) -> None:
@@ -167,7 +167,7 @@ def head_logprobs(
     rule: LogitRule = PLAIN,
     keep: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`token_logprobs` of the logits that the rule makes of the head's output; and `token_entropy`, without a gradient.
+    """The `token_logprobs` of the logits that the rule makes of the head's output, and their `token_entropy` without a gradient.
 
     Args:
         weight: [V, H], of the head.
@@ -183,7 +183,7 @@ def head_logprobs(
 
 
 def rows_at_a_time(vocabulary: int) -> int:
-    """Rows of hidden states that are projected together where a CPU's cache doesn't matter."""
+    """The number of rows of hidden states that are projected together where a CPU's cache doesn't matter."""
     return min(MOST_ROWS, max(LEAST_ROWS, PIECE_BYTES // (4 * vocabulary)))
 
 
@@ -233,7 +233,7 @@ CACHED_BYTES = 1_000_000
 
 
 def piece_rows(num_rows: int, weight: torch.Tensor, *, at_most: int | None = None) -> int:
-    """How many rows are multiplied together by a weight [width, inputs]; at least one.
+    """The number of rows to multiply together by a weight [width, inputs]; at least one.
 
     Args:
         at_most: so many rows where the cache doesn't matter, as on a GPU; None: all.
@@ -244,6 +244,6 @@ def piece_rows(num_rows: int, weight: torch.Tensor, *, at_most: int | None = Non
 
 
 def pieces(num_rows: int, weight: torch.Tensor, *, at_most: int | None = None) -> list[slice]:
-    """Consecutive rows that are multiplied together; the arguments are those of `piece_rows`."""
+    """Slices of consecutive rows that are multiplied together; for the arguments see `piece_rows`."""
     rows = piece_rows(num_rows, weight, at_most=at_most)
     return [slice(first, first + rows) for first in range(0, num_rows, rows)]

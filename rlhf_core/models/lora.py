@@ -52,8 +52,12 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig | None, *, seed: int
 
     # Inside another module, so that PEFT doesn't guess from the model's type which layers are experts.
     targets = [f"{_INSIDE}.{name}" for name in _targets(model, config.target_modules)]
-    how = {"lora_alpha": config.alpha, "lora_dropout": config.dropout, "fan_in_fan_out": any(type(m) is Conv1D for m in model.modules())}
-    settings = PeftLoraConfig(r=config.rank, target_modules=targets, **how)
+    options = {
+        "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
+        "fan_in_fan_out": any(type(m) is Conv1D for m in model.modules()),
+    }
+    settings = PeftLoraConfig(r=config.rank, target_modules=targets, **options)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         inject_adapter_in_model(settings, nn.ModuleDict({_INSIDE: model}))
@@ -77,7 +81,7 @@ def quantize_base(model: PreTrainedModel, config: LoraConfig | None) -> None:
 
 
 class Adapter(NamedTuple):
-    """The correction of a layer's matrix: see `corrected`.
+    """The correction of a layer's matrix (see `corrected`).
 
     weight: the matrix's name in the state dict without adapters.
     """
@@ -89,7 +93,7 @@ class Adapter(NamedTuple):
     transposed: bool
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """left [out, rank] and right [rank, in], whose product is the correction."""
+        """The factors left [out, rank] and right [rank, in], whose product is the correction."""
         return self.scale * self.b, self.a
 
 
@@ -137,8 +141,9 @@ def _adapter(layer: LoraLayer, weight: str) -> Adapter:
 
 
 def matrix_of(layer: nn.Module) -> tuple[torch.Tensor, Adapter | None] | None:
-    """The matrix [out, in] of a linear layer without a bias, and its correction (None: it has none, or it is disabled); None if the layer
-    computes anything else, such as dropout before the correction.
+    """The matrix [out, in] of a linear layer without a bias, and its correction (None if it has none, or it is disabled).
+
+    None instead of both if the layer computes anything else, such as dropout before the correction.
     """
     base = layer
     if "peft" in sys.modules and type(layer) is not nn.Linear:
@@ -161,25 +166,27 @@ def matrix_of(layer: nn.Module) -> tuple[torch.Tensor, Adapter | None] | None:
 def _weights(
     part: nn.Module, prefix: str, saved: set[str], dtype: torch.dtype, adapter: Adapter | None, *, merged: bool = True
 ) -> dict[str, torch.Tensor]:
-    """The weights of one unit.
+    """The weights of one unit by their names in the state dict.
 
     Args:
         saved: names in the whole module's state dict, which leaves some buffers out.
     """
-    how = {"prefix": prefix.removesuffix("."), "recurse": adapter is not None, "remove_duplicate": False}
-    state = {name: t.detach() for name, t in (*part.named_parameters(**how), *part.named_buffers(**how)) if name in saved}
+    weight_options = {"prefix": prefix.removesuffix("."), "recurse": adapter is not None, "remove_duplicate": False}
+    state = {
+        name: t.detach() for name, t in (*part.named_parameters(**weight_options), *part.named_buffers(**weight_options)) if name in saved
+    }
     state = dequantized_state(part, state, prefix=prefix, dtype=dtype)
     if adapter is None:
         return state
     state = {n.replace(".base_layer.", "."): tensor for n, tensor in state.items() if not n.startswith(f"{prefix}lora_")}
     if merged:
-        how = {"scale": adapter.scale, "transposed": adapter.transposed}
-        state[adapter.weight] = corrected(state[adapter.weight], adapter.a.detach(), adapter.b.detach(), **how)
+        correction = {"scale": adapter.scale, "transposed": adapter.transposed}
+        state[adapter.weight] = corrected(state[adapter.weight], adapter.a.detach(), adapter.b.detach(), **correction)
     return state
 
 
 def corrected(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, scale: float, transposed: bool) -> torch.Tensor:
-    """W + scale * B A, in float32 and rounded once to W's dtype.
+    """The matrix W + scale * B A, computed in float32 and rounded once to W's dtype.
 
     Args:
         weight: W [out, in], or [in, out] if transposed.    a: [rank, in].    b: [out, rank].
@@ -190,7 +197,7 @@ def corrected(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, scale: 
 
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """Within it the module computes without its corrections and without dropout, as before training. For inference only."""
+    """Context in which the module computes without its corrections and without dropout, as before training. For inference only."""
     layers, training = _adapted(module).values(), [part for part in module.modules() if part.training]
     for layer in layers:
         layer.enable_adapters(False)
@@ -213,6 +220,7 @@ def _adapted(module: nn.Module) -> dict[str, LoraLayer]:
 
 
 def has_adapters(module: nn.Module) -> bool:
+    """Whether the module has adapters."""
     return bool(_adapted(module))
 
 
@@ -236,8 +244,9 @@ def _targets(model: PreTrainedModel, wanted: str | list[str]) -> list[str]:
 
 @cache
 def _is_linear(kind: type) -> bool:
-    """Whether a module's class computes what a linear layer does. Falcon's is derived from it and does; Llama 4's router returns other
-    numbers.
+    """Whether a module's class computes what a linear layer does.
+
+    Falcon's is derived from it and does; Llama 4's router returns other numbers.
     """
     if kind in (nn.Linear, Conv1D, QuantizedLinear):
         return True
@@ -283,7 +292,7 @@ class QuantizedLinear(nn.Linear):
         self.bias = layer.bias
 
     def dequantized(self) -> torch.Tensor:
-        """The matrix [out, in] that the layer multiplies by; float32."""
+        """The matrix [out, in] in float32 by which the layer multiplies."""
         library, count = _library(), self.out_features * self.in_features
         state = library.QuantState(
             absmax=self.scales.view(torch.float32),
@@ -301,7 +310,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class _Product(Function):
-    """input W^T. The backward pass dequantizes the matrix again instead of keeping it."""
+    """The product input W^T. The backward pass dequantizes the matrix again instead of keeping it."""
 
     @staticmethod
     def forward(ctx, input: torch.Tensor, layer: QuantizedLinear) -> torch.Tensor:
@@ -315,7 +324,7 @@ class _Product(Function):
 
 
 def dequantized_state(module: nn.Module, state: dict[str, torch.Tensor], *, prefix: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A state dict with the dequantized matrices, in a dtype, of the module's quantized layers.
+    """The dequantized matrices of the module's quantized layers, in a dtype and by their names in the state dict.
 
     Args:
         prefix: of the module's names in the state dict.
@@ -326,7 +335,7 @@ def dequantized_state(module: nn.Module, state: dict[str, torch.Tensor], *, pref
 
 
 def _blocks(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix's numbers in rows of a block, zeros at the end: bitsandbytes 0.50.2 corrupts rows that end within a block on a CPU."""
+    """The matrix's numbers in rows of one block, zeros at the end: bitsandbytes 0.50.2 corrupts rows that end within a block on a CPU."""
     return nn.functional.pad(matrix.flatten(), (0, -matrix.numel() % BLOCK)).reshape(-1, BLOCK)
 
 

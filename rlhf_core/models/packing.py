@@ -1,4 +1,4 @@
-"""Rows without padding: the sequences of a micro-batch end to end in one row, each of which sees itself only.
+"""Packs rows without padding: the sequences of a micro-batch lie end to end in one row, and each sees only itself.
 
     rows       a a a .      packed     a a a b
                b . . .      positions  0 1 2 0
@@ -21,14 +21,17 @@ from rlhf_core.models.batch import TokenBatch
 
 @dataclass(frozen=True)
 class PackedRow:
-    """batch: one row [1, N] of the tokens that a batch [B, T] needs. index: [B, T] int64, where in the row each of them is."""
+    """A batch packed into one row.
+
+    batch: one row [1, N] of the tokens that a batch [B, T] needs. index: [B, T] int64, where in the row each of them is.
+    """
 
     batch: TokenBatch
     index: torch.Tensor
     real: torch.Tensor
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Values [B, T] of the row's tokens, [1, N]."""
+        """Values [B, T] taken from the row's tokens [1, N]."""
         return values[self.real][None]
 
 
@@ -44,7 +47,9 @@ def packs(model: PreTrainedModel, batch: TokenBatch) -> bool:
 
 
 def pack(batch: TokenBatch, rows: torch.Tensor, positions: torch.Tensor, *, routed: torch.Tensor | None = None) -> PackedRow:
-    """A plain batch as one row. Of each sequence it has the tokens up to the last one that is needed, and none where none is.
+    """A plain batch packed into one row.
+
+    The row has each sequence's tokens up to the last one that is needed, and none where none is.
 
     Args:
         rows, positions: [N], of the tokens whose hidden states are needed.

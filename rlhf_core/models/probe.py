@@ -1,4 +1,4 @@
-"""Probes of what a model computes, run before training, since architectures of one kind differ."""
+"""Probes what a model computes, before training, since architectures of one kind differ."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ STATE_TOLERANCE, HALF_STATE_TOLERANCE = 1e-4, 2e-2  # relative to a hidden state
 
 @contextmanager
 def probing(model: PreTrainedModel) -> Iterator[None]:
-    """Within it the model is in evaluation mode, with an implementation of attention that works on its current device and dtype: a model
-    that will be trained with FlashAttention can't use it while it is in float32 or on a CPU.
+    """Context in which the model is in evaluation mode, with an implementation of attention that works on its current device and dtype.
+
+    A model that will be trained with FlashAttention can't use it while it is in float32 or on a CPU.
     """
     training = [part for part in model.modules() if part.training]
     own = model.config._attn_implementation
@@ -40,7 +41,7 @@ def probing(model: PreTrainedModel) -> Iterator[None]:
 
 
 def agree(ours: torch.Tensor, theirs: torch.Tensor, *, tolerance: float = TOLERANCE) -> bool:
-    """Whether logits or scores are the same up to rounding.
+    """Whether two sets of logits or scores are the same up to rounding.
 
     Args:
         tolerance: in float32, relative to the largest.
@@ -50,7 +51,7 @@ def agree(ours: torch.Tensor, theirs: torch.Tensor, *, tolerance: float = TOLERA
 
 
 def shares_prefixes(model: PreTrainedModel, *, device: torch.device, max_length: int) -> bool:
-    """Whether training on this device computes a common prefix once: on a CPU, where it is measured to pay, if the model allows it.
+    """Whether training on this device computes a common prefix once: on a CPU, where that is faster, if the model allows it.
 
     Args:
         max_length: tokens of the longest sequence that the model will see.
@@ -77,8 +78,8 @@ def can_share_prefixes(model: PreTrainedModel, *, max_length: int | None = None)
         batch = collate_branches(rows, pad_id=0, every_token=True).to(model.device)
         try:
             with probing(model), _each_kind_of_layer(model.config.get_text_config()):
-                how = attention_arguments(model, batch)
-                states = trunk(model)(input_ids=batch.input_ids, use_cache=False, **how).last_hidden_state
+                arguments = attention_arguments(model, batch)
+                states = trunk(model)(input_ids=batch.input_ids, use_cache=False, **arguments).last_hidden_state
         except PROBE_ERRORS:
             return False
         hidden.append(states[batch.selected].float())
@@ -88,15 +89,18 @@ def can_share_prefixes(model: PreTrainedModel, *, max_length: int | None = None)
 
 
 def _has_own_masks(model: PreTrainedModel) -> bool:
-    """Whether the model holds masks as buffers, as GPT-Neo does: they count the columns of a row, which may be longer than any sequence,
-    and not positions.
+    """Whether the model holds masks as buffers, as GPT-Neo does.
+
+    They count the columns of a row, which may be longer than any sequence, and not positions.
     """
     return any(mask.ndim == 4 and mask.shape[-1] == mask.shape[-2] and not mask.is_floating_point() for mask in model.buffers())
 
 
 def _probe_ids(config: PretrainedConfig, max_length: int | None) -> tuple[list[int], list[list[int]]]:
-    """A prefix and two branches. With windows each sequence passes the largest by a quarter, and the first branch, which lies between
-    the second and the prefix, is about half as long as that.
+    """The ids of a prefix and two branches.
+
+    With windows each sequence passes the largest by a quarter, and the first branch, which lies between the second and the prefix, is about
+    half as long as that.
     """
     length = max(SHORT_PROBE, longest_reach(config) * 5 // 4 + 1)
     limits = [limit for limit in (max_length, getattr(config, "max_position_embeddings", None)) if limit]
@@ -108,8 +112,9 @@ def _probe_ids(config: PretrainedConfig, max_length: int | None) -> tuple[list[i
 
 @contextmanager
 def _each_kind_of_layer(config: PretrainedConfig) -> Iterator[None]:
-    """Within it a model with windows has as many layers as it takes to have one of each type: trunks that have windows iterate over
-    `layers[: num_hidden_layers]`.
+    """Context in which a model with windows runs only as many layers as it takes to have one of each type.
+
+    Trunks that have windows iterate over `layers[: num_hidden_layers]`.
     """
     layers, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or ["alike"]
     if longest_reach(config):

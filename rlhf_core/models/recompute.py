@@ -1,4 +1,4 @@
-"""Gradient checkpointing: a layer keeps its input only, and computes its activations again in the backward pass.
+"""Gradient checkpointing: a layer keeps only its input, and computes its activations again in the backward pass.
 
 Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174
 """
@@ -58,7 +58,7 @@ class _Recomputed:
 
 
 def _layers(module: nn.Module) -> Iterator[GradientCheckpointingLayer]:
-    """The outermost ones: a layer may hold others."""
+    """The outermost decoder layers, since a layer may hold others."""
     for child in module.children():
         if isinstance(child, GradientCheckpointingLayer):
             yield child

@@ -1,8 +1,8 @@
-"""Token ids of a response behind its prompt, and the text of sampled ids.
+"""Token ids of a response that follows its prompt, and the text of sampled ids.
 
-SentencePiece-like tokenizers mark the beginning of a text as they mark the beginning of a word, so that a response by itself begins with
-another token than behind its prompt. Here it has the ids of the whole conversation. Only the end of the prompt is tokenized again with the
-response, from the last added token on: tokenizers split texts at those first.
+SentencePiece-like tokenizers mark the beginning of a text as they mark the beginning of a word, so a response by itself begins with another
+token than after its prompt. Here it has the ids of the whole conversation. Only the end of the prompt, from the last added token on, is
+tokenized again with the response: tokenizers split texts at added tokens first.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ TORN = "\N{REPLACEMENT CHARACTER}"
 
 
 class End(NamedTuple):
-    """What follows a turn. text: as the template writes it; "": only `ids` follow, such as an eos token that the template doesn't write."""
+    """The text or ids that follow a turn.
+
+    text: as the template writes it; "": only `ids` follow, such as an eos token that the template doesn't write.
+    """
 
     text: str
     ids: tuple[int, ...]
 
 
 class Behind(NamedTuple):
-    """A turn and its end behind a prompt.
+    """The ids of a turn and its end that follow a prompt.
 
     ids: follow the prompt's ids.
     joined: None, or the prompt's ids at its end, and `ids`, as the tokenizer gives them for the whole conversation: it joins characters of
@@ -56,7 +59,7 @@ class _Context(NamedTuple):
 
 
 class _Traits(NamedTuple):
-    """What a tokenizer does.
+    """How a tokenizer treats special tokens and the beginning of a text.
 
     added: id -> text of tokens at which texts are split. special: those that a response has as plain text.
     begins_anew: a text behind an added token has the ids of the text by itself. keeps_spaces: ids tell whether a word follows a space.
@@ -69,8 +72,9 @@ class _Traits(NamedTuple):
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: bool) -> Iterator[tuple[str, list[int]]]:
-    """Each text and its token ids, without special tokens. Texts are tokenized in parts, since a tokenizer's output also holds offsets and
-    masks.
+    """The token ids of each text, without special tokens.
+
+    Texts are tokenized in parts, since a tokenizer's output also holds offsets and masks.
     """
     options = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False, **options}
     for part in in_parts(texts):
@@ -78,7 +82,7 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **opt
 
 
 def in_parts(items: Iterable[T]) -> Iterator[list[T]]:
-    """The items in parts of TEXTS_AT_ONCE, in order."""
+    """Splits items into parts of TEXTS_AT_ONCE, in order."""
     rest = iter(items)
     while part := list(itertools.islice(rest, TEXTS_AT_ONCE)):
         yield part
@@ -90,7 +94,7 @@ def trained_end(tokenizer: PreTrainedTokenizerBase) -> End:
 
 
 def scored_end(tokenizer: PreTrainedTokenizerBase) -> End:
-    """A turn's end with what the template writes after it."""
+    """A turn's end together with what the template writes after it."""
     end = turn_end(tokenizer)
     return End("".join(end_texts(tokenizer)), (*end.trained, *end.after))
 
@@ -101,7 +105,7 @@ NO_END = End("", ())
 def ids_behind(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], turns: Sequence[Turn], end: End, *, prompt_ids: Mapping[str, list[int]]
 ) -> list[Behind]:
-    """Each turn and its end behind its prompt.
+    """The ids of each turn and its end that follow its prompt.
 
     Special tokens in a response are plain text, except tags of thoughts. Where the prompt's ids aren't the beginning of the whole
     conversation's, the turn has ids that decode to its text behind the prompt's.
@@ -128,7 +132,7 @@ def ids_behind(
 def response_text(
     tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response_ids: Sequence[int], *, special: bool = False
 ) -> str:
-    """The text of a response's ids as it stands behind the prompt: by itself, decoders may strip a space from its beginning.
+    """The text of a response's ids as it stands after the prompt. By itself, decoders may strip a space from its beginning.
 
     Args:
         special: with special tokens, which are left out otherwise. So is then what the template writes before every answer, such as the
@@ -137,20 +141,20 @@ def response_text(
     header = () if special else _header_ids(tokenizer, tokenizer.chat_template)
     if header and tuple(response_ids[: len(header)]) == header:
         response_ids = response_ids[len(header) :]
-    traits, how = _traits(tokenizer, len(tokenizer)), {"skip_special_tokens": not special}
+    traits, decode_options = _traits(tokenizer, len(tokenizer)), {"skip_special_tokens": not special}
     before = list(prompt_ids[-BACK:])
     if not before or before[-1] in traits.added:
         before = [] if traits.begins_anew else _plain(tokenizer, STARTS[2])
     for first in range(len(before) - 1, -1, -1) if traits.keeps_spaces else ():
-        start = tokenizer.decode(before[first:], **how)
-        whole = tokenizer.decode([*before[first:], *response_ids], **how)
+        start = tokenizer.decode(before[first:], **decode_options)
+        whole = tokenizer.decode([*before[first:], *response_ids], **decode_options)
         if not start.startswith(TORN) and whole.startswith(start):
             return whole.removeprefix(start)
-    return tokenizer.decode(list(response_ids), **how)
+    return tokenizer.decode(list(response_ids), **decode_options)
 
 
 def keeps_borders(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the ids of prompt, answer and end one after the other are those of the whole conversation, for answers in plain words."""
+    """Whether the ids of prompt, answer and end, one after the other, are those of the whole conversation, for answers in plain words."""
     return _keeps_borders(tokenizer, tokenizer.chat_template)
 
 
@@ -166,7 +170,7 @@ def _keeps_borders(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
 
 @lru_cache(maxsize=8)
 def _header_ids(tokenizer: PreTrainedTokenizerBase, template: str | None) -> tuple[int, ...]:
-    """Ids of the text with special tokens that the template writes between every generation prompt and answer, but for thoughts."""
+    """The ids of the text with special tokens that the template writes between every generation prompt and answer, without thoughts."""
     if template is None:
         return ()
     asked = [{"role": "user", "content": QUESTION}]
@@ -211,7 +215,7 @@ def _contexts(tokenizer: PreTrainedTokenizerBase, prompt_ids: Mapping[str, list[
 def _behind(
     tokenizer: PreTrainedTokenizerBase, traits: _Traits, context: _Context, turn: Turn, end: End, ids: list[int], begun: list[int]
 ) -> Behind:
-    """The turn, from the ids of context, turn and end as one text.
+    """The ids of a turn after its prompt, from the ids of context, turn and end as one text.
 
     Args:
         begun: the ids of the context and `turn.before` as one text.
@@ -236,7 +240,7 @@ def _behind(
 
 
 def _plain_behind(tokenizer: PreTrainedTokenizerBase, base: str, base_ids: list[int], text: str) -> list[int]:
-    """The ids of a text with special tokens as plain text behind `base`. Tags of thoughts are tokens where the tokenizer has them."""
+    """The ids of a text after `base`, with special tokens as plain text. Tags of thoughts stay tokens where the tokenizer has them."""
     traits, pieces = _traits(tokenizer, len(tokenizer)), [text]
     if CLOSE in text and CLOSE in traits.added.values():
         pieces = [piece for piece in re.split(f"({OPEN}|{CLOSE})", text) if piece]
@@ -261,7 +265,7 @@ def _piece_behind(tokenizer: PreTrainedTokenizerBase, base: str, base_ids: list[
 
 
 def _kept(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], text: str, *, split: bool = True) -> list[int]:
-    """Ids that decode to the text behind those `before`; by default with special tokens as plain text."""
+    """The ids that decode to the text after those `before`; by default with special tokens as plain text."""
     for start in STARTS:
         whole, begun = _plain(tokenizer, start + text, split=split), _plain(tokenizer, start, split=split)
         ids = whole[len(begun) :]

@@ -1,4 +1,4 @@
-"""Whether a model's embedding has a row for every token that its tokenizer writes: tokens are often added without resizing."""
+"""Checks that a model's embedding has a row for every token that its tokenizer writes: tokens are often added without resizing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ log = logging.getLogger("rlhf")
 
 
 def check_rows(tokenizer: PreTrainedTokenizerBase, rows: int, *, subject: str) -> None:
-    """Check that every token of the template, and each that pads, begins or ends a text, has a row in the embedding. Further tokens
-    without a row, as for pictures in Gemma 3, may stay if no text contains them.
+    """Check that every token of the template, and each that pads, begins or ends a text, has a row in the embedding.
+
+    Further tokens without a row, as for pictures in Gemma 3, may stay if no text contains them.
 
     Args:
         rows: of the embedding.

@@ -1,4 +1,4 @@
-"""How a sequence classifier computes a sequence's score, found by probing it: architectures differ, and a wrong score looks like any other.
+"""Finds by probing how a sequence classifier computes a sequence's score: architectures differ, and a wrong score looks like any other.
 
 A decoder's score is mostly a linear layer's output at the last token. Encoders have a pooler and read the first token, the mean of all, or
 something else. Their score is computed by the model's own forward pass, of a whole sequence.
@@ -25,7 +25,7 @@ TOLERANCE = 1e-3  # in float32, relative to the largest score, which is of rando
 
 @dataclass(frozen=True)
 class ScoreHead:
-    """What a model's score is made of.
+    """How a model computes scores.
 
     per_token: the score is a linear layer's output at the last token, which has seen all tokens before it: every token has a score.
     batchable: if not per_token, the model's own forward gives a padded sequence the score that it has alone.
@@ -47,8 +47,9 @@ class ScoreHead:
 
 @torch.no_grad()
 def probe_score_head(model: PreTrainedModel) -> ScoreHead:
-    """Compare ways to compute a score with the model's own forward, on random sequences of different lengths. Random weights take the place
-    of the head's, which may be zero.
+    """Find how a model computes scores, by comparing ways with its own forward on random sequences of different lengths.
+
+    Random weights take the place of the head's, which may be zero.
 
     Raises:
         ValueError: the model's own forward gives a sequence no score.
@@ -73,7 +74,7 @@ def probe_score_head(model: PreTrainedModel) -> ScoreHead:
 
 
 def label_index(config: PretrainedConfig, num_labels: int, chosen: str | int | None) -> int:
-    """Which of a model's scores is the one that counts.
+    """The index of the score that counts among those of the model.
 
     Raises:
         ValueError: there are several and none is chosen, or the chosen one isn't there.
@@ -91,7 +92,7 @@ def label_index(config: PretrainedConfig, num_labels: int, chosen: str | int | N
 
 
 def filler_id(model: PreTrainedModel) -> int:
-    """An id to pad batches with: the model's own, or any, since no score depends on it."""
+    """An id to pad batches with: the model's own, or any id, since no score depends on it."""
     padding = model.config.get_text_config().pad_token_id
     return 0 if padding is None else padding
 
@@ -116,7 +117,7 @@ def _inputs(model: PreTrainedModel, sequences: list[list[int]]) -> dict[str, tor
 
 
 def _scores_alone(model: PreTrainedModel, weights: dict[str, torch.Tensor], sequences: list[list[int]]) -> torch.Tensor:
-    """[len(sequences), num_labels], by the model's own forward of each."""
+    """Scores [len(sequences), num_labels], each by the model's own forward of the sequence alone."""
     try:
         found = [functional_call(model, weights, (), _inputs(model, [ids])).logits for ids in sequences]
     except PROBE_ERRORS as error:
@@ -133,7 +134,7 @@ def _scores_alone(model: PreTrainedModel, weights: dict[str, torch.Tensor], sequ
 def _scores_by_token(
     model: PreTrainedModel, weights: dict[str, torch.Tensor], sequences: list[list[int]], ignored: int | None
 ) -> torch.Tensor:
-    """The linear layer's output at the last tokens [N, num_labels], in a batch whose padding isn't masked."""
+    """The linear layer's output [N, num_labels] at the last tokens, in a batch whose padding isn't masked."""
     width = max(map(len, sequences))
     ids = torch.tensor([[*s, *[0] * (width - len(s))] for s in sequences], device=model.device)
     last = [_last_position(s, ignored) for s in sequences]
@@ -156,7 +157,7 @@ def _last_position(ids: list[int], ignored: int | None) -> int:
 
 
 def _random_head(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Weights for the model's linear layer, by their names in the model; empty: the model has no such layer."""
+    """Random weights for the model's linear layer, by their names in the model; empty if the model has no such layer."""
     head = find_scalar_head(model)
     if head is None:
         return {}
@@ -166,7 +167,7 @@ def _random_head(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _max_tokens(model: PreTrainedModel) -> int | None:
-    """Longest sequence that the model can score alone and in a batch; None: no limit.
+    """The longest sequence that the model can score alone and in a batch; None without a limit.
 
     Some models number positions from the one after padding, which takes the first rows of a table of embeddings. Where frequencies change
     with the length, a batch can't hold sequences on both sides of the border, so those beyond it have no score.

@@ -1,4 +1,4 @@
-"""A rank's part of each sequence, where the ranks of a group share the positions of every micro-batch.
+"""Splits each sequence among the ranks of a group, which share the positions of every micro-batch.
 
     columns    0 1 2 3 4 5 6 .      of a batch [B, T], padded to a multiple of the group's size s
     rank 0     0 1 2 3
@@ -33,7 +33,7 @@ class SequenceSplit(Protocol):
     index: int
 
     def joined(self, values: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """Values [N] of all ranks, on every rank, differentiable by this rank's own.
+        """Values [N] of all ranks, on every rank; differentiable with respect to this rank's own.
 
         Args:
             values: [n], this rank's.
@@ -44,7 +44,7 @@ class SequenceSplit(Protocol):
 
 @dataclass(frozen=True)
 class OwnColumns:
-    """What a rank computes of a batch.
+    """The part of a batch that a rank computes.
 
     input_ids: [B, T / s]. arguments: of the model's forward; masks and lengths are those of whole rows, as attention sees them.
     rows, positions: [n], of the needed hidden states, in these columns. own: [N] bool, which of all needed ones these are.
@@ -62,7 +62,7 @@ class OwnColumns:
 
 
 def own_columns(model: PreTrainedModel, batch: TokenBatch, rows: torch.Tensor, positions: torch.Tensor, split: SequenceSplit) -> OwnColumns:
-    """This rank's columns of a batch, of which the hidden states at rows and positions [N] are needed.
+    """This rank's columns of a batch, in which the hidden states at rows and positions [N] are needed.
 
     Raises:
         ValueError: sequences are longer than the model's rotary frequencies allow, or layers of the model don't compute with masks and need
@@ -87,7 +87,7 @@ def own_columns(model: PreTrainedModel, batch: TokenBatch, rows: torch.Tensor, p
 
 
 def padded_columns(batch: TokenBatch, multiple: int) -> TokenBatch:
-    """The batch with its position ids, and padded on the right until its columns are a multiple. No other token sees the padding."""
+    """The batch with its position ids, padded on the right until its columns are a multiple. No other token sees the padding."""
     rows, width = batch.input_ids.shape
     added = -width % multiple
     position_ids = batch.position_ids

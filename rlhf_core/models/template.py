@@ -1,4 +1,4 @@
-"""Chat templates: what params.yaml writes into one, and how one writes an assistant's turn.
+"""Chat templates: what params.yaml writes into one, and how a template writes an assistant's turn.
 
 What a template would take from its surroundings, the day or options such as `enable_thinking`, is written into it. The template is saved
 with the tokenizer, so every stage and every server of the policy renders the same prompt.
@@ -47,7 +47,7 @@ _TAKEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_f
 
 
 def named_template(wanted: str) -> str:
-    """What `model.chat_template` means: a name among NAMED, a file that ends in .jinja, or the template itself.
+    """The template that `model.chat_template` stands for: a name among NAMED, a file that ends in .jinja, or the template itself.
 
     Raises:
         ValueError: it is none of these.
@@ -134,7 +134,7 @@ def with_header(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _header(tokenizer: PreTrainedTokenizerBase, messages: list[Message], answer: str) -> str:
-    """What the template writes between a conversation and an answer, without thoughts; empty if it refuses the conversation."""
+    """The text that the template writes between a conversation and an answer, without thoughts; empty if it refuses the conversation."""
     try:
         prompt, whole = (render(tokenizer, m, waits=False) for m in (messages, [*messages, {"role": "assistant", "content": answer}]))
     except Unrenderable:
@@ -143,7 +143,7 @@ def _header(tokenizer: PreTrainedTokenizerBase, messages: list[Message], answer:
 
 
 def _literal(value: Any) -> str:
-    """A value in Jinja's syntax: JSON with `none` for null, and a space before `}`, since `}}` would end an expression."""
+    """A value in Jinja's syntax: JSON with `none` for null, and a space before `}` because `}}` would end an expression."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_literal(k)}: {_literal(v)}" for k, v in value.items()) + " }"
     if isinstance(value, list):
@@ -155,7 +155,10 @@ def _literal(value: Any) -> str:
 
 
 class Unrenderable(ValueError):
-    """The chat template refuses a conversation. words: its message."""
+    """Raised when the chat template refuses a conversation.
+
+    words: its message.
+    """
 
     def __init__(self, words: str):
         super().__init__(f"chat template: expected a conversation that it renders, got {words}; leave it out or change it")
@@ -211,7 +214,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, w
 
 
 def within_limit(text: str, messages: Sequence[Message]) -> str:
-    """The rendered conversation.
+    """The rendered conversation, if it isn't far longer than the conversation.
 
     Raises:
         Unrenderable: the template made it far longer than the conversation.
@@ -222,7 +225,7 @@ def within_limit(text: str, messages: Sequence[Message]) -> str:
 
 
 def for_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The conversation as the template takes it: parts of text are joined for one that wants text."""
+    """The conversation as the template takes it: text parts are joined for a template that wants text."""
     form = _content_form(tokenizer, tokenizer.chat_template)
     return [_in_form(message, form) for message in messages]
 
@@ -233,13 +236,14 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
 
 
 def end_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """The texts of `turn_end`: trained and after; empty where its ids aren't the template's text."""
+    """The texts of `turn_end`: trained and after; both empty if its ids aren't the template's text."""
     return _end(tokenizer, tokenizer.chat_template)[2]
 
 
 def copies_response(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the template copies every response unchanged after the generation prompt. Then prompt, sampled ids and turn end together are
-    the rendered conversation.
+    """Whether the template copies every response unchanged after the generation prompt.
+
+    Prompt, sampled ids and turn end together are then the rendered conversation.
     """
     return _copies(tokenizer, tokenizer.chat_template)
 
@@ -290,7 +294,9 @@ def _split(body: str, response: str) -> Turn:
 
 
 def _behind(prompt: str, response: str) -> str:
-    """A response after a generation prompt that the template's rendering doesn't continue. The prompt may open or close thoughts."""
+    """The turn for a response after a generation prompt that the template's rendering doesn't continue. The prompt may open or close
+    thoughts.
+    """
     if prompt.rstrip().endswith(OPEN):
         newline = "" if prompt.endswith("\n") else "\n"
         if CLOSE not in response:
@@ -313,7 +319,7 @@ def _with_thoughts(turn: Turn) -> Turn:
 
 @lru_cache(maxsize=8)
 def _end(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, TurnEnd, tuple[str, str]]:
-    """Text and ids that follow an assistant's last response, and `end_texts`. Here and below `template` is only the cache's key."""
+    """The text and ids that follow an assistant's last response, and `end_texts`. Here and below `template` is only the cache's key."""
     whole = render(tokenizer, [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}], waits=False)
     before, found, text = whole.rpartition(ANSWER)
     if not found:
@@ -330,12 +336,12 @@ def _end(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, TurnEn
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Ids that plain text never gives: special tokens, and tokens added for a template without being marked as special."""
+    """Ids that plain text never gives: special tokens, and tokens that were added for a template without being marked as special."""
     return {tokenizer.eos_token_id, *tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
 
 
 def template_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """The control tokens that the template writes around turns: special ones, and others in brackets that are no tags of HTML."""
+    """The control tokens that the template writes around turns: special ones, and others in brackets that aren't HTML tags."""
     return _template_tokens(tokenizer, tokenizer.chat_template)
 
 
@@ -351,7 +357,7 @@ def _template_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple
 
 @lru_cache(maxsize=8)
 def _copies(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """`copies_response`, tried on what templates are known to change: white space at the edges, thoughts, line breaks."""
+    """Finds `copies_response` by trying what templates are known to change: white space at the edges, thoughts, line breaks."""
     question, answer = {"role": "user", "content": " a\n"}, {"role": "assistant", "content": "<think>\nb\n</think>\n\nc"}
     for messages in ([question], [question, answer, question]):
         text = render(tokenizer, messages, waits=True)
@@ -369,7 +375,7 @@ def _keeps_edges(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
 
 @lru_cache(maxsize=8)
 def _writes_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Whether the template writes calls of tools. True if it refuses the trial: it will refuse the conversation too, with a reason."""
+    """Whether the template writes tool calls. True if it refuses the trial: it will refuse the conversation too, with a reason."""
     call = {"id": "call00000", "type": "function", "function": {"name": _FUNCTION, "arguments": {}}}
     messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     try:

@@ -24,12 +24,12 @@ TOO_LONG, NO_MEMORY = 3, 4  # exit codes
 
 
 def too_long(text: str, messages: Any) -> bool:
-    """Whether a rendered conversation is longer than any template that writes it should make it. A short text costs one comparison."""
+    """Whether a rendered conversation is longer than any template should make it. A short text costs one comparison."""
     return len(text) > SPARE and len(text) > SPARE + GROWTH * len(str(messages))
 
 
 def check_limits(path: str, template: str, special_tokens: Mapping[str, Any]) -> None:
-    """Check that a template renders conversations within the limits. What else may be wrong with it isn't judged here.
+    """Check that a template renders conversations within the limits. Other faults of the template aren't checked here.
 
     Raises:
         ValueError: it doesn't; names the limit.
@@ -71,7 +71,7 @@ def _conversations() -> list[list[dict[str, Any]]]:
 
 
 def _environment() -> Any:
-    """Jinja's environment as transformers makes it: sandboxed, with the tag `generation`, `tojson` without escapes and two functions."""
+    """A Jinja environment as transformers makes it: sandboxed, with the tag `generation`, `tojson` without escapes and two functions."""
     from datetime import datetime
 
     from jinja2.exceptions import TemplateError

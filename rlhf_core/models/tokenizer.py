@@ -1,6 +1,6 @@
-"""Tokenizers, trained on the data or loaded with a model, and the only path from messages to token ids.
+"""Trains or loads tokenizers, and turns messages into token ids; nothing else does.
 
-Templated text is tokenized without adding special tokens: only the template writes them.
+Templated text is tokenized without adding special tokens, because only the template writes them.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def build_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
 
 
 def pretrained_tokenizer(config: ModelConfig, *, weights: bool = True) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of the model at `config.path`, whose folder is checked first; None: params name no model.
+    """The tokenizer of the model at `config.path`, whose folder is checked first; None if params name no model.
 
     Args:
         weights: whether the folder must have them.
@@ -163,7 +163,7 @@ def use_all_cores() -> None:
 
 @contextlib.contextmanager
 def all_cores(threads: int) -> Iterator[None]:
-    """`use_all_cores` for a while, with at most `threads` threads, whose number is fixed by the process's first call."""
+    """Context with `use_all_cores` and at most `threads` threads, a number that the process's first call fixes."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
     use_all_cores()
@@ -236,7 +236,7 @@ def load_tokenizer(
 
 
 def _mark_end(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make the token that ends a turn special, if it isn't, so that decoding leaves it out of a response's text."""
+    """Make the token that ends a turn special, so that decoding leaves it out of a response's text."""
     last = turn_end(tokenizer).trained[-1:]  # of a reward model there may be none
     if last and last[0] != tokenizer.eos_token_id and not tokenizer.added_tokens_decoder[last[0]].special:
         token = tokenizer.convert_ids_to_tokens(last[0])
@@ -251,7 +251,7 @@ def _default_template(path: str, templates: dict[str, str]) -> str:
 
 
 def _read_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """AutoTokenizer, unless the folder names the plain class: importing AutoTokenizer takes 5 s and imports PyTorch."""
+    """A tokenizer by AutoTokenizer, or by the plain class if the folder names it: importing AutoTokenizer takes 5 s and imports PyTorch."""
     config = Path(path) / "tokenizer_config.json"
     about = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
     if about.get("tokenizer_class") == PLAIN_CLASS and "auto_map" not in about:
@@ -264,7 +264,7 @@ def _read_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenize
 
 
 def one_object_each(ids: Iterable[int]) -> list[int]:
-    """The ids, with one int object for each value: a data set takes 8 bytes a token instead of 36."""
+    """The ids with one int object for each value, so that a data set takes 8 bytes a token instead of 36."""
     ids = list(ids)
     return list(map(_NUMBERS.setdefault, ids, ids))
 
@@ -279,7 +279,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, conversations: Iterable[Sequence[Message]]) -> list[list[int]]:
-    """`encode_prompt` of many conversations."""
+    """The ids of many conversations by `encode_prompt`."""
     found = []
     for part in in_parts(conversations):
         texts = _prompt_texts(tokenizer, part)
@@ -300,8 +300,9 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[M
 
 
 def encode_turns(tokenizer: PreTrainedTokenizerBase, conversations: Iterable[tuple[Sequence[Message], Message]]) -> EncodedTurns:
-    """`encode_conversation` of many conversations and the messages that follow them, which may call tools. Each distinct text of some
-    thousand conversations is tokenized once.
+    """The ids of many conversations and the messages that follow them, which may call tools, by `encode_conversation`.
+
+    Each distinct text of some thousand conversations is tokenized once.
     """
     found = EncodedTurns()
     for part in in_parts(conversations):
@@ -332,7 +333,7 @@ def encode_scored(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
 def encode_scored_turns(
     tokenizer: PreTrainedTokenizerBase, conversations: Iterable[tuple[Sequence[Message], str]], *, finished: bool = True
 ) -> EncodedTurns:
-    """`encode_scored` of many conversations and responses."""
+    """The ids of many conversations and responses by `encode_scored`."""
     found = EncodedTurns()
     for part in in_parts(conversations):
         before = _prompt_texts(tokenizer, [messages for messages, _ in part])
@@ -365,7 +366,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> tuple[in
 
 
 def write_ends(folder: Path, ends: Sequence[int]) -> None:
-    """Write the tokens to the folder's generation_config.json, unless it has them, so that every engine stops at them."""
+    """Write the stop tokens to the folder's generation_config.json, unless it has them, so that every engine stops at them."""
     if {*_generation_ends(folder, max(ends) + 1)} == {*ends}:
         return
     path = folder / GENERATION_CONFIG
@@ -389,8 +390,9 @@ def _generation_ends(folder: Path, vocabulary: int) -> list[int]:
 
 
 def _prompt_texts(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Message]]) -> list[str]:
-    """Each conversation as the template writes it before an answer. An object that is there several times, such as the prompt of a pair,
-    is rendered once.
+    """Each conversation as the template writes it before an answer.
+
+    An object that occurs several times, such as the prompt of a pair, is rendered once.
     """
     distinct = {id(messages): messages for messages in conversations}
     texts = {key: render(tokenizer, messages, waits=True) for key, messages in distinct.items()}
@@ -398,7 +400,10 @@ def _prompt_texts(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Se
 
 
 def _distinct_ids(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> dict[str, list[int]]:
-    """Token ids of each distinct text. A single one is cached: a prompt whose samples are scored one by one comes again and again."""
+    """The token ids of each distinct text.
+
+    A single text is cached, because a prompt whose samples are scored one by one comes again and again.
+    """
     distinct = list(dict.fromkeys(texts))
     if len(distinct) == 1:
         return {distinct[0]: list(_ids_of_one(tokenizer, distinct[0]))}

@@ -237,7 +237,7 @@ def workload(params: Params, arguments: argparse.Namespace) -> Workload:
     longest = rl.rollout.max_new_tokens
     return Workload(
         policy=policy,
-        critic=(shape_of(arguments.critic_model, params) if arguments.critic_model else policy) if rl.algorithm == "ppo" else None,
+        critic=(shape_of(arguments.critic_model, params) if arguments.critic_model else policy) if rl.spec.critic else None,
         reference=rl.kl.keeps_reference,
         reward_models=() if arguments.no_reward_model else tuple(rewards),
         samples=rl.samples_per_step,

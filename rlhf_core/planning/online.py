@@ -17,7 +17,7 @@ def rl_ranks(rl: RlConfig, config: ModelConfig, models: Models, *, on_gpu: bool)
 
 def _rl_rank(rl: RlConfig, roles: Sequence[str], config: ModelConfig, models: Models, *, on_gpu: bool) -> Process:
     policy, dtype, length = known(models.start, "the policy"), config.dtype, config.max_length
-    trainer, ppo = rl.trainer, rl.algorithm == "ppo"
+    trainer = rl.trainer
     how = training(RlTraining(rl), policy, dtype, ranks=trainer.ranks, on_gpu=on_gpu)
     how = replace(how, packed=how.packed and trainer.ranks == 1 and trainer.zero_stage == 0)
     plain = replace(how, adapters=None, quantized=False)
@@ -29,13 +29,13 @@ def _rl_rank(rl: RlConfig, roles: Sequence[str], config: ModelConfig, models: Mo
     if "policy" in roles:
         parts, phases, host = trained_role("policy", policy, how, tokens)
         own = next(iter(phases))
-        if rl.group_size > 1 and not ppo and not on_gpu and not how.packed:
+        if rl.group_size > 1 and rl.critic is None and not on_gpu and not how.packed:
             phases[own] += mask_bytes(of_group, of_group, dtype)
         if rl.entropy_coef or not rl.rollout.samples_any_token:  # all logits exist at once (rlhf_core/models/head.py)
             phases[own] += tokens * shape_of(policy).vocab * (how.element + 16)
         phases[own] += more_graphs * (trunk_activations(shape_of(policy), tokens, how) + head_kept(shape_of(policy), tokens, how))
     if "critic" in roles:
-        critic = known(models.reward if rl.ppo.starts_from_reward_model else models.start, "the critic")
+        critic = known(models.reward if rl.critic_starts_from_reward_model else models.start, "the critic")
         more, critic_phases, more_host = trained_role("critic", critic, plain, tokens, scalar=True)
         critics = next(iter(critic_phases))
         if how.packed and "policy" in roles:  # both are computed at the same time

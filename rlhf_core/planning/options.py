@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from rlhf_core.config import Algorithm, Params
+from rlhf_core.algorithms.online import ALGORITHMS
+from rlhf_core.config import Params
 from rlhf_core.config.rl import KL_COLUMNS
 from rlhf_core.planning.hardware import GPUS, Efficiency
 from rlhf_core.planning.search import LAYOUTS
@@ -112,7 +113,7 @@ def _work_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--critic-model", help="the same; default: the policy's shape")
     group.add_argument("--reward-model", action="append", default=[], help="the same; repeat for several")
     group.add_argument("--no-reward-model", action="store_true", help="scores come from functions")
-    group.add_argument("--algorithm", choices=get_args(Algorithm))
+    group.add_argument("--algorithm", choices=tuple(ALGORITHMS))
     group.add_argument("--reference", action=argparse.BooleanOptionalAction, help="default: as in rl.kl")
     for name in ("samples", "group-size", "minibatch", "ppo-epochs", "microbatch-tokens"):
         group.add_argument(f"--{name}", type=_count)

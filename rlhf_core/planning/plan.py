@@ -36,7 +36,7 @@ def usable_host(cluster: Cluster) -> float:
 class Workload:
     """One step of online RL. Lengths in tokens: means, but for `longest`, the longest response.
 
-    critic: None for every algorithm but PPO. reference: false if the KL divergence isn't measured. prompts are
+    critic: None for an algorithm without one. reference: false if the KL divergence isn't measured. prompts are
     samples / group_size. minibatch: samples per optimizer step. microbatch_tokens: of a forward pass on one GPU. max_length: of prompt and
     response together; None: the mean prompt with the longest response.
     """

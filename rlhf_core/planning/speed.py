@@ -9,8 +9,9 @@ from rlhf_core.planning.hardware import Efficiency, Gpu
 
 ROWS = 256  # tokens of the measured product: so short that some of many run undisturbed by other processes
 MEASURED_SECONDS = 1.0
-# Shares of the measured product's FLOP/s that passes of whole models reach on a CPU; docs/planning.md compares them with runs.
-CPU_UPDATE, CPU_FORWARD, CPU_DECODE = 0.7, 0.9, 0.3
+# Shares of the measured product's FLOP/s that updates, forward passes and decoding of whole models reach on a CPU; docs/planning.md
+# compares them with runs. In bfloat16 (with AMX) products are so fast that what lies between them takes most of the time.
+CPU_SHARES = {"float32": (0.7, 0.9, 0.3), "bfloat16": (0.25, 0.25, 0.1)}
 GPU_DECODE_STEP = 0.01  # seconds of launches and scheduling; assumed
 START, GPU_START = 25.0, 60.0  # seconds of a stage before and after it computes: imports, loading, saving, hashing
 
@@ -55,7 +56,8 @@ def of_cpu(hidden: int, intermediate: int, dtype: str, cores: int) -> Speed:
     flops = cores * measured_flops(hidden, intermediate, dtype)
     product = f"a product of {ROWS} x {hidden} x {intermediate} in {dtype} on one of them"
     basis = f"{flops / 1e9:.0f} GFLOP/s of {cores} cores, by {product}, just now; other work slows it"
-    return Speed(CPU_UPDATE * flops, CPU_FORWARD * flops, CPU_DECODE * flops, None, 0.0, START, basis, shares_prompts=True)
+    update, forward, decode = (share * flops for share in CPU_SHARES[dtype])
+    return Speed(update, forward, decode, None, 0.0, START, basis, shares_prompts=True)
 
 
 def measured_flops(hidden: int, intermediate: int, dtype: str) -> float:

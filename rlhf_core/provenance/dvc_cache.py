@@ -1,4 +1,4 @@
-"""Restore a model from DVC's cache by its md5 and verify every file.
+"""Restores a model from DVC's cache by its md5 and verifies every file.
 
 dvc.lock identifies a folder by the md5 of a listing, and the listing identifies its files by their md5s; the cache stores each under its
 own md5. A recorded hash therefore identifies the bytes wherever they were stored. md5 collisions can be constructed, so recorded sha256s
@@ -109,7 +109,7 @@ def verify(md5: str, *, root: Path) -> dict[str, str]:
 
 
 def link_verified(md5: str, target: Path, *, root: Path, names: Collection[str] | None = None) -> None:
-    """Make `target` a link to a file of the cache of the checkout at `root`, or a folder of such links; what is linked is verified.
+    """Make `target` a link to a file in the cache of the checkout at `root`, or a folder of such links, and verify what is linked.
 
     Args:
         names: of a folder's files to link, where it has them; None: all.
@@ -182,8 +182,8 @@ def cache_folder(root: Path) -> Path:
 def _cache_folder(root: Path, *_stamps: tuple[int, int] | None) -> Path:
     """Result of DVC's command line, cached until a settings file changes. DVC isn't imported, since that installs its log handlers."""
     environment = PROCESS_ENVIRONMENT | without_git_places()
-    how = {"cwd": root, "env": environment, "encoding": "utf-8", "errors": "replace"}
-    done = subprocess.run(module_command("dvc", "cache", "dir"), capture_output=True, check=False, **how)
+    process_options = {"cwd": root, "env": environment, "encoding": "utf-8", "errors": "replace"}
+    done = subprocess.run(module_command("dvc", "cache", "dir"), capture_output=True, check=False, **process_options)
     if done.returncode:
         raise ConfigError(f"{root}: expected a DVC project, got: {' '.join(done.stderr.split())}; run from the project's folder")
     return root / done.stdout.strip() / "files" / "md5"

@@ -30,7 +30,7 @@ Tree = dict[str, Any]
 
 
 def read_inputs(params: Params, workspace: Path = Path()) -> Tree:
-    """Section -> key in params -> path, size and hash, or name and commit. A folder is one entry.
+    """Size and hash, or name and commit, of every external input, by section and key in params. A folder is one entry.
 
     Raises:
         OSError: a file can't be read, or the hub doesn't answer.
@@ -56,14 +56,14 @@ def read_inputs(params: Params, workspace: Path = Path()) -> Tree:
 
 
 def read_recorded(workspace: Path = Path()) -> Tree | None:
-    """Content of data/inputs.json; None: no such file."""
+    """The content of data/inputs.json; None if there is no such file."""
     with suppress(OSError, ValueError):
         return json.loads((workspace / INPUTS).read_text(encoding="utf-8"))
     return None
 
 
 def _source(source: SourceConfig, workspace: Path, hashes: FileHashes) -> Tree | None:
-    """None: the source reads no external input."""
+    """The entry of a data source; None if the source reads no external input."""
     if source.path is None or source.kind == "clerk":
         return None
     if source.kind == "huggingface" and not exists(locate(source.path, workspace)):
@@ -78,9 +78,7 @@ def _model(path: str, revision: str | None, workspace: Path, hashes: FileHashes)
 
 
 def _given(params: Params, workspace: Path, *, fetch: bool = False) -> Iterator[tuple[str, list[tuple[str, str, str | None]]]]:
-    """Sections of ready-made models that take the place of trained ones, with key, path and revision of each.
-
-    A version of the registry is none.
+    """Sections of ready-made models that replace trained ones, each with key, path and revision. Versions of the registry are left out.
 
     Args:
         fetch: download a policy that the hub's cache lacks, if the hub may be used; else the base of its adapters isn't known yet.
@@ -93,7 +91,7 @@ def _given(params: Params, workspace: Path, *, fetch: bool = False) -> Iterator[
 
 
 def _base(policy: str, workspace: Path, *, fetch: bool) -> tuple[str, str | None] | None:
-    """Path or name, and revision, of the model that a policy's adapters belong to; None: it has none, or isn't here."""
+    """Path or name, and revision, of the model that a policy's adapters belong to; None if it has no adapters or isn't here."""
     from rlhf_core.models.folder import base_of_adapters
 
     folder = locate(policy, workspace)
@@ -119,7 +117,7 @@ def _used_scorers(params: Params) -> list[tuple[str, ScorerConfig]]:
 
 
 def _scorers(scorers: list[tuple[str, ScorerConfig]], workspace: Path, hashes: FileHashes) -> Tree:
-    """Functions and external reward models of scorers."""
+    """Functions and external reward models of scorers, with their keys."""
     functions = ((f"{key}.{s.name}", s.path) for key, s in scorers if s.kind == "function")
     models = {f"{key}.{s.name}": _local(s.path, workspace, hashes) for key, s in scorers if is_ready_made(s)}
     return _functions(functions, workspace, hashes) | models
@@ -149,7 +147,9 @@ def _functions(named: Iterator[tuple[str, str | None]], workspace: Path, hashes:
 
 
 def _shown_path(path: Path, file: str, workspace: Path) -> str:
-    """Path of an imported file: relative to the workspace, or below the folder of `file` as params name it, or else absolute."""
+    """The path to record for an imported file: relative to the workspace, or below the folder of `file` as params name it, or else
+    absolute.
+    """
     for root, prefix in ((workspace, ""), ((workspace / file).parent, os.path.dirname(file))):
         if path.is_relative_to(root.resolve()):
             return os.path.join(prefix, path.relative_to(root.resolve()))
@@ -157,7 +157,7 @@ def _shown_path(path: Path, file: str, workspace: Path) -> str:
 
 
 def _local(path: str, workspace: Path, hashes: FileHashes, by: Path | None = None) -> Tree | None:
-    """Entry of a file or folder; None: nothing is there."""
+    """The entry of a file or folder; None if nothing is there."""
     place = by or locate(path, workspace)
     if place.is_dir():
         listing = hashes.of_folder(place)
@@ -171,7 +171,7 @@ def _local(path: str, workspace: Path, hashes: FileHashes, by: Path | None = Non
 
 
 def changes_since(lock: Path, inputs: Tree, workspace: Path = Path(), *, ignored: Collection[str] = ()) -> list[str]:
-    """Inputs that changed since the stages of dvc.lock ran, one line each, with the stages that run again.
+    """Lines that name each input changed since the stages of dvc.lock ran, with the stages that run again.
 
     Args:
         ignored: stages to leave out.
@@ -189,7 +189,7 @@ def changes_since(lock: Path, inputs: Tree, workspace: Path = Path(), *, ignored
 
 
 def changed_inputs(recorded: Tree, workspace: Path = Path()) -> list[str]:
-    """Files and folders whose content isn't the recorded one, one line each. Names on the hub aren't looked up.
+    """Lines that name files and folders whose content isn't the recorded one. Names on the hub aren't looked up.
 
     Args:
         recorded: sections of data/inputs.json.
@@ -255,7 +255,7 @@ def _file_summary(found: FileHash | None) -> str:
 
 
 def input_problems(params: Params, workspace: Path = Path(), *, rounds: bool = False) -> list[str]:
-    """Inputs that stages would refuse, judged by file names, sizes and the hub's cache without loading anything.
+    """Problems of inputs that stages would refuse, judged by file names, sizes and the hub's cache without loading anything.
 
     Functions are checked in flows/chain/user_files.py, since their place depends on the run.
 
@@ -359,7 +359,7 @@ def _model_problem(path: str | None, workspace: Path, *, key: str, revision: str
 
 
 def summary(inputs: Tree) -> str:
-    """Counts of files, bytes and hub commits."""
+    """Numbers of files, bytes and hub commits as text."""
     entries = [entry for section in inputs.values() for entry in section.values() if entry]
     files = [entry for entry in entries if "size" in entry]
     count, size = sum(entry.get("files", 1) for entry in files), sum(entry["size"] for entry in files)

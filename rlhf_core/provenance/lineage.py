@@ -1,4 +1,4 @@
-"""Lineage of a model version, as plain JSON read from its commit: hashes, params, verdict, parents, packages."""
+"""The lineage of a model version, as plain JSON read from its commit: hashes, params, verdict, parents, packages."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PACKAGES = (
 )
 
 
-CRITIC_FROM_REWARD_MODEL = ("reward_model", "reward_model_trunk")  # values of rl.ppo.critic_init
+CRITIC_FROM_REWARD_MODEL = ("reward_model", "reward_model_trunk")  # values of critic_init
 
 
 def lineage(path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate: Tree | None, decided: Tree | None) -> Tree:
-    """Lineage of the model at `path` in a commit.
+    """The lineage of the model at `path` in a commit.
 
     Args:
         run: the branch that the commit was on.
@@ -60,7 +60,10 @@ def external_inputs(lock: Tree, stages: list[str]) -> Tree:
 
 
 def named_inputs(inputs: Tree) -> Iterator[tuple[str, str, str]]:
-    """(key in params, path or name, sha256 or commit) of each external input. inputs: of `external_inputs`."""
+    """Each external input as (key in params, path or name, sha256 or commit).
+
+    inputs: result of `external_inputs`.
+    """
     for entries in inputs.values():
         for key, entry in entries.items():
             if entry is not None:
@@ -74,7 +77,7 @@ def _policies_before(stage: Tree) -> dict[str, str]:
 
 
 def history(lock: Tree, path: str) -> list[str]:
-    """The stages of dvc.lock that lead to a file or folder, the one that makes it last.
+    """The stages of dvc.lock that lead to a file or folder, in order; the last one makes it.
 
     Raises:
         ValueError: no stage makes it.
@@ -130,7 +133,7 @@ def learned_from_reward_model(lineage: Tree) -> bool:
 
 
 def trained_from(lineage: Tree) -> dict[str, str]:
-    """Paths of the models that the training started or learned from, and their md5s: the parents without an unused reward model."""
+    """Paths and md5s of the models that the training started or learned from: the parents without an unused reward model."""
     params, is_reward_model = lineage["params"], lineage["path"] == str(REWARD_MODEL)
     if is_reward_model and _section(params, "reward").get("path") is not None:
         return {}
@@ -150,7 +153,7 @@ def _method_uses_reward_model(params: Tree) -> bool:
     method = _section(params, "alignment").get("method")
     section = _section(params, str(method))
     if method == "rl":
-        critic = section.get("algorithm") == "ppo" and _section(section, "ppo").get("critic_init") in CRITIC_FROM_REWARD_MODEL
+        critic = _section(section, str(section.get("algorithm"))).get("critic_init") in CRITIC_FROM_REWARD_MODEL
         return critic or _has_own_reward_model(_section(section, "reward"))
     if method == "rejection_sampling":
         return _has_own_reward_model(section)

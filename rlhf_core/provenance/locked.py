@@ -1,7 +1,7 @@
-"""Files compared with the hashes that dvc.lock has of them.
+"""Compares files with their hashes in dvc.lock.
 
-DVC trusts its cache and its notes about files: after a model was replaced in the cache or the remote, `dvc checkout` brings the other
-bytes, and `dvc status` calls them up to date.
+DVC trusts its cache and its notes about files: after a model was replaced in the cache or the remote, `dvc checkout` restores the wrong
+bytes and `dvc status` calls them up to date.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LOCKS = (Path("dvc.lock"), ROUNDS_PIPELINE.with_suffix(".lock"))
 
 
 def locked_hashes(root: Path = Path()) -> dict[str, str]:
-    """md5 of each output in dvc.lock and rounds/dvc.lock by its path; empty without these files."""
+    """The md5 of each output in dvc.lock and rounds/dvc.lock by its path; empty without these files."""
     stages: list[dict[str, Any]] = []
     for lock in LOCKS:
         if (root / lock).is_file():
@@ -56,7 +56,7 @@ def check_locked(path: str, found: str | None = None, *, root: Path = Path()) ->
 
 
 def _first_difference(root: Path, path: str, wanted: str) -> tuple[str, str | None, str | None]:
-    """Name, expected and found md5 of a file: of the folder's first different one where DVC's cache has its list, else of the folder."""
+    """Name, expected and found md5 of the first file that differs if DVC's cache has the folder's list, else of the folder."""
     place = root / path
     if not place.is_dir():
         return path, wanted, dvc_md5(place)

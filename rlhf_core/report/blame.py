@@ -35,7 +35,11 @@ UNLEARNING = 0.9  # share of responses with an advantage of zero
 
 @dataclass(frozen=True)
 class Blame:
-    """stage: of dvc.yaml. figure: the measurement and its limit. sentence: what happened. checks: what to check, most likely first."""
+    """The stage at fault.
+
+    stage: its name in dvc.yaml. figure: the measurement and its limit. sentence: what happened. checks: what to check, most likely cause
+    first.
+    """
 
     stage: str
     figure: str
@@ -44,7 +48,7 @@ class Blame:
 
 
 def blame(inputs: ReportInputs) -> Blame | None:
-    """None if the policy is better than the SFT model, or nothing compared the two, and no stage refused its work.
+    """The stage at fault; None if the policy is better than the SFT model, or if nothing compared the two and no stage refused its work.
 
     A refusal (data that failed validation, an overridden gate, a limit of the monitor) is named whatever the outcome. A suspicion (such as
     a loss that didn't fall) is named only if the outcome isn't good.
@@ -94,7 +98,7 @@ def _refusals(inputs: ReportInputs) -> Iterator[Blame]:
 
 
 def _suspicions(inputs: ReportInputs) -> Iterator[Blame]:
-    """Figures against each stage, in the order of the chain; the last one always exists."""
+    """Figures that speak against each stage, in the order of the chain; the last one always exists."""
     yield from _sft(inputs)
     if need(inputs.gate, "needed"):
         yield from _reward_model(inputs)
@@ -224,7 +228,7 @@ def _offline(inputs: ReportInputs) -> Iterator[Blame]:
 
 
 def _too_close(inputs: ReportInputs) -> Blame:
-    """No stage has a figure against it: too few prompts, different results in the two modes, or a reward that misses the goal."""
+    """The reason where no figure speaks against a stage: few prompts, results that differ by mode, or a reward that misses the goal."""
     confidence = need(inputs.params, "evaluation", "confidence")
     gains = [need(inputs.evaluation, "win_rate", mode, "value") - 0.5 for mode in MODES]
     source = "win rate"

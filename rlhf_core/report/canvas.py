@@ -1,4 +1,4 @@
-"""Common parts of the report's figures: an empty canvas, curves over steps with hover."""
+"""Common parts of the report's figures: an empty canvas, and curves over steps whose values are shown on hover."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEIGHT = 240  # pixels
 
 @dataclass(frozen=True)
 class Line:
-    """A column drawn as a curve; with dots if it is measured at some steps only."""
+    """A column drawn as a curve; with dots if it is measured only at some steps."""
 
     column: str
     label: str
@@ -37,7 +37,7 @@ def curves(
     legend: str = "top_right",
     y_axis_type: str = "linear",
 ) -> figure:
-    """Curves over steps; hovering shows the step nearest to the pointer.
+    """A figure of curves over steps; hovering shows the values at the nearest step.
 
     Args:
         band: a column whose value is drawn as a band around the first line.
@@ -70,7 +70,7 @@ def curves(
 
 
 def add_frontier(plot: figure, rows: pd.DataFrame, color: str, name: str = "") -> None:
-    """Dots for score against KL by step, later ones darker; joined by a line if they have no name for a legend."""
+    """Add dots for score against KL by step, later ones darker; dots without a name in the legend are joined by a line."""
     steps = thin(rows.dropna(subset=["kl_mean", "score_mean"]))
     columns = {"kl": steps["kl_mean"].to_numpy(), "score": steps["score_mean"].to_numpy(), "step": steps["step"].to_numpy()}
     source = ColumnDataSource(columns | {"alpha": np.linspace(0.2, 0.95, len(steps))})
@@ -89,6 +89,7 @@ def _precise(values: pd.Series, usual: str) -> str:
 
 
 def place_legend(plot: figure, location: str) -> None:
+    """Place and style the legend; a click on an entry hides its curve."""
     if not plot.legend:
         return
     legend: Legend = plot.legend[0]
@@ -99,6 +100,7 @@ def place_legend(plot: figure, location: str) -> None:
 
 
 def canvas(y_title: str, *, x_title: str, height: int = HEIGHT, **options: Any) -> figure:
+    """An empty figure in the report's style."""
     plot = figure(height=height, sizing_mode="stretch_width", toolbar_location=None, tools="", **options)
     plot.background_fill_alpha = plot.border_fill_alpha = 0.0
     plot.outline_line_color = None

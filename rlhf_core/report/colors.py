@@ -1,6 +1,6 @@
-"""What figures share that are drawn with and without Bokeh, which takes half a second to import: colours, and how curves are thinned.
+"""Colours and thinning of curves, for figures drawn with and without Bokeh, whose import takes half a second.
 
-Colours are those of the light scheme; the page's script replaces them by DARK if the reader prefers a dark scheme.
+The colours are those of the light scheme; the page's script replaces them by DARK if the reader prefers a dark scheme.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_POINTS = 1000  # of one curve; longer ones are thinned evenly
 
 
 def thin(rows: pd.DataFrame) -> pd.DataFrame:
-    """At most MAX_POINTS rows, evenly spaced, the first and the last among them."""
+    """At most MAX_POINTS rows, evenly spaced, always with the first and the last."""
     if len(rows) <= MAX_POINTS:
         return rows
     return rows.iloc[np.unique(np.linspace(0, len(rows) - 1, MAX_POINTS).round().astype(int))]

@@ -44,7 +44,7 @@ def evaluated(evaluation: Mapping[str, Any], *, judge: bool) -> dict[str, float 
 
 
 def trained(runs: Sequence[Results]) -> list[Trained]:
-    """Runs grouped by configuration (`of_one_configuration`), which has the name of its first run.
+    """Runs grouped by configuration (`of_one_configuration`), each group named after its first run.
 
     Raises:
         ValueError: a run has no evaluation, or one configuration has two runs of one seed.
@@ -66,7 +66,7 @@ def trained(runs: Sequence[Results]) -> list[Trained]:
 
 
 def tables(runs: Sequence[Trained], confidence: float) -> str:
-    """Markdown: means of each configuration, and differences from the first one over common seeds, with notes on how to read them."""
+    """Markdown tables of each configuration's means and of its differences from the first one, with notes on how to read them."""
     missing = {name for run in runs for name, value in run.figures.items() if value is None}
     runs = [replace(run, figures={name: run.figures[name] for name in run.figures if name not in missing}) for run in runs]
     parts = [_means(runs, confidence), _note(runs, confidence)]
@@ -103,7 +103,7 @@ def _note(runs: Sequence[Trained], confidence: float) -> str:
 
 
 def _differences(runs: Sequence[Trained], confidence: float) -> str:
-    """Differences of each configuration from the first one by seed; "" if none has two seeds in common with it.
+    """Table of each configuration's differences from the first one by seed; "" if none has two seeds in common with it.
 
     Holm's method corrects all p-values of the table together.
     """
@@ -145,7 +145,10 @@ def _grouped(runs: Sequence[Trained]) -> dict[str, dict[int, Trained]]:
 
 @dataclass(frozen=True)
 class Run:
-    """One algorithm on one seed; curves as in plots/train_policy.csv, with a judge among the scorers."""
+    """One RL algorithm on one seed.
+
+    The curves are those of plots/train_policy.csv, with a judge among the scorers.
+    """
 
     algorithm: str
     seed: int
@@ -166,12 +169,12 @@ class Run:
 
     @property
     def judged_greedy(self) -> pd.Series:
-        """The same for greedy answers to held-out prompts, by step of the evaluation; step 0 is before training."""
+        """Share of greedy answers to held-out prompts that the judge accepts, by step of the evaluation; step 0 is before training."""
         return self.curves.set_index("step")["eval_judge"].dropna()
 
 
 def table(runs: list[Run], confidence: float) -> str:
-    """Initial and final results of each algorithm, over seeds."""
+    """Table of initial and final results of each algorithm over seeds."""
 
     def figures(run: Run) -> dict[str, float]:
         return {
@@ -185,13 +188,16 @@ def table(runs: list[Run], confidence: float) -> str:
 
 
 def methods_table(evaluations: list[tuple[str, int, dict[str, Any]]], confidence: float) -> str:
-    """Results over seeds, by the judge if all runs have one, else by score. evaluations: method, seed and metrics/evaluate.json."""
+    """Table of each method's results over seeds, by the judge if all runs have one, else by score.
+
+    evaluations: method, seed and metrics/evaluate.json of each run.
+    """
     judge = all(evaluation["judge"] for _, _, evaluation in evaluations)
     return tables([Trained(name, seed, evaluated(evaluation, judge=judge)) for name, seed, evaluation in evaluations], confidence)
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    """The judge's acceptance over training samples: thin lines are seeds, thick lines their mean."""
+    """Draw the share of training samples that the judge accepts: thin lines are seeds, thick lines their mean."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Two runs as one HTML page: differences, figures side by side, overlaid curves, and answers that changed."""
+"""Two runs as one HTML page: their differences, figures side by side, curves overlaid, and answers that changed."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ OVERLAID = (
 
 
 def render_comparison(first: Side, second: Side) -> str:
+    """The HTML page that compares two runs."""
     one, other = first.results, second.results
     rows = figures_that_count(one, other)
     tone, sentence = headline(one, other, rows)
@@ -77,7 +78,7 @@ def _key(stage: str, phase: str | None, column: str) -> str:
 
 
 def _both(first: Side, second: Side, stage: str, phase: str | None, column: str, y_title: str, percent: bool) -> figure | None:
-    """A column of both runs over each other; None if neither run measured it."""
+    """A column of both runs in one figure; None if neither run measured it."""
     parts, lines = [], []
     for key, side, color in (("first", first, BLUE), ("second", second, ORANGE)):
         rows = side.curves.get(stage)
@@ -94,7 +95,7 @@ def _both(first: Side, second: Side, stage: str, phase: str | None, column: str,
 
 
 def _frontier(first: Side, second: Side) -> figure | None:
-    """Both runs' scores against KL; None if their rewards differ."""
+    """Figure of both runs' scores against KL; None if their rewards differ."""
     sides = [(s, c) for s, c in ((first, BLUE), (second, ORANGE)) if {"kl_mean", "score_mean"} <= set(s.curves.get("train_policy", ()))]
     if len(sides) < 2 or not same_rewards(first.results, second.results):
         return None

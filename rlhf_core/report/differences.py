@@ -61,7 +61,9 @@ class Results:
 
 @dataclass(frozen=True)
 class Difference:
-    """A figure of two runs. change: second minus first. low, high: its interval, if both figures have one.
+    """A figure of two runs and its change (second minus first).
+
+    low, high: interval of the change, if both figures have one.
 
     p_value: of "no difference", uncorrected; None if the figure has no better direction.
     prompts: number of prompts of a paired comparison; None: independent.
@@ -84,7 +86,7 @@ class Difference:
 
     @property
     def shown(self) -> tuple[str, str, str, str, str]:
-        """First, second, change, interval and detectable difference, formatted."""
+        """The first and second value, change, interval and detectable difference as text."""
         values = [number(v) if self.form == "number" else measured(v, self.form) for v in (self.first, self.second)]
         change = "" if self.change is None else self._signed(self.change)
         interval = "" if self.low is None or self.high is None else f"{self._signed(self.low)} to {self._signed(self.high)}"
@@ -98,7 +100,7 @@ class Difference:
 
 
 def params_that_differ(first: Tree, second: Tree) -> list[tuple[str, str, str]]:
-    """(dotted key, value in the first, value in the second), without sections of methods that neither run uses."""
+    """Each key that differs with both values, without sections of methods that neither run uses."""
     used = {str(tree["alignment"]["method"]) for tree in (first, second)}
     left_out = {*IGNORED, *(m for m in METHODS if m not in used)}
     one, other = (dict(_flat({s: v for s, v in tree.items() if s not in left_out})) for tree in (first, second))
@@ -119,7 +121,7 @@ def _text(flat: Tree, key: str) -> str:
 
 
 def outs_that_differ(first: Results, second: Results) -> list[tuple[str, str, str]]:
-    """(path, md5 in the first, md5 in the second)."""
+    """Each path whose md5 differs, with both md5s."""
     paths = sorted({*first.outs, *second.outs})
     return [(p, first.outs.get(p, "–"), second.outs.get(p, "–")) for p in paths if first.outs.get(p) != second.outs.get(p)]
 
@@ -131,7 +133,7 @@ def same_rewards(first: Results, second: Results) -> bool:
 
 
 def figures_that_count(first: Results, second: Results) -> list[Difference]:
-    """Figures in the order of the chain, without those that neither run has."""
+    """Figures of both runs in the order of the chain, without those that neither has."""
     tables = _paired_tables(first, second)
     gates = _gate(first, _confidence(second)), _gate(second, _confidence(second))
     rows = [
@@ -143,7 +145,7 @@ def figures_that_count(first: Results, second: Results) -> list[Difference]:
 
 
 def judged_together(rows: list[Difference], confidence: float) -> list[Difference]:
-    """The rows of one table with tones, after Holm's correction for their number.
+    """The rows of one table with their tones, after Holm's correction for the number of rows.
 
     An insignificant row gets its detectable difference at the level that Holm's method leaves to such rows.
     """
@@ -204,7 +206,7 @@ def find(results: Results, *path: str) -> Any:
 
 
 def _gate(results: Results, confidence: float) -> Interval | None:
-    """The reward model's accuracy with an interval at `confidence`; the interval in gate.json is wider at later looks."""
+    """The reward model's accuracy with an interval at `confidence`. The interval in gate.json is wider at later looks."""
     accuracy, n = (find(results, "gate_reward", key) for key in ("accuracy", "n_effective"))
     if accuracy is None or not n:  # baselines of older versions have the interval only
         return _triple(find(results, "gate_reward"), "accuracy", "low", "high")
@@ -233,7 +235,7 @@ def _confidence(results: Results) -> float:
 def _apart(
     second: Results, label: str, form: Form, both: tuple[Interval | None, Interval | None], *, more_is_better: bool | None
 ) -> Difference:
-    """The difference from both intervals, taking the runs as independent."""
+    """The difference of two figures from their intervals, taking the runs as independent."""
     values = tuple(None if v is None else v[0] for v in both)
     one, other = both
     if one is None or other is None:
@@ -252,7 +254,9 @@ def _paired(
     confidence: float,
     more_is_better: bool | None,
 ) -> Difference | None:
-    """The difference by prompt: Tango's interval and the sign test for the judge, Student's for means. None if no prompt has both."""
+    """The difference by prompt, with Tango's interval and the sign test for the judge and Student's for means. None if no prompt has both
+    figures.
+    """
     one, other = (table[column] for table in tables)
     known = one.notna() & other.notna()
     values = [v[0] for v in both if v is not None]
@@ -267,7 +271,7 @@ def _paired(
 
 
 def _plain(first: Results, second: Results, label: str, path: tuple[str, ...], form: Form) -> Difference:
-    """A figure without an interval, and so without a test."""
+    """The difference of two figures without intervals, and so without a test."""
     values = [find(r, *path) for r in (first, second)]
     change = None if None in values else values[1] - values[0]
     return Difference(label, form, values[0], values[1], change, None, None, None)
@@ -285,13 +289,15 @@ def _configuration(params: Tree) -> dict[str, Any]:
 
 
 def differ_in_seed_only(first: Results, second: Results) -> tuple[Any, Any] | None:
-    """The two seeds of one configuration; None for two configurations, or one run twice."""
+    """The seeds of two runs that differ only in their seed; None if configurations differ or it is the same run twice."""
     seeds = tuple(r.params.get("seed") for r in (first, second))
     return None if seeds[0] == seeds[1] or not of_one_configuration(first, second) else seeds  # type: ignore[return-value]
 
 
 def headline(first: Results, second: Results, rows: list[Difference]) -> tuple[Literal["good", "bad", "open"], str]:
-    """Which policy is better, by the judge, or else by a common reward; it takes a significant difference in both modes.
+    """A sentence that says which policy is better, by the judge or else by a common reward.
+
+    A policy is called better only if the difference is significant in both modes.
 
     Two seeds of one configuration are two checkpoints; neither is called the better configuration.
     """
@@ -319,7 +325,10 @@ def headline(first: Results, second: Results, rows: list[Difference]) -> tuple[L
 
 
 def read_as(first: Results, second: Results, rows: list[Difference], *, mark: str = "Green and red") -> list[str]:
-    """How to read the table of differences, one sentence each. mark: how the table shows a significant change."""
+    """Sentences that explain how to read the table of differences.
+
+    mark: how the table shows a significant change.
+    """
     tested = sum(r.p_value is not None for r in rows)
     remarks = [
         f"Intervals are {_confidence(second):.0%} intervals for these two checkpoints; another seed would give other figures.",

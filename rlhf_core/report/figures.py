@@ -1,4 +1,4 @@
-"""The curves of every stage as JSON that Bokeh draws in the browser; the same inputs give the same JSON."""
+"""Every stage's curves as JSON that Bokeh draws in the browser; the same inputs give the same JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TEXT_LINES = [
 
 
 def all_figures(inputs: ReportInputs) -> Figures:
-    """Name -> JSON for Bokeh.embed.embed_item, for every stage that has run. A scorer's figure is named rl_score_<scorer>."""
+    """Figures by name, as JSON for Bokeh.embed.embed_item, for every stage that has run. A scorer's figure is named rl_score_<scorer>."""
     drawn: dict[str, figure | None] = {}
     if inputs.lengths is not None:
         drawn |= token_lengths(inputs.lengths)
@@ -75,7 +75,7 @@ def _reward(rows: pd.DataFrame) -> dict[str, figure]:
 
 
 def _offline(rows: pd.DataFrame) -> dict[str, figure]:
-    """Training without RL: those of these figures that the method measures."""
+    """Figures of training without RL, as far as the method measures them."""
     wanted = {
         "policy_loss": ("loss, nats", False, [Line("loss", "training", BLUE), Line("heldout_loss", "held out", ORANGE, dots=True)]),
         "policy_accuracy": (
@@ -105,7 +105,11 @@ def _offline(rows: pd.DataFrame) -> dict[str, figure]:
 
 
 def _rl(rows: pd.DataFrame, rl: Mapping[str, Any], *, limit: float | None, start: str) -> dict[str, figure]:
-    """Args: rl: the section of params.yaml. limit: see `logprob_limit`. start: what the reference is called."""
+    """Figures of an RL run.
+
+    Args:
+        rl: the section of params.yaml. limit: see `logprob_limit`. start: what the page calls the reference.
+    """
     figures = {
         "rl_score": curves(rows, _with_evaluation(rows, "score_mean", "eval_score"), y_title="score", band="score_std"),
         "rl_length": curves(rows, [Line("response_length", "length", TEAL)], y_title="tokens per response"),
@@ -128,14 +132,14 @@ def _rl(rows: pd.DataFrame, rl: Mapping[str, Any], *, limit: float | None, start
 
 
 def _scorers(rows: pd.DataFrame, names: Sequence[str]) -> dict[str, figure]:
-    """Each scorer's raw scores if there are several; those of a single scorer are the score."""
+    """Figures of each scorer's raw scores; a single scorer is already shown by the score."""
     if len(names) == 1:
         return {}
     return {f"rl_score_{name}": curves(rows, _with_evaluation(rows, f"score_{name}", f"eval_{name}"), y_title="score") for name in names}
 
 
 def _with_evaluation(rows: pd.DataFrame, column: str, evaluated: str) -> list[Line]:
-    """A curve of batch means, and dots for evaluations on the validation prompts during training."""
+    """A curve of batch means, and dots for the evaluations on validation prompts during training."""
     lines = [Line(column, "training", BLUE)]
     if evaluated in rows and rows[evaluated].notna().any():
         lines.append(Line(evaluated, "validation, greedy", ORANGE, dots=True))
@@ -148,7 +152,7 @@ def logprob_limit(params: Mapping[str, Any]) -> float | None:
 
 
 def _logprobs(rows: pd.DataFrame, limit: float | None) -> figure:
-    """On a logarithmic axis, so steps with a difference of 0 are left out."""
+    """Figure of log-probability differences on a logarithmic axis, without steps whose difference is 0."""
     positive = rows[["step", "logprob_difference"]].where(rows["logprob_difference"] > 0).dropna()
     plot = curves(positive, [Line("logprob_difference", "largest difference", BLUE)], y_title="nats", y_axis_type="log")
     limits = [] if limit is None else [limit]

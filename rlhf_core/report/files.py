@@ -1,4 +1,4 @@
-"""The files that a report is made from: which file holds which input, and how they are read."""
+"""Reads the files from which a report is made: which file holds which input, and how it is read."""
 
 from __future__ import annotations
 
@@ -83,19 +83,20 @@ def check_recorded_params(stages: Iterable[str] = FILES) -> None:
 
 
 def read_outs(lock: Path, stages: Iterable[str]) -> dict[str, str]:
-    """Path -> md5, by dvc.lock, of the data and models that these stages made; empty without a dvc.lock."""
+    """The md5 in dvc.lock of the data and models that these stages made, by path; empty without a dvc.lock."""
     locked = read_yaml(lock)["stages"] if lock.is_file() else {}
     outs = (out for stage in stages if stage in locked for out in locked[stage].get("outs", []))
     return {out["path"]: out["md5"] for out in outs if out["path"].startswith((str(PREPARED), f"{MODELS}/"))}
 
 
 def read_external(lock: Path, stages: Iterable[str]) -> list[tuple[str, str, str]]:
-    """(key in params, path or name, sha256 or commit), by dvc.lock, of each external input of these stages."""
+    """Each external input of these stages in dvc.lock: its key in params, path or name, and sha256 or commit."""
     locked = read_yaml(lock)["stages"] if lock.is_file() else {}
     return list(named_inputs(external_inputs({"stages": locked}, [stage for stage in stages if stage in locked])))
 
 
 def read_versions() -> Iterable[tuple[str, str]]:
+    """Names and versions of the installed PACKAGES."""
     for package in PACKAGES:
         try:
             yield package, version(package)

@@ -1,4 +1,4 @@
-"""What the report is made from: the stages' results, checked before anything is drawn, and the timings of a run."""
+"""The inputs of a report: the stages' results, checked before anything is drawn, and the timings of a run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ReportInputError(ValueError):
 
 @dataclass(frozen=True)
 class Stopped:
-    """Where the chain ended early.
+    """The point at which a chain ended early.
 
     because: the stage's message, or "".
     states: stage -> done, stopped here or not reached, in the order of the chain.
@@ -112,12 +112,12 @@ class ReportInputs:
 
     @property
     def method(self) -> str:
-        """alignment.method: rl, dpo and so on."""
+        """The value of alignment.method, such as rl or dpo."""
         return need(self.params, "alignment", "method")
 
 
 def need(tree: Tree, *path: str) -> Any:
-    """The value at a path of keys.
+    """The value at a path of keys in the metrics.
 
     Raises:
         ReportInputError: a key of the path is absent.
@@ -133,7 +133,10 @@ def need(tree: Tree, *path: str) -> Any:
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of all steps and of each phase. phases is empty for a stage without phases; `other` is the time outside of them."""
+    """Seconds of a stage's steps in all and by phase.
+
+    phases: empty for a stage without phases; `other` is the time outside of them.
+    """
 
     steps: int
     seconds: float
@@ -146,7 +149,10 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Side:
-    """One of two runs that are compared. curves: stage -> one row per step. samples: as evaluate wrote them; None if they are missing."""
+    """One of two compared runs.
+
+    curves: one row per step by stage. samples: as evaluate wrote them; None if they are missing.
+    """
 
     results: Results
     curves: Mapping[str, pd.DataFrame]
@@ -155,7 +161,7 @@ class Side:
 
 
 def read_times(workspace: Path) -> dict[str, StageTime]:
-    """Timings of the stages whose curves in `workspace` were measured together with them.
+    """Timings of the stages whose curves in `workspace` come from the same run.
 
     DVC restores curves from its cache without their timings, so the file <stage>.of names the sha256 of the curves it belongs to.
     """
@@ -169,9 +175,9 @@ def read_times(workspace: Path) -> dict[str, StageTime]:
 
 
 def read_processes(workspace: Path, times: Mapping[str, StageTime], method: str) -> dict[str, list[tuple[str, dict[str, Any]]]]:
-    """The processes of the RL job that `times` are of, by their nodes: name, and pid and GPUs, of each; empty if they aren't known.
+    """The processes of the RL job to which `times` belong, by node: name, pid and GPUs of each; empty if they aren't known.
 
-    They are those of the job's last start.
+    These are the processes of the job's last start.
 
     Args:
         method: alignment.method; no other than rl writes the file, which may be an earlier run's.
@@ -191,7 +197,7 @@ def sha256(path: Path) -> str:
 
 
 def summarize(rows: pd.DataFrame) -> StageTime:
-    """Sum the columns `seconds` and `seconds_<phase>` over the steps; phases are ordered by their time."""
+    """Sums the columns `seconds` and `seconds_<phase>` over the steps and orders the phases by time."""
     phases = {c.removeprefix("seconds_"): float(rows[c].sum()) for c in rows.columns if c.startswith("seconds_")}
     total = float(rows["seconds"].sum())
     if phases:

@@ -1,4 +1,4 @@
-"""What the page calls the model that the policy is compared with, and what it can say of a policy from elsewhere."""
+"""Names for the model that the policy is compared with, and sentences that hold for a policy from elsewhere."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ _OF_TRAINING = {
 
 
 def start_name(params: Mapping[str, Any]) -> str:
-    """Of models/sft: it was fine-tuned by this chain, or is the model at model.path as it was given. params: of any version."""
+    """The page's name for models/sft: fine-tuned by this chain, or given at model.path.
+
+    params: of any version.
+    """
     return SFT if (params.get("sft") or {}).get("enabled", True) else GIVEN
 
 
 def told(text: str, params: Mapping[str, Any]) -> str:
-    """One of the page's own sentences about an SFT model and a trained policy, in words that hold for this run."""
+    """A sentence of the page about an SFT model and a trained policy, reworded so that it holds for this run."""
     start = start_name(params)
     if start != SFT:
         text = text.replace(SFT, start).replace("(SFT: ", "(given: ")

@@ -112,7 +112,10 @@ def render(inputs: ReportInputs) -> str:
 
 
 def changes(which: str, baseline: Results, inputs: ReportInputs) -> dict[str, Any]:
-    """This run compared with an earlier one. which: previous or promoted."""
+    """Comparison of this run with an earlier one.
+
+    which: previous or promoted.
+    """
     metrics = {"train_sft": inputs.sft, "gate_reward": inputs.gate, "evaluate": inputs.evaluation}
     made = {stage: tree for stage, tree in metrics.items() if tree is not None}
     own = Results("this run", inputs.written_params, inputs.outs, made, inputs.prompts)
@@ -145,7 +148,10 @@ def _evaluated(inputs: ReportInputs, scorers: Sequence[Mapping[str, Any]]) -> di
 
 
 def render_times(title: str, times: Mapping[str, StageTime], nodes: Mapping[str, Sequence[tuple[str, Mapping[str, Any]]]]) -> str:
-    """The page of times. nodes: of `read_processes`."""
+    """The page of timings.
+
+    nodes: result of `read_processes`.
+    """
     total = sum(t.seconds for t in times.values())
     return page("timings.html.jinja", {}, {"title": title, "times": times, "total": total, "nodes": nodes})
 

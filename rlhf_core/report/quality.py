@@ -22,7 +22,10 @@ COLUMN_COLORS = {"messages": PURPLE, "text": PURPLE, "chosen": BLUE, "rejected":
 
 
 def token_lengths(rows: pd.DataFrame) -> dict[str, figure]:
-    """A histogram for each use. rows: plots/token_lengths.csv."""
+    """A histogram of token lengths for each use.
+
+    rows: of plots/token_lengths.csv.
+    """
     return {f"lengths_{use}": _lengths(of_use) for use, of_use in rows.groupby("use", sort=False)}
 
 
@@ -46,7 +49,7 @@ def _lengths(rows: pd.DataFrame) -> figure:
 
 
 def accuracies(gate: Mapping[str, Any]) -> figure | None:
-    """Accuracy with its interval, of all test pairs and of each slice, against the threshold; None where nothing could be judged."""
+    """Figure of the accuracy on all test pairs and on each slice, with intervals and the threshold; None if nothing could be judged."""
     if need(gate, "accuracy") is None:
         return None
     slices = [s for s in need(gate, "slices") if s["n"] and s["n"] < gate["n"]]  # one with all pairs says nothing of its own
@@ -55,7 +58,7 @@ def accuracies(gate: Mapping[str, Any]) -> figure | None:
 
 
 def external(gate: Mapping[str, Any]) -> figure | None:
-    """The same of the external files and their subsets, each file's own threshold not drawn; None without any."""
+    """Figure of the accuracy on external files and their subsets, without their thresholds; None without any."""
     named: dict[str, Mapping[str, Any]] = {}
     for file in need(gate, "external"):
         named[slice_name({"column": "file", "value": file["name"]})] = {**file, "judged": True}
@@ -70,7 +73,7 @@ def slice_name(row: Mapping[str, Any]) -> str:
 
 
 def intervals(named: Mapping[str, Mapping[str, Any]], *, threshold: float, x_title: str) -> figure:
-    """A dot with its interval for each name, the first at the top; names with too few pairs to judge are grey.
+    """Figure with a dot and its interval for each name, the first at the top; names with too few pairs to judge are grey.
 
     Args:
         named: accuracy, low, high, n, ties, judged of each.
@@ -102,7 +105,8 @@ def intervals(named: Mapping[str, Mapping[str, Any]], *, threshold: float, x_tit
 
 
 def reliability(calibration: Mapping[str, Any] | None, *, height: int) -> figure | None:
-    """Share of pairs in the right order against the probability that the reward model gave; on the diagonal it is calibrated.
+    """Figure of the share of pairs in the right order against the probability that the reward model gave; a calibrated model lies on the
+    diagonal.
 
     before: its own probabilities. after: with the fitted temperature. A larger dot is more pairs.
 
@@ -140,6 +144,7 @@ def _bins(plot: figure, bins: Sequence[Mapping[str, Any]], label: str, color: st
 
 
 def score_histogram(pairs: pd.DataFrame) -> figure | None:
+    """Histogram of the scores of chosen and rejected responses."""
     chosen = pairs["chosen_score"].to_numpy(dtype=float)
     rejected = pairs["rejected_score"].to_numpy(dtype=float)
     both = np.concatenate([chosen, rejected])

@@ -1,4 +1,4 @@
-"""The results of a series of rounds of iterative DPO: a table and a figure.
+"""The results of a series of rounds of iterative DPO as a table and a figure.
 
 A row is a round's metrics/evaluate.json, with its metrics/sample.json under `samples`.
 """
@@ -22,9 +22,9 @@ HEADS = (
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: each round's results on the promotion split (sampled unless named greedy), and whether its policy was kept.
+    """Markdown table of each round's results on the promotion split (sampled unless named greedy), and whether its policy was kept.
 
-    p, level, spent: the comparison's p-value, the largest that is accepted, and the error budget spent so far.
+    p, level, spent: the comparison's p-value, the largest p-value that is accepted, and the error budget spent so far.
     detectable: the smallest advantage that is accepted with a probability of 80%.
     """
     lines = [
@@ -76,7 +76,7 @@ def _test(row: Row) -> tuple[str, str, str, str]:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Judge (if there is one), score, win rate and KL by round, as an SVG file.
+    """Draw judge (if there is one), score, win rate and KL by round into an SVG file.
 
     Raises:
         ModuleNotFoundError: matplotlib isn't installed.
@@ -110,7 +110,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def _kept(rows: Sequence[Row], mode: str, key: str) -> tuple[list[int], list[float]]:
-    """A figure of the current policy by round: the initial policy, then each accepted one."""
+    """A figure of the current policy by round: of the initial policy, then of each accepted one."""
     kept = [row for row in rows if row["accepted"]]
     start = [(0, rows[0][mode]["before"][key])] if rows else []
     points = [*start, *((row["round"], row[mode]["after"][key]) for row in kept)]
@@ -118,12 +118,12 @@ def _kept(rows: Sequence[Row], mode: str, key: str) -> tuple[list[int], list[flo
 
 
 def _number(value: float | None) -> float:
-    """NaN for None, which matplotlib doesn't draw."""
+    """The number, or NaN for None, which matplotlib doesn't draw."""
     return math.nan if value is None else value
 
 
 def _curve(axis, rows: Sequence[Row], mode: str, key: str, label: str, color: str) -> None:
-    """A line through accepted policies, and a cross for each rejected one."""
+    """Draw a line through accepted policies, and a cross for each rejected one."""
     axis.plot(*_kept(rows, mode, key), marker="o", markersize=4, color=color, label=label)
     refused = [row for row in rows if not row["accepted"]]
     axis.plot([r["round"] for r in refused], [_number(r[mode]["after"][key]) for r in refused], linestyle="", marker="x", color=color)

@@ -18,7 +18,10 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 12, 30, 26  # of a panel's margins
 
 @dataclass(frozen=True)
 class Panel:
-    """series: colour -> (x, y) of its points. dots: points instead of a line. diagonal: a dashed line for perfect calibration."""
+    """One diagram of the picture.
+
+    series: (x, y) of its points by colour. dots: draw points instead of a line. diagonal: draw a dashed line for perfect calibration.
+    """
 
     title: str
     series: Mapping[str, tuple[Sequence[float], Sequence[float]]]
@@ -27,10 +30,10 @@ class Panel:
 
 
 def sketch(metrics: Mapping[str, Any], curves: Mapping[str, pd.DataFrame]) -> str | None:
-    """The figures of finished stages as SVG; None if there are none.
+    """The figures of finished stages as SVG text; None if there are none.
 
     Args:
-        metrics: stage -> its metrics; curves: stage -> one row per step.
+        metrics: each stage's metrics. curves: each stage's rows, one per step.
     """
     panels = [panel for panel in _panels(metrics, curves) if panel.series]
     if not panels:

@@ -82,7 +82,7 @@ EVALUATION_ROWS = (
 
 
 def tiles(evaluation: Mapping[str, Any], rewarder: str, confidence: float) -> Iterator[dict[str, str]]:
-    """The headline figures: before, after, and an interval."""
+    """Tiles with the headline figures: before, after, and an interval."""
     for mode in MODES:
         sft, policy = need(evaluation, mode, "sft"), need(evaluation, mode, "policy")
         if need(evaluation, "judge"):
@@ -132,7 +132,7 @@ def source_rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def expectations(validation: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
-    """Notable ones failed, found exceptions or compare a number with a limit; failed ones come first."""
+    """The notable expectations, failed ones first: those that failed, found exceptions or compare a number with a limit."""
     notable: list[Mapping[str, Any]] = []
     plain: list[Mapping[str, Any]] = []
     for e in need(validation, "expectations"):
@@ -153,7 +153,7 @@ def facts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def setup_rows(trained: Mapping[str, Mapping[str, Any] | None]) -> list[dict[str, str]]:
-    """How each stage was trained: ranks, ZeRO, adapters, and of RL rollout engines and the way of the weights to them.
+    """Rows that say how each stage was trained: ranks, ZeRO, adapters, and for RL the rollout engines and the path of the weights to them.
 
     Args:
         trained: label -> the stage's metrics.
@@ -195,6 +195,7 @@ def _adapters(lora: Mapping[str, Any] | None) -> str:
 
 
 def key_params(params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The params that matter most for the method, each with its value."""
     left_out = {"model.architecture" if need(params, "model", "path") is not None else "model.path"}
     given = need(params, "reward", "path") is not None
     if given or not need(params, "reward", "enabled"):
@@ -212,7 +213,7 @@ def key_params(params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def method_name(params: Mapping[str, Any]) -> str:
-    """The algorithm of RL, otherwise the method with its loss."""
+    """The name of the RL algorithm, or of the method with its loss."""
     method = need(params, "alignment", "method")
     if method == "rl":
         return need(params, "rl", "algorithm").upper()
@@ -225,7 +226,7 @@ def _shown(value: Any) -> str:
 
 
 def scorer_name(scorer: Mapping[str, Any]) -> str:
-    """Name, kind (if it differs from the name) and weight."""
+    """A scorer's name, kind (if it differs from the name) and weight as text."""
     kind = "" if scorer["kind"] == scorer["name"] else f"{scorer['kind'].replace('_', ' ')}, "
     weight = f"weight {scorer['weight']:g}" if scorer["weight"] else "only measured"
     return f"{scorer['name'].replace('_', ' ')} ({kind}{weight})"
@@ -259,14 +260,14 @@ def _figure_rows(evaluation: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def judge_aspects(evaluation: Mapping[str, Any]) -> list[str]:
-    """The judge's aspects: those of the built-in data in a fixed order, those of rules by name."""
+    """Names of the judge's aspects: those of the built-in data in a fixed order, those of rules by name."""
     keys = need(evaluation, "greedy", "policy")
     found = {key.removeprefix("judge_") for key in keys if key.startswith("judge_")} - {"n", "ok"}
     return [a for a in CLERK_ASPECTS if a in found] + sorted(found - set(CLERK_ASPECTS))
 
 
 def _scorer_rows(evaluation: Mapping[str, Any], scorers: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A row per scorer if there are several. With a negative weight, less is better."""
+    """A row for each scorer if there are several. With a negative weight, less is better."""
     for scorer in scorers if len(scorers) > 1 else ():
         more_is_better = scorer["weight"] > 0 if scorer["weight"] else None
         path = ("scores", scorer["name"])
@@ -288,7 +289,10 @@ def _cells(
 
 
 def samples(table: pd.DataFrame, start: str = SFT) -> list[dict[str, Any]]:
-    """A card for each prompt and mode, the largest changes in score first. start: of `start_name`."""
+    """A card for each prompt and mode, the largest changes in score first.
+
+    start: result of `start_name`.
+    """
     cards, names = [], {"sft": "SFT" if start == SFT else "Given", "policy": "Policy"}
     for row in table.to_dict("records"):
         answers = [answer(name, row[f"{m}_response"], row[f"{m}_score"], row[f"{m}_judge_ok"]) for m, name in names.items()]
@@ -297,12 +301,12 @@ def samples(table: pd.DataFrame, start: str = SFT) -> list[dict[str, Any]]:
 
 
 def answer(model: str, text: str, score: float | None, ok: bool | None) -> dict[str, Any]:
-    """One side of a card. NaN, which pandas reads for null, becomes None."""
+    """One side of a card, with None for NaN, as which pandas reads null."""
     return {"model": model, "text": text, "score": None if pd.isna(score) else float(score), "ok": None if pd.isna(ok) else bool(ok)}
 
 
 def side_by_side(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Both answers, the second's gain in score, and the judge's change of mind: fixed, broken or ""."""
+    """Both answers, the second's gain in score, and how the judge's verdict changed: fixed, broken or ""."""
     gain = None if None in (first["score"], second["score"]) else second["score"] - first["score"]
     changed = "" if None in (first["ok"], second["ok"]) or first["ok"] == second["ok"] else "fixed" if second["ok"] else "broken"
     return {"answers": [first, second], "gain": gain, "changed": changed}

@@ -1,4 +1,4 @@
-"""The run's verdict in sentences: whether the policy is better than the SFT model, by the judge and by the reward."""
+"""States the run's verdict in sentences: whether the policy is better than the SFT model, by the judge and by the reward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ Tone = Literal["good", "bad", "open"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """tone: the colour. headline: one sentence. details: the evidence, one sentence each."""
+    """A verdict in sentences.
+
+    tone: the colour. headline: one sentence. details: the evidence, one sentence each.
+    """
 
     tone: Tone
     headline: str
@@ -32,7 +35,7 @@ def outcome(
     trained_on: Sequence[Mapping[str, Any]] | None = None,
     selected: Sequence[str] = (),
 ) -> Verdict:
-    """Compare the policy with the SFT model.
+    """The verdict on the policy compared with the SFT model.
 
     If there is a judge, it decides. The reward is weaker evidence, because the policy was trained on it. A policy that the reward prefers
     and the judge rejects has hacked its reward. The details note a judge that was part of the reward or selected the policy.
@@ -98,9 +101,9 @@ def is_scored(evaluation: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class ByMode:
-    """A policy with different results in the two modes.
+    """A policy that has different results in the two modes.
 
-    worse_alone: significantly worse in one mode, and better in neither. sentence: the result of each mode.
+    worse_alone: significantly worse in one mode, and better in neither. sentence: the result in each mode.
     """
 
     worse_alone: bool
@@ -109,7 +112,10 @@ class ByMode:
 
 
 def by_mode(evaluation: Mapping[str, Any], who: str, confidence: float) -> ByMode | None:
-    """None if both modes have the same result. who: judge or reward."""
+    """The policy's results by mode; None if both modes have the same result.
+
+    who: judge or reward.
+    """
     signs = {mode: sign for (of, mode), sign in _signs(evaluation, confidence).items() if of == who}
     if len(set(signs.values())) == 1:
         return None
@@ -139,7 +145,7 @@ def _scores(evaluation: Mapping[str, Any]) -> str:
 
 
 def judge_selects(params: Mapping[str, Any]) -> list[str]:
-    """How the judge influenced which policy the training kept, one sentence each; such a judge is no longer independent.
+    """Sentences on how the judge influenced which policy the training kept; such a judge is no longer independent.
 
     A scorer of kind function whose function is also a source's judge counts as the judge.
     """
@@ -166,7 +172,7 @@ def judge_selects(params: Mapping[str, Any]) -> list[str]:
 
 
 def rewarded_by(scorers: Sequence[Mapping[str, Any]]) -> str:
-    """What the page calls the score: `reward model` if it is the only scorer with a weight, else `reward`."""
+    """The page's name for the score: `reward model` if that is the only scorer with a weight, else `reward`."""
     rewarded = [s["kind"] for s in scorers if s["weight"] != 0]
     return "reward model" if rewarded == ["reward_model"] else "reward"
 
@@ -192,12 +198,14 @@ _BY_JUDGE: dict[tuple[Direction, Direction], tuple[Tone, str]] = {
 
 
 def judge_direction(evaluation: Mapping[str, Any], confidence: float) -> Direction | None:
-    """Better: the judge accepts significantly more of the policy's answers in both modes. Worse: fewer in any mode. None: no judge."""
+    """Direction by the judge: better if it accepts significantly more of the policy's answers in both modes, worse if fewer in any; None
+    without a judge.
+    """
     return _directions(evaluation, confidence).get("judge")
 
 
 def reward_direction(evaluation: Mapping[str, Any], confidence: float) -> Direction | None:
-    """The same for wins and losses by score. None: no score."""
+    """Direction by wins and losses in score, as for the judge; None without scores."""
     return _directions(evaluation, confidence).get("reward")
 
 
@@ -212,7 +220,7 @@ def _directions(evaluation: Mapping[str, Any], confidence: float) -> dict[str, D
 
 
 def _signs(evaluation: Mapping[str, Any], confidence: float) -> dict[tuple[str, str], int]:
-    """1, -1 or 0 (not significant) by reward and judge in each mode: sign tests, corrected together by Holm's method."""
+    """Results by reward and judge in each mode as 1, -1 or 0 (not significant), from sign tests that Holm's method corrects together."""
     changes, p_values = {}, {}
     for mode in MODES:
         if is_scored(evaluation):
@@ -226,7 +234,7 @@ def _signs(evaluation: Mapping[str, Any], confidence: float) -> dict[tuple[str, 
 
 
 def judged(evaluation: Mapping[str, Any], mode: str, model: str) -> tuple[int, int]:
-    """(answers that the judge accepted, answers that it judged)."""
+    """Number of answers that the judge accepts, and number that it judged."""
     n = need(evaluation, mode, model, "judge_n")
     return round(need(evaluation, mode, model, "judge_ok") * n), n
 
@@ -266,6 +274,7 @@ def _win_rates(evaluation: Mapping[str, Any], rewarder: str, confidence: float) 
 
 
 def gate_verdict(gate: Mapping[str, Any]) -> Verdict:
+    """The gate's verdict: a headline and its message."""
     passed = need(gate, "passed")
     message = str(need(gate, "message")).partition(": ")[2]
     if not need(gate, "needed"):
@@ -275,6 +284,7 @@ def gate_verdict(gate: Mapping[str, Any]) -> Verdict:
 
 
 def data_verdict(validation: Mapping[str, Any]) -> Verdict:
+    """The verdict on the data: whether all expectations were met, and which were not."""
     expectations = need(validation, "expectations")
     failed = [e for e in expectations if not e["passed"]]
     if failed:

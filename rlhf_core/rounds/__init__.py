@@ -1,1 +1,1 @@
-"""Rounds of iterative DPO: what each is pinned to, its prompts and its pairs."""
+"""Rounds of iterative DPO: their pinned inputs, prompts and pairs."""

@@ -1,4 +1,4 @@
-"""A round's policy against the one before it, on prompts of the promotion split."""
+"""Compares a round's policy with the one before it, on prompts of the promotion split."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def compare(
     run: TrainRun, entry: Round, number: int, policy: Path, rows: list[dict], reward_model: Path, source_judges: dict[str, str]
 ) -> dict[str, Any]:
-    """On each rank: figures of both policies, their win rate and judge difference, and the new policy's KL in nats per response.
+    """Runs on each rank. Returns figures of both policies, their win rate and judge difference, and the new policy's KL in nats per
+    response.
 
     The KL from the policy before and from the series' origin is estimated on the new policy's sampled answers.
 
@@ -58,8 +59,8 @@ def compare(
 
     def logprobs(folder: Path):
         module = load_policy(folder, params.model, **divided)
-        how = {"pad_id": tokenizer.pad_token_id, "temperature": config.temperature, **divided}
-        return response_logprobs(module, answers[DECIDES]["after"], **how)
+        logprob_options = {"pad_id": tokenizer.pad_token_id, "temperature": config.temperature, **divided}
+        return response_logprobs(module, answers[DECIDES]["after"], **logprob_options)
 
     own = logprobs(policy)
     others = {"before": before, "origin": Path(entry.origin.path)}

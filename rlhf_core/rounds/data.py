@@ -85,7 +85,10 @@ def check_promotion_rows(rows: list[dict], config: PromotionConfig, *, judged: C
 
 
 class Response(Protocol):
-    """finished: ended by the model. score: not finite where the response was not scored."""
+    """One sampled response.
+
+    finished: the model ended it. score: not finite where the response was not scored.
+    """
 
     text: str
     finished: bool
@@ -117,7 +120,8 @@ class Pairs:
 
 
 def build_pairs(groups: Sequence[Group], *, min_margin: float) -> Pairs:
-    """The best response of each group against the worst, among responses that are finished, scored and not empty; of equal ones the first.
+    """A pair of the best and the worst response of each group, among those that are finished, scored and not empty; of equal ones the
+    first.
 
     A group gives no pair if fewer than two responses qualify, if best and worst tie (equal scores, or equal texts after stripping), or if
     their scores are less than min_margin apart. Texts keep the white space at their edges, as those of every source do.

@@ -1,4 +1,4 @@
-"""rounds/rounds.yaml, which pins the inputs of each round of iterative DPO: its only reader and writer.
+"""Reads and writes rounds/rounds.yaml, which pins the inputs of each round of iterative DPO.
 
 An entry holds the hashes of the round's inputs. With them a round can be rebuilt, and stages refuse other inputs.
 """
@@ -66,7 +66,7 @@ class Round(Section):
     budget: BudgetPin
 
     def check(self, number: int, root: Path = Path()) -> None:
-        """Compare the files on disk with the pins.
+        """Check that the files on disk match the pins.
 
         Raises:
             ValueError: a file is missing or has other content.
@@ -105,6 +105,7 @@ def read_rounds(root: Path = Path()) -> dict[int, Round]:
 
 
 def read_round(number: int) -> Round:
+    """The pinned inputs of one round."""
     rounds = read_rounds()
     if number not in rounds:
         raise ConfigError(
@@ -130,4 +131,5 @@ def read_round_stages(number: int, root: Path = Path()) -> dict[str, dict[str, A
 
 
 def prompts_hash(ids: Sequence[str]) -> str:
+    """The sha256 that identifies a round's prompt ids."""
     return hashlib.sha256("\n".join(ids).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Whether a round's policy replaces the one before it, and the error budget that rounds spend on these comparisons.
+"""Decides whether a round's policy replaces the one before it, and how much error budget the comparison may spend.
 
 `error_budget` bounds the chance that any series that improves the same model (`rlhf_core.rounds.spending.improved`) ever accepts a policy
 that is no better than the one before. Comparison i of all of them accepts at a p-value of at most its level:
@@ -31,14 +31,14 @@ ROUNDING = 1e-9  # relative, of a sum of levels
 
 
 def share(comparison: int, rounds: int) -> float:
-    """share_i of comparison i, from 1."""
+    """The share of the error budget that the comparison with this number, from 1, may spend."""
     if comparison <= rounds:
         return WITHIN_HORIZON / rounds
     return (1 - WITHIN_HORIZON) * rounds / (comparison * (comparison - 1))
 
 
 def next_budget(before: BudgetPin | None, *, accepted: bool, error_budget: float, rounds: int) -> BudgetPin:
-    """What the next comparison may spend: the level by its number, but at most 0.8 of what comparisons with other settings have left.
+    """The budget of the next comparison: its level by number, but at most 0.8 of what comparisons with other settings have left.
 
     Args:
         before: of the last comparison; None before the first. A round whose data was refused made no comparison.
@@ -53,7 +53,7 @@ def next_budget(before: BudgetPin | None, *, accepted: bool, error_budget: float
 
 
 def spent_after(budget: BudgetPin, *, accepted: bool) -> float:
-    """The part of the error budget that is spent after a comparison: the levels of all comparisons that accepted nothing."""
+    """The part of the error budget that is spent after a comparison: the sum of the levels of comparisons that accepted nothing."""
     return budget.spent if accepted else budget.spent + budget.level
 
 
@@ -106,7 +106,7 @@ def _prompts_needed(counts: dict[str, Any], level: float, margin: float) -> int 
 
 
 def comparisons(metrics: dict[str, Any], metric: str) -> dict[str, Any]:
-    """Prompts on which the new policy is ahead and behind, its advantage with the interval, and the advantage of one prompt ahead."""
+    """Prompts on which the new policy is ahead and behind, its advantage with the interval, and what one prompt adds to the advantage."""
     if metric == "win_rate":
         rate = metrics["win_rate"][DECIDES]
         advantage = {key: rate[key] - 0.5 for key in ("value", "low", "high")}

@@ -1,4 +1,4 @@
-"""Sampling of a round: responses to its training prompts with scores and pairs, and the prompts for its comparison."""
+"""Samples scored responses to a round's prompts, makes pairs of them, and chooses the prompts for its comparison."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMOTION_TURN = 1  # of a round's request seeds; its training responses are tur
 def sample_groups(
     params: Params, entry: Round, rows: list[dict], *, reward_model: Path, source_judges: dict[str, str], infer: Callable[..., Any]
 ) -> tuple[list[list[ScoredResponse]], int]:
-    """Scored responses of the round's policy to each prompt that leaves room for one, and how many prompts don't.
+    """Scored responses of the round's policy to each prompt that leaves room for one, and the number of prompts that don't.
 
     Args:
         rows: of the use prompt, the round's.
@@ -48,7 +48,7 @@ def sample_groups(
 def sample_and_score(
     run: TrainRun, entry: Round, prompts: list[Prompt], reward_model: Path, source_judges: dict[str, str]
 ) -> dict[str, Any]:
-    """On each rank: `groups`, the scored responses to all prompts, which the ranks share, without their prompts."""
+    """Runs on each rank. Returns `groups`, the scored responses to all prompts without the prompts; ranks share the prompts."""
     params, config, policy = run.params, run.params.iterative, entry.policy.path
     samples = sample_responses(
         policy,
@@ -68,7 +68,7 @@ def sample_and_score(
 
 
 def write_data(folder: Path, groups: list[list[ScoredResponse]], *, min_margin: float) -> dict[str, Any]:
-    """Write preference.parquet, the pairs, and samples.parquet, every response with its scores. Returns their figures."""
+    """Write the pairs to preference.parquet and every response with its scores to samples.parquet. Returns the figures of both."""
     pairs = build_pairs([Group(g[0].prompt.source, g[0].prompt.messages, g) for g in groups], min_margin=min_margin)
     write_rows(folder, "preference", pairs.rows)
     frame = pd.DataFrame(
@@ -97,8 +97,7 @@ def write_data(folder: Path, groups: list[list[ScoredResponse]], *, min_margin: 
 
 
 def promotion_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, params: Params, *, number: int) -> list[Prompt]:
-    """iterative.promotion.prompts distinct prompts of the promotion split for round `number`; other ones in each round where the split
-    has more.
+    """The iterative.promotion.prompts distinct prompts on which round `number` compares; other ones in each round if the split has more.
 
     Args:
         rows: of the use prompt, of the promotion split.
@@ -117,5 +116,5 @@ def promotion_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, para
 
 
 def promotion_seeds(seed: int, number: int, count: int) -> list[int]:
-    """Sampling seeds of both policies' answers: others in each round, and none of the seeds of the round's training responses."""
+    """Sampling seeds of both policies' answers: new ones in each round, and none of those of the round's training responses."""
     return request_seeds(seed, number, count, turn=PROMOTION_TURN)

@@ -1,4 +1,4 @@
-"""The ledger of comparisons: what the rounds of all series have spent of the error budget, by what they improve.
+"""The ledger of comparisons: how much of the error budget the rounds of all series have spent, by the model that they improve.
 
 A new series has a new worktree, but often the same start. If it also had a new error budget, one of thirty such series would accept a
 useless policy by chance.
@@ -22,9 +22,9 @@ Outcome = Literal["accepted", "kept", "none"]  # none: the round made no compari
 
 
 class _Line(Section):
-    """A line of the ledger: a round may make a comparison, with its budget; or how that ended.
+    """A line of the ledger: the start of a round's comparison with its budget, or how it ended.
 
-    improves: of `improved`. series: its name, which another series may have had before. at: ISO 8601.
+    improves: result of `improved`. series: its name, which an earlier series may have had. at: ISO 8601.
     """
 
     improves: str
@@ -46,7 +46,10 @@ LEDGER = Ledger("rlhf-round-comparisons.jsonl", "the flow iterative-dpo", _Line)
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of a round. outcome: None while it isn't known."""
+    """The comparison of a round.
+
+    outcome: None while it isn't known.
+    """
 
     improves: str
     series: str
@@ -57,14 +60,14 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Before:
-    """What was spent before a comparison by other series: their names, in order, and the sum of their levels that accepted nothing."""
+    """What other series spent before a comparison: their names in order, and the sum of the levels that accepted nothing."""
 
     series: tuple[str, ...]
     spent: float
 
 
 def improved(params: Params) -> str:
-    """What a series improves: the model that `iterative.start` names, of one base model.
+    """What a series improves: the model that `iterative.start` names, with its base model.
 
     A start that was trained again is another file, but the same thing to improve.
     """
@@ -72,7 +75,10 @@ def improved(params: Params) -> str:
 
 
 def outcome_of(evaluated: dict[str, Any] | None) -> Outcome | None:
-    """How a round's comparison ended. evaluated: its evaluate.json; None: there is none yet."""
+    """How a round's comparison ended.
+
+    evaluated: its evaluate.json; None if there is none yet.
+    """
     if evaluated is None:
         return None
     return "accepted" if evaluated["accepted"] else "kept" if evaluated.get("trained") else "none"
@@ -100,7 +106,7 @@ def record_rounds(series: str, improves: str, rounds: Sequence[tuple[int, Budget
 
 
 def check_rounds(series: str, rounds: Sequence[tuple[int, BudgetPin, Outcome | None]], root: Path) -> None:
-    """Compare a series' rounds, as for `record_rounds`, with the ledger.
+    """Check a series' rounds (as for `record_rounds`) against the ledger.
 
     Raises:
         ConfigError: the ledger has no such round, another budget or another outcome, or can't be read.
@@ -123,7 +129,7 @@ def _compare(known: Comparison, budget: BudgetPin, outcome: Outcome | None, ledg
 
 
 def begin_comparison(series: str, number: int, improves: str, config: PromotionConfig, root: Path) -> tuple[BudgetPin, Before]:
-    """The budget of a series' next comparison after all comparisons of what it improves, appended to the ledger.
+    """Add a series' next comparison to the ledger, after all comparisons that improve the same model. Returns its budget.
 
     A comparison without an outcome counts as one that accepted nothing.
 
@@ -153,7 +159,7 @@ def _spent(comparisons: Sequence[Comparison]) -> float:
 
 
 def _comparisons(lines: Sequence[_Line]) -> list[Comparison]:
-    """In the order in which they began. An outcome is that of the last comparison of its series and round."""
+    """The ledger's comparisons in the order in which they began, each with its last outcome."""
     found: list[Comparison] = []
     at: dict[tuple[str, int], int] = {}
     for line in lines:

@@ -29,22 +29,27 @@ from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.scorers.reward_input import RewardModelInput, without_stop
 from rlhf_core.scorers.reward_model import MICROBATCH_TOKENS, load_members, score_by_members
 from rlhf_core.scorers.text import ScoreItem, TextScorers, score_item
-from rlhf_core.types import Prompt
+from rlhf_core.types import Components, Prompt
 
 DISAGREEMENT = "disagreement"  # of an ensemble: the standard deviation over its members, in units of the raw score
-Components = dict[str, list[float]]  # scorer's name -> one raw score per response, NaN = not scored
 
 
 class Response(Protocol):
     """A sampled response: `rlhf_core.types.Rollout`, for one.
 
     response_ids: up to and including the end token, if one was sampled.
+    num_sampled: its tokens that the model sampled.
     finished: the model ended the response; False: it was truncated at the length limit.
     """
 
     prompt: Prompt
-    response_ids: list[int]
     finished: bool
+
+    @property
+    def response_ids(self) -> list[int]: ...
+
+    @property
+    def num_sampled(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,10 @@ class SampledResponse:
     prompt: Prompt
     response_ids: list[int]
     finished: bool
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.response_ids)
 
 
 @dataclass(frozen=True)
@@ -183,7 +192,7 @@ class ResponseScorer:
         )
 
     def collect(self, pending: PendingScores, metrics: ScorerMetrics | None = None, *, texts: list[str] | None = None) -> Components:
-        """Run the scorers that read text, then wait for the reward models.
+        """Run the scorers that read text, then wait for the reward models. The scores of text have 64 bits.
 
         Args:
             metrics: collects further metrics of scorers, and the disagreement of ensembles.
@@ -194,11 +203,12 @@ class ResponseScorer:
         if by_text:
             texts = self.texts(pending.responses) if texts is None else texts
             items = [
-                score_item(r.prompt, text, finished=r.finished, response_length=len(r.response_ids))
+                score_item(r.prompt, text, finished=r.finished, response_length=r.num_sampled)
                 for r, text in zip(pending.responses, texts, strict=True)
             ]
             for config in by_text:
-                found[config.name], measured = self._scorers.score_texts(config, items)
+                scores, measured = self._scorers.score_texts(config, items)
+                found[config.name] = torch.tensor(scores, dtype=torch.float64)
                 if metrics is not None:
                     metrics.add(config.name, measured, count=len(items))
         for config in self._scorers.configs:
@@ -207,7 +217,7 @@ class ResponseScorer:
                 known = std[std.isfinite()]
                 if metrics is not None and config.members > 1 and len(known):
                     metrics.add(config.name, {DISAGREEMENT: float(known.mean())}, count=len(known))
-                found[config.name] = combined.tolist()
+                found[config.name] = combined
         return {config.name: found[config.name] for config in self._scorers.configs}
 
     def texts(self, responses: Sequence[Response]) -> list[str]:
@@ -224,9 +234,9 @@ class ResponseScorer:
         texts = self.texts(responses)
         components = self.collect(self.submit(responses), texts=texts)
         configs = self._scorers.configs
-        tensors = {name: torch.tensor(values) for name, values in components.items()}
         weighted = any(config.weight for config in configs)
-        scores = weighted_score(tensors, configs).tolist() if weighted else [math.nan] * len(responses)
+        scores = weighted_score(components, configs).tolist() if weighted else [math.nan] * len(responses)
+        components = {name: values.tolist() for name, values in components.items()}
         scored = (
             ScoredResponse(**vars(response), text=text, score=score, components={name: v[i] for name, v in components.items()})
             for i, (response, text, score) in enumerate(zip(responses, texts, scores, strict=True))
@@ -291,7 +301,7 @@ class RewardNormalizer:
     def needs_calibration(self) -> bool:
         return any(s.normalization == "initial" for s in self._rewarded)
 
-    def calibrate(self, components: dict[str, torch.Tensor] | None) -> None:
+    def calibrate(self, components: Components | None) -> None:
         """Set the moments of `initial` normalisation from the initial policy's scores, by scorer's name. None: nothing to set.
 
         Raises:
@@ -317,11 +327,10 @@ class RewardNormalizer:
         moments = self.moments[scorer.name]
         return moments.mean, max(moments.std, 1e-6)
 
-    def __call__(self, components: dict[str, torch.Tensor], *, learn: bool = True) -> torch.Tensor:
+    def __call__(self, components: Components, *, learn: bool = True) -> torch.Tensor:
         """Rewards [B], the sum clipped; NaN where a scorer with a weight has no finite score.
 
         Args:
-            components: scorer's name -> [B] raw scores.
             learn: False: don't update running statistics.
         """
         total = 0.0
@@ -337,9 +346,9 @@ class RewardNormalizer:
         return total if limit is None else total.clamp(-limit, limit)
 
 
-def weighted_score(components: dict[str, torch.Tensor], scorers: list[ScorerConfig]) -> torch.Tensor:
+def weighted_score(components: Components, scorers: list[ScorerConfig]) -> torch.Tensor:
     """Weighted sum [B] of raw scores, neither normalised nor clipped; NaN where a scorer with a weight has no finite score."""
-    return sum(s.weight * _known(components[s.name]) for s in scorers if s.weight)
+    return sum(s.weight * _known(components[s.name].float()) for s in scorers if s.weight)
 
 
 def _known(scores: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core.algorithms.online import ALGORITHMS
 from rlhf_core.config import Params
 from rlhf_core.config.base import subsection, with_defaults
 from rlhf_core.config.usual import with_usual_rates
@@ -100,9 +101,9 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("conditional_sft.label_by", "conditional_sft.levels"): {"best_loss": ANEW},
     ("iterative.start",): _WEIGHTS,
     ("iterative.sampling", "iterative.scorers", "iterative.min_margin", "iterative.min_pairs"): {"best_loss": ANEW},
-    # RL: the algorithm. `_lacking` refuses PPO where the checkpoint has no critic.
-    ("rl.algorithm", "rl.ppo", "rl.grpo", "rl.dr_grpo", "rl.rloo", "rl.reinforce_pp", "rl.reinforce_pp_baseline", "rl.remax"): {},
-    ("rl.ppo.critic_init",): {"critic": REFUSED},
+    # RL: the algorithm. `_lacking` refuses one with a critic where the checkpoint has none.
+    ("rl.algorithm", *(f"rl.{name}" for name in ALGORITHMS)): {},
+    tuple(f"rl.{name}.critic_init" for name, spec in ALGORITHMS.items() if spec.critic): {"critic": REFUSED},
     ("rl.minibatch_size", "rl.ppo_epochs", "rl.loss_aggregation", "rl.clip_low", "rl.clip_high", "rl.dual_clip"): {},
     ("rl.samples_per_step", "rl.policy_loss"): {"tracks": ANEW},
     ("rl.entropy_coef", "rl.moe_aux_coef", "rl.max_approx_kl", "rl.correction", "rl.ptx"): {},
@@ -238,8 +239,10 @@ def _normalized(values: Mapping[str, Any]) -> dict[str, str]:
 
 def _lacking(now: Mapping[str, Any], before: Mapping[str, Any], files: Collection[str]) -> Iterator[str]:
     """What the work needs and the checkpoint doesn't have, and the reverse where that may not be left out."""
-    if now.get("rl.algorithm") == "ppo" and files and not any(name.startswith("critic/") for name in files):
-        yield f"rl.algorithm: expected one without a critic, as the checkpoint of {before.get('rl.algorithm')} has none, got ppo; {BACK}"
+    algorithm = now.get("rl.algorithm")
+    if algorithm in ALGORITHMS and ALGORITHMS[algorithm].critic and files and not any(name.startswith("critic/") for name in files):
+        had = before.get("rl.algorithm")
+        yield f"rl.algorithm: expected one without a critic, as the checkpoint of {had} has none, got {algorithm}; {BACK}"
     for key in (key for key in now if key.partition(".")[2] == "ema_decay"):
         if now[key] is not None and before.get(key) is None:
             yield f"{key}: expected null, as the checkpoint has no average of the weights, got {now[key]}; {BACK}"

@@ -1,29 +1,90 @@
-"""Messages between a stage and the driver of its Ray job: exit codes, heartbeat, and the reason of a refusal."""
+"""A job on a Ray cluster: its description, and what its driver tells the stage: heartbeat, exit code, and the reason of a refusal."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import logging
+import os
+import pickle
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from rlhf_core.checkpoint.store import StoreSettings
+from rlhf_core.config import Params
+from rlhf_core.environment import of_stage
+from rlhf_core.files import replacing
 from rlhf_core.process import beside
 from rlhf_core.storage.node import job_storage
-from rlhf_core.storage.work import BEAT_SECONDS, PULSE, REFUSAL
-
-if TYPE_CHECKING:
-    from rlhf_core.config import Params
-    from rlhf_core.storage.work import JobStorage
+from rlhf_core.storage.work import BEAT_SECONDS, PULSE, REFUSAL, REFUSED, JobStorage
 
 log = logging.getLogger("rlhf")
 
-# Exit codes of the driver, after sysexits.h, beside STOPPED_BY_SIGNAL. Any other code is a crash; a rerun may succeed.
-REFUSED = 65  # EX_DATAERR: the job can't be done as described; a rerun would fail again
+# Exit codes of the driver, after sysexits.h, beside STOPPED_BY_SIGNAL and REFUSED. Any other code is a crash; a rerun may succeed.
 LOST = 75  # EX_TEMPFAIL: an actor that can't be replaced died or missed a deadline; a rerun resumes from the last checkpoint
 FULL = 74  # EX_IOERR: a checkpoint can't be written, such as for lack of space
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a job's driver and ranks need to know of the stage. Paths are relative to `root`, which every node sees under this path, or,
+    with a storage, to each node's copy of it (rlhf_core/storage/node.py).
+
+    launch: "module:name" of what the driver calls with the job, the number of the cluster's GPUs and a `Stop`. It starts the job's
+        processes, has them do the work, and returns the driver's exit code.
+    function: "module:name" of the work. On ranks it is called on each with a TrainRun and `arguments`, which are pickled.
+    work: the stage's scratch folder, for checkpoints, curves and the trained model.
+    threads: CPU cores of all ranks together.
+    sequence_parallel: ranks that share each sequence.
+    actor_output: the driver prints what all of its actors print.
+    """
+
+    stage: str
+    launch: str
+    function: str
+    arguments: tuple[Any, ...]
+    params: Params
+    ranks: int
+    root: Path
+    work: Path
+    run_name: str
+    checkpoints: StoreSettings
+    threads: int
+    sequence_parallel: int = 1
+    actor_output: bool = False
+
+    @property
+    def visible(self) -> set[str]:
+        """Names of environment variables that the job's processes may see in addition to the list."""
+        return of_stage(self.params, self.stage, os.environ)
+
+    @property
+    def threads_of_rank(self) -> int:
+        return max(1, self.threads // self.ranks)
+
+    @property
+    def result_file(self) -> Path:
+        """The function's result on rank 0."""
+        return self.work / "result.json"
+
+    def write(self, path: Path) -> None:
+        """Also while processes of a live job read it, which the stage then follows."""
+        with replacing(path) as aside:
+            aside.write_bytes(pickle.dumps(self))
+
+    @staticmethod
+    def read(path: Path) -> Job:
+        return pickle.loads(path.read_bytes())
+
+
+def named_object(name: str) -> Any:
+    """What "module:name" names."""
+    module, _, name = name.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def pulse_file(work: Path) -> Path:

@@ -14,25 +14,26 @@ from rlhf_core.config import reordering_shown
 from rlhf_core.environment import passed_on
 from rlhf_core.process import PROCESS_ENVIRONMENT, STOPPED_BY_SIGNAL, Interrupted
 from rlhf_core.progress import STATUS
-from rlhf_core.stage.job import REFUSED, pulse_file, refusal_of
+from rlhf_core.stage.job import Job, pulse_file, refusal_of
 from rlhf_core.stage.job_inputs import JobInputs
 from rlhf_core.stage.reach import check_reach
 from rlhf_core.stage.run import JobCrashed, Stage, StageRefused
 from rlhf_core.stage.stored_job import StoredJob, uses_storage
 from rlhf_core.storage.address import StorageFailed, StorageRefused
-from rlhf_core.storage.work import OUTPUTS
+from rlhf_core.storage.work import OUTPUTS, REFUSED
 
 log = logging.getLogger("rlhf")
 
+DRIVER = "rlhf_core.stage.driver"  # module
 REACHED = "reached"  # file of the scratch folder: the cluster was there when this work's first job was submitted
 HEAD_GRACE = 5.0  # seconds of the stage's stop_grace in which the Ray head ends, after the job
 
 
 def submit_job(
     stage: Stage,
+    job: Job,
     *,
     subject: str,
-    driver: str,
     description: Path,
     cpus: int,
     model: Path | None = None,
@@ -40,11 +41,11 @@ def submit_job(
     engines: Sequence[str] = (),
     results: Sequence[str] = (OUTPUTS,),
 ) -> None:
-    """Submit the job, or follow it if it already runs, and print its output.
+    """Submit a job, or follow it if it already runs, and print its output.
 
     Args:
         subject: of messages, such as "RL job".
-        driver: module of the job's driver, which gets the path of the description. A stage that runs again follows a live job of that path.
+        description: file for the job's driver. A stage that runs again follows a live job of that path.
         cpus: that Ray counts for the job's actors.
         model: folder of a model whose weights go through Ray's object store; None: none do.
         inputs: inputs that nodes without the project's folder need besides the stage's dependencies.
@@ -60,6 +61,7 @@ def submit_job(
     from rlhf_core.models.folder import weight_files
 
     params = stage.params
+    job.write(description)
     for name in forget_other_clusters():
         log.warning("%s: ignored; jobs run on the cluster of cluster.address, and on a Ray head of their own where that is null", name)
     with _cluster_errors(), contextlib.ExitStack() as stack:
@@ -89,13 +91,13 @@ def submit_job(
         code_folder: Path | None = None
         if stored is None:
             environment["PYTHONPATH"] = python_path(Path.cwd())
-            command = [sys.executable, "-m", driver, str(description.resolve())]
+            command = [sys.executable, "-m", DRIVER, str(description.resolve())]
             entrypoint = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
         else:
             inputs = inputs or JobInputs()
-            code_folder, files = stack.enter_context(stored.sent(inputs, description, inputs.on_node(params), engines))
+            code_folder, files = stack.enter_context(stored.sent(inputs, description, job.params, engines))
             environment |= files
-            entrypoint = f"exec python -m rlhf_core.stage.start_driver {shlex.join([stored.work.prefix, driver, description.as_posix()])}"
+            entrypoint = f"exec python -m rlhf_core.stage.start_driver {shlex.join([stored.work.prefix, DRIVER, description.as_posix()])}"
         code = run_job(
             address,
             entrypoint,

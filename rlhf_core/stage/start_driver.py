@@ -10,11 +10,10 @@ import platform
 import runpy
 import sys
 
-from rlhf_core.stage.job import REFUSED
 from rlhf_core.storage.address import StorageRefused
 from rlhf_core.storage.node import JobFiles
 from rlhf_core.storage.packages import differences, found_here, refusal
-from rlhf_core.storage.work import REFUSAL
+from rlhf_core.storage.work import REFUSAL, REFUSED
 
 
 def main() -> None:

@@ -6,10 +6,8 @@ its share of the micro-batches (rlhf_core/engines/ranks.py). Only rank 0 writes 
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import pickle
+import logging
 import shutil
 import sys
 from collections.abc import Callable
@@ -17,70 +15,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import Params, TrainingConfig, number_of
-from rlhf_core.environment import keep_visible, of_stage
-from rlhf_core.files import replace_text, replacing
+from rlhf_core.environment import keep_visible
+from rlhf_core.files import replace_text
 from rlhf_core.paths import TIMINGS
-from rlhf_core.process import Interrupted, configure_process, show_own_log
+from rlhf_core.process import STOPPED_BY_SIGNAL, Interrupted, Stop, configure_process, show_own_log
 from rlhf_core.progress import name_stage
+from rlhf_core.stage.job import Job, named_object
 from rlhf_core.stage.run import Stage, StageRefused
 from rlhf_core.stage.setup import training_setup
-from rlhf_core.storage.node import enter
-from rlhf_core.storage.work import DONE, OUTPUTS, STOP, RemoteNote
+from rlhf_core.storage.node import enter, job_storage
+from rlhf_core.storage.work import OUTPUTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+log = logging.getLogger("rlhf")
 
 Metrics = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class TrainJob:
-    """What the ranks need to know of the stage. Paths are relative to `root`, which every node sees under this path, or, with a storage, to
-    each node's copy of it (rlhf_core/storage/node.py).
-
-    function: "module:name", called on every rank with a TrainRun and `arguments`, which are pickled.
-    work: the stage's scratch folder, for checkpoints, curves and the trained model.
-    threads: CPU cores of all ranks together.
-    sequence_parallel: ranks that share each sequence.
-    """
-
-    stage: str
-    function: str
-    arguments: tuple[Any, ...]
-    params: Params
-    ranks: int
-    root: Path
-    work: Path
-    run_name: str
-    checkpoints: StoreSettings
-    threads: int
-    sequence_parallel: int = 1
-
-    @property
-    def threads_of_rank(self) -> int:
-        return max(1, self.threads // self.ranks)
-
-    @property
-    def stop_file(self) -> Path:
-        """Exists once the ranks are to stop."""
-        return self.work / "stop"
-
-    @property
-    def result_file(self) -> Path:
-        """The training function's result on rank 0."""
-        return self.work / "result.json"
-
-    def write(self, path: Path) -> None:
-        """Also while the ranks of a live job read it, which the stage then follows."""
-        with replacing(path) as aside:
-            aside.write_bytes(pickle.dumps(self))
-
-    @staticmethod
-    def read(path: Path) -> TrainJob:
-        return pickle.loads(path.read_bytes())
 
 
 @dataclass(frozen=True)
@@ -90,7 +42,7 @@ class TrainRun:
     stop_requested: whether the stage received a signal to stop; on ranks other than 0 always False.
     """
 
-    job: TrainJob
+    job: Job
     stop_requested: Callable[[], bool]
 
     @property
@@ -129,7 +81,7 @@ def train(stage: Stage, config: TrainingConfig, function: Callable[..., Metrics]
     """
     job = _job(stage, function, arguments, ranks=config.ranks, zero_stage=config.zero_stage, sequence_parallel=config.sequence_parallel)
     if config.ranks == 1:
-        _join(job)
+        _join_alone(job)
         metrics = function(TrainRun(job, lambda: stage.stop_requested), *arguments)
     else:
         metrics = _run_on_ray(stage, job, subject=f"training on {number_of(job.ranks, 'rank')}")
@@ -156,6 +108,17 @@ def infer(stage: Stage, function: Callable[..., Metrics], *arguments: Any) -> Me
         raise ValueError(str(refusal)) from refusal
 
 
+def _join_alone(job: Job) -> None:
+    import torch
+
+    from rlhf_core.engines.deepspeed_engine import join_world
+    from rlhf_core.engines.sequence_parallel import share_sequences
+
+    torch.set_num_threads(job.threads_of_rank)
+    join_world()
+    share_sequences(job.sequence_parallel)
+
+
 def _job(
     stage: Stage,
     function: Callable[..., Metrics],
@@ -164,10 +127,11 @@ def _job(
     ranks: int,
     zero_stage: int = 0,
     sequence_parallel: int = 1,
-) -> TrainJob:
+) -> Job:
     module = sys.modules["__main__"].__spec__.name if function.__module__ == "__main__" else function.__module__
-    return TrainJob(
+    return Job(
         stage=stage.name,
+        launch="rlhf_core.stage.training:launch_ranks",
         function=f"{module}:{function.__qualname__}",
         arguments=arguments,
         params=stage.params,
@@ -181,18 +145,7 @@ def _job(
     )
 
 
-def _join(job: TrainJob) -> None:
-    import torch
-
-    from rlhf_core.engines.deepspeed_engine import join_world
-    from rlhf_core.engines.sequence_parallel import share_sequences
-
-    torch.set_num_threads(job.threads_of_rank)
-    join_world()
-    share_sequences(job.sequence_parallel)
-
-
-def _run_on_ray(stage: Stage, job: TrainJob, *, subject: str, part: str = "") -> Metrics:
+def _run_on_ray(stage: Stage, job: Job, *, subject: str, part: str = "") -> Metrics:
     from rlhf_core.stage.job_inputs import JobInputs
     from rlhf_core.stage.ray_job import submit_job
     from rlhf_core.stage.stored_job import uses_storage
@@ -202,42 +155,67 @@ def _run_on_ray(stage: Stage, job: TrainJob, *, subject: str, part: str = "") ->
         judged = {i: inputs.judges_on_node(a) for i, a in enumerate(job.arguments) if isinstance(a, dict)}
         arguments = tuple(judged.get(i, inputs.on_node(a)) for i, a in enumerate(job.arguments))
         job = replace(job, params=inputs.on_node(job.params), arguments=arguments)
-    description = job.work / f"job{part}.pkl"
-    job.write(description)
-    driver = "rlhf_core.stage.training_driver"
-    submit_job(stage, subject=subject, driver=driver, description=description, cpus=job.ranks, inputs=inputs)
+    submit_job(stage, job, subject=subject, description=job.work / f"job{part}.pkl", cpus=job.ranks, inputs=inputs)
     return json.loads(job.result_file.read_text(encoding="utf-8"))
 
 
-def run_rank(description: str) -> None:
-    """One rank of the job described in a file; its process group exists. A stop leaves no result."""
-    from rlhf_core.engines.ranks import is_first
+def launch_ranks(job: Job, gpus: int, stop: Stop) -> int:
+    """In a job's driver: call the job's function on its ranks. Returns the exit code.
 
-    stored = enter()
-    job = TrainJob.read(Path(description))
+    Raises:
+        ValueError: the cluster has fewer GPUs than ranks.
+        RankFailed, RoleLost, StepAbandoned: see `run_on_ranks`.
+    """
+    from rlhf_core.engines.ray.ranks import RankSettings, run_on_ranks
+
+    if 0 < gpus < job.ranks:
+        raise ValueError(
+            f"ranks (training.ranks, cluster.inference_ranks): expected at most the cluster's {number_of(gpus, 'GPU')}, one for each rank, "
+            f"got {job.ranks}; lower it or add nodes"
+        )
+    job.result_file.unlink(missing_ok=True)
+    settings = RankSettings(
+        job.ranks,
+        gpus=gpus > 0,
+        threads=job.threads_of_rank,
+        visible=job.visible,
+        start_timeout=job.params.cluster.start_timeout,
+        rank_timeout=job.params.cluster.rank_timeout,
+    )
+    log.info("%s: starting %d ranks; waiting until all have joined, then each loads its model", job.stage, job.ranks)
+    finished = run_on_ranks("rlhf_core.stage.training:run_rank", job, settings, stop)
+    return 0 if finished else STOPPED_BY_SIGNAL
+
+
+def run_rank(job: Job, stop_requested: Callable[[], bool]) -> bool:
+    """One rank of a job; its process group exists. Returns whether the work is done; a stop leaves no result."""
+    import torch
+
+    from rlhf_core.engines.ranks import is_first
+    from rlhf_core.engines.sequence_parallel import share_sequences
+
     enter(job.root)
     configure_process()
-    keep_visible(of_stage(job.params, job.stage, os.environ), named=job.params.flow.environment)
-    _join(job)
+    keep_visible(job.visible, named=job.params.flow.environment)
+    torch.set_num_threads(job.threads_of_rank)
+    share_sequences(job.sequence_parallel)
+    stored = job_storage() if is_first() else None
     if is_first():
         show_own_log()
         name_stage(job.stage)
-    if stored is not None and is_first():
+    if stored is not None:
         stored.outputs[:] = [job.work, TIMINGS]
         stored.pull(OUTPUTS)  # curves up to the last checkpoint, from whichever node wrote it
-    stop = RemoteNote(stored, STOP) if stored is not None else job.stop_file
-    module, _, name = job.function.partition(":")
-    function = getattr(importlib.import_module(module), name)
-    run = TrainRun(job, lambda: is_first() and stop.exists())
+    run = TrainRun(job, lambda: is_first() and stop_requested())
     try:
         run.check_stop()  # before the model is loaded
-        result = function(run, *job.arguments)
+        result = named_object(job.function)(run, *job.arguments)
     except Interrupted:
-        if stored is not None and is_first():
+        if stored is not None:
             stored.push_outputs()
-        return
+        return False
     if is_first():
         replace_text(job.result_file, json.dumps(result))
-        if stored is not None:
-            stored.push_outputs(job.work / "model")
-            stored.put_note(DONE, b"")
+    if stored is not None:
+        stored.push_outputs(job.work / "model")
+    return True

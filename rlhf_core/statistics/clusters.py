@@ -1,4 +1,4 @@
-"""Intervals over pairs in clusters: pairs of one prompt share responses, so they aren't independent."""
+"""Intervals over clusters of dependent pairs: pairs of one prompt share responses, so they aren't independent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ShareInterval:
 
     design_effect: variance relative to that of independent trials; NaN where it can't be estimated.
     n_effective: number of independent trials with the same precision.
-    clusters: their number. clusters_effective: number of equal clusters with the same precision, or fewer.
+    clusters: number of clusters. clusters_effective: number of equal clusters with the same precision, or fewer.
     """
 
     low: float
@@ -40,17 +40,17 @@ class MeanSpread:
     degrees_of_freedom: float
 
     def quantile(self, confidence: float) -> float:
-        """Student's quantile of a two-sided interval."""
+        """Student's quantile for a two-sided interval."""
         return float(stdtrit(self.degrees_of_freedom, (1 + confidence) / 2))
 
 
 def cluster_codes(names: np.ndarray) -> np.ndarray:
-    """[n] of 0 to m - 1, equal where the names are."""
+    """Codes [n] from 0 to m - 1, equal where the names are."""
     return np.unique(names, return_inverse=True)[1]
 
 
 def mean_spread(values: np.ndarray, clusters: np.ndarray) -> MeanSpread:
-    """Variance of a mean of values over at least two clusters of any sizes.
+    """Variance of a mean over at least two clusters of any sizes.
 
     With n_i values and the sum r_i of deviations from the mean in cluster i, w_i = n_i / n, and the variance s^2 of all values:
     v_r = sum r_i^2 / (1 - w_i) / n^2,  v_m = s^2 / n (1 + rho (sum n_i^2 / n - 1)),  variance = max(v_r, v_m)
@@ -79,7 +79,7 @@ def mean_spread(values: np.ndarray, clusters: np.ndarray) -> MeanSpread:
 
 
 def effective_clusters(weights: np.ndarray) -> float:
-    """Number of equal weights with the same sum of squares relative to their sum: (sum w)^2 / sum w^2 (Kish 1965)."""
+    """Number of equal weights with the same ratio of sum of squares to squared sum: (sum w)^2 / sum w^2 (Kish 1965)."""
     return float(weights.sum() ** 2 / (weights**2).sum())
 
 
@@ -111,7 +111,9 @@ def share_interval(points: np.ndarray, clusters: np.ndarray, confidence: float) 
 
 
 def accuracy_needed(threshold: float, n_effective: float, confidence: float) -> float:
-    """The share whose interval begins at the threshold: Wilson's lower end is where p - threshold = z sqrt(threshold (1 - threshold) / n).
+    """The share whose interval begins at the threshold.
+
+    Wilson's lower end is where p - threshold = z sqrt(threshold (1 - threshold) / n).
 
     Source: Wilson 1927, https://doi.org/10.1080/01621459.1927.10502953
     """
@@ -119,9 +121,9 @@ def accuracy_needed(threshold: float, n_effective: float, confidence: float) -> 
 
 
 def mean_interval(values: np.ndarray, clusters: np.ndarray, confidence: float) -> tuple[float, float]:
-    """Student's interval of a mean over clusters: mean +- t sqrt(v), with v and the degrees of freedom of `mean_spread`.
+    """Student's interval of a mean over clusters: mean +- t sqrt(v), with v and degrees of freedom from `mean_spread`.
 
-    (-inf, inf) with fewer than two clusters.
+    The interval is (-inf, inf) with fewer than two clusters.
     """
     if len(clusters) == 0 or clusters.max() == 0:
         return -math.inf, math.inf
@@ -158,7 +160,7 @@ def difference_interval(differences: np.ndarray, clusters: np.ndarray, confidenc
 
 
 def bootstrap(statistic: Callable[[np.ndarray], float], clusters: np.ndarray, *, draws: int = DRAWS) -> np.ndarray:
-    """The statistic of `draws` samples of as many clusters, drawn with replacement; always the same draws for the same clusters.
+    """The statistic on `draws` resamples of as many clusters, drawn with replacement; equal clusters always give equal draws.
 
     Source: Davison and Hinkley 1997, Bootstrap Methods and their Application, section 3.8
 

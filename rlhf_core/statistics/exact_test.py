@@ -1,11 +1,12 @@
-"""Exact tests of two sides compared on the same prompts, and the gains that they find. Each prompt has one comparison and counts once."""
+"""Exact tests of two sides compared on the same prompts, and the gains that they detect. Each prompt has one comparison and counts once."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 
 import numpy as np
-from scipy.special import bdtrc, betaincinv, gammaln, ndtri
+from scipy.special import bdtrc, betaincinv, gammaln, ndtri, xlog1py, xlogy
 
 UNCERTAIN = 1e-7  # probability that the true share of decided comparisons is outside of the interval that is searched
 POINTS = 101  # grid points in that interval
@@ -40,7 +41,11 @@ def p_value(ahead: int, behind: int, n: int, *, margin: float = 0.0) -> float:
 
 
 def _largest_tail(lead: int, decided: int, n: int, margin: float) -> float:
-    """max over d of P(A - B >= lead): D binomial(n, d) prompts are decided, and of them A binomial(D, (1 + margin / d) / 2) ahead."""
+    """The largest tail probability over d, where D ~ binomial(n, d) prompts are decided and A ~ binomial(D, (1 + margin / d) / 2) of these
+    are ahead.
+
+    P(A - B >= lead) is maximized over d within its Clopper-Pearson interval.
+    """
     if n == 0:
         return 1.0
     low = betaincinv(decided, n - decided + 1, UNCERTAIN / 2) if decided else 0.0
@@ -49,12 +54,7 @@ def _largest_tail(lead: int, decided: int, n: int, margin: float) -> float:
     reach = DEVIATIONS / 2 * math.sqrt(n)
     first, last = max(0, math.floor(n * shares[0, 0] - reach)), min(n, math.ceil(n * shares[-1, 0] + reach))
     counts = np.arange(first, last + 1)[None, :]  # [1, numbers of decided comparisons]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        log_chance = (
-            gammaln(n + 1) - gammaln(counts + 1) - gammaln(n - counts + 1)
-            + np.where(counts > 0, counts * np.log(shares), 0.0)
-            + np.where(counts < n, (n - counts) * np.log1p(-shares), 0.0)
-        )  # fmt: skip
+    log_chance = gammaln(n + 1) - gammaln(counts + 1) - gammaln(n - counts + 1) + xlogy(counts, shares) + xlog1py(n - counts, -shares)
     needed = np.ceil((counts + lead) / 2).astype(int)
     ahead = np.where(
         needed <= 0, 1.0, np.where(needed > counts, 0.0, bdtrc(np.clip(needed - 1, 0, counts), counts, (1 + margin / shares) / 2))
@@ -63,29 +63,27 @@ def _largest_tail(lead: int, decided: int, n: int, margin: float) -> float:
 
 
 def smallest_gain(decided: int, n: int, level: float, *, margin: float = 0.0, power: float = 0.8) -> float | None:
-    """The difference (share ahead) - (share behind) that a test detects at this level and power, if `decided` of n prompts are decided.
+    """The smallest difference (share ahead) - (share behind) that a test detects at this level and power, if `decided` of n prompts are
+    decided.
 
-    None: no outcome on so few prompts is significant.
+    None means that no outcome on so few prompts is significant.
     """
-    low, high = -1, decided + 1  # with `low` ahead the test doesn't reject, with `high` it does (if `high` is possible)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if p_value(middle, decided - middle, n, margin=margin) <= level else (middle, high)
-    if high > decided:
+    needed = bisect_left(range(decided + 1), True, key=lambda ahead: p_value(ahead, decided - ahead, n, margin=margin) <= level)
+    if needed > decided:
         return None
-    chance = float(betaincinv(high, decided - high + 1, power)) if high else 0.0  # P(X >= high) = power
+    chance = float(betaincinv(needed, decided - needed + 1, power)) if needed else 0.0  # P(X >= needed) = power
     return (2 * chance - 1) * decided / n
 
 
 def prompts_needed(gain: float, decided: float, level: float, *, margin: float = 0.0, power: float = 0.8) -> int | None:
     """Approximate number of prompts at which a test at this level detects a difference (share ahead) - (share behind) of `gain`.
 
+    None means that the gain isn't above 0 and the margin, so that no number of prompts suffices.
+
     ((z(1 - level) sqrt(d - margin^2) + z(power) sqrt(d - gain^2)) / (gain - margin))^2, d = `decided`, the share of prompts that are
     decided. Source, of margin 0: Connor 1987, Biometrics 43(1), as in
     https://powerandsamplesize.com/Calculators/Compare-Paired-Proportions/McNemar-Z-test-1-Sided. This normal
     approximation is too low for an exact test; up to EXACT prompts it is corrected with `smallest_gain`.
-
-    None: the gain isn't above 0 and the margin, so no number of prompts suffices.
     """
     if gain <= max(margin, 0.0):
         return None

@@ -47,7 +47,9 @@ def accuracy_with_ties(chosen_scores: Sequence[float], rejected_scores: Sequence
 
 
 def wilson_interval(successes: float, n: float, confidence: float) -> tuple[float, float]:
-    """Score interval of a share, (low, high), by Wilson 1927, https://doi.org/10.1080/01621459.1927.10502953
+    """Score interval (low, high) of a share.
+
+    Source: Wilson 1927, https://doi.org/10.1080/01621459.1927.10502953
 
     With p = successes / n and z the (1 + confidence) / 2 quantile of the normal distribution:
     (p + z^2 / 2n +- z * sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
@@ -100,7 +102,7 @@ def paired_interval(ahead: float, behind: float, n: float, confidence: float) ->
 
 
 def _tango_end(ahead: float, behind: float, n: float, target: float, between: tuple[float, float]) -> float:
-    """The difference at which the score statistic equals `target`, by bisection: the statistic decreases in the difference."""
+    """The difference at which the score statistic equals `target`, found by bisection since the statistic decreases in the difference."""
     low, high = between
     for _ in range(BISECTIONS):
         d = (low + high) / 2
@@ -149,7 +151,7 @@ class PairedDifference:
 
 
 def paired_difference(first: Sequence[bool], second: Sequence[bool], confidence: float) -> PairedDifference:
-    """How much more often the first succeeds than the second, position by position; the interval is that of `paired_interval`.
+    """How much more often the first side succeeds than the second, position by position, with the interval of `paired_interval`.
 
     Raises:
         ValueError: the lengths differ, or confidence is not between 0 and 1.
@@ -273,7 +275,7 @@ def detectable_difference(low: float, high: float, confidence: float, *, tests: 
 
 
 def detectable_mean_difference(low: float, high: float, n: int, confidence: float, *, tests: int = 1) -> float:
-    """The same for a mean of n values from Student's interval, by a quantile of the noncentral t distribution.
+    """The true mean of n values that Student's interval detects with probability POWER, from the noncentral t distribution.
 
     The true mean, in standard errors, at which a t statistic with n - 1 degrees of freedom is above its critical value with probability
     POWER. Source: Owen 1965, https://doi.org/10.1093/biomet/52.3-4.437

@@ -17,8 +17,7 @@ INDEX = "index.json"
 PULSE = "pulse"  # the driver's heartbeat
 BEAT_SECONDS = 2.0  # between two of its changes
 REFUSAL = "refusal.txt"  # why the driver refused the job
-STOP = "stop"  # the ranks of a training job are to stop
-DONE = "done"  # they have finished
+REFUSED = 65  # EX_DATAERR of sysexits.h: exit code of a driver that can't do the job as described; a rerun would fail again
 OUTPUTS = "outputs"  # the set of what a job leaves: curves, figures, timings, and in training the model
 
 
@@ -93,7 +92,7 @@ class JobStorage:
 
 def _is_output(path: Path) -> bool:
     """Whether a file is one that the job has made; its inputs are links."""
-    return path.is_file() and path.stat().st_nlink == 1 and path.name not in (PULSE, REFUSAL, STOP) and path.suffix != ASIDE
+    return path.is_file() and path.stat().st_nlink == 1 and path.name not in (PULSE, REFUSAL) and path.suffix != ASIDE
 
 
 @dataclass

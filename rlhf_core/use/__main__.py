@@ -21,6 +21,7 @@ REFUSED, INTERRUPTED = 2, 130
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m rlhf_core.use", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -126,8 +127,8 @@ def _chat(options: argparse.Namespace) -> int:
     for model in models:
         check_language_model(model)
     sampling = SamplingSettings(options.max_new_tokens, options.temperature, top_p=options.top_p, top_k=options.top_k)
-    how = {"max_length": options.max_length, "system": options.system, "seed": options.seed, "threads": options.threads}
-    partners = [Partner(model, sampling, trust=options.trust_remote_code, **how) for model in models]
+    shared = {"max_length": options.max_length, "system": options.system, "seed": options.seed, "threads": options.threads}
+    partners = [Partner(model, sampling, trust=options.trust_remote_code, **shared) for model in models]
     print(introduction(partners, sampling), file=sys.stderr, flush=True)
     chat(partners, typed_lines(), sys.stdout, sys.stderr)
     return 0

@@ -16,7 +16,10 @@ KV_CACHE_GIB = 1
 
 @dataclass(frozen=True)
 class Reply:
-    """text: the answer. note: a remark for the reader, such as that the answer was truncated; None: no remark."""
+    """An answer.
+
+    text: the answer. note: a remark for the reader, such as that the answer was truncated; None without a remark.
+    """
 
     text: str
     note: str | None = None
@@ -71,6 +74,7 @@ class Partner:
         self.reset()
 
     def reset(self) -> None:
+        """Start a new conversation."""
         self._messages = list(self._start)
 
     def answer(self, text: str) -> Reply:
@@ -126,6 +130,7 @@ def chat(partners: list[Partner], lines: Iterable[str], out: TextIO, notes: Text
 
 
 def introduction(partners: list[Partner], sampling: SamplingSettings) -> str:
+    """What chat prints before the first message."""
     contexts = ", ".join(f"{partner.name} {partner.context}" for partner in partners)
     return (
         f"Context in tokens, all messages and answers together: {contexts}; an answer has at most {sampling.max_new_tokens}. "

@@ -1,4 +1,4 @@
-"""Find the model to use: a run's policy, a folder or a version of the registry."""
+"""Finds the model to use: a run's policy, a folder or a version of the registry."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Chosen:
-    """name: of the model, for messages. folder: its files. project: the folder with its run's metrics; None: unknown.
-    md5: as in dvc.lock, where it is known.
+    """A model to use.
+
+    name: for messages. folder: its files. project: the folder with its run's metrics; None if unknown. md5: as in dvc.lock, where it is
+    known.
     """
 
     name: str
@@ -37,7 +39,7 @@ class Chosen:
 
 
 def choose(*, run: str | None = None, model: Path | None = None, version: str | None = None) -> Chosen:
-    """The chosen model; by default the policy of the current folder. At most one argument is given.
+    """The chosen model; by default the policy of the current folder. At most one argument may be given.
 
     Raises:
         ConfigError: there is no such model.
@@ -76,14 +78,18 @@ def beside(chosen: Chosen, other: str) -> Chosen:
 
 
 def check_language_model(chosen: Chosen) -> None:
-    """Raises: ConfigError: the model is a reward model, which generates no text."""
+    """Check that the model generates text.
+
+    Raises:
+        ConfigError: the model is a reward model, which generates no text.
+    """
     kinds = read_settings(chosen.folder, "config.json").get("architectures") or []
     if kinds and all(str(kind).endswith("ForSequenceClassification") for kind in kinds):
         raise ConfigError(f"{chosen.folder}: expected a language model, got {shown(str(kinds[0]))}, a reward model; choose a policy")
 
 
 def context_length(chosen: Chosen, wanted: int | None, *, trust_remote_code: bool) -> int:
-    """Upper limit of a conversation in tokens, answers included.
+    """The longest conversation in tokens, answers included.
 
     Raises:
         ConfigError: `wanted` exceeds the model's positions.
@@ -95,13 +101,13 @@ def context_length(chosen: Chosen, wanted: int | None, *, trust_remote_code: boo
 
 
 def saved_dtype(chosen: Chosen, *, trust_remote_code: bool) -> str:
-    """dtype of the model's files, also used to run it; float32 if unknown."""
+    """The dtype of the model's files, in which it is also run; float32 if unknown."""
     found = str(_text_config(chosen, trust_remote_code).get("dtype")).removeprefix("torch.")
     return found if found in _DTYPES else "float32"
 
 
 def head_width(chosen: Chosen, *, trust_remote_code: bool) -> int | None:
-    """Size of an attention head; None: the model's configuration has none."""
+    """The size of an attention head; None if the model's configuration names none."""
     config = _text_config(chosen, trust_remote_code)
     width, heads = config.get("hidden_size"), config.get("num_attention_heads")
     return config.get("head_dim") or (width // heads if width and heads else None)
@@ -156,5 +162,5 @@ def _runs_here() -> str:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """None: the file doesn't exist."""
+    """The content of a JSON file; None if it doesn't exist."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

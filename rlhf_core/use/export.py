@@ -1,4 +1,4 @@
-"""Export a copy of a model's folder. Its card also has what followed training: evaluation, gate, licences, commit and tags.
+"""Exports a copy of a model's folder, with a card that also describes what followed training: evaluation, gate, licences, commit and tags.
 
 Metrics of a run are included only if dvc.lock ties them to this exact model.
 """
@@ -62,7 +62,7 @@ def export(chosen: Chosen, folder: Path, *, root: Path = Path()) -> Path:
 
 
 def _source(chosen: Chosen, root: Path) -> tuple[str | None, READ]:
-    """The commit of the model's run (None: unknown) and a reader of the run's files; a version's files come from its commit."""
+    """The commit of the model's run (None if unknown) and a reader of the run's files. A version's files come from its commit."""
     if "@" in chosen.name and chosen.project is None:
         commit = _git(root, "rev-parse", "--verify", f"refs/tags/{chosen.name}^{{commit}}")
         return commit, lambda path: _git(root, "show", f"{commit}:{path}", strip=False) if commit else None
@@ -109,7 +109,7 @@ def _gate_of_the_evaluation(stages: dict[str, Any], read: READ) -> Iterator[str]
 
 
 def _external_inputs(stages: dict[str, Any], path: str) -> Iterator[str]:
-    """Hashes of the sources and models from outside the project that led to the model, by dvc.lock."""
+    """Hashes from dvc.lock of the external sources and models that led to the model."""
     lock = {"stages": stages}
     if rows := list(named_inputs(external_inputs(lock, history(lock, path)))):
         yield "## Sources and base model\n\nFiles and folders by sha256, data sets and models of the hub by commit.\n\n" + table(
@@ -118,7 +118,7 @@ def _external_inputs(stages: dict[str, Any], path: str) -> Iterator[str]:
 
 
 def _of_this_model(stages: dict[str, Any], path: str, md5: str, metrics: str, read: READ) -> dict[str, Any] | None:
-    """A metrics file, if dvc.lock has a stage that read this model and wrote exactly this file."""
+    """A metrics file if dvc.lock has a stage that read this model and wrote exactly this file, else None."""
     for stage in stages.values():
         deps = {dep["path"]: dep["md5"] for dep in stage.get("deps", [])}
         outs = {out["path"]: out["md5"] for out in stage.get("outs", [])}
@@ -129,7 +129,7 @@ def _of_this_model(stages: dict[str, Any], path: str, md5: str, metrics: str, re
 
 
 def _scorers(stages: dict[str, Any]) -> dict[str, float]:
-    """Name and weight of each scorer of the evaluation's score, by dvc.lock; the chain's own reward model is called OWN."""
+    """Name and weight from dvc.lock of each scorer of the evaluation's score; the chain's own reward model is called OWN."""
     params = stages.get("evaluate", {}).get("params", {}).get("params.yaml", {})
     scorers = params.get("rl.reward.scorers") or []
     own = {s["name"] for s in scorers if s["kind"] == "reward_model" and not s.get("path")}
@@ -138,7 +138,10 @@ def _scorers(stages: dict[str, Any]) -> dict[str, float]:
 
 
 def _evaluation(found: dict[str, Any], scorers: dict[str, float]) -> str:
-    """Results of the SFT model and the policy on the test split's prompts, as Markdown. scorers: of `_scorers`."""
+    """Markdown of the SFT model's and the policy's results on the test split's prompts.
+
+    scorers: result of `_scorers`.
+    """
     named = ", ".join(f"{name}, weight {weight:g}" if len(scorers) > 1 else name for name, weight in scorers.items())
     rows = [
         (mode, name, *(_figure(found[mode][name].get(key)) for key, _ in COLUMNS))
@@ -176,10 +179,10 @@ def _figure(value: Any) -> str:
 
 
 def _git(root: Path, *command: str, strip: bool = True) -> str | None:
-    """Output of a git command; None: it failed, or git isn't installed."""
-    how = {"cwd": root, "env": without_git_places(), "timeout": GIT_SECONDS, "encoding": "utf-8"}
+    """The output of a git command; None if it failed or git isn't installed."""
+    process_options = {"cwd": root, "env": without_git_places(), "timeout": GIT_SECONDS, "encoding": "utf-8"}
     try:
-        done = subprocess.run(["git", *command], **how, capture_output=True, text=True, check=False)
+        done = subprocess.run(["git", *command], **process_options, capture_output=True, text=True, check=False)
     except OSError:
         return None
     return (done.stdout.strip() if strip else done.stdout) if done.returncode == 0 else None

@@ -1,4 +1,4 @@
-"""Serving a model by vLLM's OpenAI server until Ctrl-C or SIGTERM."""
+"""Serves a model with vLLM's OpenAI server until Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ def check_servable(chosen: Chosen, *, trust_remote_code: bool) -> None:
 
 
 def check_address(settings: ServerSettings) -> None:
-    """Raises: ConfigError: other machines could use the server without a key, or the port is taken."""
+    """Check that the server's address can be used safely.
+
+    Raises:
+        ConfigError: other machines could use the server without a key, or the port is taken.
+    """
     if settings.api_key is None and not is_loopback(settings.host):
         raise ConfigError(
             f"--host: expected a key for requests from other machines, got none for {settings.host}; name the environment variable "
@@ -70,7 +74,7 @@ def serve(settings: ServerSettings, out: TextIO, *, key_variable: str | None) ->
 
 
 def curl(settings: ServerSettings, key_variable: str | None) -> str:
-    """Shell command of an example request. The key stays in its environment variable."""
+    """A shell command with an example request. The key stays in its environment variable."""
     body = {"model": settings.name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}
     key = "" if key_variable is None else f' -H "Authorization: Bearer ${key_variable}"'
     return f"curl {settings.address}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"

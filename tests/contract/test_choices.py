@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from rlhf_core.config import Algorithm, CorrectionConfig, DpoConfig, KlConfig, KtoConfig, RlConfig, ScorerConfig, SharedTrainingConfig
+from rlhf_core.config import CorrectionConfig, DpoConfig, KlConfig, KtoConfig, RlConfig, ScorerConfig, SharedTrainingConfig
 from rlhf_core.config.alignment import AlignmentConfig
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,3 @@ def test_the_page_of_rl_lists_every_choice(key):
     (row,) = re.findall(rf"^\| `{key}` \|(.*)\|$", (ROOT / "docs/rl.md").read_text(), re.MULTILINE)
     named = set(re.findall(r"`(\w+)`", row))
     assert set(get_args(CHOICES[f"rl.{key}"].annotation)) <= named
-
-
-def test_every_algorithm_has_a_section():
-    assert set(get_args(Algorithm)) <= RlConfig.model_fields.keys()

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from rlhf_core.config import Params
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ROOMS = ("flows", "tasks", "rlhf_core", "tools", "tests", "docs", "recipes", "rounds", "rewards")
 EXAMPLES = {"rewards/mine.py", "my_data.py", "rounds/rounds.md", "rounds/rounds.svg"}  # a user's files; files of a series of rounds
 OLD_KEYS = {"iterative.promotion.confidence"}

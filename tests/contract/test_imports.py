@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from imports import OWN, ROOT, closure, foreign_imports, imported_names, runtime_imports, sources
+from imports import OWN, ROOT, closure, foreign_imports, imported_names, own_imports, runtime_imports, sources
 
 VENDORS = {"ray", "vllm", "deepspeed"}
 CHECK = ROOT / "rlhf_core/stage/reach.py"  # started by flows, in a process of its own
+TENSORS = ROOT / "rlhf_core/checkpoint/torch_file.py"  # imports torch where a rank or a driver reads a checkpoint; flows read manifests
 # Imports that close a cycle of packages: `data` holds both the rows, which `models` reads, and their preparation, which renders and
 # tokenizes them with `models`; and the cache of hashes lies in `provenance`, which hashes models and data.
 UPWARDS = {
@@ -37,7 +38,7 @@ def test_only_flows_import_prefect(folder):
 
 def test_flows_need_no_torch_however_far_one_follows_their_imports():
     for path in sources("flows"):
-        for needed in closure(path, {CHECK}):
+        for needed in closure(path, {CHECK, TENSORS}):
             assert not foreign_imports(needed) & {"torch", "transformers", *VENDORS}, f"{path} -> {needed}"
 
 
@@ -84,9 +85,13 @@ def test_what_lies_below_does_not_import_what_lies_above(lower, upper):
 
 
 def test_the_configuration_knows_nothing_of_the_rest():
+    described = "rlhf_core.algorithms.online"  # what each algorithm is, which nothing but the standard library is needed for
+    assert foreign_imports(ROOT / "rlhf_core/algorithms/online.py") <= set(sys.stdlib_module_names)
+    assert not own_imports(ROOT / "rlhf_core/algorithms/online.py")
     for path in sources("rlhf_core/config"):
         own = {name for name in imported_names(path) if name.startswith(("rlhf_core.", "tasks", "flows"))}
-        assert all(name.startswith(("rlhf_core.config", "rlhf_core.files")) for name in own), (path, own)
+        allowed = ("rlhf_core.config", "rlhf_core.files", described)
+        assert all(name.startswith(allowed) for name in own - {"rlhf_core.algorithms"}), (path, own)
         assert foreign_imports(path) - set(sys.stdlib_module_names) <= {"pydantic", "pydantic_core", "ruamel", "detect_secrets"}, path
 
 

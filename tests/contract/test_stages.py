@@ -12,8 +12,9 @@ import pytest
 from clerk_params import CLERK_PARAMS
 from ruamel.yaml import YAML
 
-from flows.chain.flow import is_gate
-from flows.chain.stages import HASH_INPUTS, _paths, stage_order
+from flows.chain import stages as chain
+from flows.chain.execute import is_gate
+from flows.chain.stages import HASH_INPUTS, _paths
 from flows.chain.summary import KEY_FIGURES, REPORT
 from flows.rounds import series
 from rlhf_core.config import (
@@ -71,7 +72,7 @@ def test_sft_and_reward_model_are_computed_once_for_all_methods():
 
 
 def test_the_flow_runs_the_stages_of_dvc_yaml_in_the_order_of_the_design():
-    order = stage_order(ROOT)
+    order = [*chain.read_stages(ROOT)]
     assert sorted(order) == sorted(STAGES)
     assert order == [
         "hash_inputs",
@@ -135,7 +136,7 @@ def test_stages_depend_on_the_hashes_of_what_they_read_and_all_hashes_have_a_rea
         named = next((e[str(INPUTS)] for e in definition["params"] if isinstance(e, dict) and str(INPUTS) in e), [])
         assert tuple(named) == INPUT_SECTIONS.get(name, ()), name
     assert {section for names in INPUT_SECTIONS.values() for section in names} == set(read_inputs(load_params(CLERK_PARAMS), tmp_path))
-    assert stage_order(ROOT)[0] == HASH_INPUTS and STAGES[HASH_INPUTS]["always_changed"]
+    assert next(iter(chain.read_stages(ROOT))) == HASH_INPUTS and STAGES[HASH_INPUTS]["always_changed"]
 
 
 def test_data_files_end_as_their_readers_know_them():

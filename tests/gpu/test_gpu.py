@@ -388,11 +388,16 @@ def test_the_default_job_runs_with_trainer_and_engines_on_one_gpu(folder, tmp_pa
     import os
     import sys
 
+    from rlhf_core.config import load_params
     from rlhf_core.data.schema import write_rows
     from rlhf_core.engines.ray.cluster import run_job
     from rlhf_core.models.build import new_scalar_model, save_model
     from rlhf_core.models.tokenizer import load_tokenizer
+    from rlhf_core.stage.job import pulse_file
+    from rlhf_core.stage.ray_job import DRIVER
     from rlhf_core.trainers.rl.job import PLACEMENT
+    from rlhf_core.trainers.rl.submit import rl_job as as_job
+    from tests.clerk_params import CLERK_PARAMS
     from tests.tiny_models import rl_job
     from tools.bench.gpu.online import head
 
@@ -415,17 +420,17 @@ def test_the_default_job_runs_with_trainer_and_engines_on_one_gpu(folder, tmp_pa
         update={"prepared": str(tmp_path / "prepared"), "work": str(tmp_path / "work"), "output": str(tmp_path / "policy"),
                 "timings": str(tmp_path / "timings.csv")}
     )  # fmt: skip
-    job.write(tmp_path / "job.json")
+    as_job(job, load_params(CLERK_PARAMS), root=Path.cwd(), work=tmp_path / "work").write(tmp_path / "job.pkl")
     message: list[str] = []
     with head(4) as address:
         code = run_job(
             address,
-            f"cd {os.getcwd()} && exec {sys.executable} -m rlhf_core.trainers.rl.driver {tmp_path / 'job.json'}",
+            f"cd {os.getcwd()} && exec {sys.executable} -m {DRIVER} {tmp_path / 'job.pkl'}",
             name="gpu",
             environment={"PYTHONPATH": os.environ.get("PYTHONPATH", os.getcwd())},
             start_timeout=120.0,
             silence_timeout=120.0,
-            pulse=job.pulse,
+            pulse=pulse_file(tmp_path / "work"),
             on_output=message.append,
             stop_requested=lambda: False,
         )

@@ -86,9 +86,9 @@ def cluster(chain: FinishedChain, tmp_path_factory: pytest.TempPathFactory) -> I
         yield {"cluster": {"address": json.loads(known.read_text())["address"]}}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a Prefect server, one for all tests of a module."""
+    """The address of a Prefect server, one for all tests of a worker; it has the runs of earlier tests."""
     (port,) = free_ports(1)
     home = tmp_path_factory.mktemp("prefect")
     lay_out_database(home)

@@ -26,7 +26,7 @@ from rlhf_core.models.forward import PolicyModule
 from rlhf_core.process import configure_process
 from rlhf_core.trainers.rl.data import collate
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch, check_logprobs
-from rlhf_core.types import Prompt, Rollout, ScoredRollout
+from rlhf_core.types import Prompt, Rollout, Span
 from tools.clerk import clerk_params
 
 ROOT = Path(__file__).parents[2]
@@ -82,12 +82,12 @@ def difference(policy: LlamaForCausalLM, groups: list[list[Sample]], *, temperat
 def check(policy: LlamaForCausalLM, groups: list[list[Sample]]) -> str:
     """Result of the RL loop's own check when the trainer has `policy`, with the project's limits."""
     rollouts = [
-        Rollout(Prompt(str(i), "made", [], prompt, None), s.response_ids, s.logprobs, s.finished, group_id=i, policy_version=0)
+        Rollout(Prompt(str(i), "made", [], prompt, None), [Span(s.response_ids, s.logprobs, s.version)], s.finished, group_id=i)
         for i, (prompt, group) in enumerate(zip(PROMPTS, groups, strict=True))
         for s in group
     ]
     outputs = {"old_logprobs": trainer_logprobs(policy, groups, temperature=1.0)}
-    batch = collate([ScoredRollout(r, {"reward_model": 0.0}) for r in rollouts], outputs, None, pad_id=0, old_logprobs_source="recompute")
+    batch = collate(rollouts, {}, outputs, None, pad_id=0, old_logprobs_source="recompute")
     try:
         check_logprobs(batch, batch.sampler_logprobs, clerk_params().rl, step=3, dtype="float32")
     except LogprobMismatch as error:

@@ -55,6 +55,7 @@ ACTOR_TITLES = {  # Regular expressions of Ray's process titles: an actor's clas
     "trainer": "ray::(TrainerRank|trainer[.])",
     "rollout": "ray::(RolloutActor|rollout[.])",
     "scorer": "ray::(TextScorers|scorer[.])",
+    "rank": "ray::(Rank|training[.])",
 }
 # A user's secrets in the environment of everything that runs here; nothing may show or store them.
 PLANTED = {name: f"planted-{name.lower()}-5f1d0c" for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY")}
@@ -214,7 +215,7 @@ def stage_processes(workspace: Path, stage: str) -> list[psutil.Process]:
 
 def driver_process(workspace: Path) -> psutil.Process:
     """The only driver of an RL job of this workspace, on any head."""
-    (process,) = [p for p in alive_processes(workspace) if "rlhf_core.trainers.rl.driver" in command_line(p)]
+    (process,) = [p for p in alive_processes(workspace) if "rlhf_core.stage.driver" in command_line(p)]
     return process
 
 

@@ -201,6 +201,14 @@ def run_flow(workspace: Path, *arguments: str, timeout: float = 120, **extra: st
     return subprocess.run(command, cwd=workspace, env=environment(**extra), capture_output=True, text=True, timeout=timeout, check=False)
 
 
+def refuse_flow(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line where it refuses its arguments, which is before it starts a server or imports Prefect; forked with its imports."""
+    import warm_python  # programs of tools/ that import this module haven't the folder of that one in their path
+
+    command = [sys.executable, "-m", "flows.full_pipeline", *arguments]
+    return warm_python.run(command, cwd=workspace, env=environment(PREFECT_HOME="/proc/nowhere"))
+
+
 @contextmanager
 def serving(workspace: Path, log: Path, **extra: str) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """Server, worker and deployments of a project, as `make server` starts them.

@@ -30,6 +30,7 @@ from small_workspace import (
     make_workspace,
     outcomes,
     processes_in,
+    refuse_flow,
     run_flow,
     steps_done,
     training_has_begun,
@@ -59,6 +60,7 @@ def plain_environment(workspace: Path) -> dict[str, str]:
     return {**stage_environment(workspace), "PYTHONPATH": str(ROOT)}
 
 
+@pytest.mark.long
 def test_a_first_run_works_a_second_has_nothing_to_do_and_dvc_alone_does_the_same(tmp_path):
     workspace = make_workspace(tmp_path / "project")
     first = run_flow(workspace)  # with a server of its own
@@ -123,7 +125,7 @@ def untouched(tmp_path_factory) -> Path:
     ],
 )
 def test_wrong_params_are_refused_before_anything_starts(untouched, arguments, message):
-    refused = run_flow(untouched, *arguments)
+    refused = refuse_flow(untouched, *arguments)
     assert refused.returncode == 2
     assert message in refused.stderr and "Traceback" not in refused.stderr
     assert not (untouched / ".prefect").exists() and not (untouched / "runs").exists()

@@ -43,10 +43,11 @@ from small_workspace import (
 from flows.registry import versions
 from flows.registry.state import read_registry
 from flows.runs.liveness import crash_orphaned_runs
+from flows.server import WORK_POOL, delete_former_deployments
 
 pytestmark = [pytest.mark.timeout(420), pytest.mark.long]
 STEPS = 80
-NAME = "reward-model"
+NAME, PROMOTE = "reward-model", "promote-reward-model"
 
 
 def states_on_disk(workspace: Path) -> dict[str, str]:
@@ -67,7 +68,7 @@ def served(tmp_path_factory):
 def wait_for_state(prefect: Any, expected: str, seconds: float) -> dict:
     until = time.monotonic() + seconds
     while True:
-        (run,) = flow_runs(prefect, "full-pipeline")
+        (run,) = flow_runs(prefect, "run-pipeline")
         if run["state"]["name"] == expected:
             return run
         assert time.monotonic() < until, f"expected state {expected}, got {run['state']['name']}: {run['state']['message']}"
@@ -77,11 +78,11 @@ def wait_for_state(prefect: Any, expected: str, seconds: float) -> dict:
 def test_a_deployments_run_refused_started_killed_and_retried(served):
     workspace, prefect = served
     for wrong in ({"rl.algoritm": "grpo"}, {"rl.algorithm": "sarsa"}, {"sft.steps": "many"}):
-        refused = prefect("deployment", "run", "rlhf/full-pipeline", "--params", json.dumps({"overrides": wrong}))
+        refused = prefect("deployment", "run", "rlhf/run-pipeline", "--params", json.dumps({"overrides": wrong}))
         assert refused.returncode != 0 and next(iter(wrong)) in refused.stdout + refused.stderr
-    assert flow_runs(prefect, "full-pipeline") == []
+    assert flow_runs(prefect, "run-pipeline") == []
 
-    created = prefect("deployment", "run", "rlhf/full-pipeline", "--params", json.dumps({"overrides": {"sft.steps": STEPS}}))
+    created = prefect("deployment", "run", "rlhf/run-pipeline", "--params", json.dumps({"overrides": {"sft.steps": STEPS}}))
     assert created.returncode == 0, created.stderr
     wait_until(lambda: (workspace / "runs").exists() and any((workspace / "runs").glob("[!.]*")), 90, "a worktree")
     (worktree,) = (workspace / "runs").glob("[!.]*")
@@ -113,8 +114,19 @@ def assert_only_lost_runs_are_ended(workspace: Path, prefect: Any, completed: di
         secret = (workspace / ".prefect/auth").read_text().strip()
         assert crash_orphaned_runs(prefect.url, secret) == [lost["name"]] and crash_orphaned_runs(prefect.url, secret) == []
         process.kill()
-    states = {run["id"]: run["state"]["name"] for run in flow_runs(prefect, "full-pipeline")}
+    states = {run["id"]: run["state"]["name"] for run in flow_runs(prefect, "run-pipeline")}
     assert states == {lost["id"]: "Crashed", living["id"]: "Running", completed["id"]: "Completed"}
+
+
+def test_deployments_with_former_names_are_deleted_and_others_kept(served):
+    workspace, prefect = served
+    (own,) = prefect.ask("deployments/filter", deployments={"name": {"any_": ["run-nightly-round"]}})
+    for name, entrypoint in (("scheduled", own["entrypoint"]), ("policy", "mine.py:policy")):
+        new = {"flow_id": own["flow_id"], "work_pool_name": WORK_POOL, "schedules": own["schedules"]}
+        prefect.ask("deployments/", name=name, entrypoint=entrypoint, **new)
+    delete_former_deployments(prefect.url, (workspace / ".prefect/auth").read_text().strip())
+    names = {deployment["name"] for deployment in prefect.ask("deployments/filter")}
+    assert names == {"run-pipeline", "run-nightly-round", "promote-reward-model", "promote-policy", "policy"}
 
 
 def answer(prefect: Any, run: str, **fields: object) -> str:
@@ -139,7 +151,7 @@ def test_a_promotion_waits_for_a_persons_decision(served):
     assert versions.register(project, NAME, "first").version == "v1.0.0"
 
     def state(run: str) -> dict:
-        (found,) = [r["state"] for r in flow_runs(prefect, NAME) if r["id"] == run]
+        (found,) = [r["state"] for r in flow_runs(prefect, PROMOTE) if r["id"] == run]
         return found
 
     def becomes(run: str, *states: str) -> dict:
@@ -147,9 +159,9 @@ def test_a_promotion_waits_for_a_persons_decision(served):
         return state(run)
 
     for _ in range(3):  # at once, so that the worker starts them together
-        created = prefect("deployment", "run", f"promote/{NAME}")
+        created = prefect("deployment", "run", f"promote/{PROMOTE}")
         assert created.returncode == 0, created.stderr
-    moved, refused, approved = (r["id"] for r in flow_runs(prefect, NAME))
+    moved, refused, approved = (r["id"] for r in flow_runs(prefect, PROMOTE))
     assert {becomes(run, "PAUSED")["name"] for run in (moved, refused, approved)} == {"Suspended"}
     # One that was answered right away was lost once: Prefect started it again, and it had no folder and no end.
     wait_until(lambda: not any("prefect.engine" in command_line(p) for p in processes_in(project)), 180, "the end of their processes")
@@ -181,7 +193,7 @@ def test_a_promotion_waits_for_a_persons_decision(served):
 
 def test_the_console_names_each_runs_lines_and_has_no_traceback_of_a_verdict(served):
     workspace, prefect = served
-    (deployment,) = prefect.ask("deployments/filter", deployments={"name": {"any_": ["full-pipeline"]}})
+    (deployment,) = prefect.ask("deployments/filter", deployments={"name": {"any_": ["run-pipeline"]}})
     path, log = f"deployments/{deployment['id']}/create_flow_run", workspace.parent / "server.log"
     wait_until(lambda: "started!" in log.read_text(), 60, "a worker")
     begins = len(log.read_text())
@@ -192,7 +204,7 @@ def test_the_console_names_each_runs_lines_and_has_no_traceback_of_a_verdict(ser
     }
 
     def ended() -> bool:
-        states = {run["id"]: run["state"]["name"] for run in flow_runs(prefect, "full-pipeline")}
+        states = {run["id"]: run["state"]["name"] for run in flow_runs(prefect, "run-pipeline")}
         return {name: states[run["id"]] for name, run in created.items()} == {name: name for name in created}
 
     wait_until(ended, 180, "the ends of both runs", every=0.5)
@@ -216,7 +228,7 @@ def test_runs_whose_processes_are_killed_with_the_worker_are_crashed_before_the_
     with pytest.raises(AssertionError, match="ended with code"), serving(workspace, tmp_path / "server.log") as prefect:  # it says so
         command = [sys.executable, "-m", "flows.full_pipeline", "--run", "typed", "--set", f"sft.steps={STEPS * 50}"]
         typed = subprocess.Popen(command, cwd=workspace, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        created = prefect("deployment", "run", "rlhf/full-pipeline", "--params", json.dumps({"overrides": {"sft.steps": STEPS * 50}}))
+        created = prefect("deployment", "run", "rlhf/run-pipeline", "--params", json.dumps({"overrides": {"sft.steps": STEPS * 50}}))
         assert created.returncode == 0, created.stderr
         wait_until(lambda: len([*(workspace / "runs").glob("[!.]*")]) == 2, 120, "two worktrees")
         (worktree,) = (path for path in (workspace / "runs").glob("[!.]*") if path.name != "typed")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flows.chain.cache import run_checked
-from flows.chain.stages import StageFailed, clear_locks, metrics_file, run_stage, stage_order, unchanged, up_to_date
+from flows.chain.stages import StageFailed, clear_locks, metrics_file, read_stages, run_stage, unchanged
 from rlhf_core.config import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -38,27 +38,30 @@ def _this_checkout(monkeypatch):
 def test_order_follows_dependencies_and_then_the_file(tmp_path):
     (tmp_path / "dvc.yaml").write_text(ONE_AFTER_ANOTHER)
     (tmp_path / "params.yaml").write_text("which: {one: first}\n")
-    assert stage_order(tmp_path) == ["lonely", "first", "middle", "last"]
+    assert [*read_stages(tmp_path)] == ["lonely", "first", "middle", "last"]
     (tmp_path / "params.yaml").write_text("which: {two: first}\n")
     with pytest.raises(ConfigError, match=r"dvc.yaml: expected a key of params.yaml in \$\{which.one\}"):
-        stage_order(tmp_path)
+        read_stages(tmp_path)
 
 
 def test_a_cycle_is_named(tmp_path):
     (tmp_path / "dvc.yaml").write_text("stages:\n  a: {cmd: x, deps: [b], outs: [a]}\n  b: {cmd: x, deps: [a], outs: [b]}\n  c: {cmd: x}\n")
     (tmp_path / "params.yaml").write_text("{}\n")
     with pytest.raises(ConfigError, match="a cycle, got one among a, b;"):
-        stage_order(tmp_path)
+        read_stages(tmp_path)
 
 
 def test_without_dvc_yaml_the_message_says_where_to_run(tmp_path):
     with pytest.raises(ConfigError, match=r"dvc.yaml: expected in the current folder"):
-        stage_order(tmp_path)
+        read_stages(tmp_path)
 
 
-def test_outcomes_of_a_stage(tmp_path):
+def test_a_stage_runs_is_cached_and_is_restored_behind_a_torn_lock(tmp_path):
     workspace = make_workspace(tmp_path / "project")
-    assert stage_order(workspace) == ORDER and not up_to_date(workspace) and unchanged(workspace, ORDER) == []
+    assert [*read_stages(workspace)] == ORDER and unchanged(workspace, ORDER) == []
+    torn = workspace / ".dvc/tmp/rwlock"  # as a killed DVC leaves it
+    torn.parent.mkdir(exist_ok=True)
+    torn.write_text('{"write": {"da')
     printed: list[str] = []
 
     def run() -> str:
@@ -75,7 +78,7 @@ def test_outcomes_of_a_stage(tmp_path):
     params.write_text(original)
     assert run() == "restored"
     assert (workspace / "data/prepared/rows.txt").read_text() == "0"
-    assert metrics_file(workspace, "prepare_data") == workspace / "metrics/prepare_data.json"
+    assert metrics_file(read_stages(workspace)["prepare_data"]) == "metrics/prepare_data.json"
 
 
 @pytest.mark.long
@@ -84,7 +87,7 @@ def test_behind_a_stage_with_something_to_do_none_is_left_out(tmp_path):
     workspace = make_workspace(tmp_path / "project")
     for stage in ORDER:
         run_stage(stage, workspace, timeout=60, grace=25, on_line=lambda _: None)
-    assert unchanged(workspace, ORDER) == ORDER and up_to_date(workspace)
+    assert unchanged(workspace, ORDER) == ORDER
     params = workspace / "params.yaml"
     params.write_text(params.read_text().replace("min_accuracy: 0.75", "min_accuracy: 0.8"))
     assert unchanged(workspace, ORDER) == ["prepare_data", "train_sft"]
@@ -112,14 +115,6 @@ def test_what_dvcs_cache_has_damaged_is_made_again(tmp_path):
     shutil.rmtree(rows.parent)
     assert run() == "ran" and rows.read_text() == "0" == cached.read_text()
     assert any("got a damaged data/prepared; removed there, and the stage runs again" in line for line in printed)
-
-
-def test_a_lock_file_that_dvc_was_killed_over_is_removed(tmp_path):
-    workspace = make_workspace(tmp_path / "project")
-    torn = workspace / ".dvc/tmp/rwlock"
-    torn.parent.mkdir(exist_ok=True)
-    torn.write_text('{"write": {"da')
-    assert run_stage("prepare_data", workspace, timeout=60, grace=25, on_line=lambda _: None).outcome == "ran"
 
 
 def test_what_a_killed_dvc_holds_is_taken_away_even_if_its_number_is_anothers_now(tmp_path):

@@ -117,11 +117,11 @@ def test_a_round_on_demand_ends_as_the_killed_one_others_are_cancelled_and_one_c
     forget(workspace, "tasks.rounds.train_round")
 
     def runs(*, scheduled: bool) -> list[dict]:
-        found = [r for r in flow_runs(prefect, "scheduled") if r["auto_scheduled"] == scheduled]
+        found = [r for r in flow_runs(prefect, "run-nightly-round") if r["auto_scheduled"] == scheduled]
         return sorted(found, key=lambda r: r["created"])
 
     def ask() -> None:
-        created = prefect("deployment", "run", "iterative-dpo/scheduled")
+        created = prefect("deployment", "run", "iterative-dpo/run-nightly-round")
         assert created.returncode == 0, created.stderr
 
     def becomes(state: Callable[[], bool], seconds: float, what: str) -> None:
@@ -144,6 +144,6 @@ def test_a_round_on_demand_ends_as_the_killed_one_others_are_cancelled_and_one_c
     assert recorded(killed, "train_round") == recorded(whole, "train_round")
     assert verdict(killed)["win_rate"] == verdict(whole)["win_rate"]
 
-    created = prefect("deployment", "schedule", "create", "iterative-dpo/scheduled", "--interval", "20", "--replace", "-y")
+    created = prefect("deployment", "schedule", "create", "iterative-dpo/run-nightly-round", "--interval", "20", "--replace", "-y")
     assert created.returncode == 0, created.stdout + created.stderr
     becomes(lambda: any(r["state_type"] in STARTED for r in runs(scheduled=True)), 240, "a run on schedule")

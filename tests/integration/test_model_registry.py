@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from registry_project import add_rounds, candidate, commit, dvc, make_project, without_identity
 from small_workspace import environment, git
 
-from flows.chain.pins import check_not_rolled_back, pin_registry, prepare_run, promoted_version, start_from_registry
+from flows.chain.pins import check_not_rolled_back, pin_registry, promoted_version, start_from_registry
+from flows.chain.prepare import prepare_workspace
 from flows.promote import main
 from flows.registry import decisions
 from flows.registry.decisions import add_version
@@ -121,7 +122,7 @@ def test_promotion_rollback_and_history_without_a_git_identity(project, monkeypa
     assert [found.state(v) for v in found.versions] == ["promoted", "rolled back"]
     assert seen_by_others(project) == (["v1.0.0"], found.versions["v1.0.0"].commit)
 
-    assert prepare_run(project, None, {}) == project
+    assert prepare_workspace(project, None, {}) == project
     gate = load_params(project / "params.yaml").gate
     first = found.versions["v1.0.0"]
     assert (gate.incumbent.version, gate.incumbent.md5, gate.incumbent.sha256) == ("v1.0.0", first.md5, first.sha256)
@@ -129,7 +130,7 @@ def test_promotion_rollback_and_history_without_a_git_identity(project, monkeypa
     (entry,) = gate.rolled_back
     assert (entry.version, entry.md5, entry.reason) == ("v2.0.0", found.versions["v2.0.0"].md5, "curt answers")
     assert not pin_registry(project, project, chosen={}, fresh=True)  # nothing is new
-    later = prepare_run(project, "later", {"seed": 5})
+    later = prepare_workspace(project, "later", {"seed": 5})
     assert git(later, "status", "--porcelain") == "" and load_params(later / "params.yaml").gate == gate
     fetch(project, found, "v2.0.0", later / "models/mine")
     scorer = ScorerConfig(name="mine", kind="reward_model", weight=1.0, normalization="none", path="models/mine")
@@ -144,9 +145,9 @@ def test_promotion_rollback_and_history_without_a_git_identity(project, monkeypa
     assert "nothing to do" in refused(project, "promote", "v1.0.0", "--reason", "again", "--by", "Ann")
     kept = promote(project, "promote", "v2.0.0", "--reason", "users asked", "--override", "a demonstration", "--by", "Ann")
     assert "Override: a demonstration" in kept.stdout
-    prepare_run(project, "later", {})
+    prepare_workspace(project, "later", {})
     assert load_params(later / "params.yaml").gate == gate.model_copy(update={"rolled_back": []})  # a run keeps its incumbent
-    prepare_run(project, None, {})
+    prepare_workspace(project, None, {})
     gate = load_params(project / "params.yaml").gate
     assert (gate.incumbent.version, gate.anchor.version) == ("v2.0.0", "v1.0.0")  # 0.898 against 0.899
     reported = promote(project, "history").stdout
@@ -162,16 +163,16 @@ def test_promotion_rollback_and_history_without_a_git_identity(project, monkeypa
 def test_a_run_takes_the_version_that_its_reward_path_names_and_keeps_it(project):
     assert promote(project, "promote", "v1.0.0", "--reason", "first", "--by", "Ann").returncode == 0
     given = {"reward.path": "registry", "rl.ppo.critic_init": "sft"}
-    worktree = prepare_run(project, "given", given)
+    worktree = prepare_workspace(project, "given", given)
     pinned = load_params(worktree / "params.yaml").reward.pinned
     assert pinned == load_params(worktree / "params.yaml").gate.incumbent and pinned.version == "v1.0.0"
     assert promote(project, "promote", "v2.0.0", "--reason", "later", "--by", "Ann").returncode == 0
-    prepare_run(project, "given", given)
+    prepare_workspace(project, "given", given)
     assert load_params(worktree / "params.yaml").reward.pinned == pinned and git(worktree, "status", "--porcelain") == ""
-    named = load_params(prepare_run(project, "named", given | {"reward.path": "v1.0.0"}) / "params.yaml").reward
-    newer = load_params(prepare_run(project, "newer", given) / "params.yaml").reward
+    named = load_params(prepare_workspace(project, "named", given | {"reward.path": "v1.0.0"}) / "params.yaml").reward
+    newer = load_params(prepare_workspace(project, "newer", given) / "params.yaml").reward
     assert (named.pinned.version, newer.pinned.version) == ("v1.0.0", "v2.0.0")
-    changed = load_params(prepare_run(project, "named", {"reward.path": "registry"}, update=True) / "params.yaml").reward
+    changed = load_params(prepare_workspace(project, "named", {"reward.path": "registry"}, update=True) / "params.yaml").reward
     assert (changed.path, changed.pinned) == ("registry", newer.pinned)
     assert git(project / "runs/named", "status", "--porcelain") == ""
     with (
@@ -181,12 +182,12 @@ def test_a_run_takes_the_version_that_its_reward_path_names_and_keeps_it(project
         take(newer, worktree / "taken")
     assert dvc_md5(worktree / "taken") == newer.pinned.md5
     with pytest.raises(ConfigError, match=r"reward-model: expected a registered version, got v9.0.0 \(registered: v1.0.0, v2.0.0\)"):
-        prepare_run(project, "unknown", given | {"reward.path": "v9.0.0"})
+        prepare_workspace(project, "unknown", given | {"reward.path": "v9.0.0"})
     several = {"reward__ensemble": 3, "rl__reward__scorers__0__members": 3, "rl__ppo__critic_init": "sft"}
     candidate(project, "ensemble", seed=3, **several)
     assert promote(project, "register", "--run", "ensemble").returncode == 0
     with pytest.raises(ConfigError, match=r"reward.path: expected a version with one model, got v3.0.0, an ensemble of 3; name another"):
-        prepare_run(project, "of-ensemble", given | {"reward.path": "v3.0.0"})
+        prepare_workspace(project, "of-ensemble", given | {"reward.path": "v3.0.0"})
 
 
 def test_show_tells_which_look_at_its_pairs_a_version_was(made):
@@ -349,6 +350,7 @@ class Listener:
         self.server.server_close()
 
 
+@pytest.mark.long
 def test_a_tags_commit_can_not_have_the_password_sent_elsewhere(project, tmp_path):
     """Its .dvc/config gives the remote of the user's password another address."""
     secret = "['remote \"shared\"']\n    auth = basic\n    user = ann\n    password = hunter2\n"
@@ -377,6 +379,7 @@ def test_a_tags_commit_can_not_have_the_password_sent_elsewhere(project, tmp_pat
         assert other.heard == [] and any(password for _, password in own.heard)
 
 
+@pytest.mark.long
 def test_signed_tags_are_read_by_gto_and_dvc(project):
     key = project.parent / "key"
     if shutil.which("ssh-keygen") is None:

@@ -13,24 +13,21 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import rollout_probe
 from small_workspace import ROOT
-from whole_matrix import cells, is_chosen
 
-pytestmark = pytest.mark.timeout(600)
-QUICK = ("own_head",)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 BUDGET = 1e-4  # nats, rl.rollout.max_logprob_difference of params.yaml; measured: 1e-5
 
 
 @pytest.fixture(scope="module")
-def probe(tmp_path_factory, request) -> dict[str, dict]:
-    heads = rollout_probe.HEADS if is_chosen(request) else QUICK
-    command = [sys.executable, str(Path(rollout_probe.__file__)), str(tmp_path_factory.mktemp("models")), *heads]
+def probe(tmp_path_factory) -> dict[str, dict]:
+    command = [sys.executable, str(Path(rollout_probe.__file__)), str(tmp_path_factory.mktemp("models")), *rollout_probe.HEADS]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(params=cells(rollout_probe.HEADS, QUICK))
+@pytest.fixture(params=rollout_probe.HEADS)
 def seen(request, probe) -> dict:
     return probe[request.param]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_python
 from clerk_params import CLERK_PARAMS
 from ruamel.yaml import YAML
 
@@ -40,7 +40,7 @@ def tracked(tmp_path_factory) -> Path:
 
 
 def dvc(project: Path, *command: str) -> str:
-    return subprocess.run([sys.executable, "-m", "dvc", *command], cwd=project, check=True, capture_output=True, text=True).stdout
+    return warm_python.run([sys.executable, "-m", "dvc", *command], cwd=project, check=True).stdout
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pandas as pd
 import psutil
 import pytest
 from small_chain import (
+    ACTOR_TITLES,
     DEADLINE,
     SMALL,
     alive_processes,
@@ -83,7 +85,7 @@ def test_a_stopped_and_a_killed_run_on_two_ranks_end_with_the_bits_of_an_undistu
     wait_until(lambda: ranks.extend(rank_processes(workspace)) or len(ranks) >= 2, DEADLINE, "two ranks")
     ranks[0].kill()
     assert stage.wait(timeout=DEADLINE) == CRASHED, output_of(workspace)[-3000:]
-    assert "expected to finish its work, got a dead process" in output_of(workspace)
+    assert "expected its work to finish, got a dead process" in output_of(workspace)
     assert output_of(workspace).count("resuming from the checkpoint of step ") == 1
 
     code, printed = run(workspace, "tasks.train_sft")
@@ -97,4 +99,4 @@ def test_a_stopped_and_a_killed_run_on_two_ranks_end_with_the_bits_of_an_undistu
 
 
 def rank_processes(workspace: Path) -> list[psutil.Process]:
-    return [p for p in alive_processes(workspace) if any("RayTrainWorker" in word for word in command_line(p))]
+    return [p for p in alive_processes(workspace) if re.search(ACTOR_TITLES["rank"], " ".join(command_line(p)))]

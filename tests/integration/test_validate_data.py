@@ -54,6 +54,7 @@ def result(workspace: Path) -> dict:
     return json.loads((workspace / "metrics" / "validation.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.long
 def test_sound_data_passes_and_the_result_is_the_same_bytes_again(workspace):
     first = run(workspace)
     assert first.returncode == 0, first.stdout + first.stderr

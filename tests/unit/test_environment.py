@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -65,6 +66,13 @@ def test_dvc_itself_sees_the_credentials_of_its_remotes_and_not_prefects(shell, 
     seen = dvc_environment(workspace)
     assert seen["AWS_SECRET_ACCESS_KEY"] == "value-of-AWS_SECRET_ACCESS_KEY"
     assert not {"PREFECT_API_AUTH_STRING", "PREFECT_API_URL"} & seen.keys()
+
+
+def test_a_run_sees_its_own_code_and_not_its_checkouts(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([f"{tmp_path}/runs/..", "/elsewhere"]))
+    for folder, seen in ((tmp_path / "runs/mine", ["/elsewhere"]), (tmp_path, [f"{tmp_path}/runs/..", "/elsewhere"])):
+        folder.mkdir(parents=True, exist_ok=True)
+        assert dvc_environment(folder)["PYTHONPATH"].split(os.pathsep) == [str(folder), *seen]
 
 
 def test_what_params_name_is_seen(shell, workspace):

@@ -1,1 +1,1 @@
-"""Speed of this project's trainers compared with TRL's (peers.py) and the machine's limits (limits.py); growth.py varies the size."""
+"""Measures this project's speed beside TRL's (peers.py) and the machine's limits (limits.py); growth.py varies the size."""

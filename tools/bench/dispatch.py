@@ -1,4 +1,5 @@
-"""Prompts handed out as engines become free, beside equal shares: python -m tools.bench.dispatch [--engines N] [--prompts N] [--rounds N]
+"""Compares prompts handed out as engines become free with equal shares: python -m tools.bench.dispatch [--engines N] [--prompts N]
+[--rounds N]
 
 vLLM engines on a Ray head of this machine sample responses of very different lengths from a small random model, in turn in both ways. The
 ideal is the engines' CPU time, added up and divided by their number. Needs as many free cores as engines.
@@ -79,7 +80,7 @@ def measure(engines: int, prompts: int, rounds: int) -> None:
 
 
 def save_model(folder: Path) -> None:
-    """A random model whose probability to end depends on what it has sampled so far."""
+    """Save a random model whose probability to end a response depends on what it has sampled so far."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4,
@@ -89,7 +90,7 @@ def save_model(folder: Path) -> None:
 
 
 def compare(engines, count: int, rounds: int) -> None:
-    """Print seconds, and their ratio to the ideal, of each round."""
+    """Print the seconds of each round, and their ratio to the ideal."""
     from rlhf_core.engines.requests import SamplingSettings, request_seeds
     from rlhf_core.trainers.rl.dispatch import Dispatcher, Requests
 
@@ -97,17 +98,17 @@ def compare(engines, count: int, rounds: int) -> None:
         raise lost
 
     prompts = [ids.tolist() for ids in np.random.default_rng(0).integers(2, VOCABULARY, size=(count, 12))]
-    how = {"settings": SamplingSettings(LONGEST - 16, 1.0), "stop_ids": (END,), "group_size": 1}
+    options = {"settings": SamplingSettings(LONGEST - 16, 1.0), "stop_ids": (END,), "group_size": 1}
     ratios: dict[str, list[float]] = {"equal": [], "dynamic": []}
     for k in range(rounds + 1):
         seeds = request_seeds(0, k, count)
         shards = [list(range(count))[rank :: len(engines)] for rank in range(len(engines))]
-        per_rank = [([prompts[i] for i in s], [seeds[i] for i in s], how["settings"]) for s in shards]
-        further = {"stop_ids": how["stop_ids"], "group_size": how["group_size"]}
+        per_rank = [([prompts[i] for i in s], [seeds[i] for i in s], options["settings"]) for s in shards]
+        further = {"stop_ids": options["stop_ids"], "group_size": options["group_size"]}
         ways = {
             "equal": lambda p=per_rank, f=further: engines.call("generate", p, deadline=600, **f),
             "dynamic": lambda s=seeds: Dispatcher(
-                engines, refuse, Requests(prompts, s, how), at_a_time=AT_A_TIME, joins=True, deadline=600
+                engines, refuse, Requests(prompts, s, options), at_a_time=AT_A_TIME, joins=True, deadline=600
             ).run(),
         }
         seconds, work = {}, {}
@@ -125,7 +126,7 @@ def compare(engines, count: int, rounds: int) -> None:
 
 
 def busy(engines) -> list[float]:
-    """CPU seconds of each engine's process so far."""
+    """CPU seconds that each engine's process has used so far."""
     import ray
 
     return ray.get([actor.__ray_call__.remote(lambda _: time.process_time()) for actor in engines.actors], timeout=60)

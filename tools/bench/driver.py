@@ -1,4 +1,4 @@
-"""An RL job's driver with a clock: python -m tools.bench.driver JOB.json WORK.json [--bare-engines]; the flag adds bare vLLM engines.
+"""Runs an RL job's driver with a clock: python -m tools.bench.driver JOB.pkl WORK.json [--bare-engines]; the flag adds bare vLLM engines.
 
 A machine's speed changes within minutes and with the recent load of its cores. So the job and the bare engines alternate: one rests while
 the other works. Before the job starts, the bare engines also generate their batches without interruption.
@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_core.stage.job import beat
+from rlhf_core.stage.job import Job, beat, pulse_file
 from rlhf_core.trainers.rl.job import RlJob
 from tools.bench.work import Work
 
@@ -37,11 +37,12 @@ def main() -> int:
     parser.add_argument("work", type=Path)
     parser.add_argument("--bare-engines", action="store_true")
     arguments = parser.parse_args()
-    from rlhf_core.trainers.rl import driver  # imports Ray, which a process must not do before it starts a head
+    from rlhf_core.stage.driver import main as drive  # imports Ray, which a process must not do before it starts a head
+    from rlhf_core.trainers.rl import driver
 
-    job, work = RlJob.read(arguments.job), Work(**json.loads(arguments.work.read_text()))
+    job, work = Job.read(arguments.job), Work(**json.loads(arguments.work.read_text()))
     clock: dict[str, list[float]] = {"ends": [], "in_a_row": [], "in_turn": []}
-    with beat(job.pulse):
+    with beat(pulse_file(job.work)):
         engines = BareEngines(work, threads=job.threads) if arguments.bare_engines else None
         if engines is not None:
             clock["in_a_row"] = [engines.generate(turn) for turn in range(work.steps)]
@@ -53,7 +54,7 @@ def main() -> int:
 
         driver.Actors = partial(start_actors, driver.Actors, end_step)
         sys.argv[1:] = [str(arguments.job)]
-        code = driver.main()
+        code = drive()
     (arguments.job.parent / CLOCK).write_text(json.dumps(clock))
     return code
 
@@ -74,7 +75,7 @@ def start_actors(actors_class: type[Actors], end_step: Callable[[], None], job: 
 
 
 class BareEngines:
-    """A job's number of vLLM engines, each in its own process with its share of threads and prompts."""
+    """As many vLLM engines as the job has, each in its own process with its share of threads and prompts."""
 
     def __init__(self, work: Work, *, threads: int):
         processes, self._connections = multiprocessing.get_context("spawn"), []
@@ -88,7 +89,7 @@ class BareEngines:
             self._answer(connection)
 
     def generate(self, turn: int) -> float:
-        """Seconds until every engine has generated a batch."""
+        """Let every engine generate a batch. Returns the seconds."""
         started = time.perf_counter()
         for connection in self._connections:
             connection.send(turn)
@@ -104,7 +105,7 @@ class BareEngines:
 
 
 def serve(connection: Connection, work: Work, part: int, engines: int, threads: int) -> None:
-    """An engine's process: reports that it has started, then generates on request."""
+    """Run an engine's process: report that it has started, then generate on request."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     from rlhf_core.engines.requests import SamplingSettings, request_seeds
     from rlhf_core.engines.vllm.engine import VllmEngine

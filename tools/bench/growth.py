@@ -1,4 +1,5 @@
-"""How time and memory grow: python -m tools.bench.growth [--parts data length model prompts] [--pairs 1000 10000 ...] [--lengths ...] ...
+"""Measures how time and memory grow: python -m tools.bench.growth [--parts data length model prompts] [--pairs 1000 10000 ...] [--lengths
+...] ...
 
 - data: the stages prepare_data and validate_data by the number of pairs, each with its own conversation;
 - length: an SFT step by the tokens of a response, at a constant batch size;
@@ -43,7 +44,10 @@ PARTS = ("data", "length", "model", "prompts")
 
 @dataclass(frozen=True)
 class Point:
-    """size: pairs, tokens of a response, or parameters. seconds: CPU time. gigabytes: peak resident set."""
+    """A measured point.
+
+    size: pairs, tokens of a response, or parameters. seconds: CPU time. gigabytes: peak resident set.
+    """
 
     series: str
     size: int
@@ -99,7 +103,7 @@ def measure_data(pairs: int) -> list[Point]:
 
 
 def make_workspace(workspace: Path, pairs: int) -> None:
-    """A workspace with params of one source, a file of pairs."""
+    """Make a workspace with params of one source, a file of pairs."""
     chance = random.Random(0)
     words = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in "bdgklmnprst"]
 
@@ -120,7 +124,7 @@ def make_workspace(workspace: Path, pairs: int) -> None:
 
 
 def stage(workspace: Path, name: str, pairs: int) -> Point:
-    """Raises RuntimeError: the stage failed."""
+    """Run a stage."""
     with (workspace / "log").open("w+") as log:
         command = [sys.executable, "-m", f"tasks.{name}"]
         child = subprocess.Popen(command, cwd=workspace, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=log, stderr=log)
@@ -164,7 +168,7 @@ def _in_process(*arguments: str | int) -> tuple[float, float, int]:
 
 
 def training_step(length: int, width: int) -> tuple[float, float, int]:
-    """Median CPU seconds of a step of the stage's own loop, peak resident set in GB, number of parameters."""
+    """Median CPU seconds of a step in the stage's own loop, peak resident set in GB, and number of parameters."""
     import resource
 
     from rlhf_core.config import ArchitectureConfig
@@ -225,7 +229,7 @@ def table(points: list[Point]) -> list[str]:
 
 
 def exponent(before: Point, after: Point, of: str) -> float:
-    """k where the value grows as size**k between two points."""
+    """The k with which the value grows as size**k between two points."""
     return math.log(getattr(after, of) / getattr(before, of)) / math.log(after.size / before.size)
 
 

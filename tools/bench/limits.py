@@ -1,4 +1,4 @@
-"""Speed compared with this machine's limits: python -m tools.bench.limits [--models small medium] [--rounds N] ...
+"""Compares speed with this machine's limits: python -m tools.bench.limits [--models small medium] [--rounds N] ...
 
 Comparisons, each in a fresh process:
 
@@ -96,7 +96,7 @@ def child(measure: str, work: Work | None, arguments: argparse.Namespace) -> Any
 
 
 def matmul(_: None, arguments: argparse.Namespace) -> float:
-    """Best GFLOP/s of float32 matrix products."""
+    """The best GFLOP/s of float32 matrix products."""
     import torch
 
     torch.set_num_threads(arguments.threads)
@@ -110,7 +110,7 @@ def matmul(_: None, arguments: argparse.Namespace) -> float:
 
 
 def step(work: Work, arguments: argparse.Namespace) -> dict[str, float]:
-    """Medians over the timed steps of a job, in seconds: the whole step, each phase, and bare engines' batches."""
+    """Median seconds of a job's timed steps: the whole step, each phase, and bare engines' batches."""
     from tools.bench.ours_online import read_clock, timings
 
     with tempfile.TemporaryDirectory() as folder:
@@ -176,7 +176,7 @@ def train(work: Work, arguments: argparse.Namespace) -> dict[str, float]:
 
 
 class BareSft:
-    """The same module, batches and optimizer as `tools.bench.ours.sft` has."""
+    """The module, batches and optimizer of `tools.bench.ours.sft` in bare PyTorch."""
 
     def __init__(self, work: Work):
         import torch
@@ -193,7 +193,7 @@ class BareSft:
         self._optimizer = torch.optim.AdamW(self._module.parameters(), lr=work.params.sft.learning_rate, betas=(0.9, 0.95), fused=True)
 
     def step(self, number: int) -> int:
-        """The tokens of its batch."""
+        """Train on one batch. Returns its number of tokens."""
         import torch
 
         from rlhf_core.data.batching import batch_indices

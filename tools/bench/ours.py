@@ -1,4 +1,4 @@
-"""This project's side: the stages' trainers and loop on the DeepSpeed engine."""
+"""Runs this project's side: the stages' trainers and loop on the DeepSpeed engine."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def train(work: Work, folder: Path) -> Run:
 
 
 def loop(work: Work, folder: Path, run: Run, end_step: Callable[[], bool]) -> TrainLoop:
-    """Optimizer steps alone, without checkpoints and evaluation."""
+    """A loop of optimizer steps alone, without checkpoints and evaluation."""
     return TrainLoop(
         seed=work.params.seed,
         checkpoint_every=work.steps + 1,

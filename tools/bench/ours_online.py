@@ -1,4 +1,4 @@
-"""This project's side of the online methods: the RL job as the stage submits it, on its own Ray head."""
+"""Runs this project's side of the online methods: the RL job as the stage submits it, on its own Ray head."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rlhf_core.config import Params
 from rlhf_core.data.schema import write_rows
 from rlhf_core.engines.ray.cluster import local_head, python_path, run_job
 from rlhf_core.trainers.rl.job import RlJob
+from rlhf_core.trainers.rl.submit import rl_job
 from tools.bench.driver import CLOCK
 from tools.bench.work import Run, Work
 
@@ -29,11 +30,14 @@ def train(work: Work, folder: Path, *, threads: int) -> Run:
 
 
 def timings(work: Work, folder: Path, *options: str, threads: int) -> list[dict[str, float]]:
-    """Per step: seconds, and seconds_<phase> of its phases. options: of tools.bench.driver."""
+    """The seconds of each step, and seconds_<phase> of its phases.
+
+    options: of tools.bench.driver.
+    """
     job = describe(work.params, work.read_rows(), folder, model=work.model, name=work.method, threads=threads)
-    job.write(folder / "job.json")
+    rl_job(job, work.params, root=ROOT, work=Path(job.work)).write(folder / "job.pkl")
     (folder / "work.json").write_text(json.dumps(asdict(work)))
-    driver = [sys.executable, "-m", "tools.bench.driver", str(folder / "job.json"), str(folder / "work.json"), *options]
+    driver = [sys.executable, "-m", "tools.bench.driver", str(folder / "job.pkl"), str(folder / "work.json"), *options]
     with submit(work, folder, driver, threads=threads):
         return read_csv(Path(job.timings), "seconds")
 
@@ -66,7 +70,10 @@ def submit(work: Work, folder: Path, driver: list[str], *, threads: int) -> Iter
 def describe(
     params: Params, rows: list[dict[str, Any]], folder: Path, *, model: str, name: str, threads: int, reward_model: str | None = None
 ) -> RlJob:
-    """A job with the rows' conversations as prompts. model, reward_model: folders. name: of the run."""
+    """A job with the rows' conversations as prompts.
+
+    model, reward_model: folders. name: of the run.
+    """
     prepared = folder / "prepared"
     prompts = [
         {"id": str(i), "source": "bench", "split": "train", "messages": row["messages"], "label": None} for i, row in enumerate(rows)
@@ -94,11 +101,11 @@ def describe(
 
 
 def read_clock(folder: Path) -> dict[str, list[float]]:
-    """The clock that tools.bench.driver has written."""
+    """The clock that tools.bench.driver wrote."""
     return json.loads((folder / CLOCK).read_text())
 
 
 def read_csv(path: Path, *prefixes: str) -> list[dict[str, float]]:
-    """Columns whose names have this prefix."""
+    """Columns of a CSV file whose names have this prefix."""
     with path.open(encoding="utf-8", newline="") as file:
         return [{name: float(value) for name, value in row.items() if name.startswith(prefixes)} for row in csv.DictReader(file)]

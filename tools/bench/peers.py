@@ -1,4 +1,4 @@
-"""Speed compared with TRL's: python -m tools.bench.peers [--cases ...] [--models small medium] [--rounds N] ...
+"""Compares speed with TRL's: python -m tools.bench.peers [--cases ...] [--models small medium] [--rounds N] ...
 
 Both sides do the same work (work.py) in alternating fresh processes: ours, theirs, ours, theirs. The time counts from the end of the
 warm-up to the end of the last step; loading, tokenizing and precomputed references are excluded. A round whose losses differ stops the run.
@@ -22,6 +22,7 @@ from typing import Any
 
 from rlhf_core.config import ArchitectureConfig, ClerkConfig, ExternalPairsConfig, ModelConfig
 from rlhf_core.data.clerk.generator import clerk_rows
+from rlhf_core.data.schema import Message
 from rlhf_core.data.sources import load_source
 from rlhf_core.process import configure_process
 from tools.bench.work import ONLINE, Run, Work, works_to_json, write_jsonl
@@ -142,7 +143,10 @@ def sized(inputs: Inputs, case: str, model: str, arguments: argparse.Namespace) 
 
 
 def tokens_per_sample(work: Work) -> float:
-    """Mean over the rows. A pair's prompt counts with each response; online responses are as long as they may be."""
+    """Mean number of tokens per sample over the rows.
+
+    A pair's prompt counts with each response; online responses are as long as they may be.
+    """
     from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, load_tokenizer
 
     tokenizer = load_tokenizer(work.model, trust_remote_code=False)
@@ -182,15 +186,18 @@ def make_inputs(folder: Path, models: list[str]) -> Inputs:
 def pretrained_inputs(folder: Path, arguments: argparse.Namespace) -> Inputs:
     """Pairs of the file, one of each conversation, and their chosen responses as demonstrations; the model as it is."""
     from rlhf_core.models.build import new_scalar_model, save_model
-    from rlhf_core.models.tokenizer import encode_conversation, load_tokenizer
+    from rlhf_core.models.tokenizer import encode_conversation, encode_scored, load_tokenizer
 
     tokenizer = load_tokenizer(str(arguments.model), trust_remote_code=False)
     source = ExternalPairsConfig(name="pairs", path=str(arguments.pairs), format="hh").source()
+
+    def tokens(messages: list[Message], response: str) -> int:
+        """The longer of the two encodings: a scored response has an end of its own."""
+        return max(len(encode_conversation(tokenizer, messages, response)[0]), len(encode_scored(tokenizer, messages, response)))
+
     pairs: dict[str, dict[str, Any]] = {}
     for row in load_source(source, seed=0).rows["preference"]:
-        if all(
-            len(encode_conversation(tokenizer, row["messages"], row[side])[0]) <= arguments.max_length for side in ("chosen", "rejected")
-        ):
+        if all(tokens(row["messages"], row[side]) <= arguments.max_length for side in ("chosen", "rejected")):
             pairs.setdefault(json.dumps(row["messages"]), {name: row[name] for name in ("messages", "chosen", "rejected")})
         if len(pairs) == ROWS:
             break
@@ -211,7 +218,7 @@ def one_each(rows: list[dict[str, Any]], sides: tuple[str, ...]) -> list[dict[st
 
 
 def measure(work: Work, rounds: int, warmup: int, environment: dict[str, str]) -> dict[str, dict[str, list[float]]]:
-    """Samples (demonstrations or pairs) per second of each side's alternating runs, by wall clock and by CPU time.
+    """Samples (demonstrations or pairs) per second in each side's alternating runs, by wall clock and by CPU time.
 
     Raises:
         RuntimeError: the sides' losses differ.
@@ -244,7 +251,7 @@ def run(side: str, work: Work, environment: dict[str, str]) -> Run:
 
 
 def summary(speeds: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
-    """For each clock: all values, medians, the ratio of the medians, and each round's ratio."""
+    """All values by each clock, their medians, the ratio of the medians, and each round's ratio."""
     found = {}
     for clock, sides in speeds.items():
         medians = {side: statistics.median(values) for side, values in sides.items()}
@@ -263,7 +270,7 @@ def line(row: dict[str, Any]) -> str:
     cells = [row["model"], row["case"]]
     for side in SIDES:
         runs = clock["samples_per_second"][side]
-        cells.append(f"{clock['medians'][side]:.0f} ({min(runs):.0f} to {max(runs):.0f})")
+        cells.append(f"{clock['medians'][side]:.3g} ({min(runs):.3g} to {max(runs):.3g})")
     cells += [f"{clock['medians'][side] * row['tokens_per_sample']:.0f}" for side in SIDES]
     for found in (clock, row.get("cpu")):
         cells.append(f"{found['ratio']:.2f} ({min(found['ratios']):.2f} to {max(found['ratios']):.2f})" if found else "")

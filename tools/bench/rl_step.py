@@ -1,4 +1,4 @@
-"""RL steps in one process, without Ray between rollout engine and trainer, for growth.py."""
+"""Runs RL steps in one process, without Ray between rollout engine and trainer, for growth.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ STEPS, WARMUP = 6, 2
 
 
 def rl_step(prompts: int) -> tuple[float, float, int]:
-    """RLOO on the benchmark's small model: median CPU seconds of a step, peak resident set in GB, responses."""
+    """Median CPU seconds of an RLOO step of the benchmark's small model, peak resident set in GB, and number of responses."""
+    import torch
+
     from rlhf_core.engines.pytorch_engine import PytorchEngine
     from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
     from rlhf_core.sampling.scoring import RewardNormalizer
@@ -25,7 +27,7 @@ def rl_step(prompts: int) -> tuple[float, float, int]:
     from rlhf_core.trainers.rl.minibatch import plan_update
     from rlhf_core.trainers.rl.rank import TrainerRank
     from rlhf_core.trainers.rl.rollouts import sampling_settings
-    from rlhf_core.types import Rollout, ScoredRollout
+    from rlhf_core.types import Rollout, Span
 
     with tempfile.TemporaryDirectory() as folder:
         work = make_inputs(Path(folder), ["small"]).work("rloo", "small", steps=STEPS, batch_size=4 * prompts)
@@ -43,18 +45,16 @@ def rl_step(prompts: int) -> tuple[float, float, int]:
         for step in range(STEPS):
             began = time.process_time()
             taken = stream.take(step * prompts, prompts)
-            how = {"stop_ids": stop_ids(tokenizer, job.sft_model), "group_size": rl.group_size}
-            groups = engine.generate([p.prompt_ids for p in taken], list(range(prompts)), sampling_settings(rl), **how)
+            options = {"stop_ids": stop_ids(tokenizer, job.sft_model), "group_size": rl.group_size}
+            groups = engine.generate([p.prompt_ids for p in taken], list(range(prompts)), sampling_settings(rl), **options)
             rollouts = [
-                Rollout(prompt, s.response_ids, s.logprobs, s.finished, group_id=i, policy_version=step)
+                Rollout(prompt, [Span(s.response_ids, s.logprobs, s.version)], s.finished, group_id=i)
                 for i, (prompt, group) in enumerate(zip(taken, groups, strict=True))
                 for s in group
             ]
             scores = of_texts(tokenizer.batch_decode([r.response_ids for r in rollouts]))
-            scored = [ScoredRollout(r, {"variety": score}) for r, score in zip(rollouts, scores, strict=True)]
-            batch = collate(
-                scored, rank.forward(*sequences_of(rollouts)), None, pad_id=tokenizer.pad_token_id, old_logprobs_source="recompute"
-            )
+            outputs, how = rank.forward(*sequences_of(rollouts)), {"pad_id": tokenizer.pad_token_id, "old_logprobs_source": "recompute"}
+            batch = collate(rollouts, {"variety": torch.tensor(scores)}, outputs, None, **how)
             train_batch, _ = compute_advantages(batch, rl, RewardNormalizer(rl.reward), kl_coef=rl.kl.coef)
             (plan,) = plan_update(train_batch, demonstrations, rl, seed=job.seed, step=step)
             rank.update(plan, kl_coef=rl.kl.coef, train_policy=True)

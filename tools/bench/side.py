@@ -1,4 +1,4 @@
-"""One side in its own process: python -m tools.bench.side {ours,theirs} WORKS.json RUNS.json
+"""Runs one side in its own process: python -m tools.bench.side {ours,theirs} WORKS.json RUNS.json
 
 Reads a list of works and writes a list of runs. TRL and DeepSpeed both set up distributed state, so they can't share a process.
 """

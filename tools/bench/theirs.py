@@ -1,4 +1,4 @@
-"""TRL's side: its trainers on the same weights, rows, order and optimizer."""
+"""Runs TRL's side: its trainers on the same weights, rows, order and optimizer."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def train(work: Work, folder: Path) -> Run:
 
 
 def train_online(work: Work, folder: Path) -> Run:
-    """Uses TRL's own generation: with vLLM it fails on a CPU (1.16: 'Parameter' object has no attribute 'weight_loader')."""
+    """Train online by TRL with its own generation, since its vLLM mode fails on a CPU (1.16: 'Parameter' object has no attribute
+    'weight_loader').
+    """
     run, rl = Run(), work.params.rl
     trainer_class, config_class = ONLINE_TRAINERS[work.method]
 
@@ -90,7 +92,7 @@ def train_online(work: Work, folder: Path) -> Run:
 
 
 def common(work: Work) -> dict[str, Any]:
-    """This project's section in TRL's terms."""
+    """The section of this project in TRL's terms."""
     section = getattr(work.params, work.method)
     return {
         "max_length": work.params.model.max_length,

@@ -1,4 +1,4 @@
-"""Weight transfer over gloo: python -m tools.bench.transfer [--models medium large] [--steps N] [--rounds N] [--table FILE]
+"""Measures weight transfer over gloo: python -m tools.bench.transfer [--models medium large] [--steps N] [--rounds N] [--table FILE]
 
 Two measurements for models of 5 and 50 million parameters in float32: bytes per second from one process to another one, a layer at a time,
 beside copies of the same layers in memory (memcpy); and the share of the weight sync in a step of a GRPO job with one vLLM engine.
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def share(work: Any, threads: int) -> dict[str, str]:
-    """Median seconds of a job's step and of its sync."""
+    """Median seconds of a job's step and of its weight sync."""
     from tools.bench.ours_online import timings
 
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +65,7 @@ def share(work: Any, threads: int) -> dict[str, str]:
 
 
 def bandwidth(folder: str, rounds: int) -> dict[str, str]:
-    """Median speeds, in 10^6 bytes per second: to another process, and of plain copies."""
+    """Median speeds in 10^6 bytes per second, to another process and of plain copies."""
     import torch
 
     from rlhf_core.engines.gloo_transfer import GlooLink, pack_layer

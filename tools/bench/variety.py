@@ -1,4 +1,4 @@
-"""Reward of the online benchmark, cheap and equal for both sides: the number of different characters in a response."""
+"""The reward of the online benchmark, cheap and equal for both sides: the number of different characters in a response."""
 
 
 def variety(prompts, responses, labels, metadata):

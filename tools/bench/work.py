@@ -1,4 +1,4 @@
-"""The work of both sides: a model folder, rows, steps, and a section of params.yaml."""
+"""Describes the work of both sides: a model folder, rows, steps, and a section of params.yaml."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Work:
 
 @dataclass
 class Run:
-    """Results of a work: the loss of each optimizer step (online: the mean reward), and two clocks at its end, in seconds.
+    """The result of a work: the loss of each optimizer step (online: the mean reward), and two clocks at its end, in seconds.
 
     ends: wall clock.
     cpu_ends: CPU time of the process over all threads. Empty for an online method on this project's side, which has several processes.

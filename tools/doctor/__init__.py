@@ -1,1 +1,1 @@
-"""Check the installation: packages, versions, machine."""
+"""Checks the installation: packages, versions, machine."""

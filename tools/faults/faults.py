@@ -31,7 +31,7 @@ CLOCK_LIBRARY = Path(__file__).with_name("clock_jump.c")
 
 
 def nothing() -> None:
-    """For a fault that needs no undoing."""
+    """Undo nothing, for a fault that needs no undoing."""
 
 
 def send(number: signal.Signals, role: str | None = None, *, checkpointed: bool = True) -> Strike:
@@ -87,7 +87,7 @@ def kill_one_of_the_engines(scene: Scene) -> Undo:
 
 
 def connections(process: psutil.Process, others: Sequence[psutil.Process]) -> set[tuple]:
-    """TCP connections of a process to some others: its own address, and theirs."""
+    """The TCP connections of a process to some others, each as its own address and theirs."""
     theirs = {(c.raddr, c.laddr) for other in others for c in other.net_connections("tcp") if c.raddr}
     return {(c.laddr, c.raddr) for c in process.net_connections("tcp") if c.raddr} & theirs
 
@@ -117,7 +117,7 @@ def full_disk(scene: Scene) -> Undo:
 
 
 def just_run(scene: Scene) -> Undo:
-    """For a fault that `prepare` has caused."""
+    """Cause nothing, for a fault that `prepare` has caused."""
     return nothing
 
 
@@ -191,7 +191,7 @@ def read_only(*names: str) -> Callable[[Path, str], Undo]:
 
 
 def full_models(workspace: Path, _: str) -> Undo:
-    """Mount a disk on models/ that has room for the existing models and no other."""
+    """Mount a disk on models/ with room for only the existing models."""
     folder, aside = workspace / "models", workspace.with_suffix(".models")
     shutil.copytree(folder, aside)
     blocks = sum(-(-p.stat().st_size // 4096) + 1 for p in aside.rglob("*")) + 8

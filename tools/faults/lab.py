@@ -1,8 +1,7 @@
-"""Workspaces for faults, each a copy of a finished small chain in which one stage has to run, and the checks after a fault."""
+"""Makes workspaces for faults, each a copy of a finished small chain in which one stage has to run, and checks them after a fault."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import random
 import re
@@ -36,6 +35,7 @@ from small_chain import (
 )
 from small_workspace import command_line, git, processes_in
 
+from rlhf_core.files import try_lock
 from rlhf_core.process import beside
 from tools.faults.transfer import Held, held_transfer
 
@@ -60,7 +60,10 @@ FAULTS = {  # changes to the small chain: short deadlines, and a scorer with its
 
 @dataclass(frozen=True)
 class Variant:
-    """Changes to the params of one stage, which has its own undisturbed run. ranks: of that stage's job."""
+    """Changes to the params of one stage, which then has its own undisturbed run.
+
+    ranks: of that stage's job.
+    """
 
     stage: str
     changes: dict[str, Any]
@@ -117,13 +120,13 @@ class Laboratory:
             raise RuntimeError(f"undisturbed chain: expected to end with 0, got {code}:\n{printed[-3000:]}")
 
     def workspace(self, name: str, stage: str, variant: str) -> Path:
-        """A copy in which `stage` has to run and the stages before it are up to date."""
+        """A copy of the chain in which `stage` has to run and the stages before it are up to date."""
         workspace = self.copy(name, variant)
         forget(workspace, stage)
         return workspace
 
     def copy(self, name: str, variant: str) -> Path:
-        """A copy in which every stage is up to date."""
+        """A copy of the chain in which every stage is up to date."""
         workspace = self._folder / name
         shutil.rmtree(workspace, ignore_errors=True)
         log_of(workspace).unlink(missing_ok=True)
@@ -152,7 +155,7 @@ def forget(workspace: Path, stage: str) -> None:
 
 
 def same_result(workspace: Path, undisturbed: Path, stage: str) -> str | None:
-    """First difference from the undisturbed run in a stage's entry of dvc.lock or its files; None: they are the same."""
+    """The first difference from the undisturbed run in a stage's entry of dvc.lock or its files; None if they are the same."""
     got, expected = lock_of(workspace).get(stage), lock_of(undisturbed)[stage]
     if got != expected:
         return "dvc.lock has another entry"
@@ -165,8 +168,7 @@ def same_result(workspace: Path, undisturbed: Path, stage: str) -> str | None:
 ROLES = {  # regular expression that matches the command line of each role's processes
     "dvc": " dvc repro",
     "keeper": "rlhf_core.engines.ray.head",
-    "driver": r"-m rlhf_core\.(trainers\.rl\.driver|stage\.training_driver) ",
-    "rank": "RayTrainWorker",
+    "driver": r"-m rlhf_core\.stage\.driver ",
     **ACTOR_TITLES,
 }
 SYSTEM = {"raylet": "raylet/raylet ", "gcs": "gcs/gcs_server ", "dashboard": "dashboard/dashboard.py "}  # Ray's, outside the workspace
@@ -195,7 +197,10 @@ def _age(process: psutil.Process) -> float:
 
 @dataclass
 class Watch:
-    """Polls a workspace's processes. trainers: role -> largest number at once. segments: shared memory that any of them has mapped."""
+    """Polls the processes of a workspace.
+
+    trainers: largest number at once by role. segments: shared memory that any of them has mapped.
+    """
 
     workspace: Path
     trainers: dict[str, int] = field(default_factory=dict)
@@ -240,15 +245,14 @@ def leftovers(workspace: Path, watch: Watch) -> list[str]:
 
 
 def locks_held(workspace: Path) -> list[str]:
-    """Locked lock files of stages, and entries of living processes in DVC's rwlock, or a note if that file is truncated. DVC itself removes
-    the entries of dead processes.
+    """Locked lock files of stages, and entries of living processes in DVC's rwlock, or a note if that file is truncated.
+
+    DVC itself removes the entries of dead processes.
     """
     held = []
     for path in (workspace / "scratch").glob("*/lock"):
         with path.open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not try_lock(file):
                 held.append(str(path.relative_to(workspace)))
     rwlock = workspace / ".dvc/tmp/rwlock"
     if rwlock.exists():

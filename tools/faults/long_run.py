@@ -1,4 +1,4 @@
-"""Memory and disk over a long RL run: python -m tools.faults.long_run [--steps 500] [--figure FILE].
+"""Measures memory and disk over a long RL run: python -m tools.faults.long_run [--steps 500] [--figure FILE].
 
 Measures every few seconds: resident memory of all processes by role, the share of Ray's object store in /dev/shm, and the size of the
 stage's scratch folder and Ray's folder. Prints the slope of each over the second half of the run, and plots them.
@@ -33,7 +33,7 @@ ROLES = ("train_policy", "driver", "trainer", "rollout", "scorer", "raylet", "gc
 
 
 def measure(workspace: Path) -> dict[str, float]:
-    """MiB of each quantity, and the number of finished steps."""
+    """Each quantity in MiB, and the number of finished steps."""
     found, known = {}, set()
     for role in ROLES:
         members = processes(workspace, role)
@@ -53,7 +53,7 @@ def _resident(process: psutil.Process) -> float:
 
 
 def _object_store(raylet: psutil.Process) -> float:
-    """MiB of the object store in /dev/shm, found by its descriptor since the file is unlinked."""
+    """The object store's MiB in /dev/shm, found by its descriptor since the file is unlinked."""
     folder = Path(f"/proc/{raylet.pid}/fd")
     inodes = {}
     with suppress(OSError):
@@ -80,7 +80,7 @@ def _steps(workspace: Path) -> int:
 
 
 def slopes(rows: pd.DataFrame) -> pd.DataFrame:
-    """For each column over the second half of the steps: MiB at the start and the end, and MiB per 100 steps by least squares."""
+    """MiB at the start and the end of the second half of the steps, and MiB per 100 steps by least squares, for each column."""
     late = rows[rows["step"] >= rows["step"].max() / 2]
     found = {
         name: (late[name].iloc[0], late[name].iloc[-1], 100 * linear_regression(late["step"], late[name]).slope)

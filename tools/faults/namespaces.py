@@ -1,4 +1,4 @@
-"""A Ray cluster whose nodes are network namespaces of this machine. It needs root, `ip` and `unshare`.
+"""Makes a Ray cluster whose nodes are network namespaces of this machine. It needs root, `ip` and `unshare`.
 
 Nodes share a network and one folder, `<folder>/storage`, and no other: each has a /tmp and /dev/shm of its own, doesn't see this checkout,
 and, as on a stock Debian, its host's name is 127.0.1.1. The first is the head.
@@ -29,7 +29,7 @@ COMMANDS = ("ip", "unshare", "mount")
 
 
 def unavailable() -> str | None:
-    """Why this machine can't make such a cluster, or None."""
+    """The reason why this machine can't make such a cluster, or None."""
     if os.geteuid() != 0:
         return "needs root"
     if missing := [name for name in COMMANDS if shutil.which(name) is None]:
@@ -74,7 +74,8 @@ class Nodes:
         return f"http://{self._ip(0)}:{DASHBOARD}"
 
     def start(self) -> None:
-        """
+        """Start the cluster.
+
         Raises:
             RuntimeError: a node doesn't start in time.
         """
@@ -109,7 +110,7 @@ class Nodes:
         subprocess.run(["ip", "link", "del", self.name], capture_output=True)
 
     def lose(self, number: int) -> None:
-        """Cut a node off, and kill every process of it: the others get no word of that, as after a power failure."""
+        """Cut a node off and kill all its processes, without word to the other nodes, as after a power failure."""
         _run("ip", "link", "set", self._link(number), "down")
         for pid in self.pids(number):
             with contextlib.suppress(ProcessLookupError):
@@ -118,7 +119,7 @@ class Nodes:
         self.processes[number].wait(20)
 
     def pids(self, number: int) -> list[int]:
-        """Of a node's processes."""
+        """The process ids of a node."""
         listed = subprocess.run(["ip", "netns", "pids", f"{self.name}-{number}"], capture_output=True, text=True)
         return [int(pid) for pid in listed.stdout.split()]
 
@@ -134,7 +135,7 @@ class Nodes:
         return f"{self._network}.{number + 1}"
 
     def _link(self, number: int) -> str:
-        """The end of a node's cable at the others."""
+        """The name of a node's cable at the other end."""
         return f"{self.name}v{number}"
 
     def _connect(self, number: int) -> None:
@@ -184,7 +185,7 @@ class Nodes:
             )
 
     def _mounts(self, own: Path) -> Iterator[str]:
-        """Commands that give a node its own view of the file system; it keeps Python's packages and the storage."""
+        """Commands that give a node its own view of the file system, with Python's packages and the storage."""
         kept = {"python": PYTHON, "storage": self.storage.resolve()}
         for name, folder in kept.items():
             yield f"mkdir -p /run/kept/{name} && mount --bind {shlex.quote(str(folder))} /run/kept/{name}"

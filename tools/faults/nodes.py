@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine: python -m tools.faults.nodes <folder> <nodes> <CPUs of each>; ends by SIGTERM.
+"""Runs a Ray cluster of several nodes on this machine: python -m tools.faults.nodes <folder> <nodes> <CPUs of each>; ends by SIGTERM.
 
 The head has no CPU for actors. <folder>/cluster.json has the cluster's address once the cluster is up.
 """

@@ -1,4 +1,4 @@
-"""Jobs on nodes that share no disk: python -m tools.faults.nodes_matrix [--only WORD ...] [--folder FOLDER] [--table FILE].
+"""Runs jobs on nodes that share no disk: python -m tools.faults.nodes_matrix [--only WORD ...] [--folder FOLDER] [--table FILE].
 
 Trains the small chain's models on network namespaces of this machine (tools/faults/namespaces.py), with a folder as the storage address:
 curves must be those of one machine, a lost node must end as docs/faults.md says, and a node that can't work must be refused. Writes
@@ -57,7 +57,7 @@ ONE_RANK = {"rl": {"trainer": {"ranks": 1, "zero_stage": 0}, "steps": 30}}
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing to show.
+    """A cell of the matrix: a stage to train on nodes, and what must come of it.
 
     changes: of the params of the stage `module`. alone: changes of the run on one machine. cpus: of each node.
     lose: the node with a process whose command line matches this expression is lost after a checkpoint, and with in_transfer between the
@@ -80,7 +80,7 @@ class Cell:
 CELLS = (
     Cell("SFT: a rank on each of two nodes", "tasks.train_sft", [SFT], [{"sft": {"ranks": 1, "zero_stage": 0}}]),
     Cell("PPO: two ranks and an engine on three nodes", "tasks.train_rl", [RL], [], (1, 1, 1)),
-    Cell("SFT: a rank's node is lost, and another one comes", "tasks.train_sft", [SFT, LONG], [], lose="RayTrainWorker", ends=CRASHED),
+    Cell("SFT: a rank's node is lost, and another one comes", "tasks.train_sft", [SFT, LONG], [], lose=ACTOR_TITLES["rank"], ends=CRASHED),
     Cell("PPO: the engine's node is lost, and another is free", "tasks.train_rl", [RL, ONE_RANK], [], (1, 1, 1), lose=ENGINE),
     Cell("PPO: the rank's node is lost, and another one comes", "tasks.train_rl", [RL, ONE_RANK], [], lose=RANK, ends=CRASHED),
     Cell(
@@ -218,7 +218,7 @@ def in_transfer(nodes: Nodes, stage: subprocess.Popen) -> AbstractContextManager
 
 
 def processes(nodes: Nodes, expression: str, numbers: Iterable[int]) -> list[psutil.Process]:
-    """Processes of some nodes whose command lines match."""
+    """The processes on some nodes whose command lines match."""
     found = []
     for pid in (pid for number in numbers for pid in nodes.pids(number)):
         with suppress(psutil.NoSuchProcess):
@@ -241,7 +241,7 @@ def compare(workspace: Path, alone: Path, cell: Cell, result: Result) -> None:
 
 
 def write_table(path: Path, results: Sequence[Result], cells: Sequence[Cell]) -> None:
-    """Write the results as rows in the order of `cells`, of which those without a result keep the row that they have."""
+    """Write the results as rows in the order of `cells`; a cell without a result keeps its row in the table."""
     rows: dict[str, list[str]] = {}
     if path.exists():
         with path.open(newline="", encoding="utf-8") as file:

@@ -1,8 +1,8 @@
-"""A weight transfer that is held between its first and its last layer, so that a fault strikes in the middle.
+"""Holds a weight transfer between its first and its last layer, so that a fault strikes in the middle.
 
-A small model's transfer takes milliseconds. The trainer's ranks are stopped as soon as one of them works on `send_weights`, and from then
-on run in slices of a fraction of a millisecond. Between two slices the stacks of the engines, which py-spy reads from outside, tell for
-which layer each of them waits.
+A small model's transfer takes milliseconds. The trainer's ranks are stopped as soon as one of them works on `send_weights`, and then run in
+slices of a fraction of a millisecond. Between two slices the stacks of the engines, which py-spy reads from outside, show for which layer
+each of them waits.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Find = Callable[[str], Sequence[psutil.Process]]  # the processes of a role, suc
 
 @dataclass(frozen=True)
 class Held:
-    """A transfer in the middle.
+    """A transfer that is held in the middle.
 
-    ranks: of the trainer, stopped at work on it.    engines: each waits for a layer that isn't the first.
+    ranks: trainer ranks that are stopped at work on it. engines: engines, each of which waits for a layer that isn't the first.
     """
 
     ranks: Sequence[psutil.Process]
@@ -45,7 +45,7 @@ class Held:
 
 @contextmanager
 def held_transfer(find: Find, *, ended: Callable[[], bool], deadline: float) -> Iterator[Held]:
-    """Hold the next transfer that can be; the ranks run again at the end of the block.
+    """Context in which the next possible transfer is held; the ranks run again at its end.
 
     Args:
         ended: whether the job has.
@@ -73,7 +73,7 @@ def held_transfer(find: Find, *, ended: Callable[[], bool], deadline: float) -> 
 
 
 def unavailable() -> str | None:
-    """Why py-spy can't read another process's stack here, or None."""
+    """The reason why py-spy can't read another process's stack here, or None."""
     if not SPY.exists():
         return "needs py-spy, which comes with ray[default]"
     idle = [sys.executable, "-c", "print(flush=True); input()"]
@@ -85,7 +85,7 @@ def unavailable() -> str | None:
 
 
 def at_work(actors: Sequence[psutil.Process], call: str) -> list[psutil.Process]:
-    """Those of Ray's actors that work on a call, which their titles name."""
+    """The Ray actors that work on a call, which their titles name."""
     return [actor for actor in actors if call in " ".join(command_line(actor))]
 
 
@@ -105,7 +105,7 @@ def _signal(processes: Sequence[psutil.Process], number: int) -> None:
 
 
 def _advance(ranks: Sequence[psutil.Process], engines: Sequence[psutil.Process]) -> list[int] | None:
-    """Run stopped ranks until every engine waits for a layer after the first. Returns these layers; None: the transfer went on too far."""
+    """Run stopped ranks until every engine waits for a layer after the first. Returns these layers; None if the transfer went too far."""
     until = time.monotonic() + HOLD_SECONDS
     while at_work(ranks, "send_weights") and time.monotonic() < until:
         layers = [settled_layer(engine) for engine in at_work(engines, "receive_weights")]
@@ -118,7 +118,7 @@ def _advance(ranks: Sequence[psutil.Process], engines: Sequence[psutil.Process])
 
 
 def settled_layer(engine: psutil.Process) -> int | None:
-    """The layer for which an engine waits, once no thread of it has anything to do; None: it doesn't wait for one."""
+    """The layer for which an engine waits, once none of its threads has anything to do; None if it waits for none."""
     until = time.monotonic() + SETTLE_SECONDS
     while time.monotonic() < until:
         if is_asleep(engine):
@@ -129,7 +129,7 @@ def settled_layer(engine: psutil.Process) -> int | None:
 
 
 def awaited_layer(engine: psutil.Process) -> int | None:
-    """The argument of `GlooReceiver.receive` on an engine's stack; None: the engine isn't in it."""
+    """The argument of `GlooReceiver.receive` on an engine's stack; None if the engine isn't in it."""
     done = _dump(engine.pid)
     if done.returncode:  # a stack that changed while it was read
         return None
@@ -140,13 +140,13 @@ def awaited_layer(engine: psutil.Process) -> int | None:
 
 
 def _dump(pid: int) -> subprocess.CompletedProcess[str]:
-    """py-spy's account of a process's stacks."""
+    """py-spy's report of a process's stacks."""
     command = [SPY, "dump", "--pid", str(pid), "--locals", "--json", "--nonblocking"]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def is_asleep(process: psutil.Process) -> bool:
-    """Whether no thread of a process runs or could."""
+    """Whether no thread of a process runs or could run."""
     states = []
     for path in Path(f"/proc/{process.pid}/task").glob("*/stat"):
         with suppress(OSError):  # a thread that has ended

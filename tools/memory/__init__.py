@@ -1,1 +1,1 @@
-"""Peak memory of training processes beside the planner's prediction: python -m tools.memory."""
+"""Compares the peak memory of training processes with the planner's prediction: python -m tools.memory."""

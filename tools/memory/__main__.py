@@ -1,4 +1,5 @@
-"""Peak memory of training processes beside the planner's prediction: python -m tools.memory --out docs/tables/memory.csv [--only WORDS].
+"""Compares the peak memory of training processes with the planner's prediction: python -m tools.memory --out docs/tables/memory.csv [--only
+WORDS].
 
 Each case runs real training processes on the CPU: a model with random weights is loaded from its folder, the stage's trainer makes two
 optimizer steps of two micro-batches each, and saves a checkpoint and the weights. The figure is the peak of the resident set, less that of
@@ -52,12 +53,12 @@ def main() -> int:
 
 
 def facts(case: Case) -> dict[str, str]:
-    """The columns that name a case."""
+    """The columns that identify a case."""
     return {"stage": case.stage, "shape": case.shape, "dtype": case.dtype, "tokens": str(case.tokens), "settings": case.settings}
 
 
 def read_rows(path: Path | None) -> dict[str, dict[str, str]]:
-    """The rows of a table, by the names of their cases."""
+    """The rows of a table by the names of their cases."""
     if path is None or not path.exists():
         return {}
     with path.open(newline="", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""The trainings whose memory is measured, as settings of params.yaml, and what the planner predicts for them."""
+"""Lists the trainings whose memory is measured, as settings of params.yaml, with the planner's prediction for each."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ class Case:
 
     @property
     def own_rows(self) -> int:
-        """Sequences of an optimizer step on each rank, or on each group of ranks that share them."""
+        """The number of sequences in an optimizer step on each rank, or on each group of ranks that share them."""
         return 2 * self.rows
 
     @property
     def all_rows(self) -> int:
-        """Sequences of an optimizer step."""
+        """The number of sequences in an optimizer step."""
         return self.own_rows * self.ranks // self.changes.get("sequence_parallel", 1)
 
     @property
     def settings(self) -> str:
-        """In words: "ZeRO 2, 2 ranks"."""
+        """The settings in words, such as "ZeRO 2, 2 ranks"."""
         words = [f"ZeRO {self.changes.get('zero_stage', 0)}", f"{self.ranks} rank{'s' * (self.ranks > 1)}"]
         names = {"lora": "LoRA", "gradient_checkpointing": "checkpointing"}
         for key, value in self.changes.items():
@@ -79,7 +79,7 @@ class Case:
 
     @property
     def tiny(self) -> Case:
-        """The same of a small model, which takes the same imports."""
+        """The same case with a small model, which takes the same imports."""
         return replace(self, shape="2M", rows=4)
 
 
@@ -89,7 +89,7 @@ SHARDED = {"zero_stage": 3, "ranks": 2}
 
 
 def cases() -> Iterator[Case]:
-    """In bfloat16, and each stage's plainest training in float32 too."""
+    """All cases in bfloat16, and each stage's plainest training also in float32."""
     offloaded = {"offload_optimizer": True, "offload_parameters": True}
     changes: dict[str, list[dict[str, Any]]] = {
         "sft": [
@@ -131,7 +131,7 @@ def params_of(case: Case) -> Params:
 
 
 def predict(case: Case) -> float:
-    """Bytes that the preflight expects a rank to need."""
+    """The bytes that the preflight expects a rank to need."""
     params, model = params_of(case), of_shape(SHAPES[case.shape], stored=case.dtype, plain_llama=True)
     if case.stage in RL:
         (rank,) = rl_ranks(params.rl, params.model, Models(model, model, (model,)), on_gpu=False)

@@ -1,4 +1,4 @@
-"""Processes that train as a stage's ranks do, and the peak of their memory."""
+"""Runs processes that train as a stage's ranks do, and measures the peak of their memory."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def begin_with_imports() -> None:
 
 
 def in_children(function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> list[Any]:
-    """Results of calls in processes of their own, at the same time."""
+    """The results of calls that run at the same time, each in its own process."""
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in arguments]
     children = [context.Process(target=_answer, args=(pipe[1], function, given)) for pipe, given in zip(pipes, arguments, strict=True)]
@@ -130,7 +130,7 @@ def join(rank: int, ranks: int, port: int = 0) -> None:
 
 
 def peak_of(call: Callable[[], Any]) -> float:
-    """Bytes of the resident set's peak in a call beyond the set before it."""
+    """The bytes by which the resident set's peak in a call exceeds the set before it."""
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     call()
@@ -145,12 +145,12 @@ def status(key: str) -> float:
 def train(case: Case, work: Path) -> None:
     scratch = work / f"training-{case.shape}"
     scratch.mkdir(exist_ok=True)
-    how = train_rl if case.stage in RL else train_supervised
-    how(case, work / case.shape, scratch)
+    train_case = train_rl if case.stage in RL else train_supervised
+    train_case(case, work / case.shape, scratch)
 
 
 def train_supervised(case: Case, folder: Path, scratch: Path) -> None:
-    """By the stage's own trainer, on texts of LENGTH tokens."""
+    """Train by the stage's own trainer on texts of LENGTH tokens."""
     from rlhf_core.engines.ranks import is_first
     from rlhf_core.models.build import load_language_model, save_model
     from rlhf_core.models.tokenizer import load_tokenizer
@@ -205,7 +205,7 @@ def training_loop(case: Case, scratch: Path) -> TrainLoop:
 
 
 def pairs(count: int, tokenizer: Any) -> list[dict[str, Any]]:
-    """Rows of every supervised stage, each with a prompt of its own and two responses with which it has nearly LENGTH tokens."""
+    """Rows for every supervised stage: each has its own prompt and two responses, with nearly LENGTH tokens each."""
     from rlhf_core.models.tokenizer import encode_conversation
 
     draw, tokens = random.Random(0), {word: len(tokenizer(f" {word}")["input_ids"]) for word in WORDS.split()}
@@ -227,7 +227,7 @@ def pairs(count: int, tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def train_rl(case: Case, folder: Path, scratch: Path) -> None:
-    """A rank of an RL job, called as its driver does, with random responses."""
+    """Run a rank of an RL job as its driver does, with random responses."""
     import torch
 
     from rlhf_core.engines.ranks import rank
@@ -277,7 +277,7 @@ def rl_job(case: Case, folder: Path) -> Any:
 
 
 def minibatch(case: Case, prompts: Any, responses: Any, outputs: dict[str, Any]) -> Any:
-    """An optimizer step on all of a rank's responses."""
+    """Do an optimizer step on all of a rank's responses."""
     import torch
 
     from rlhf_core.trainers.rl.minibatch import Minibatch
@@ -305,7 +305,7 @@ def minibatch(case: Case, prompts: Any, responses: Any, outputs: dict[str, Any])
 
 
 def write_models(case: Case, work: Path) -> None:
-    """Llamas with random weights in the case's dtype: a language model, and a reward model beside it in RL."""
+    """Write Llamas with random weights in the case's dtype: a language model, and in RL also a reward model."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 

@@ -1,4 +1,4 @@
-"""python -m tools.simulate [PART ...] [--replications N] [--seed N] [--write]
+"""Runs simulations: python -m tools.simulate [PART ...] [--replications N] [--seed N] [--write]
 
 Each part is a module of this folder with `simulate(replications, rng) -> Iterable[Row]`. --write replaces docs/tables/simulated-<part>.csv.
 """

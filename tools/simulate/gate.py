@@ -1,4 +1,4 @@
-"""How often the gate lets a bad reward model pass, how far a chain of promotions slides, and how often a good model passes.
+"""Simulates how often the gate lets a bad reward model pass, how far a chain of promotions slides, and how often a good model passes.
 
 The gate's own checks (rlhf_core/gate) decide on points drawn from a Gaussian copula. A pair is right where a normal variable, the sum of
 a part of its prompt, of the pair and of the model, is below the quantile of the model's true accuracy. Models share the parts of prompts
@@ -37,7 +37,10 @@ class Split:
 
     @classmethod
     def draw(cls, rng: np.random.Generator, sizes: np.ndarray | None = None, of_prompt: float = OF_PROMPT) -> Split:
-        """sizes: number of pairs of each prompt; None: PAIRS of each of PROMPTS. of_prompt: the prompt's part of what models share."""
+        """Draw a split.
+
+        sizes: number of pairs of each prompt; None means PAIRS for each of PROMPTS. of_prompt: the prompt's part of what models share.
+        """
         prompts = np.repeat(np.arange(PROMPTS), PAIRS) if sizes is None else np.repeat(np.arange(len(sizes)), sizes)
         parts = rng.standard_normal(prompts.max() + 1)[prompts], rng.standard_normal(len(prompts))
         return cls(math.sqrt(of_prompt) * parts[0] + math.sqrt(OF_PROMPT + OF_PAIR - of_prompt) * parts[1], prompts)
@@ -49,7 +52,10 @@ class Split:
 
 
 def passes(split: Split, points: np.ndarray, config: GateConfig, **promoted: np.ndarray) -> bool:
-    """The gate's verdict on points alone. promoted: points of incumbent and anchor, if any."""
+    """The gate's verdict on points alone.
+
+    promoted: points of incumbent and anchor, if any.
+    """
     n = len(points)
     none = np.zeros(n, dtype=int)
     pairs = Pairs(points, np.full(n, 0.5), none, none, none, split.prompts, none)
@@ -59,7 +65,10 @@ def passes(split: Split, points: np.ndarray, config: GateConfig, **promoted: np.
 
 
 def any_passes(rng: np.random.Generator, config: GateConfig, *, tries: int, counted: bool, same_pairs: bool) -> bool:
-    """Whether any of several models whose true accuracy is the threshold passes; not same_pairs: each on its own pairs."""
+    """Whether any of several models passes whose true accuracy is the threshold.
+
+    same_pairs: false gives each model its own pairs.
+    """
     split = Split.draw(rng)
     for number in range(1, tries + 1):
         if number > 1 and not same_pairs:
@@ -94,7 +103,10 @@ def chain(rng: np.random.Generator, config: GateConfig, *, guarded: bool, fresh:
 
 
 def chain_row(rng: np.random.Generator, config: GateConfig, how: str, replications: int, *, nights: int = CHAIN, **options: bool) -> Row:
-    """How often a chain ends below the margin. options: of `chain`."""
+    """A row on how often a chain ends below the margin.
+
+    options: of `chain`.
+    """
     ends = np.array([chain(rng, config, nights=nights, **options) for _ in range(replications)])
     case = (
         f"{nights} candidates from {START}, each truly worse by {STEP}, end more than {MARGIN} below, {how} "
@@ -105,7 +117,9 @@ def chain_row(rng: np.random.Generator, config: GateConfig, how: str, replicatio
 
 
 def power(rng: np.random.Generator, config: GateConfig, number: int) -> tuple[bool, bool]:
-    """Whether a model of accuracy BETTER passes the threshold at a look; and one of START with incumbent and anchor of START."""
+    """Whether a model of accuracy BETTER passes the threshold at a look, and whether one of START passes with incumbent and anchor of
+    START.
+    """
     split = Split.draw(rng)
     config = at_look(config, number)
     equal, incumbent, anchor = (split.points(START, rng) for _ in range(3))
@@ -131,7 +145,7 @@ def loser_passes(rng: np.random.Generator, config: GateConfig, *, prompts: int, 
 
 
 def covered(rng: np.random.Generator) -> tuple[bool, bool]:
-    """Whether the interval of an accuracy, and that of a difference on the same pairs, holds the truth."""
+    """Whether the interval of an accuracy, and that of a difference on the same pairs, contain the truth."""
     split = Split.draw(rng)
     ours, theirs = split.points(0.85, rng), split.points(0.86, rng)
     accuracy = share_interval(ours, split.prompts, 0.95)
@@ -140,7 +154,7 @@ def covered(rng: np.random.Generator) -> tuple[bool, bool]:
 
 
 def settings() -> GateConfig:
-    """The clerk's settings of the gate, with the threshold and margin of the rows."""
+    """The clerk's settings of the gate, with the rows' threshold and margin."""
     return clerk_params().gate.model_copy(update={"min_accuracy": THRESHOLD, "max_regression": MARGIN})
 
 

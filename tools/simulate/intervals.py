@@ -1,4 +1,4 @@
-"""The intervals and decisions of evaluation, comparisons, calibration and agreement, by the functions that the stages call.
+"""Simulates intervals and decisions of evaluation, comparisons, calibration and agreement, by the functions that the stages call.
 
 Each case draws a stage's counts and measures how often the interval contains the truth, or the decision is right.
 """
@@ -61,7 +61,7 @@ def contains(ends: tuple[float, float], truth: float) -> bool:
 
 
 def cells(shares: tuple[float, ...], n: int, replications: int, rng: np.random.Generator) -> list[tuple[int, ...]]:
-    """Counts of each category and of the rest, a tuple per replication."""
+    """Counts of each category and of the rest; a tuple for each replication."""
     return [tuple(row) for row in rng.multinomial(n, [*shares, 1 - sum(shares)], size=replications).tolist()]
 
 
@@ -96,7 +96,7 @@ def judges_differences(replications: int, rng: np.random.Generator) -> Iterator[
 
 
 def decisions(replications: int, rng: np.random.Generator) -> Iterator[Row]:
-    """Of two models that are equally good."""
+    """Rows for decisions about two models that are equally good."""
     tones = [outcome(equal_models(rng), REWARD_MODEL, confidence=CONFIDENCE).tone for _ in range(replications)]
     yield Row("policy and SFT model equally good: the report calls one better", "at most 0.05", *hits([tone != "open" for tone in tones]))
     coloured = []
@@ -160,14 +160,14 @@ def calibration(replications: int, rng: np.random.Generator) -> Iterator[Row]:
 
 
 def pairs(n: int, surer: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Margins and points of n pairs; the log odds of the right order are the margin over `surer`."""
+    """Margins and points of n pairs; the log odds of the right order are the margin divided by `surer`."""
     margins = np.abs(rng.normal(1.5, 1.5, n))
     right = rng.random(n) < expit(margins / surer)
     return np.where(right, margins, -margins), right.astype(float)
 
 
 def true_calibration_error(surer: float, rng: np.random.Generator) -> float:
-    """The error over bins, from the claims' distribution instead of outcomes."""
+    """The calibration error over bins, from the claims' distribution instead of outcomes."""
     margins = np.abs(rng.normal(1.5, 1.5, 1_000_000))
     at = np.minimum(((expit(margins) - 0.5) * 20).astype(int), 9)
     return float(np.abs(np.bincount(at, weights=expit(margins / surer) - expit(margins), minlength=10)).sum() / len(margins))

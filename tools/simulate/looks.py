@@ -1,4 +1,4 @@
-"""How often some model at the threshold passes where each is judged on a split that was edited since, by the count of the ledger."""
+"""Simulates how often some model at the threshold passes if each is judged on an edited split, by the ledger's count."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MOVING = {WINDOW: lambda k: (range(EXCHANGED * k, EXCHANGED * k + PROMPTS), PLAI
 
 
 def edited(edit: str) -> tuple[list[np.ndarray], list[int]]:
-    """The prompts of each try's split, and the number of its look by a ledger of its own."""
+    """The prompts of each try's split, and the number of its look in a ledger of its own."""
     splits, numbers = [], []
     with tempfile.TemporaryDirectory() as folder:
         for k in range(LAST):
@@ -52,7 +52,7 @@ def edited(edit: str) -> tuple[list[np.ndarray], list[int]]:
 
 
 def first_pass(rng: np.random.Generator, config: GateConfig, splits: list[np.ndarray], numbers: list[int]) -> int:
-    """The try, from 0, at which the first of models at the threshold passes; their number if none does."""
+    """The first try, from 0, at which one of several models at the threshold passes; their number if none does."""
     whole = Split.draw(rng, np.full(max(prompts.max() for prompts in splits) + 1, PAIRS))
     for k, (prompts, number) in enumerate(zip(splits, numbers, strict=True)):
         chosen = np.isin(whole.prompts, prompts)

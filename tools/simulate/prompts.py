@@ -1,4 +1,4 @@
-"""Intervals over prompts and the gate's verdict where prompts have different numbers of pairs, by the functions that the gate calls."""
+"""Simulates intervals over prompts and the gate's verdict for prompts with different numbers of pairs, by the gate's own functions."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ OF_PROMPT = (0.0, 0.08, 0.3)  # the prompt's part of a pair's variable
 
 
 def judged(rng: np.random.Generator, config: GateConfig, sizes: np.ndarray, of_prompt: float) -> tuple[bool, ...]:
-    """Whether intervals hold the truth: of an accuracy, a difference on the same pairs and a mean; and whether a model at the threshold
-    passes, at look 1 and LOOK.
+    """Whether intervals contain the truth (of an accuracy, a difference on the same pairs and a mean), and whether a model at the threshold
+    passes at look 1 and at LOOK.
     """
     split = Split.draw(rng, sizes, of_prompt)
     ours, theirs, at_threshold = (split.points(accuracy, rng) for accuracy in (ACCURACY, OTHER, THRESHOLD))

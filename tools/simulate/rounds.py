@@ -1,4 +1,4 @@
-"""How often a nightly series of rounds accepts a policy that is no better, and how large a gain it finds."""
+"""Simulates how often a nightly series of rounds accepts a policy that is no better, and how large a gain it finds."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def series(gains: np.ndarray, n: int, decided: float, replications: int, rng: np
 
 
 def judged(ahead: np.ndarray, behind: np.ndarray, n: int, *, rounds: int = HORIZON) -> np.ndarray:
-    """Which rounds accept, of [replications, rounds] numbers of prompts, with `rounds` as iterative.promotion.rounds."""
+    """Which rounds accept, for [replications, rounds] numbers of prompts, with `rounds` as iterative.promotion.rounds."""
     accepted = np.zeros(ahead.shape, dtype=bool)
     for i in range(len(ahead)):
         budget = next_budget(None, accepted=False, error_budget=ERROR_BUDGET, rounds=rounds)
@@ -80,7 +80,7 @@ def judged(ahead: np.ndarray, behind: np.ndarray, n: int, *, rounds: int = HORIZ
 
 
 def intervals(rounds: int, n: int, decided: float, replications: int, rng: np.random.Generator) -> np.ndarray:
-    """The same, but a round accepts if its own 95% interval of the win rate is above a half."""
+    """Which rounds accept if a round accepts when its own 95% interval of the win rate is above a half."""
     ahead, behind = draw(np.zeros(rounds), n, decided, replications, rng)
     return ahead - behind > ndtri(0.975) * np.sqrt(ahead + behind)
 
@@ -94,7 +94,7 @@ def draw(gains: np.ndarray, n: int, decided: float, replications: int, rng: np.r
 
 
 def draw_alike(rounds: int, n: int, replications: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """The same without ties; each prompt's probability of a lead is uniform between 0 and 1."""
+    """Numbers of prompts as by `draw`, without ties; each prompt's probability of a lead is uniform between 0 and 1."""
     ahead = np.stack([(rng.random((rounds, n)) < rng.random(n)).sum(1) for _ in range(replications)])
     return ahead, n - ahead
 

@@ -1,4 +1,4 @@
-"""Rows of docs/tables/simulated-*.csv."""
+"""Formats rows of docs/tables/simulated-*.csv."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HEADER = ("simulated", "expected", "found", "standard error", "replications")
 
 @dataclass(frozen=True)
 class Row:
-    """A share found by simulation, beside its expected value.
+    """A simulated share beside its expected value.
 
     case: the simulated case. wanted: the expected share ("0.95", "at most 0.05"). hits of n replications.
     """
@@ -26,9 +26,9 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Standard error of the share."""
+        """The standard error of the share."""
         return math.sqrt(self.share * (1 - self.share) / self.n)
 
     def cells(self) -> tuple[str, ...]:
-        """In the order of HEADER."""
+        """The row's cells in the order of HEADER."""
         return (self.case, self.wanted, f"{self.share:.3f}", f"{self.error:.3f}", str(self.n))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,40 +21,27 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlhf_core.engines.ray.places import Bundle, RoleLost, release, reserve, use_node_interface
 from rlhf_core.engines.ray.processes import Place, kill_worker, on_nodes, place_of_process, process_state
 from rlhf_core.environment import keep_visible, named, passed_on
-from rlhf_core.process import collect_rarely, freeze_gc, hush_libraries
+from rlhf_core.process import collect_rarely, freeze_gc, held, hush_libraries
 from rlhf_core.storage.node import enter
 
 PEER_SECONDS = 5.0  # seconds until the death that made another rank's call fail is known
+WATCH = "watch"  # thread of an actor that answers `look`
 END_SECONDS = 0.2  # between two looks at a process that ends
 
 Pending = ray.ObjectRef  # a pending answer, which may be an argument of another call
-
-
-@contextmanager
-def held(number: int) -> Iterator[None]:
-    """Defer signals to the end of the block, since their handlers may raise. Does nothing outside the main thread."""
-    handler = signal.getsignal(number)
-    if handler is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    signal.signal(number, lambda *_: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(number, handler)
-        if came:
-            signal.raise_signal(number)
 
 
 class Hosted:
     """Hosts an object that is imported and made in the actor's process, so that other processes needn't import it.
 
     A ValueError from its constructor, caused by a user's settings, is raised by every later call.
+
+    Args:
+        visible: environment variables that the process may see besides those of flow.environment.
     """
 
-    def __init__(self, factory: str, **kwargs: Any):
-        keep_visible(named())  # a reward function sees the same environment on a remote cluster as in a stage
+    def __init__(self, factory: str, visible: Collection[str], **kwargs: Any):
+        keep_visible({*named(), *visible})  # a reward function sees the same environment on a remote cluster as in a stage
         enter()
         use_node_interface()
         hush_libraries()
@@ -125,6 +111,8 @@ class ActorGroup:
         bundles: of each actor, reserved by the caller; None: the group reserves its CPUs itself.
         threads: OMP_NUM_THREADS of each actor's process.
         start_deadline: seconds until every actor must have been placed and made.
+        visible: environment variables that the processes may see besides those of flow.environment.
+        watched: `look` can be called while a rank is at work.
         together: without bundles: the ranks are placed as a unit; otherwise each is placed, and can be replaced, alone.
     Raises:
         RoleLost: the cluster has no room, or an actor failed to start.
@@ -142,9 +130,12 @@ class ActorGroup:
         kwargs: dict[str, Any],
         bundles: Sequence[Bundle] | None = None,
         together: bool = True,
+        visible: Collection[str] = (),
+        watched: bool = False,
     ):
         self.role = role
-        self._factory, self._kwargs, self._start_deadline = factory, kwargs, start_deadline
+        self._factory, self._kwargs, self._start_deadline = factory, kwargs | {"visible": set(visible)}, start_deadline
+        self._remote = ray.remote(concurrency_groups={WATCH: 1}) if watched else ray.remote
         self._cpus, self._own_bundles = cpus, bundles is None
         self._environment = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **passed_on()}
         self._bundles: list[Bundle | None] = list(bundles) if bundles is not None else [None] * size
@@ -165,7 +156,7 @@ class ActorGroup:
         bundle = self._bundles[rank]
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(bundle.visible)} if bundle and bundle.visible else {}
         actor = (
-            ray.remote(type(self._factory.rpartition(":")[2], (Hosted,), {}))  # the process's name
+            self._remote(type(self._factory.rpartition(":")[2], (Hosted,), {}))  # the process's name
             .options(
                 num_cpus=self._cpus,
                 num_gpus=bundle.gpus if bundle else 0,
@@ -204,7 +195,7 @@ class ActorGroup:
             RoleLost: names every dead rank, or else those that were late, which may be alive.
         """
         if dead := self._find_dead(patience):
-            raise self._dead(sorted(dead), "its work")
+            raise self.dead(sorted(dead), "its work")
         if self._late:
             raise self._unanswered(sorted(self._late), "its work")
 
@@ -234,6 +225,10 @@ class ActorGroup:
     def submit_one(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Pending:
         """Call a method of one rank, without waiting."""
         return self.actors[rank].call.options(name=f"{self.role}.{method}").remote(method, *args, **kwargs)
+
+    def look(self, rank: int, *args: Any) -> Pending:
+        """Call `look` of one rank in another thread than its other calls, without waiting. For `watched` actors."""
+        return self.actors[rank].call.options(name=f"{self.role}.look", concurrency_group=WATCH).remote("look", *args)
 
     def call(self, method: str, per_rank: list[tuple] | None = None, *, deadline: float, **kwargs: Any) -> list[Any]:
         """Call a method on each rank and return the results, rank 0 first."""
@@ -311,9 +306,10 @@ class ActorGroup:
             dead = [rank for rank, reference in zip(ranks, references, strict=True) if _is_dead(reference, patience)]
             if not dead:
                 raise
-            raise self._dead(dead, what) from error
+            raise self.dead(dead, what) from error
 
-    def _dead(self, ranks: list[int], what: str) -> RoleLost:
+    def dead(self, ranks: list[int], what: str) -> RoleLost:
+        """The loss of ranks whose processes are gone."""
         return RoleLost(
             f"{self.role} rank {_listed(ranks)}: expected {what} to finish, got a dead process ({self._look(ranks[:1])[0]}); "
             "its log is in the Ray session's folder",

@@ -254,7 +254,7 @@ class VllmEngine:
         while len(self._unfinished) > leave:
             for request in self._llm.llm_engine.step():
                 if request.finished:
-                    samples = [_sample(o) for o in sorted(request.outputs, key=lambda o: o.index)]
+                    samples = [_sample(o, self.version) for o in sorted(request.outputs, key=lambda o: o.index)]
                     finished[self._unfinished.pop(request.request_id)] = samples
         return finished
 
@@ -375,8 +375,8 @@ def _transfer_settings(backend: str | None) -> dict[str, Any]:
     return {"weight_transfer_config": WeightTransferConfig(backend=backend), **own}
 
 
-def _sample(output) -> Sample:
-    return Sample(list(output.token_ids), list(output.logprobs.logprobs), output.finish_reason == "stop")
+def _sample(output, version: int) -> Sample:
+    return Sample(list(output.token_ids), list(output.logprobs.logprobs), output.finish_reason == "stop", version)
 
 
 @contextmanager

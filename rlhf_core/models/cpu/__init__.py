@@ -1,1 +1,1 @@
-"""A fast forward and backward pass for small Llamas in float32 on CPU cores."""
+"""A fast forward and backward pass for plain Llamas on CPU cores."""

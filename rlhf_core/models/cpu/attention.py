@@ -1,4 +1,4 @@
-"""Attention in the blocks of a layout."""
+"""Computes attention in the blocks of a layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HIDDEN = -1e30  # added to the logit of a hidden key; finite, so that a row of p
 
 
 class AttentionHeads(NamedTuple):
-    """Number of query heads and of key heads, their dimension, and the factor of their products."""
+    """The number of query heads and of key heads, their dimension, and the factor of their products."""
 
     queries: int
     keys: int
@@ -33,7 +33,7 @@ class AttentionHeads(NamedTuple):
 
 
 def attend(placed: torch.Tensor, block: Block | GroupBlock, heads: AttentionHeads) -> torch.Tensor:
-    """The output of attention at a block's places.
+    """The output of attention at the places of a block.
 
     Args:
         placed: [places, (queries + 2 keys) x size].
@@ -77,7 +77,7 @@ def _causal(width: int) -> torch.Tensor:
 
 
 class _Piece(NamedTuple):
-    """Queries of some rows, and the keys up to `end` that they see."""
+    """The queries of some rows, and the keys up to `end` that they see."""
 
     rows: slice
     queries: slice
@@ -85,7 +85,9 @@ class _Piece(NamedTuple):
 
 
 class _HalfAttention(Function):
-    """`attend` in bfloat16: logits and softmax in float32, other products in bfloat16. The weights are computed again in the backward pass.
+    """`attend` in bfloat16, with logits and softmax in float32 and other products in bfloat16.
+
+    The weights are computed again in the backward pass.
 
     torch's own, with bfloat16, takes two to three times as long in the backward pass as with float32.
     """
@@ -132,7 +134,7 @@ class _HalfAttention(Function):
 
 
 def _by_key_head(placed: torch.Tensor, block: Block, heads: AttentionHeads) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries [rows, key heads, G, width, size], G of which share a key head; keys and values [rows, key heads, width, size]."""
+    """Queries as [rows, key heads, G, width, size], where G queries share a key head; keys and values as [rows, key heads, width, size]."""
     query, key, value = placed.view(block.rows, block.width, -1, heads.size).split([heads.queries, heads.keys, heads.keys], dim=2)
     return query.unflatten(2, (heads.keys, -1)).permute(0, 2, 3, 1, 4), key.transpose(1, 2), value.transpose(1, 2)
 
@@ -166,6 +168,6 @@ def _weights(query: torch.Tensor, wide_key: torch.Tensor, piece: _Piece, block: 
 
 
 def _heads_last(found: torch.Tensor, query: torch.Tensor, piece: _Piece) -> torch.Tensor:
-    """[rows x key heads, G x queries, size] as [rows, queries, key heads, G, size]."""
+    """[rows x key heads, G x queries, size] rearranged as [rows, queries, key heads, G, size]."""
     _, keys, group, _, size = query.shape
     return found.view(-1, keys, group, piece.queries.stop - piece.queries.start, size).permute(0, 3, 1, 2, 4)

@@ -1,4 +1,4 @@
-"""The backend of small Llamas on CPU cores (`can_pack`): packed forward passes, and two parts of work at a time."""
+"""The backend for small Llamas on CPU cores (`can_pack`): packed forward passes, and two parts of work at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ THREADS = "cpu-backend"
 
 
 class CpuBackend(Backend):
-    """Packed forward passes, which keep nothing in a model and draw no random numbers, so that two may run at the same time.
+    """Packed forward passes, which keep nothing in a model and draw no random numbers, so that two can run at the same time.
 
     The operations of a small model are too short to gain from a second core. Two models, or two micro-batches, on one core each gain.
     """
@@ -49,15 +49,15 @@ class CpuBackend(Backend):
         self, model: PreTrainedModel, batch: TokenBatch, rows: torch.Tensor, positions: torch.Tensor, *, routed: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert routed is None  # a plain Llama has no experts
-        how = {"position_ids": batch.position_ids, "visible": batch.visible, "segments": batch.segments}
-        return packed_states(trunk(model), batch.input_ids, rows, positions, **how), None
+        arguments = {"position_ids": batch.position_ids, "visible": batch.visible, "segments": batch.segments}
+        return packed_states(trunk(model), batch.input_ids, rows, positions, **arguments), None
 
     def microbatches(self, sequences: Sequence[list[int]], *, max_tokens: int) -> list[list[int]]:
-        """Sequences that begin alike together: a pass computes a common beginning once, and no padding."""
+        """Sequences grouped so that those that begin alike are together: a pass computes a common beginning once, and no padding."""
         return neighbour_microbatches(sequences, max_tokens=max_tokens, multiple=self.workers)
 
     def map(self, function: Callable[[Part], Result], parts: Iterable[Part]) -> list[Result]:
-        """Two parts at a time, each with half of the cores; the results have the same bits as one after the other.
+        """The results of the parts, computed two at a time with half of the cores each; they have the same bits as one after the other.
 
         Raises:
             Exception: what a part raises. Parts that have started are awaited, no further one starts. An exception from a signal handler

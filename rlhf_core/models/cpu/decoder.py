@@ -1,4 +1,4 @@
-"""Sampling from a small Llama on a CPU: few and large operations for each token, a cache in reading order.
+"""Samples from a small Llama on a CPU with few and large operations for each token, and a cache in reading order.
 
 With bfloat16 weights the matrices are multiplied in bfloat16; hidden states, cache and logits are float32.
 """
@@ -22,7 +22,7 @@ POSITIONS = 32  # of keys and values that are multiplied at once, so that the pr
 
 
 class _Layer(NamedTuple):
-    """Weights for multiplication from the right, [in, out], with the norms' weights multiplied in."""
+    """A layer's weights for multiplication from the right, [in, out], with the norms' weights multiplied in."""
 
     qkv: torch.Tensor
     output: torch.Tensor
@@ -31,7 +31,7 @@ class _Layer(NamedTuple):
 
 
 class LlamaDecoder:
-    """A decoder (models/decoding.py) of a plain Llama on a CPU (`can_pack`), with the model's weights at construction.
+    """A decoder (models/decoding.py) for a plain Llama on a CPU (`can_pack`), with the weights that the model has at construction.
 
     The cache holds a prompt's keys and values once for all of its responses, [2, prompts, key heads, tokens, D], until the first response
     is dropped; and each response's own, by position, [2, positions, B, key heads, D].
@@ -132,7 +132,10 @@ class LlamaDecoder:
         return attended.transpose(1, 2).flatten(0, 1).flatten(1)
 
     def _attend_token(self, qkv: torch.Tensor, number: int) -> torch.Tensor:
-        """Attention of one token of each sequence. Products with a sequence's own keys are no batched products, which are slower here."""
+        """Attention of one token of each sequence.
+
+        Products with a sequence's own keys aren't batched, because batched products are slower here.
+        """
         own, last = self._own[number], self._filled - 1
         query, own[0, last], own[1, last] = qkv.squeeze(1).split(self._parts, dim=1)
         queries = query.unflatten(1, (self._kv_heads, -1))  # [B, key heads, G, D]: the heads that share a key
@@ -154,7 +157,7 @@ class LlamaDecoder:
 
 
 def _product(rows: torch.Tensor, weight: torch.Tensor, *, added: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows @ weight in float32, plus `added`; multiplied in the weight's dtype."""
+    """The product rows @ weight in float32, plus `added`; multiplied in the weight's dtype."""
     if weight.dtype == rows.dtype:
         return rows @ weight if added is None else torch.addmm(added, rows, weight)
     product = rows.to(weight.dtype) @ weight
@@ -162,10 +165,10 @@ def _product(rows: torch.Tensor, weight: torch.Tensor, *, added: torch.Tensor | 
 
 
 def _weighted_sum(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """[positions, B, key heads, G] and [positions, B, key heads, 1, D] as [B, key heads, G, D]."""
+    """The sum of values [positions, B, key heads, 1, D] weighted by [positions, B, key heads, G], as [B, key heads, G, D]."""
     return sum((w * v).sum(0) for w, v in zip(weights.unsqueeze(-1).split(POSITIONS), values.split(POSITIONS), strict=True))
 
 
 def _added(visible: torch.Tensor) -> torch.Tensor:
-    """0 where visible and -inf elsewhere, to be added to attention's logits."""
+    """A mask to be added to attention's logits: 0 where visible and -inf elsewhere."""
     return torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)

@@ -1,4 +1,4 @@
-"""Forward and backward passes of a Llama's layers without autograd, a piece of rows at a time so that results stay in cache.
+"""Forward and backward passes of a Llama's layers without autograd, on a piece of rows at a time so that results stay in cache.
 
 With bfloat16 weights the matrices are multiplied in bfloat16, and the products are bfloat16. Hidden states between the layers, norms,
 rotation and attention's softmax are float32.
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 
 def normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x), by row."""
+    """The rows divided by their root mean square: x / rms(x)."""
     return x * _inverse_rms(x, eps)
 
 
@@ -27,15 +27,16 @@ def _normalized_backward(grad: torch.Tensor, normalized: torch.Tensor, inverse: 
 
 
 class Correction(NamedTuple):
-    """Factors of what adapters add to a matrix: left [out, r], right [r, in]."""
+    """Factors of the correction that adapters add to a matrix: left [out, r], right [r, in]."""
 
     left: torch.Tensor
     right: torch.Tensor
 
 
 class Matrix:
-    """A matrix [out, in] with its correction, and the sum of its gradients over pieces of rows: of the weight, or if that is frozen of the
-    correction's factors.
+    """A matrix [out, in] with its correction, and its gradient summed over pieces of rows.
+
+    The gradient is that of the weight, or of the correction's factors if the weight is frozen.
 
     weight: without the correction, if there is one.
     trains: the weight's gradient is wanted; None: no gradient is.
@@ -54,7 +55,7 @@ class Matrix:
         return tuple(None if m is None else torch.zeros_like(m) if total is None else total.to(m.dtype) for m, total in pairs)
 
     def product(self, inputs: torch.Tensor, *, added: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[N, out] of the inputs [N, in], plus `added`, which may have a wider dtype: the sum's."""
+        """The product [N, out] of the inputs [N, in], plus `added`, whose dtype may be wider and is then that of the sum."""
         if added is not None and added.dtype != inputs.dtype:
             return torch.add(added, self.product(inputs), out=out)
         matrix = self.weight.t()
@@ -62,12 +63,13 @@ class Matrix:
         return found if self.correction is None else found.addmm_(inputs @ self.correction.right.t(), self.correction.left.t())
 
     def input_gradient(self, gradient: torch.Tensor, *, added: torch.Tensor | None = None) -> torch.Tensor:
-        """[N, in], given that of the output; `added` is added to in place."""
+        """The gradient [N, in] of the inputs, given that of the output; it is added to `added` in place."""
         found = gradient @ self.weight if added is None else added.addmm_(gradient, self.weight)
         return found if self.correction is None else found.addmm_(gradient @ self.correction.left, self.correction.right)
 
     def add_gradient(self, gradient: torch.Tensor, inputs: torch.Tensor) -> None:
-        """
+        """Add the gradient of a piece of rows.
+
         Args:
             gradient: [N, out], of the output for the inputs [N, in].
         """
@@ -78,7 +80,7 @@ class Matrix:
             self._add(2, (gradient @ self.correction.left).t(), inputs)
 
     def _add(self, number: int, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add a product to a gradient: in float32, unless it is the only one and no float32 to begin with."""
+        """Add a product to a gradient in float32, unless it is the only one and not in float32 to begin with."""
         if not _is_half(left):
             self._sums[number].addmm_(left, right)
         else:
@@ -91,12 +93,12 @@ def _is_half(x: torch.Tensor) -> bool:
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """In float32 at least; itself if it is."""
+    """The tensor in float32 at least; the tensor itself if it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _scaled(rows: torch.Tensor, scale: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-    """rows * scale, of the rows' dtype; also written to `kept`, which may be narrower."""
+    """rows * scale in the dtype of the rows; also written to `kept`, which may be narrower."""
     if kept is None or kept.dtype == rows.dtype:
         return torch.mul(rows, scale, out=kept)
     scaled = rows * scale
@@ -105,7 +107,7 @@ def _scaled(rows: torch.Tensor, scale: torch.Tensor, kept: torch.Tensor | None) 
 
 
 def _rotated_part(projected: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """Queries and keys [N, heads, D / 2] as complex numbers, a view; of float32 at least."""
+    """A view of queries and keys as complex numbers [N, heads, D / 2], of float32 at least."""
     _, heads, half = rotation.shape
     return torch.view_as_complex(projected[:, : heads * half * 2].view(-1, heads, half, 2))
 
@@ -156,7 +158,7 @@ def rotated_qkv_backward(
     multiplied: Matrix,
     matrix: Matrix,
 ) -> torch.Tensor:
-    """The gradient of the hidden states.
+    """The gradient of the hidden states in `rotated_qkv`.
 
     Args:
         grad: of each place; if `places` is None, of each row, and overwritten.
@@ -210,7 +212,7 @@ def swiglu_backward(
     ups: torch.Tensor,
     rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of x and of the norm's weight; the matrices sum their own."""
+    """The gradients of x and of the norm's weight in `swiglu`; the matrices sum their own."""
     x_grad, dtype, norm = torch.empty_like(grad), norm.dtype, widened(norm)
     norm_grad = torch.zeros_like(norm)
     for first in range(0, len(grad), rows):

@@ -1,4 +1,4 @@
-"""Layout of a batch for packed forward passes: its real tokens end to end, and their places in the padded blocks in which they attend.
+"""Lays out a batch for packed forward passes: its real tokens end to end, and their places in the padded blocks in which they attend.
 
 A block holds rows, or whole sequences with a copy of their prefix each, or groups whose responses attend to one prefix. Tokens with the
 same tokens before them are computed once and have several places.
@@ -63,7 +63,7 @@ class GroupBlock:
 
 @dataclass(frozen=True)
 class Placing:
-    """Blocks, and the tokens in them: tokens[i] is at places[i], [C] int64 each. Every token has a place."""
+    """Blocks and the tokens in them: tokens[i] is at places[i], [C] int64 each. Every token has a place."""
 
     blocks: list[Block] | list[GroupBlock]
     places: torch.Tensor
@@ -86,7 +86,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class Layout:
-    """The N real tokens of a batch, and their places in attention's blocks, which have P places in all.
+    """The N real tokens of a batch, and their places in attention's blocks, which have P places altogether.
 
     ids: [N] int64, row after row, the longest row first; merged tokens once.
     places: [N] int64, a place of each real token.
@@ -109,8 +109,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Sequences:
-    """A sequence for each branch, of its row's prefix and the branch, the longest first; [S] int64 each. A prefix without branches is a
-    sequence too, and so is a row without segments.
+    """A sequence for each branch, made of its row's prefix and the branch, the longest first; [S] int64 each.
+
+    A prefix without branches is a sequence too, and so is a row without segments.
     """
 
     rows: torch.Tensor
@@ -140,7 +141,7 @@ def layout_of(
     visible: torch.Tensor | None,
     segments: torch.Tensor | None,
 ) -> Layout:
-    """The layout of a batch; arguments as of `packed_states`."""
+    """The layout of a batch; for the arguments see `packed_states`."""
     lengths = input_ids.new_zeros(len(input_ids)).scatter_reduce(0, rows, positions + 1, "amax")
     lengths[0].clamp_(min=1)  # without any wanted position each weight still gets a gradient, of zeros, for which other ranks wait
     order = lengths.argsort(descending=True, stable=True)
@@ -171,7 +172,7 @@ def layout_of(
 
 
 def _rows(ordered: torch.Tensor, order: torch.Tensor, visible: torch.Tensor | None) -> Placing:
-    """Blocks of the rows as they are."""
+    """Blocks that hold the rows as they are."""
     blocks, places, first = [], [], 0
     for count, width in _cuts(ordered.tolist()):
         real = torch.arange(width) < ordered[first : first + count, None]
@@ -182,7 +183,7 @@ def _rows(ordered: torch.Tensor, order: torch.Tensor, visible: torch.Tensor | No
 
 
 def _branches(sequences: Sequences, ordered: torch.Tensor, order: torch.Tensor, segments: torch.Tensor) -> Placing:
-    """Rows with prefixes and branches, in the kind of block that is fastest."""
+    """Blocks for rows with prefixes and branches, of the kind that is fastest."""
     if _grouping_pays(sequences, num_rows=int((ordered > 0).sum())):
         return _groups(sequences, num_tokens=int(ordered.sum()))
     if _copying_pays(sequences.lengths, ordered):
@@ -197,7 +198,7 @@ def _rows_alone(ordered: torch.Tensor) -> Sequences:
 
 
 def _sequences(segments: torch.Tensor, real: torch.Tensor) -> Sequences:
-    """The sequences of the real tokens [B, T], which are numbered row after row."""
+    """The sequences in the real tokens [B, T], which are numbered row after row."""
     row_of, _ = real.nonzero(as_tuple=True)
     width = segments.shape[1] + 1  # more than any segment's number: row and number as one integer, which unique compares faster
     runs, counts = torch.unique_consecutive(row_of * width + segments[real], return_counts=True)
@@ -215,14 +216,14 @@ def _sequences(segments: torch.Tensor, real: torch.Tensor) -> Sequences:
 
 
 def _grouping_pays(sequences: Sequences, *, num_rows: int) -> bool:
-    """Whether to attend in groups. Every row must have a prefix and responses."""
+    """Whether attending in groups is faster. Every row must have a prefix and responses."""
     complete = bool((sequences.prefix_lengths > 0).all()) and bool((sequences.branch_lengths > 0).all())
     many_short = len(sequences.rows) >= RESPONSES * num_rows and int(sequences.lengths[0]) <= LONGEST
     return complete and many_short and int(sequences.prefix_lengths.sum()) >= PREFIX_PART * int(sequences.lengths.sum())
 
 
 def _groups(sequences: Sequences, *, num_tokens: int) -> Placing:
-    """Blocks of rows with equally many branches and similar lengths."""
+    """Blocks with rows that have equally many branches and similar lengths."""
     counts = sequences.rows.bincount()
     by_row = sequences.rows.argsort(stable=True)
     firsts = counts.cumsum(0) - counts
@@ -244,7 +245,7 @@ def _groups(sequences: Sequences, *, num_tokens: int) -> Placing:
 
 
 def _place(places: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, begin: int, width: int) -> None:
-    """Put runs of tokens, which begin at `starts`, into rows of a width, the first of which begins at place `begin`."""
+    """Put runs of tokens, which begin at `starts`, into rows of a width; the first row begins at place `begin`."""
     real = torch.arange(width) < lengths[:, None]
     places[(starts[:, None] + torch.arange(width))[real]] = begin + real.flatten().nonzero().squeeze(-1)
 
@@ -276,7 +277,7 @@ def _copies(placing: Placing, *, num_tokens: int) -> Copies:
 
 
 def _cuts(lengths: list[int]) -> list[tuple[int, int]]:
-    """Number of rows and width of each block, for rows in descending order of length. Rows without tokens are left out."""
+    """The number of rows and the width of each block, for rows in descending order of length. Rows without tokens are left out."""
     cuts: list[tuple[int, int]] = []
     for length in lengths:
         if length and cuts and length >= NARROWER * cuts[-1][1]:
@@ -298,7 +299,7 @@ def _rotation(trunk: LlamaModel, position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def merged(sequences: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
-    """For each token the first one with the same id and the same tokens before it, maybe itself; None if that merges too few.
+    """For each token the first one with the same id and the same tokens before it, which may be itself; None if that merges too few.
 
     A causal model computes a token from that token and those before it. So a prefix that sequences of a batch share, such as a system
     prompt or a template's tokens, is computed once.

@@ -1,4 +1,4 @@
-"""A packed forward pass of a Llama trunk: real tokens without padding, and the end of the last layer at the wanted positions only.
+"""A packed forward pass of a Llama trunk: real tokens without padding, and the last layer only at the wanted positions.
 
 Hugging Face's trunk computes whole rows, with padding, and every position of the last layer. Here everything but attention runs on the real
 tokens laid end to end. The weights are the model's own, and the results are equal up to rounding, which in bfloat16 is
@@ -33,8 +33,10 @@ from rlhf_core.models.lora import matrix_of
 
 
 def can_pack(trunk: nn.Module) -> bool:
-    """Whether `packed_states` computes what this trunk would: a plain Llama on a CPU, in float32, or in bfloat16 if the CPU multiplies that
-    fast, whole weights, maybe with adapters.
+    """Whether `packed_states` computes what this trunk would.
+
+    That holds for a plain Llama on a CPU, in float32, or in bfloat16 if the CPU multiplies that fast, with whole weights and maybe
+    adapters.
     """
     if type(trunk) is not LlamaModel:
         return False
@@ -55,7 +57,7 @@ def multiplies_bfloat16() -> bool:
 
 
 def _takes(layer: LlamaDecoderLayer) -> bool:
-    """Whether all matrices of a layer are plain ones, or frozen ones with adapters, of one dtype."""
+    """Whether all matrices of a layer are plain, or frozen with adapters, and have one dtype."""
     found = [matrix_of(linear) for linear in _linears(layer)]
     if None in found:
         return False
@@ -108,7 +110,7 @@ def packed_states(
 
 
 def _embedded(ids: torch.Tensor, embedding: nn.Embedding) -> torch.Tensor:
-    """Embeddings [N, H], in float32 at least."""
+    """The embeddings [N, H], in float32 at least."""
     if embedding.weight.dtype == torch.bfloat16:
         return _Embedding.apply(ids, embedding.weight, embedding.padding_idx)
     return F.embedding(ids, embedding.weight, embedding.padding_idx)
@@ -134,13 +136,13 @@ def _mlp(layer: LlamaDecoderLayer, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(linear: nn.Module) -> tuple[torch.Tensor | None, ...]:
-    """Weight, and the factors of its correction if it has one."""
+    """The weight of a linear layer, and the factors of its correction if it has one."""
     weight, adapter = matrix_of(linear)
     return weight, *((None, None) if adapter is None else adapter.factors())
 
 
 def _projected(linear: nn.Module, added: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """added + the linear layer's output."""
+    """The linear layer's output, plus `added`."""
     weight, adapter = matrix_of(linear)
     if added.dtype != weight.dtype:
         left, right = (None, None) if adapter is None else adapter.factors()
@@ -153,8 +155,9 @@ def _projected(linear: nn.Module, added: torch.Tensor, inputs: torch.Tensor) -> 
 def _stacked(
     linears: list[tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]], norm: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """The matrix of several linear layers with the same input, and the factors of their correction; None: none has one. The correction is
-    added, except in bfloat16, where the sum's rounding would lose a small one.
+    """The matrix of several linear layers with the same input, and the factors of their correction; None for the factors if none has one.
+
+    The correction is added to the matrix, except in bfloat16, where rounding the sum would lose a small one.
 
     Args:
         linears: with each what it does to its rows.
@@ -180,7 +183,7 @@ def interleaved(weight: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class _Pick(Function):
-    """index_select of distinct rows, so that the backward pass copies instead of adding."""
+    """Selects distinct rows like index_select, but copies in the backward pass instead of adding."""
 
     @staticmethod
     def forward(ctx, x, places):
@@ -195,7 +198,7 @@ class _Pick(Function):
 
 
 class _RotatedQkv(Function):
-    """Normalize, project, rotate queries and keys, and put the rows in their places: [N, H] -> [P, heads * D].
+    """Normalizes, projects, rotates queries and keys, and puts the rows in their places: [N, H] -> [P, heads * D].
 
     learns: keep what the backward pass needs.
     """
@@ -224,12 +227,12 @@ class _RotatedQkv(Function):
 
 
 def _multiplied(weight: torch.Tensor, left: torch.Tensor | None, right: torch.Tensor | None) -> Matrix:
-    """What `_stacked` returns, as a factor."""
+    """The result of `_stacked` as a factor."""
     return Matrix(weight, left, right) if weight.dtype == torch.bfloat16 else Matrix(weight, None, None)
 
 
 class _Embedding(Function):
-    """Embeddings in float32 of a bfloat16 matrix, whose gradient is summed in float32 and rounded once."""
+    """Embeddings in float32 from a bfloat16 matrix, whose gradient is summed in float32 and rounded once."""
 
     @staticmethod
     def forward(ctx, ids, weight, padding_id):
@@ -248,7 +251,7 @@ class _Embedding(Function):
 
 
 class _SwiGlu(Function):
-    """`swiglu`. The last nine arguments are weight, left and right of gate, up and down."""
+    """Applies `swiglu`. The last nine arguments are weight, left and right of gate, up and down."""
 
     @staticmethod
     def forward(ctx, x, norm, eps, learns, *tensors):

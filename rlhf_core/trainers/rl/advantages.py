@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from rlhf_core.algorithms.advantages import ADVANTAGE_ESTIMATORS, overlong_penalty, token_rewards
+from rlhf_core.algorithms.advantages import overlong_penalty, token_rewards
 from rlhf_core.algorithms.corrections import importance_weights
 from rlhf_core.algorithms.kl import KL_ESTIMATORS
 from rlhf_core.config import RlConfig
 from rlhf_core.sampling.scoring import RewardNormalizer
-from rlhf_core.types import Baseline, RolloutBatch, TrainBatch
+from rlhf_core.types import Baseline, Components, RolloutBatch, TrainBatch
 
 Metrics = dict[str, float]
 
@@ -35,7 +35,7 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
         normalizer: running statistics are updated.
         kl_coef: of the KL in the reward; unused where the KL is a term of the loss.
     """
-    rewards = shaped_rewards(batch.components, batch.finished, batch.response_mask.sum(1), rl, normalizer)
+    rewards = shaped_rewards(batch.components, batch.finished, batch.lengths, rl, normalizer)
     mask = batch.response_mask & rewards.isfinite()[:, None]
     kl = token_kl(sampling_logprobs(batch, batch.old_logprobs, rl), batch.ref_logprobs, mask, rl)
     quantities = {
@@ -45,9 +45,9 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
         "response_mask": mask,
         "group_ids": batch.group_ids,
         "baseline_rewards": batch.baseline and baseline_rewards(batch.baseline, rl, normalizer, kl_coef=kl_coef),
-        **getattr(rl, rl.algorithm).model_dump(),
+        **rl.own.model_dump(),
     }
-    estimator = ADVANTAGE_ESTIMATORS[rl.algorithm]
+    estimator = rl.spec.estimate
     estimate = estimator(**{name: quantities[name] for name in inspect.signature(estimator).parameters if name in quantities})
     advantages, returns = estimate if isinstance(estimate, tuple) else (estimate, torch.zeros_like(estimate))
     learned, known = mask.any(1), quantities["rewards"].isfinite()
@@ -57,7 +57,7 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
         "reward_mean": float(quantities["rewards"][known].mean()),
         "advantage_zero_fraction": float((advantages[learned] == 0).all(1).float().mean()),
     }
-    if rl.algorithm == "ppo":
+    if rl.critic is not None:
         metrics["explained_variance"] = explained_variance(batch.values, returns, mask)
     weights = torch.ones_like(batch.rollout_logprobs)
     if batch.old_logprobs_source == "recompute":
@@ -95,13 +95,12 @@ def correct(
 
 
 def shaped_rewards(
-    components: dict[str, torch.Tensor], finished: torch.Tensor, lengths: torch.Tensor, rl: RlConfig, normalizer: RewardNormalizer
+    components: Components, finished: torch.Tensor, lengths: torch.Tensor, rl: RlConfig, normalizer: RewardNormalizer
 ) -> torch.Tensor:
     """Normalised and clipped rewards less the length penalties [B], before any KL; NaN = not trained on.
 
     Args:
-        components: scorer's name -> [B] raw scores.
-        finished: [B] bool.    lengths: [B], tokens of each response.
+        finished: [B] bool.    lengths: [B], sampled tokens of each response.
     """
     if rl.reward.mask_truncated:
         components = {name: scores.where(finished, torch.nan) for name, scores in components.items()}
@@ -149,7 +148,7 @@ def baseline_rewards(baseline: Baseline, rl: RlConfig, normalizer: RewardNormali
 
     The normalizer's statistics stay as they are. A truncated greedy response is a baseline even with mask_truncated.
     """
-    rewards = normalizer(baseline.components, learn=False) - _length_penalties(baseline.finished, baseline.response_mask.sum(1), rl)
+    rewards = normalizer(baseline.components, learn=False) - _length_penalties(baseline.finished, baseline.lengths, rl)
     return rewards - kl_coef * token_kl(baseline.old_logprobs, baseline.ref_logprobs, baseline.response_mask, rl).sum(1)
 
 
@@ -180,7 +179,7 @@ def value_units(rl: RlConfig, normalizer: RewardNormalizer) -> ValueUnits:
 
     The critic doesn't know the contribution of other scorers. A critic with a new head predicts 0 in any units.
     """
-    if rl.ppo.critic_init != "reward_model":
+    if rl.critic.critic_init != "reward_model":
         return ValueUnits()
     scale = offset = 0.0
     for scorer in rl.reward.own_reward_models:

@@ -14,7 +14,7 @@ from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.sampling.prompts import fitting_prompts
 from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations
 from rlhf_core.trainers.rl.job import RlJob
-from rlhf_core.types import Baseline, OldLogprobs, Prompt, Rollout, RolloutBatch, ScoredRollout
+from rlhf_core.types import Baseline, Components, OldLogprobs, Prompt, Rollout, RolloutBatch
 
 
 def read_prompts(job: RlJob, split: Split) -> list[Prompt]:
@@ -124,15 +124,9 @@ class DemonstrationStream:
         return [self._demonstrations[i] for i in chosen]
 
 
-Components = dict[str, torch.Tensor]  # scorer's name -> [B] raw scores, NaN = not scored
-
-
-def components_of(scored: Sequence[ScoredRollout]) -> Components:
-    return {name: torch.tensor([s.components[name] for s in scored]) for name in scored[0].components} if scored else {}
-
-
 def collate(
-    scored: Sequence[ScoredRollout],
+    rollouts: Sequence[Rollout],
+    components: Components,
     outputs: dict[str, torch.Tensor],
     baseline: Baseline | None,
     *,
@@ -146,8 +140,8 @@ def collate(
             ref_logprobs with a reference; values with a critic.
         baseline: of the greedy response to each row's prompt.
     """
-    rollouts = [s.rollout for s in scored]
     response_mask = _response_mask(rollouts)
+    trained, versions = _origins(rollouts, response_mask)
     prompt_ids, prompt_mask = _left_padded([r.prompt.prompt_ids for r in rollouts], pad_id)
     response_ids = torch.tensor([token for r in rollouts for token in r.response_ids])
     rollout_logprobs = _padded(torch.tensor([x for r in rollouts for x in r.rollout_logprobs]), response_mask)
@@ -157,38 +151,53 @@ def collate(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
         response_ids=torch.full(response_mask.shape, pad_id).masked_scatter(response_mask, response_ids),
-        response_mask=response_mask,
+        response_mask=trained,
         rollout_logprobs=rollout_logprobs,
         old_logprobs_source=old_logprobs_source,
         old_logprobs=old_logprobs,
         sampler_logprobs=padded.get("sampler_logprobs", old_logprobs),
         ref_logprobs=padded.get("ref_logprobs"),
         values=padded.get("values", torch.zeros(response_mask.shape)),
-        components=components_of(scored),
+        components=components,
         baseline=baseline,
+        policy_versions=versions,
         group_ids=torch.tensor([r.group_id for r in rollouts]),
         finished=torch.tensor([r.finished for r in rollouts]),
-        policy_versions=torch.tensor([r.policy_version for r in rollouts]),
+        lengths=torch.tensor([r.num_sampled for r in rollouts]),
     )
 
 
-def baseline_of(scored: Sequence[ScoredRollout], outputs: dict[str, torch.Tensor], *, copies: int) -> Baseline:
+def baseline_of(rollouts: Sequence[Rollout], components: Components, outputs: dict[str, torch.Tensor], *, copies: int) -> Baseline:
     """Greedy responses, one for each prompt, as the baseline of `copies` rows each.
 
     Args:
         outputs: as for `collate`; empty where no KL is in the reward.
     """
-    rollouts = [s.rollout for s in scored]
     mask = _response_mask(rollouts)
     logprobs = (_padded(outputs[name], mask) if outputs else torch.zeros(mask.shape) for name in ("old_logprobs", "ref_logprobs"))
-    finished = torch.tensor([r.finished for r in rollouts])
-    tensors = (tensor.repeat_interleave(copies, dim=0) for tensor in (finished, mask, *logprobs))
-    return Baseline({name: scores.repeat_interleave(copies) for name, scores in components_of(scored).items()}, *tensors)
+    finished, lengths = torch.tensor([r.finished for r in rollouts]), torch.tensor([r.num_sampled for r in rollouts])
+    trained, _ = _origins(rollouts, mask)
+    tensors = (tensor.repeat_interleave(copies, dim=0) for tensor in (finished, lengths, trained, *logprobs))
+    return Baseline({name: scores.repeat_interleave(copies) for name, scores in components.items()}, *tensors)
 
 
 def _response_mask(rollouts: Sequence[Rollout]) -> torch.Tensor:
-    lengths = torch.tensor([len(r.response_ids) for r in rollouts])
+    """[B, R] bool, the tokens that aren't padding."""
+    lengths = torch.tensor([r.num_tokens for r in rollouts])
     return torch.arange(int(lengths.max())) < lengths[:, None]
+
+
+def _origins(rollouts: Sequence[Rollout], mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens are trained on, [B, R] bool, and the policy version that sampled each of them, [B, R] int64, -1 where none did.
+
+    Args:
+        mask: [B, R] bool, the tokens that aren't padding.
+    """
+    spans = [span for r in rollouts for span in r.spans]
+    sizes = torch.tensor([len(span.ids) for span in spans])
+    trained = torch.tensor([span.trained for span in spans]).repeat_interleave(sizes)
+    versions = torch.tensor([-1 if span.version is None else span.version for span in spans]).repeat_interleave(sizes)
+    return mask.masked_scatter(mask, trained), torch.full(mask.shape, -1).masked_scatter(mask, versions)
 
 
 def _padded(flat: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

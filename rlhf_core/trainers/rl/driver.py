@@ -1,84 +1,52 @@
-"""The driver of an RL job: starts the actors, and imports the loop's modules while they start.
-
-python -m rlhf_core.trainers.rl.driver <job.json>
-"""
+"""Launches an RL job: starts its actors, and imports the loop's modules while they start."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
-import os
 import signal
-import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from rlhf_core.config import load_params
-from rlhf_core.engines.ray.actors import ActorGroup, held
+from rlhf_core.engines.ray.actors import ActorGroup
 from rlhf_core.engines.ray.gpus import ReservedGpus, node_gpus
-from rlhf_core.engines.ray.places import RoleLost, check_cpus, check_nodes, join_cluster, leave_cluster, node_cpus
+from rlhf_core.engines.ray.places import check_cpus, node_cpus
 from rlhf_core.engines.ray.processes import Place, by_node
-from rlhf_core.environment import keep_visible, named
 from rlhf_core.paths import processes_file
 from rlhf_core.planning.placement import GpuPlacement, place, transfer_ways, unused_shares
-from rlhf_core.process import STOPPED_BY_SIGNAL, configure_process, show_own_log
-from rlhf_core.progress import name_stage
-from rlhf_core.stage.job import LOST, beat, check_cluster, forget_refusal, refuse
-from rlhf_core.storage.node import JobFiles, enter
+from rlhf_core.process import Stop, held
+from rlhf_core.stage.job import Job, named_object
+from rlhf_core.storage.node import job_storage
 from rlhf_core.storage.work import OUTPUTS
 from rlhf_core.trainers.rl.groups import TrainerGroups
-from rlhf_core.trainers.rl.job import PLACEMENT, RlJob, StepAbandoned, Stop
+from rlhf_core.trainers.rl.job import PLACEMENT, RlJob
 
 log = logging.getLogger("rlhf")
 
 
-def main() -> int:
-    show_own_log()
-    configure_process()
-    stop = Stop()
-    signal.signal(signal.SIGTERM, stop.request)
-    stored = enter()
-    job = RlJob.read(Path(sys.argv[1]))
-    Path(job.work).mkdir(parents=True, exist_ok=True)
-    forget_refusal(Path(job.work))
-    name_stage("train_policy")
-    keys = {"WANDB_API_KEY": job.tracking.wandb_project is not None, "RAY_AUTH_TOKEN": job.checks_cluster}
-    keep_visible(named() | {name for name, used in keys.items() if used})
-    try:
-        with beat(job.pulse), contextlib.ExitStack() as stack, _silent_if_abandoned():
-            with stop.interrupts():
-                gpus = join_cluster()
-                signal.signal(signal.SIGTERM, stop.request)  # again: Ray has installed a handler that prints a stack trace and exits
-                if stored is not None:
-                    stored.outputs[:] = [Path(job.work), Path(job.timings).parent]
-                    stored.pull(OUTPUTS)  # curves up to the last checkpoint, from whichever node wrote them
-                actors = stack.enter_context(Actors(job, gpus))  # writes PLACEMENT, after an older one was pulled
-                with held(signal.SIGTERM):  # an import may swallow what its handler raises
-                    from rlhf_core.trainers.rl.loop import run  # while the actors start
-            code = run(job, actors, stop)
+def launch(job: Job, gpus: int, stop: Stop) -> int:
+    """In a job's driver: start the actors, and train. Returns the exit code.
+
+    Raises:
+        ValueError: the job asks for more than the cluster has.
+        RoleLost: an actor can't be placed, or one that can't be replaced died or missed a deadline.
+        StepAbandoned: SIGTERM before all actors were ready.
+    """
+    (rl_job,) = job.arguments
+    stored = job_storage()
+    with contextlib.ExitStack() as stack:
+        with stop.interrupts():
             if stored is not None:
-                stored.push_outputs()
-            return code
-    except ValueError as refused:  # more GPUs than the cluster has
-        return refuse(Path(job.work), refused)
-    except RoleLost as lost:
-        log.error("%s", lost)
-        return LOST
-    except StepAbandoned:
-        log.info("rl: SIGTERM: stopped before all actors were ready, no state changed")
-        return STOPPED_BY_SIGNAL
-
-
-@contextlib.contextmanager
-def _silent_if_abandoned() -> Iterator[None]:
-    """What actors print to stderr isn't shown from a StepAbandoned on: Ray's workers that end as they start print stack traces."""
-    try:
-        yield
-    except StepAbandoned:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (to the end of the process)
-        raise
+                stored.outputs[:] = [job.work, Path(rl_job.timings).parent]
+                stored.pull(OUTPUTS)  # curves up to the last checkpoint, from whichever node wrote them
+            actors = stack.enter_context(Actors(rl_job, gpus))  # writes PLACEMENT, after an older one was pulled
+            with held(signal.SIGTERM):  # an import may swallow what its handler raises
+                run = named_object(job.function)  # while the actors start
+        code = run(rl_job, actors, stop)
+        if stored is not None:
+            stored.push_outputs()
+        return code
 
 
 class Actors:
@@ -98,10 +66,6 @@ class Actors:
             check_cpus(job.rl, node_cpus())
             for warning in unused_shares(job.rl):
                 log.warning("%s", warning)
-        if job.checks_cluster:
-            params = load_params()
-            check_nodes(JobFiles.read(), params.cluster.network_interface, timeout=job.rl.deadlines.start)
-            check_cluster("train_policy", params, gpus)
         self.ways = transfer_ways(job.rl, self._placement)  # by which weights reach each engine
         _record(self._placement, self.ways, job)
         engines, ranks = job.rl.rollout.engines, job.rl.ranks
@@ -119,7 +83,6 @@ class Actors:
         self.trainers.close()
         self.rollouts.close()
         self._reserved.release()
-        leave_cluster()
 
     def check_places(self, *, engines: bool) -> None:
         """Check, on a cluster with GPUs, that no two processes share one that the placement gives to one.
@@ -204,7 +167,3 @@ def _record(placement: GpuPlacement, ways: list[str], job: RlJob) -> None:
         log.info("rl: %s", placement.describe(job.rl))
     how = {"take_turns": placement.takes_turns(job.rl), "dispatch": job.rl.dispatch(on_gpu=placement.gpus > 0)}
     (Path(job.work) / PLACEMENT).write_text(json.dumps(placement.as_json() | how | {"weight_transfer": ways}))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

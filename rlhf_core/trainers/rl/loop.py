@@ -18,15 +18,15 @@ import torch
 
 from rlhf_core.checkpoint.store import SaveFailed
 from rlhf_core.config import RlConfig, curve_columns
-from rlhf_core.process import STOPPED_BY_SIGNAL, collect_by_default, freeze_gc
+from rlhf_core.process import STOPPED_BY_SIGNAL, StepAbandoned, Stop, collect_by_default, freeze_gc
 from rlhf_core.progress import Bar
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.stage.job import FULL, refuse
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.rl.advantages import compute_advantages, correct, sampling_logprobs, value_units
 from rlhf_core.trainers.rl.collect import Collected, collect_rollouts
-from rlhf_core.trainers.rl.data import DemonstrationStream, PromptStream, collate, components_of, evaluation_prompts, read_prompts
-from rlhf_core.trainers.rl.job import RlJob, StepAbandoned, Stop
+from rlhf_core.trainers.rl.data import DemonstrationStream, PromptStream, collate, evaluation_prompts, read_prompts
+from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.metrics import (
     Clock,
     Metrics,
@@ -41,7 +41,7 @@ from rlhf_core.trainers.rl.mismatch import LogprobMismatch, check_finite, check_
 from rlhf_core.trainers.rl.monitor import Finding, holds, observe
 from rlhf_core.trainers.rl.state import BestPolicy, Progress
 from rlhf_core.trainers.rl.workers import Workers
-from rlhf_core.types import Prompt, RolloutBatch, ScoredRollout, UpdateResult
+from rlhf_core.types import Prompt, RolloutBatch, UpdateResult
 
 if TYPE_CHECKING:
     from rlhf_core.trainers.rl.driver import Actors
@@ -167,7 +167,9 @@ def train_step(run: Run, progress: Progress, stop: Stop, clock: Clock) -> StepRe
         workers.rollouts.prefetch(following, step=step + 1)
     outputs = workers.collect_forward(collected.forward)
     clock.lap("forward")
-    batch = collate(collected.scored, outputs, collected.baseline, pad_id=workers.pad_id, old_logprobs_source=source)
+    batch = collate(
+        collected.rollouts, collected.components, outputs, collected.baseline, pad_id=workers.pad_id, old_logprobs_source=source
+    )
     check_scored(batch, rl, step=step)
     if source != "from_update":
         difference = check_engine(run, batch, step=step)
@@ -202,8 +204,7 @@ def check_engine(run: Run, batch: RolloutBatch, *, step: int) -> float:
     if not rollouts:
         return workers.rollouts.sync_check.difference
     outputs = workers.collect_forward(workers.submit_forward(rollouts, recomputed_fraction=1.0))
-    scored = [ScoredRollout(rollout, {}) for rollout in rollouts]
-    short = collate(scored, outputs, None, pad_id=workers.pad_id, old_logprobs_source="recompute")
+    short = collate(rollouts, {}, outputs, None, pad_id=workers.pad_id, old_logprobs_source="recompute")
     return check_logprobs(short, short.sampler_logprobs, rl, step=step, dtype=dtype)
 
 
@@ -222,7 +223,7 @@ def finish_step(run: Run, progress: Progress, result: StepResult) -> tuple[Progr
     if batch.old_logprobs_source == "from_update":
         row |= correct(update.old_logprobs, batch.rollout_logprobs, result.trained, rl)[1]
     if rl.rollout.one_step_off_policy:
-        row["policy_lag"] = progress.step - float(batch.policy_versions.float().mean())
+        row["policy_lag"] = progress.step - float(batch.policy_versions[batch.response_mask].double().mean())
     if result.collected.scorer_metrics:
         row["scorer_metrics"] = json.dumps(result.collected.scorer_metrics)
     progress = progress.after_step(rl, kl=row["kl_mean"], prompts_drawn=result.collected.prompts_drawn)
@@ -255,7 +256,7 @@ def start_or_resume(job: RlJob, workers: Workers) -> tuple[Run, Progress]:
             workers.sync_weights(version=0)
         if normalizer.needs_calibration:
             rollouts = workers.rollouts.generate_for_calibration(prompts.take(0, rl.reward.normalization_samples))
-            normalizer.calibrate(components_of(workers.score(rollouts)))
+            normalizer.calibrate(workers.score(rollouts))
         progress = Progress.start(rl)
         if rl.evaluation.every:
             evaluated = evaluate(workers, run.validation, rl)
@@ -264,14 +265,14 @@ def start_or_resume(job: RlJob, workers: Workers) -> tuple[Run, Progress]:
                 workers.snapshot(progress, normalizer, score=progress.best.value)
                 workers.store.publish()
             log.info("rl: before training  %s", "  ".join(f"{name} {value:.3f}" for name, value in evaluated.items()))
-    if rl.algorithm == "ppo":
+    if rl.critic is not None:
         workers.set_value_units(value_units(rl, normalizer))
     return run, progress
 
 
 def evaluate(workers: Workers, prompts: list[Prompt], rl: RlConfig) -> Metrics:
     """Scores of the policy's greedy responses."""
-    return evaluation_metrics(components_of(workers.score(workers.rollouts.generate_greedy(prompts))), rl.reward)
+    return evaluation_metrics(workers.score(workers.rollouts.generate_greedy(prompts)), rl.reward)
 
 
 def note_if_best(progress: Progress, evaluated: Metrics, rl: RlConfig) -> Progress:

@@ -10,9 +10,8 @@ import torch
 
 from rlhf_core.config import RlConfig, ScoreConfig
 from rlhf_core.sampling.scoring import weighted_score
-from rlhf_core.trainers.rl.data import Components
 from rlhf_core.trainers.rl.minibatch import EXTREMES
-from rlhf_core.types import RolloutBatch
+from rlhf_core.types import Components, RolloutBatch
 
 Metrics = dict[str, float]
 REPETITION_N = 3  # tokens of an n-gram
@@ -32,7 +31,8 @@ def batch_metrics(batch: RolloutBatch, logprobs: torch.Tensor, config: ScoreConf
     scores = weighted_score(batch.components, config.scorers)
     known = scores.isfinite()
     mask = batch.response_mask
-    kl = ((logprobs - ref_logprobs) * mask).sum(1)
+    kl = (logprobs - ref_logprobs).where(mask, 0.0).sum(1)
+    lengths = batch.lengths.float()
     kl_mean, kl_min, kl_max = token_log_ratios(logprobs, ref_logprobs, mask)
     return {
         "score_mean": finite_mean(scores),
@@ -44,8 +44,8 @@ def batch_metrics(batch: RolloutBatch, logprobs: torch.Tensor, config: ScoreConf
         "kl_token_mean": kl_mean,
         "kl_token_min": kl_min,
         "kl_token_max": kl_max,
-        "response_length": float(mask.sum(1).float().mean()),
-        "reward_length_correlation": correlation(scores, mask.sum(1).float()),
+        "response_length": float(lengths.mean()),
+        "reward_length_correlation": correlation(scores, lengths),
         "repetition": repetition(batch.response_ids, mask, n=REPETITION_N),
         **{f"distinct_{n}": distinct(batch.response_ids, mask, n=n) for n in (1, 2)},
         "truncated_fraction": float((~batch.finished).float().mean()),

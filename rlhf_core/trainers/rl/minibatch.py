@@ -49,7 +49,7 @@ def plan_update(batch: TrainBatch, demonstrations: DemonstrationStream, rl: RlCo
     unit = rl.group_size if rl.minibatch_size % rl.group_size == 0 else 1
     plans: list[list[Minibatch]] = [[] for _ in range(groups)]
     steps = len(batch) // rl.minibatch_size * rl.ppo_epochs
-    sizes = (batch.prompt_mask.sum(1) + batch.response_mask.sum(1)).tolist()
+    sizes = real_tokens(batch).sum(1).tolist()
     order_seed = int(np.random.SeedSequence([seed, step, 1]).generate_state(1)[0])
     for k in range(steps):
         units = batch_indices(k, batch_size=rl.minibatch_size // unit, num_examples=len(batch) // unit, seed=order_seed)

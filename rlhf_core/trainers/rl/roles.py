@@ -57,8 +57,8 @@ class HostedRoles:
         if "critic" in hosted:
             critic = ScalarModule(initial_critic(job, tokenizer, how))
             remedy = "set it to sft, or rl.algorithm to one without a critic, such as rloo"
-            critic.check_scores_tokens(f"rl.ppo.critic_init {rl.ppo.critic_init}", remedy)
-            self.critic = TrainEngine(critic, engine_settings(job, rl.ppo.critic_learning_rate, steps=rl.optimizer_steps))
+            critic.check_scores_tokens(f"rl.{rl.algorithm}.critic_init {rl.critic.critic_init}", remedy)
+            self.critic = TrainEngine(critic, engine_settings(job, rl.critic.critic_learning_rate, steps=rl.optimizer_steps))
         # With adapters, the policy without them is the SFT model: no second copy is needed, unless the reference is refreshed.
         if self.computes_reference and (rl.lora is None or self._reference_moves or self.policy is None):
             reference = load_language_model(job.sft_model, **how)
@@ -73,7 +73,7 @@ class HostedRoles:
         rl = self._job.rl
         self.experts_per_token = balanced_experts(model, rl.moe_aux_coef)
         # A critic sees every sequence of its own, and the load of experts counts every sample.
-        groups = rl.group_size > 1 and rl.algorithm != "ppo" and self.experts_per_token is None
+        groups = rl.group_size > 1 and rl.critic is None and self.experts_per_token is None
         self.shares_prompts = groups and shares_prefixes(model, device=device(), max_length=self._job.model.max_length)
 
     def _reward_models(self, how: dict[str, Any]) -> dict[str, list[FrozenModel]]:
@@ -190,13 +190,13 @@ def engine_settings(job: RlJob, learning_rate: float, *, steps: int, ema_decay: 
 
 
 def initial_critic(job: RlJob, tokenizer: PreTrainedTokenizerBase, how: dict[str, Any]) -> PreTrainedModel:
-    """The critic by rl.ppo.critic_init; the weights of a new head are 0.
+    """The critic by critic_init; the weights of a new head are 0.
 
     Args:
         tokenizer: of the policy.
         how: arguments of the loaders.
     """
-    init = job.rl.ppo.critic_init
+    init = job.rl.critic.critic_init
     if init == "reward_model":
         return load_scalar_model(job.reward_model, **how)
     model = new_scalar_model(Path(job.sft_model if init == "sft" else job.reward_model), tokenizer, **how)

@@ -6,17 +6,18 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rlhf_core.config import RlConfig
 from rlhf_core.engines.ray.actors import ActorGroup
 from rlhf_core.engines.requests import Sample, SamplingSettings, request_seeds
 from rlhf_core.trainers.rl.dispatch import Dispatcher, Requests
 from rlhf_core.trainers.rl.job import RlJob
-from rlhf_core.trainers.rl.mismatch import WeightSyncCheck
+from rlhf_core.trainers.rl.mismatch import LogprobMismatch, WeightSyncCheck
 from rlhf_core.trainers.rl.recovery import EngineCall, Replacements, RolloutRecovery
 from rlhf_core.trainers.rl.transfer import WeightTransfer
 from rlhf_core.trainers.rl.turns import Turns
-from rlhf_core.types import Prompt, Rollout
+from rlhf_core.types import Prompt, Rollout, Span
 
 # Step numbers for seeds of responses that belong to no step.
 CALIBRATION_STEP = 2**31 - 1
@@ -152,9 +153,17 @@ class RolloutEngines:
         return self._rollouts(generation.prompts, [by_prompt[i] for i in range(len(generation.prompts))])
 
     def _rollouts(self, prompts: Sequence[Prompt], by_prompt: list[list[Sample]]) -> list[Rollout]:
-        version = self.recovery.version
+        """
+        Raises:
+            LogprobMismatch: an engine has sampled with other weights than those that it was last sent.
+        """
+        expected = self.recovery.version
+        if others := {s.version for samples in by_prompt for s in samples} - {expected}:
+            raise LogprobMismatch(
+                f"rollout engines: expected responses of policy version {expected}, got some of {sorted(others)}; weights didn't arrive"
+            )
         return [
-            Rollout(prompt, s.response_ids, s.logprobs, s.finished, group_id=i, policy_version=version)
+            Rollout(prompt, [Span(s.response_ids, s.logprobs, s.version)], s.finished, group_id=i)
             for i, (prompt, samples) in enumerate(zip(prompts, by_prompt, strict=True))
             for s in samples
         ]
@@ -203,7 +212,7 @@ class RolloutEngines:
             return
         state = json.loads((folder / PREFETCHED).read_text(encoding="utf-8"))
         if state["sampling"] == json.loads(json.dumps(asdict(self._sampling))):
-            self._prefetched = Prefetched(step, [Rollout(**row | {"prompt": Prompt(**row["prompt"])}) for row in state["rollouts"]])
+            self._prefetched = Prefetched(step, [_rollout(row) for row in state["rollouts"]])
 
     # Weights
 
@@ -216,6 +225,11 @@ class RolloutEngines:
         """
         engines, trainer = self.recovery.load_weights(version=version)
         self.sync_check.check(engines, trainer, version=version)
+
+
+def _rollout(fields: dict[str, Any]) -> Rollout:
+    """The inverse of `asdict`."""
+    return Rollout(**fields | {"prompt": Prompt(**fields["prompt"]), "spans": [Span(**span) for span in fields["spans"]]})
 
 
 def sampling_settings(rl: RlConfig) -> SamplingSettings:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.checkpoint.store import StoreSettings
-from rlhf_core.config import RlConfig, ScorerConfig
+from rlhf_core.config import Params, RlConfig, ScorerConfig
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import PREPARED, REWARD_MODEL, SFT_MODEL, TIMINGS
 from rlhf_core.sampling.prompts import with_steps
 from rlhf_core.scorers.needs import check_scorers, model_folders, uses_own_reward_model
 from rlhf_core.stage.files import has_labels, read_json, source_judges
+from rlhf_core.stage.job import Job
 from rlhf_core.stage.job_inputs import JobInputs
 from rlhf_core.stage.ray_job import submit_job
 from rlhf_core.stage.run import Stage, check_gate, steps_at_the_end
@@ -41,11 +42,7 @@ def check_rewards(rl: RlConfig, gate: dict) -> str | None:
 
 def uses_chain_reward_model(rl: RlConfig) -> bool:
     """Whether the chain's own reward model scores responses, or the critic starts from it."""
-    return critic_starts_from_reward_model(rl) or uses_own_reward_model(rl.reward.scorers)
-
-
-def critic_starts_from_reward_model(rl: RlConfig) -> bool:
-    return rl.algorithm == "ppo" and rl.ppo.starts_from_reward_model
+    return rl.critic_starts_from_reward_model or uses_own_reward_model(rl.reward.scorers)
 
 
 def run_rl(stage: Stage, output: Path) -> RlConfig:
@@ -58,21 +55,43 @@ def run_rl(stage: Stage, output: Path) -> RlConfig:
         StageRefused: the job refused its input.
         JobCrashed: the job failed otherwise.
     """
-    description, inputs = stage.scratch / "job.json", JobInputs() if uses_storage(stage.params) else None
-    job = describe_job(stage, output, inputs)
-    job.write(description)
+    inputs = JobInputs() if uses_storage(stage.params) else None
+    of_rl = describe_job(stage, output, inputs)
+    rl, params = of_rl.rl, stage.params if inputs is None else inputs.on_node(stage.params)
     submit_job(
         stage,
+        rl_job(of_rl, params, root=Path.cwd(), work=stage.scratch),
         subject="RL job",
-        driver="rlhf_core.trainers.rl.driver",
-        description=description,
-        cpus=job.rl.cpus,
-        model=SFT_MODEL if job.rl.sends_reference else None,
+        description=stage.scratch / "job.pkl",
+        cpus=rl.cpus,
+        model=SFT_MODEL if rl.sends_reference else None,
         inputs=inputs,
-        engines=["vllm"] if job.rl.rollout.backend == "vllm" else [],
+        engines=["vllm"] if rl.rollout.backend == "vllm" else [],
         results=(OUTPUTS, POLICY),
     )
-    return job.rl
+    return rl
+
+
+def rl_job(job: RlJob, params: Params, *, root: Path, work: Path) -> Job:
+    """An RL job for the driver.
+
+    Args:
+        params: of which the driver reads the sections cluster and flow.
+    """
+    return Job(
+        stage="train_policy",
+        launch="rlhf_core.trainers.rl.driver:launch",
+        function="rlhf_core.trainers.rl.loop:run",
+        arguments=(job,),
+        params=params,
+        ranks=job.rl.ranks,
+        root=root,
+        work=work,
+        run_name=job.run_name,
+        checkpoints=job.checkpoints,
+        threads=job.threads,
+        actor_output=True,
+    )
 
 
 def describe_job(stage: Stage, output: Path, inputs: JobInputs | None = None) -> RlJob:
@@ -102,12 +121,11 @@ def describe_job(stage: Stage, output: Path, inputs: JobInputs | None = None) ->
         sft_model=place(SFT_MODEL),
         scorer_models={name: place(folder) for name, folder in models.items()},
         source_judges={n: absolute_function(j) for n, j in judges.items()} if inputs is None else inputs.judges_on_node(judges),
-        reward_model=place(REWARD_MODEL) if critic_starts_from_reward_model(rl) else None,
+        reward_model=place(REWARD_MODEL) if rl.critic_starts_from_reward_model else None,
         work=str(stage.scratch.resolve() if inputs is None else stage.scratch),
         checkpoints=checkpoint_settings(stage, rl),
         output=str(output.resolve() if inputs is None else output),
         timings=str(timings.resolve() if inputs is None else timings),
-        checks_cluster=params.cluster.address is not None,
     )
 
 

@@ -164,7 +164,7 @@ class RlUpdate:
         """Micro-batches of at most microbatch_tokens; samples of a shared prompt stay together."""
         tokens = self.rl.trainer.microbatch_tokens
         if not self.shares_prompts:
-            lengths = (batch.prompt_mask.sum(1) + batch.response_mask.sum(1)).tolist()
+            lengths = real_tokens(batch).sum(1).tolist()
             return [Microbatch(rows) for rows in equal_count(microbatches(lengths, max_tokens=tokens))]
         groups, rows = prompt_rows(batch, max_tokens=tokens)
         longest = [max(map(len, r)) for r in rows]
@@ -275,7 +275,7 @@ class RlUpdate:
 
     def _critic_gradients(self, minibatch: Minibatch, parts: list[Microbatch]) -> Totals:
         """Accumulate the gradients of the value loss over the micro-batches."""
-        ppo, found = self.rl.ppo, []
+        critic, found = self.rl.critic, []
         for part in parts:
             batch = minibatch.batch.select(part.rows).to(self.device)
             if part.graphs is not None:
@@ -283,8 +283,8 @@ class RlUpdate:
             else:
                 flat = self.value_units(self.critic(before(self._tokens(part, batch))))
             values = unflatten(flat, batch.response_mask)
-            token_loss = value_loss(values, batch.old_values, batch.returns, batch.response_mask, value_clip=ppo.value_clip)
-            loss = ppo.value_coef * self._aggregate(token_loss, batch, minibatch)
+            token_loss = value_loss(values, batch.old_values, batch.returns, batch.response_mask, value_clip=critic.value_clip)
+            loss = critic.value_coef * self._aggregate(token_loss, batch, minibatch)
             self.critic.backward(loss)
             found.append(loss.detach())
         return {"value_loss": total(found)} if found else {}

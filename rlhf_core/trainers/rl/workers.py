@@ -35,7 +35,7 @@ from rlhf_core.trainers.rl.state import Progress, RunStore
 from rlhf_core.trainers.rl.transfer import WeightTransfer
 from rlhf_core.trainers.rl.turns import Turns
 from rlhf_core.trainers.rl.update import RankUpdate
-from rlhf_core.types import Rollout, RolloutBatch, ScoredRollout, UpdateResult
+from rlhf_core.types import Components, Rollout, RolloutBatch, UpdateResult
 
 if TYPE_CHECKING:
     from rlhf_core.trainers.rl.driver import Actors
@@ -128,16 +128,15 @@ class Workers:
         """Start the reward models on the trainer ranks, without waiting."""
         return self._scorer.submit(rollouts)
 
-    def collect_scores(self, pending: PendingScores, metrics: ScorerMetrics | None = None) -> list[ScoredRollout]:
-        """Run the other scorers, and wait for the reward models. Raw scores by every scorer; NaN = not scored.
+    def collect_scores(self, pending: PendingScores, metrics: ScorerMetrics | None = None) -> Components:
+        """Run the other scorers, and wait for the reward models. Raw scores by every scorer.
 
         Args:
             metrics: collects what scorers measure beside their scores.
         """
-        components = self._scorer.collect(pending, metrics)
-        return [ScoredRollout(r, {name: scores[i] for name, scores in components.items()}) for i, r in enumerate(pending.responses)]
+        return {name: scores.float() for name, scores in self._scorer.collect(pending, metrics).items()}
 
-    def score(self, rollouts: Sequence[Rollout], metrics: ScorerMetrics | None = None) -> list[ScoredRollout]:
+    def score(self, rollouts: Sequence[Rollout], metrics: ScorerMetrics | None = None) -> Components:
         return self.collect_scores(self.submit_scores(rollouts), metrics)
 
     def submit_forward(self, rollouts: Sequence[Rollout], *, recomputed_fraction: float, keep_graphs: bool = False) -> PendingForward:
@@ -166,7 +165,7 @@ class Workers:
 
         old_logprobs are the engine's where they are not recomputed, and absent where none is.
         """
-        found, sizes = {}, [len(rollout.response_ids) for rollout in forward.rollouts]
+        found, sizes = {}, [rollout.num_tokens for rollout in forward.rollouts]
         for part in forward.groups:
             outputs = part.group.wait(part.pending, deadline=self._job.rl.deadlines.step, what="forward")
             outputs = part.group.trainer.of_groups(outputs)

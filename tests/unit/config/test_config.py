@@ -9,8 +9,8 @@ from typing import Any, get_args
 import pytest
 from clerk_params import CLERK_PARAMS
 
+from rlhf_core.algorithms.online import ALGORITHMS
 from rlhf_core.config import (
-    Algorithm,
     ConfigError,
     ScorerConfig,
     load_params,
@@ -50,7 +50,7 @@ def test_the_default_is_accepted_and_typed():
         (
             "rl.algorithm",
             "sarsa",
-            f"params: rl.algorithm: expected {', '.join(map(repr, Algorithm.__args__[:-1]))} or {Algorithm.__args__[-1]!r}, got 'sarsa'",
+            f"params: rl.algorithm: expected {', '.join(map(repr, [*ALGORITHMS][:-1]))} or {[*ALGORITHMS][-1]!r}, got 'sarsa'",
         ),
         ("data.sources.0.weight", 0, "params: data.sources.0.weight: expected greater than 0, got 0"),
         ("seed", None, "params: seed: expected a valid integer, got None"),

@@ -249,7 +249,7 @@ def nested(draw) -> dict[str, Any]:
 
 
 @given(record=st.one_of(nested(), st.fixed_dictionaries({"chosen": VALUE, "rejected": VALUE}, optional={"prompt": VALUE})))
-@settings(max_examples=400)
+@settings(max_examples=100)
 def test_no_text_of_a_pair_vanishes(record):
     """It is in the row, or the record is dropped for a reason."""
     all_or_nothing(record, source("preference", implicit_prompt=True), "preference")
@@ -278,7 +278,7 @@ def with_tools(draw) -> list[dict[str, Any]]:
 
 
 @given(record=st.fixed_dictionaries({"messages": st.one_of(with_tools(), with_tools(), CONVERSATION)}, optional={"system": VALUE}))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_no_text_of_a_conversation_vanishes(record):
     all_or_nothing(record, source("messages", columns={"system": "system"} if "system" in record else {}), "sft")
 

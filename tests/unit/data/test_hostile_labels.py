@@ -34,7 +34,7 @@ def studio(export: Path) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["lines", "studio"])
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_broken_file_gives_labels_or_names_the_file(export, kind, data):
     whole = (export / PAIRS).read_bytes() if kind == "lines" else studio(export)
@@ -43,7 +43,7 @@ def test_any_broken_file_gives_labels_or_names_the_file(export, kind, data):
     taken_or_refused(path, export)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     where=st.sampled_from(["", "id", "data", "annotations", "annotations.0", "annotations.0.result", "annotations.0.result.0",
                            "annotations.0.result.0.value", "annotations.0.completed_by", "data.id", "data.a"]),

@@ -179,7 +179,7 @@ def plain(text: str) -> str:
     return re.sub("\r\n?", "\n", text)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=200), name=st.sampled_from(sorted(WRITERS)))
 def test_any_bytes_give_rows_or_an_error_that_names_the_file(tmp_path, content, name):
     (tmp_path / name).write_bytes(content)

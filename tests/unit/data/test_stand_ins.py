@@ -65,9 +65,13 @@ def tables(tmp_path_factory) -> dict[str, pq.ParquetFile]:
     return {use: schema.open_rows(folder / f"{use}.parquet") for use in SCHEMAS}
 
 
+def find(tables, tokenizer, docs: Path | None = None) -> list[Finding]:
+    return validate(tables, tokenizer, CONFIG, max_length=60, docs=docs)
+
+
 def check(tables, tokenizer, docs: Path) -> tuple[list[Finding], list[list[str]]]:
     """Findings, and the pages of the Data Docs about them without what differs from run to run."""
-    findings = validate(tables, tokenizer, CONFIG, max_length=60, docs=docs)
+    findings = find(tables, tokenizer, docs)
     pages = sorted((docs / "validations").rglob("*.html"), key=lambda page: page.name)
     return findings, [[line for line in page.read_text().splitlines() if not OF_THE_RUN.search(line)] for page in pages]
 
@@ -100,12 +104,12 @@ def test_parts_of_any_size_give_the_same(tables, tokenizer, expected, tmp_path, 
     assert check(tables, tokenizer, tmp_path) == expected
 
 
-def test_hashes_that_texts_share_change_no_verdict(tables, tokenizer, expected, tmp_path, monkeypatch):
+def test_hashes_that_texts_share_change_no_verdict(tables, tokenizer, expected, monkeypatch):
     def few(texts: pd.Series) -> pd.Series:
         return texts.str.len().astype("Int64").astype("UInt64") % 3
 
     monkeypatch.setattr(measures, "_hashes", few)
-    assert check(tables, tokenizer, tmp_path) == expected
+    assert find(tables, tokenizer) == expected[0]
 
 
 @pytest.mark.long

@@ -118,12 +118,54 @@ BROKEN = [
 ]
 
 
-QUICK = [BROKEN[k] for k in (0, 4, 6, 7, 8, 10, 12, 13, 15, 16, 17, 20, 22, 25)]  # every kind of expectation
+# Every kind of expectation once, each in rows of its own.
+TOGETHER = [
+    ("pretrain", "nulls.text", {12: {"text": None}}, None),
+    ("pretrain", "split_names", {3: {"split": "dev"}}, None),
+    ("pretrain", "empty.text", {5: {"text": " \n"}, 8: {"text": ""}}, None),
+    ("pretrain", "too_long", {10: {"text": "8" * 60}}, None),
+    ("sft", "nulls.id", {1: {"id": None}}, (NO_ID,)),
+    ("sft", "nulls.source", {2: {"source": None}}, None),
+    ("sft", "nulls.response", {3: {"response": None}}, None),
+    ("sft", "ids_unique", {4: {"id": "sft05"}}, ("sft05", "sft05")),
+    ("sft", "empty.response", {6: {"response": "  "}}, None),
+    ("sft", "empty.messages", {7: {"messages": user("\t")}}, None),
+    ("sft", "too_long", {8: {"response": "8" * 60}}, None),
+    ("sft", "role_order", {9: {"messages": [{"role": "human", "content": "Double 9."}]}}, None),
+    ("preference", "nulls.chosen_and_rejected", {1: {"chosen": None, "rejected": None}}, None),
+    ("preference", "empty.chosen", {2: {"chosen": ""}}, None),
+    ("preference", "empty.rejected", {3: {"rejected": ""}}, None),
+    ("preference", "identical_pairs", {4: {"rejected": "It is 8.\n"}}, None),
+    (
+        "preference",
+        "duplicate_pairs",
+        {13: {"messages": user("Double 8."), "chosen": "It is 16.", "rejected": "No."}},
+        ("preference08", "preference13"),
+    ),
+    (
+        "preference",
+        "contradictory_pairs",
+        {10: {"messages": user("Double 5."), "chosen": LONG_NO, "rejected": "It is 10."}},
+        ("preference05", "preference10"),
+    ),
+    ("preference", "too_long", {6: {"rejected": "8" * 60}}, None),
+    ("prompt", "nulls.split", {3: {"split": None, "messages": user("Who?")}}, None),
+    ("prompt", "nulls.messages", {5: {"messages": None}}, None),
+    ("prompt", "too_long", {6: {"messages": user("8" * 60)}}, None),
+    ("prompt", "role_order", {11: {"messages": TRIPLE[:2]}}, None),
+]
 
 
-@pytest.mark.parametrize(
-    ("use", "name", "changes", "ids"), cells(BROKEN, QUICK), ids=[f"{use}-{name}-{i}" for i, (use, name, *_) in enumerate(BROKEN)]
-)
+def test_violations_of_every_kind_are_found_beside_each_other(rows, tokenizer):
+    for use, _, changes, _ in TOGETHER:
+        for i, columns in changes.items():
+            rows[use][i] |= columns
+    expected = {(use, name, ids or tuple(rows[use][i]["id"] for i in changes)) for use, name, changes, ids in TOGETHER}
+    assert {(use, name, ids) for use, name, _, ids in failures(check(rows, tokenizer))} == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("use", "name", "changes", "ids"), BROKEN, ids=[f"{use}-{name}-{i}" for i, (use, name, *_) in enumerate(BROKEN)])
 def test_each_violation_is_caught_alone(rows, tokenizer, use, name, changes, ids):
     for i, columns in changes.items():
         rows[use][i] |= columns

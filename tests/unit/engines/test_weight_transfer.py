@@ -140,8 +140,10 @@ def sums(model: nn.Module) -> list[float]:
 
 @pytest.mark.parametrize(
     ("number", "timeout", "reason"),
-    [(signal.SIGKILL, 20.0, "a dead process"), (signal.SIGSTOP, 5.0, "no answer within 5 s")],
-    ids=["SIGKILL", "SIGSTOP"],
+    [
+        pytest.param(signal.SIGKILL, 20.0, "a dead process", id="SIGKILL"),
+        pytest.param(signal.SIGSTOP, 5.0, "no answer within 5 s", id="SIGSTOP", marks=pytest.mark.long),
+    ],
 )
 def test_an_engine_lost_in_a_transfer_is_named_and_the_next_one_gets_all(
     large: nn.Module, processes, number: int, timeout: float, reason: str

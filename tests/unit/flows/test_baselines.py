@@ -46,7 +46,7 @@ def pinned(workspace: Path) -> dict | None:
 def test_the_run_before_in_the_same_folder_with_the_params_it_had(workspace):
     finish(workspace)
     apply_overrides(workspace / "params.yaml", {"seed": 5})  # for the run that begins now
-    pin_baselines(workspace, workspace)
+    pin_baselines(workspace, workspace, up_to_date=False)
     found = pinned(workspace)
     assert found["params"]["seed"] == 0 and found["outs"] == {"models/sft": "m1.dir"}
     assert set(found["metrics"]) == {"train_sft", "gate_reward", "evaluate"}
@@ -55,15 +55,15 @@ def test_the_run_before_in_the_same_folder_with_the_params_it_had(workspace):
 
 def test_a_run_that_is_taken_up_again_keeps_what_it_began_with(workspace):
     finish(workspace)
-    pin_baselines(workspace, workspace)
+    pin_baselines(workspace, workspace, up_to_date=False)
     before = (workspace / BASELINES).read_bytes()
     edit_metrics(workspace, "train_sft", {"heldout_loss": 0.1})  # the new run has come as far as SFT, then failed
-    pin_baselines(workspace, workspace)
+    pin_baselines(workspace, workspace, up_to_date=False)
     assert (workspace / BASELINES).read_bytes() == before
 
 
 def test_nothing_before_is_nothing(workspace):
-    pin_baselines(workspace, workspace)
+    pin_baselines(workspace, workspace, up_to_date=False)
     assert pinned(workspace) is None
 
 
@@ -74,7 +74,7 @@ def test_the_first_run_of_a_worktree_is_held_against_the_one_finished_last(tmp_p
     git(root, "add", "params.yaml", "dvc.lock", "metrics", "plots")
     git(root, "commit", "-qm", "Results")
     workspace = make_workspace(root / "runs" / name)
-    pin_baselines(root, workspace)
+    pin_baselines(root, workspace, up_to_date=False)
     previous = pinned(workspace)
     assert (previous and previous["name"].split(" ")[0]) == found
 
@@ -86,7 +86,7 @@ def test_the_run_of_the_promoted_policy(tmp_path):
     version = add_version(root, "policy", made)
     promote(root, "policy", version.version, by="me", reason="it is better")
     edit_metrics(root, "train_sft", {"heldout_loss": 0.1})  # what is here now is no whole run, and nothing was pinned
-    pin_baselines(root, root)
+    pin_baselines(root, root, up_to_date=False)
     found = json.loads((root / BASELINES).read_text())
     assert found["previous"] is None and found["promoted"]["name"] == f"policy {version.version}"
     assert found["promoted"]["metrics"]["train_sft"]["heldout_loss"] == 0.460661
@@ -100,7 +100,7 @@ def test_a_promoted_policy_whose_tag_is_not_what_its_commit_says_is_no_baseline(
     event = {"action": "promote", "version": "v1.0.0", "previous": None, "by": "Ann", "reason": "good", "override": None}
     write_tag(root, "policy#prod#1", event, made["commit"])
     with pytest.raises(ConfigError, match=r"tag policy@v1\.0\.0: expected what dvc\.lock of its commit \w+ says, md5: "):
-        pin_baselines(root, root)
+        pin_baselines(root, root, up_to_date=False)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_promoted_commit_is_read_within_limits(tmp_path, path, content, messag
     promote(root, "policy", version.version, by="me", reason="it is better")
     (root / path).write_bytes((make_workspace(tmp_path / "sound") / path).read_bytes())
     with pytest.raises(ConfigError, match=message):
-        pin_baselines(root, root)
+        pin_baselines(root, root, up_to_date=False)
 
 
 def committed_policy(root: Path) -> dict:

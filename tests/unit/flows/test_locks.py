@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from flows.chain.locks import only_flow
+from flows.chain.locks import at_work, only_flow
 from rlhf_core.config import ConfigError
 
 ASK = "import pathlib, sys; from flows.chain.locks import only_flow; only_flow(pathlib.Path(sys.argv[1]), sys.argv[2] or None).__enter__()"
@@ -20,12 +20,13 @@ def asked_elsewhere(root, run: str) -> str:
 
 
 def test_a_second_flow_is_refused_with_the_first_ones_process(tmp_path):
-    with only_flow(tmp_path, "one"), only_flow(tmp_path, "one"), only_flow(tmp_path, None):
+    with only_flow(tmp_path, "one"), only_flow(tmp_path, None):
+        assert at_work(tmp_path, "one") == str(os.getpid())
         met = f"expected no other flow at work on it, got one, process {os.getpid()}; wait for it or stop it"
         assert f"run one: {met}" in asked_elsewhere(tmp_path, "one")
         assert f"this folder: {met}" in asked_elsewhere(tmp_path, "")
         assert asked_elsewhere(tmp_path, "two") == ""
-    assert asked_elsewhere(tmp_path, "one") == "" == asked_elsewhere(tmp_path, "")
+    assert at_work(tmp_path, "one") is None and asked_elsewhere(tmp_path, "one") == "" == asked_elsewhere(tmp_path, "")
 
 
 def test_a_name_that_can_not_be_one_is_refused(tmp_path):

@@ -12,9 +12,10 @@ import pytest
 from clerk_params import CLERK_PARAMS
 from own_project import make_project
 
-from flows.chain.pins import prepare_run
+from flows.chain.command_line import REFUSED
+from flows.chain.prepare import prepare_workspace
 from flows.chain.reach import check_cluster
-from flows.full_pipeline import REFUSED, main
+from flows.full_pipeline import main
 from flows.rounds.series import STAGES
 from rlhf_core.config import ConfigError, Params, overridden, read_text
 
@@ -91,6 +92,7 @@ def test_the_storage_is_written_with_what_a_stage_sees(tmp_path, monkeypatch, no
         check_cluster(ROOT, params, ["train_policy"])
 
 
+@pytest.mark.long
 def test_a_head_that_only_answers_late_is_a_warning(caplog):
     """It may be busy with a job of the run that goes on."""
     with socket.create_server(("127.0.0.1", 0)) as late:
@@ -101,5 +103,5 @@ def test_a_head_that_only_answers_late_is_a_warning(caplog):
 def test_a_series_of_dpo_rounds_needs_no_cluster_of_a_stage_that_it_does_not_run(tmp_path, monkeypatch, nowhere):
     project = make_project(tmp_path / "project")
     monkeypatch.chdir(project)
-    assert prepare_run(project, "series", {"cluster.address": nowhere}).exists()  # as `prepare_series` does, whose flow checks its stages
+    assert prepare_workspace(project, "series", {"cluster.address": nowhere}).exists()  # `prepare_series` checks its own stages
     check_cluster(ROOT, with_params(cluster__address=nowhere), ["train_sft", "train_reward", "gate_reward", *STAGES])

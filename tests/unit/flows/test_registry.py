@@ -161,7 +161,7 @@ def test_the_gate_does_not_load_an_incumbent_of_another_content(root, tmp_path, 
     monkeypatch.chdir(root)
     incumbent = IncumbentConfig(version="v1.0.0", md5=md5, sha256=folder_sha256(wanted))
     with pytest.raises(ValueError, match="although the md5 matches"):
-        compare_to_promoted(None, "incumbent", incumbent, confidence=0.95, scratch=tmp_path, how={})
+        compare_to_promoted(None, "incumbent", incumbent, confidence=0.95, scratch=tmp_path, load_options={})
 
 
 def test_the_sha256_of_a_folder_can_be_had_from_a_shell(tmp_path):

@@ -473,14 +473,14 @@ def test_a_series_with_changed_data_is_not_continued(workspace):
     read = read_inputs(params, worktree)
     stages = {"gate_reward": {"params": {"data/inputs.json": {"external": read["external"]}}}}
     write_json(worktree / "dvc.lock", {"stages": stages})
-    assert series.prepare_series(workspace, "s", {}) == worktree
+    assert series.prepare_series(workspace, "s", {}).workspace == worktree
     pairs.write_text("mended\n")
     with pytest.raises(
         ConfigError, match=r"got others; restore them(.|\n)*gate.external.hard: pairs.jsonl changed: 4 bytes, sha256 .* -> 7"
     ):
         series.prepare_series(workspace, "s", {})
     (worktree / "rounds/1/policy/weights").unlink()
-    assert series.prepare_series(workspace, "s", {}) == worktree and read_rounds(worktree) == {}
+    assert series.prepare_series(workspace, "s", {}).workspace == worktree and read_rounds(worktree) == {}
 
 
 @pytest.mark.parametrize("started", [rlhf, iterative_dpo], ids=lambda flow: flow.name)

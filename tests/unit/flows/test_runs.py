@@ -14,11 +14,12 @@ from own_project import commit, make_project
 from registry_tags import sound_lineage, write_tag
 
 from flows import compare
-from flows.chain import pins
-from flows.chain.flow import outcome_of
+from flows.chain.command_line import REFUSED
+from flows.chain.execute import outcome_of
 from flows.chain.locks import only_flow
+from flows.chain.prepare import prepare_workspace
 from flows.chain.worktree import git
-from flows.full_pipeline import REFUSED, main
+from flows.full_pipeline import main
 from flows.runs import __main__ as runs
 from flows.runs.record import GATE_REJECTED, note, recording
 
@@ -54,7 +55,7 @@ def listed(capsys) -> dict[str, dict]:
 def test_a_list_says_what_became_of_each_run(project, capsys):
     assert runs.main(["list"]) == 0 and "No runs" in capsys.readouterr().out
     for name in ("done", "rejected", "killed", "working", "branch"):
-        finish(pins.prepare_run(project, name, {"alignment.method": "dpo"} if name == "done" else {"seed": 7}))
+        finish(prepare_workspace(project, name, {"alignment.method": "dpo"} if name == "done" else {"seed": 7}))
     note(project / "runs/done", outcome="done")
     note(project / "runs/rejected", outcome=GATE_REJECTED, stage="gate_reward", message="too bad")
     for name in ("killed", "working"):
@@ -90,7 +91,7 @@ def test_a_list_says_what_became_of_each_run(project, capsys):
     ],
 )
 def test_a_run_without_a_record_gets_its_state_from_dvc(project, capsys, stages, gate, outcome, stage):
-    run = pins.prepare_run(project, "one", {"seed": 7})
+    run = prepare_workspace(project, "one", {"seed": 7})
     if stages:
         finish(run, stages, **gate)
     found = listed(capsys)["one"]
@@ -98,7 +99,7 @@ def test_a_run_without_a_record_gets_its_state_from_dvc(project, capsys, stages,
 
 
 def test_fifty_runs_are_listed_in_two_seconds_without_prefect_and_torch(project):
-    finish(pins.prepare_run(project, "run-0", {"seed": 7}))
+    finish(prepare_workspace(project, "run-0", {"seed": 7}))
     for number in range(1, 50):
         git(project, "worktree", "add", "--quiet", "-b", f"run/run-{number}", f"runs/run-{number}", "run/run-0")
     program = (
@@ -113,7 +114,7 @@ def test_fifty_runs_are_listed_in_two_seconds_without_prefect_and_torch(project)
 
 
 def test_show_has_params_stages_and_registered_versions(project, capsys):
-    run = pins.prepare_run(project, "one", {"seed": 7, "rl.algorithm": "grpo"})
+    run = prepare_workspace(project, "one", {"seed": 7, "rl.algorithm": "grpo"})
     finish(run)
     note(run, outcome="failed", stage="train_policy", message="train_policy: no room")
     assert runs.main(["show", "one", "--json"]) == 0
@@ -129,7 +130,7 @@ def test_show_has_params_stages_and_registered_versions(project, capsys):
 
 def test_delete_takes_worktree_branch_and_lock_and_says_what_stays(project, capsys):
     for name in ("one", "two"):
-        finish(pins.prepare_run(project, name, {"seed": 7}))
+        finish(prepare_workspace(project, name, {"seed": 7}))
     (project / "runs/one/scratch/big").mkdir(parents=True)
     with only_flow(project, "one"):
         pass
@@ -139,11 +140,11 @@ def test_delete_takes_worktree_branch_and_lock_and_says_what_stays(project, caps
     assert sorted(path.name for path in (project / "runs").iterdir()) == ["two"]
     assert git(project, "branch", "--list", "run/*").split()[-1] == "run/two"
     with only_flow(project, "one"):  # a run of that name may begin anew
-        assert pins.prepare_run(project, "one", {"seed": 9}).exists()
+        assert prepare_workspace(project, "one", {"seed": 9}).exists()
 
 
 def test_delete_is_refused_where_a_flow_works_or_something_would_be_lost(project, capsys):
-    run, other = (pins.prepare_run(project, name, {"seed": 7}) for name in ("one", "two"))
+    run, other = (prepare_workspace(project, name, {"seed": 7}) for name in ("one", "two"))
     with (run / "params.yaml").open("a") as file:
         file.write("# mine\n")
     (run / "mine.py").write_text("mine = 1\n")
@@ -177,7 +178,7 @@ def test_delete_is_refused_where_a_flow_works_or_something_would_be_lost(project
 
 
 def test_uncommitted_results_of_a_stopped_run_do_not_count_but_changed_params_and_files_beside_them_do(project, capsys):
-    run = pins.prepare_run(project, "one", {"seed": 7})
+    run = prepare_workspace(project, "one", {"seed": 7})
     results = ("dvc.lock", "data/inputs.json", "metrics/prepare_data.json", "plots/token_lengths.csv", "baselines.json")
     own = ("metrics/mine.json", "plots/mine ü.csv", "data/mine.jsonl")
     for name in (*results, *own):
@@ -195,7 +196,7 @@ def test_uncommitted_results_of_a_stopped_run_do_not_count_but_changed_params_an
 
 
 def test_a_version_of_a_deleted_run_stays_with_its_commit(project, capsys):
-    run = pins.prepare_run(project, "one", {"seed": 7})
+    run = prepare_workspace(project, "one", {"seed": 7})
     finish(run)
     head = git(run, "rev-parse", "HEAD")
     write_tag(project, "reward-model@v1.0.0", sound_lineage(head, run="run/one"), head)
@@ -205,7 +206,7 @@ def test_a_version_of_a_deleted_run_stays_with_its_commit(project, capsys):
 
 
 def test_a_run_that_ended_early_has_no_figures_and_no_report_of_an_earlier_time(project, capsys):
-    run = pins.prepare_run(project, "one", {"seed": 7})
+    run = prepare_workspace(project, "one", {"seed": 7})
     finish(run)
     (run / "reports").mkdir()
     (run / "reports/report.html").write_text("<p>of an earlier time</p>")
@@ -227,7 +228,7 @@ def test_a_run_that_ended_early_has_no_figures_and_no_report_of_an_earlier_time(
 
 @pytest.mark.parametrize("stage", [None, "hash_inputs"])
 def test_a_run_that_was_killed_before_its_first_stage_ended_has_no_figures(project, capsys, stage):
-    run = pins.prepare_run(project, "one", {"seed": 7})
+    run = prepare_workspace(project, "one", {"seed": 7})
     finish(run)
     note(run, outcome="running", stage=stage)
     found = listed(capsys)["one"]
@@ -235,7 +236,7 @@ def test_a_run_that_was_killed_before_its_first_stage_ended_has_no_figures(proje
 
 
 def test_a_run_of_a_comparison_has_the_figures_of_the_stages_that_it_was_brought_to(project, capsys):
-    run = pins.prepare_run(project, "one", {"seed": 7})
+    run = prepare_workspace(project, "one", {"seed": 7})
     finish(run)
     (run / "dvc.yaml").write_text('stages:\n  gate_reward:\n    cmd: "true"\n')
     assert compare._repro(run, "gate_reward") is None
@@ -250,7 +251,7 @@ def test_an_early_end_without_work_hides_what_follows_only_where_that_has_someth
         "  report:\n    cmd: touch told\n    params: [seed]\n    deps: [judged]\n    outs: [told]\n"
     )
     commit(project, "A short chain")
-    run = pins.prepare_run(project, "one", {"seed": 7})
+    run = prepare_workspace(project, "one", {"seed": 7})
     assert compare._repro(run, "report") is None
     for overrides, until in (("seed=7", None), ("seed=8", "gate_reward")):
         assert main(["--run", "one", "--update", "--set", overrides, "--until", "gate_reward"]) == 0
@@ -259,7 +260,7 @@ def test_an_early_end_without_work_hides_what_follows_only_where_that_has_someth
 
 
 def test_delete_spares_the_users_commits_on_a_detached_head(project, capsys):
-    run = pins.prepare_run(project, "one", {"seed": 7})
+    run = prepare_workspace(project, "one", {"seed": 7})
     git(run, "switch", "--quiet", "--detach")
     (run / "mine.py").write_text("mine = 1\n")
     commit(run, "Detached work")
@@ -269,7 +270,7 @@ def test_delete_spares_the_users_commits_on_a_detached_head(project, capsys):
 
 
 def test_delete_spares_a_commit_that_only_runs_deleted_with_it_have(project, capsys):
-    one, two = (pins.prepare_run(project, name, {"seed": 7}) for name in ("one", "two"))
+    one, two = (prepare_workspace(project, name, {"seed": 7}) for name in ("one", "two"))
     finish(one)
     (one / "mine.py").write_text("mine = 1\n")
     commit(one, "Shared work")
@@ -282,7 +283,7 @@ def test_delete_spares_a_commit_that_only_runs_deleted_with_it_have(project, cap
 
 
 def test_delete_spares_ignored_files_that_no_stage_has_made(project, capsys):
-    run = pins.prepare_run(project, "one", {"seed": 7})
+    run = prepare_workspace(project, "one", {"seed": 7})
     finish(run)
     made = ("models/sft/weights", "models/promoted/policy-v1.0.0/weights", "data/prepared/prompt.parquet", "data/reward_heldout.parquet")
     made += (
@@ -310,7 +311,7 @@ def test_delete_spares_ignored_files_that_no_stage_has_made(project, capsys):
 
 
 def test_delete_with_force_still_spares_processes_at_work(project, capsys):
-    run = pins.prepare_run(project, "one", {"seed": 7})
+    run = prepare_workspace(project, "one", {"seed": 7})
     with subprocess.Popen([sys.executable, "-c", "input()"], cwd=run, stdin=subprocess.PIPE) as user:
         assert runs.main(["delete", "--force", "one"]) == REFUSED and run.exists()
         printed = capsys.readouterr().err

@@ -7,7 +7,7 @@ import logging
 from clerk_params import ROOT
 from tiny_models import save_tiny_models, tiny_tokenizer
 
-from flows.chain.settings import point_out
+from flows.chain.settings import warn_of_settings
 from flows.runs.record import read_record
 from rlhf_core.config import overridden, read_text
 
@@ -24,13 +24,13 @@ def test_a_model_of_unknown_or_known_large_size_is_warned_of(tmp_path, caplog):
     for model in ("nobody/unknown", "Qwen/Qwen2.5-0.5B"):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "rlhf.flows"):
-            point_out(tmp_path, params(model, 2e-3))
+            warn_of_settings(tmp_path, params(model, 2e-3))
         assert caplog.messages == [told] and read_record(tmp_path)["warnings"] == [told]
-    point_out(tmp_path, params("nobody/unknown", 2e-5))
+    warn_of_settings(tmp_path, params("nobody/unknown", 2e-5))
     assert read_record(tmp_path)["warnings"] == []
 
 
 def test_a_small_model_is_not_warned_of(tmp_path, caplog):
     folder, _ = save_tiny_models(tmp_path / "models", tiny_tokenizer())
-    point_out(tmp_path, params(str(folder), 1e-3))
+    warn_of_settings(tmp_path, params(str(folder), 1e-3))
     assert caplog.messages == [] and read_record(tmp_path)["warnings"] == []

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from clerk_params import CLERK_PARAMS
 
+from flows.chain.stages import read_stages
 from flows.chain.summary import key_figure
 
 
@@ -20,12 +21,16 @@ def workspace(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def figure_of(workspace: Path, stage: str) -> str:
+    return key_figure(workspace, read_stages(workspace), stage)
+
+
 def test_a_later_look_of_the_gate_has_its_number(workspace):
     metrics = {"needed": True, "passed": False, "accuracy": 0.75, "low": 0.65, "threshold": 0.7, "look": {"number": 3}}
     (workspace / "metrics/gate.json").write_text(json.dumps(metrics))
-    assert key_figure(workspace, "gate_reward") == "accuracy 0.750, at least 0.650 (needs 0.700), look 3: rejected"
+    assert figure_of(workspace, "gate_reward") == "accuracy 0.750, at least 0.650 (needs 0.700), look 3: rejected"
     (workspace / "metrics/gate.json").write_text(json.dumps(metrics | {"look": {"number": 1}}))
-    assert "look" not in key_figure(workspace, "gate_reward")
+    assert "look" not in figure_of(workspace, "gate_reward")
 
 
 def test_an_evaluation_shows_both_modes(workspace):
@@ -36,7 +41,7 @@ def test_an_evaluation_shows_both_modes(workspace):
     wins = {"greedy": {"value": 0.37}, "sampled": {"value": 0.8}}
     metrics = {"greedy": mode(0.9, 0.87), "sampled": mode(0.51, 1.26), "win_rate": wins}
     (workspace / "metrics/evaluate.json").write_text(json.dumps(metrics))
-    assert key_figure(workspace, "evaluate") == "score 0.51 -> 1.26 (sampled, wins 0.80), 0.90 -> 0.87 (greedy, wins 0.37)"
+    assert figure_of(workspace, "evaluate") == "score 0.51 -> 1.26 (sampled, wins 0.80), 0.90 -> 0.87 (greedy, wins 0.37)"
 
 
 def test_an_evaluation_that_nothing_compared_says_so(workspace):
@@ -44,7 +49,7 @@ def test_an_evaluation_that_nothing_compared_says_so(workspace):
     wins = {"greedy": {"value": None}, "sampled": {"value": None}}
     metrics = {"greedy": nothing, "sampled": nothing, "win_rate": wins, "kl": {"sampled": 0.25}}
     (workspace / "metrics/evaluate.json").write_text(json.dumps(metrics))
-    assert key_figure(workspace, "evaluate") == "neither score nor judge; KL 0.25"
+    assert figure_of(workspace, "evaluate") == "neither score nor judge; KL 0.25"
     judged = {"sft": {"judge_ok": 0.5, "score_mean": None}, "policy": {"judge_ok": 0.75, "score_mean": None}}
     (workspace / "metrics/evaluate.json").write_text(json.dumps(metrics | {"greedy": judged, "sampled": judged}))
-    assert key_figure(workspace, "evaluate") == "judge 0.50 -> 0.75 (sampled), 0.50 -> 0.75 (greedy)"
+    assert figure_of(workspace, "evaluate") == "judge 0.50 -> 0.75 (sampled), 0.50 -> 0.75 (greedy)"

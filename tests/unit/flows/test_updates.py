@@ -10,13 +10,14 @@ import pytest
 from own_project import make_project
 
 from flows import compare
-from flows.chain import flow, pins
-from flows.chain.stages import StageFailed, check_params, tracked_params
+from flows.chain.command_line import REFUSED
+from flows.chain.prepare import prepare_workspace, prepared
+from flows.chain.stages import StageFailed, check_params
 from flows.chain.worktree import git, prepare_worktree
-from flows.full_pipeline import REFUSED, main
+from flows.full_pipeline import main
 from flows.rounds import series
 from flows.runs.record import note
-from rlhf_core.config import ConfigError, apply_overrides, load_params
+from rlhf_core.config import ConfigError, apply_overrides, load_params, read_yaml
 from rlhf_core.engines.ports import free_ports
 
 ROOT = Path(__file__).parents[3]
@@ -34,22 +35,22 @@ def seed_of(folder: Path) -> int:
 
 
 def test_other_params_are_refused_with_both_values_and_taken_with_update(project, caplog):
-    run = pins.prepare_run(project, "one", {"seed": 7, "sft.steps": 50})
-    assert pins.prepare_run(project, "one", {"seed": 7}) == run  # some of its own, again
-    assert pins.prepare_run(project, "one", {}) == run
+    run = prepare_workspace(project, "one", {"seed": 7, "sft.steps": 50})
+    assert prepare_workspace(project, "one", {"seed": 7}) == run  # some of its own, again
+    assert prepare_workspace(project, "one", {}) == run
     message = r"run one: expected its own params, got: seed 7 -> 8, sft.steps 50 -> 60; add --update .*another name"
     with pytest.raises(ConfigError, match=message):
-        pins.prepare_run(project, "one", {"seed": 8, "sft.steps": 60})
+        prepare_workspace(project, "one", {"seed": 8, "sft.steps": 60})
     assert seed_of(run) == 7 and git(run, "status", "--porcelain") == ""
     with caplog.at_level(logging.WARNING, "rlhf"):
-        pins.prepare_run(project, "one", {"seed": 8}, update=True)
+        prepare_workspace(project, "one", {"seed": 8}, update=True)
     assert seed_of(run) == 8 and "run one: changed: seed 7 -> 8" in caplog.text
     assert git(run, "log", "-1", "--format=%s") == 'Run one: {"seed": 8}'
     assert load_params(run / "params.yaml").sft.steps == 50
 
 
 def test_params_edited_between_two_stages_stop_the_flow_unless_no_stage_reads_them(project):
-    begun = tracked_params(project)
+    begun = read_yaml(project / "params.yaml")
     apply_overrides(project / "params.yaml", {"flow.retries": 5, "cluster.threads": 3})
     check_params(project, "train_reward", begun)
     apply_overrides(project / "params.yaml", {"sft.learning_rate": 0.007})
@@ -79,52 +80,51 @@ def test_the_command_line_refuses_and_changes_nothing(project, capsys):
 
 @pytest.mark.parametrize("merged", [False, True])
 def test_a_run_whose_worktree_was_removed_is_one_that_exists(project, merged):
-    run = pins.prepare_run(project, "one", {"seed": 7})
+    run = prepare_workspace(project, "one", {"seed": 7})
     if merged:
         git(project, "merge", "--quiet", "run/one")
     git(project, "worktree", "remove", "--force", str(run))
     with pytest.raises(ConfigError, match="seed 7 -> 8"):
-        pins.prepare_run(project, "one", {"seed": 8})
+        prepare_workspace(project, "one", {"seed": 8})
     assert not run.exists()
-    assert seed_of(pins.prepare_run(project, "one", {"seed": 7})) == 7
+    assert seed_of(prepare_workspace(project, "one", {"seed": 7})) == 7
 
 
 def test_a_run_that_was_killed_before_its_params_were_written_begins_with_those_given(project):
     git(project, "worktree", "add", "--quiet", "-b", "run/one", "runs/one", "HEAD")
-    assert seed_of(pins.prepare_run(project, "one", {"seed": 7})) == 7
+    assert seed_of(prepare_workspace(project, "one", {"seed": 7})) == 7
 
 
 @pytest.mark.parametrize("trace", ["record", "result"])
 def test_a_started_run_without_own_params_exists(project, trace):
-    run = pins.prepare_run(project, "one", {})
+    run = prepare_workspace(project, "one", {})
     if trace == "record":
         note(run, outcome="done")
     else:
         (run / "dvc.lock").write_text("schema: '2.0'\n")
     with pytest.raises(ConfigError, match="seed 0 -> 8"):
-        pins.prepare_run(project, "one", {"seed": 8})
+        prepare_workspace(project, "one", {"seed": 8})
 
 
 @pytest.mark.parametrize("merged", [False, True])
 def test_params_that_a_run_keeps_are_logged(project, caplog, merged):
-    pins.prepare_run(project, "one", {"seed": 7, "sft.steps": 50, "data.sources.0.weight": 2.0})
+    prepare_workspace(project, "one", {"seed": 7, "sft.steps": 50, "data.sources.0.weight": 2.0})
     if merged:
         git(project, "merge", "--quiet", "run/one")
     with caplog.at_level(logging.INFO, "rlhf"):
-        pins.prepare_run(project, "one", {"seed": 7})
-        pins.prepare_run(project, "one", {"seed": 7})  # as the flow does again
+        prepare_workspace(project, "one", {"seed": 7})
     kept = "run one: resumes and keeps params that were not given: data.sources.0.weight 1.0 -> 2.0, sft.steps"
     assert [message.startswith(kept) for message in caplog.messages].count(True) == 1
 
 
 def test_a_run_that_keeps_only_what_was_given_says_nothing_of_it(project, caplog):
-    """A flow prepares its run twice; `training` reaches the sections that take it over."""
+    """`training` reaches the sections that take it over."""
     given = {"training.ranks": 2, "training.lora": {"rank": 4}, "rl.lora": {"rank": 4}, "sft.steps": 50}
     with caplog.at_level(logging.INFO, "rlhf"):
-        pins.prepare_run(project, "one", given)
-        pins.prepare_run(project, "one", given)
+        prepare_workspace(project, "one", given)
+        prepare_workspace(project, "one", given)
         assert "resumes and keeps" not in caplog.text
-        pins.prepare_run(project, "one", {"training.ranks": 2, "sft.steps": 50})
+        prepare_workspace(project, "one", {"training.ranks": 2, "sft.steps": 50})
     kept = caplog.messages[-1].partition("keeps params that were not given: ")[2]
     keys = [part.split()[0] for part in kept.split(", ")]
     assert keys == [f"{section}.lora.{key}" for section in ("training", "rl") for key in ("rank", "alpha", "dropout", "target_modules")], (
@@ -133,13 +133,13 @@ def test_a_run_that_keeps_only_what_was_given_says_nothing_of_it(project, caplog
 
 
 def test_keys_that_no_result_depends_on_can_be_free(project):
-    run = pins.prepare_run(project, "one", {"seed": 7, "cluster.threads": 1})
-    pins.prepare_run(project, "one", {"seed": 7, "cluster.threads": 2}, free=["cluster.threads"])
+    run = prepare_workspace(project, "one", {"seed": 7, "cluster.threads": 1})
+    prepare_workspace(project, "one", {"seed": 7, "cluster.threads": 2}, free=["cluster.threads"])
     assert load_params(run / "params.yaml").cluster.threads == 2
 
 
 def test_a_series_without_a_round_is_changed_only_with_update(project):
-    run = series.prepare_series(project, "series", {"seed": 7})
+    run = series.prepare_series(project, "series", {"seed": 7}).workspace
     with pytest.raises(ConfigError, match="seed 7 -> 8"):
         series.prepare_series(project, "series", {"seed": 8})
     series.prepare_series(project, "series", {"seed": 8}, update=True)
@@ -149,7 +149,7 @@ def test_a_series_without_a_round_is_changed_only_with_update(project):
 def test_a_comparison_does_not_change_runs_of_an_earlier_one(project, capsys):
     (project / "recipes").mkdir()
     shutil.copy(ROOT / "recipes/compare.yaml", project / "recipes")
-    run = pins.prepare_run(project, "compare-dpo-0", {"alignment.method": "dpo", "sft.steps": 50})
+    run = prepare_workspace(project, "compare-dpo-0", {"alignment.method": "dpo", "sft.steps": 50})
     assert compare.main(["--methods", "dpo", "--seeds", "0", "--set", "sft.steps=60"]) == REFUSED
     assert "sft.steps 50 -> 60" in capsys.readouterr().err
     assert load_params(run / "params.yaml").sft.steps == 50
@@ -159,10 +159,9 @@ def test_overrides_are_held_against_the_runs_own_params_wherever_they_are_checke
     """A run may have a source more than the folder that it was made from has by now."""
     sources = load_params(project / "params.yaml").model_dump(mode="json")["data"]["sources"]
     two = [sources[0], sources[0] | {"name": "second"}]
-    pins.prepare_run(project, "one", {"data.sources": two})
+    prepare_workspace(project, "one", {"data.sources": two})
     overrides = {"data.sources.1.weight": 2.0}
-    assert flow._name(project, overrides, "one") == "one"
-    run = compare._workspace(project, "one", overrides, update=True)
-    assert load_params(run / "params.yaml").data.sources[1].weight == 2.0
-    with pytest.raises(ConfigError, match=r"data\.sources\.1"):
-        flow._name(project, overrides, "another")
+    with prepared(project, "one", overrides, update=True) as run:
+        assert run.params.data.sources[1].weight == 2.0
+    with pytest.raises(ConfigError, match=r"data\.sources\.1"), prepared(project, "another", overrides):
+        pass

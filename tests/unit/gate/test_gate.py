@@ -246,6 +246,7 @@ def put_into_cache(workspace: Path, folder: Path) -> None:
     warm_python.run([sys.executable, "-m", "dvc", "add", "--quiet", "kept"], cwd=workspace, env=environment, check=True)
 
 
+@pytest.mark.long
 def test_two_models_in_two_worktrees_are_two_looks_and_one_that_is_judged_again_none(workspace, reward_folder, tokenizer):
     """The second one is killed between its look and gate.json, which counts once."""
     write_own_scores(workspace, reward_folder)

@@ -26,6 +26,7 @@ def test_a_chain_of_promotions_does_not_slide_below_the_margin():
     assert max(chain(rng, settings(), guarded=False) for _ in range(5)) < START - 3 * MARGIN  # the incumbent alone holds nothing
 
 
+@pytest.mark.long
 def test_a_chain_on_other_pairs_every_night_rarely_slides_below_the_margin():
     """With the most accurate model as anchor, each measured on its own night's pairs, 0.19 of the chains did."""
     rng = np.random.default_rng(4)

@@ -16,7 +16,7 @@ from rlhf_core.data.schema import SCHEMAS, read_rows
 from rlhf_core.data.sources import load_source, mix
 from rlhf_core.look import page
 from rlhf_core.look.__main__ import main
-from rlhf_core.look.look import Looked, guess, look, place_of, sample_of
+from rlhf_core.look.look import Inspection, guess, inspect_reading, place_of, sample_of
 from rlhf_core.look.rows import pieces
 from rlhf_core.models.tokenizer import encode_prompt, encode_scored, new_tokenizer
 from rlhf_core.trainers.demonstrations import collate_demonstrations, encode_demonstrations
@@ -40,17 +40,17 @@ MARKS = [
 ]
 
 
-def looked(folder: Path, records: list[dict], tokenizer, params, **choice) -> Looked:
+def looked(folder: Path, records: list[dict], tokenizer, params, **choice) -> Inspection:
     path = folder / "data.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     place = place_of(str(path), {})
     sample, whole = sample_of(place, 2000)
     found = guess(place, sample, whole=whole, format_=choice.get("format_"), columns=choice.get("columns", {}))
     (tried,) = found.fitting
-    return look(tried, sample, params, tokenizer, show=100)
+    return inspect_reading(tried, sample, params, tokenizer, show=100)
 
 
-def shown_of(found: Looked, name: str) -> list[tuple[list[int], list[bool]]]:
+def shown_of(found: Inspection, name: str) -> list[tuple[list[int], list[bool]]]:
     return [(s.ids, s.trained) for _, sequences in found.samples for s in sequences if s.name == name]
 
 
@@ -110,7 +110,7 @@ def test_prompts_without_room_for_a_response_are_those_that_rl_leaves_out(tmp_pa
     lengths = [len(ids) for ids, _ in shown_of(found, "prompt")]
     crowded = sum(length > params.model.max_length - 30 for length in lengths)
     assert 0 < crowded < len(lengths)
-    assert f"  {crowded} leave no room for" in "\n".join(page.looked(found, params, colour=False, every_token=False))
+    assert f"  {crowded} leave no room for" in "\n".join(page.describe_inspection(found, params, colour=False, every_token=False))
 
 
 TOKENIZERS = {name: templated(name) for name in ("chatml", "thinks")}
@@ -128,7 +128,7 @@ def test_pieces_are_the_whole_text_in_order(text, template):
 def test_the_marks_hold_the_trained_text_and_nothing_else(tmp_path):
     tokenizer = tiny_tokenizer()
     found = looked(tmp_path, [{"prompt": "Please sort 41.", "chosen": "14", "rejected": "41"}], tokenizer, tiny_params())
-    text = "\n".join(page.looked(found, tiny_params(), colour=False, every_token=False))
+    text = "\n".join(page.describe_inspection(found, tiny_params(), colour=False, every_token=False))
     assert "| <|user|>Please sort 41.<|end|><|assistant|>⟦14<|end|>⟧" in text
     assert "| [prompt as in sft] ⟦41<|end|>⟧" in text
 
@@ -138,7 +138,8 @@ HOSTILE = "a\x1b[2J\x07\u202edesrever\u2066 ⟦not trained⟧"
 
 def test_texts_of_the_data_give_a_terminal_no_orders(tmp_path):
     found = looked(tmp_path, [{"prompt": HOSTILE, "chosen": HOSTILE, "rejected": "b", f"x{HOSTILE}": 1}], tiny_tokenizer(), tiny_params())
-    lines = "\n".join([*page.looked(found, tiny_params(), colour=False, every_token=True), *found.tried.reading.unsure]).split("\n")
+    described = page.describe_inspection(found, tiny_params(), colour=False, every_token=True)
+    lines = "\n".join([*described, *found.tried.reading.unsure]).split("\n")
     assert not [line for line in lines if any(ord(c) < 32 or c in "\x7f\u202e\u2066" for c in line)]
     (marked,) = [line for line in lines if "not trained" in line and "⟦" in line and "<|user|>" in line]
     assert marked.count("⟦") == 1 and "\\u27e6not trained" in marked and "\\u202edesrever" in marked
@@ -150,7 +151,7 @@ def test_colour_is_only_for_a_terminal(tmp_path, capsys):
     assert main([str(path), "--params", str(DEFAULTS)]) == 0
     assert "\x1b" not in capsys.readouterr().out
     found = looked(tmp_path, MARKS, tiny_tokenizer(), tiny_params())
-    assert page.COLOUR in "\n".join(page.looked(found, tiny_params(), colour=True, every_token=False))
+    assert page.COLOUR in "\n".join(page.describe_inspection(found, tiny_params(), colour=True, every_token=False))
 
 
 @pytest.mark.parametrize(
@@ -337,7 +338,7 @@ def test_length_bias_is_printed_with_limit_and_effect(tmp_path):
     ]
     found = looked(tmp_path, pairs, tiny_tokenizer(), tiny_params())
     for limit, allowed, verdict in ((0.25, "25% to 75%", True), (0.45, "5% to 95%", False)):
-        text = "\n".join(page.looked(found, tiny_params(validation__max_length_bias=limit), colour=False, every_token=False))
+        text = "\n".join(page.describe_inspection(found, tiny_params(validation__max_length_bias=limit), colour=False, every_token=False))
         assert f"the longer one in 90% of 5 pairs, ties as half; validation.max_length_bias, {limit:g}, allows {allowed}" in text
         assert (f"{allowed}: validate_data stops" in text) == verdict
 
@@ -346,7 +347,7 @@ def test_repeated_rows_are_counted_apart_from_dropped_records(tmp_path):
     found = looked(
         tmp_path, [PAIRS[1], {**PAIRS[1], "chosen": "7"}, {"prompt": None, "chosen": "1", "rejected": "2"}], tiny_tokenizer(), tiny_params()
     )
-    lines = list(page.looked(found, tiny_params(), colour=False, every_token=False))
+    lines = list(page.describe_inspection(found, tiny_params(), colour=False, every_token=False))
     start = next(i for i, line in enumerate(lines) if line.startswith("3 records read, 1 left out"))
     end = lines.index("of the records that are kept:")
     left_out = [line for line in lines[start + 1 : end] if not line.startswith("    ")]
@@ -358,7 +359,7 @@ def test_a_record_that_is_too_long_says_what_the_counts_say(tmp_path):
     found = looked(tmp_path, records, tiny_tokenizer(), tiny_params())
     for limit, fate in ((0.05, "validate_data stops"), (0.5, "left out of training")):
         params = tiny_params(validation__max_too_long_fraction=limit)
-        text = "\n".join(page.looked(found, params, colour=False, every_token=False))
+        text = "\n".join(page.describe_inspection(found, params, colour=False, every_token=False))
         (record, *_) = [line for line in text.split("\n") if "TOO LONG" in line]
         (count, *_) = [line for line in text.split("\n") if "1 too long" in line]
         assert fate in record and fate in count

@@ -16,7 +16,7 @@ from rlhf_core.config import ConfigError
 from rlhf_core.data.values import RawRecord
 from rlhf_core.look import page
 from rlhf_core.look.guess import PROMPT
-from rlhf_core.look.look import Guess, Place, guess, look, place_of, sample_of
+from rlhf_core.look.look import Guess, Place, guess, inspect_reading, place_of, sample_of
 from tests.tiny_models import tiny_params, tiny_tokenizer
 
 ASK = {"role": "user", "content": "What is 2 + 2?"}
@@ -289,13 +289,13 @@ VALUES = st.recursive(
 
 
 @given(st.lists(st.dictionaries(NAMES, VALUES, max_size=5), min_size=1, max_size=4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_records_give_readings_that_convert_or_none(records):
     found = [RawRecord(f"x line {number}", record, "") for number, record in enumerate(records, start=1)]
     guessed = guess(Place("file", "x.jsonl"), found, whole=True, format_=None, columns={})
     assert all(tried.taken and tried.source.uses for tried in guessed.fitting)
-    assert "\n".join(page.guessed(guessed, "x.jsonl"))
+    assert "\n".join(page.describe_guess(guessed, "x.jsonl"))
     for tried in guessed.fitting:
-        shown = look(tried, found, PARAMS, TOKENIZER, show=3)
+        shown = inspect_reading(tried, found, PARAMS, TOKENIZER, show=3)
         assert shown.dropped.read == len(records)
-        assert "\n".join(page.looked(shown, PARAMS, colour=False, every_token=True)).replace("\n", "").isprintable()
+        assert "\n".join(page.describe_inspection(shown, PARAMS, colour=False, every_token=True)).replace("\n", "").isprintable()

@@ -119,9 +119,9 @@ def test_rl_leaves_room_for_a_response_behind_the_prompt():
 
 def test_round_numbers():
     assert [round_up(n) for n in (1, 64, 65, 1024, 1025, 5000)] == [64, 64, 128, 1024, 1280, 5120]
-    assert [nice(n) for n in (0.5, 1, 4.9, 5, 19, 20, 79, 640)] == [1, 1, 2, 5, 10, 20, 50, 500]
+    assert [nice(n) for n in (0.5, 1, 4.9, 5, 19, 20, 79, 640)] == [1, 1, 4, 5, 10, 20, 70, 600]
     assert [power_of_two(n) for n in (0.3, 1, 31, 32, 100)] == [1, 1, 16, 32, 64]
-    assert every(3, 10) == 5 and every(797, 10) == 50
+    assert every(3, 10) == 5 and every(797, 10) == 70
 
 
 def test_small_data_has_more_epochs_and_smaller_batches():

@@ -12,6 +12,7 @@ from whole_matrix import cells
 
 from rlhf_core.config import Params, load_overlaid, parse_yaml
 from rlhf_core.look.__main__ import main
+from rlhf_core.look.facts import own_system_prompt
 from rlhf_core.models.template import CHATML, CONTINUATION
 from tests.tiny_models import save_tiny_models, tiny_tokenizer
 
@@ -93,6 +94,16 @@ def test_a_config_json_without_weights_is_enough_for_a_proposal(chat_model, tmp_
     assert bare["proposal"]["settings"] | {"model.path": ""} == whole["proposal"]["settings"] | {"model.path": ""}
 
 
+def test_the_system_prompt_that_a_template_adds_is_found():
+    tokenizer, turn = tiny_tokenizer(), "{{ '[' + m['role'] + ']' + m['content'] + '[/' + m['role'] + ']' }}"
+    tokenizer.chat_template = plain = "{% for m in messages %}" + turn + "{% endfor %}"
+    assert own_system_prompt(tokenizer) == ""
+    tokenizer.chat_template = "{% if messages[0]['role'] != 'system' %}[system]Be kind.[/system]{% endif %}" + plain
+    assert own_system_prompt(tokenizer) == "Be kind."
+    tokenizer.chat_template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + plain
+    assert own_system_prompt(tokenizer) == ""
+
+
 def test_a_tiny_model_gets_rates_by_which_it_learns_unless_the_user_gave_some(chat_model, tmp_path, capsys):
     path = written(tmp_path, PAIRS)
     params = accepted(looked(capsys, path, chat_model), tmp_path)
@@ -103,8 +114,10 @@ def test_a_tiny_model_gets_rates_by_which_it_learns_unless_the_user_gave_some(ch
 
 
 def test_a_base_model_gets_a_template_and_sft_first(base_model, tmp_path, capsys):
-    params = accepted(looked(capsys, written(tmp_path, PAIRS), base_model), tmp_path)
+    texts = [{**pair, "chosen": " " + pair["chosen"], "rejected": " " + pair["rejected"]} for pair in PAIRS]
+    params = accepted(looked(capsys, written(tmp_path, texts), base_model), tmp_path)
     assert (params.model.chat_template, params.sft.enabled) == ("continuation", True)
+    assert accepted(looked(capsys, written(tmp_path, PAIRS), base_model), tmp_path).model.chat_template is None  # a question and its answer
     several = [{"messages": [{"role": role, "content": f"{i} {role}"} for role in ("user", "assistant") * 2]} for i in range(40)]
     assert accepted(looked(capsys, written(tmp_path, several), base_model), tmp_path).model.chat_template is None
 

@@ -13,7 +13,7 @@ from tokenizer_shapes import CHATS, SHAPES, shaped
 from rlhf_core.data.validation.measures import measure
 from rlhf_core.gate.scoring import LoadedModel
 from rlhf_core.look import page
-from rlhf_core.look.look import guess, look, place_of, sample_of
+from rlhf_core.look.look import guess, inspect_reading, place_of, sample_of
 from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, encode_scored, response_text, turn_end
 from rlhf_core.scorers.reward_input import RewardModelInput
 from rlhf_core.trainers.preference.train import begin_pairs
@@ -142,8 +142,8 @@ def test_look_says_where_a_response_is_tokenized_apart_and_shows_what_is_trained
     place = place_of(str(path), {})
     sample, all_read = sample_of(place, 10)
     (tried,) = guess(place, sample, whole=all_read, format_=None, columns={}).fitting
-    found = look(tried, sample, tiny_params(model__max_length=4 * MAX_LENGTH), tokenizer, show=1)
-    lines = list(page.looked(found, tiny_params(), colour=False, every_token=False))
+    found = inspect_reading(tried, sample, tiny_params(model__max_length=4 * MAX_LENGTH), tokenizer, show=1)
+    lines = list(page.describe_inspection(found, tiny_params(), colour=False, every_token=False))
     assert any("whose response is tokenized apart" in line for line in lines) == said
     pairs, _ = begin_pairs([row(chosen="It is Paris.", rejected="It is red.")], tokenizer, max_length=10**6)()
     sides = [[*side.prompt_ids, *side.response_ids] for side in (pairs[0].chosen, pairs[0].rejected)]

@@ -47,13 +47,13 @@ def test_texts_are_encoded_in_parts_as_they_would_be_at_once(count, monkeypatch)
     assert list(encode_texts(TOKENIZER, texts)) == [(text, TOKENIZER(text)["input_ids"]) for text in texts]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.text(st.characters(codec="utf-8"), max_size=40))
 def test_any_text_survives(text):
     assert TOKENIZER.decode(TOKENIZER(text, split_special_tokens=True)["input_ids"]) == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(prompt=st.text(st.characters(codec="utf-8"), max_size=30), response=st.text(st.characters(codec="utf-8"), max_size=30))
 def test_the_prompt_is_a_prefix_and_one_eos_ends_the_response(prompt, response):
     messages = [{"role": "user", "content": prompt}]

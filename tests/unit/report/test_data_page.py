@@ -1,4 +1,4 @@
-"""docs/data.md: every block is a file and a source; what comes out is what the page says, with nothing lost."""
+"""docs/tables/formats.md: every block is a file and a source; what comes out is what the page says, with nothing lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf_core.config.data import FORMATS
 from rlhf_core.data.sources import load_source
 from rlhf_core.look.look import guess, place_of, sample_of
 
-PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "tables" / "formats.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
 QUESTION, GOOD, BAD = "2+2?", "4", "5"  # in every record, so that it is known what has to come out
 
@@ -123,7 +123,7 @@ def test_every_key_of_a_source_is_listed():
 def test_links_within_the_page_lead_somewhere():
     headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", PAGE, flags=re.MULTILINE)}
     assert set(re.findall(r"\(#([\w-]+)\)", PAGE)) <= headings
-    assert all((Path(__file__).parents[3] / "docs" / name).is_file() for name in re.findall(r"\((\w+\.md)\)", PAGE))
+    assert all((Path(__file__).parents[3] / "docs/tables" / name).is_file() for name in re.findall(r"\(([\w./]+\.md)\)", PAGE))
 
 
 def test_marks_become_pairs_of_the_best_and_the_worst_response(tmp_path, monkeypatch):

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from clerk_params import CLERK_PARAMS
 
+from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import Params, load_params
+from rlhf_core.stage.job import Job
 from rlhf_core.stage.ray_job import REACHED, submit_job
 from rlhf_core.stage.run import JobCrashed, StageRefused
 
@@ -43,7 +45,8 @@ def begun(folder: Path, **cluster) -> Begun:
 
 
 def submit(stage: Begun) -> None:
-    submit_job(stage, subject="RL job", driver="driver", description=stage.scratch / "job.json", cpus=2)
+    job = Job("train_policy", "launch", "run", (), stage.params, 1, Path(), stage.scratch, "run", StoreSettings(), 1)
+    submit_job(stage, job, subject="RL job", description=stage.scratch / "job.pkl", cpus=2)
 
 
 def test_a_first_job_says_that_nobody_listens_and_waits(tmp_path, nowhere, caplog):

@@ -36,10 +36,11 @@ stages:
 WORK = """
 import sys, time
 from pathlib import Path
-from rlhf_core.checkpoint.store import CheckpointStore
+from rlhf_core.checkpoint.store import CheckpointStore, StoreSettings
 from rlhf_core.paths import METRICS
 from rlhf_core.stage.files import write_json
 from rlhf_core.process import Interrupted
+from rlhf_core.stage.job import Job
 from rlhf_core.stage.ray_job import submit_job
 from rlhf_core.stage.run import Stage, StageRefused
 
@@ -50,7 +51,8 @@ def work(stage):
     if how == "refuse":
         raise StageRefused("the data is empty")
     if how == "submit":
-        submit_job(stage, subject="RL job", driver="nothing", description=Path("job.json"), cpus=1)
+        job = Job(stage.name, "launch", "run", (), stage.params, 1, Path(), stage.scratch, "run", StoreSettings(), 1)
+        submit_job(stage, job, subject="RL job", description=stage.scratch / "job.pkl", cpus=1)
     if how in ("save", "finish"):
         store = CheckpointStore(stage.scratch / "sft", stage.store_settings(zero_stage=0))
         found = store.latest()

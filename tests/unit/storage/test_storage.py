@@ -17,7 +17,6 @@ import pytest
 
 from rlhf_core.storage import address, node
 from rlhf_core.storage.address import Storage, StorageFailed, StorageRefused
-from rlhf_core.storage.board import _FolderBoard, _StorageBoard
 from rlhf_core.storage.clean import clean
 from rlhf_core.storage.files import download, hash_files, index_bytes, sha256_of, upload
 from rlhf_core.storage.node import INPUTS, JobFiles, enter
@@ -246,18 +245,6 @@ def test_a_note_is_read_again_after_its_seconds_only(storage, tmp_path):
     slow.read_bytes()
     work.put_note("pulse", b"2")
     assert (slow.read_bytes(), note.read_bytes()) == (b"1", b"2")
-
-
-def test_output_and_texts_of_ranks_reach_the_driver_by_a_folder_and_by_a_storage(storage, tmp_path):
-    work = JobStorage(storage, "w", tmp_path)
-    for make in (lambda: _FolderBoard(tmp_path / "ranks"), lambda: _StorageBoard(work, tmp_path / "ranks")):
-        driver, rank = make(), make()
-        driver.clear()
-        assert driver.read("started-1") is None and driver.new_output() == ""
-        rank.write("started-1", "")
-        with rank.open_output() as output:
-            output.write("step 1\n")
-        assert driver.read("started-1") == "" and driver.new_output() == "step 1\n" and driver.new_output() == ""
 
 
 def test_a_node_gets_each_input_once_and_shares_it_among_processes(tmp_path, entered):

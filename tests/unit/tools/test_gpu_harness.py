@@ -94,6 +94,7 @@ def test_a_part_at_its_limit_may_tidy_up_first(tmp_path, monkeypatch):
     assert left.outcome == STOPPED and (tmp_path / "child").read_text() == "folders removed"
 
 
+@pytest.mark.long
 def test_a_part_ends_with_the_harness_however_that_ends(tmp_path, monkeypatch):
     seen = tmp_path / "child"
     harness = subprocess.Popen(command(tmp_path, monkeypatch, [["waits", "", 0, 60, "waits"]]), cwd=ROOT)
@@ -113,6 +114,7 @@ def test_a_part_that_crashes_leaves_its_figures_and_its_reason(tmp_path, monkeyp
     assert "##### crashes\n" in (log := (tmp_path / "out" / LOGS).read_text()) and "no such kernel\n" in log
 
 
+@pytest.mark.long
 def test_a_part_that_no_longer_fits_a_missing_one_and_an_empty_one_are_named(tmp_path, monkeypatch):
     parts = [
         ["large", "", 1000, 2000, "fine"],
@@ -171,6 +173,7 @@ def test_the_first_parts_are_tests_that_exist_and_every_test_says_what_it_needs(
 # A part's child
 
 
+@pytest.mark.long
 def test_a_measurement_apart_ends_with_its_result_or_names_its_failure(tmp_path, monkeypatch, capfd):
     child = """
     import os

@@ -9,6 +9,7 @@ import pytest
 import torch
 from supervised_ranks import Case, loss_difference, run_case, run_ranks
 from tiny_models import assert_weights_agree
+from whole_matrix import cells, is_chosen
 
 from rlhf_core.config.model import LoraConfig
 
@@ -22,6 +23,7 @@ FURTHER = {
     "kto": {"reference": "live"},
 }
 FOUR = ("sft plain", "kto further")
+QUICK = tuple(f"{kind} further" for kind in FURTHER)
 CHANGES = {f"{kind} {case}": changes for kind, further in FURTHER.items() for case, changes in (("plain", {}), ("further", further))}
 
 
@@ -30,16 +32,19 @@ def cases(out: Path, **changes: Any) -> dict[str, Case]:
 
 
 @pytest.fixture(scope="module")
-def results(sft_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def results(
+    sft_folder: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Of one rank without ZeRO, and of each of two."""
     out = tmp_path_factory.mktemp("sequence-parallel")
-    alone = cases(out / "one", zero_stage=0, gradient_checkpointing=False)
-    shared = cases(out / "two", sequence_parallel=2)
+    chosen = CHANGES if is_chosen(request) else QUICK
+    alone = {name: case for name, case in cases(out / "one", zero_stage=0, gradient_checkpointing=False).items() if name in chosen}
+    shared = {name: case for name, case in cases(out / "two", sequence_parallel=2).items() if name in chosen}
     ranks = run_ranks(2, sft_folder, list(shared.values()), out)
     return {name: run_case(case, sft_folder) for name, case in alone.items()}, [dict(zip(shared, rank, strict=True)) for rank in ranks]
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", cells(CHANGES, QUICK))
 def test_ranks_that_share_sequences_have_losses_norms_and_weights_of_one(results, name: str):
     alone, (first, second) = results
     for key, weight in second[name]["weights"].items():  # of a reward model rank 0 alone returns any

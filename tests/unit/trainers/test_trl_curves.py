@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from whole_matrix import cells, is_chosen
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
@@ -19,6 +18,7 @@ from tools.bench.work import Run, Work, works_to_json, write_jsonl
 
 ROOT = Path(__file__).parents[3]
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.timeout(600),
     pytest.mark.usefixtures("world"),
     pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL isn't installed; it is in the extra `peers`"),
@@ -28,7 +28,6 @@ STEPS, BATCH, ROWS = 20, 8, 40
 SHARED = {"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.5, "microbatch_tokens": 200}
 DEADLINE = 400  # seconds for TRL's imports and steps on a busy machine
 TOLERANCE = 1e-4
-QUICK = ("sft", "reward", "sigmoid")  # other losses of pairs differ by their formula, which has tests of its own
 
 
 def word(number: int) -> str:
@@ -40,9 +39,7 @@ def question(number: int) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def works(
-    sft_folder: Path, reward_folder: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> dict[str, Work]:
+def works(sft_folder: Path, reward_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Work]:
     folder = tmp_path_factory.mktemp("rows")
     demonstrations = [{"messages": question(k), "response": f"Certainly: {word(3 * k)}"} for k in range(ROWS)]
     pairs = [{"messages": question(k), "chosen": f"Certainly: {word(k)}", "rejected": f"No {word(2 * k + 1)}"} for k in range(ROWS)]
@@ -55,7 +52,7 @@ def works(
         "apo_zero": {},
         "apo_down": {},
     }
-    found = {
+    return {
         "sft": Work("sft", str(sft_folder), sft_rows, STEPS, BATCH, SHARED),
         "reward": Work("reward", str(reward_folder), pair_rows, STEPS, BATCH, {**SHARED, "centering_coef": 0.05}),
         **{
@@ -63,7 +60,6 @@ def works(
             for loss, options in dpo.items()
         },
     }
-    return {name: work for name, work in found.items() if name in QUICK or is_chosen(request)}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +73,7 @@ def theirs(works: dict[str, Work], tmp_path_factory: pytest.TempPathFactory) -> 
     return {name: Run(**run) for name, run in zip(works, json.loads((folder / "runs.json").read_text()), strict=True)}
 
 
-@pytest.mark.parametrize("name", cells([*QUICK, "ipo", "robust", "hinge", "apo_zero", "apo_down"], QUICK))
+@pytest.mark.parametrize("name", ["sft", "reward", "sigmoid", "ipo", "robust", "hinge", "apo_zero", "apo_down"])
 def test_the_loss_of_every_step_is_trls(name: str, works: dict[str, Work], theirs: dict[str, Run], tmp_path: Path):
     losses = ours.train(works[name], tmp_path).losses
     assert len(losses) == len(theirs[name].losses) == STEPS

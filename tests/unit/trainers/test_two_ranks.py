@@ -15,6 +15,7 @@ from two_ranks import (
     CASES,
     QUICK,
     QUICK_SHARED,
+    QUICK_STAGES,
     SHARED,
     STAGES,
     load_of_other_ranks,
@@ -33,7 +34,7 @@ from rlhf_core.trainers.rl.minibatch import EXTREMES
 pytestmark = pytest.mark.usefixtures("world")
 # Width 16, intermediate 32, 2 layers: q, k, v, o are 16 x 16, gate, up and down 16 x 32; rank 2.
 ADAPTED = 2 * 2 * (4 * 32 + 3 * 48)
-at_every_stage = pytest.mark.parametrize("stage", STAGES)
+at_every_stage = pytest.mark.parametrize("stage", cells(STAGES, QUICK_STAGES))
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +53,10 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folders: tuple[Path, Path, Path], out: Path, request: pytest.FixtureRequest) -> list[dict]:
-    saved_by_one_rank(folders[0], out / "one")
+    whole = is_chosen(request)
+    saved_by_one_rank(folders[0], out / "one", whole=whole)
     save_large(out / "large")
-    return run_two_ranks(folders, out, whole=is_chosen(request))
+    return run_two_ranks(folders, out, whole=whole)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,8 @@ PACKAGES = {
 
 
 def require(*, rehearse: bool) -> None:
-    """
+    """Check that there is a GPU, except in a rehearsal.
+
     Raises:
         RuntimeError: there is no GPU, and this is no rehearsal.
     """
@@ -39,12 +40,12 @@ def device_name() -> str:
 
 
 def device_memory() -> int | None:
-    """Total bytes; None: no GPU."""
+    """The total bytes of the GPU's memory; None without a GPU."""
     return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
 
 
 def about() -> dict[str, str]:
-    """Date, device, driver and versions, by their names in the table."""
+    """Date, device, driver and versions by their names in the table."""
     memory = device_memory()
     found = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),

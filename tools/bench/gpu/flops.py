@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step, and their share of a GPU's peak."""
+"""Counts floating-point operations of a training step, and their share of a GPU's peak."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PEAKS: dict[str, float] = {
 
 @dataclass(frozen=True)
 class Passed:
-    """Tokens of one optimizer step's forward passes through a model.
+    """The tokens that one optimizer step's forward passes put through a model.
 
     tokens: without padding. padded: with it. sequences: tokens of all sequences, a shared prompt counted in each.
     visible: pairs of a token and one it attends to. predicted: tokens with logits.
@@ -35,7 +35,7 @@ class Passed:
 
 
 def step_flops(shape: ModelShape, passed: Passed, *, adapters: bool = False) -> float:
-    """Model FLOP of forward and backward of one optimizer step, without recomputation.
+    """The model FLOP of one optimizer step, forward and backward without recomputation.
 
         forward = 2 M tokens + 4 layers width visible + 2 E predicted         M, E: matrix elements of trunk and head
         full training: 3 forward;  adapters: the frozen matrices have no weight gradient, 2 in place of 3 for M and E
@@ -50,7 +50,7 @@ def step_flops(shape: ModelShape, passed: Passed, *, adapters: bool = False) -> 
 
 
 def utilization(flops: float, seconds: float, device: str) -> float | None:
-    """Model FLOPs utilization in percent: FLOP per second over the device's peak; None: unknown peak.
+    """The model FLOPs utilization in percent: FLOP per second over the device's peak; None for an unknown peak.
 
     Source: Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, section 4.1
     """

@@ -1,4 +1,4 @@
-"""Outcome and seconds of each test of tests/gpu, or of some: python -m tools.bench.gpu.gpu_tests --out FILE.json [-- PYTEST'S ARGUMENTS]"""
+"""Records outcome and seconds of tests in tests/gpu: python -m tools.bench.gpu.gpu_tests --out FILE.json [-- PYTEST'S ARGUMENTS]"""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Outcomes:
 
 
 def run(record: Record, chosen: Sequence[str]) -> list[str]:
-    """Run and record, with whole tracebacks in the output. Returns the failures."""
+    """Run the tests and record them, with whole tracebacks in the output. Returns the failures."""
     outcomes = Outcomes(record)
     which = list(chosen) if any("::" in name and not name.startswith("-") for name in chosen) else [str(ROOT / "tests" / "gpu"), *chosen]
-    how = ["--rootdir", str(ROOT), "-p", "no:cacheprovider", "-vv", "--tb=long", f"--timeout={TEST_SECONDS}"]
-    code = pytest.main([*which, *how], plugins=[outcomes])
+    arguments = ["--rootdir", str(ROOT), "-p", "no:cacheprovider", "-vv", "--tb=long", f"--timeout={TEST_SECONDS}"]
+    code = pytest.main([*which, *arguments], plugins=[outcomes])
     if code and not outcomes.failures:
         return [f"pytest: expected exit code 0, got {int(code)}"]
     return outcomes.failures

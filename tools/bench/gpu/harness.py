@@ -48,8 +48,10 @@ FIRST_TESTS = (DEFAULT_JOB, IPC, LOGPROBS)
 
 @dataclass(frozen=True)
 class Part:
-    """module: takes arguments, --out FILE.json, --models FOLDER and --rehearse. needs, limit: seconds; not started with less than `needs`
-    left. head: whether it submits RL jobs. models: (shape, kind) of the models that it loads.
+    """A part of the check.
+
+    module: program that takes arguments, --out FILE.json, --models FOLDER and --rehearse. needs, limit: seconds; the part isn't started
+    with less than `needs` left. head: whether it submits RL jobs. models: (shape, kind) of the models that it loads.
     """
 
     name: str
@@ -106,7 +108,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Check:
-    """What a call measures on which device, and where its results and models go. until: its end, by the monotonic clock."""
+    """One call of the check: the device on which it measures, where its results and models go, and when it ends.
+
+    until: the end, by the monotonic clock.
+    """
 
     out: Path
     models: Path
@@ -115,7 +120,7 @@ class Check:
     until: float
 
     def earlier(self) -> dict[str, Result]:
-        """Results in the folder by part. None of another device, of other versions, or of a rehearsal where this is none."""
+        """The folder's results by part, without those of another device, of other versions, or of a rehearsal where this is none."""
         found = read_results(self.out)
         mine = {**self.about, "date": ""}
         return {r.part: r for r in found if r.rehearsal == self.rehearse and {**r.about, "date": ""} == mine}
@@ -126,7 +131,7 @@ def write_results(out: Path, results: Sequence[Result]) -> None:
 
 
 def read_results(out: Path) -> list[Result]:
-    """What `write_results` wrote; nothing if there is none."""
+    """The results that `write_results` wrote; empty if there are none."""
     if not (out / RESULTS).exists():
         return []
     rows = json.loads((out / RESULTS).read_text())
@@ -134,7 +139,7 @@ def read_results(out: Path) -> list[Result]:
 
 
 def run_parts(parts: Sequence[Part], check: Check, earlier: dict[str, Result]) -> Iterator[Result]:
-    """Yield each part's result, an earlier final one where there is one."""
+    """Yields each part's result; an earlier final one if there is one."""
     adopt_orphans()
     with contextlib.ExitStack() as stack:
         wanted = [part for part in parts if not (part.name in earlier and earlier[part.name].is_final)]
@@ -180,7 +185,8 @@ class SharedHead:
         self._address = ""
 
     def address(self) -> str:
-        """
+        """The head's address; the first call starts it.
+
         Raises:
             ClusterError: it didn't start.
         """
@@ -191,7 +197,7 @@ class SharedHead:
 
     @property
     def folder(self) -> Path | None:
-        """Its folder with Ray's logs."""
+        """The folder with the head's logs."""
         return Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent if self._open is not None else None
 
     def close(self) -> None:
@@ -205,23 +211,23 @@ def run_part(part: Part, check: Check, head: SharedHead, writer: subprocess.Pope
     began, path = time.monotonic(), check.out / f"{part.name}.json"
     for old in (path, ray_logs(part, check)):
         old.unlink(missing_ok=True)
-    how = {"rehearsal": check.rehearse, "about": check.about}
+    common = {"rehearsal": check.rehearse, "about": check.about}
     try:
         if part.models and writer is not None and writer.wait(timeout=WRITE_SECONDS):
-            return Result(part.name, FAILED, f"its models were not written; see {LOGS}", **how)
+            return Result(part.name, FAILED, f"its models were not written; see {LOGS}", **common)
         address = head.address() if part.head else None
     except subprocess.TimeoutExpired:
-        return Result(part.name, FAILED, f"its models were not written within {WRITE_SECONDS:.0f} s", **how)
+        return Result(part.name, FAILED, f"its models were not written within {WRITE_SECONDS:.0f} s", **common)
     except ClusterError as error:
         head.close()
-        return Result(part.name, FAILED, str(error), **how)
+        return Result(part.name, FAILED, str(error), **common)
     outcome, reason = _watch(part, path, check, address, head, writer)
     figures = read(path) if path.exists() else []
     for left in (path, path.with_suffix(".part")):
         left.unlink(missing_ok=True)
     if outcome == RAN and not figures:
         outcome, reason = FAILED, "it left no figures"
-    return Result(part.name, outcome, reason, round(time.monotonic() - began, 1), figures=figures, **how)
+    return Result(part.name, outcome, reason, round(time.monotonic() - began, 1), figures=figures, **common)
 
 
 def _watch(part: Part, path: Path, check: Check, address: str | None, head: SharedHead, writer: subprocess.Popen | None) -> tuple[str, str]:
@@ -269,7 +275,7 @@ def _pass_on(process: subprocess.Popen, lines: deque[str], name: str, log: Path)
 
 
 def ray_logs(part: Part, check: Check) -> Path:
-    """Where the logs of a failed part's Ray head are kept."""
+    """The archive in which the logs of a failed part's Ray head are kept."""
     return check.out / f"ray-{part.name}.tar.gz"
 
 
@@ -283,7 +289,10 @@ def keep_logs(head: Path, archive: Path) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Environment of a part. vLLM's default sampler needs an optional package; without it vLLM would fail."""
+    """The environment of a part.
+
+    vLLM's default sampler needs an optional package; without this setting vLLM would fail.
+    """
     found = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))), "PYTHONUNBUFFERED": "1"}
     if importlib.util.find_spec("flashinfer") is None:
         found.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -321,7 +330,7 @@ def end_descendants(process: subprocess.Popen, *, spared: Sequence[subprocess.Po
 
 
 def _children(spared: Sequence[subprocess.Popen], head: Path | None) -> list[psutil.Process]:
-    """This process's descendants, except those of `spared` and of the head's keeper."""
+    """The descendants of this process, without those of `spared` and of the head's keeper."""
     kept, own = {process.pid for process in spared}, psutil.Process()
     for child in own.children():
         with contextlib.suppress(psutil.Error):
@@ -331,7 +340,7 @@ def _children(spared: Sequence[subprocess.Popen], head: Path | None) -> list[psu
 
 
 def models_in_memory(needed: int) -> Path | None:
-    """A folder in memory if there is room for `needed` bytes beside as many for everything else; None: use the disk."""
+    """A folder in memory if there is room for `needed` bytes and as many for everything else; None to use the disk."""
     memory = Path("/dev/shm")
     if memory.is_dir() and min(shutil.disk_usage(memory).free, psutil.virtual_memory().available // 2) > needed:
         return memory
@@ -339,7 +348,7 @@ def models_in_memory(needed: int) -> Path | None:
 
 
 def find_about(*, rehearse: bool) -> dict[str, str]:
-    """Device and packages, inspected by another process.
+    """Device and packages, found by another process.
 
     Raises:
         RuntimeError: there is no GPU (except in a rehearsal), or the inspection failed.

@@ -1,4 +1,5 @@
-"""RL jobs with trainer and engine on one GPU: python -m tools.bench.gpu.jobs --out FILE.json [--rehearse] -- turns | ppo | tensor_parallel
+"""Runs RL jobs with trainer and engine on one GPU: python -m tools.bench.gpu.jobs --out FILE.json [--rehearse] -- turns | ppo |
+tensor_parallel
 
 Each is the Ray job of the stage train_policy with its driver, actors, loop and weight sync. Weights are random, so that scores mean
 nothing. turns also runs GRPO by TRL with vLLM in its trainer's process: the same shape with the same weights, prompts, groups, length of
@@ -34,7 +35,7 @@ REHEARSED = Case(
 
 
 def cases(base: Case, *, rehearse: bool) -> dict[str, Case]:
-    """The job of each name. In a rehearsal only PyTorch's engines take turns, since vLLM's CPU build can't sleep."""
+    """The jobs by their names. In a rehearsal only PyTorch's engines take turns, since vLLM's CPU build can't sleep."""
     by_turns = replace(base, turns=True, backend="pytorch" if rehearse else "vllm")
     ppo = replace(by_turns, algorithm="ppo", prompts=base.samples, group=1)
     return {"turns": by_turns, "ppo": ppo, "tensor_parallel": replace(base, tensor_parallel=GPUS)}
@@ -100,7 +101,7 @@ def add_switches(record: Record, case: Case, outcome: Outcome) -> None:
 
 
 def add_trl(record: Record, case: Case, ours: list[float], model: Path, budget: Budget) -> None:
-    """Record TRL's steps, and the ratio if ours were measured.
+    """Record TRL's steps, and the ratio to ours if ours were measured.
 
     Raises:
         RuntimeError: TRL failed, or exceeded its time.

@@ -1,4 +1,4 @@
-"""Part memory: memory of an RL step by role and phase, beside the planner's figures, and of a rollout engine.
+"""Measures the memory of an RL step by role and phase, beside the planner's figures, and the memory of a rollout engine.
 
 python -m tools.bench.gpu.memory --out FILE.json [--rehearse]
 """
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def measure(case: Case) -> Case:
-    """In the child.
+    """Runs in the child process. Returns the measured memory.
 
     Raises:
         RuntimeError: there is no GPU (except in a rehearsal).
@@ -70,7 +70,7 @@ def add_trainer(record: Record, name: str, case: Case, found: dict[str, Any]) ->
 
 
 def planned_parts(case: Case) -> dict[str, float]:
-    """The planner's bytes by role and kind."""
+    """The bytes that the planner predicts, by role and kind."""
     shape, mean = SHAPES[case["shape"]], lambda span: sum(span) / 2
     work = Workload(
         policy=shape,

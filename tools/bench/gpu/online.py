@@ -1,4 +1,4 @@
-"""RL jobs as the stage train_policy submits them, on a Ray head of this process, and their results."""
+"""Runs RL jobs as the stage train_policy submits them, on a Ray head of this process, and reads their results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from typing import Any, Literal
 
 from rlhf_core.config import DEFAULT_LIMITS, Params, parse_params, set_key
 from rlhf_core.engines.ray.cluster import local_head, python_path, run_job
+from rlhf_core.stage.job import pulse_file
 from rlhf_core.trainers.rl.job import RlJob
+from rlhf_core.trainers.rl.submit import rl_job
 from tools.bench.gpu.job import SEEN
 from tools.bench.gpu.processes import HEAD, Budget, Peaks, actor_processes, watch_memory
 from tools.bench.gpu.shapes import SHAPES, Lengths, model_folder, prompts, shape_name
@@ -39,7 +41,7 @@ GONE_SECONDS = 30.0  # for a job's actors to end
 
 @dataclass(frozen=True)
 class Case:
-    """A job's sizes.
+    """The sizes of a job.
 
     prompts: per step. group: responses per prompt. prompt: tokens, least and most. response: tokens.
     warmup: first steps, which aren't timed. turns: trainer and engine take turns on the GPU.
@@ -109,14 +111,14 @@ class Case:
         return parse_params(tree)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Conversations for all steps, without repetition."""
+        """Conversations for all steps, each of them once."""
         low, high = self.prompt
         return prompts(self.steps * self.prompts, Lengths((low, high), (1, 1)))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A job's results. Lists have a value per step.
+    """The results of a job. Lists have a value per step.
 
     start: seconds from its submission to its first step. seconds: of each step, and of its phases as seconds_<phase>.
     memory: bytes in use on the GPU of engine and trainer after each switch between them, by turns; otherwise empty.
@@ -132,18 +134,18 @@ class Outcome:
     memory: list[dict[str, float]]
 
     def speeds(self, case: Case) -> list[float]:
-        """Response tokens per second of each timed step."""
+        """Response tokens per second in each timed step."""
         steps = zip(self.tokens[case.warmup :], self.of("", warmup=case.warmup), strict=True)
         return [tokens / seconds for tokens, seconds in steps]
 
     def of(self, phase: str, *, warmup: int) -> list[float]:
-        """Seconds of a phase; of whole steps if empty."""
+        """Seconds of a phase, or of whole steps if the name is empty."""
         return [row[f"seconds_{phase}" if phase else "seconds"] for row in self.seconds[warmup:]]
 
 
 @contextlib.contextmanager
 def head(cpus: int) -> Iterator[str]:
-    """The address of the Ray head that the check's parts share, or of one of this context."""
+    """Context with the address of the Ray head that the check's parts share, or of a new one."""
     if HEAD in os.environ:
         yield os.environ[HEAD]
         return
@@ -163,8 +165,8 @@ def run(case: Case, models: Path, folder: Path, address: str, budget: Budget) ->
     model = str(model_folder(case.shape, models))
     job = describe(case.params, case.rows(), folder, model=model, name=folder.name, threads=case.threads, reward_model=reward_model)
     cluster, output = case.params.cluster, []
-    job.write(folder / "job.json")
-    driver = [sys.executable, "-m", "tools.bench.gpu.job", str(folder / "job.json")]
+    rl_job(job, case.params, root=ROOT, work=Path(job.work)).write(folder / "job.pkl")
+    driver = [sys.executable, "-m", "tools.bench.gpu.job", str(folder / "job.pkl")]
     began = time.perf_counter()
     with watch_memory() as peaks:
         code = run_job(
@@ -174,7 +176,7 @@ def run(case: Case, models: Path, folder: Path, address: str, budget: Budget) ->
             environment={"PYTHONPATH": python_path(ROOT)},
             start_timeout=cluster.start_timeout,
             silence_timeout=cluster.silence_timeout,
-            pulse=job.pulse,
+            pulse=pulse_file(Path(job.work)),
             on_output=output.append,
             stop_requested=lambda: budget.left < 0,
         )
@@ -210,5 +212,5 @@ def read(case: Case, job: RlJob, began: float, peaks: Peaks) -> Outcome:
 
 
 def weight_bytes(case: Case) -> int:
-    """Bytes of the policy's weights as sent to an engine, without biases."""
+    """Bytes of the policy's weights as they are sent to an engine, without biases."""
     return SHAPES[case.shape].parameters * {"bfloat16": 2, "float32": 4}[case.dtype]

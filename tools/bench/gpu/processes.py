@@ -1,4 +1,4 @@
-"""The processes of a part: none outlives it, a measurement may have one of its own, and each one's peak memory is recorded."""
+"""Manages the processes of a part: none outlives it, a measurement may have its own, and the peak memory of each is recorded."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def begin(description: str | None) -> argparse.Namespace:
 
 
 def cores(most: int) -> int:
-    """This machine's number of cores, at most `most`."""
+    """The number of this machine's cores, at most `most`."""
     return min(most, os.cpu_count() or 1)
 
 
@@ -70,7 +70,7 @@ class Budget:
 
 @contextlib.contextmanager
 def noted(record: Record, what: str, failures: list[str]) -> Iterator[None]:
-    """Record an error as a figure without a value and as a failure, and continue the part."""
+    """Context that records an error as a figure without a value and as a failure, and lets the part continue."""
     try:
         yield
     except (RuntimeError, ValueError, OSError) as error:
@@ -79,7 +79,7 @@ def noted(record: Record, what: str, failures: list[str]) -> Iterator[None]:
 
 
 def measure_apart(module: str, case: Case, *, seconds: float) -> Case:
-    """Result of `measure_here` in a process of the module, so that its memory is freed and a crash ends this case only.
+    """The result of `measure_here` in another process of the module, so that its memory is freed and a crash ends this case only.
 
     Raises:
         RuntimeError: it failed or exceeded its time; its output has the traceback.
@@ -109,7 +109,10 @@ def measure_here(measure: Callable[[Case], Case]) -> bool:
 
 @dataclass
 class Peaks:
-    """Peak bytes. host: resident set by role. device: GPU memory by role. whole: all GPU memory in use."""
+    """Peak memory in bytes.
+
+    host: resident set by role. device: GPU memory by role. whole: all GPU memory in use.
+    """
 
     host: dict[str, int] = field(default_factory=dict)
     device: dict[str, int] = field(default_factory=dict)
@@ -131,7 +134,7 @@ def watch_memory() -> Iterator[Peaks]:
 
 
 def actor_processes() -> dict[int, str]:
-    """Process id and role of each actor of the Ray head: this process's, or its parent's, if parts share one."""
+    """The process id and role of each actor of the Ray head: this process's head, or its parent's if parts share one."""
     found, own = {}, psutil.Process()
     for process in ((own.parent() or own) if HEAD in os.environ else own).children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -141,7 +144,7 @@ def actor_processes() -> dict[int, str]:
 
 
 def role_of(command: str) -> str | None:
-    """Role of a process with this command line; None: no actor of an RL job."""
+    """The role of a process with this command line; None if it isn't an actor of an RL job."""
     if not command.startswith("ray::"):
         return None
     return next((role for role, names in ROLES.items() if any(name in command for name in names)), None)
@@ -159,14 +162,14 @@ def _look(peaks: Peaks, device: _Device | None) -> None:
 
 @dataclass(frozen=True)
 class _Device:
-    """The first GPU in NVIDIA's management library."""
+    """The first GPU as NVIDIA's management library shows it."""
 
     library: object
     handle: object
 
     @classmethod
     def find(cls) -> _Device | None:
-        """None: no GPU, or no such library."""
+        """The first GPU; None without a GPU or without the library."""
         try:
             import pynvml
         except ImportError:
@@ -178,7 +181,7 @@ class _Device:
             return None
 
     def used(self) -> tuple[dict[int, int], int]:
-        """Bytes by process, as far as the driver reports them, and in total."""
+        """Bytes in use by process, as far as the driver reports them, and in total."""
         try:
             running = self.library.nvmlDeviceGetComputeRunningProcesses(self.handle)
             whole = int(self.library.nvmlDeviceGetMemoryInfo(self.handle).used)

@@ -1,4 +1,4 @@
-"""A part's figures as rows of a JSON file, written after each row, so that an interrupted part keeps them."""
+"""Writes a part's figures as rows of a JSON file, after each row, so that an interrupted part keeps them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ class Figure:
 
 
 class Record:
-    """Args: path: of the JSON file."""
+    """The figures of a part, kept in a JSON file.
+
+    Args:
+        path: of the JSON file.
+    """
 
     def __init__(self, path: Path):
         self._path = path

@@ -1,6 +1,6 @@
-"""Memory of a PPO step's roles on the device, by phase: a trainer rank as in the RL job, and a rollout engine.
+"""Measures the device memory of a PPO step's roles by phase (a trainer rank as in the RL job), and of a rollout engine.
 
-Runs in the part's child. Without a GPU tensors are counted the same way, and the resident set replaces the allocator's figure.
+Runs in the part's child process. Without a GPU tensors are counted the same way, and the resident set replaces the allocator's figure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlhf_core.trainers.rl.data import DemonstrationStream, collate, sequences_o
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.minibatch import plan_update
 from rlhf_core.trainers.rl.rank import TrainerRank
-from rlhf_core.types import Prompt, Rollout, ScoredRollout
+from rlhf_core.types import Prompt, Rollout, Span
 from tools.bench.gpu.memory import PASSES
 from tools.bench.gpu.shapes import MAX_LENGTH, Lengths, model_folder, prompts
 from tools.bench.gpu.steps import peak_bytes, reset_peak, synchronize
@@ -37,7 +37,9 @@ Bytes = dict[str, float]
 
 
 def measure_trainer(case: dict[str, Any]) -> dict[str, Any]:
-    """roles: tensor bytes by role and kind. phases: bytes before, after and at the peak of each phase, by step.
+    """Memory of a trainer rank in a PPO step.
+
+    roles: tensor bytes by role and kind. phases: bytes before, after and at the peak of each phase, by step.
     stacks: code locations that hold most bytes when a backward pass begins.
     """
     models = Path(case["models"])
@@ -55,15 +57,14 @@ def measure_trainer(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def one_step(rank: TrainerRank, job: RlJob, rollouts: list[Rollout], watch: Watch, step: int) -> None:
-    """The loop's work after sampling, in its order."""
+    """Do what the loop does after sampling, in its order."""
     tokenizer = load_tokenizer(job.sft_model, trust_remote_code=False)
     sequences, starts = sequences_of(rollouts)
     with watch.phase("score"):
-        scores = rank.score_by_reward_model(SCORER, sequences)[:, 0].tolist()
+        scores = rank.score_by_reward_model(SCORER, sequences)[:, 0]
     with watch.phase("forward"):
         outputs = rank.forward(sequences, starts)
-    scored = [ScoredRollout(rollout, {SCORER: score}) for rollout, score in zip(rollouts, scores, strict=True)]
-    batch = collate(scored, outputs, None, pad_id=tokenizer.pad_token_id, old_logprobs_source="recompute")
+    batch = collate(rollouts, {SCORER: scores}, outputs, None, pad_id=tokenizer.pad_token_id, old_logprobs_source="recompute")
     train_batch, _ = compute_advantages(batch, job.rl, RewardNormalizer(job.rl.reward), kl_coef=job.rl.kl.coef)
     (plan,) = plan_update(train_batch, DemonstrationStream(job), job.rl, seed=job.seed, step=step)
     with watch.phase("update"), watch.engines(rank):
@@ -115,7 +116,7 @@ def describe(case: dict[str, Any], language: Path, reward: Path) -> RlJob:
 
 
 def drawn(job: RlJob, case: dict[str, Any]) -> list[Rollout]:
-    """Random tokens in place of an engine's responses; sizes don't depend on them."""
+    """Random tokens instead of an engine's responses; sizes don't depend on them."""
     tokenizer, draw = load_tokenizer(job.sft_model, trust_remote_code=False), random.Random(0)
     lengths = Lengths(tuple(case["prompt"]), tuple(case["response"]))
     made = []
@@ -123,7 +124,7 @@ def drawn(job: RlJob, case: dict[str, Any]) -> list[Rollout]:
         prompt = Prompt(str(i), "gpu", row["messages"], encode_prompt(tokenizer, row["messages"]), None)
         ids = [draw.randrange(8, len(tokenizer)) for _ in range(draw.randint(*lengths.response) - 1)]
         ids.append(tokenizer.eos_token_id)
-        made.append(Rollout(prompt, ids, [-7.0] * len(ids), finished=True, group_id=i, policy_version=0))
+        made.append(Rollout(prompt, [Span(ids, [-7.0] * len(ids), 0)], finished=True, group_id=i))
     return made
 
 
@@ -131,7 +132,7 @@ def drawn(job: RlJob, case: dict[str, Any]) -> list[Rollout]:
 
 
 def held_by(rank: TrainerRank) -> Bytes:
-    """Bytes after a step; Adam's moments are created in the first one."""
+    """The bytes that a rank's roles hold after a step; Adam's moments are created in the first one."""
     found: Bytes = {}
     seen: set[int] = set()  # a float32 engine's optimizer holds the weights themselves
     for name, engine in rank.roles.learning.items():
@@ -151,7 +152,7 @@ def whole(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def gradient_bytes(engine: TrainEngine) -> float:
-    """Gradient bytes when an optimizer step begins: the parameters' own, and ZeRO's."""
+    """The bytes of gradients when an optimizer step begins: the parameters' own, and ZeRO's."""
     tensors = [getattr(p, name, None) for p in engine.module.parameters() for name in ("grad", "grad_accum")]
     for name in ("averaged_gradients", "all_grad_tensors"):
         for group in getattr(engine._optim, name, {}).values():  # a tensor for all parameters, one per parameter, or none yet
@@ -160,7 +161,7 @@ def gradient_bytes(engine: TrainEngine) -> float:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> float:
-    """Bytes of tensors on the device; each storage counts once, and not if it was counted before."""
+    """The bytes of tensors on the device. Each storage counts once, and not if it was counted before."""
     total = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -247,8 +248,10 @@ def _place(frames: list[dict[str, Any]]) -> str:
 
 
 def measure_engine(case: dict[str, Any]) -> dict[str, Any]:
-    """bytes: peak while it starts and samples; held: afterwards; weights: of the folder's model; cache: keys and values, 0 where the
-    engine allocates them per batch; tokens: capacity of the cache.
+    """Memory of a rollout engine.
+
+    bytes: peak while it starts and samples; held: afterwards; weights: of the folder's model; cache: keys and values, 0 where the engine
+    allocates them per batch; tokens: capacity of the cache.
     """
     from rlhf_core.engines.requests import SamplingSettings, request_seeds
     from rlhf_core.models.build import kv_cache_bytes, read_state_dict

@@ -1,11 +1,10 @@
-"""Inputs of the GPU check, made without a network: models with random weights, a tokenizer, rows of text.
+"""Makes inputs of the GPU check without a network: models with random weights, a tokenizer, rows of text.
 
 python -m tools.bench.gpu.shapes FOLDER SHAPE:KIND ... writes models.
 """
 
 from __future__ import annotations
 
-import fcntl
 import math
 import random
 import shutil
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhf_core.files import lock_file
 from rlhf_core.planning.shape import ModelShape
 
 Kind = Literal["language", "reward"]
@@ -41,20 +41,20 @@ WORDS = sorted({" " + "".join(random.Random(i).choices(_SYLLABLES, k=2 + i % 2))
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of prompts and responses, (least, most), evenly spread, without the template's tokens."""
+    """The number of tokens in prompts and responses as (least, most), evenly spread, without the template's tokens."""
 
     prompt: tuple[int, int]
     response: tuple[int, int]
 
 
 def shape_name(name: str) -> str:
-    """A shape's name in the figures."""
+    """The name of a shape in the figures."""
     return "a tiny shape" if name == TINY else f"Qwen2.5-{name} shape"
 
 
 @contextmanager
 def models_folder(given: Path | None, *, within: Path | None = None) -> Iterator[Path]:
-    """The folder of --models, or a temporary one, in `within` if that is given."""
+    """The folder of --models, or a temporary one, within `within` if that is given."""
     if given is not None:
         given.mkdir(parents=True, exist_ok=True)
         yield given
@@ -64,7 +64,7 @@ def models_folder(given: Path | None, *, within: Path | None = None) -> Iterator
 
 
 def model_folder(name: str, models: Path, kind: Kind = "language") -> Path:
-    """A Hugging Face folder with bfloat16 weights and tokenizer; written if missing.
+    """A Hugging Face folder with bfloat16 weights and a tokenizer; written if missing.
 
     Another process writes it, so that nothing stays in this one or on the GPU.
 
@@ -87,7 +87,7 @@ def model_folder(name: str, models: Path, kind: Kind = "language") -> Path:
 
 
 def tokenizer():
-    """A tokenizer for all shapes with about one token per word; models have more rows than tokens, as Qwen's."""
+    """A tokenizer for all shapes with about one token per word. Models have more rows than tokens, like Qwen's."""
     from rlhf_core.models.tokenizer import build_tokenizer
 
     return build_tokenizer((word * 3 for word in WORDS), vocab_size=TOKENS)
@@ -147,7 +147,7 @@ def configuration(name: str, tokenizer: Any) -> Any:
 
 
 def norm_weight(hidden: int) -> float:
-    """Weight of the last norm for which a fresh head with `hidden` inputs gives logits of LOGITS_STD."""
+    """The weight of the last norm with which a fresh head with `hidden` inputs gives logits of LOGITS_STD."""
     return min(MOST_NORM, LOGITS_STD / (INITIAL_STD * math.sqrt(hidden)))
 
 
@@ -157,7 +157,7 @@ def write(name: str, kind: Kind, models: Path) -> None:
     if kind == "reward":
         write(name, "language", models)
     with (models / f"{name}-{kind}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_file(lock, math.inf)
         if folder.exists():
             return
         _write(name, kind, models, aside)

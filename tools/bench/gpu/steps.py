@@ -1,4 +1,4 @@
-"""Timed optimizer steps of the trainers, with the stages' own loop, engine, losses and micro-batches.
+"""Times optimizer steps of the trainers, with the stages' own loop, engine, losses and micro-batches.
 
 All rows are one batch, so that every step has the same examples and repetitions differ only by the machine.
 """
@@ -42,7 +42,7 @@ WARMUP = 2  # untimed first steps; the first creates the optimizer's state
 
 @dataclass(frozen=True)
 class Steps:
-    """A measurement of a method, as in JSON.
+    """A measurement of a method, as it is written to JSON.
 
     method: sft, reward or dpo. model: folder of the language model. rows: demonstrations or pairs of a batch.
     prompt, response: lengths in tokens, (least, most). lora: section of params.yaml.
@@ -76,7 +76,9 @@ class Steps:
 
 @dataclass(frozen=True)
 class Measured:
-    """seconds: of a step, per window. passed: tokens of a step. attention: the model's implementation.
+    """The result of a measurement.
+
+    seconds: of a step, per window. passed: tokens of a step. attention: the model's implementation.
 
     bytes: `peak_bytes` of the timed steps; load: of everything before.
     """
@@ -93,7 +95,7 @@ class Enough(Exception):
 
 
 def measure_steps(steps: Steps) -> dict[str, Any]:
-    """`Measured` as a dict."""
+    """Measure a method's steps. Returns `Measured` as a dict."""
     join_world()
     watch = Watch(steps)
     with tempfile.TemporaryDirectory() as folder, watch:
@@ -148,7 +150,7 @@ class Watch:
 
 
 def count(batch: TokenBatch, *, pad_id: int) -> Passed:
-    """Tokens of a micro-batch; no real token may equal `pad_id`.
+    """The tokens of a micro-batch; no real token may equal `pad_id`.
 
     A plain sequence of n tokens has n^2 / 2 visible pairs; a branch of b tokens after a prefix of p has b p + b^2 / 2.
     """
@@ -168,7 +170,7 @@ def count(batch: TokenBatch, *, pad_id: int) -> Passed:
 
 
 def loop(steps: Steps, folder: Path, watch: Callable[[], bool]) -> TrainLoop:
-    """Optimizer steps alone, without checkpoints and evaluation."""
+    """A loop of optimizer steps alone, without checkpoints and evaluation."""
 
     def curves(step: int) -> MetricsLog:
         tracking = TrackingConfig(tensorboard_dir=None, wandb_project=None)
@@ -199,7 +201,7 @@ def sft(steps: Steps, folder: Path, loop: TrainLoop) -> None:
 
 
 def reward(steps: Steps, folder: Path, loop: TrainLoop) -> None:
-    """As in the stage train_reward."""
+    """Train the reward model as the stage train_reward does."""
     params, tokenizer = steps.params, load_tokenizer(steps.model, trust_remote_code=False)
     section = params.reward
     model = new_scalar_model(Path(steps.model), tokenizer, trust_remote_code=False, training_dtype=params.model.dtype)
@@ -239,7 +241,7 @@ COLUMNS = {
 
 
 def total(steps: Steps) -> int:
-    """Optimizer steps: one more than timed, so that the last one, which saves, is never reached."""
+    """The number of optimizer steps: one more than timed, so that the last one, which saves, is never reached."""
     return WARMUP + steps.window * steps.repetitions + 1
 
 
@@ -257,7 +259,7 @@ def reset_peak() -> None:
 
 
 def peak_bytes() -> dict[str, float]:
-    """Peak since `reset_peak`: allocated and reserved by torch on the GPU; without one the resident set since the process's start."""
+    """The peak since `reset_peak`, allocated and reserved by torch on the GPU; without a GPU the peak resident set since the start."""
     if torch.cuda.is_available():
         return {"allocated": float(torch.cuda.max_memory_allocated()), "reserved": float(torch.cuda.max_memory_reserved())}
     import resource

@@ -1,4 +1,4 @@
-"""The results as Markdown, ready for docs/gpu.md."""
+"""Writes the results as Markdown for docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REHEARSAL = "**A rehearsal with a tiny shape: it shows that the check runs. No f
 
 
 def markdown(results: Sequence[Result], parts: Sequence[Part] = PARTS) -> str:
-    """A section per part; parts without a result are marked as not run."""
+    """The results as Markdown with a section per part; parts without a result are marked as not run."""
     by_name = {result.part: result for result in results}
     lines = [REHEARSAL, ""] if any(result.rehearsal for result in results) else []
     for machine in dict.fromkeys(_machine(result) for result in results if result.about):

@@ -1,4 +1,4 @@
-"""Optimizer steps in bfloat16: tokens/s, model FLOPs utilization, memory beside the planner's, and the same rows by TRL.
+"""Measures optimizer steps in bfloat16: tokens/s, model FLOPs utilization, memory beside the planner's, and the same rows by TRL.
 
 python -m tools.bench.gpu.training --out FILE.json [--rehearse] -- sft | dpo | reward | lora
 
@@ -36,7 +36,10 @@ MODULE = "tools.bench.gpu.training"
 
 @dataclass(frozen=True)
 class Choice:
-    """A measurement of a shape. lora: the section of params.yaml. needs: a required package."""
+    """A measurement of a shape.
+
+    lora: the section of params.yaml. needs: a package that it requires.
+    """
 
     method: str
     shape: str
@@ -55,7 +58,7 @@ class Choice:
 
     @property
     def planned(self) -> float:
-        """Bytes according to the planner."""
+        """Bytes that the planner predicts."""
         shape, tokens = SHAPES[self.shape], self.microbatch_tokens
         if self.lora is None:
             return trained_bytes(shape, tokens=tokens, scalar=self.method == "reward")
@@ -63,7 +66,7 @@ class Choice:
 
     @property
     def needed(self) -> float:
-        """Bytes that must be free to start."""
+        """Bytes that must be free for a start."""
         stepping = step_bytes(SHAPES[self.shape], scalar=self.method == "reward") if self.lora is None else 0.0
         return max(self.planned, stepping)
 
@@ -102,7 +105,7 @@ def chosen(case: Case) -> Choice:
 
 
 def steps_of(case: Case):
-    """The measured steps of a case, for both sides."""
+    """The steps to measure in a case, for both sides."""
     from tools.bench.gpu.steps import Steps
 
     return Steps(
@@ -116,7 +119,7 @@ def steps_of(case: Case):
 
 
 def measure(case: Case) -> Case:
-    """In the child: `Measured` and the device's name, or the free memory if the planner needs more.
+    """Runs in the child process. Returns `Measured` and the device's name, or the free memory if the planner needs more.
 
     Raises:
         RuntimeError: there is no GPU (except in a rehearsal).
@@ -151,7 +154,7 @@ def add_figures(record: Record, choice: Choice, found: Case) -> None:
 
 
 def add_speed(record: Record, what: str, choice: Choice, found: Case, seconds: list[float], note: str) -> None:
-    """Tokens of the sequences per second, and the utilization by the FLOP of our passes."""
+    """Record the tokens of the sequences per second, and the utilization by the FLOP of our passes."""
     passed = Passed(**found["passed"])
     record.add(what, "tokens/s", [passed.sequences / s for s in seconds], note)
     flops = step_flops(SHAPES[choice.shape], passed, adapters=choice.lora is not None)
@@ -171,28 +174,28 @@ def add_trl(record: Record, choice: Choice, ours: Case, theirs: Case) -> None:
 
 
 def trained_bytes(shape: ModelShape, *, tokens: int, scalar: bool = False) -> float:
-    """Bytes of full training in bfloat16 on one GPU: states, and a pass of `tokens`.
+    """Bytes for full training in bfloat16 on one GPU: states, and a pass of `tokens`.
 
     Args:
         scalar: a reward model, without a vocabulary head and logits.
     """
-    how = Training(zero_stage=ZERO_STAGE)
-    states = training_states(shape.scalar_parameters if scalar else shape.parameters, how)
-    head = 0.0 if scalar else head_training(shape, tokens, how)
-    return states.resident + states.one_pass(trunk_activations(shape, tokens, how) + head)
+    training = Training(zero_stage=ZERO_STAGE)
+    states = training_states(shape.scalar_parameters if scalar else shape.parameters, training)
+    head = 0.0 if scalar else head_training(shape, tokens, training)
+    return states.resident + states.one_pass(trunk_activations(shape, tokens, training) + head)
 
 
 def step_bytes(shape: ModelShape, *, scalar: bool = False) -> float:
-    """Bytes during the optimizer step, without activations: the peak where a pass is small beside the states."""
+    """Bytes during the optimizer step, without activations; this is the peak if a pass is small beside the states."""
     states = training_states(shape.scalar_parameters if scalar else shape.parameters, Training(zero_stage=ZERO_STAGE))
     return states.resident + states.step
 
 
 def adapted_bytes(shape: ModelShape, *, tokens: int, rank: int, quantized: bool) -> float:
-    """Bytes with adapters on every linear layer of a frozen language model."""
-    how = Training(zero_stage=ZERO_STAGE, adapters=adapter_parameters(shape, rank), quantized=quantized)
-    states = training_states(shape.parameters, how, linear=shape.linear)
-    return states.resident + states.one_pass(trunk_activations(shape, tokens, how) + head_training(shape, tokens, how))
+    """Bytes for training with adapters on every linear layer of a frozen language model."""
+    training = Training(zero_stage=ZERO_STAGE, adapters=adapter_parameters(shape, rank), quantized=quantized)
+    states = training_states(shape.parameters, training, linear=shape.linear)
+    return states.resident + states.one_pass(trunk_activations(shape, tokens, training) + head_training(shape, tokens, training))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Part transfer: a trainer rank's weights for a vLLM engine on the same GPU, by CUDA IPC and by gloo.
+"""Measures the transfer of a trainer rank's weights to a vLLM engine on the same GPU, by CUDA IPC and by gloo.
 
 python -m tools.bench.gpu.transfer --out FILE.json [--rehearse]
 """
@@ -59,7 +59,8 @@ def add(record: Record, name: str, found: Case) -> None:
 
 
 def measure(case: Case) -> Case:
-    """In the child: seconds of each sync, its bytes, by how many bytes each process grew, and what the probe shows at the end.
+    """Runs in the child process. Returns the seconds and bytes of each sync, by how many bytes each process grew, and what the probe shows
+    at the end.
 
     Each sync sends other weights, by the calls of an RL job.
 
@@ -116,7 +117,7 @@ class PeerEngine(EngineApart):
 
 
 def start(case: Case, folder: Path) -> tuple[PeerEngine, Any]:
-    """An engine, which measures the GPU's free memory and so starts first, and a trainer rank with the policy."""
+    """Start an engine, which measures the GPU's free memory and so comes first, and a trainer rank with the policy."""
     from rlhf_core.trainers.rl.rank import TrainerRank
     from tools.bench.gpu.online import ENGINE_MEMORY
     from tools.bench.gpu.shapes import model_folder
@@ -149,13 +150,13 @@ def change(module: torch.nn.Module) -> None:
 
 
 def restart_peak(process: str) -> int:
-    """Let the peak of a process' resident set count from now on. Returns its bytes."""
+    """Let the peak of a process's resident set count from now on. Returns its bytes."""
     Path(f"/proc/{process}/clear_refs").write_text("5")
     return memory(process, "VmRSS")
 
 
 def memory(process: str, name: str) -> int:
-    """Bytes, by their name in a process' status."""
+    """Bytes by their name in a process's status."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 

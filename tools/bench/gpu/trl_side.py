@@ -1,4 +1,4 @@
-"""TRL's side of the comparisons: GRPOTrainer with vLLM in its process, and steps of SFT, DPO and the reward model."""
+"""Runs TRL's side of the comparisons: GRPOTrainer with vLLM in its process, and steps of SFT, DPO and the reward model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def measure(case: Case) -> Case:
 
 
 def train_steps(case: Case) -> Case:
-    """seconds: of each timed step. allocated: peak bytes on the GPU. rows: of a micro-batch. dtype: of the weights."""
+    """Train by TRL.
+
+    seconds: of each timed step. allocated: peak bytes on the GPU. rows: of a micro-batch. dtype: of the weights.
+    """
     import datasets
     import torch
 
@@ -87,7 +90,10 @@ def train_steps(case: Case) -> Case:
 
 
 def train(case: Job, model: str) -> Case:
-    """start: seconds to the first step. seconds: of each step. tokens: of each step's responses. note: for the reader."""
+    """Train GRPO by TRL.
+
+    start: seconds to the first step. seconds: of each step. tokens: of each step's responses. note: for the reader.
+    """
     import datasets
     import torch
     import trl
@@ -127,7 +133,10 @@ def train(case: Job, model: str) -> Case:
 
 
 def arguments(case: Job) -> dict:
-    """The case in TRL's terms. The model has float32 weights and computes in the case's dtype, as in TRL's scripts."""
+    """The case in TRL's terms.
+
+    The model has float32 weights and computes in the case's dtype, as in TRL's scripts.
+    """
     import torch
 
     from tools.bench.theirs import UNTIMED

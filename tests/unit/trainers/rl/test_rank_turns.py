@@ -139,7 +139,7 @@ def test_a_lost_engine_is_replaced_with_the_policys_weights_at_any_time(made, di
     assert made.engines.actors != [engine] and workers.replacements.count == 0 and workers.rollouts.recovery._replacements.count == 1
     begun = made.calls.index("start")
     assert [call for call in made.calls[:begun] if call.startswith("keep")][-1] == "keep nothing"
-    assert {rollout.policy_version for rollout in rollouts} == {1}
+    assert {span.version for rollout in rollouts for span in rollout.spans} == {1}
     undisturbed = workers.rollouts.recovery.probes()[0]
     workers.turns.trainers()
     assert made.rank.probe(workers.rollouts.sync_check.probe_ids) == pytest.approx(undisturbed, abs=1e-5)

@@ -10,7 +10,8 @@ import torch
 from tiny_models import tiny_params
 
 from rlhf_core.algorithms.advantages import whiten
-from rlhf_core.config import Algorithm, CorrectionConfig
+from rlhf_core.algorithms.online import ALGORITHMS
+from rlhf_core.config import CorrectionConfig
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl import advantages
 from rlhf_core.trainers.rl.advantages import compute_advantages, explained_variance, sampling_logprobs
@@ -45,7 +46,7 @@ def rollouts(
         "components": {name: torch.tensor(values) for name, values in named.items()},
         "baseline": greedy(baseline) if isinstance(baseline, list) else baseline,
         "group_ids": torch.tensor(groups or list(range(count))),
-        "finished": torch.tensor(finished or [True] * count), "policy_versions": torch.zeros(count, dtype=torch.long),
+        "finished": torch.tensor(finished or [True] * count), "policy_versions": zeros.long(), "lengths": torch.tensor(lengths),
     }  # fmt: skip
     return RolloutBatch(**{**base, **tensors})
 
@@ -55,7 +56,7 @@ def greedy(scores: list[float], lengths: list[int] | None = None, *, finished: l
     mask = torch.arange(3) < torch.tensor(lengths or [1] * len(scores))[:, None]
     base = {"old_logprobs": torch.zeros(mask.shape), "ref_logprobs": torch.zeros(mask.shape)}
     ended = torch.tensor(finished or [True] * len(scores))
-    return Baseline(components={"reward_model": torch.tensor(scores)}, finished=ended, response_mask=mask, **{**base, **tensors})
+    return Baseline({"reward_model": torch.tensor(scores)}, ended, mask.sum(1), mask, **{**base, **tensors})
 
 
 def scorer(name: str = "reward_model", *, weight: float = 1.0, normalization: str = "none") -> dict:
@@ -387,7 +388,7 @@ def test_rows_that_were_scored_but_teach_nothing_are_counted():
     assert metrics["advantage_zero_fraction"] == 2 / 4
 
 
-@pytest.mark.parametrize("algorithm", get_args(Algorithm))
+@pytest.mark.parametrize("algorithm", tuple(ALGORITHMS))
 @pytest.mark.filterwarnings("error")
 def test_where_every_response_is_masked_figures_are_missing_and_one_sentence_says_so(algorithm: str, caplog: pytest.LogCaptureFixture):
     advantages._tell_nothing_is_learned.cache_clear()
@@ -406,7 +407,7 @@ def test_where_every_response_is_masked_figures_are_missing_and_one_sentence_say
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("algorithm", get_args(Algorithm))
+@pytest.mark.parametrize("algorithm", tuple(ALGORITHMS))
 def test_reward_failures_are_masked_and_change_nothing_for_the_others(algorithm: str, bad: float):
     """Row 1 could not be scored: policy and critic get no token of it, and its group, statistics and mean are as without it."""
     config = rl(algorithm, **{"rl.kl.coef": 0.1, "rl.ppo.whiten_advantages": True, "rl.reward.scorers": [scorer(normalization="running")]})

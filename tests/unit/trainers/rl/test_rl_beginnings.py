@@ -20,7 +20,7 @@ from rlhf_core.trainers.rl.mismatch import LogprobMismatch
 from rlhf_core.trainers.rl.rank import TrainerRank
 from rlhf_core.trainers.rl.recovery import Replacements
 from rlhf_core.trainers.rl.workers import Workers
-from rlhf_core.types import Prompt, Rollout, ScoredRollout
+from rlhf_core.types import Prompt, Rollout, Span
 
 PROMPTS = [Prompt(f"p{i}", "made", [{"role": "user", "content": "Sort 21."}], [5, 6, 7 + i], None) for i in range(3)]
 
@@ -54,8 +54,8 @@ class LosesOne(Here):
 
 def checked(workers: Workers, *, step: int) -> float:
     """The check before the update, with rollouts whose log-probabilities are finite."""
-    prompt = Rollout(PROMPTS[0], [8], [-1.0], True, 0, 0)
-    batch = collate([ScoredRollout(prompt, {})], {}, None, pad_id=0, old_logprobs_source="from_engine")
+    prompt = Rollout(PROMPTS[0], [Span([8], [-1.0], 0)], True, 0)
+    batch = collate([prompt], {}, {}, None, pad_id=0, old_logprobs_source="from_engine")
     return check_engine(Run(workers._job, workers, None, [], None, None), batch, step=step)
 
 
@@ -79,10 +79,20 @@ def test_the_same_policy_passes_and_another_one_ends_the_run(workers: Workers):
     assert checked(workers, step=0) == workers.rollouts.sync_check.difference == 0.0  # nothing was drawn since
     (rank,), (engine,) = workers._trainers.policy.actors.actors, workers.rollouts._engines.actors
     torch.manual_seed(0)
-    engine._engine.load_weights({name: w + 0.02 * torch.randn_like(w) for name, w in rank.weights().items()}, 1)
+    engine._engine.load_weights({name: w + 0.02 * torch.randn_like(w) for name, w in rank.weights().items()}, 0)
     workers.rollouts.prefetch(PROMPTS, step=2)
     with pytest.raises(LogprobMismatch, match=r"step 1: expected the rollout engine's .* a largest difference of"):
         checked(workers, step=1)
+
+
+def test_responses_of_other_weights_than_were_sent_end_the_run(workers: Workers):
+    (engine,) = workers.rollouts._engines.actors
+    workers.rollouts.prefetch(PROMPTS, step=1)
+    assert {span.version for r in workers.rollouts.short_rollouts() for span in r.spans} == {0}
+    engine._engine.load_weights(engine._engine.own_weights(), 1)
+    workers.rollouts.prefetch(PROMPTS, step=1)
+    with pytest.raises(LogprobMismatch, match=r"expected responses of policy version 0, got some of \[1\]"):
+        workers.rollouts.short_rollouts()
 
 
 def test_a_new_engine_repeats_short_and_prefetched_responses(workers: Workers):

@@ -18,29 +18,28 @@ from rlhf_core.trainers.rl.data import (
     PromptStream,
     baseline_of,
     collate,
-    components_of,
     evaluation_prompts,
     read_prompts,
     sequences_of,
 )
 from rlhf_core.trainers.rl.job import RlJob
-from rlhf_core.types import Prompt, Rollout, ScoredRollout
+from rlhf_core.types import Prompt, Rollout, Span
 
 
-def scored(prompt_ids: list[int], response_ids: list[int], score: float, *, finished: bool = True, group_id: int = 0) -> ScoredRollout:
+def rollout(prompt_ids: list[int], response_ids: list[int], *, finished: bool = True, group_id: int = 0) -> Rollout:
     prompt = Prompt("id", "clerk", [], prompt_ids, None)
-    rollout = Rollout(prompt, response_ids, [-0.1 * i for i in response_ids], finished, group_id, policy_version=4)
-    return ScoredRollout(rollout, {"reward_model": score, "length": -1.0})
+    return Rollout(prompt, [Span(response_ids, [-0.1 * i for i in response_ids], 4)], finished, group_id)
 
 
-ROLLOUTS = [scored([11, 12, 13], [1], 0.5), scored([14], [2, 3, 4], math.nan, finished=False, group_id=1), scored([15, 16], [5, 6], 2.5)]
+ROLLOUTS = [rollout([11, 12, 13], [1]), rollout([14], [2, 3, 4], finished=False, group_id=1), rollout([15, 16], [5, 6])]
+SCORES = {"reward_model": torch.tensor([0.5, math.nan, 2.5]), "length": torch.tensor([-1.0] * 3)}
 OLD = torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])
 
 
 def test_collate_by_hand():
     outputs = {"old_logprobs": OLD, "sampler_logprobs": OLD + 0.25, "ref_logprobs": OLD - 0.5, "values": OLD * 10}
-    baseline = baseline_of(ROLLOUTS, {}, copies=1)
-    batch = collate(ROLLOUTS, outputs, baseline, pad_id=0, old_logprobs_source="recompute")
+    baseline = baseline_of(ROLLOUTS, SCORES, {}, copies=1)
+    batch = collate(ROLLOUTS, SCORES, outputs, baseline, pad_id=0, old_logprobs_source="recompute")
     assert batch.prompt_ids.tolist() == [[11, 12, 13], [0, 0, 14], [0, 15, 16]]
     assert batch.prompt_mask.tolist() == [[True, True, True], [False, False, True], [False, True, True]]
     assert batch.response_ids.tolist() == [[1, 0, 0], [2, 3, 4], [5, 6, 0]]
@@ -56,39 +55,41 @@ def test_collate_by_hand():
     assert batch.baseline is baseline
     assert batch.finished.tolist() == [True, False, True]
     assert batch.group_ids.tolist() == [0, 1, 0]
-    assert batch.policy_versions.tolist() == [4, 4, 4]
+    assert batch.policy_versions.tolist() == [[4, -1, -1], [4, 4, 4], [4, 4, -1]]
+    assert batch.lengths.tolist() == [1, 3, 2]
 
 
 def test_without_reference_critic_and_filter_there_is_no_divergence_no_value_and_one_distribution():
-    batch = collate(ROLLOUTS, {"old_logprobs": OLD}, None, pad_id=0, old_logprobs_source="recompute")
+    batch = collate(ROLLOUTS, SCORES, {"old_logprobs": OLD}, None, pad_id=0, old_logprobs_source="recompute")
     assert batch.ref_logprobs is None
     assert torch.equal(batch.sampler_logprobs, batch.old_logprobs)
     assert not batch.values.any()
 
 
 def test_old_log_probabilities_are_the_engines_or_left_to_the_update():
-    engine = collate(ROLLOUTS, {}, None, pad_id=0, old_logprobs_source="from_engine")
+    engine = collate(ROLLOUTS, SCORES, {}, None, pad_id=0, old_logprobs_source="from_engine")
     assert engine.old_logprobs is engine.sampler_logprobs is engine.rollout_logprobs
-    update = collate(ROLLOUTS, {}, None, pad_id=0, old_logprobs_source="from_update")
+    update = collate(ROLLOUTS, SCORES, {}, None, pad_id=0, old_logprobs_source="from_update")
     assert update.old_logprobs is None and update.sampler_logprobs is None
 
 
 def test_a_baseline_is_that_of_every_sample_of_its_prompt():
-    baseline = baseline_of(ROLLOUTS[:2], {"old_logprobs": OLD[:4], "ref_logprobs": OLD[:4] - 0.5}, copies=2)
+    baseline = baseline_of(
+        ROLLOUTS[:2],
+        {name: scores[:2] for name, scores in SCORES.items()},
+        {"old_logprobs": OLD[:4], "ref_logprobs": OLD[:4] - 0.5},
+        copies=2,
+    )
     assert baseline.components["reward_model"].nan_to_num(-9.0).tolist() == [0.5, 0.5, -9.0, -9.0]
     assert baseline.finished.tolist() == [True, True, False, False]
     assert baseline.response_mask.tolist() == [[True, False, False]] * 2 + [[True, True, True]] * 2
     assert baseline.old_logprobs.tolist() == [[-1.0, 0.0, 0.0]] * 2 + [[-2.0, -3.0, -4.0]] * 2
     assert baseline.ref_logprobs.tolist() == [[-1.5, 0.0, 0.0]] * 2 + [[-2.5, -3.5, -4.5]] * 2
-    assert not baseline_of(ROLLOUTS, {}, copies=1).old_logprobs.any()
-
-
-def test_no_rollouts_have_no_components():
-    assert components_of([]) == {}
+    assert not baseline_of(ROLLOUTS, SCORES, {}, copies=1).old_logprobs.any()
 
 
 def test_sequences_are_prompt_and_response_with_the_border():
-    sequences, starts = sequences_of([s.rollout for s in ROLLOUTS])
+    sequences, starts = sequences_of(ROLLOUTS)
     assert sequences == [[11, 12, 13, 1], [14, 2, 3, 4], [15, 16, 5, 6]]
     assert starts == [3, 1, 2]
 

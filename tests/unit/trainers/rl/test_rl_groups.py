@@ -20,7 +20,7 @@ from rlhf_core.trainers.rl.rank import TrainerRank
 from rlhf_core.trainers.rl.recovery import Replacements
 from rlhf_core.trainers.rl.state import Progress
 from rlhf_core.trainers.rl.workers import Workers
-from rlhf_core.types import Prompt, Rollout, UpdateResult
+from rlhf_core.types import Prompt, Rollout, Span, UpdateResult
 
 pytestmark = pytest.mark.usefixtures("world")
 PPO = {"rl.algorithm": "ppo", "rl.ppo.critic_init": "reward_model", "rl.ptx.coef": 0.5, "rl.trainer.microbatch_tokens": 40}
@@ -49,7 +49,7 @@ def hosts(made: Workers, role: str) -> TrainerRank:
 
 def rollouts() -> list[Rollout]:
     ids = sequences(8, seed=3)
-    return [Rollout(Prompt(f"p{i}", "made", [], s[:2], None), s[2:], [-5.0] * (len(s) - 2), True, i, 0) for i, s in enumerate(ids)]
+    return [Rollout(Prompt(f"p{i}", "made", [], s[:2], None), [Span(s[2:], [-5.0] * (len(s) - 2), 0)], True, i) for i, s in enumerate(ids)]
 
 
 def forward(made: Workers, fraction: float = 1.0) -> dict[str, torch.Tensor]:

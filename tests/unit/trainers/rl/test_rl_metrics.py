@@ -36,7 +36,7 @@ def batch_of(components: dict[str, list[float]], *, width: int = 2, finished: li
         old_logprobs_source="recompute", old_logprobs=zeros,
         sampler_logprobs=zeros, ref_logprobs=zeros, values=zeros, components={n: torch.tensor(s) for n, s in components.items()},
         baseline=None, group_ids=torch.arange(rows), finished=torch.tensor(finished or [True] * rows),
-        policy_versions=torch.zeros(rows, dtype=torch.long),
+        policy_versions=torch.zeros_like(ids), lengths=torch.full((rows,), width),
     )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def batch_of(components: dict[str, list[float]], *, width: int = 2, finished: li
 def test_metrics_by_hand_over_what_could_be_scored(bad: float):
     batch = batch_of({"model": [1.0, bad, 3.0], "short": [0.0, 0.0, -1.0], "seen": [1.0, 1.0, bad]}, finished=[True, False, True])
     mask = torch.tensor([[True, False], [True, True], [True, True]])
-    batch = replace(batch, response_mask=mask, ref_logprobs=batch.ref_logprobs - 0.5)
+    batch = replace(batch, response_mask=mask, lengths=mask.sum(1), ref_logprobs=batch.ref_logprobs - 0.5)
     # scores: 2*1 - 0 = 2, unscored, 2*3 + 1 = 7: mean 4.5, deviation 2.5, the longer one higher; KL 0.5 per token, of 1 + 2 + 2 tokens in 3
     # responses; all tokens are the same: 1 of 5, of the 2 pairs 1; no response has three; `seen` has one row in common with the score
     assert batch_metrics(batch, batch.old_logprobs, config().reward) == pytest.approx(

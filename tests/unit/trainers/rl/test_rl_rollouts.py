@@ -15,12 +15,12 @@ from rlhf_core.trainers.rl.mismatch import WeightSyncCheck
 from rlhf_core.trainers.rl.recovery import Replacements, RolloutRecovery
 from rlhf_core.trainers.rl.rollouts import PREFETCHED, Prefetched, RolloutEngines
 from rlhf_core.trainers.rl.turns import Turns
-from rlhf_core.types import Prompt, Rollout
+from rlhf_core.types import Prompt, Rollout, Span
 
 PROMPTS = [Prompt(f"p{i}", "made", [{"role": "user", "content": "Sort 21."}], [5, 6, 7 + i], None) for i in range(2)]
 TRAINER = [-1.0, -2.5, -0.25]  # of the probe
 ROLLOUTS = [
-    Rollout(prompt, [8, 9, 1], [-0.1 - 1e-17 * i, -2.0 / 3, -1e-30], finished=i == 0, group_id=i, policy_version=3)
+    Rollout(prompt, [Span([8, 9], [-0.1 - 1e-17 * i, -2.0 / 3], 3), Span([7], [0.0], None, False), Span([1], [-1e-30], 4)], i == 0, i)
     for i, prompt in enumerate(PROMPTS)
     for _ in range(4)
 ]

@@ -10,10 +10,10 @@ from tiny_models import tiny_params
 
 from rlhf_core.config import RlConfig, curve_columns
 from rlhf_core.sampling.scoring import DISAGREEMENT, RewardNormalizer, ScorerMetrics
-from rlhf_core.trainers.rl.collect import Collected, collect_rollouts, have_variance, resample_groups
+from rlhf_core.trainers.rl.collect import Collected, Scored, collect_rollouts, have_variance, resample_groups
 from rlhf_core.trainers.rl.metrics import Clock
 from rlhf_core.trainers.rl.turns import Turns
-from rlhf_core.types import Prompt, Rollout, ScoredRollout
+from rlhf_core.types import Components, Prompt, Rollout, Span
 
 NAN = math.nan
 SCORERS = [
@@ -22,16 +22,26 @@ SCORERS = [
 ]
 
 
-def group(number: int, *scores: float) -> list[ScoredRollout]:
+Member = tuple[Rollout, float]  # with its score by `right`
+
+
+def group(number: int, *scores: float) -> list[Member]:
     prompt = Prompt(str(number), "clerk", [], [5], None)
-    return [  # `watched` differs within every group, but has no weight
-        ScoredRollout(Rollout(prompt, [10 + i], [-1.0], True, number, 0), {"right": s, "watched": float(i)}) for i, s in enumerate(scores)
-    ]
+    return [(Rollout(prompt, [Span([10 + i], [-1.0], 0)], True, number), s) for i, s in enumerate(scores)]
 
 
-def rollout(score: float, response_ids: list[int], *, finished: bool = True) -> ScoredRollout:
-    rolled = Rollout(Prompt("1", "clerk", [], [5], None), response_ids, [-1.0] * len(response_ids), finished, 1, 0)
-    return ScoredRollout(rolled, {"right": score, "watched": 0.0})
+def rollout(score: float, response_ids: list[int], *, finished: bool = True) -> Member:
+    prompt = Prompt("1", "clerk", [], [5], None)
+    return Rollout(prompt, [Span(response_ids, [-1.0] * len(response_ids), 0)], finished, 1), score
+
+
+def scored(*groups: list[Member]) -> Scored:
+    """Groups of equal sizes; `watched` differs within each of them, but has no weight."""
+    rollouts, scores = zip(*(member for group in groups for member in group), strict=True)
+    return list(rollouts), {
+        "right": torch.tensor(scores),
+        "watched": torch.tensor([float(i) for group in groups for i in range(len(group))]),
+    }
 
 
 def config(*, enabled: bool = True, max_rounds: int = 3, minibatch_size: int = 8, **changes) -> RlConfig:
@@ -49,17 +59,19 @@ class Source:
     def __init__(self, good: set[int]):
         self.good, self.calls = good, []
 
-    def __call__(self, start: int, count: int, turn: int) -> list[list[ScoredRollout]]:
+    def __call__(self, start: int, count: int, turn: int) -> Scored:
         self.calls.append((start, count, turn))
-        return [group(i, 0.0, 1.0 if i in self.good else 0.0) for i in range(start, start + count)]
+        return scored(*(group(i, 0.0, 1.0 if i in self.good else 0.0) for i in range(start, start + count)))
 
 
 def select(source: Source, rl: RlConfig, *, start: int):
     return resample_groups(source, rl, RewardNormalizer(rl.reward), start=start)
 
 
-def numbers(groups: list[list[ScoredRollout]]) -> list[int]:
-    return [int(g[0].rollout.prompt.id) for g in groups]
+def numbers(rollouts: list[Rollout]) -> list[int]:
+    """The prompts of groups of two."""
+    assert [r.prompt.id for r in rollouts[::2]] == [r.prompt.id for r in rollouts[1::2]]
+    return [int(r.prompt.id) for r in rollouts[::2]]
 
 
 def counts(metrics: dict[str, float]) -> dict[str, float]:
@@ -72,8 +84,8 @@ def counts(metrics: dict[str, float]) -> dict[str, float]:
      ((math.inf, 1.0), False)],
 )  # fmt: skip
 def test_a_group_has_variance_where_two_scored_responses_differ(scores, informative):
-    rl = config()
-    assert have_variance([group(0, *scores)], rl, RewardNormalizer(rl.reward)) == [informative]
+    rl = config(**{"rl.grpo.group_size": len(scores), "rl.samples_per_step": 2 * len(scores), "rl.minibatch_size": len(scores)})
+    assert have_variance(*scored(group(0, *scores)), rl, RewardNormalizer(rl.reward)) == [informative]
 
 
 LONG = {"rl.rollout.max_new_tokens": 3, "rl.reward.overlong": {"buffer": 2, "penalty": 0.5}}
@@ -89,50 +101,53 @@ JUDGED = [
 
 
 @pytest.mark.parametrize(("changes", "members", "informative"), [case[1:] for case in JUDGED], ids=[case[0] for case in JUDGED])
-def test_variance_is_that_of_shaped_rewards(changes: dict, members: list[ScoredRollout], informative: bool):
+def test_variance_is_that_of_shaped_rewards(changes: dict, members: list[Member], informative: bool):
     rl = config(**changes)
-    assert have_variance([members], rl, RewardNormalizer(rl.reward)) == [informative]
+    assert have_variance(*scored(members), rl, RewardNormalizer(rl.reward)) == [informative]
 
 
 def test_running_statistics_of_a_copy_judge_groups():
     """Before anything was seen every difference would be clipped: with deviation 0 a score of 1 would be a million."""
     rl = config(**{"rl.reward.scorers": [SCORERS[0] | {"normalization": "running"}, SCORERS[1]]})
     normalizer = RewardNormalizer(rl.reward)
-    groups, _, metrics = resample_groups(lambda start, count, _: [group(i, 1.0, 2.0) for i in range(count)], rl, normalizer, start=0)
-    assert (len(groups), metrics["dropped_groups"]) == (4, 0)
+    (rollouts, _), _, metrics = resample_groups(
+        lambda start, count, _: scored(*(group(i, 1.0, 2.0) for i in range(count))), rl, normalizer, start=0
+    )
+    assert (len(rollouts), metrics["dropped_groups"]) == (8, 0)
     assert normalizer.moments["right"].count == 0
 
 
 def test_uninformative_groups_are_replaced_by_the_next_prompts():
     source = Source({10, 12, 15, 16})
-    groups, position, metrics = select(source, config(), start=10)
+    (rollouts, _), position, metrics = select(source, config(), start=10)
     # 10 to 13: two are missing; 14 and 15: one is missing; 16
     assert source.calls == [(10, 4, 0), (14, 2, 1), (16, 1, 2)]
-    assert numbers(groups) == [10, 12, 15, 16]
+    assert numbers(rollouts) == [10, 12, 15, 16]
     assert position == 17
     assert counts(metrics) == {"dynamic_rounds": 3, "dropped_groups": 3}
 
 
 def test_after_the_last_round_the_rest_is_filled_up_informative_groups_first():
-    groups, position, metrics = select(Source({3}), config(max_rounds=2), start=0)
-    assert numbers(groups) == [3, 0, 1, 2]
+    (rollouts, components), position, metrics = select(Source({3}), config(max_rounds=2), start=0)
+    assert numbers(rollouts) == [3, 0, 1, 2]
+    assert components["right"].tolist() == [0.0, 1.0, *[0.0] * 6]
     assert (position, counts(metrics)) == (7, {"dynamic_rounds": 2, "dropped_groups": 3})
 
 
 def test_scores_of_all_groups_are_named_beside_those_of_the_groups_that_are_kept():
     rl = config()
-    groups, _, metrics = select(Source({10, 12, 15, 16}), rl, start=10)
+    (_, components), _, metrics = select(Source({10, 12, 15, 16}), rl, start=10)
     # Seven groups of two, of which four have a score of 1: 4 of 14; of the four groups that are kept 4 of 8. `watched` is 0 and 1 in each.
     assert metrics["drawn_score_mean"] == metrics["drawn_score_right"] == pytest.approx(4 / 14)
     assert metrics["drawn_score_watched"] == 0.5
-    assert sum(s.components["right"] for group in groups for s in group) / 8 == 0.5
+    assert float(components["right"].mean()) == 0.5
     assert metrics.keys() <= set(curve_columns(rl)) and "drawn_score_mean" not in curve_columns(config(enabled=False))
 
 
 def test_a_round_that_is_enough_is_the_only_one():
     source = Source(set(range(100)))
-    groups, position, metrics = select(source, config(), start=20)
-    assert source.calls == [(20, 4, 0)] and numbers(groups) == [20, 21, 22, 23]
+    (rollouts, _), position, metrics = select(source, config(), start=20)
+    assert source.calls == [(20, 4, 0)] and numbers(rollouts) == [20, 21, 22, 23]
     assert (position, counts(metrics)) == (24, {"dynamic_rounds": 1, "dropped_groups": 0})
 
 
@@ -145,11 +160,11 @@ class RecordingWorkers:
 
     def generate(self, prompts: list[Prompt], **_) -> list[Rollout]:
         self.calls.append("generate")
-        return [Rollout(p, [i], [-1.0], True, number, 0) for number, p in enumerate(prompts) for i in range(2)]
+        return [Rollout(p, [Span([i], [-1.0], 0)], True, number) for number, p in enumerate(prompts) for i in range(2)]
 
     def generate_greedy(self, prompts: list[Prompt]) -> list[Rollout]:
         self.calls.append("greedy")
-        return [Rollout(p, [7, 8], [-1.0, -1.0], p.id != "1", number, 0) for number, p in enumerate(prompts)]
+        return [Rollout(p, [Span([7, 8], [-1.0, -1.0], 0)], p.id != "1", number) for number, p in enumerate(prompts)]
 
     def submit_forward(self, rollouts: list[Rollout], *, recomputed_fraction: float, keep_graphs: bool = False) -> list[Rollout]:
         self.calls.append(f"forward {recomputed_fraction}{' keeping graphs' if keep_graphs else ''}")
@@ -163,13 +178,14 @@ class RecordingWorkers:
         self.calls.append("score")
         return rollouts
 
-    def collect_scores(self, rollouts: list[Rollout], metrics: ScorerMetrics | None = None) -> list[ScoredRollout]:
+    def collect_scores(self, rollouts: list[Rollout], metrics: ScorerMetrics | None = None) -> Components:
         self.calls.append("scored")
         if metrics is not None:
             metrics.add("right", {DISAGREEMENT: 0.25, "speed": 3.0}, count=len(rollouts))
-        return [ScoredRollout(r, {"right": float(r.prompt.id != "1" and r.response_ids[0]), "watched": 0.0}) for r in rollouts]
+        right = torch.tensor([float(r.prompt.id != "1" and r.response_ids[0]) for r in rollouts])
+        return {"right": right, "watched": torch.zeros(len(rollouts))}
 
-    def score(self, rollouts: list[Rollout], metrics: ScorerMetrics | None = None) -> list[ScoredRollout]:
+    def score(self, rollouts: list[Rollout], metrics: ScorerMetrics | None = None) -> Components:
         return self.collect_scores(self.submit_scores(rollouts), metrics)
 
 
@@ -196,13 +212,13 @@ def test_forward_passes_run_beside_text_scorers_unless_scores_choose_the_rollout
     rl = config(enabled=enabled, minibatch_size=minibatch_size, **{"rl.rollout.recomputed_fraction": 0.5})
     collected = collect(workers, rl)
     assert workers.calls == calls
-    assert numbers([collected.scored[i : i + 2] for i in range(0, 8, 2)]) == prompts
-    assert [(r.prompt, r.response_ids) for r in collected.forward] == [(s.rollout.prompt, s.rollout.response_ids) for s in collected.scored]
+    assert numbers(collected.rollouts) == prompts
+    assert [(r.prompt, r.response_ids) for r in collected.forward] == [(r.prompt, r.response_ids) for r in collected.rollouts]
 
 
 def test_without_dynamic_sampling_every_group_is_taken_and_the_next_prompt_counted():
     collected = collect(RecordingWorkers(), config(enabled=False), start=8)
-    assert numbers([collected.scored[i : i + 2] for i in range(0, 8, 2)]) == [8, 9, 10, 11]
+    assert numbers(collected.rollouts) == [8, 9, 10, 11]
     assert (collected.prompts_drawn, collected.metrics) == (12, {})
 
 

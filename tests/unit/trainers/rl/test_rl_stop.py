@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from rlhf_core.engines.ray.actors import ActorGroup
-from rlhf_core.trainers.rl.job import StepAbandoned, Stop
+from rlhf_core.process import StepAbandoned, Stop
 
 
 @pytest.fixture

@@ -17,11 +17,12 @@ from clerk_params import CLERK_PARAMS
 from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import Params, parse_params, read_yaml, set_key
 from rlhf_core.data.schema import write_rows
-from rlhf_core.stage.job import REFUSED, forget_refusal, refusal_of, refuse
+from rlhf_core.stage.job import Job, forget_refusal, refusal_of, refuse
 from rlhf_core.stage.run import TAIL, StageRefused
 from rlhf_core.stage.setup import rl_setup
+from rlhf_core.storage.work import REFUSED
 from rlhf_core.trainers.rl.job import PLACEMENT, RlJob
-from rlhf_core.trainers.rl.submit import check_rewards, describe_job, final_figures
+from rlhf_core.trainers.rl.submit import check_rewards, describe_job, final_figures, rl_job
 
 ROOT = Path(__file__).parents[4]
 PASSED = {"passed": True, "message": "passed: it is good."}
@@ -145,8 +146,9 @@ def test_the_job_gets_absolute_folders_of_the_models_it_uses(workspace):
     )
     assert others.reward_model is None and others.scorer_models == {"other": str(workspace / "elsewhere")}
     assert [s.path for s in others.rl.reward.scorers] == ["elsewhere", f"{workspace}/rewards/mine.py:score", "package.module:score"]
-    others.write(workspace / "job.json")
-    assert RlJob.read(workspace / "job.json") == others
+    described = rl_job(others, params(), root=workspace, work=workspace / "scratch")
+    described.write(workspace / "job.pkl")
+    assert Job.read(workspace / "job.pkl") == described and described.arguments == (others,)
 
 
 def test_the_job_has_the_steps_that_the_epochs_over_its_prompts_make(workspace, sft_folder, caplog):

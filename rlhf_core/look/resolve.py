@@ -10,7 +10,7 @@ from rlhf_core.config.data import FORMATS
 from rlhf_core.look.guess import LABEL, SIDES, Columns, Reading, side_columns
 
 MARKS = ("helpfulness", "correctness", "score", "scores", "rating", "reward", "quality", "overall_score", "fine-grained_score")
-_TURN = "; docs/data.md describes how to turn them into pairs or booleans"
+_TURN = "; docs/tables/formats.md describes how to turn them into pairs or booleans"
 FEW_WORDS = 4  # a shorter answer may be for training, or only for checking
 # Lower ranks read the whole record; higher ones would read a part of the same columns.
 _RANK = {
@@ -19,8 +19,8 @@ _RANK = {
 }
 
 
-def settle(readings: Sequence[Reading], columns: Columns) -> list[Reading]:
-    """The readings that remain: one is the guess, several are a choice for the user."""
+def resolve_readings(readings: Sequence[Reading], columns: Columns) -> list[Reading]:
+    """The readings that remain: a single one is the guess; several are a choice for the user."""
     sure = [reading for reading in readings if not reading.doubtful]
     if not sure:
         return list(readings)
@@ -34,7 +34,7 @@ def settle(readings: Sequence[Reading], columns: Columns) -> list[Reading]:
 
 
 def _with_answers(left: list[Reading], readings: Sequence[Reading], columns: Columns) -> list[Reading]:
-    """Adds the reading as prompts with labels if answers have a few words: they may be for training, or only for checking."""
+    """Adds a reading as prompts with labels if answers have a few words: they may be meant for training or only for checking."""
     first = left[0]
     if first.format != "instruction" or "label_pattern" in first.options or "label" in first.columns:
         return left
