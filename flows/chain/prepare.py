@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flows.chain.baselines import BASELINES, pin_baselines
 from flows.chain.locks import only_flow
 from flows.chain.pins import NAMED, check_scorers, pin_registry
 from flows.chain.reach import check_cluster
@@ -90,9 +89,12 @@ def prepare(
         workspace = prepare_workspace(root, name, overrides, update=update)
         with refusal_recorded(workspace):
             run = read_run(root, workspace, force=force, until=until)
-            if run.has_work and pin_baselines(root, workspace, up_to_date=len(run.up_to_date) == len(run.stages)):
-                others = itertools.takewhile(lambda stage: str(BASELINES) not in (run.stages[stage].get("deps") or []), run.up_to_date)
-                run = replace(run, up_to_date=tuple(others))
+            if run.has_work:
+                from flows.chain.baselines import BASELINES, pin_baselines  # imports pandas
+
+                if pin_baselines(root, workspace, up_to_date=len(run.up_to_date) == len(run.stages)):
+                    others = itertools.takewhile(lambda stage: str(BASELINES) not in (run.stages[stage].get("deps") or []), run.up_to_date)
+                    run = replace(run, up_to_date=tuple(others))
             check_cluster(root, run.params, [stage for stage in run.wanted if stage not in run.skipped])
     return run
 
