@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.chain.command_line import add_override_arguments, exit_code_of, given_overrides, run_flow
+from flows.chain.overrides import check
 from flows.chain.prepare import PreparedRun, prepared
 from flows.chain.stages import StageResult
 from flows.chain.summary import report_line, stage_table, until_line
@@ -41,7 +42,10 @@ def main(arguments: list[str] | None = None) -> int:
 def start(root: Path, options: argparse.Namespace) -> int:
     """Prepare the run and, unless it has nothing to do, import Prefect and run the flow. Returns the exit code."""
     overrides = given_overrides(options)
-    name = derive_name(root, overrides, options.recipes) if options.run is None and overrides else options.run
+    name = options.run
+    if name is None and overrides:
+        check(root / "params.yaml", overrides)
+        name = derive_name(root, overrides, options.recipes)
     with prepared(root, name, overrides, update=options.update, force=options.force, until=options.until) as run:
         if not run.has_work:
             show_up_to_date(run)

@@ -170,9 +170,13 @@ def _follow(actors: ActorGroup, calls: list[Pending], stop: Stop, timeout: float
             while time.monotonic() < until and not _explains(errors):
                 done, _ = ray.wait(calls, num_returns=len(calls), timeout=POLL_SECONDS)
                 errors = {rank: error for rank, call in enumerate(calls) if call in done and (error := _error_of(call)) is not None}
+        if errors and not _explains(errors):  # a rank that hangs makes the collectives of others run out of time
+            silent = watch.unanswered(PEER_SECONDS)
+        elif errors:
+            silent = []
         if errors or len(done) == len(calls):
             watch.finish()
-        if errors:
+        if errors and not silent:
             raise failure(actors, errors)
         if silent:
             raise actors.given_up(dict.fromkeys(silent, f"no answer within cluster.rank_timeout={timeout:.0f} s"), "its work")
@@ -241,6 +245,11 @@ class _Watch:
             elif time.monotonic() - since > self._timeout:
                 silent.append(rank)
         return silent
+
+    def unanswered(self, seconds: float) -> list[int]:
+        """The ranks that were asked so long ago and haven't answered."""
+        self.look(stop=False)
+        return [rank for rank, (_, since) in self._asked.items() if time.monotonic() - since > seconds]
 
     def finish(self) -> None:
         """Print what is left, unless rank 0 is gone or doesn't answer."""

@@ -38,7 +38,7 @@ EFFECTIVE: dict[str, tuple[Any, ...]] = {
     "learning_rate": (2e-3, 1e-3, 3e-4, 3e-4, 1e-3, 2e-3),
     "max_minutes": (None,) * 6,
     "schedule": ("cosine",) * 6,
-    "warmup_fraction": (0.05,) * 6,
+    "warmup_fraction": (0.05, 0.05, 0.1, 0.1, 0.05, 0.05),
     "min_learning_rate_fraction": (0.05,) * 6,
     "decay_fraction": (0.2,) * 6,
     "optimizer": ("adamw",) * 6,
