@@ -81,6 +81,7 @@ def test_a_stopped_and_a_killed_run_on_two_ranks_end_with_the_bits_of_an_undistu
     reached = max(newest_checkpoint(workspace, "train_sft"), SMALL["sft"]["pretrain"]["steps"])
     stage = begin(workspace, "tasks.train_sft")
     wait_until(lambda: newest_checkpoint(workspace, "train_sft") > reached, DEADLINE, "another checkpoint of SFT")
+    wait_until(lambda: "resuming from the checkpoint" in output_of(workspace), DEADLINE, "what the rank that is killed has printed")
     ranks: list[psutil.Process] = []
     wait_until(lambda: ranks.extend(rank_processes(workspace)) or len(ranks) >= 2, DEADLINE, "two ranks")
     ranks[0].kill()
