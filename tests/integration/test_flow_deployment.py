@@ -122,7 +122,7 @@ def test_deployments_with_former_names_are_deleted_and_others_kept(served):
     workspace, prefect = served
     (own,) = prefect.ask("deployments/filter", deployments={"name": {"any_": ["run-nightly-round"]}})
     for name, entrypoint in (("scheduled", own["entrypoint"]), ("policy", "mine.py:policy")):
-        new = {"flow_id": own["flow_id"], "work_pool_name": WORK_POOL, "schedules": own["schedules"]}
+        new = {"flow_id": own["flow_id"], "work_pool_name": WORK_POOL}
         prefect.ask("deployments/", name=name, entrypoint=entrypoint, **new)
     delete_former_deployments(prefect.url, (workspace / ".prefect/auth").read_text().strip())
     names = {deployment["name"] for deployment in prefect.ask("deployments/filter")}
