@@ -34,7 +34,7 @@ from rlhf_core.process import configure_process, end_with_parent, module_command
 
 HOST = "127.0.0.1"
 WORK_POOL = "local"
-FORMER_NAMES = ["full-pipeline", "scheduled", "reward-model", "policy"]  # of the deployments in prefect.yaml
+FORMER_NAMES = ["scheduled", "reward-model", "policy"]  # of the deployments in prefect.yaml
 START_DEADLINE = 120.0  # seconds
 LOOK_SECONDS = 10.0  # between looks for killed command lines
 log = logging.getLogger("rlhf.flows")
@@ -293,7 +293,7 @@ _WELCOME = """
 Prefect is ready: {ui}  (it asks for what is in .prefect/auth; the server's log: .prefect/server.log)
 
 In another terminal, from this folder:
-  .venv/bin/prefect deployment run rlhf/run-pipeline --params '{{"overrides": {{"rl.algorithm": "grpo"}}}}'
+  .venv/bin/prefect deployment run rlhf/full-pipeline --params '{{"overrides": {{"rl.algorithm": "grpo"}}}}'
 
 Ctrl-C ends server, worker and runs."""
 

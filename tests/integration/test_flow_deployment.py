@@ -68,7 +68,7 @@ def served(tmp_path_factory):
 def wait_for_state(prefect: Any, expected: str, seconds: float) -> dict:
     until = time.monotonic() + seconds
     while True:
-        (run,) = flow_runs(prefect, "run-pipeline")
+        (run,) = flow_runs(prefect, "full-pipeline")
         if run["state"]["name"] == expected:
             return run
         assert time.monotonic() < until, f"expected state {expected}, got {run['state']['name']}: {run['state']['message']}"
@@ -78,11 +78,11 @@ def wait_for_state(prefect: Any, expected: str, seconds: float) -> dict:
 def test_a_deployments_run_refused_started_killed_and_retried(served):
     workspace, prefect = served
     for wrong in ({"rl.algoritm": "grpo"}, {"rl.algorithm": "sarsa"}, {"sft.steps": "many"}):
-        refused = prefect("deployment", "run", "rlhf/run-pipeline", "--params", json.dumps({"overrides": wrong}))
+        refused = prefect("deployment", "run", "rlhf/full-pipeline", "--params", json.dumps({"overrides": wrong}))
         assert refused.returncode != 0 and next(iter(wrong)) in refused.stdout + refused.stderr
-    assert flow_runs(prefect, "run-pipeline") == []
+    assert flow_runs(prefect, "full-pipeline") == []
 
-    created = prefect("deployment", "run", "rlhf/run-pipeline", "--params", json.dumps({"overrides": {"sft.steps": STEPS}}))
+    created = prefect("deployment", "run", "rlhf/full-pipeline", "--params", json.dumps({"overrides": {"sft.steps": STEPS}}))
     assert created.returncode == 0, created.stderr
     wait_until(lambda: (workspace / "runs").exists() and any((workspace / "runs").glob("[!.]*")), 90, "a worktree")
     (worktree,) = (workspace / "runs").glob("[!.]*")
@@ -114,7 +114,7 @@ def assert_only_lost_runs_are_ended(workspace: Path, prefect: Any, completed: di
         secret = (workspace / ".prefect/auth").read_text().strip()
         assert crash_orphaned_runs(prefect.url, secret) == [lost["name"]] and crash_orphaned_runs(prefect.url, secret) == []
         process.kill()
-    states = {run["id"]: run["state"]["name"] for run in flow_runs(prefect, "run-pipeline")}
+    states = {run["id"]: run["state"]["name"] for run in flow_runs(prefect, "full-pipeline")}
     assert states == {lost["id"]: "Crashed", living["id"]: "Running", completed["id"]: "Completed"}
 
 
@@ -126,7 +126,7 @@ def test_deployments_with_former_names_are_deleted_and_others_kept(served):
         prefect.ask("deployments/", name=name, entrypoint=entrypoint, **new)
     delete_former_deployments(prefect.url, (workspace / ".prefect/auth").read_text().strip())
     names = {deployment["name"] for deployment in prefect.ask("deployments/filter")}
-    assert names == {"run-pipeline", "run-nightly-round", "promote-reward-model", "promote-policy", "policy"}
+    assert names == {"full-pipeline", "run-nightly-round", "promote-reward-model", "promote-policy", "policy"}
 
 
 def answer(prefect: Any, run: str, **fields: object) -> str:
@@ -193,7 +193,7 @@ def test_a_promotion_waits_for_a_persons_decision(served):
 
 def test_the_console_names_each_runs_lines_and_has_no_traceback_of_a_verdict(served):
     workspace, prefect = served
-    (deployment,) = prefect.ask("deployments/filter", deployments={"name": {"any_": ["run-pipeline"]}})
+    (deployment,) = prefect.ask("deployments/filter", deployments={"name": {"any_": ["full-pipeline"]}})
     path, log = f"deployments/{deployment['id']}/create_flow_run", workspace.parent / "server.log"
     wait_until(lambda: "started!" in log.read_text(), 60, "a worker")
     begins = len(log.read_text())
@@ -204,7 +204,7 @@ def test_the_console_names_each_runs_lines_and_has_no_traceback_of_a_verdict(ser
     }
 
     def ended() -> bool:
-        states = {run["id"]: run["state"]["name"] for run in flow_runs(prefect, "run-pipeline")}
+        states = {run["id"]: run["state"]["name"] for run in flow_runs(prefect, "full-pipeline")}
         return {name: states[run["id"]] for name, run in created.items()} == {name: name for name in created}
 
     wait_until(ended, 180, "the ends of both runs", every=0.5)
@@ -228,7 +228,7 @@ def test_runs_whose_processes_are_killed_with_the_worker_are_crashed_before_the_
     with pytest.raises(AssertionError, match="ended with code"), serving(workspace, tmp_path / "server.log") as prefect:  # it says so
         command = [sys.executable, "-m", "flows.full_pipeline", "--run", "typed", "--set", f"sft.steps={STEPS * 50}"]
         typed = subprocess.Popen(command, cwd=workspace, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        created = prefect("deployment", "run", "rlhf/run-pipeline", "--params", json.dumps({"overrides": {"sft.steps": STEPS * 50}}))
+        created = prefect("deployment", "run", "rlhf/full-pipeline", "--params", json.dumps({"overrides": {"sft.steps": STEPS * 50}}))
         assert created.returncode == 0, created.stderr
         wait_until(lambda: len([*(workspace / "runs").glob("[!.]*")]) == 2, 120, "two worktrees")
         (worktree,) = (path for path in (workspace / "runs").glob("[!.]*") if path.name != "typed")

@@ -72,7 +72,7 @@ def try_out_server(cell: ServerCell, workspace: Path) -> Outcome:
     make_workspace(workspace, steps=STEPS)
     worktree, problems = workspace / "runs" / RUN, []
     with serving(workspace) as (server, url):
-        created = prefect(workspace, "deployment", "run", "rlhf/run-pipeline", "--params", json.dumps({"run": RUN}))
+        created = prefect(workspace, "deployment", "run", "rlhf/full-pipeline", "--params", json.dumps({"run": RUN}))
         assert created.returncode == 0, created.stderr
         wait_until(training_has_begun(worktree, 20), END_SECONDS, "training")
         (process,) = [p for p in processes_in(workspace) if MODULES[cell.process] in " ".join(command_line(p))]
@@ -112,7 +112,7 @@ def retry(workspace: Path) -> list[str]:
 def runs(workspace: Path, url: str) -> list[dict]:
     """All runs of the deployment."""
     password = (workspace / ".prefect/auth").read_text().strip()
-    return ask_server(url, "flow_runs/filter", password=password, deployments={"name": {"any_": ["run-pipeline"]}})
+    return ask_server(url, "flow_runs/filter", password=password, deployments={"name": {"any_": ["full-pipeline"]}})
 
 
 def final_state(workspace: Path, url: str) -> str:
