@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
-import math
 import os
 import re
 import subprocess
@@ -41,6 +40,7 @@ LineHandler = Callable[[str], None]
 
 STATUS_DEADLINE = 1800.0  # seconds; DVC hashes changed files, which may be large
 LAST_WORDS = 12  # lines of a failed stage, which may give several reasons, one per line
+LOCK_SECONDS = 60.0  # for DVC's own lock of its list of locks, which it holds for moments
 BUSY_SECONDS = 3.0  # between two tries while another DVC works in the folder
 HASH_INPUTS = "hash_inputs"
 _ALWAYS = "always changed"  # DVC's message about a stage that runs every time
@@ -332,7 +332,10 @@ def clear_locks(workspace: Path) -> None:
     if not path.exists():
         return
     with path.with_name("rwlock.lock").open("a+") as guard:
-        lock_file(guard, math.inf)
+        try:
+            lock_file(guard, LOCK_SECONDS)
+        except TimeoutError:  # another DVC is at work; this one will say so
+            return
         try:
             locks = json.loads(path.read_text(encoding="utf-8"))
             readers = {file: [e for e in entries if _is_dvc(e["pid"])] for file, entries in locks.get("read", {}).items()}

@@ -98,6 +98,9 @@ def test_max_length_keeps_98_percent_of_the_rows_and_says_what_is_left_out():
     short = facts(counts("preference", {100: 999, 900: 1}, found=Counter(pairs=1000)), counts("prompt", {50: 1000}))
     kept = propose_lengths(short, choose(short, CHAT), 8192, given=None, on_gpu=False)
     assert (kept.max_length, kept.left_out["preference"]) == (960, 0.0)  # none is dropped where the longest has at most 1,024
+    long = facts(counts("preference", {330: 1000}, found=Counter(pairs=1000)), counts("prompt", {300: 1000}))
+    asked = propose_lengths(long, choose(long, CHAT), 8192, given=None, on_gpu=False)
+    assert (asked.max_length, asked.new_tokens) == (576, 256)  # the evaluation's answers fit behind 300 tokens of a prompt
 
 
 def test_positions_that_leave_out_many_rows_are_said_and_not_hidden():

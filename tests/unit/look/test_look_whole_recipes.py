@@ -94,6 +94,19 @@ def test_a_config_json_without_weights_is_enough_for_a_proposal(chat_model, tmp_
     assert bare["proposal"]["settings"] | {"model.path": ""} == whole["proposal"]["settings"] | {"model.path": ""}
 
 
+def test_pairs_alone_are_said_to_give_no_verdict(chat_model, tmp_path, capsys):
+    renamed = [{"question": pair["prompt"], "good_answer": pair["chosen"], "bad_answer": pair["rejected"]} for pair in PAIRS]
+    reading = looked(capsys, written(tmp_path, renamed), chat_model)
+    assert accepted(reading, tmp_path).data.sources[0].columns["chosen"] == "good_answer"
+    assert any("no verdict" in line and "reward.enabled=true" in line for line in reading["proposal"]["notes"])
+
+
+def test_a_recipe_that_is_not_written_is_said(tmp_path, capsys):
+    path, recipe = written(tmp_path, [{"question": "What is 2 + 2?", "answer": "4"}]), tmp_path / "mine.yaml"
+    assert main([str(path), "--params", str(WHOLE), "--recipe", str(recipe)]) != 0
+    assert not recipe.exists() and "mine.yaml is not written" in capsys.readouterr().err
+
+
 def test_the_system_prompt_that_a_template_adds_is_found():
     tokenizer, turn = tiny_tokenizer(), "{{ '[' + m['role'] + ']' + m['content'] + '[/' + m['role'] + ']' }}"
     tokenizer.chat_template = plain = "{% for m in messages %}" + turn + "{% endfor %}"

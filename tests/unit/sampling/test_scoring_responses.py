@@ -24,10 +24,11 @@ ROWS = [
 PROMPT = Prompt("id", "mine", [{"role": "user", "content": "2 + 2?"}], [5, 6], None)
 
 
-def test_prompts_come_in_a_seeded_order_without_those_that_are_too_long(tokenizer):
+def test_prompts_come_in_a_seeded_order_without_those_that_are_too_long(tokenizer, caplog):
     longest = len(encode_prompt(tokenizer, ROWS[5]["messages"]))  # each has one digit more than the one before
     every = choose_prompts(ROWS, tokenizer, longest=longest, count=None, seed=3)
     assert sorted(p.id for p in every) == ["0", "1", "2", "3", "4", "5"] != [p.id for p in every]
+    assert f"prompts: 2 of 8 have more than {longest} tokens" in caplog.text
     assert choose_prompts(ROWS, tokenizer, longest=longest, count=4, seed=3) == every[:4]
     assert choose_prompts(ROWS, tokenizer, longest=longest, count=None, seed=4) != every
     with pytest.raises(ValueError, match=r"prompts: expected some of at most 2 tokens, got none of 8; raise model\.max_length"):
