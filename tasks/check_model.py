@@ -23,12 +23,15 @@ def main() -> None:
     with Stage("check_model", resumable=False) as stage:
         import torch
 
+        from rlhf_core.agents.environment import check_environment
         from rlhf_core.model_check.check import check_rl_job, check_turns, message, run_trials, scorers, title, verdict
         from rlhf_core.sampling.prompts import with_steps
         from rlhf_core.scorers.text import TextScorers
 
         params = stage.params
         TextScorers(0, [scorer for scorer in scorers(params) if scorer.kind == "function"], {})  # loads and checks each function
+        if params.rl.environment is not None:
+            check_environment(params.rl.environment, TOKENIZER, params.model)
         is_rl, gpus = params.alignment.method == "rl", torch.cuda.device_count()
         if is_rl:
             check_rl_job(params, gpus)

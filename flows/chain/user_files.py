@@ -56,6 +56,8 @@ def _functions(params: Params, rounds: bool) -> Iterator[tuple[str, str]]:
         used["iterative.scorers"] = params.iterative.scorers
     for key, scorers in used.items():
         yield from ((f"{key}.{scorer.name}", scorer.path) for scorer in scorers if scorer.kind == "function")
+    if params.rl.environment is not None:
+        yield from ((f"rl.environment.{key}", path) for key, path in params.rl.environment.functions.items())
     yield from ((f"data.sources.{source.name}.judge", source.judge) for source in params.data.sources if source.judge is not None)
 
 

@@ -52,3 +52,10 @@ def request_seeds(seed: int, step: int, count: int, *, turn: int = 0) -> list[in
     """
     entropy = [seed, step, 0, turn] if turn else [seed, step]
     return [int(s) for s in np.random.SeedSequence(entropy).generate_state(count, dtype=np.uint32)]
+
+
+def segment_seed(seed: int, given: int) -> int:
+    """The seed by which a response is continued after so many of its tokens: with the seed of an earlier part, that part's random numbers
+    would come again.
+    """
+    return int(np.random.SeedSequence([seed, given]).generate_state(1, dtype=np.uint32)[0])

@@ -44,6 +44,7 @@ def read_inputs(params: Params, workspace: Path = Path()) -> Tree:
             "model": {"model.path": _model(params.model.path, params.model.revision, workspace, hashes)} if params.model.path else {},
             "chat_template": _template(params, workspace, hashes),
             "scorers": _scorers(_used_scorers(params), workspace, hashes),
+            "environment": _functions(_environment_functions(params), workspace, hashes),
             "round_scorers": _scorers([("iterative.scorers", s) for s in params.iterative.scorers], workspace, hashes),
             "external": {f"gate.external.{e.name}": _local(e.path, workspace, hashes) for e in params.gate.external},
             **{
@@ -114,6 +115,11 @@ def _used_scorers(params: Params) -> list[tuple[str, ScorerConfig]]:
     if params.alignment.method == "rejection_sampling":
         used += [("rejection_sampling.scorers", s) for s in params.rejection_sampling.scorers]
     return used
+
+
+def _environment_functions(params: Params) -> Iterator[tuple[str, str]]:
+    functions = {} if params.rl.environment is None else params.rl.environment.functions
+    return ((f"rl.environment.{key}", path) for key, path in functions.items())
 
 
 def _scorers(scorers: list[tuple[str, ScorerConfig]], workspace: Path, hashes: FileHashes) -> Tree:

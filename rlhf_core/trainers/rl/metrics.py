@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from rlhf_core.config import RlConfig, ScoreConfig
 from rlhf_core.sampling.scoring import weighted_score
 from rlhf_core.trainers.rl.minibatch import EXTREMES
-from rlhf_core.types import Components, RolloutBatch
+from rlhf_core.types import Components, Rollout, RolloutBatch
 
 Metrics = dict[str, float]
 REPETITION_N = 3  # tokens of an n-gram
@@ -50,6 +50,17 @@ def batch_metrics(batch: RolloutBatch, logprobs: torch.Tensor, config: ScoreConf
         **{f"distinct_{n}": distinct(batch.response_ids, mask, n=n) for n in (1, 2)},
         "truncated_fraction": float((~batch.finished).float().mean()),
         "unscored_fraction": float((~known).float().mean()),
+    }
+
+
+def dialogue_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    """Means over the episodes: replies, tool results and those that are errors; and the number of episodes that failed."""
+    found = [rollout.dialogue for rollout in rollouts]
+    return {
+        "turns": sum(d.turns for d in found) / len(found),
+        "tool_calls": sum(d.calls for d in found) / len(found),
+        "failed_tool_calls": sum(d.failed_calls for d in found) / len(found),
+        "failed_episodes": sum(d.failed for d in found),
     }
 
 

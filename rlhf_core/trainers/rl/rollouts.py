@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.agents.environment import Environment
 from rlhf_core.config import RlConfig
 from rlhf_core.engines.ray.actors import ActorGroup
 from rlhf_core.engines.requests import Sample, SamplingSettings, request_seeds
@@ -53,6 +54,7 @@ class RolloutEngines:
         renew: sends every engine the weights of its version again.
         check_trainers: raises RoleLost if a trainer rank is lost.
         vocabulary: number of tokens that the model knows.
+        environment: plays episodes in place of single responses.
     Raises:
         RoleLost: an engine doesn't start, or rl.max_replacements is reached.
     """
@@ -69,7 +71,9 @@ class RolloutEngines:
         renew: Callable[[], None],
         check_trainers: Callable[[], None],
         vocabulary: int,
+        environment: Environment | None = None,
     ):
+        self._environment = environment
         self._turns, self._renew = turns, renew
         self._job, self._engines, self._stop_ids = job, engines, stop_ids
         self.sync_check = WeightSyncCheck(job, vocabulary=vocabulary)
@@ -107,17 +111,32 @@ class RolloutEngines:
         wanted = [p.id for p in prompts for _ in range(group_size)]
         if prefetched is not None and prefetched.step == step and [r.prompt.id for r in prefetched.rollouts] == wanted:
             return prefetched.rollouts
+        if self._environment is not None:
+            return self._play(prompts, request_seeds(self._job.seed, step, len(wanted), turn=turn), self._sampling)
         seeds = request_seeds(self._job.seed, step, len(prompts), turn=turn)
         return self._generate(prompts, seeds, self._sampling, group_size=group_size)
 
     def generate_for_calibration(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         """One rollout of each prompt."""
-        seeds = request_seeds(self._job.seed, CALIBRATION_STEP, len(prompts))
-        return self._generate(prompts, seeds, self._sampling, group_size=1)
+        return self._one_each(prompts, request_seeds(self._job.seed, CALIBRATION_STEP, len(prompts)), self._sampling)
 
     def generate_greedy(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         """The policy's greedy response to each prompt."""
-        return self._generate(prompts, [0] * len(prompts), self._sampling.greedy, group_size=1)
+        return self._one_each(prompts, [0] * len(prompts), self._sampling.greedy)
+
+    def _one_each(self, prompts: Sequence[Prompt], seeds: list[int], sampling: SamplingSettings) -> list[Rollout]:
+        if self._environment is not None:
+            return self._play(prompts, seeds, sampling)
+        return self._generate(prompts, seeds, sampling, group_size=1)
+
+    def _play(self, prompts: Sequence[Prompt], seeds: list[int], sampling: SamplingSettings) -> list[Rollout]:
+        """An episode for each seed, equally many of each prompt."""
+
+        def sample(ids: list[list[int]], seeds: list[int], sampling: SamplingSettings) -> list[Sample]:
+            rollouts = self._generate([Prompt("", "", [], of_one, None) for of_one in ids], seeds, sampling, group_size=1)
+            return [Sample(r.response_ids, r.rollout_logprobs, r.finished, self.recovery.version) for r in rollouts]
+
+        return self._environment.play(prompts, seeds, sampling, sample, copies=len(seeds) // len(prompts))
 
     def _generate(self, prompts: Sequence[Prompt], seeds: list[int], sampling: SamplingSettings, *, group_size: int) -> list[Rollout]:
         """Rollouts of each prompt, in order."""
