@@ -1,0 +1,68 @@
+"""The clerk's notebook: requests that take tools. Each page has a number; a request names two pages and asks for their sum.
+
+A right answer takes four turns: read one page, read the other, add, answer. The demonstrator is careless: mostly he guesses, and sometimes
+he answers before he has added.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+from rlhf_core.config import ClerkConfig
+from rlhf_core.data.clerk.language import OPENINGS
+
+PAGES = range(100, 1000)
+GUESSES = 0.75  # chance of an answer without any tool
+STOPS_EARLY = 0.05  # chance, at each later turn
+
+
+def number_on(page: int) -> int:
+    """The number on a page, of two digits.
+
+    Raises:
+        ValueError: the notebook has no such page.
+    """
+    if page not in PAGES:
+        raise ValueError(f"the notebook has pages {PAGES[0]} to {PAGES[-1]}")
+    return 10 + int(hashlib.sha256(f"page {page}".encode()).hexdigest(), 16) % 90
+
+
+def notebook_rows(config: ClerkConfig, use: str, rng: Random) -> Iterator[dict]:
+    """The rows of use sft or prompt, as many as for the clerk's other requests."""
+    for opening, first, second in _requests(rng, config.demonstrations if use == "sft" else 2 * config.prompts):
+        text = f"{opening}add pages {first} and {second}."
+        asked = {"role": "user", "content": text[0].upper() + text[1:]}
+        if use == "sft":
+            yield _demonstration(rng, asked, first, second)
+        else:
+            yield {"messages": [asked], "label": str(number_on(first) + number_on(second))}
+
+
+def call(name: str, **arguments: Any) -> str:
+    """A call of a tool as the model writes it."""
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def _requests(rng: Random, count: int) -> list[tuple[str, int, int]]:
+    """Different requests."""
+    seen: dict[tuple[str, int, int], None] = {}
+    while len(seen) < count:
+        seen[rng.choice(list(OPENINGS.values())), rng.choice(PAGES), rng.choice(PAGES)] = None
+    return list(seen)
+
+
+def _demonstration(rng: Random, asked: dict, first: int, second: int) -> dict:
+    a, b = number_on(first), number_on(second)
+    turns = [(call("read", page=first), a), (call("read", page=second), b), (call("add", a=a, b=b), a + b)]
+    done = 0 if rng.random() < GUESSES else 1
+    while 0 < done < len(turns) and rng.random() >= STOPS_EARLY:
+        done += 1
+    messages = [asked]
+    for written, result in turns[:done]:
+        messages += [{"role": "assistant", "content": written}, {"role": "tool", "content": str(result)}]
+    answer = a + b if done == len(turns) else rng.randrange(20, 199)
+    return {"messages": messages, "response": f"It is {answer}."}
