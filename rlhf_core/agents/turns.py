@@ -77,11 +77,13 @@ def _check(tokenizer: PreTrainedTokenizerBase, template: str, has_tools: bool) -
         except Unrenderable as error:
             got = error.words
         else:
-            got = None if ANSWER in text.rpartition(MARKER)[2] and MARKER in text else f"it written as {shown(repr(text))}"
+            behind = text.rpartition(MARKER)[2] if MARKER in text else ""
+            follows = ANSWER in behind and behind.startswith(end_texts(tokenizer)[0])
+            got = None if follows else f"it written as {shown(repr(text))}"
         if got is not None:
             raise ValueError(
-                f"rl.environment: expected a chat template that writes a message of role {role} behind a reply, got {got}; set "
-                "model.chat_template to one that does (docs/agents.md)"
+                f"rl.environment: expected a chat template that writes a message of role {role} behind a reply, which ends as a last one "
+                f"does, got {got}; set model.chat_template to one that does (docs/agents.md)"
             )
 
 
