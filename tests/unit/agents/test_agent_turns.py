@@ -77,7 +77,7 @@ def test_a_template_that_can_not_go_on_is_refused_before_anything_starts(name):
     if name in TAKES_TOOLS:
         check_turns(tokenizer, tools)
     else:
-        with pytest.raises(ValueError, match="message of role (user|tool) behind a reply"):
+        with pytest.raises(ValueError, match=r"message of role (user|tool) behind a reply"):
             check_turns(tokenizer, tools)
 
 

@@ -182,7 +182,7 @@ def test_tools_run_at_the_same_time_and_batches_do_not_depend_on_when_they_end()
 
 async def endless(task, policy):
     chat = policy.chat(task.messages)
-    while (reply := await chat.generate()).finished:
+    while (await chat.generate()).finished:
         chat.user("more")
     return 0.5
 
