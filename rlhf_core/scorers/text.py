@@ -194,9 +194,10 @@ def length(item: ScoreItem, config: ScorerConfig) -> float:
 
 def environment(item: ScoreItem, config: ScorerConfig) -> float:
     """What rl.environment gave: the number that `play` returned, and chat.reward's."""
-    if item.metadata["environment"] is None:
+    score = item.metadata.get("environment")
+    if score is None:
         raise ValueError("play returned None, and called no chat.reward")
-    return item.metadata["environment"]
+    return score
 
 
 def judge(item: ScoreItem, source_judges: dict[str, str]) -> float:
