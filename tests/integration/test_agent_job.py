@@ -54,7 +54,7 @@ async def play(task, policy):
     return 1.0 * ("e" in reply.text)
 '''
 AGENT = {
-    "model": {"max_length": 96},
+    "model": {"max_length": 160},
     "data": {"sources": {0: {"clerk": {"notebook": True, "demonstrations": 300, "prompts": 240}, "uses": ["sft", "prompt"]}}},
     "sft": {"train_on": "all_turns", "pretrain": {"steps": 0}},
     "reward": {"enabled": False},

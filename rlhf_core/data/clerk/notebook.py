@@ -1,7 +1,7 @@
 """The clerk's notebook: requests that take tools. Each page has a number; a request names two pages and asks for their sum.
 
-A right answer takes four turns: read one page, read the other, add, answer. The demonstrator is careless: mostly he guesses, and sometimes
-he answers before he has added.
+A right answer takes four turns: read one page, read the other, add, answer. The demonstrator is careless: he often guesses before he has
+read both pages, and mostly where he should add.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Any
 from rlhf_core.config import ClerkConfig
 from rlhf_core.data.clerk.language import OPENINGS
 
-PAGES = range(100, 1000)
-GUESSES = 0.75  # chance of an answer without any tool
-STOPS_EARLY = 0.05  # chance, at each later turn
+PAGES = range(10, 100)
+GUESSES = (0.1, 0.2, 0.6)  # chances of an answer in place of the first, second and third call
 
 
 def number_on(page: int) -> int:
@@ -58,9 +57,7 @@ def _requests(rng: Random, count: int) -> list[tuple[str, int, int]]:
 def _demonstration(rng: Random, asked: dict, first: int, second: int) -> dict:
     a, b = number_on(first), number_on(second)
     turns = [(call("read", page=first), a), (call("read", page=second), b), (call("add", a=a, b=b), a + b)]
-    done = 0 if rng.random() < GUESSES else 1
-    while 0 < done < len(turns) and rng.random() >= STOPS_EARLY:
-        done += 1
+    done = next((i for i, chance in enumerate(GUESSES) if rng.random() < chance), len(turns))
     messages = [asked]
     for written, result in turns[:done]:
         messages += [{"role": "assistant", "content": written}, {"role": "tool", "content": str(result)}]
