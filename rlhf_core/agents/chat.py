@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.agents.tools import Tool, ToolCall, parse_calls
 from rlhf_core.agents.turns import check_turns, ids_behind_reply, prompt_ids
-from rlhf_core.data.schema import Message
+from rlhf_core.data.schema import Message, joined_parts
 from rlhf_core.models.response_ids import response_text
 from rlhf_core.types import Dialogue, Prompt, Rollout, Span
 
@@ -100,7 +100,7 @@ class Policy:
             raise RuntimeError("policy.chat: expected one conversation an episode, got a second one; continue the first with chat.user")
         found = {tool.name: tool for tool in map(Tool, tools)}
         check_turns(self._tokenizer, [tool.schema for tool in found.values()])
-        self.played = Chat(self._prompt, [dict(m) for m in messages], found, self._tokenizer, self._sample, self._limits, self._stops)
+        self.played = Chat(self._prompt, [_canonical(m) for m in messages], found, self._tokenizer, self._sample, self._limits, self._stops)
         return self.played
 
 
@@ -215,3 +215,14 @@ class Chat:
         self._messages.append({"role": "assistant", "content": text})
         calls = parse_calls(response_text(self._tokenizer, before, ids, special=True)) if self._tools and sample.finished else []
         return Reply(text, [ToolCall(n, a, None, self._tools, self._limits.tool_timeout) for n, a in calls], sample.finished)
+
+
+def _canonical(message: dict[str, Any]) -> Message:
+    """A message as rows of data have it, from one as chat templates take it: the inverse of `whole_message`."""
+    content, more = message["content"], {key: value for key, value in message.items() if key not in ("role", "content")}
+    if not isinstance(content, str):
+        content, more = joined_parts(content), {**more, "content": content}
+    found: Message = {"role": message["role"], "content": content}
+    if more:
+        found["extra"] = json.dumps(more, ensure_ascii=False)
+    return found

@@ -16,6 +16,7 @@ from rlhf_core.config import ClerkConfig
 from rlhf_core.data.clerk.language import OPENINGS
 
 PAGES = range(10, 100)
+MOST = 20_000  # requests, of 24,300
 GUESSES = (0.1, 0.2, 0.6)  # chances of an answer in place of the first, second and third call
 
 
@@ -47,7 +48,13 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def _requests(rng: Random, count: int) -> list[tuple[str, int, int]]:
-    """Different requests."""
+    """Different requests.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    if count > MOST:
+        raise ValueError(f"clerk.notebook: expected at most {MOST} different prompts, got {count}; lower demonstrations or prompts")
     seen: dict[tuple[str, int, int], None] = {}
     while len(seen) < count:
         seen[rng.choice(list(OPENINGS.values())), rng.choice(PAGES), rng.choice(PAGES)] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from random import Random
 
 import pytest
@@ -11,6 +12,7 @@ from rlhf_core.agents.chat import Limits, Policy
 from rlhf_core.agents.environment import Environment
 from rlhf_core.agents.turns import MARKER, check_turns, ids_behind_reply, prompt_ids
 from rlhf_core.config import EnvironmentConfig
+from rlhf_core.data.schema import whole_message
 from rlhf_core.engines.requests import Sample, SamplingSettings
 from rlhf_core.models.template import Unrenderable
 from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, turn_end
@@ -177,6 +179,18 @@ def test_no_token_differs_from_what_the_engine_saw(name):
     assert again == rollouts
     apart = environment.play(prompts[7:8], [14, 15], SamplingSettings(150, 1.0), RandomEngine(tokenizer), copies=2)
     assert [r.spans for r in apart] == [r.spans for r in rollouts[14:16]], "an episode doesn't depend on the others"
+
+
+def test_earlier_calls_and_parts_of_a_prompt_are_rendered():
+    tokenizer = templated("thinks")
+    call = {"type": "function", "function": {"name": "find", "arguments": {"page": 4}}}
+    messages = [*QUESTION, {"role": "assistant", "content": "", "extra": json.dumps({"tool_calls": [call]})}]
+    messages += [{"role": "tool", "content": "9", "extra": json.dumps({"name": "find"})}]
+    chat = Policy(Prompt("p", "s", messages, [], None), tokenizer, None, LIMITS, stops=()).chat(list(map(whole_message, messages)))
+    assert chat._prompt.prompt_ids == encode_prompt(tokenizer, messages) and chat._prompt.messages == messages
+    in_parts = [{"role": "user", "content": [{"type": "text", "text": "Please sort"}, {"type": "text", "text": "4172."}]}]
+    chat = Policy(Prompt("p", "s", [], [], None), tokenizer, None, LIMITS, stops=()).chat(in_parts)
+    assert "Please sort\n4172." in tokenizer.decode(chat._prompt.prompt_ids)
 
 
 def test_a_policy_has_one_conversation():
