@@ -166,10 +166,10 @@ def rl_cell(
     algorithm: str, ranks: int, zero: int, *, lora: bool = False, ahead: bool = False, one_step: bool = False, backend: str = "vllm"
 ) -> Cell:
     changes = RL | {"algorithm": algorithm, "trainer": {"ranks": ranks, "zero_stage": zero}, "lora": LORA if lora else None}
-    changes["rollout"] = {"one_step_off_policy": ahead, "backend": backend}
+    changes["rollout"] = {"max_lag": int(ahead), "backend": backend}
     if one_step:
         changes["minibatch_size"] = RL["samples_per_step"]
-    name = f"{algorithm}, {ranks} rank{'s' * (ranks > 1)}, ZeRO {zero}{', LoRA' * lora}{', one step off policy' * ahead}"
+    name = f"{algorithm}, {ranks} rank{'s' * (ranks > 1)}, ZeRO {zero}{', LoRA' * lora}{', one step ahead' * ahead}"
     name += ", one optimizer step a batch" * one_step + ", PyTorch's rollouts" * (backend == "pytorch")
     delay = 1.0 if backend == "vllm" else 0.2  # a step takes so long
     return Cell(name, "train_policy", "train_rl", {"rl": changes}, RL["steps"], victim="driver", delay=delay, job=True)

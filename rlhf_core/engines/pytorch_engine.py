@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from rlhf_core.algorithms.logprobs import left_logits
 from rlhf_core.engines.gpu_memory import memory_in_use
 from rlhf_core.engines.offload import Offloaded, storages_of
-from rlhf_core.engines.requests import Sample, SamplingSettings
+from rlhf_core.engines.requests import Request, Sample, SamplingSettings
 from rlhf_core.engines.sleep import Awake
 from rlhf_core.models.build import frozen, kv_cache_bytes, load_language_model, read_state_dict, with_weights
 from rlhf_core.models.decoding import Decoder
@@ -22,6 +23,20 @@ from rlhf_core.progress import drawn
 
 PROMPT_TOKENS = 32_768  # of a batch's prompts, which are one forward pass
 COMPACTED = 0.8  # once this fraction of a batch's sequences or fewer still grow, the finished ones are dropped from the batch
+
+
+@dataclass(frozen=True)
+class Continued:
+    """Responses of a batch that have tokens already.
+
+    given: the tokens of each so far.    limits: of the tokens that may follow.
+    due: sampling stops once the first so many responses have ended, but not before `least` tokens.
+    """
+
+    given: list[list[int]]
+    limits: list[int]
+    due: int
+    least: int
 
 
 class PytorchEngine:
@@ -113,27 +128,62 @@ class PytorchEngine:
         found: dict[int, list[Sample]] = {}
         for start in range(0, len(prompts), size):
             chosen = by_length[start : start + size]
-            groups = generate(
-                self._decoder,
-                [prompts[i] for i in chosen],
-                [seeds[i] for i in chosen],
-                settings,
-                stop_ids=stop_ids,
-                group_size=group_size,
-                max_length=self._max_length,
-                stops=self._stops(settings.stop),
-                device=self._model.device,
-                version=self.version,
-            )
+            how = {"stop_ids": stop_ids, "group_size": group_size}
+            groups = self._generate([prompts[i] for i in chosen], [seeds[i] for i in chosen], settings, **how)
             found.update(zip(chosen, groups, strict=True))
             drawn(len(chosen) * group_size)
-        if self._shares_gpu:
-            torch.cuda.empty_cache()
+        self._free_cached()
         return [found[i] for i in range(len(prompts))]
 
     def serve(self, numbers: list[int], *args: Any, leave: int, **kwargs: Any) -> dict[int, list[Sample]]:
         """`generate`, by the caller's numbers of the prompts. Responses can't join a running batch, so none is left."""
         return dict(zip(numbers, self.generate(*args, **kwargs), strict=True))
+
+    def advance(
+        self, requests: list[Request], settings: SamplingSettings, due: int, *, stop_ids: tuple[int, ...], least: int
+    ) -> list[Sample]:
+        """The next tokens of each response. Sampling stops once the first `due` responses have ended, but not before `least` tokens were
+        sampled one after the other; what hasn't ended then is cut there, and may have no token.
+
+        Raises:
+            RuntimeError: the engine is asleep.
+        """
+        self._awake.need("advance")
+        if not requests:  # there may be fewer than engines
+            return []
+        sizes = [len(request.ids) for request in requests]
+        order = sorted(range(len(requests)), key=lambda i: (i >= due, sizes[i]))
+        size = self._batch_size(max(sizes), max(request.limit for request in requests), 1)
+        found = [Sample([], [], False, self.version)] * len(requests)
+        for start in range(0, len(requests), size):
+            if start >= due and least <= 0:
+                break
+            chosen = order[start : start + size]
+            given = Continued([requests[i].given for i in chosen], [requests[i].limit for i in chosen], max(0, due - start), least)
+            contexts, seeds = [requests[i].ids for i in chosen], [requests[i].seed for i in chosen]
+            samples = [sample for (sample,) in self._generate(contexts, seeds, settings, stop_ids=stop_ids, group_size=1, continued=given)]
+            least -= max(len(sample.response_ids) for sample in samples)
+            for i, sample in zip(chosen, samples, strict=True):
+                found[i] = sample
+        self._free_cached()
+        return found
+
+    def _free_cached(self) -> None:
+        if self._shares_gpu:
+            torch.cuda.empty_cache()
+
+    def _generate(self, prompts: list[list[int]], seeds: list[int], settings: SamplingSettings, **how: Any) -> list[list[Sample]]:
+        return generate(
+            self._decoder,
+            prompts,
+            seeds,
+            settings,
+            max_length=self._max_length,
+            stops=self._stops(settings.stop),
+            device=self._model.device,
+            version=self.version,
+            **how,
+        )
 
     @torch.inference_mode()
     def probe(self, ids: Sequence[int]) -> list[float]:
@@ -212,6 +262,7 @@ def generate(
     stops: Callable[[list[int], int], bool] | None,
     device: torch.device,
     version: int = 0,
+    continued: Continued | None = None,
 ) -> list[list[Sample]]:
     """`group_size` responses to each prompt, in order, all at the same time.
 
@@ -221,9 +272,15 @@ def generate(
         max_length: tokens of prompt and response together.
         stops: whether a stop string ends in a response's ids after the first so many; None: there are no stop strings.
         version: of the decoder's weights.
+        continued: what prompts have at their ends of their responses; None: nothing, and sampling stops with the last response.
     """
     max_new_tokens = min(settings.max_new_tokens, max_length - min(map(len, prompts)))
     limits = torch.tensor([max_length - len(p) for p in prompts]).clamp(max=max_new_tokens).repeat_interleave(group_size)
+    if continued is not None:
+        limits = torch.minimum(limits, torch.tensor(continued.limits))
+        max_new_tokens = int(limits.max())
+    given = [[]] * len(limits) if continued is None else continued.given
+    had, due, least = torch.tensor([len(g) for g in given]), *((len(limits), 0) if continued is None else (continued.due, continued.least))
     streams = [np.random.default_rng(seed).random((group_size, settings.max_new_tokens)) for seed in seeds]
     uniforms = torch.from_numpy(np.concatenate(streams)).to(device)  # [prompts x group_size, tokens]
     count = len(limits)
@@ -233,17 +290,20 @@ def generate(
     rows, growing = torch.arange(count), torch.ones(count, dtype=torch.bool)  # of the current batch
     logits = decoder.begin(list(prompts), copies=group_size, max_new_tokens=max_new_tokens, max_length=max_length)
     for position in range(max_new_tokens):
-        forbidden = stop_ids if position < settings.min_new_tokens else ()
-        ids, logprobs = sample_tokens(logits, uniforms[rows.to(device), position], settings, forbidden=forbidden)
+        early = had[rows] + position < settings.min_new_tokens
+        logits = without_tokens(logits, stop_ids, early.to(device)) if early.any() else logits
+        ids, logprobs = sample_tokens(logits, uniforms[rows.to(device), position], settings)
         all_ids[rows, position], all_logprobs[rows, position] = ids.cpu(), logprobs.cpu()
         ended = torch.isin(ids.cpu(), ends)
-        if stops is not None and position >= settings.min_new_tokens:
-            so_far, first = all_ids[rows, : position + 1].tolist(), settings.min_new_tokens
-            ended |= torch.tensor([g and stops(ids_, first) for g, ids_ in zip(growing.tolist(), so_far, strict=True)])
+        if stops is not None and not early.all():
+            so_far = [[*given[row], *all_ids[row, : position + 1].tolist()] for row in rows.tolist()]
+            may_stop = (growing & ~early).tolist()
+            ended |= torch.tensor([may and stops(ids_, settings.min_new_tokens) for may, ids_ in zip(may_stop, so_far, strict=True)])
         lengths[rows[growing & ended]] = position + 1
         finished[rows[growing & ended]] = True
         growing = growing & ~ended & (limits[rows] > position + 1)
-        if not growing.any():
+        if not growing.any() or (position + 1 >= least and not growing[rows < due].any()):
+            lengths[rows[growing]] = position + 1
             break
         if int(growing.sum()) <= COMPACTED * len(rows):
             chosen = growing.nonzero().squeeze(-1)
@@ -256,20 +316,21 @@ def generate(
     return [samples[k : k + group_size] for k in range(0, count, group_size)]
 
 
-def sample_tokens(
-    logits: torch.Tensor, uniforms: torch.Tensor, settings: SamplingSettings, *, forbidden: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def without_tokens(logits: torch.Tensor, forbidden: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
+    """Logits [B, V] that give these ids no probability in these rows, [B] bool."""
+    filled = logits.index_fill(-1, torch.tensor(tuple(forbidden), device=logits.device), -torch.inf)
+    return torch.where(rows[:, None], filled, logits)
+
+
+def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, settings: SamplingSettings) -> tuple[torch.Tensor, torch.Tensor]:
     """A token of each row, by the inverse of the cumulative distribution, and its log-probability in the distribution sampled from.
 
     Args:
         logits: [B, V].
         uniforms: [B] float64, in [0, 1).
-        forbidden: ids that have no probability.
     Returns:
         [B] int64; [B] float32.
     """
-    if forbidden:
-        logits = logits.index_fill(-1, torch.tensor(tuple(forbidden), device=logits.device), -torch.inf)
     left = left_logits(logits, temperature=settings.temperature or 1.0, top_k=settings.top_k, top_p=settings.top_p)
     logprobs = left.log_softmax(-1)
     if settings.temperature == 0:

@@ -44,6 +44,24 @@ class Sample:
     version: int = field(default=0, compare=False)
 
 
+@dataclass(frozen=True)
+class Request:
+    """A response that an engine continues.
+
+    given: its tokens so far.    seed: of the tokens that follow.    limit: so many may follow.
+    """
+
+    prompt_ids: list[int]
+    given: list[int]
+    seed: int
+    limit: int
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens so far."""
+        return [*self.prompt_ids, *self.given]
+
+
 def request_seeds(seed: int, step: int, count: int, *, turn: int = 0) -> list[int]:
     """A sampling seed for each of `count` requests of a step, independent of the engine that serves it.
 
@@ -52,3 +70,10 @@ def request_seeds(seed: int, step: int, count: int, *, turn: int = 0) -> list[in
     """
     entropy = [seed, step, 0, turn] if turn else [seed, step]
     return [int(s) for s in np.random.SeedSequence(entropy).generate_state(count, dtype=np.uint32)]
+
+
+def segment_seed(seed: int, given: int) -> int:
+    """The seed by which a response is continued after so many of its tokens: with the seed of an earlier part, that part's random numbers
+    would come again.
+    """
+    return int(np.random.SeedSequence([seed, given]).generate_state(1, dtype=np.uint32)[0])

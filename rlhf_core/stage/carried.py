@@ -52,7 +52,7 @@ STATE = {
         "tracks": "histories of other limits",
         "warnings": "of limits",
         "stopped": "the limit that ended the run",
-        "ahead": "rollouts of the next step, with one_step_off_policy",
+        "ahead": "rollouts of later steps, with rollout.max_lag",
     },
 }
 RL_PHASE = "checkpoints"  # folder of RL's checkpoints
@@ -123,7 +123,7 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("rl.rollout.backend", "rl.rollout.engines", "rl.rollout.gpus_per_engine", "rl.rollout.gpu_memory_fraction"): {},
     ("rl.rollout.kv_cache_gib", "rl.rollout.max_concurrent_sequences", "rl.rollout.max_logprob_difference"): {},
     ("rl.rollout.bfloat16_mean_difference", "rl.rollout.bfloat16_p999_difference", "rl.rollout.recomputed_fraction"): {},
-    ("rl.rollout.one_step_off_policy", "rl.rollout.dispatch", "rl.rollout.take_turns", "rl.rollout.tensor_parallel_size"): {},
+    ("rl.rollout.max_lag", "rl.rollout.last_tokens", "rl.rollout.dispatch", "rl.rollout.take_turns", "rl.rollout.tensor_parallel_size"): {},
     ("rl.rollout.prefix_caching", "rl.rollout.enforce_eager", "rl.rollout.weight_transfer"): {},
     # RL: evaluation, limits, processes
     ("rl.evaluation.metric",): {"best": ANEW},

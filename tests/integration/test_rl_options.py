@@ -116,7 +116,7 @@ AHEAD = {
     "steps": 40,
     "checkpoint_every": 2,
     "rloo": {"group_size": 4},
-    "rollout": {"backend": "pytorch", "one_step_off_policy": True},
+    "rollout": {"backend": "pytorch", "max_lag": 1},
 }
 TIMED = {
     "algorithm": "rloo",

@@ -31,7 +31,7 @@ from tools.clerk import clerk_params
 ROOT = Path(__file__).parents[2]
 SIDES = ("ours", "theirs")
 # Generation one step ahead, for which TRL has no option. Responses may end early.
-AHEAD = {"rollout.one_step_off_policy": True, "rollout.engines": 1, "rollout.min_new_tokens": 0}
+AHEAD = {"rollout.max_lag": 1, "rollout.engines": 1, "rollout.min_new_tokens": 0}
 PYTORCH = {"rollout.backend": "pytorch", "trainer.ranks": 2}
 # RLOO has the KL in the reward and so needs old log-probabilities before the update: the engine's, an eighth of them compared with the
 # trainer's. That requires the whole distribution, so responses may end early, as on TRL's side.
@@ -46,8 +46,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "rloo": ("rloo", {}),
     "grpo, PyTorch rollouts": ("grpo", PYTORCH),
     "rloo, PyTorch rollouts": ("rloo", PYTORCH | TRUSTED),
-    "grpo, one step off policy": ("grpo", AHEAD),
-    "rloo, one step off policy": ("rloo", AHEAD),
+    "grpo, one step ahead": ("grpo", AHEAD),
+    "rloo, one step ahead": ("rloo", AHEAD),
 }
 MODELS = {
     "small": ArchitectureConfig(hidden_size=96, intermediate_size=256, layers=3, heads=3, vocab_size=390),  # 0.4 M parameters
