@@ -13,7 +13,7 @@ import torch
 from rlhf_core.algorithms.logprobs import left_logits
 from rlhf_core.engines.gpu_memory import memory_in_use
 from rlhf_core.engines.offload import Offloaded, storages_of
-from rlhf_core.engines.requests import Request, Sample, SamplingSettings
+from rlhf_core.engines.requests import Request, Sample, SamplingSettings, stop_finder
 from rlhf_core.engines.sleep import Awake
 from rlhf_core.models.build import frozen, kv_cache_bytes, load_language_model, read_state_dict, with_weights
 from rlhf_core.models.decoding import Decoder
@@ -179,7 +179,7 @@ class PytorchEngine:
             seeds,
             settings,
             max_length=self._max_length,
-            stops=self._stops(settings.stop),
+            stops=stop_finder(self._tokenizer, settings.stop) if settings.stop else None,
             device=self._model.device,
             version=self.version,
             **how,
@@ -236,18 +236,6 @@ class PytorchEngine:
             return self._kv_cache_gib << 30
         return self._gpu_memory_fraction * torch.cuda.mem_get_info(self._model.device)[0]
 
-    def _stops(self, strings: Sequence[str]) -> Callable[[list[int], int], bool] | None:
-        """The argument `stops` of `generate`. As with vLLM a stop string may begin, but not end, before min_new_tokens."""
-
-        def text(ids: list[int]) -> str:
-            return self._tokenizer.decode(ids, skip_special_tokens=True)
-
-        def stops(ids: list[int], first: int) -> bool:
-            seen, before = text(ids), len(text(ids[:first]))
-            return any(s in seen[max(0, before - len(s) + 1) :] for s in strings)
-
-        return stops if strings else None
-
 
 @torch.inference_mode()
 def generate(
@@ -272,7 +260,7 @@ def generate(
         max_length: tokens of prompt and response together.
         stops: whether a stop string ends in a response's ids after the first so many; None: there are no stop strings.
         version: of the decoder's weights.
-        continued: what prompts have at their ends of their responses; None: nothing, and sampling stops with the last response.
+        continued: the tokens of responses at the ends of prompts; None: there are none, and sampling stops with the last response.
     """
     max_new_tokens = min(settings.max_new_tokens, max_length - min(map(len, prompts)))
     limits = torch.tensor([max_length - len(p) for p in prompts]).clamp(max=max_new_tokens).repeat_interleave(group_size)

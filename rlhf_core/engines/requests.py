@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -77,3 +82,16 @@ def segment_seed(seed: int, given: int) -> int:
     would come again.
     """
     return int(np.random.SeedSequence([seed, given]).generate_state(1, dtype=np.uint32)[0])
+
+
+def stop_finder(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> Callable[[list[int], int], bool]:
+    """Whether a stop string ends in a response's ids after the first so many. As with vLLM it may begin, but not end, before."""
+
+    def text(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    def stops(ids: list[int], first: int) -> bool:
+        seen, before = text(ids), len(text(ids[:first]))
+        return any(s in seen[max(0, before - len(s) + 1) :] for s in strings)
+
+    return stops
