@@ -310,7 +310,8 @@ class Workers:
         return progress
 
     def _load_ranks(self, found: Found) -> None:
-        self.ahead.load(found.folder)
+        if "ahead" not in found.begun_anew:
+            self.ahead.load(found.folder)
         self._load_trainers(found)
 
     def _load_trainers(self, found: Found) -> None:
