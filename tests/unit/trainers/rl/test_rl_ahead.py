@@ -182,7 +182,7 @@ def test_it_comes_back_from_a_checkpoint_as_it_was(model_folders: tuple[Path, Pa
     (after := ahead_of(job, [Scripted(8)])).load(tmp_path)
     kept = {step: rollouts for step, rollouts in before._admitted.rollouts.items() if step >= 1}
     assert after._admitted == replace(before._admitted, rollouts=kept) and len(kept) == 2
-    assert any(r.num_sampled and not r.finished for r in kept[2]) or all(r.finished for r in kept[2])
+    assert any(r.finished for r in kept[1])
 
 
 @pytest.mark.parametrize(
@@ -202,6 +202,21 @@ def test_a_run_that_samples_in_another_way_begins_anew(model_folders: tuple[Path
     assert (other._admitted is not None) == taken
     (after := ahead_of(job_of(model_folders, max_lag=2, prompts=3, group_size=2, steps=6), [Scripted(8)])).load(tmp_path)
     assert after._admitted is None and json.loads((tmp_path / SAVED).read_text())["position"] == 6
+
+
+def test_prompts_that_have_changed_are_drawn_anew(model_folders: tuple[Path, Path], tmp_path: Path):
+    job = rl_job_here(model_folders, tmp_path, **MIXED)
+    with running(job) as run:
+        run.step()
+        run.save()
+    with running(job) as run:
+        ahead, found = run.workers.ahead, run.workers.store.of_step(1)
+        for begun_anew, taken in (({"best"}, True), ({"ahead"}, False)):
+            ahead._admitted = None
+            run.workers._load_ranks(replace(found, begun_anew=frozenset(begun_anew)))
+            assert (ahead._admitted is not None) == taken
+        run.step()
+        assert run.rows[-1]["policy_lag_max"] == 0 and run.results[-1].collected.rollouts[0].prompt == run.run.prompts.take(4, 1)[0]
 
 
 # Whole runs with the tiny model
