@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,39 @@ COMPACTED = 0.8  # once this fraction of a batch's sequences or fewer still grow
 
 
 @dataclass(frozen=True)
-class Continued:
-    """Responses of a batch that have tokens already.
+class Batch:
+    """B responses that are sampled at the same time.
 
-    given: the tokens of each so far.    limits: of the tokens that may follow.
+    prompts: of so many responses each, in order; with the tokens that these have already.    given: those tokens of each response.
+    limits: of the tokens that may follow.    numbers: [B, tokens] float64 in [0, 1), which decide the tokens.
     due: sampling stops once the first so many responses have ended, but not before `least` tokens.
     """
 
+    prompts: list[list[int]]
+    copies: int | list[int]
     given: list[list[int]]
     limits: list[int]
+    numbers: np.ndarray
     due: int
-    least: int
+    least: int = 0
+
+    @classmethod
+    def of_prompts(
+        cls, prompts: list[list[int]], seeds: list[int], settings: SamplingSettings, *, group_size: int, max_length: int
+    ) -> Batch:
+        """`group_size` whole responses to each prompt."""
+        limits = [min(settings.max_new_tokens, max_length - len(p)) for p in prompts for _ in range(group_size)]
+        numbers = [np.random.default_rng(seed).random((group_size, settings.max_new_tokens)) for seed in seeds]
+        return cls(prompts, group_size, [[]] * len(limits), limits, np.concatenate(numbers), len(limits))
+
+    @classmethod
+    def of_requests(cls, requests: list[Request], settings: SamplingSettings, *, due: int, least: int) -> Batch:
+        """Prompts of requests in a row that have the same tokens are computed once."""
+        runs = [list(group) for _, group in groupby(request.ids for request in requests)]
+        copies = len(runs[0]) if len({*map(len, runs)}) == 1 else list(map(len, runs))
+        numbers = np.stack([np.random.default_rng(request.seed).random(settings.max_new_tokens) for request in requests])
+        given, limits = [request.given for request in requests], [request.limit for request in requests]
+        return cls([run[0] for run in runs], copies, given, limits, numbers, due, least)
 
 
 class PytorchEngine:
@@ -128,9 +151,10 @@ class PytorchEngine:
         found: dict[int, list[Sample]] = {}
         for start in range(0, len(prompts), size):
             chosen = by_length[start : start + size]
-            how = {"stop_ids": stop_ids, "group_size": group_size}
-            groups = self._generate([prompts[i] for i in chosen], [seeds[i] for i in chosen], settings, **how)
-            found.update(zip(chosen, groups, strict=True))
+            how = {"group_size": group_size, "max_length": self._max_length}
+            batch = Batch.of_prompts([prompts[i] for i in chosen], [seeds[i] for i in chosen], settings, **how)
+            samples = self._generate(batch, settings, stop_ids)
+            found.update({i: samples[k * group_size : (k + 1) * group_size] for k, i in enumerate(chosen)})
             drawn(len(chosen) * group_size)
         self._free_cached()
         return [found[i] for i in range(len(prompts))]
@@ -159,9 +183,8 @@ class PytorchEngine:
             if start >= due and least <= 0:
                 break
             chosen = order[start : start + size]
-            given = Continued([requests[i].given for i in chosen], [requests[i].limit for i in chosen], max(0, due - start), least)
-            contexts, seeds = [requests[i].ids for i in chosen], [requests[i].seed for i in chosen]
-            samples = [sample for (sample,) in self._generate(contexts, seeds, settings, stop_ids=stop_ids, group_size=1, continued=given)]
+            batch = Batch.of_requests([requests[i] for i in chosen], settings, due=max(0, due - start), least=least)
+            samples = self._generate(batch, settings, stop_ids)
             least -= max(len(sample.response_ids) for sample in samples)
             for i, sample in zip(chosen, samples, strict=True):
                 found[i] = sample
@@ -172,17 +195,16 @@ class PytorchEngine:
         if self._shares_gpu:
             torch.cuda.empty_cache()
 
-    def _generate(self, prompts: list[list[int]], seeds: list[int], settings: SamplingSettings, **how: Any) -> list[list[Sample]]:
+    def _generate(self, batch: Batch, settings: SamplingSettings, stop_ids: Sequence[int]) -> list[Sample]:
         return generate(
             self._decoder,
-            prompts,
-            seeds,
+            batch,
             settings,
+            stop_ids=stop_ids,
             max_length=self._max_length,
             stops=stop_finder(self._tokenizer, settings.stop) if settings.stop else None,
             device=self._model.device,
             version=self.version,
-            **how,
         )
 
     @torch.inference_mode()
@@ -240,43 +262,33 @@ class PytorchEngine:
 @torch.inference_mode()
 def generate(
     decoder: Decoder,
-    prompts: Sequence[list[int]],
-    seeds: Sequence[int],
+    batch: Batch,
     settings: SamplingSettings,
     *,
     stop_ids: Sequence[int],
-    group_size: int,
     max_length: int,
     stops: Callable[[list[int], int], bool] | None,
     device: torch.device,
     version: int = 0,
-    continued: Continued | None = None,
-) -> list[list[Sample]]:
-    """`group_size` responses to each prompt, in order, all at the same time.
+) -> list[Sample]:
+    """The batch's responses, in order; what hasn't ended when sampling stops is cut there.
+
+    Rounding depends on the other responses of the batch.
 
     Args:
-        seeds: one for each prompt. They alone decide the responses, up to rounding, which depends on the other prompts of the batch.
         stop_ids: tokens of which each ends a response. None is sampled before `settings.min_new_tokens`, as with vLLM.
         max_length: tokens of prompt and response together.
         stops: whether a stop string ends in a response's ids after the first so many; None: there are no stop strings.
         version: of the decoder's weights.
-        continued: the tokens of responses at the ends of prompts; None: there are none, and sampling stops with the last response.
     """
-    max_new_tokens = min(settings.max_new_tokens, max_length - min(map(len, prompts)))
-    limits = torch.tensor([max_length - len(p) for p in prompts]).clamp(max=max_new_tokens).repeat_interleave(group_size)
-    if continued is not None:
-        limits = torch.minimum(limits, torch.tensor(continued.limits))
-        max_new_tokens = int(limits.max())
-    given = [[]] * len(limits) if continued is None else continued.given
-    had, due, least = torch.tensor([len(g) for g in given]), *((len(limits), 0) if continued is None else (continued.due, continued.least))
-    streams = [np.random.default_rng(seed).random((group_size, settings.max_new_tokens)) for seed in seeds]
-    uniforms = torch.from_numpy(np.concatenate(streams)).to(device)  # [prompts x group_size, tokens]
+    limits, given, had = torch.tensor(batch.limits), batch.given, torch.tensor([len(ids) for ids in batch.given])
+    max_new_tokens, uniforms = int(limits.max()), torch.from_numpy(batch.numbers).to(device)
     count = len(limits)
     all_ids, all_logprobs = torch.zeros(count, max_new_tokens, dtype=torch.long), torch.zeros(count, max_new_tokens)
     lengths, finished = limits.clone(), torch.zeros(count, dtype=torch.bool)
     ends = torch.tensor(stop_ids)
     rows, growing = torch.arange(count), torch.ones(count, dtype=torch.bool)  # of the current batch
-    logits = decoder.begin(list(prompts), copies=group_size, max_new_tokens=max_new_tokens, max_length=max_length)
+    logits = decoder.begin(batch.prompts, copies=batch.copies, max_new_tokens=max_new_tokens, max_length=max_length)
     for position in range(max_new_tokens):
         early = had[rows] + position < settings.min_new_tokens
         logits = without_tokens(logits, stop_ids, early.to(device)) if early.any() else logits
@@ -290,7 +302,7 @@ def generate(
         lengths[rows[growing & ended]] = position + 1
         finished[rows[growing & ended]] = True
         growing = growing & ~ended & (limits[rows] > position + 1)
-        if not growing.any() or (position + 1 >= least and not growing[rows < due].any()):
+        if not growing.any() or (position + 1 >= batch.least and not growing[rows < batch.due].any()):
             lengths[rows[growing]] = position + 1
             break
         if int(growing.sum()) <= COMPACTED * len(rows):
@@ -300,8 +312,7 @@ def generate(
         logits = decoder.step(ids)
     decoder.end()
     found = zip(all_ids.tolist(), all_logprobs.tolist(), lengths.tolist(), finished.tolist(), strict=True)
-    samples = [Sample(i[:n], p[:n], f, version) for i, p, n, f in found]
-    return [samples[k : k + group_size] for k in range(0, count, group_size)]
+    return [Sample(i[:n], p[:n], f, version) for i, p, n, f in found]
 
 
 def without_tokens(logits: torch.Tensor, forbidden: Sequence[int], rows: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -58,7 +59,7 @@ class Scripted:
     """
 
     def __init__(self, room: int):
-        self.room, self.version, self.seeds, self.sampled = room, 0, [], 0
+        self.room, self.version, self.seeds, self.steps = room, 0, [], 0
 
     def advance(
         self, requests: list[Request], sampling: SamplingSettings, due: int, *, stop_ids: tuple[int, ...], least: int
@@ -73,6 +74,7 @@ class Scripted:
             for i in [i for i in range(len(requests)) if grows(i)][: self.room]:
                 ids[i].append(100)
             steps += 1
+        self.steps = steps
         self.seeds += [r.seed for r, new in zip(requests, ids, strict=True) if new and r.limit > 4]
         found = []
         for r, new in zip(requests, ids, strict=True):
@@ -141,6 +143,27 @@ def test_a_step_is_admitted_when_its_lag_allows(model_folders: tuple[Path, Path]
     later = state.admit(stream, rl, version=3)
     assert list(later.rollouts) == [3, 4, 5] and later.rollouts[3] == state.rollouts[3]  # steps are counted from 0: 5 is the last
     assert list(later.admit(stream, rl, version=5).rollouts) == [5]
+
+
+@pytest.mark.parametrize(("room", "expected"), [(64, [506, 266, 189, 157]), (32, [622, 347, 313, 312])])
+def test_an_update_waits_for_a_part_of_the_longest_response(model_folders: tuple[Path, Path], room: int, expected: list[int]):
+    """Steps of the engine between two updates: the figures of docs/rl.md. With 32 places 312 steps sample the mean batch."""
+    lengths = np.random.default_rng(0).lognormal(np.log(120), 0.8, 4000).round().clip(8, 512).astype(int)
+    stream = PromptStream([Prompt(f"p{i}", "made", [], [5, int(n)], None) for i, n in enumerate(lengths)], {}, seed=3)
+    found = []
+    for max_lag in (1, 2, 3, 4):
+        changes = {"model.max_length": 600, "rl.rollout.max_new_tokens": 512}
+        job = job_of(model_folders, max_lag=max_lag, prompts=64, group_size=1, steps=50, **changes)
+        made, steps = ahead_of(job, [actor := Scripted(room)]), []
+        for step in range(49):
+            made.draw(stream, 0, 64, step=step)
+            made.begin(step=step)
+            steps.append(actor.steps)
+            made.short_rollouts()
+            made.end()
+            made._engines.recovery.version = actor.version = step + 1
+        found.append(round(float(np.mean(steps[5 : 49 - max_lag]))))
+    assert found == expected
 
 
 def test_a_response_past_its_last_tokens_is_cut_off(model_folders: tuple[Path, Path]):
