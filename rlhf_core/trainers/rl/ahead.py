@@ -219,7 +219,7 @@ class RolloutsAhead:
         if not (self._rl.rollout.max_lag and (folder / SAVED).exists()):
             return
         state = json.loads((folder / SAVED).read_text(encoding="utf-8"))
-        if state["drawn_with"] == self._drawn_with and state["max_lag"] <= self._rl.rollout.max_lag:
+        if state.get("drawn_with") == self._drawn_with and state["max_lag"] <= self._rl.rollout.max_lag:
             rollouts = {int(step): list(map(_rollout, rows)) for step, rows in state["rollouts"].items()}
             self._admitted = Admitted(state["position"], rollouts, state["complete"])
 
