@@ -169,7 +169,7 @@ def rl_cell(
     changes["rollout"] = {"max_lag": int(ahead), "backend": backend}
     if one_step:
         changes["minibatch_size"] = RL["samples_per_step"]
-    name = f"{algorithm}, {ranks} rank{'s' * (ranks > 1)}, ZeRO {zero}{', LoRA' * lora}{', one step ahead' * ahead}"
+    name = f"{algorithm}, {ranks} rank{'s' * (ranks > 1)}, ZeRO {zero}{', LoRA' * lora}{', one step off policy' * ahead}"
     name += ", one optimizer step a batch" * one_step + ", PyTorch's rollouts" * (backend == "pytorch")
     delay = 1.0 if backend == "vllm" else 0.2  # a step takes so long
     return Cell(name, "train_policy", "train_rl", {"rl": changes}, RL["steps"], victim="driver", delay=delay, job=True)

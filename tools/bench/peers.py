@@ -46,8 +46,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "rloo": ("rloo", {}),
     "grpo, PyTorch rollouts": ("grpo", PYTORCH),
     "rloo, PyTorch rollouts": ("rloo", PYTORCH | TRUSTED),
-    "grpo, one step ahead": ("grpo", AHEAD),
-    "rloo, one step ahead": ("rloo", AHEAD),
+    "grpo, one step off policy": ("grpo", AHEAD),
+    "rloo, one step off policy": ("rloo", AHEAD),
 }
 MODELS = {
     "small": ArchitectureConfig(hidden_size=96, intermediate_size=256, layers=3, heads=3, vocab_size=390),  # 0.4 M parameters
