@@ -84,7 +84,7 @@ class GpuPlacement:
         if rl.rollout.take_turns != "auto":
             return rl.rollout.take_turns
         beside = any(map(self.engines_beside_ranks, range(len(self.ranks))))
-        return beside and not rl.rollout.one_step_off_policy
+        return beside and not rl.rollout.max_lag
 
     def engine_share(self, rl: RlConfig) -> float:
         """Of a GPU's memory that an engine may take a fraction of: by turns all of it, which engines on one GPU divide."""
@@ -238,7 +238,7 @@ def transfer_ways(rl: RlConfig, placement: GpuPlacement) -> list[str]:
         # NCCL refuses two processes on one GPU, and only rank 0 sends. By ipc the engine reads the buffer of the rank on its GPU.
         possible = ["gloo"]
         if rl.rollout.backend == "vllm":
-            possible += ["ipc"] if set(gpus) <= set(ranks) and not rl.rollout.one_step_off_policy else []
+            possible += ["ipc"] if set(gpus) <= set(ranks) and not rl.rollout.max_lag else []
             possible += ["nccl"] if ranks[0] not in gpus else []
         if wanted not in ("auto", *possible):
             raise ValueError(

@@ -64,6 +64,22 @@ def dialogue_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     }
 
 
+def lag_metrics(rollouts: Sequence[Rollout], *, version: int, longest: int) -> Metrics:
+    """How many weight updates before this version tokens were sampled, by how many policies, and how many responses were cut off.
+
+    Args:
+        longest: sampled tokens of a response that was truncated at its length. A shorter one that isn't finished was cut off before.
+    """
+    spans = [span for rollout in rollouts for span in rollout.spans if span.trained]
+    lags, tokens = [version - span.version for span in spans], [len(span.ids) for span in spans]
+    return {
+        "policy_lag": sum(lag * count for lag, count in zip(lags, tokens, strict=True)) / sum(tokens),
+        "policy_lag_max": max(lags),
+        "spans_per_response": len(spans) / len(rollouts),
+        "cut_off": sum(not r.finished and r.num_sampled < longest for r in rollouts),
+    }
+
+
 def evaluation_metrics(components: Components, config: ScoreConfig) -> Metrics:
     """Means over the scored responses; NaN where none was scored."""
     scores = {"score": weighted_score(components, config.scorers), **components}

@@ -180,9 +180,14 @@ def test_columns_of_options_are_there_only_with_the_option():
     }
     for key, (value, columns) in options.items():
         assert set(curve_columns(config(**{key: value}))) - plain == columns
-    ahead = config(**{"rl.rollout.one_step_off_policy": True})
-    assert set(curve_columns(ahead)) - plain == {"policy_lag"} and "mismatch_kl" in plain - set(curve_columns(ahead))
-    assert "mismatch_kl" in curve_columns(config(**{"rl.rollout.one_step_off_policy": True, "rl.correction.kind": "tis"}))
+    ahead = config(**{"rl.rollout.max_lag": 1})
+    assert set(curve_columns(ahead)) - plain == {
+        "policy_lag",
+        "policy_lag_max",
+        "spans_per_response",
+        "cut_off",
+    } and "mismatch_kl" in plain - set(curve_columns(ahead))
+    assert "mismatch_kl" in curve_columns(config(**{"rl.rollout.max_lag": 1, "rl.correction.kind": "tis"}))
     dynamic = config(**{"rl.algorithm": "grpo", "rl.dynamic_sampling.enabled": True})
     assert set(curve_columns(dynamic)) - plain == {
         *("dynamic_rounds", "dropped_groups"),
