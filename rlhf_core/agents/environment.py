@@ -156,7 +156,7 @@ class Environment:
         except Exception as error:  # a user's code may raise anything
             return policy, error
         finally:
-            episodes.end()
+            episodes.end(number)
 
     def _rollout(self, policy: Policy, outcome: float | Exception | None, group_id: int) -> Rollout:
         failed = isinstance(outcome, Exception)
@@ -200,8 +200,10 @@ class _Episodes:
         self._hand_over()
         return await request.reply
 
-    def end(self) -> None:
+    def end(self, number: int) -> None:
+        """An episode has ended; nobody waits for a reply that it may still have asked for."""
         self._playing -= 1
+        self._waiting = [request for request in self._waiting if request.number != number]
         self._hand_over()
 
     def _hand_over(self) -> None:

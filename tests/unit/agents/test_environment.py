@@ -162,6 +162,17 @@ def test_an_episode_is_one_rollout_of_spans_with_its_score():
     assert len({seeds[0] for _, seeds, _ in engine.batches}) == 3, "a seed of its own for each turn"
 
 
+async def with_system(task, policy):
+    chat = policy.chat([{"role": "system", "content": "Be brief."}, *task.messages])
+    await chat.generate()
+
+
+def test_an_episode_keeps_its_prompts_row_and_has_the_ids_that_the_engine_saw():
+    (rollout,) = environment(with_system).play(prompts(), [0], SAMPLING, Script("a"))
+    assert rollout.prompt.messages == prompts()[0].messages and "Be brief." in TOKENIZER.decode(rollout.prompt.prompt_ids)
+    assert rollout.dialogue.opening == 2 and [m["role"] for m in rollout.dialogue.messages] == ["system", "user"]
+
+
 async def slowly(task, policy):
     chat = policy.chat(task.messages, tools=[sleep])
     for turn in range(2):
@@ -203,6 +214,7 @@ async def greedy_for_more(task, policy):
 
 
 async def impatient(task, policy):
+    """The second call fails at once, so that nobody waits for the first."""
     chat = policy.chat(task.messages)
     await asyncio.gather(chat.generate(), chat.generate())
 
@@ -222,7 +234,6 @@ async def no_number(task, policy):
     ("function", "why"),
     [
         (greedy_for_more, "expected tokens that are left"),
-        (impatient, "one reply at a time"),
         (forgetful, "expected a message since the last reply"),
         (no_number, "expected a finite number or None, got 'good'"),
     ],
@@ -241,10 +252,13 @@ async def silent(task, policy):
     policy.chat(task.messages)
 
 
-@pytest.mark.parametrize(("function", "got"), [(broken, "LookupError: no such world"), (silent, "a return")])
+@pytest.mark.parametrize(
+    ("function", "got"),
+    [(broken, "LookupError: no such world"), (silent, "a return"), (impatient, "RuntimeError: .*one reply at a time.*")],
+)
 def test_an_error_before_the_first_reply_ends_the_run(function, got):
     with pytest.raises(ValueError, match=f"expected a reply of the policy in each episode, got {got} before the first"):
-        environment(function).play(prompts(), [0], SAMPLING, Script("a"))
+        environment(function).play(prompts(3), [0, 1, 2], SAMPLING, Script("a"))
 
 
 async def scores(task, policy):
