@@ -57,7 +57,7 @@ class Span:
 class Dialogue:
     """What a response of several turns has besides its tokens (rlhf_core/agents).
 
-    messages: the conversation before the last reply.
+    messages: the conversation before the last reply.    opening: how many of them came before the first.
     sampled: of each response token, whether the model sampled it.
     start: number of response tokens before the last reply.
     score: what the environment gave; None: nothing.
@@ -66,6 +66,7 @@ class Dialogue:
     """
 
     messages: list[dict[str, str]]
+    opening: int
     sampled: list[bool]
     start: int
     score: float | None

@@ -119,7 +119,7 @@ class Chat:
     ):
         self._tokenizer, self._sample, self._limits, self._stops = tokenizer, sample, limits, stops
         self._tools, self._schemas = tools, [tool.schema for tool in tools.values()]
-        self._prompt = replace(prompt, messages=messages, prompt_ids=prompt_ids(tokenizer, messages, self._schemas))
+        self._prompt = replace(prompt, prompt_ids=prompt_ids(tokenizer, messages, self._schemas))
         self._room = min(limits.max_new_tokens, limits.max_length - len(self._prompt.prompt_ids))
         if self._room < 1:
             raise ValueError(
@@ -183,7 +183,7 @@ class Chat:
         sampled = [span.version is not None for span in self._spans for _ in span.ids]
         start = len(sampled) - len(self._spans[-1].ids)
         counts = {"turns": len(self._replies), "calls": self._calls, "failed_calls": self._failed_calls}
-        dialogue = Dialogue(self._messages[:last], sampled, start, score, failed, **counts)
+        dialogue = Dialogue(self._messages[:last], self._replies[0], sampled, start, score, failed, **counts)
         return Rollout(self._prompt, self._spans, not self._cut_off, group_id, dialogue)
 
     @property

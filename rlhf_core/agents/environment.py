@@ -156,7 +156,7 @@ class Environment:
         except Exception as error:  # a user's code may raise anything
             return policy, error
         finally:
-            episodes.end()
+            episodes.end(number)
 
     def _rollout(self, policy: Policy, outcome: float | Exception | None, group_id: int) -> Rollout:
         failed = isinstance(outcome, Exception)
@@ -190,6 +190,7 @@ class _Episodes:
     def __init__(self, loop: asyncio.AbstractEventLoop, count: int):
         self._loop, self._playing = loop, count
         self._waiting: list[_Request] = []
+        self._ended: set[int] = set()
         self._batches: queue.SimpleQueue[list[_Request]] = queue.SimpleQueue()
 
     # In the event loop
@@ -200,8 +201,11 @@ class _Episodes:
         self._hand_over()
         return await request.reply
 
-    def end(self) -> None:
+    def end(self, number: int) -> None:
+        """An episode has ended; nobody waits for a reply that it may still have asked for."""
         self._playing -= 1
+        self._ended.add(number)
+        self._waiting = [request for request in self._waiting if request.number != number]
         self._hand_over()
 
     def _hand_over(self) -> None:
@@ -230,7 +234,7 @@ class _Episodes:
     def deliver(self, batch: list[_Request], samples: list[Sample]) -> None:
         def settle() -> None:
             for request, sample in zip(batch, samples, strict=True):
-                if not request.reply.done():
+                if request.number not in self._ended and not request.reply.done():
                     request.reply.set_result(sample)
 
         self._loop.call_soon_threadsafe(settle)

@@ -134,8 +134,8 @@ def _same(one: Answer, other: Answer) -> bool:
 
 
 def turns_before(answer: Answer) -> list[dict[str, str]]:
-    """The messages between the prompt and the last reply."""
-    return answer.dialogue.messages[len(answer.prompt.messages) :] if answer.dialogue else []
+    """The messages from the first reply to before the last."""
+    return answer.dialogue.messages[answer.dialogue.opening :] if answer.dialogue else []
 
 
 def by_prompt(answers: dict[str, dict[str, list[Answer]]]) -> list[dict[str, Any]]:

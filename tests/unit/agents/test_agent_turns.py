@@ -187,7 +187,7 @@ def test_earlier_calls_and_parts_of_a_prompt_are_rendered():
     messages = [*QUESTION, {"role": "assistant", "content": "", "extra": json.dumps({"tool_calls": [call]})}]
     messages += [{"role": "tool", "content": "9", "extra": json.dumps({"name": "find"})}]
     chat = Policy(Prompt("p", "s", messages, [], None), tokenizer, None, LIMITS, stops=()).chat(list(map(whole_message, messages)))
-    assert chat._prompt.prompt_ids == encode_prompt(tokenizer, messages) and chat._prompt.messages == messages
+    assert chat._prompt.prompt_ids == encode_prompt(tokenizer, messages) and chat._messages == messages
     in_parts = [{"role": "user", "content": [{"type": "text", "text": "Please sort"}, {"type": "text", "text": "4172."}]}]
     chat = Policy(Prompt("p", "s", [], [], None), tokenizer, None, LIMITS, stops=()).chat(in_parts)
     assert "Please sort\n4172." in tokenizer.decode(chat._prompt.prompt_ids)

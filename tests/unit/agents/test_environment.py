@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 from chat_templates import templated
@@ -162,6 +163,17 @@ def test_an_episode_is_one_rollout_of_spans_with_its_score():
     assert len({seeds[0] for _, seeds, _ in engine.batches}) == 3, "a seed of its own for each turn"
 
 
+async def with_system(task, policy):
+    chat = policy.chat([{"role": "system", "content": "Be brief."}, *task.messages])
+    await chat.generate()
+
+
+def test_an_episode_keeps_its_prompts_row_and_has_the_ids_that_the_engine_saw():
+    (rollout,) = environment(with_system).play(prompts(), [0], SAMPLING, Script("a"))
+    assert rollout.prompt.messages == prompts()[0].messages and "Be brief." in TOKENIZER.decode(rollout.prompt.prompt_ids)
+    assert rollout.dialogue.opening == 2 and [m["role"] for m in rollout.dialogue.messages] == ["system", "user"]
+
+
 async def slowly(task, policy):
     chat = policy.chat(task.messages, tools=[sleep])
     for turn in range(2):
@@ -207,6 +219,13 @@ async def impatient(task, policy):
     await asyncio.gather(chat.generate(), chat.generate())
 
 
+def test_two_replies_at_once_are_refused(caplog):
+    """Whether the first reply comes before the error is a matter of time."""
+    with suppress(ValueError):
+        assert environment(impatient).play(prompts(), [0], SAMPLING, Script("a"))[0].dialogue.failed
+    assert "one reply at a time" in caplog.text
+
+
 async def forgetful(task, policy):
     chat = policy.chat(task.messages)
     await chat.generate()
@@ -222,7 +241,6 @@ async def no_number(task, policy):
     ("function", "why"),
     [
         (greedy_for_more, "expected tokens that are left"),
-        (impatient, "one reply at a time"),
         (forgetful, "expected a message since the last reply"),
         (no_number, "expected a finite number or None, got 'good'"),
     ],
@@ -241,10 +259,13 @@ async def silent(task, policy):
     policy.chat(task.messages)
 
 
-@pytest.mark.parametrize(("function", "got"), [(broken, "LookupError: no such world"), (silent, "a return")])
+@pytest.mark.parametrize(
+    ("function", "got"),
+    [(broken, "LookupError: no such world"), (silent, "a return")],
+)
 def test_an_error_before_the_first_reply_ends_the_run(function, got):
     with pytest.raises(ValueError, match=f"expected a reply of the policy in each episode, got {got} before the first"):
-        environment(function).play(prompts(), [0], SAMPLING, Script("a"))
+        environment(function).play(prompts(3), [0, 1, 2], SAMPLING, Script("a"))
 
 
 async def scores(task, policy):
