@@ -43,7 +43,7 @@ def overrides_schema() -> dict[str, Any]:
         "description": 'Dotted keys of params.yaml and their values, for example {"rl.algorithm": "grpo"}.',
         "properties": keys,
         "patternProperties": {
-            r"^(data\.sources|(rl\.reward|rejection_sampling|iterative)\.scorers)\.\d+\.": {},
+            r"^(data\.sources|(rl\.reward|rejection_sampling|iterative|evaluation)\.scorers)\.\d+\.": {},
             r"^rl\.monitor\.\w+(\.|$)": {},
         },
         "additionalProperties": False,
