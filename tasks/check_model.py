@@ -4,7 +4,7 @@ division, and how weights travel.
 
 A model with wrong computations is refused within seconds, before SFT, reward model and gate. Numerical differences vary between machines
 and are in reports/check_model.json, outside DVC; verdicts are in metrics/check_model.json. train_sft depends on
-metrics/model_accepted.json, which is the same for every engine, so that another engine doesn't rerun SFT.
+checks/model.json, which is the same for every engine, so that another engine doesn't rerun SFT.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def test_sft_and_reward_model_are_computed_once_for_all_methods():
     differ = {path for name in STAGES if "alignment" in STAGE_SECTIONS[name] for path in _paths(STAGES[name], "outs", "metrics", "plots")}
     assert {"metrics/validation.json", "metrics/check_model.json"} <= differ
     for stage in ("train_sft", "train_reward", "gate_reward"):
-        assert {path for path in STAGES[stage]["deps"] if path in differ} <= {"metrics/data_accepted.json", "metrics/model_accepted.json"}
+        assert {path for path in STAGES[stage]["deps"] if path in differ} <= {"checks/data.json", "checks/model.json"}
 
 
 def test_the_flow_runs_the_stages_of_dvc_yaml_in_the_order_of_the_design():

@@ -164,7 +164,8 @@ def test_dpos_evaluation_with_its_own_scorers_reruns_alone_when_one_changes(chai
     policy = json.loads((workspace / "metrics/evaluate.json").read_text())["greedy"]["policy"]
     assert policy["scores"].keys() == {"brief", "vowels"} and policy["scores"]["vowels"]["mean"] == 0.25
     shown = pd.read_parquet(workspace / "data/evaluation_samples.parquet")
-    assert not any("e" in text[:-1] for text in shown["policy_response"]) and any(shown["policy_response"].str.endswith("e"))
+    after = [len(text) - text.index("e") for text in shown["policy_response"] if "e" in text]
+    assert after and max(after) < 16, "an answer goes on after the token with an e"
     (workspace / "vowels.py").write_text("def share(prompts, responses, labels, metadata):\n    return [0.5] * len(responses)\n")
     code, printed = run(workspace, "dvc", "repro", "report")
     assert code == 0 and ran(printed) == ["check_model", "evaluate", "report"], printed

@@ -119,9 +119,9 @@ def test_a_new_a_missing_and_an_unreadable_file_are_changes(project):
     Path("rlhf_core/models/new.py").write_text("")
     assert begun.changes().lines == ["code: rlhf_core/models/new.py new"]
     Path("rlhf_core/models/new.py").unlink()
-    Path("metrics/data_accepted.json").unlink()
-    assert "metrics/data_accepted.json: expected the output of an earlier stage, got nothing" in begun.changes().shown()
-    write(Path("metrics/data_accepted.json"))
+    Path("checks/data.json").unlink()
+    assert "checks/data.json: expected the output of an earlier stage, got nothing" in begun.changes().shown()
+    write(Path("checks/data.json"))
     Path("params.yaml").write_text("sft: {steps: ")
     assert "params or dependencies can't be read any more: params.yaml: expected YAML" in begun.changes().shown()
 
