@@ -359,7 +359,7 @@ def _model_problem(path: str | None, workspace: Path, *, key: str, revision: str
 
 def summary(inputs: Tree) -> str:
     """Numbers of files, bytes and hub commits as text."""
-    entries = [entry for section in inputs.values() for entry in section.values() if entry]
+    entries = {key: entry for section in inputs.values() for key, entry in section.items() if entry}.values()
     files = [entry for entry in entries if "size" in entry]
     count, size = sum(entry.get("files", 1) for entry in files), sum(entry["size"] for entry in files)
     commits = len(entries) - len(files)
