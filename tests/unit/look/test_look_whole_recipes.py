@@ -167,3 +167,11 @@ def test_the_recipe_is_written_to_a_new_file_only(chat_model, tmp_path, capsys):
     assert load_overlaid(WHOLE, tmp_path / "mine.yaml").alignment.method == "dpo" and "Written to" in capsys.readouterr().out
     assert main(arguments) == 2
     assert "expected a new file, got one that exists" in capsys.readouterr().err
+
+
+def test_predicted_steps_are_about_so_many(chat_model, tmp_path, capsys):
+    path = written(tmp_path, PAIRS)
+    of_policy = looked(capsys, path, chat_model)["proposal"]["stages"]["train_policy"]["steps"]
+    main([str(path), "--model", str(chat_model), "--params", str(WHOLE)])
+    printed = capsys.readouterr().out
+    assert f"~{of_policy:,} " in next(line for line in printed.splitlines() if line.startswith("#   train_policy"))
