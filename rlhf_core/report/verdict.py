@@ -95,8 +95,8 @@ NOT_COMPARED = Verdict(
         "The evaluation only has the answers’ lengths, the share of truncated answers, and the KL divergence from the SFT model. Read the "
         "samples. For a verdict, give a data source a rule as `judge`, set reward.enabled to true, or name a scorer in evaluation.scorers. "
         "Write that in the params.yaml beside this run’s reports/ and run `dvc repro report` in that folder, or repeat the run’s command "
-        "with --update and, for example, --set 'evaluation.scorers=[{name: short, kind: length, target_length: 40}]'. Only what has changed "
-        "runs again.",
+        "with --update and, for example, --set 'evaluation.scorers=[{name: short, kind: length, target_length: 40}]'. Only what has "
+        "changed runs again.",
     ),
 )
 
