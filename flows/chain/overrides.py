@@ -43,7 +43,7 @@ def overrides_schema() -> dict[str, Any]:
         "description": 'Dotted keys of params.yaml and their values, for example {"rl.algorithm": "grpo"}.',
         "properties": keys,
         "patternProperties": {
-            r"^(data\.sources|(rl\.reward|rejection_sampling|iterative)\.scorers)\.\d+\.": {},
+            r"^(data\.sources|(rl\.reward|rejection_sampling|iterative|evaluation)\.scorers)\.\d+\.": {},
             r"^rl\.monitor\.\w+(\.|$)": {},
         },
         "additionalProperties": False,
@@ -54,8 +54,11 @@ def _leaf_schema(node: dict[str, Any]) -> dict[str, Any]:
     """Schema of a key. Sections and lists have only a type, since the flow checks their content when it starts."""
     if node.get("type") in ("object", "array"):
         return {"type": node["type"]}
-    if any("$ref" in choice for choice in node.get("anyOf", ())):
+    choices = node.get("anyOf", ())
+    if any("$ref" in choice for choice in choices):
         return {"type": ["object", "null"]}
+    if [choice.get("type") for choice in choices] == ["array", "null"]:
+        return {"type": ["array", "null"]}
     return {k: v for k, v in node.items() if k != "default"}
 
 

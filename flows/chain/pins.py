@@ -102,9 +102,8 @@ def check_scorers(root: Path, workspace: Path) -> None:
         ConfigError: one was.
     """
     params = load_params(workspace / "params.yaml")
-    used = {"rl": params.rl.reward.scorers, "rejection_sampling": params.rejection_sampling.scorers}
-    if params.gate.override is None:
-        check_not_rolled_back(root, workspace, [s for s in used.get(params.alignment.method, []) if s.path is not None])
+    if params.gate.override is None and params.method_scorers is not None:
+        check_not_rolled_back(root, workspace, [s for s in params.method_scorers[1] if s.path is not None])
 
 
 def check_not_rolled_back(root: Path, workspace: Path, scorers: list[ScorerConfig]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flows.chain.worktree import git_environment, worktree_path
-from rlhf_core.config import ConfigError, Params, ScorerConfig, shown
+from rlhf_core.config import ConfigError, Params, shown
 from rlhf_core.paths import RUNS
 from rlhf_core.provenance.inputs import input_problems
 
@@ -49,12 +49,7 @@ def _missing_functions(root: Path, name: str | None, folder: Path, params: Param
 
 def _functions(params: Params, rounds: bool) -> Iterator[tuple[str, str]]:
     """Key and `file.py:name` or `package.module:name` of each function that the run calls."""
-    used: dict[str, list[ScorerConfig]] = {"rl.reward.scorers": params.rl.reward.scorers}
-    if params.alignment.method == "rejection_sampling":
-        used["rejection_sampling.scorers"] = params.rejection_sampling.scorers
-    if rounds:
-        used["iterative.scorers"] = params.iterative.scorers
-    for key, scorers in used.items():
+    for key, scorers in (params.scorers_in_use | ({"iterative.scorers": params.iterative.scorers} if rounds else {})).items():
         yield from ((f"{key}.{scorer.name}", scorer.path) for scorer in scorers if scorer.kind == "function")
     yield from ((f"data.sources.{source.name}.judge", source.judge) for source in params.data.sources if source.judge is not None)
 

@@ -189,17 +189,19 @@ def adapters(params: Params) -> tuple[LoraConfig, ...]:
 
 
 def backends(params: Params) -> dict[str, RolloutBackend]:
-    """The sampling backend by its key in params.yaml: for RL and evaluation, and for rejection sampling if that is the method."""
-    found = {"rl.rollout.backend": params.rl.rollout.backend}
+    """The sampling backend by its key in params.yaml, for the evaluation and for a method that samples."""
+    found = {"rl.rollout.backend" if params.evaluation.backend is None else "evaluation.backend": params.evaluation_backend}
+    if params.alignment.method == "rl":
+        found["rl.rollout.backend"] = params.rl.rollout.backend
     if params.alignment.method == "rejection_sampling":
         found["rejection_sampling.sampling.backend"] = params.rejection_sampling.sampling.backend
     return found
 
 
 def scorers(params: Params) -> list[ScorerConfig]:
-    """Scorers of RL and evaluation, and of rejection sampling if it is the method; the first of each name."""
-    further = params.rejection_sampling.scorers if params.alignment.method == "rejection_sampling" else []
-    return list({scorer.name: scorer for scorer in [*further, *params.evaluation_scorers]}.values())
+    """Scorers of the method and the evaluation; those that differ in their weight or normalisation alone once."""
+    used = [scorer for scorers in params.scorers_in_use.values() for scorer in scorers]
+    return list({(s.name, s.kind, s.path, s.label): s for s in used}.values())
 
 
 def title(finding: Finding) -> str:

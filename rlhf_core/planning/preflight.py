@@ -149,7 +149,7 @@ def _known_scorers(scorers: list[ScorerConfig], trained: Model | None) -> tuple[
 
 def scorers_of(stage: str, params: Params) -> list[ScorerConfig]:
     if stage == "evaluate":
-        return params.evaluation_scorers
+        return params.evaluation_scorers[1]
     if stage == "train_policy" and params.method_scorers is not None:
         return params.method_scorers[1]
     return []

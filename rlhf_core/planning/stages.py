@@ -395,7 +395,7 @@ def plan_evaluate(params: Params, models: Models, *, on_gpu: bool) -> Moments:
     """An engine for each model in turn, then the reward models, then each model's log-probabilities."""
     model, dtype = known(models.start, "the model"), params.model.dtype
     config = params.evaluation
-    how = {"backend": params.rl.rollout.backend, "sequences": 256, "fraction": config.gpu_memory_fraction}
+    how = {"backend": params.evaluation_backend, "sequences": 256, "fraction": config.gpu_memory_fraction}
     how |= _sampling(params)
     moments = [[engine("evaluate: rollout engine", "evaluation", model, params.model, on_gpu=on_gpu, **how)]]
     if models.scorers:

@@ -48,6 +48,11 @@ def check_scorers(
         if scorer.kind == "reward_model" and scorer.path is not None:
             check_ready_made(scorer, ready_made_folder(scorer))
     TextScorers(0, scorers, source_judges)
+    check_labels(scorers, has_labels)
+
+
+def check_labels(scorers: list[ScorerConfig], has_labels: Callable[[], bool]) -> None:
+    """Check that a prompt has a label if a scorer compares with labels; see `check_scorers`."""
     comparing = [s.name for s in scorers if s.kind in LABEL_SCORERS]
     if comparing and not has_labels():
         raise ValueError(f"scorers {comparing}: expected prompts with labels, got none with one; map the column `label` of a source")

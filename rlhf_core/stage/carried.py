@@ -138,7 +138,7 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("models/reward", "data/inputs.json:judges", "data/inputs.json:scorers", "rewards"): _SCORER,
     ("data/inputs.json:round_scorers", "rounds/*/data", "rounds/*/metrics", "rounds/rounds.yaml:rounds"): {"best_loss": ANEW},
     ("data/prepared",): _SCORES,
-    ("metrics", "tasks", "rlhf_core"): {},
+    ("metrics", "checks", "tasks", "rlhf_core"): {},
 }
 _ROWS = {name: fates for names, fates in CARRIED.items() for name in names}
 # Kinds of scorers that a file or a section of hashes belongs to; a reward model with or without a path of its own.

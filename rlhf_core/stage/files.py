@@ -23,11 +23,11 @@ def source_judges() -> dict[str, str]:
     return {name: source["judge"] for name, source in read_json(SOURCES).items() if source["judge"]}
 
 
-def has_labels() -> bool:
-    """Whether any training prompt has a reference answer."""
+def has_labels(split: str = "train") -> bool:
+    """Whether any prompt of a split has a reference answer."""
     from rlhf_core.data.schema import read_rows
 
-    return any(row["label"] is not None for row in read_rows(PREPARED, "prompt", "train"))
+    return any(row["label"] is not None for row in read_rows(PREPARED, "prompt", split))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -119,10 +119,10 @@ def input_hashes(work: Work, stage: str, round_number: int | None = None, *, met
     """md5 of each data file and model that a stage depends on, as in dvc.lock; a file outside the project is listed by its name.
 
     Args:
-        work: of this stage. metrics: include metrics files.
+        work: of this stage. metrics: include metrics and checks.
     """
     definition = read_definition(stage, round_number, read_yaml(Path("params.yaml")))
-    inputs = [Path(d) for d in definition["deps"] if not is_code(d) and (metrics or not d.startswith("metrics/"))]
+    inputs = [Path(d) for d in definition["deps"] if not is_code(d) and (metrics or not d.startswith(("metrics/", "checks/")))]
     return {path.name if path.is_absolute() else path.as_posix(): md5_of(path, work.files) for path in inputs}
 
 
