@@ -30,9 +30,9 @@ def run_checked(stage: str, workspace: Path, *, timeout: float, grace: float, on
     return _run(stage, workspace, timeout=timeout, grace=grace, on_line=on_line)
 
 
-def _run(stage: str, workspace: Path, **how: Any) -> StageResult:
+def _run(stage: str, workspace: Path, **options: Any) -> StageResult:
     began = time.time()
-    result = run_stage(stage, workspace, **how)
+    result = run_stage(stage, workspace, **options)
     if result.outcome == "ran" and (changed := remove_unread(stage, workspace, began)) is not None:
         raise StageFailed(
             stage,

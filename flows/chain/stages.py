@@ -226,9 +226,9 @@ def unchanged(workspace: Path, stages: list[str]) -> list[str]:
 def _changed(workspace: Path, stages: list[str]) -> set[str] | None:
     """Which of these stages are outdated, or their external inputs changed; None: DVC failed or took too long."""
     command = module_command("dvc", "status", "--json", *stages)
-    how = {"cwd": workspace, "env": dvc_environment(workspace), "timeout": STATUS_DEADLINE, "encoding": "utf-8"}
+    options = {"cwd": workspace, "env": dvc_environment(workspace), "timeout": STATUS_DEADLINE, "encoding": "utf-8"}
     with suppress(subprocess.TimeoutExpired, json.JSONDecodeError):
-        done = subprocess.run(command, capture_output=True, check=False, **how)
+        done = subprocess.run(command, capture_output=True, check=False, **options)
         return set(with_something_to_do(workspace, json.loads(done.stdout))) if done.returncode == 0 else None
     return None
 

@@ -141,8 +141,8 @@ def commit(path: Path, message: str, files: list[str]) -> str | None:
 def _run_with_hooks(path: Path, arguments: list[str], what: str) -> str | None:
     """Run git. Returns why it failed: the hooks' last output, or a timeout. Hooks are ended first, so that git removes its locks."""
     with tempfile.TemporaryFile() as output:
-        how = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
-        child = subprocess.Popen(["git", *arguments], cwd=path, env=git_environment(), **how)
+        options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+        child = subprocess.Popen(["git", *arguments], cwd=path, env=git_environment(), **options)
         late = False
         try:
             child.wait(HOOK_SECONDS)
@@ -202,16 +202,16 @@ def _add(root: Path, path: Path, name: str) -> None:
     known = bool(git(root, "branch", "--list", branch))
     if not known and git(root, "status", "--porcelain", "--untracked-files=no"):
         log.warning("%s: starts from the last commit, without uncommitted changes", branch)
-    how = [str(path), branch] if known else ["-b", branch, str(path), "HEAD"]
-    if (refusal := _run_with_hooks(root, ["worktree", "add", "--quiet", *how], "git worktree add")) is not None:
+    place = [str(path), branch] if known else ["-b", branch, str(path), "HEAD"]
+    if (refusal := _run_with_hooks(root, ["worktree", "add", "--quiet", *place], "git worktree add")) is not None:
         raise ConfigError(f"run {name}: {refusal}; correct what it names, or run with {NO_HOOKS}")
 
 
 def verify_remotes(root: Path) -> None:
     """Set `verify` of each DVC remote that doesn't say otherwise in the local settings: without it DVC takes a remote's bytes unread."""
-    how = {"encoding": "utf-8", "interpolation": False}  # `dvc config` writes ASCII only
+    options = {"encoding": "utf-8", "interpolation": False}  # `dvc config` writes ASCII only
     try:
-        shared, local = (ConfigObj(str(root / ".dvc" / name), **how) for name in ("config", "config.local"))
+        shared, local = (ConfigObj(str(root / ".dvc" / name), **options) for name in ("config", "config.local"))
     except (ConfigObjError, OSError, UnicodeDecodeError):  # DVC's own commands report it
         return
     remotes = dict.fromkeys(name for name in [*shared, *local] if name.startswith('remote "'))
@@ -282,8 +282,8 @@ def run_within(seconds: float, command: list[str], folder: Path, environment: di
         ConfigError: the command exceeded the deadline; its session was ended.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        how = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": errors, "start_new_session": True}
-        child = subprocess.Popen(command, cwd=folder, env=environment, **how)
+        options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": errors, "start_new_session": True}
+        child = subprocess.Popen(command, cwd=folder, env=environment, **options)
         try:
             child.wait(seconds)
         except BaseException as error:  # a signal too: the session must not outlive this call

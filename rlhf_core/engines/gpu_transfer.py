@@ -1,5 +1,4 @@
-"""Sends weights from GPU to GPU by vLLM's weight transfer engines nccl and ipc. The sender imports parts of vLLM that 0.26 and 0.32 have.
-"""
+"""Sends weights from GPU to GPU by vLLM's transfer engines nccl and ipc. The sender imports parts of vLLM that 0.26 and 0.32 have."""
 
 from __future__ import annotations
 

@@ -73,9 +73,9 @@ def stage_arguments(about: str | None) -> argparse.ArgumentParser:
     """
     atexit.register(_leave)
     module = sys.modules["__main__"].__spec__
-    how = {"description": about, "epilog": "params.yaml has the stage's settings.", "allow_abbrev": False}
+    options = {"description": about, "epilog": "params.yaml has the stage's settings.", "allow_abbrev": False}
     name = None if module is None else f"python -m {module.name}"
-    return argparse.ArgumentParser(prog=name, formatter_class=argparse.RawDescriptionHelpFormatter, **how)
+    return argparse.ArgumentParser(prog=name, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
 
 def _leave() -> None:

@@ -83,8 +83,8 @@ class Work:
         for path in sorted({*self.files, *older.files}, key=lambda p: (is_code(p), p)):
             before, now = older.files.get(path), self.files.get(path)
             if before != now:
-                how = "new" if before is None else "gone" if now is None else "changed"
-                found.append(f"{'code' if is_code(path) else 'data'}: {path} {how}")
+                change = "new" if before is None else "gone" if now is None else "changed"
+                found.append(f"{'code' if is_code(path) else 'data'}: {path} {change}")
         return found
 
 
