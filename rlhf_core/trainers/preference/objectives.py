@@ -202,7 +202,7 @@ class PairObjective:
         }
 
     def evaluate(self, engine: TrainEngine, pairs: list[Pair]) -> Metrics:
-        """Return loss, accuracy and margin on held-out pairs, and with a reference the gain over the untrained policy (`beside_untrained`)."""
+        """Return loss, accuracy and margin on held-out pairs, and with a reference the gain over the start (`beside_untrained`)."""
         logprobs, losses, loss = self._pass(engine, pairs, learn=False)
         margin = _mean_rewards(losses.chosen_rewards, losses.rejected_rewards)["reward_margin"]
         found = {"heldout_loss": loss, "heldout_accuracy": _accuracy(losses), "heldout_margin": margin}
