@@ -107,8 +107,8 @@ class Reading:
                 log.warning("%s: changed while the stage runs, which goes on with what it read: %s; %s", self._stage, found, _UNDO)
 
     def _look(self) -> Looks:
-        """Return size, time and inode of all dependencies, new ones included, of params.yaml, dvc.yaml and of the files listed in
-        data/inputs.json.
+        """Return size, time and inode of all dependencies, new ones included, of params.yaml and dvc.yaml, and of data/inputs.json and the
+        files that it lists.
         """
         with suppress(ConfigError, OSError, ValueError, LookupError, TypeError, AttributeError):
             tree = read_yaml(Path("params.yaml"))
