@@ -1,10 +1,11 @@
-"""Stage check_model: train and sample from a small copy of the configured model before the real training. Also loads scorer functions,
-checks that there are labels for the evaluation's scorers, and checks what is known of the RL job: its number of steps, GPUs, the engines'
-division, and how weights travel.
+"""Stage check_model: train and sample from a small copy of the configured model before the real training.
+
+The stage also loads scorer functions, checks that there are labels for the evaluation's scorers, and checks what is known of the RL job:
+its number of steps, GPUs, the engines' division, and how weights travel.
 
 A model with wrong computations is refused within seconds, before SFT, reward model and gate. Numerical differences vary between machines
 and are in reports/check_model.json, outside DVC; verdicts are in metrics/check_model.json. train_sft depends on
-checks/model.json, which is the same for every engine, so that another engine doesn't rerun SFT.
+checks/model.json, which is the same for every engine, so a change of the engine doesn't rerun SFT.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ from rlhf_core.config import Params, overridden, read_text
 
 
 def check(params_file: Path, overrides: dict[str, Any], *, rounds: bool = False) -> Params:
-    """The params of the file with the overrides; nothing is written.
+    """Return the params of the file with the overrides laid over them; nothing is written.
 
     Args:
-        rounds: for a series of rounds of iterative DPO.
+        rounds: whether they are for a series of rounds of iterative DPO.
     Raises:
         ConfigError: names every key that is unknown, or whose value is invalid or conflicts with another.
     """
@@ -22,7 +22,7 @@ def check(params_file: Path, overrides: dict[str, Any], *, rounds: bool = False)
 
 
 def overrides_schema() -> dict[str, Any]:
-    """JSON schema of a mapping of dotted keys to values. Prefect checks a run's parameters with it before the run starts."""
+    """Return the JSON schema of a mapping of dotted keys to values, by which Prefect checks a run's parameters before the run starts."""
     schema = Params.model_json_schema()
     keys: dict[str, Any] = {}
 
@@ -51,7 +51,7 @@ def overrides_schema() -> dict[str, Any]:
 
 
 def _leaf_schema(node: dict[str, Any]) -> dict[str, Any]:
-    """Schema of a key. Sections and lists have only a type, since the flow checks their content when it starts."""
+    """Return the schema of a key. Sections and lists have only a type, since the flow checks their content when it starts."""
     if node.get("type") in ("object", "array"):
         return {"type": node["type"]}
     choices = node.get("anyOf", ())
