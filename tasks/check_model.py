@@ -1,5 +1,5 @@
-"""Stage check_model: train and sample from a small copy of the configured model before the real training. Also loads scorer functions, and
-checks what is known of the RL job: its number of steps, GPUs, the engines' division, and how weights travel.
+"""Stage check_model: train and sample from a small copy of the configured model before the real training. Also loads scorer functions,
+tries services that score, and checks what is known of the RL job: its number of steps, GPUs, the engines' division, and how weights travel.
 
 A model with wrong computations is refused within seconds, before SFT, reward model and gate. Numerical differences vary between machines
 and are in reports/check_model.json, outside DVC; verdicts are in metrics/check_model.json. train_sft depends on
@@ -25,10 +25,12 @@ def main() -> None:
 
         from rlhf_core.model_check.check import check_rl_job, check_turns, message, run_trials, scorers, title, verdict
         from rlhf_core.sampling.prompts import with_steps
+        from rlhf_core.scorers.needs import try_services
         from rlhf_core.scorers.text import TextScorers
 
         params = stage.params
         TextScorers(0, [scorer for scorer in scorers(params) if scorer.kind == "function"], {})  # loads and checks each function
+        services = try_services(scorers(params))
         is_rl, gpus = params.alignment.method == "rl", torch.cuda.device_count()
         if is_rl:
             check_rl_job(params, gpus)
@@ -37,7 +39,8 @@ def main() -> None:
         name, findings = run_trials(params, TOKENIZER, stage.scratch / "trial")
         shutil.rmtree(stage.scratch / "trial", ignore_errors=True)
         write_json(CHECK_MODEL_FIGURES, {"model": name, "findings": [asdict(finding) for finding in findings]})
-        write_json(STAGE_METRICS["check_model"], {"model": name, "checks": {f.column: verdict(f) for f in findings}})
+        told = {"services": services} if services else {}
+        write_json(STAGE_METRICS["check_model"], {"model": name, "checks": {f.column: verdict(f) for f in findings}, **told})
         for finding in findings:
             difference = "" if finding.difference is None else f", {finding.difference:.1g} apart at most"
             log.info("%s: %s%s", title(finding), verdict(finding), difference)

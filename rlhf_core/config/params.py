@@ -94,6 +94,12 @@ class Params(Section):
         }
         return lists.get(self.alignment.method)
 
+    @property
+    def environment(self) -> list[str]:
+        """Further environment variables that stages see: those of flow.environment, and those that hold keys of scorers in use."""
+        used = [*self.evaluation_scorers, *(self.method_scorers or ("", []))[1], *self.iterative.scorers]
+        return list(dict.fromkeys([*self.flow.environment, *(s.api_key_env for s in used if s.api_key_env)]))
+
     def conflicts(self) -> Iterator[str]:
         """Values of different sections that don't fit together; `conflicts` below leaves out sections that aren't read."""
         yield from self._length_conflicts()
