@@ -26,6 +26,7 @@ from urllib.request import getproxies, proxy_bypass
 import aiohttp
 
 from rlhf_core.config import ScorerConfig, shown
+from rlhf_core.process import LOOPBACK
 from rlhf_core.scorers.dialects import ANSWERS, REQUESTS, Answer, finite
 from rlhf_core.scorers.reasons import Reasons
 
@@ -37,8 +38,8 @@ MAX_ANSWER = 4 * 2**20  # bytes of an answer that are read
 MAX_KEY = 4096  # bytes of a key's file
 CONNECT_SECONDS = 10.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 20.0  # upper limits of random pauses: the first, which doubles each time, and any
+NULL = "the service left it unscored"  # kind of reason
 PASSING = (408, 425, 429)  # statuses that are tried again, with all from 500 on
-LOCAL = ("localhost", "127.0.0.1", "::1")  # hosts that are asked without a proxy
 
 log = logging.getLogger("rlhf")
 _jitter = random.Random()  # of its own: users' functions draw from the shared one
@@ -58,14 +59,21 @@ class MayPass(Exception):
 
 @dataclass
 class Found:
-    """Results of one call: scores [items], NaN where there is none. faults, nulls: reasons of missing scores, and how many have each."""
+    """Results of one call.
+
+    scores: of each item, NaN where there is none. missing: kind of reason -> the first such reason, and how many scores are missing.
+    """
 
     scores: list[float]
-    faults: Counter[str] = field(default_factory=Counter)
-    nulls: Counter[str] = field(default_factory=Counter)
+    missing: dict[str, tuple[str, int]] = field(default_factory=dict)
     service: dict[str, str] = field(default_factory=dict)
     _sums: Counter[str] = field(default_factory=Counter)
     _counts: Counter[str] = field(default_factory=Counter)
+
+    def miss(self, reason: str, *, count: int) -> None:
+        kind = reason.partition(":")[0]
+        first, before = self.missing.get(kind, (reason, 0))
+        self.missing[kind] = first, before + count
 
     def measure(self, metrics: Mapping[str, float], *, count: int) -> None:
         for name, value in metrics.items():
@@ -93,7 +101,7 @@ class HttpScorer:
     def __call__(self, items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:
         """One score per item (NaN: not scored), and means of what the service measured. Returns within `timeout`."""
         found = asyncio.run(self._score(items, seconds=self._config.timeout))
-        for reason, count in (found.faults + found.nulls).items():
+        for reason, count in found.missing.values():
             self._report(reason, count=count)
         if found.service and found.service != self._service:
             self._tell_service(found.service)
@@ -106,10 +114,10 @@ class HttpScorer:
             ValueError: the service doesn't answer as it should. A score of null is an answer.
         """
         found = asyncio.run(self._score([item], seconds=min(seconds, self._config.timeout)))
-        if found.faults:
+        for reason in (first for kind, (first, _) in found.missing.items() if kind != NULL):
             raise ValueError(
                 f"scorer {self._config.name}: expected the service at {self._config.url} to score a made-up response, got: "
-                f"{shown(next(iter(found.faults)), 1000)}; start the service, or correct this scorer's keys (docs/scorers.md)"
+                f"{shown(reason, 1000)}; start the service, or correct this scorer's keys (docs/scorers.md)"
             )
         return found.service
 
@@ -160,7 +168,7 @@ class HttpScorer:
             reason = str(refusal)
         except TimeoutError:
             reason = f"the time for a step's responses (timeout) is over: {self._config.url}; before that: {reason}"
-        found.faults[reason] += len(missing)
+        found.miss(reason, count=len(missing))
 
     async def _ask(self, session: aiohttp.ClientSession, named: Named, asked: list[int], found: Found) -> tuple[list[int], str]:
         """Send one request. Returns the positions of items whose score isn't one, and why.
@@ -177,7 +185,7 @@ class HttpScorer:
         for i, score, error in zip(asked, answer.scores, answer.errors, strict=True):
             if score is None:
                 why = f": {shown(error)}" if isinstance(error, str) else ""
-                found.nulls[f"the service left it unscored: {self._config.url}, item {named[i][0]}{why}"] += 1
+                found.miss(f"{NULL}: {self._config.url}, item {named[i][0]}{why}", count=1)
             elif (number := finite(score)) is None:
                 faulty.append(i)
                 where = f"{self._config.url}, item {named[i][0]}"
@@ -253,7 +261,7 @@ def read_key(config: ScorerConfig) -> str | None:
 def proxy_for(url: str) -> str | None:
     """The proxy that environment variables name for this address; none for this machine."""
     parts = urlsplit(url)
-    return None if parts.hostname in LOCAL or proxy_bypass(parts.netloc) else getproxies().get(parts.scheme)
+    return None if parts.hostname in LOOPBACK or proxy_bypass(parts.netloc) else getproxies().get(parts.scheme)
 
 
 async def read_at_most(response: aiohttp.ClientResponse, limit: int, where: str) -> bytes:

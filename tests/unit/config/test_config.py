@@ -148,7 +148,6 @@ def test_whole_weights_go_to_a_reference_elsewhere_only(placement: str, changes:
                 "ftp://a/b",
                 "http://",
                 "judge:80",
-               
                 "http://a:x/",
                 "http://a/#b",
                 "http://a b/",

@@ -233,6 +233,14 @@ def test_answers_that_break_the_protocol_leave_no_score_and_name_the_item(answer
     assert message.format(url=service.url) in caplog.text
 
 
+def test_a_reason_counts_all_that_have_it(caplog):
+    with serving(misbehave=status(400)) as service, caplog.at_level(logging.WARNING, logger="rlhf"):
+        scores(service, 20)
+    assert [r.getMessage().partition(" 400")[0] for r in caplog.records if r.name == "rlhf"] == [
+        "scorer it: expected a score for every response, got none for 20; the service answered"
+    ]
+
+
 def test_only_responses_without_a_score_are_sent_again():
     with serving(misbehave=first(1, one_is_nan)) as service:
         assert scores(service, 3) == [1.0, 2.0, 3.0]
