@@ -6,21 +6,26 @@ import asyncio
 import json
 import logging
 import math
+import re
 import socket
 import time
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from pathlib import Path
 
 import pytest
 from aiohttp import web
-from score_service import Misbehaviour, Service, Tree, serving
+from score_service import Misbehaviour, Service, Tree, running, serving
 
 from rlhf_core.config import ScorerConfig
 from rlhf_core.scorers import http
+from rlhf_core.scorers.dialects import answer_of_items, request_of_items
 from rlhf_core.scorers.needs import try_services
 from rlhf_core.scorers.text import ScoreItem, TextScorers, score_item
 from rlhf_core.types import Prompt
 
+ROOT = Path(__file__).parents[3]
 KEY = "a-key-of-the-test-1234"
 
 
@@ -149,6 +154,19 @@ def test_what_the_service_is_sent():
             }
         ],
     }
+
+
+def test_the_service_of_the_documentation_scores():
+    page = (ROOT / "docs/scorers.md").read_text().partition("### Write one")[2]
+    names = {"__name__": "example"}
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], names)
+    request, answer = re.search(r"```json\n(.*\n.*)\n(.*)\n```", page).groups()
+    assert answer_of_items(json.loads(answer), 1).service == {"name": "tone", "version": "2"}
+    with running(lambda: names["app"]) as address:
+        scorers = TextScorers(0, [config(f"{address}/score")], {})
+        assert scorers.score_items("it", [item(3), replace(item(1), response="a b c")])[0] == [0.0, 0.2]
+    sent = request_of_items("tone", [("prompt-7/0", item(1))])
+    assert json.loads(request).keys() == sent.keys() and json.loads(request)["items"][0].keys() == sent["items"][0].keys()
 
 
 def test_openrlhf_services_are_sent_whole_texts_and_answer_with_rewards():
