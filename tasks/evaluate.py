@@ -18,9 +18,7 @@ def main() -> None:
         import pandas as pd
 
         from rlhf_core.evaluation.policy import evaluate
-        from rlhf_core.scorers.needs import try_services
 
-        try_services(stage.params.evaluation_scorers)
         has_pairs = (PREPARED / "preference.parquet").exists()
         gate_texts = {conversation_text(row["messages"]) for row in read_rows(PREPARED, "preference", SPLIT)} if has_pairs else set()
         found = infer(stage, evaluate, read_rows(PREPARED, "prompt", SPLIT), MODELS, REWARD_MODEL, source_judges(), gate_texts)

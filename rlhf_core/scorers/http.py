@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from rlhf_core.scorers.text import ScoreItem
 
 MAX_ANSWER = 4 * 2**20  # bytes of an answer that are read
+MAX_SAID = 2**16  # bytes of the body of a refusal that are read
 MAX_KEY = 4096  # bytes of a key's file
 CONNECT_SECONDS = 10.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 20.0  # upper limits of random pauses: the first, which doubles each time, and any
@@ -114,10 +115,10 @@ class HttpScorer:
             ValueError: the service doesn't answer as it should. A score of null is an answer.
         """
         found = asyncio.run(self._score([item], seconds=min(seconds, self._config.timeout)))
-        for reason in (first for kind, (first, _) in found.missing.items() if kind != NULL):
+        if faults := [reason for kind, (reason, _) in found.missing.items() if kind != NULL]:
             raise ValueError(
                 f"scorer {self._config.name}: expected the service at {self._config.url} to score a made-up response, got: "
-                f"{shown(reason, 1000)}; start the service, or correct this scorer's keys (docs/scorers.md)"
+                f"{shown(faults[0], 1000)}; start the service, or correct this scorer's keys (docs/scorers.md)"
             )
         return found.service
 
@@ -149,7 +150,7 @@ class HttpScorer:
         self, session: aiohttp.ClientSession, free: asyncio.Semaphore, named: Named, part: range, end: float, found: Found
     ) -> None:
         """Fill in the scores of one request's items, or count the reason why they have none."""
-        missing, reason, clock = list(part), "no request was made", asyncio.get_running_loop().time
+        missing, reason, clock = list(part), "no answer came", asyncio.get_running_loop().time
         try:
             async with asyncio.timeout_at(end), free:
                 for attempt in range(self._config.retries + 1):
@@ -167,7 +168,7 @@ class HttpScorer:
         except Refused as refusal:
             reason = str(refusal)
         except TimeoutError:
-            reason = f"the time for a step's responses (timeout) is over: {self._config.url}; before that: {reason}"
+            reason = f"the time for these responses (timeout) is over: {self._config.url}; before that: {reason}"
         found.miss(reason, count=len(missing))
 
     async def _ask(self, session: aiohttp.ClientSession, named: Named, asked: list[int], found: Found) -> tuple[list[int], str]:
@@ -215,7 +216,7 @@ class HttpScorer:
         try:
             return ANSWERS[self._config.dialect](json.loads(content), len(items))
         except (ValueError, RecursionError) as error:
-            got = shown(self._without_key(content[:200].decode("utf-8", "replace")))
+            got = self._said(content)
             raise MayPass(f"the service's answer can't be used: {where}: {error}; got {got or 'nothing'}") from error
 
     async def _check_status(self, response: aiohttp.ClientResponse, where: str) -> None:
@@ -225,14 +226,16 @@ class HttpScorer:
         if status < 400:
             to = shown(response.headers.get("Location", "nowhere").partition("?")[0])
             raise Refused(f"the service answered {status}: {where}: a redirect to {to}, which isn't followed; set url to the last address")
-        said = shown(self._without_key((await response.content.read(300)).decode("utf-8", "replace")))
+        said = self._said(await response.content.read(MAX_SAID))
         reason = f"the service answered {status} {shown(response.reason or '', 60)}: {where}: {said or 'without a reason'}"
         if status in PASSING or status >= 500:
             raise MayPass(reason, seconds_of(response.headers.get("Retry-After")))
         raise Refused(reason)
 
-    def _without_key(self, text: str) -> str:
-        return text if self._key is None else text.replace(self._key, "***")
+    def _said(self, content: bytes) -> str:
+        """The beginning of a body for messages, without the key, which a service may repeat."""
+        text = content.decode("utf-8", "replace")
+        return shown(text if self._key is None else text.replace(self._key, "***"))
 
 
 def read_key(config: ScorerConfig) -> str | None:

@@ -308,7 +308,7 @@ def test_the_whole_call_ends_at_its_timeout_and_keeps_what_came(caplog):
         start = time.perf_counter()
         assert scores(service, 16, timeout=1.0) == pytest.approx([*map(float, range(1, 9)), *[math.nan] * 8], nan_ok=True)
         assert 0.9 < time.perf_counter() - start < 3
-    assert f"got none for 8; the time for a step's responses (timeout) is over: {service.url}" in caplog.text
+    assert f"got none for 8; the time for these responses (timeout) is over: {service.url}" in caplog.text
 
 
 def test_a_request_that_hangs_is_sent_again_after_its_own_timeout():
