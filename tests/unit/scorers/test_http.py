@@ -307,13 +307,13 @@ def test_the_whole_call_ends_at_its_timeout_and_keeps_what_came(caplog):
     with serving(misbehave=first_batch_only) as service:
         start = time.perf_counter()
         assert scores(service, 16, timeout=1.0) == pytest.approx([*map(float, range(1, 9)), *[math.nan] * 8], nan_ok=True)
-        assert 0.9 < time.perf_counter() - start < 3
+        assert 0.9 < time.perf_counter() - start < 10
     assert f"got none for 8; the time for these responses (timeout) is over: {service.url}" in caplog.text
 
 
 def test_a_request_that_hangs_is_sent_again_after_its_own_timeout():
     with serving(misbehave=first(1, asleep)) as service:
-        assert scores(service, 2, request_timeout=0.3) == [1.0, 2.0]
+        assert scores(service, 2, request_timeout=1.0) == [1.0, 2.0]
 
 
 def test_nobody_listens(caplog):
