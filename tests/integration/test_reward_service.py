@@ -18,6 +18,7 @@ CALIBRATION, OF_A_STEP = 32, 16
 EVALUATED = 20 * 2 * 2  # prompts, models, greedy and sampled
 
 
+@pytest.mark.long
 def test_a_job_of_two_steps_asks_for_each_score_once_though_the_service_fails_between_them(chain, tmp_path: Path):
     workspace, broken = copy_chain(chain.workspace, tmp_path / "service"), [True]
 
