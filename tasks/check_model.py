@@ -1,5 +1,6 @@
-"""Stage check_model: train and sample from a small copy of the configured model before the real training. Also loads scorer functions, and
-checks what is known of the RL job: its number of steps, GPUs, the engines' division, and how weights travel.
+"""Stage check_model: train and sample from a small copy of the configured model before the real training. Also loads scorer functions,
+tries the sandbox of programs, and checks what is known of the RL job: its number of steps, GPUs, the engines' division, and how weights
+travel.
 
 A model with wrong computations is refused within seconds, before SFT, reward model and gate. Numerical differences vary between machines
 and are in reports/check_model.json, outside DVC; verdicts are in metrics/check_model.json. train_sft depends on
@@ -28,7 +29,8 @@ def main() -> None:
         from rlhf_core.scorers.text import TextScorers
 
         params = stage.params
-        TextScorers(0, [scorer for scorer in scorers(params) if scorer.kind == "function"], {})  # loads and checks each function
+        tried = [scorer for scorer in scorers(params) if scorer.kind in ("function", "code")]
+        TextScorers(0, tried, {})  # loads and checks each function, and runs a program in the sandbox
         is_rl, gpus = params.alignment.method == "rl", torch.cuda.device_count()
         if is_rl:
             check_rl_job(params, gpus)
