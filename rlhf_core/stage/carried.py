@@ -114,6 +114,7 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("rl.reward.scorers.*.weight", "rl.reward.scorers.*.name"): _SCORES,  # `_lacking` refuses other normalised scorers
     ("rl.reward.scorers.*.kind", "rl.reward.scorers.*.path", "rl.reward.scorers.*.members", "rl.reward.scorers.*.std_coef"): _SCORER,
     ("rl.reward.scorers.*.label", "rl.reward.scorers.*.pattern", "rl.reward.scorers.*.target_length"): _SCORER,
+    ("rl.reward.scorers.*.seconds", "rl.reward.scorers.*.memory_mib", "rl.reward.scorers.*.reward"): _SCORER,
     ("rl.reward.scorers.*.normalization",): {"score_tracks": ANEW, "moments": REFUSED},
     ("rl.reward.scorers.*.timeout", "rl.reward.normalization_samples", "rl.reward.max_unscored_fraction"): {},
     ("rl.reward.clip", "rl.reward.no_eos_penalty", "rl.reward.mask_truncated", "rl.reward.overlong"): {"score_tracks": ANEW},

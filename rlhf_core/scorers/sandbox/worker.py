@@ -143,9 +143,9 @@ class Worker:
         while True:
             try:
                 job = Job(**json.loads(self._connection.recv_bytes()))
-            except EOFError:
+                self._connection.send_bytes(json.dumps(self.run(job)).encode())
+            except (EOFError, BrokenPipeError):
                 return
-            self._connection.send_bytes(json.dumps(self.run(job)).encode())
 
     def run(self, job: Job) -> dict[str, Any]:
         """How the program ended, and what it wrote. `failure` is the sandbox's own; None: the program is to blame for the rest."""
