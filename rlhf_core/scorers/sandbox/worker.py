@@ -18,6 +18,7 @@ import resource
 import select
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -33,6 +34,7 @@ FILE_BYTES = 16 << 20  # of a file, of all files together, and of the output
 INODES = 1024
 THREADS = 64
 OPEN_FILES = 64
+POLL = 0.05  # seconds between two looks at a program's time
 SHOWN_ERROR = 2000  # last bytes of the standard error
 # Sets have the same order in each run; memory set aside for each thread would fill the address space.
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}
@@ -173,26 +175,29 @@ class Worker:
                     os.close(descriptor)
 
     def _wait(self, process: int, job: Job) -> dict[str, Any]:
-        """Wait for the program's end, and kill it at its time. This process ends if its own parent does."""
+        """Wait for the program's end, and kill it at its time.
+
+        Raises:
+            EOFError: this process's own parent ended.
+        """
         watched = os.pidfd_open(process)
         poll = select.poll()
         poll.register(watched, select.POLLIN)
         poll.register(self._connection.fileno(), select.POLLIN)
-        ready = [descriptor for descriptor, _ in poll.poll(math.ceil(1000 * job.wall))]
-        late = watched not in ready
-        if late:
+        deadline, left, ready = time.monotonic() + job.wall, job.wall, []
+        while left > 0 and not ready:
+            ready = [descriptor for descriptor, _ in poll.poll(math.ceil(1000 * min(left, POLL)))]
+            left = min(deadline - time.monotonic(), job.seconds - _computed(process))
+        ended = watched in ready
+        if not ended:
             os.kill(process, signal.SIGKILL)
-        _, status, used = os.wait4(process, 0)
         os.close(watched)
-        if late and ready:
-            raise EOFError("the scorer ended")
-        code = os.waitstatus_to_exitcode(status)
-        computed = used.ru_utime + used.ru_stime
-        killed = code == -signal.SIGKILL
-        timed_out = late or computed >= job.seconds or (killed and computed > 0.9 * job.seconds)
-        # Process 1 of a namespace gets SIGKILL only from outside: from this process, at its limit of time, or for the machine's memory.
-        failure = "it was killed from outside: has the machine enough memory?" if killed and not timed_out else None
-        return {"code": code, "timed_out": timed_out, "failure": failure}
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        if ready and not ended:
+            raise EOFError
+        # Process 1 of a namespace gets SIGKILL only from outside: from this process, or from the kernel without memory.
+        failure = "it was killed from outside: has the machine enough memory?" if ended and code == -signal.SIGKILL else None
+        return {"code": code, "timed_out": not ended, "failure": failure}
 
     def _become(self, job: Job, standard: tuple[int, int, int], report: int) -> None:
         """In the child: confine this process, and execute the program."""
@@ -218,6 +223,11 @@ class Worker:
             os._exit(1)
 
 
+def _computed(process: int) -> float:
+    """Seconds of computing of a process and its threads, by its clock (clock_getcpuclockid(3)); limits of the kernel count in ticks."""
+    return time.clock_gettime((~process << 3) | 2)
+
+
 def _fill(descriptor: int, text: str) -> None:
     """Write a program's input; its end, for what the program writes there, is sealed."""
     data = text.encode(errors="surrogatepass")
@@ -228,10 +238,9 @@ def _fill(descriptor: int, text: str) -> None:
 
 
 def _limit(job: Job) -> None:
-    seconds = math.ceil(job.seconds)
     limits = {
         resource.RLIMIT_AS: job.memory_mib << 20,
-        resource.RLIMIT_CPU: seconds,
+        resource.RLIMIT_CPU: math.ceil(job.wall) + 1,  # where this worker doesn't
         resource.RLIMIT_FSIZE: FILE_BYTES,
         resource.RLIMIT_NOFILE: OPEN_FILES,
         resource.RLIMIT_NPROC: THREADS,

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hostile_programs import PROGRAMS
+from hostile_programs import PROGRAMS, workers
 
 from rlhf_core.scorers.sandbox.box import Limits, Sandbox, SandboxFailure, check_sandbox
 from rlhf_core.scorers.sandbox.seccomp import CLONE, CLONE3, DENIED, seccomp_program
@@ -166,17 +166,11 @@ def test_a_run_takes_at_most_40_ms_more_than_python_alone(sandbox, tmp_path):
     assert statistics.median(boxed - plain for boxed, plain in pairs) < 0.040
 
 
-def children(name: str) -> list[int]:
-    """Child processes of this one with the name in their command lines."""
-    mine = [p for p in Path("/proc").glob("[0-9]*/stat") if _text(p).rpartition(")")[2].split()[1:2] == [str(os.getpid())]]
-    return [int(p.parent.name) for p in mine if name in _text(p.with_name("cmdline"))]
-
-
 def test_a_worker_that_dies_is_the_sandboxs_failure_and_is_replaced():
     mark = f"mark-{uuid.uuid4().hex}"
-    before = set(children("sandbox.worker"))
+    before = workers()
     with Sandbox() as sandbox:
-        (worker,) = set(children("sandbox.worker")) - before
+        (worker,) = workers() - before
         killer = threading.Timer(0.5, os.kill, (worker, signal.SIGKILL))
         killer.start()
         with pytest.raises(SandboxFailure, match="the sandbox's process ended"):
