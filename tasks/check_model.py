@@ -13,7 +13,8 @@ import logging
 import shutil
 from dataclasses import asdict
 
-from rlhf_core.paths import CHECK_MODEL_FIGURES, MODEL_ACCEPTED, STAGE_METRICS, TOKENIZER
+from rlhf_core.data.schema import read_rows
+from rlhf_core.paths import CHECK_MODEL_FIGURES, MODEL_ACCEPTED, PREPARED, STAGE_METRICS, TOKENIZER
 from rlhf_core.stage.files import write_json
 from rlhf_core.stage.run import Stage, StageRefused, no_arguments
 
@@ -26,11 +27,15 @@ def main() -> None:
 
         from rlhf_core.model_check.check import check_rl_job, check_turns, message, run_trials, scorers, title, verdict
         from rlhf_core.sampling.prompts import with_steps
+        from rlhf_core.scorers.code.cases import check_labels
         from rlhf_core.scorers.text import TextScorers
 
         params = stage.params
         tried = [scorer for scorer in scorers(params) if scorer.kind in ("function", "code")]
         TextScorers(0, tried, {})  # loads and checks each function, and runs a program in the sandbox
+        for scorer in tried:
+            if scorer.kind == "code":
+                check_labels(scorer.name, (row["label"] for row in read_rows(PREPARED, "prompt", "train")))
         is_rl, gpus = params.alignment.method == "rl", torch.cuda.device_count()
         if is_rl:
             check_rl_job(params, gpus)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -35,6 +36,8 @@ _COLLECTIONS = {ast.List: list, ast.Tuple: tuple, ast.Set: set}
 _DECODED: dict[str, Callable[[list], Any]] = {"list": list, "tuple": tuple, "set": set, "dict": dict}
 MAX_POWER = 1000
 FORM = 'JSON {"inputs": [...], "outputs": [...]}, or assert statements'
+
+log = logging.getLogger("rlhf")
 
 
 class Opaque:
@@ -110,6 +113,27 @@ def read_cases(label: str) -> tuple[Dialogue, ...] | Asserts:
     if not isinstance(content, str):
         raise ValueError(f"expected tests as {FORM}, got: {label[:80]!r}")
     return _asserts(content)
+
+
+def check_labels(name: str, labels: Iterable[str | None]) -> None:
+    """Read the labels of a scorer's prompts, and log how many have no tests.
+
+    Raises:
+        ValueError: none has any.
+    """
+    read, reasons = 0, []
+    for label in labels:
+        try:
+            read_cases(label or "")
+            read += 1
+        except ValueError as error:
+            reasons.append(str(error) if label else "no label")
+    if reasons and not read:
+        raise ValueError(
+            f"scorer {name}: expected prompts with tests as labels, got none of {len(reasons)} ({reasons[0]}); map `label` to them"
+        )
+    if reasons:
+        log.warning("scorer %s: %d of %d prompts have no tests and get no score: %s", name, len(reasons), read + len(reasons), reasons[0])
 
 
 def _dialogues(content: dict[str, Any]) -> tuple[Dialogue, ...]:
