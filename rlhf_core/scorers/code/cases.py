@@ -28,13 +28,23 @@ _COMPARE: dict[type, Callable[[Any, Any], Any]] = {
     ast.In: lambda item, of: item in of,
     ast.NotIn: lambda item, of: item not in of,
 }
-_COMPUTE = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Pow: operator.pow}
+_COMPUTE = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
 _UNARY = {ast.Not: operator.not_, ast.USub: operator.neg, ast.UAdd: operator.pos}
 _FUNCTIONS = {f.__name__: f for f in (abs, bool, dict, float, frozenset, int, len, list, max, min, round, set, sorted, str, sum, tuple)}
 _FUNCTIONS["math.isclose"] = math.isclose
 _COLLECTIONS = {ast.List: list, ast.Tuple: tuple, ast.Set: set}
 _DECODED: dict[str, Callable[[list], Any]] = {"list": list, "tuple": tuple, "set": set, "dict": dict}
 MAX_POWER = 1000
+MAX_ITEMS = 100_000  # of a repeated text or list
+_ERRORS = (KeyError, TypeError, ValueError, ArithmeticError, RecursionError)  # of a missing value, or one of another type
 FORM = 'JSON {"inputs": [...], "outputs": [...]}, or assert statements'
 
 log = logging.getLogger("rlhf")
@@ -76,7 +86,7 @@ class Condition:
     def holds(self, values: Mapping[str, Any]) -> bool:
         try:
             return bool(_value(self.test, values, self.functions))
-        except (KeyError, TypeError, ValueError, ArithmeticError, RecursionError):  # no value, or one of another type
+        except _ERRORS:
             return False
 
 
@@ -176,8 +186,20 @@ def _condition(test: ast.expr) -> Condition:
     for functions in (_FUNCTIONS, {}):
         condition = Condition(test, functions)
         if condition.expressions():
+            _check_constants(test, functions)
             return condition
     raise ValueError(f"expected an assert statement that calls the program, got: {ast.unparse(test)[:80]!r}")
+
+
+def _check_constants(node: ast.expr, functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Compute what of a condition is constant, so that a label whose expected value can't be computed here fails no program."""
+    try:
+        if not _expressions(node, functions):
+            _value(node, {}, functions)
+    except _ERRORS as error:
+        raise ValueError(f"expected a value that can be computed, got: {ast.unparse(node)[:80]!r} ({error})") from error
+    for part in _parts(node, functions) or () if _expressions(node, functions) else ():
+        _check_constants(part, functions)
 
 
 def _parts(node: ast.AST, functions: Mapping[str, Any]) -> list[ast.expr] | None:
@@ -236,9 +258,15 @@ def _value(node: ast.expr, values: Mapping[str, Any], functions: Mapping[str, Ca
 
 def _computed(kind: type, left: Any, right: Any) -> Any:
     """An operation whose result can't be huge."""
-    if not (kind is ast.Add or all(isinstance(value, int | float) for value in (left, right))):
+    numbers = [value for value in (left, right) if isinstance(value, int | float)]
+    if kind is ast.Mult and len(numbers) == 1:
+        (times,) = numbers
+        (items,) = (value for value in (left, right) if value is not times)
+        if len(items) * times > MAX_ITEMS:
+            raise ValueError("too many items")
+    elif kind is not ast.Add and len(numbers) < 2:
         raise TypeError("arithmetic of other things than numbers")
-    if kind is ast.Pow and (abs(right) > MAX_POWER or abs(left) > MAX_POWER):
+    elif kind is ast.Pow and (abs(right) > MAX_POWER or abs(left) > MAX_POWER):
         raise ValueError("a huge power")
     return _COMPUTE[kind](left, right)
 

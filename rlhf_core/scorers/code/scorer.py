@@ -113,10 +113,12 @@ class CodeScorer:
             left = until - time.monotonic()
             if left <= 0:
                 raise TimeoutError
-            outcome = sandbox.run(files, [next(iter(files))], limits=self._limits, stdin=stdin, wall=min(left, self._limits.wall))
-            if outcome.timed_out and time.monotonic() >= until:
-                raise TimeoutError
-            return outcome
+            try:
+                return sandbox.run(files, [next(iter(files))], limits=self._limits, stdin=stdin, most=left)
+            except SandboxFailure:
+                if time.monotonic() >= until:
+                    raise TimeoutError from None
+                raise
 
         return _by_asserts(program, cases, run) if isinstance(cases, Asserts) else self._by_dialogues(program, cases, run)
 

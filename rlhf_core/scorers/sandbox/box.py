@@ -7,6 +7,7 @@ with Sandbox() as sandbox:
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 START_SECONDS = 60.0
+PATIENCE = 10  # times the seconds that a program may sleep: its run on a busy machine
 GRACE = 30.0  # seconds beyond a program's time, after which its worker is given up
 # File of the kernel -> the content that forbids user namespaces, and what allows them.
 _FORBIDDING = {
@@ -47,8 +49,13 @@ class Limits:
 
     @property
     def wall(self) -> float:
-        """Seconds after which a program is killed that sleeps, or gets too little of a busy machine."""
+        """Seconds after which a program is killed that sleeps; those that it waits for a core of a busy machine don't count."""
         return 2 * self.seconds + 1
+
+    @property
+    def most(self) -> float:
+        """Seconds after which a program is killed in any case."""
+        return PATIENCE * self.wall
 
 
 @dataclass(frozen=True)
@@ -91,22 +98,22 @@ class Sandbox:
             self._process.wait()
             self._process = None
 
-    def run(self, files: dict[str, str], arguments: list[str], *, limits: Limits, stdin: str = "", wall: float | None = None) -> Outcome:
+    def run(self, files: dict[str, str], arguments: list[str], *, limits: Limits, stdin: str = "", most: float = math.inf) -> Outcome:
         """Run the interpreter on `files` in an empty folder.
 
         Args:
             arguments: the program's file, and its arguments.
-            wall: seconds until the program is killed; None: `limits.wall`.
+            most: seconds until the program is killed in any case, if less than `limits.most`.
         Raises:
             SandboxFailure: the program couldn't be run, or not to its end for a reason outside it.
         """
         if self._process is None:
             self._start()
-        wall = limits.wall if wall is None else wall
-        job = {"files": files, "arguments": arguments, "stdin": stdin, "wall": wall, **vars(limits)}
+        most = min(most, limits.most)
+        job = {"files": files, "arguments": arguments, "stdin": stdin, "wall": limits.wall, "most": most, **vars(limits)}
         try:
             self._connection.send_bytes(json.dumps(job).encode())
-            answer = self._receive(wall + GRACE)
+            answer = self._receive(most + GRACE)
         except (OSError, EOFError) as error:
             self.close()
             raise SandboxFailure(f"the sandbox's process ended: {type(error).__name__}") from error

@@ -56,13 +56,15 @@ def visible_paths() -> list[str]:
     return roots
 
 
-def enter() -> None:
+def enter() -> int:
     """Put this process into user and mount namespaces of its own, with the sandbox's root as its root.
 
+    Returns:
+        The folder /proc of before, which the new root lacks.
     Raises:
         OSError: the kernel forbids it.
     """
-    proc = os.open("/proc", os.O_PATH)  # the new root has none
+    proc = os.open("/proc", os.O_PATH)
     user, group = os.geteuid(), os.getegid()
     built = user == 0 and _build_as_root()
     if user == 0:
@@ -76,9 +78,9 @@ def enter() -> None:
         file = os.open(f"self/{name}", os.O_WRONLY, dir_fd=proc)
         os.write(file, text.encode())
         os.close(file)
-    os.close(proc)
     if not built:
         _build_root()
+    return proc
 
 
 def _build_as_root() -> bool:
@@ -127,19 +129,23 @@ def _show(path: str, attributes: int) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """files: name in the working folder -> text. seconds: of computing. wall: seconds until it is killed. memory_mib: address space."""
+    """files: name in the working folder -> text. memory_mib: of address space.
+
+    seconds, wall, most: of computing; until it is killed, without those that it waited for a core; until it is killed in any case.
+    """
 
     files: dict[str, str]
     arguments: list[str]
     stdin: str
     seconds: float
     wall: float
+    most: float
     memory_mib: int
 
 
 class Worker:
-    def __init__(self, connection: Connection):
-        self._connection, self._filter, self._python = connection, seccomp_program(), interpreter()
+    def __init__(self, connection: Connection, proc: int):
+        self._connection, self._proc, self._filter, self._python = connection, proc, seccomp_program(), interpreter()
 
     def serve(self) -> None:
         while True:
@@ -184,10 +190,11 @@ class Worker:
         poll = select.poll()
         poll.register(watched, select.POLLIN)
         poll.register(self._connection.fileno(), select.POLLIN)
-        deadline, left, ready = time.monotonic() + job.wall, job.wall, []
-        while left > 0 and not ready:
-            ready = [descriptor for descriptor, _ in poll.poll(math.ceil(1000 * min(left, POLL)))]
-            left = min(deadline - time.monotonic(), job.seconds - _computed(process))
+        start, elapsed, left, ready = time.monotonic(), 0.0, job.wall, []
+        while left > 0 and elapsed < job.most and not ready:
+            ready = [descriptor for descriptor, _ in poll.poll(math.ceil(1000 * min(left, job.most - elapsed, POLL)))]
+            elapsed = time.monotonic() - start
+            left = min(job.wall + self._waited(process) - elapsed, job.seconds - _computed(process))
         ended = watched in ready
         if not ended:
             os.kill(process, signal.SIGKILL)
@@ -195,9 +202,21 @@ class Worker:
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         if ready and not ended:
             raise EOFError
-        # Process 1 of a namespace gets SIGKILL only from outside: from this process, or from the kernel without memory.
-        failure = "it was killed from outside: has the machine enough memory?" if ended and code == -signal.SIGKILL else None
+        failure = None
+        if not ended and left > 0:
+            failure = f"it was killed after {job.most:.3g} s, before it had its time: is the machine busy?"
+        if ended and code == -signal.SIGKILL:  # which process 1 of a namespace gets only from outside
+            failure = "it was killed from outside: has the machine enough memory?"
         return {"code": code, "timed_out": not ended, "failure": failure}
+
+    def _waited(self, process: int) -> float:
+        """Seconds that a process was ready to run and had no core; 0 where the kernel doesn't say."""
+        try:
+            file = os.open(f"{process}/schedstat", os.O_RDONLY, dir_fd=self._proc)
+        except OSError:
+            return 0.0
+        with open(file, encoding="ascii") as opened:
+            return int(opened.read().split()[1]) / 1e9
 
     def _become(self, job: Job, standard: tuple[int, int, int], report: int) -> None:
         """In the child: confine this process, and execute the program."""
@@ -240,7 +259,7 @@ def _fill(descriptor: int, text: str) -> None:
 def _limit(job: Job) -> None:
     limits = {
         resource.RLIMIT_AS: job.memory_mib << 20,
-        resource.RLIMIT_CPU: math.ceil(job.wall) + 1,  # where this worker doesn't
+        resource.RLIMIT_CPU: math.ceil(job.most) + 1,  # where this worker doesn't
         resource.RLIMIT_FSIZE: FILE_BYTES,
         resource.RLIMIT_NOFILE: OPEN_FILES,
         resource.RLIMIT_NPROC: THREADS,
@@ -260,12 +279,12 @@ def main() -> None:
     os.set_inheritable(connection.fileno(), False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scorer handles Ctrl-C
     try:
-        enter()
+        proc = enter()
     except OSError as error:
         connection.send_bytes(json.dumps({"ready": False, "failure": str(error)}).encode())
         return
     connection.send_bytes(json.dumps({"ready": True}).encode())
-    Worker(connection).serve()
+    Worker(connection, proc).serve()
 
 
 if __name__ == "__main__":

@@ -90,7 +90,8 @@ def test_the_program_is_the_last_closed_block(response, program):
         ("def sum(a, b): return 6", "assert sum(10, 15) == 6", 1.0),  # a name that Python has too
         ("import re\ndef find(): return re.match('a', 'a')", "assert find()\nassert find() is not None\nassert find() == 1", 2 / 3),
         ("class Stack:\n    def top(self): return {'a': [1, None]}", "assert Stack().top()['a'] == [1, None]", 1.0),
-        ("def big(): return 10 ** 12 + 7", "assert big() == 10**12 + 7", 1.0),
+        ("def big(): return 10 ** 12 + 7", "assert big() == 10**12 + 7 and big() % 10 == 14 // 2", 1.0),
+        ("def zeros(n): return [0] * n", "assert zeros(3) == [0] * 3\nassert zeros(2) * 2 == 4 * [0]", 1.0),
         ("print(int(input()) * 2)", DOUBLES, 1.0),
         ("print(6)", DOUBLES, 0.5),
         ("print(int(input()) * 2)\nraise SystemExit(1)", DOUBLES, 0.0),
@@ -176,10 +177,9 @@ def test_the_search_for_it_finds_what_the_sandbox_gets(by_share):
 
 
 def test_expected_values_are_not_among_what_the_sandbox_gets():
-    cases = read_cases(
-        "import math\nassert sorted(f([2, 1])) == [481, 516]\nassert math.isclose(g(2) - 23.42, 4.8)\nassert h(1) in {15, 16}"
-    )
-    assert cases.expressions() == ["f([2, 1])", "g(2)", "h(1)"]
+    arithmetic = "assert f(0) - 3 == -3 * 2 + 1\nassert math.isclose(g(2) - 23.42, 4.8)"
+    cases = read_cases(f"import math\n{arithmetic}\nassert sorted(f([2, 1])) == [481, 516]\nassert h(1) in {{15, 16}}")
+    assert cases.expressions() == ["f(0)", "g(2)", "f([2, 1])", "h(1)"]
 
 
 @pytest.mark.parametrize(
@@ -190,6 +190,8 @@ def test_expected_values_are_not_among_what_the_sandbox_gets():
         ("def check(f):\n    pass", "only assert statements and imports"),
         ("assert True", "calls the program"),
         ("import math", "no assert statement"),
+        ("assert f(1) == 'x' * 10**9", "can be computed"),
+        ("assert f(1) == len(3)", "can be computed"),
         ("[1, 2]", "expected tests as"),
         ('{"inputs": ["1"], "outputs": []}', "as many inputs as outputs"),
         ('{"inputs": [1], "outputs": [2]}', "as text"),

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from hostile_programs import LIMITS as HOSTILE_LIMITS
 from hostile_programs import PROGRAMS, workers
 
 from rlhf_core.scorers.sandbox.box import Limits, Sandbox, SandboxFailure, check_sandbox
@@ -81,7 +82,7 @@ def test_a_hostile_program_is_contained(hostile, name):
     outcome = hostile[0][name]
     assert "ESCAPED" not in outcome["stdout"], outcome
     assert outcome["size"] <= 16 << 20
-    assert outcome["seconds"] < LIMITS.wall, outcome
+    assert outcome["seconds"] < HOSTILE_LIMITS.most, outcome
 
 
 @pytest.mark.parametrize(
@@ -206,9 +207,27 @@ def test_a_program_that_is_killed_from_outside_is_the_sandboxs_failure(sandbox):
 
     killer = threading.Thread(target=kill)
     killer.start()
-    with pytest.raises(SandboxFailure, match="killed from outside"):
+    with pytest.raises(SandboxFailure, match=r"killed from outside"):
         sandbox.run({"main.py": "import time; time.sleep(50)"}, ["main.py", mark], limits=LIMITS)
     killer.join()
+
+
+def test_a_program_that_gets_no_core_is_the_sandboxs_failure():
+    """It shares one core with eight others, and would need more time than it gets; with enough time it ends."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
+        with Sandbox() as sandbox:
+            busy = "import time\nwhile time.process_time() < 0.5: pass"
+            with pytest.raises(SandboxFailure, match=r"killed after 0\.4 s, before"):
+                run(sandbox, busy, most=0.4)
+            assert sandbox.run({"main.py": busy}, ["main.py"], limits=Limits(seconds=0.7, memory_mib=256)).ok  # a sleeper has 2.4 s
+    finally:
+        os.sched_setaffinity(0, cores)
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def refusal(preparation: str) -> str:
