@@ -28,6 +28,6 @@ def test_programs_are_rewarded_and_evaluated_by_their_tests(tmp_path: Path):
         steps = list(csv.DictReader(file))
     scores = [float(step["score_tests"]) for step in steps]
     assert len(scores) == 3 and all(0 <= score <= 1 for score in scores) and max(scores) > 0
-    assert all(0 <= float(step["tests.no_program"]) < 1 for step in steps)
+    assert all(0 <= json.loads(step["scorer_metrics"])["tests.no_program"] < 1 for step in steps)
     evaluation = json.loads((tmp_path / "flow/metrics/evaluate.json").read_text())
     assert all(math.isfinite(evaluation["scores"][model]["tests"]) for model in ("sft", "policy")), evaluation
