@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -30,4 +29,5 @@ def test_programs_are_rewarded_and_evaluated_by_their_tests(tmp_path: Path):
     assert len(scores) == 3 and all(0 <= score <= 1 for score in scores) and max(scores) > 0
     assert all(0 <= json.loads(step["scorer_metrics"])["tests.no_program"] < 1 for step in steps)
     evaluation = json.loads((tmp_path / "flow/metrics/evaluate.json").read_text())
-    assert all(math.isfinite(evaluation["scores"][model]["tests"]) for model in ("sft", "policy")), evaluation
+    found = [evaluation[how][model]["scores"]["tests"] for how in ("greedy", "sampled") for model in ("sft", "policy")]
+    assert all(score["n"] == 16 and 0 <= score["mean"] <= 1 for score in found), evaluation
