@@ -309,6 +309,17 @@ def test_objections_are_those_of_validate_data(tmp_path):
     assert objections["preference"]["contradictory"] == 2 and objections["preference"]["duplicate"] == 2
     names = {"empty": "empty.response", "too_long": "too_long", "templated": "templated"}  # <|end|> in the middle of an answer
     assert objections["sft"] == {kind: unexpected["sft", name] for kind, name in names.items()}
+    # The places of PAIRS come first; a repeated pair is named with the one that it repeats, and of each kind five at most.
+    path, first = tmp_path / "data.jsonl", len(PAIRS) + 1
+    text = "\n".join(page.describe_inspection(found, params, colour=False, every_token=False))
+    assert f"\n    {path} line {first + 6}\n" in text
+    assert f"\n    {path} line {first + 4} (as {path} line {first + 2})\n" in text
+
+
+def test_at_most_five_records_of_a_kind_are_named(tmp_path):
+    records = [*PAIRS, *({"prompt": f"Sort {i}.", "chosen": "", "rejected": "a"} for i in range(8))]
+    found = looked(tmp_path, records, tiny_tokenizer(), tiny_params())
+    assert len(found.counts["preference"].places["empty"]) == 5 and found.counts["preference"].objections(200)["empty"] == 8
 
 
 def test_params_may_be_a_recipe_or_a_whole_file(tmp_path, capsys, monkeypatch):
