@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hostile_programs import workers
 
 from rlhf_core.config import ScorerConfig
-from rlhf_core.scorers.code.cases import Opaque, decoded, read_cases
+from rlhf_core.scorers.code.cases import Opaque, check_labels, decoded, read_cases
 from rlhf_core.scorers.code.driver import encoded
 from rlhf_core.scorers.code.scorer import program_of
 from rlhf_core.scorers.text import ScoreItem, TextScorers
@@ -267,3 +267,11 @@ def test_a_value_comes_back_as_it_was(value):
 def test_what_is_no_data_is_only_true_or_false():
     found = [decoded(json.loads(json.dumps(encoded(value)))) for value in (object(), b"", range(3))]
     assert [bool(f) for f in found] == [True, False, True] and all(isinstance(f, Opaque) for f in found)
+
+
+def test_prompts_without_any_tests_are_refused_and_some_are_counted(caplog):
+    with pytest.raises(ValueError, match=r"scorer tests: expected prompts with tests as labels, got none of 2 \(no label\); map `label`"):
+        check_labels("tests", [None, "4"])
+    with caplog.at_level(logging.WARNING, logger="rlhf"):
+        check_labels("tests", [SQUARES, "4", DOUBLES])
+    assert "1 of 3 prompts have no tests" in caplog.text
