@@ -131,14 +131,16 @@ class Sandbox:
         command = [sys.executable, "-m", "rlhf_core.scorers.sandbox.worker", str(theirs.fileno())]
         environment = {"PYTHONPATH": str(Path(__file__).parents[3]), "PATH": os.defpath}
         with theirs:
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
+            none = subprocess.DEVNULL
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=none, stdout=none)
         try:
             answer = self._receive(START_SECONDS)
         except (OSError, EOFError):
-            answer = {"ready": False, "failure": "its process didn't start"}
+            answer = {"ready": False, "failure": "its process didn't start", "forbidden": True}
         if not answer["ready"]:
             self.close()
-            raise SandboxFailure(f"expected namespaces for untrusted programs, got: {answer['failure']}; {remedy()}")
+            advice = f"; {remedy()}" if answer["forbidden"] else ""
+            raise SandboxFailure(f"expected namespaces for untrusted programs, got: {answer['failure']}{advice}")
 
 
 def remedy() -> str:

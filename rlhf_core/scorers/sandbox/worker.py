@@ -63,6 +63,7 @@ def enter() -> int:
         The folder /proc of before, which the new root lacks.
     Raises:
         OSError: the kernel forbids it.
+        ValueError: the interpreter is closed to the sandbox's user.
     """
     proc = os.open("/proc", os.O_PATH)
     user, group = os.geteuid(), os.getegid()
@@ -104,6 +105,8 @@ def _build_root() -> None:
         _show(path, kernel.ATTR_RDONLY | kernel.ATTR_NOSUID | kernel.ATTR_NODEV)
     for path in DEVICES:
         _show(path, kernel.ATTR_RDONLY | kernel.ATTR_NOSUID | kernel.ATTR_NOEXEC)
+    if not os.access(interpreter(), os.X_OK):
+        raise ValueError(f"{interpreter()} is closed to users other than root; install Python in a folder that is open to all")
     os.mkdir(FOLDER)
     kernel.unmount("/old")
     os.rmdir("/old")
@@ -248,7 +251,7 @@ def _computed(process: int) -> float:
 
 
 def _fill(descriptor: int, text: str) -> None:
-    """Write a program's input; its end, for what the program writes there, is sealed."""
+    """Write a program's input, and seal it, so that the program can't write there."""
     data = text.encode(errors="surrogatepass")
     while data:
         data = data[os.write(descriptor, data) :]
@@ -280,8 +283,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scorer handles Ctrl-C
     try:
         proc = enter()
-    except OSError as error:
-        connection.send_bytes(json.dumps({"ready": False, "failure": str(error)}).encode())
+    except (OSError, ValueError) as error:
+        answer = {"ready": False, "failure": str(error), "forbidden": isinstance(error, OSError)}
+        connection.send_bytes(json.dumps(answer).encode())
         return
     connection.send_bytes(json.dumps({"ready": True}).encode())
     Worker(connection, proc).serve()

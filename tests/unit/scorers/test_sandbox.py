@@ -142,6 +142,11 @@ def test_ordinary_programs_work(sandbox):
     assert outcome.stdout == "größe ['1', '2']\né slept\n[0, 1, 2, 3, 4, 5, 6, 7] 900\n"
 
 
+def test_a_program_may_read_a_large_input_or_leave_it(sandbox):
+    assert run(sandbox, "print(len(input()))", stdin="x" * (8 << 20)).stdout == f"{8 << 20}\n"
+    assert run(sandbox, "print('no')", stdin="x" * (8 << 20)).stdout == "no\n"
+
+
 def test_each_program_begins_in_an_empty_folder_with_the_same_order_of_sets(sandbox):
     program = "import os\nprint(sorted(os.listdir('.')), list({'a', 'b', 'c', 'd', 'e'}))\nopen('left', 'w').close()"
     first, second = run(sandbox, program), run(sandbox, program)
