@@ -36,7 +36,7 @@ class ScorerConfig(Section):
     pattern: str | None = None  # regex: 1 where it is found in the response, else 0
     target_length: int | None = Field(default=None, gt=0)  # length: tokens
     seconds: float | None = Field(default=None, gt=0)  # code: of computing, for a program with one input or all its asserts; null: 2
-    memory_mib: int | None = Field(default=None, ge=64)  # code: address space of a program; null: 256
+    memory_mib: int | None = Field(default=None, ge=1)  # code: address space of a program; null: 256
     reward: Literal["fraction", "all"] | None = None  # code: share of the tests passed, or 1 for all of them, else 0; null: fraction
     timeout: float = Field(default=60.0, gt=0)  # seconds for a step's responses
 

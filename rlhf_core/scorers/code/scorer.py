@@ -52,8 +52,8 @@ class CodeScorer:
     """
 
     def __init__(self, config: ScorerConfig, report: Reasons, seconds: float | None = None):
-        check_sandbox(f"scorer {config.name}")
         self._limits = Limits(config.seconds or SECONDS, config.memory_mib or MEMORY_MIB)
+        check_sandbox(f"scorer {config.name}", self._limits)
         self._all = config.reward == "all"
         self._report, self._seconds = report, seconds
         self._count = len(os.sched_getaffinity(0))

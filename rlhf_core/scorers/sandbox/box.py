@@ -158,16 +158,20 @@ def _content(path: str, *, strip: bool = True) -> str:
     return ""
 
 
-def check_sandbox(subject: str) -> None:
-    """Run a program in the sandbox, to see whether this machine lets it.
+def check_sandbox(subject: str, limits: Limits) -> None:
+    """Run a program in the sandbox within the limits, to see whether this machine lets it and they leave room for the interpreter.
 
     Raises:
-        ValueError: it doesn't; the message begins with the subject and says what to allow.
+        ValueError: they don't; the message begins with the subject and says what to change.
     """
     try:
         with Sandbox() as sandbox:
-            outcome = sandbox.run({"main.py": "print(input())"}, ["main.py"], stdin="here", limits=Limits(seconds=10.0, memory_mib=256))
+            outcome = sandbox.run({"main.py": "import json\nprint(input())"}, ["main.py"], stdin="here", limits=limits)
     except SandboxFailure as failure:
         raise ValueError(f"{subject}: {failure}") from failure
     if outcome.stdout != "here\n":
-        raise ValueError(f"{subject}: expected the sandbox to run a program, got exit code {outcome.code}: {outcome.stderr.strip()[-500:]}")
+        said = "no time" if outcome.timed_out else f"exit code {outcome.code} {outcome.stderr.strip()[-300:]}"
+        raise ValueError(
+            f"{subject}: expected Python to start within {limits.seconds:g} s of computing and {limits.memory_mib} MiB, got {said}; raise "
+            "seconds or memory_mib"
+        )

@@ -239,9 +239,9 @@ def refusal(preparation: str) -> str:
     """What `check_sandbox` says in a process that first executes the preparation."""
     program = textwrap.dedent(preparation) + textwrap.dedent(
         """
-        from rlhf_core.scorers.sandbox.box import check_sandbox
+        from rlhf_core.scorers.sandbox.box import Limits, check_sandbox
         try:
-            check_sandbox("scorer tests")
+            check_sandbox("scorer tests", Limits(seconds=2.0, memory_mib=256))
         except ValueError as error:
             print(error)
         """
@@ -277,7 +277,14 @@ def test_a_container_that_forbids_them_is_named_with_what_allows_them():
 
 
 def test_the_sandbox_works_here():
-    check_sandbox("scorer tests")
+    check_sandbox("scorer tests", LIMITS)
+
+
+@pytest.mark.parametrize("limits", [Limits(seconds=0.001, memory_mib=256), Limits(seconds=2.0, memory_mib=8)], ids=["time", "memory"])
+def test_limits_without_room_for_the_interpreter_are_refused(limits):
+    """Every program would fail, and every response score 0."""
+    with pytest.raises(ValueError, match=r"scorer tests: expected Python to start within .*; raise seconds or memory_mib"):
+        check_sandbox("scorer tests", limits)
 
 
 def verdict(program: bytes, machine: int, number: int, argument: int = 0) -> int:
