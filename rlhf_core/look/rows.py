@@ -71,7 +71,8 @@ class UseCounts:
 
     def add(self, rows: list[dict], tokenizer: PreTrainedTokenizerBase) -> None:
         """Count one row."""
-        from rlhf_core.data.validation.measures import TEXT_COLUMNS, measure
+        from rlhf_core.data.validation.measures import measure
+        from rlhf_core.data.validation.texts import TEXT_COLUMNS
 
         frame = measure(self.use, [{"id": "", "source": "", "split": "", **row} for row in rows], tokenizer)
         self.rows += len(frame)
@@ -100,7 +101,7 @@ class UseCounts:
         """Count the lengths of a pair. The shorter response follows the same prompt as the longer one, so its sequence is shorter by the
         difference.
         """
-        from rlhf_core.data.validation.measures import TEXT_COLUMNS
+        from rlhf_core.data.validation.texts import TEXT_COLUMNS
 
         longest = frame["tokens"].dropna()
         self.lengths.update(map(int, longest))
@@ -113,7 +114,7 @@ class UseCounts:
         self.tokens += float((longest * number).sum() - shorter.sum().sum())
 
     def _add_templates(self, frame: pd.DataFrame) -> None:
-        from rlhf_core.data.validation.measures import TEXT_COLUMNS
+        from rlhf_core.data.validation.texts import TEXT_COLUMNS
         from rlhf_core.data.values import ROLE_ORDER
 
         self.found["roles out of order"] += int((~frame["roles"].str.match(ROLE_ORDER).eq(True)).sum())

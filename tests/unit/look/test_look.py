@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from measured_rows import measured
 
 from rlhf_core.config import parse_params, parse_yaml, read_yaml
 from rlhf_core.data.schema import SCHEMAS, read_rows
@@ -299,7 +300,7 @@ def test_objections_are_those_of_validate_data(tmp_path):
     data = params.data.model_copy(update={"sources": [found.tried.source]})
     mixed = mix(data, tmp_path / "prepared", scratch=tmp_path / "scratch", seed=0)
     tables = {use: open_rows(tmp_path / "prepared" / f"{use}.parquet") for use in mixed.uses}
-    findings = validate(tables, tokenizer, params.validation, max_length=params.model.max_length)
+    findings = validate(tables, measured(tables, tokenizer), params.validation, max_length=params.model.max_length)
     unexpected = {(f.use, f.name): f.unexpected for f in findings}
     objections = {use: counts.objections(params.model.max_length) for use, counts in found.counts.items()}
     names = {"identical": "identical_pairs", "contradictory": "contradictory_pairs", "duplicate": "duplicate_pairs", "too_long": "too_long"}
