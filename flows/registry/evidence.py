@@ -163,7 +163,7 @@ def decision_of_round(number: int, verdict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_path(root: Path, version: Version, pipeline: dict[str, Any]) -> dict[str, Any] | None:
-    """Check that the model is the artifact of the commit's dvc.yaml or the policy of an accepted round. Returns the decision about it."""
+    """Check that the model is the artifact of the commit's dvc.yaml or an accepted round's policy, and return the decision about it."""
     path = version.lineage["path"]
     artifacts = pipeline.get("artifacts")
     artifact = artifacts.get(version.artifact) if isinstance(artifacts, dict) else None

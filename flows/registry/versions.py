@@ -120,7 +120,7 @@ def _check_nothing_to_do(workspace: Path, stage: str) -> None:
     """Check with DVC that params, code and data match dvc.lock.
 
     Raises:
-        ConfigError: they don't; names the outdated stages.
+        ConfigError: something doesn't match; names the outdated stages.
     """
     command = module_command("dvc", "status", "--json", "--with-deps", stage)
     done = run_within(STATUS_DEADLINE, command, workspace, dvc_environment(workspace))

@@ -64,7 +64,8 @@ class ScorerConfig(Section):
                 yield f"pattern: expected a regular expression, got {self.pattern!r} ({error}); correct it"
 
 
-def _name_conflicts(scorers: list[ScorerConfig]) -> Iterator[str]:
+def name_conflicts(scorers: list[ScorerConfig]) -> Iterator[str]:
+    """The conflicts of a list of scorers, of which each needs a name of its own."""
     names = [s.name for s in scorers]
     if len(set(names)) < len(names):
         yield f"scorers: expected different names, got {names}; rename one"
@@ -80,7 +81,7 @@ def weight_conflicts(scorers: list[ScorerConfig]) -> Iterator[str]:
 
 def raw_scorer_conflicts(scorers: list[ScorerConfig]) -> Iterator[str]:
     """Conflicts of a list of scorers whose weighted sum only ranks responses."""
-    yield from _name_conflicts(scorers)
+    yield from name_conflicts(scorers)
     yield from weight_conflicts(scorers)
     if normalized := [s.name for s in scorers if s.normalization != "none"]:
         yield f"scorers: expected normalization none, got another one for {normalized}; the scores are only compared here"
@@ -94,9 +95,9 @@ class OverlongConfig(Section):
 
 
 class ScoreConfig(Section):
-    """The reward of RL; evaluate uses the scorers too.
+    """The reward of RL.
 
-    scorers: RL needs one with a weight; without any, evaluate scores nothing.
+    scorers: RL needs one with a weight. By default the evaluation has the same; without any it scores nothing.
     """
 
     scorers: list[ScorerConfig]
@@ -113,4 +114,4 @@ class ScoreConfig(Section):
         return [s for s in self.scorers if s.weight and s.is_own_reward_model]
 
     def conflicts(self) -> Iterator[str]:
-        yield from _name_conflicts(self.scorers)
+        yield from name_conflicts(self.scorers)

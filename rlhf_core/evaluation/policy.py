@@ -59,7 +59,7 @@ def answer_prompts(
 ) -> Answers:
     """Answers of every model in every mode, scored and judged.
 
-    Responses end where rollouts end: at an end token or a string of rl.rollout.stop.
+    Answers end at an end token or a string of `Params.evaluation_stop`.
 
     Args:
         rows: of the use prompt, held out.
@@ -74,16 +74,16 @@ def answer_prompts(
     samples = sample_answers(
         models,
         config,
-        backend=params.rl.rollout.backend,
+        backend=params.evaluation_backend,
         model=params.model,
         max_concurrent_sequences=MAX_CONCURRENT_SEQUENCES,
         threads=params.cluster.threads,
         seed=params.seed,
         seeds=request_seeds(params.seed, 0, len(prompts["sft"])),
-        stop=tuple(params.rl.rollout.stop),
+        stop=tuple(params.evaluation_stop),
         ranks_per_model=params.cluster.inference_ranks_per_model,
     )
-    scorers = LocalScorers(params.evaluation_scorers, reward_model=reward_model, source_judges=source_judges, model=params.model)
+    scorers = LocalScorers(params.evaluation_scorers[1], reward_model=reward_model, source_judges=source_judges, model=params.model)
     return score_answers(models, samples, scorers, source_judges)
 
 

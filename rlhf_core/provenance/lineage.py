@@ -64,10 +64,8 @@ def named_inputs(inputs: Tree) -> Iterator[tuple[str, str, str]]:
 
     inputs: result of `external_inputs`.
     """
-    for entries in inputs.values():
-        for key, entry in entries.items():
-            if entry is not None:
-                yield key, entry.get("path") or entry.get("name") or "", entry.get("sha256") or entry.get("commit") or ""
+    for key, entry in {key: entry for entries in inputs.values() for key, entry in entries.items() if entry is not None}.items():
+        yield key, entry.get("path") or entry.get("name") or "", entry.get("sha256") or entry.get("commit") or ""
 
 
 def _policies_before(stage: Tree) -> dict[str, str]:
@@ -146,7 +144,9 @@ def trained_from(lineage: Tree) -> dict[str, str]:
 def evaluated_by_reward_model(lineage: Tree) -> bool:
     """Whether the chain's own reward model scored the policy's evaluation, by its params."""
     params = lineage["params"]
-    return _section(params, "reward").get("enabled") is True and _has_own_reward_model(_section(_section(params, "rl"), "reward"))
+    own = _section(params, "evaluation")
+    scored_by = _section(_section(params, "rl"), "reward") if own.get("scorers") is None else own
+    return _section(params, "reward").get("enabled") is True and _has_own_reward_model(scored_by)
 
 
 def _method_uses_reward_model(params: Tree) -> bool:

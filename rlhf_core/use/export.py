@@ -131,7 +131,8 @@ def _of_this_model(stages: dict[str, Any], path: str, md5: str, metrics: str, re
 def _scorers(stages: dict[str, Any]) -> dict[str, float]:
     """Name and weight from dvc.lock of each scorer of the evaluation's score; the chain's own reward model is called OWN."""
     params = stages.get("evaluate", {}).get("params", {}).get("params.yaml", {})
-    scorers = params.get("rl.reward.scorers") or []
+    own_list = params.get("evaluation", {}).get("scorers")
+    scorers = (params.get("rl.reward.scorers") if own_list is None else own_list) or []
     own = {s["name"] for s in scorers if s["kind"] == "reward_model" and not s.get("path")}
     used = [s for s in scorers if s.get("weight", 1.0) and (params.get("reward.enabled", True) or s["name"] not in own)]
     return {OWN if s["name"] in own else f"{s['name']} ({s['kind']})": s.get("weight", 1.0) for s in used}

@@ -125,7 +125,7 @@ def read_cases(label: str) -> tuple[Dialogue, ...] | Asserts:
     return _asserts(content)
 
 
-def check_labels(name: str, labels: Iterable[str | None]) -> None:
+def check_tests(name: str, labels: Iterable[str | None]) -> None:
     """Read the labels of a scorer's prompts, and log how many have no tests.
 
     Raises:

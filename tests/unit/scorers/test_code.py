@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hostile_programs import workers
 
 from rlhf_core.config import ScorerConfig
-from rlhf_core.scorers.code.cases import Opaque, check_labels, decoded, read_cases
+from rlhf_core.scorers.code.cases import Opaque, check_tests, decoded, read_cases
 from rlhf_core.scorers.code.driver import encoded
 from rlhf_core.scorers.code.scorer import program_of
 from rlhf_core.scorers.text import ScoreItem, TextScorers
@@ -271,7 +271,7 @@ def test_what_is_no_data_is_only_true_or_false():
 
 def test_prompts_without_any_tests_are_refused_and_some_are_counted(caplog):
     with pytest.raises(ValueError, match=r"scorer tests: expected prompts with tests as labels, got none of 2 \(no label\); map `label`"):
-        check_labels("tests", [None, "4"])
+        check_tests("tests", [None, "4"])
     with caplog.at_level(logging.WARNING, logger="rlhf"):
-        check_labels("tests", [SQUARES, "4", DOUBLES])
+        check_tests("tests", [SQUARES, "4", DOUBLES])
     assert "1 of 3 prompts have no tests" in caplog.text
