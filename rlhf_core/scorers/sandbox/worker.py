@@ -193,7 +193,7 @@ class Worker:
         poll = select.poll()
         poll.register(watched, select.POLLIN)
         poll.register(self._connection.fileno(), select.POLLIN)
-        start, elapsed, left, ready = time.monotonic(), 0.0, job.wall, []
+        start, elapsed, left, ready = time.monotonic(), 0.0, min(job.wall, job.seconds), []
         while left > 0 and elapsed < job.most and not ready:
             ready = [descriptor for descriptor, _ in poll.poll(math.ceil(1000 * min(left, job.most - elapsed, POLL)))]
             elapsed = time.monotonic() - start
