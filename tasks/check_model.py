@@ -1,7 +1,7 @@
 """Stage check_model: train and sample from a small copy of the configured model before the real training.
 
-The stage also loads scorer functions, tries the sandbox of programs, checks that there are labels for the evaluation's scorers, and checks
-what is known of the RL job: its number of steps, GPUs, the engines' division, and how weights travel.
+The stage also loads scorer functions, tries services that score and the sandbox of programs, checks that there are labels for the
+evaluation's scorers, and checks what is known of the RL job: its number of steps, GPUs, the engines' division, and how weights travel.
 
 A model with wrong computations is refused within seconds, before SFT, reward model and gate. Numerical differences vary between machines
 and are in reports/check_model.json, outside DVC; verdicts are in metrics/check_model.json. train_sft depends on
@@ -30,7 +30,7 @@ def main() -> None:
         from rlhf_core.model_check.check import check_rl_job, check_turns, message, run_trials, scorers, title, verdict
         from rlhf_core.sampling.prompts import with_steps
         from rlhf_core.scorers.code.cases import check_tests
-        from rlhf_core.scorers.needs import check_labels
+        from rlhf_core.scorers.needs import check_labels, try_services
         from rlhf_core.scorers.text import TextScorers
 
         params = stage.params
@@ -40,6 +40,7 @@ def main() -> None:
             if scorer.kind == "code":
                 check_tests(scorer.name, (row["label"] for row in read_rows(PREPARED, "prompt", "train")))
         check_labels(params.evaluation_scorers[1], partial(has_labels, "test"))
+        services = try_services(scorers(params))
         is_rl, gpus = params.alignment.method == "rl", torch.cuda.device_count()
         if is_rl:
             check_rl_job(params, gpus)
@@ -48,7 +49,8 @@ def main() -> None:
         name, findings = run_trials(params, TOKENIZER, stage.scratch / "trial")
         shutil.rmtree(stage.scratch / "trial", ignore_errors=True)
         write_json(CHECK_MODEL_FIGURES, {"model": name, "findings": [asdict(finding) for finding in findings]})
-        write_json(STAGE_METRICS["check_model"], {"model": name, "checks": {f.column: verdict(f) for f in findings}})
+        told = {"services": services} if services else {}
+        write_json(STAGE_METRICS["check_model"], {"model": name, "checks": {f.column: verdict(f) for f in findings}, **told})
         for finding in findings:
             difference = "" if finding.difference is None else f", {finding.difference:.1g} apart at most"
             log.info("%s: %s%s", title(finding), verdict(finding), difference)

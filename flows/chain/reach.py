@@ -32,7 +32,7 @@ def check_cluster(root: Path, params: Params, stages: Iterable[str]) -> None:
     if stage is None:
         return
     cluster, environment = params.cluster, dvc_environment(root)
-    keep_visible(of_stage(params, stage, environment), named=params.flow.environment, environment=environment)
+    keep_visible(of_stage(params, stage, environment), named=params.environment, environment=environment)
     command = [sys.executable, "-m", "rlhf_core.stage.reach", *filter(None, (cluster.address, cluster.storage))]
     done = run_within(DEADLINE, command, root, environment)
     said = shown((done.stderr.strip().splitlines() or ["cluster: expected to be checked, got no output"])[-1], 2000)

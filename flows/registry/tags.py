@@ -187,6 +187,7 @@ _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 class _Input(_Form):
     path: str | None = None
     name: str | None = None
+    address: str | None = None
     sha256: str | None = None
     commit: str | None = None
 

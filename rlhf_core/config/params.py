@@ -110,6 +110,13 @@ class Params(Section):
         """The scorers of the evaluation and of the method, by their key."""
         return dict(filter(None, [self.evaluation_scorers, self.method_scorers]))
 
+    @property
+    def environment(self) -> list[str]:
+        """Further environment variables that stages see: those of flow.environment, and those that hold keys of scorers in use."""
+        lists = [*self.scorers_in_use.values(), self.iterative.scorers]
+        keys = [scorer.api_key_env for scorers in lists for scorer in scorers if scorer.api_key_env]
+        return list(dict.fromkeys([*self.flow.environment, *keys]))
+
     def conflicts(self) -> Iterator[str]:
         """Values of different sections that don't fit together; `conflicts` below leaves out sections that aren't read."""
         yield from self._length_conflicts()

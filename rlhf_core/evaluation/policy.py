@@ -23,6 +23,7 @@ from rlhf_core.evaluation.answers import (
 from rlhf_core.evaluation.figures import by_prompt, differences, summarize, win_rate
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.sampling.scoring import LocalScorers
+from rlhf_core.scorers.needs import try_services
 
 if TYPE_CHECKING:
     from rlhf_core.stage.training import TrainRun
@@ -65,7 +66,10 @@ def answer_prompts(
         rows: of the use prompt, held out.
         folders: model's name -> its folder, for "sft" and "policy".
         gate_texts: canonical texts of the gate's conversations.
+    Raises:
+        ValueError: a service that scores doesn't answer as it should.
     """
+    try_services(params.evaluation_scorers[1])
     config = params.evaluation
     tokenizers = {name: load_tokenizer(str(folder), trust_remote_code=params.model.trust_remote_code) for name, folder in folders.items()}
     longest = params.model.max_length - config.max_new_tokens

@@ -201,7 +201,7 @@ def backends(params: Params) -> dict[str, RolloutBackend]:
 def scorers(params: Params) -> list[ScorerConfig]:
     """Scorers of the method and the evaluation; those that differ in their weight or normalisation alone once."""
     used = [scorer for scorers in params.scorers_in_use.values() for scorer in scorers]
-    return list({(s.name, s.kind, s.path, s.label): s for s in used}.values())
+    return list({(s.name, s.kind, s.path, s.label, s.url): s for s in used}.values())
 
 
 def title(finding: Finding) -> str:

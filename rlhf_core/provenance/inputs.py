@@ -111,11 +111,12 @@ def _template(params: Params, workspace: Path, hashes: FileHashes) -> Tree:
 
 
 def _scorers(lists: Mapping[str, list[ScorerConfig]], workspace: Path, hashes: FileHashes) -> Tree:
-    """Functions and external reward models of lists of scorers, with their keys."""
+    """Functions, external reward models and services of lists of scorers, with their keys. Of a service only the address is known."""
     scorers = _with_keys(lists)
+    services = {f"{key}.{s.name}": {"address": s.url} for key, s in scorers if s.kind == "http"}
     functions = ((f"{key}.{s.name}", s.path) for key, s in scorers if s.kind == "function")
     models = {f"{key}.{s.name}": _local(s.path, workspace, hashes) for key, s in scorers if is_ready_made(s)}
-    return _functions(functions, workspace, hashes) | models
+    return _functions(functions, workspace, hashes) | models | services
 
 
 def _with_keys(lists: Mapping[str, list[ScorerConfig]]) -> list[tuple[str, ScorerConfig]]:
@@ -223,12 +224,17 @@ def _differences(before: Tree, now: Tree, hashes: FileHashes) -> Iterator[str]:
     """Changes of inputs with the same name and path in both; a changed path is a change of params, which DVC reports."""
     for key, new in now.items():
         old = before.get(key)
-        if not old or not new or old == new or old.get("path", old.get("name")) != new.get("path", new.get("name")):
+        if not old or not new or old == new or _place(old) != _place(new):
             continue
         if "name" in new:
             yield f"{key}: {new['name']} was at commit {old.get('commit')}, is at {new['commit']}"
             continue
         yield from (f"{key}: {line}" for line in _changed_files(old, new, hashes))
+
+
+def _place(entry: Tree) -> str | None:
+    """Path, name on the hub or address of an input."""
+    return next((entry[key] for key in ("path", "name", "address") if key in entry), None)
 
 
 def _changed_files(old: Tree, new: Tree, hashes: FileHashes) -> Iterator[str]:
@@ -358,10 +364,11 @@ def _model_problem(path: str | None, workspace: Path, *, key: str, revision: str
 
 
 def summary(inputs: Tree) -> str:
-    """Numbers of files, bytes and hub commits as text."""
+    """Numbers of files, bytes, hub commits and services as text."""
     entries = {key: entry for section in inputs.values() for key, entry in section.items() if entry}.values()
     files = [entry for entry in entries if "size" in entry]
     count, size = sum(entry.get("files", 1) for entry in files), sum(entry["size"] for entry in files)
-    commits = len(entries) - len(files)
+    commits, services = (sum(key in entry for entry in entries) for key in ("commit", "address"))
     counts = [f"{number_of(count, 'file')}, {size / 1e6:.1f} MB"] * bool(files) + [number_of(commits, "hub commit")] * bool(commits)
+    counts += [f"{number_of(services, 'service')} without a hash"] * bool(services)
     return ", ".join(counts) or "none outside the project"

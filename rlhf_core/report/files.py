@@ -90,7 +90,7 @@ def read_outs(lock: Path, stages: Iterable[str]) -> dict[str, str]:
 
 
 def read_external(lock: Path, stages: Iterable[str]) -> list[tuple[str, str, str]]:
-    """Each external input of these stages in dvc.lock: its key in params, path or name, and sha256 or commit."""
+    """Each external input of these stages in dvc.lock: its key in params, path, name or address, and sha256 or commit."""
     locked = read_yaml(lock)["stages"] if lock.is_file() else {}
     return list(named_inputs(external_inputs({"stages": locked}, [stage for stage in stages if stage in locked])))
 

@@ -49,6 +49,7 @@ class ScoreItem:
     prompt: text of the last user message. messages: the whole conversation before the response.
     label: the expected answer of a verifiable task, or None.
     metadata: id and source of the prompt; finished (False: truncated at the length limit); response_length in tokens.
+    rendered: the prompt, and the prompt with the response, as the policy's template renders them; None where no scorer reads it.
     """
 
     prompt: str
@@ -56,11 +57,14 @@ class ScoreItem:
     response: str
     label: str | None
     metadata: dict[str, Any]
+    rendered: tuple[str, str] | None = None
 
 
-def score_item(prompt: Prompt, response: str, *, finished: bool, response_length: int) -> ScoreItem:
+def score_item(
+    prompt: Prompt, response: str, *, finished: bool, response_length: int, rendered: tuple[str, str] | None = None
+) -> ScoreItem:
     metadata = {"id": prompt.id, "source": prompt.source, "finished": finished, "response_length": response_length}
-    return ScoreItem(prompt.messages[-1]["content"], prompt.messages, response, prompt.label, metadata)
+    return ScoreItem(prompt.messages[-1]["content"], prompt.messages, response, prompt.label, metadata, rendered)
 
 
 ScoreOne = Callable[[ScoreItem], float]
@@ -75,7 +79,7 @@ class TextScorers:
         source_judges: each data source's judge by the source's name.
         in_time: a call must end within the scorer's timeout, after which its caller gives it up.
     Raises:
-        ValueError: a user's function can't be loaded, or the sandbox for programs doesn't work here.
+        ValueError: a user's function can't be loaded, a service's key can't be read, or the sandbox for programs doesn't work here.
     """
 
     def __init__(self, rank: int, configs: list[ScorerConfig], source_judges: dict[str, str], *, in_time: bool = False):
@@ -92,6 +96,10 @@ def _scorer(config: ScorerConfig, source_judges: dict[str, str], *, in_time: boo
         return CodeScorer(config, report, config.timeout if in_time else None)
     if config.kind == "function":
         return _user_function(load_function(config.path, FUNCTION_ARGUMENTS, what="scorer function"), report)
+    if config.kind == "http":
+        from rlhf_core.scorers.http import HttpScorer  # imports aiohttp
+
+        return HttpScorer(config, report)
     if config.kind == "judge":
         return _for_all(partial(judge, source_judges=source_judges), report)
     return _for_all(partial(SCORERS[config.kind], config=config), report)
@@ -238,7 +246,7 @@ def final_number(text: str) -> Decimal | None:
     return Decimal(("-" if negative else "") + match["digits"].replace(",", "") + (match["exponent"] or ""))
 
 
-# Kind of scorer -> its function. reward_model, function, judge and code are the other kinds.
+# Kind of scorer -> its function. reward_model, function, judge, code and http are the other kinds.
 SCORERS: dict[str, Callable[[ScoreItem, ScorerConfig], float]] = {
     "exact_match": exact_match,
     "number": number,

@@ -36,7 +36,7 @@ def main() -> int:
     job.work.mkdir(parents=True, exist_ok=True)
     forget_refusal(job.work)
     name_stage(job.stage)
-    keep_visible(job.visible, named=job.params.flow.environment)
+    keep_visible(job.visible, named=job.params.environment)
     try:
         with beat(pulse_file(job.work)), _silent_if_abandoned(), _joined(job, stop) as gpus:
             return named_object(job.launch)(job, gpus, stop)

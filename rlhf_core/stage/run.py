@@ -215,9 +215,9 @@ class Stage:
 
     def _hide_secrets(self) -> None:
         """Remove environment variables that the stage may not see: the shell that starts DVC may hold secrets."""
-        wanted = self.params.flow.environment
+        wanted = self.params.environment
         if missing := [name for name in wanted if name not in os.environ]:
-            log.warning("flow.environment: expected %s to be set, got no such environment variable", ", ".join(missing))
+            log.warning("environment: expected %s to be set, got no such environment variable", ", ".join(missing))
         keep_visible(of_stage(self.params, self.name, os.environ), named=wanted)
 
     def _check_memory(self) -> None:

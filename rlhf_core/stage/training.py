@@ -196,7 +196,7 @@ def run_rank(job: Job, stop_requested: Callable[[], bool]) -> bool:
 
     enter(job.root)
     configure_process()
-    keep_visible(job.visible, named=job.params.flow.environment)
+    keep_visible(job.visible, named=job.params.environment)
     torch.set_num_threads(job.threads_of_rank)
     share_sequences(job.sequence_parallel)
     stored = job_storage() if is_first() else None

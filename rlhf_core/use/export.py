@@ -112,9 +112,8 @@ def _external_inputs(stages: dict[str, Any], path: str) -> Iterator[str]:
     """Hashes from dvc.lock of the external sources and models that led to the model."""
     lock = {"stages": stages}
     if rows := list(named_inputs(external_inputs(lock, history(lock, path)))):
-        yield "## Sources and base model\n\nFiles and folders by sha256, data sets and models of the hub by commit.\n\n" + table(
-            ("key", "path or name", "sha256 or commit"), rows
-        )
+        by = "Files and folders by sha256, data sets and models of the hub by commit, services by address."
+        yield f"## Sources and base model\n\n{by}\n\n" + table(("key", "path, name or address", "sha256 or commit"), rows)
 
 
 def _of_this_model(stages: dict[str, Any], path: str, md5: str, metrics: str, read: READ) -> dict[str, Any] | None:

@@ -66,6 +66,19 @@ def test_lineage_of_a_reward_model_and_of_a_policy():
     assert policy["parents"] == {"models/sft": "s.dir", "models/reward": "r.dir"} and "train_policy" in policy["stages"]
 
 
+def test_the_lineage_of_a_policy_says_what_a_service_said_of_itself():
+    given = {"commit": "c", "run": "run/a", "params": {}, "lock": LOCK, "gate": None, "decided": None}
+    services = {"judge": {"url": "http://judge/", "name": "judge", "version": "7"}}
+    assert lineage("models/policy", **given, check={"services": services})["services"] == services
+    for path, check in (
+        ("models/policy", None),
+        ("models/policy", {"checks": {}}),
+        ("models/policy", []),
+        ("models/reward", {"services": services}),
+    ):
+        assert "services" not in lineage(path, **given, check=check)
+
+
 @pytest.mark.parametrize(
     ("used", "params"),
     [
