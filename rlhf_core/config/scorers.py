@@ -12,13 +12,14 @@ from pydantic import Field
 from rlhf_core.config.base import Fraction, Section
 
 RESERVED_NAMES = ("score", "mean", "std")  # score_<name> and eval_<name> are columns of the curves
-LABEL_SCORERS = ("exact_match", "number", "math")  # kinds that compare the response with the prompt's label
+LABEL_SCORERS = ("exact_match", "number", "math", "code")  # kinds that compare the response with the prompt's label
 # Kind of scorer -> the fields that only some kinds have, and whether that kind requires them. Other kinds have none of these fields.
 KIND_FIELDS: dict[str, dict[str, bool]] = {
     "reward_model": {"path": False, "label": False},
     "function": {"path": True},
     "regex": {"pattern": True},
     "length": {"target_length": True},
+    "code": {"seconds": False, "memory_mib": False, "reward": False},
     "http": {
         "url": True,
         **dict.fromkeys(("dialect", "batch_size", "concurrency", "retries", "request_timeout", "api_key_env", "api_key_file"), False),
@@ -31,7 +32,7 @@ class ScorerConfig(Section):
     """One component of the reward; with weight 0 it is measured, not rewarded."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_]+$")
-    kind: Literal["reward_model", "function", "exact_match", "number", "math", "regex", "length", "judge", "http", "environment"]
+    kind: Literal["reward_model", "function", "exact_match", "number", "math", "regex", "length", "judge", "code", "http", "environment"]
     weight: float = 1.0
     normalization: Literal["initial", "running", "none"] = "none"
     path: str | None = None  # reward_model: a folder, null takes the chain's own; function: file.py:name or package.module:name
@@ -40,6 +41,9 @@ class ScorerConfig(Section):
     label: int | str | None = None  # reward_model: number or name of the label whose score counts, for a classifier with several
     pattern: str | None = None  # regex: 1 where it is found in the response, else 0
     target_length: int | None = Field(default=None, gt=0)  # length: tokens
+    seconds: float | None = Field(default=None, gt=0)  # code: of computing, for a program with one input or all its asserts; null: 2
+    memory_mib: int | None = Field(default=None, ge=1)  # code: address space of a program; null: 256
+    reward: Literal["fraction", "all"] | None = None  # code: share of the tests passed, or 1 for all of them, else 0; null: fraction
     timeout: float = Field(default=60.0, gt=0)  # seconds for a step's responses
     url: str | None = None  # http: the service's address; the fields below are of the same kind
     dialect: Literal["items", "openrlhf"] = "items"

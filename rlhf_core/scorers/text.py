@@ -21,6 +21,7 @@ from rlhf_core.data.functions import load_function
 from rlhf_core.data.judge import judgement
 from rlhf_core.data.schema import Message
 from rlhf_core.environment import hint
+from rlhf_core.scorers.code.scorer import CodeScorer
 from rlhf_core.scorers.math_answers import MathComparer
 from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.types import Dialogue, Prompt
@@ -85,20 +86,23 @@ class TextScorers:
     Args:
         rank: unused; every actor of a group gets one.
         source_judges: each data source's judge by the source's name.
+        in_time: a call must end within the scorer's timeout, after which its caller gives it up.
     Raises:
-        ValueError: a user's function can't be loaded, or a service's key can't be read.
+        ValueError: a user's function can't be loaded, a service's key can't be read, or the sandbox for programs doesn't work here.
     """
 
-    def __init__(self, rank: int, configs: list[ScorerConfig], source_judges: dict[str, str]):
-        self._scorers = {c.name: _scorer(c, source_judges) for c in configs if c.kind != "reward_model"}
+    def __init__(self, rank: int, configs: list[ScorerConfig], source_judges: dict[str, str], *, in_time: bool = False):
+        self._scorers = {c.name: _scorer(c, source_judges, in_time=in_time) for c in configs if c.kind != "reward_model"}
 
     def score_items(self, name: str, items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:
         """Return one score per item, and the scorer's further metrics. NaN: not scored, for a reason that is logged."""
         return self._scorers[name](items)
 
 
-def _scorer(config: ScorerConfig, source_judges: dict[str, str]) -> ScoreAll:
+def _scorer(config: ScorerConfig, source_judges: dict[str, str], *, in_time: bool) -> ScoreAll:
     report = Reasons(config.name)
+    if config.kind == "code":
+        return CodeScorer(config, report, config.timeout if in_time else None)
     if config.kind == "function":
         return _user_function(load_function(config.path, FUNCTION_ARGUMENTS, what="scorer function"), report)
     if config.kind == "http":
@@ -259,7 +263,7 @@ def final_number(text: str) -> Decimal | None:
     return Decimal(("-" if negative else "") + match["digits"].replace(",", "") + (match["exponent"] or ""))
 
 
-# Kind of scorer -> its function. reward_model, function, judge and http are the other kinds.
+# Kind of scorer -> its function. reward_model, function, judge, code and http are the other kinds.
 SCORERS: dict[str, Callable[[ScoreItem, ScorerConfig], float]] = {
     "exact_match": exact_match,
     "number": number,

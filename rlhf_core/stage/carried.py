@@ -115,6 +115,7 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("rl.reward.scorers.*.weight", "rl.reward.scorers.*.name"): _SCORES,  # `_lacking` refuses other normalised scorers
     ("rl.reward.scorers.*.kind", "rl.reward.scorers.*.path", "rl.reward.scorers.*.members", "rl.reward.scorers.*.std_coef"): _SCORER,
     ("rl.reward.scorers.*.label", "rl.reward.scorers.*.pattern", "rl.reward.scorers.*.target_length"): _SCORER,
+    ("rl.reward.scorers.*.seconds", "rl.reward.scorers.*.memory_mib", "rl.reward.scorers.*.reward"): _SCORER,
     ("rl.reward.scorers.*.url", "rl.reward.scorers.*.dialect"): _SCORER,
     ("rl.reward.scorers.*.batch_size", "rl.reward.scorers.*.concurrency", "rl.reward.scorers.*.retries"): {},
     ("rl.reward.scorers.*.request_timeout", "rl.reward.scorers.*.api_key_env", "rl.reward.scorers.*.api_key_file"): {},

@@ -45,7 +45,7 @@ class ActorScorers(Scorers):
                 cpus=0,
                 threads=1,
                 start_deadline=job.rl.deadlines.start,
-                kwargs={"configs": by_text, "source_judges": job.source_judges},
+                kwargs={"configs": by_text, "source_judges": job.source_judges, "in_time": True},
             )
             self._text_scorers.wait_ready()
 

@@ -180,13 +180,15 @@ def test_every_kind_of_scorer_is_accepted_with_what_it_needs():
         *(scorer(kind) for kind in ("exact_match", "number", "math", "judge")),
         scorer("regex", pattern="a+"),
         scorer("length", target_length=5, weight=-0.1),
+        scorer("code", seconds=0.5, memory_mib=128, reward="all"),
     ]
-    assert len(parse_params(changed("rl.reward.scorers", scorers)).rl.reward.scorers) == 8
+    assert len(parse_params(changed("rl.reward.scorers", scorers)).rl.reward.scorers) == 9
 
 
 @pytest.mark.parametrize("kind", get_args(ScorerConfig.model_fields["kind"].annotation))
 def test_every_kind_of_scorer_requires_its_own_fields_and_refuses_the_others(kind):
     values = {"path": "file.py:name", "label": 1, "pattern": "a+", "target_length": 5}
+    values |= {"seconds": 0.5, "memory_mib": 128, "reward": "all"}
     values |= {"url": "http://judge:80/", "dialect": "openrlhf", "batch_size": 2, "concurrency": 2, "retries": 0, "request_timeout": 9.0}
     values |= {"api_key_env": "KEY", "api_key_file": "/run/key"}
     assert set(values) == {field for known in KIND_FIELDS.values() for field in known}
