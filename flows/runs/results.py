@@ -1,4 +1,4 @@
-"""Results of a run, read from its folder or from a commit, for comparisons and for a report's baselines."""
+"""Reads the results of a run from its folder or from a commit, for comparisons and for a report's baselines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from rlhf_core.paths import (
 )
 from rlhf_core.process import without_git_places
 from rlhf_core.provenance.dvc_cache import cache_folder
-from rlhf_core.report.differences import Results
+from rlhf_core.report.differences import Results, changed_keys
 from rlhf_core.report.inputs import Side, read_times
 from rlhf_core.rounds.pins import read_round_stages, read_rounds
 
@@ -39,7 +39,7 @@ Read = Callable[[str], bytes | None]  # a path inside the run -> its content; No
 
 
 def read_side(root: Path, name: str) -> Side:
-    """A run by its name in runs/, by a folder, or by a branch, tag or commit.
+    """Return a run by its name in runs/, by a folder, or by a branch, tag or commit.
 
     Raises:
         ConfigError: there is no such run, or it has no results.
@@ -74,7 +74,7 @@ def _side(name: str, read: Read, samples: bytes | None, *, times: dict) -> Side:
 
 
 def read_results(name: str, read: Read) -> Results:
-    """Params, hashes of outs and metrics of a run.
+    """Return params, hashes of outs and metrics of a run.
 
     Raises:
         ConfigError: there is no params.yaml, or no stage has written metrics.
@@ -89,17 +89,23 @@ def read_results(name: str, read: Read) -> Results:
     outs = {out["path"]: out["md5"] for stage in stages.values() for out in stage.get("outs", [])}
     kept = {path: md5 for path, md5 in outs.items() if path.startswith(TRACKED)}
     prompts = read(str(EVALUATION_PROMPTS)) if "evaluate" in metrics else None
-    return Results(
-        name,
-        with_usual_rates(read_yaml_text(params.decode(), f"params.yaml of {name}")),
-        kept,
-        metrics,
-        None if prompts is None else prompts.decode(),
-    )
+    written = read_yaml_text(params.decode(), f"params.yaml of {name}")
+    stale = {stage: keys for stage in metrics if (keys := _unlike_lock(stages.get(stage, {}), written))}
+    return Results(name, with_usual_rates(written), kept, metrics, None if prompts is None else prompts.decode(), stale)
+
+
+def _unlike_lock(entry: dict[str, Any], params: dict[str, Any]) -> tuple[str, ...]:
+    """Keys of params.yaml that don't have the values with which dvc.lock says that a stage ran."""
+    locked = (entry.get("params") or {}).get("params.yaml") or {}
+    return tuple(key for key, *_ in changed_keys(locked, {key: _value(params, key) for key in locked}))
+
+
+def _value(params: dict[str, Any], key: str) -> Any:
+    return reduce(lambda node, part: node.get(part) if isinstance(node, dict) else None, key.split("."), params)
 
 
 def result_paths(workspace: Path) -> list[str]:
-    """Paths that a run commits: params, locks, and outs that DVC's cache doesn't keep. Other files are the user's."""
+    """Return paths that a run commits: params, locks, and outs that DVC's cache doesn't keep. Other files are the user's."""
     stages = [*read_stages(workspace).values()]
     found = ["params.yaml", "dvc.lock", "baselines.json"]
     if rounds := read_rounds(workspace) if (workspace / ROUNDS_FILE).is_file() else {}:
@@ -114,13 +120,13 @@ def result_paths(workspace: Path) -> list[str]:
 
 
 def input_paths(workspace: Path) -> list[str]:
-    """Paths inside the workspace that stages depend on."""
+    """Return paths inside the workspace on which stages depend."""
     stages = read_stages(workspace).values()
     return sorted({path for stage in stages for path in stage.get("deps") or [] if isinstance(path, str) and not Path(path).is_absolute()})
 
 
 def find_commit(root: Path, name: str) -> str | None:
-    """The commit of a run's branch, or of any other revision."""
+    """Return the commit of a run's branch, or of any other revision; None if there is none."""
     for revision in (f"refs/heads/run/{name}", name):
         done = _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
         if done.returncode == 0:
@@ -139,7 +145,7 @@ def show(root: Path, commit: str, path: str) -> bytes | None:
 
 
 def _from_cache(root: Path, read: Read) -> bytes | None:
-    """The evaluation's samples from DVC's cache, since git doesn't have them; None: not in the cache."""
+    """Return the evaluation's samples from DVC's cache, since git doesn't have them; None if the cache lacks them."""
     lock: Any = read("dvc.lock")
     stages = {} if lock is None else read_yaml_text(lock.decode(), "dvc.lock")["stages"]
     md5 = next((out["md5"] for out in stages.get("evaluate", {}).get("outs", []) if out["path"] == str(EVALUATION_SAMPLES)), None)

@@ -24,8 +24,8 @@ from rlhf_core.evaluation.answers import (
 )
 from rlhf_core.evaluation.figures import Answer, by_prompt, differences, summarize, turns_before, win_rate
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.progress import Bar
 from rlhf_core.sampling.scoring import LocalScorers
+from rlhf_core.scorers.needs import try_services
 
 if TYPE_CHECKING:
     from rlhf_core.stage.training import TrainRun
@@ -62,13 +62,16 @@ def answer_prompts(
 ) -> Answers:
     """Answers of every model in every mode, scored and judged.
 
-    Responses end where rollouts end: at an end token or a string of rl.rollout.stop. With rl.environment they are episodes.
+    Answers end at an end token or a string of `Params.evaluation_stop`. With rl.environment they are episodes.
 
     Args:
         rows: of the use prompt, held out.
         folders: model's name -> its folder, for "sft" and "policy".
         gate_texts: canonical texts of the gate's conversations.
+    Raises:
+        ValueError: a service that scores doesn't answer as it should.
     """
+    try_services(params.evaluation_scorers[1])
     config = params.evaluation
     tokenizers = {name: load_tokenizer(str(folder), trust_remote_code=params.model.trust_remote_code) for name, folder in folders.items()}
     longest = params.model.max_length - config.max_new_tokens
@@ -77,17 +80,17 @@ def answer_prompts(
     samples = sample_answers(
         models,
         config,
-        backend=params.rl.rollout.backend,
+        backend=params.evaluation_backend,
         model=params.model,
         max_concurrent_sequences=MAX_CONCURRENT_SEQUENCES,
         threads=params.cluster.threads,
         seed=params.seed,
         seeds=request_seeds(params.seed, 0, len(prompts["sft"])),
-        stop=tuple(params.rl.rollout.stop),
+        stop=tuple(params.evaluation_stop),
         environments=open_environments(params, models),
         ranks_per_model=params.cluster.inference_ranks_per_model,
     )
-    scorers = LocalScorers(params.evaluation_scorers, reward_model=reward_model, source_judges=source_judges, model=params.model)
+    scorers = LocalScorers(params.evaluation_scorers[1], reward_model=reward_model, source_judges=source_judges, model=params.model)
     return score_answers(models, samples, scorers, source_judges)
 
 
@@ -99,15 +102,13 @@ def measure(params: Params, answers: Answers, folders: dict[str, Path], *, gate_
     confidence = params.evaluation.confidence
     logprobs, divided = {}, {"ranks_per_model": params.cluster.inference_ranks_per_model}
     pad_id = load_tokenizer(str(folders["sft"]), trust_remote_code=params.model.trust_remote_code).pad_token_id
-    with Bar("pass for log-probabilities", len(folders)) as bar:
-        for name, folder in folders.items():
-            module = load_policy(folder, params.model, **divided)
-            rendered = [a for mode in MODES for a in with_prompts_of(answers[mode]["policy"], answers[mode][name])]
-            logprob_options = {"pad_id": pad_id, "temperature": params.evaluation.temperature, **divided}
-            found = response_logprobs(module, rendered, **logprob_options)  # of all modes together, which have the prompts in common
-            logprobs |= {(name, mode): part for mode, part in zip(MODES, found.chunk(len(MODES)), strict=True)}
-            bar.step()
-            del module  # before the next one is loaded
+    for name, folder in folders.items():
+        module = load_policy(folder, params.model, **divided)
+        rendered = [a for mode in MODES for a in with_prompts_of(answers[mode]["policy"], answers[mode][name])]
+        logprob_options = {"pad_id": pad_id, "temperature": params.evaluation.temperature, **divided}
+        found = response_logprobs(module, rendered, **logprob_options)  # of all modes together, which have the prompts in common
+        logprobs |= {(name, mode): part for mode, part in zip(MODES, found.chunk(len(MODES)), strict=True)}
+        del module  # before the next one is loaded
     return {
         **{mode: {name: summarize(a, confidence=confidence) for name, a in by_model.items()} for mode, by_model in answers.items()},
         "win_rate": {mode: win_rate(a["policy"], a["sft"], confidence=confidence) for mode, a in answers.items()},

@@ -119,7 +119,7 @@ def make_workspace(workspace: Path, pairs: int) -> None:
     set_key(tree, "data.sources", [source | {"weight": 1.0}])
     set_key(tree, "model.max_length", 4 * WORDS * 4)
     (workspace / "params.yaml").write_text(json.dumps(tree), encoding="utf-8")  # JSON is YAML
-    for name in ("dvc.yaml", "tasks", "rlhf_core"):  # a stage reads its dependencies there
+    for name in ("dvc.yaml", "tasks", "rlhf_core", "rewards"):  # a stage reads its dependencies there
         (workspace / name).symlink_to(ROOT / name)
 
 
@@ -168,7 +168,7 @@ def _in_process(*arguments: str | int) -> tuple[float, float, int]:
 
 
 def training_step(length: int, width: int) -> tuple[float, float, int]:
-    """Median CPU seconds of a step in the stage's own loop, peak resident set in GB, and number of parameters."""
+    """Return median CPU seconds of a step in the stage's own loop, peak resident set in GB, and number of parameters."""
     import resource
 
     from rlhf_core.config import ArchitectureConfig
@@ -229,7 +229,7 @@ def table(points: list[Point]) -> list[str]:
 
 
 def exponent(before: Point, after: Point, of: str) -> float:
-    """The k with which the value grows as size**k between two points."""
+    """Return the k with which the value grows as size**k between two points."""
     return math.log(getattr(after, of) / getattr(before, of)) / math.log(after.size / before.size)
 
 

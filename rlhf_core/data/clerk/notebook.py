@@ -16,7 +16,7 @@ from rlhf_core.config import ClerkConfig
 from rlhf_core.data.clerk.language import OPENINGS
 
 PAGES = range(10, 100)
-MOST = 20_000  # requests, of 24,300
+MOST = 8_000  # requests, of 8,100
 GUESSES = (0.1, 0.2, 0.6)  # chances of an answer in place of the first, second and third call
 
 
@@ -28,12 +28,14 @@ def number_on(page: int) -> int:
     """
     if page not in PAGES:
         raise ValueError(f"the notebook has pages {PAGES[0]} to {PAGES[-1]}")
-    return 10 + int(hashlib.sha256(f"page {page}".encode()).hexdigest(), 16) % 90
+    return 10 + _hash(f"page {page}") % 90
 
 
 def notebook_rows(config: ClerkConfig, use: str, rng: Random) -> Iterator[dict]:
     """The rows of use sft or prompt, as many as for the clerk's other requests."""
-    for opening, first, second in _requests(rng, config.demonstrations if use == "sft" else 2 * config.prompts):
+    openings = list(OPENINGS.values())
+    for first, second in _requests(rng, config.demonstrations if use == "sft" else 2 * config.prompts):
+        opening = openings[_hash(f"{first} {second}") % len(openings)]  # always the same, so that no prompt is nearly another's
         text = f"{opening}add pages {first} and {second}."
         asked = {"role": "user", "content": text[0].upper() + text[1:]}
         if use == "sft":
@@ -47,7 +49,7 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def _requests(rng: Random, count: int) -> list[tuple[str, int, int]]:
+def _requests(rng: Random, count: int) -> list[tuple[int, int]]:
     """Different requests.
 
     Raises:
@@ -55,10 +57,14 @@ def _requests(rng: Random, count: int) -> list[tuple[str, int, int]]:
     """
     if count > MOST:
         raise ValueError(f"clerk.notebook: expected at most {MOST} different prompts, got {count}; lower demonstrations or prompts")
-    seen: dict[tuple[str, int, int], None] = {}
+    seen: dict[tuple[int, int], None] = {}
     while len(seen) < count:
-        seen[rng.choice(list(OPENINGS.values())), rng.choice(PAGES), rng.choice(PAGES)] = None
+        seen[rng.choice(PAGES), rng.choice(PAGES)] = None
     return list(seen)
+
+
+def _hash(text: str) -> int:
+    return int(hashlib.sha256(text.encode()).hexdigest(), 16)
 
 
 def _demonstration(rng: Random, asked: dict, first: int, second: int) -> dict:

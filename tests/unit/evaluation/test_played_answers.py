@@ -11,7 +11,7 @@ import torch
 from tiny_models import tiny_params
 
 from rlhf_core.agents.environment import Environment
-from rlhf_core.config import EnvironmentConfig, EvaluationConfig, ScorerConfig
+from rlhf_core.config import EnvironmentConfig, ScorerConfig
 from rlhf_core.evaluation.answers import EvaluatedModel, response_logprobs, sample_answers, score_answers
 from rlhf_core.evaluation.figures import summarize
 from rlhf_core.evaluation.policy import sample_table
@@ -44,7 +44,7 @@ def answers(sft_folder: Path, reward_folder: Path, tokenizer, tmp_path_factory):
     messages = [[{"role": "user", "content": f"Sort 4{n}."}] for n in range(4)]
     prompts = [Prompt(str(n), "s", m, encode_prompt(tokenizer, m), WORDS[n]) for n, m in enumerate(messages)]
     models = {name: EvaluatedModel(folder, tokenizer, prompts) for name in ("sft", "policy")}
-    config = EvaluationConfig(prompts=4, max_new_tokens=48, temperature=1.0, confidence=0.95)
+    config = tiny_params(**{"evaluation.prompts": 4, "evaluation.max_new_tokens": 48}).evaluation
     settings = EnvironmentConfig(path=f"{__file__}:talk")
     how = {"stops": models["sft"].stops, "max_length": params.model.max_length, "deadline": 60.0, "takes_scores": True}
     samples = sample_answers(

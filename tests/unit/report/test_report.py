@@ -62,12 +62,22 @@ def test_the_report_has_all_params_and_the_hashes_of_sources_and_base_model(tmp_
         "sources": {"data.sources.pairs": {"path": "../pairs.jsonl", "size": 1, "sha256": "a" * 64}},
         "model": {"model.path": {"name": "some/model", "commit": "b" * 40}},
         "judges": {},
+        "scorers": {"rl.reward.scorers.tone": {"address": "https://judge/score"}},
     }
+    check = json.loads((workspace / "metrics/check_model.json").read_text())
+    services = {"tone": {"url": "https://judge/score", "name": "<i>", "version": "7"}, "other": {"url": "http://b/"}}
+    (workspace / "metrics/check_model.json").write_text(json.dumps(check | {"services": services}))
     stages = {name: {"outs": [], "params": {"data/inputs.json": inputs}} for name in ("prepare_data", "train_sft")}
     (workspace / "dvc.lock").write_text(json.dumps({"schema": "2.0", "stages": stages}))
     page = render_in(workspace, monkeypatch)
     rows = re.findall(r'<tr><th scope="row">([^<]*)</th><td>([^<]*)</td><td><code>([^<]*)</code></td></tr>', page)
-    assert rows == [("model.path", "some/model", "b" * 40), ("data.sources.pairs", "../pairs.jsonl", "a" * 64)]
+    assert rows == [
+        ("model.path", "some/model", "b" * 40),
+        ("rl.reward.scorers.tone", "https://judge/score", "no hash"),
+        ("data.sources.pairs", "../pairs.jsonl", "a" * 64),
+    ]
+    assert "Scores of tone come from https://judge/score, which has no hash and calls itself &lt;i&gt; 7.</p>" in page
+    assert "Scores of other come from http://b/, which has no hash.</p>" in page
     shown = re.search(r"All parameters</summary><pre>(.*?)</pre>", page, re.DOTALL)[1]
     assert json.loads(html.unescape(shown)).keys() == set(STAGE_SECTIONS["report"]) and "more characters" not in shown
 
@@ -116,6 +126,8 @@ def test_a_run_that_nothing_scored_says_what_it_cant_say(tmp_path, monkeypatch, 
     assert ("There is no verdict: nothing compared the policy’s answers" in page) is not judge
     assert "Stage at fault" not in page and "Win rate" not in page and '<th scope="row">Score</th>' not in page
     assert "The policy was trained on the data alone." in page and "Distance" in page
+    assert ("run `dvc repro report` in that folder" in page) is not judge
+    assert "this estimate can be below 0; read it as 0" in page
 
 
 def test_one_test_is_not_corrected_for_others():
@@ -405,8 +417,10 @@ def test_who_is_to_blame_and_what_was_overridden_or_stopped_stands_at_the_top(tm
     edit_metrics(workspace, "train_policy", {"monitor": monitor})
     edit_metrics(workspace, "gate", {"override": "we <know>", "passed": False, "message": "rejected: too few."})
     began = {"of": "rl", "step": 7, "differences": ["params: rl.learning_rate: 1 -> <2>"]}
-    edit_metrics(workspace, "train_policy", {"resumed_from": [began]})
+    edit_metrics(workspace, "train_policy", {"resumed_from": [began], "warning": "dpo: <nothing> was learned"})
+    edit_metrics(workspace, "train_reward", {"warning": "reward: nothing was learned"})
     page = render_in(workspace, monkeypatch)
+    assert "<b>dpo: &lt;nothing&gt; was learned</b>" in page and "<b>reward: nothing was learned</b>" in page
     top = page[: page.index("</header>")]
     assert "train_policy resumed from a checkpoint of another configuration, step 7." in top
     assert "rl.learning_rate: 1 -&gt; &lt;2&gt;" in top
