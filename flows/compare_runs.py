@@ -20,7 +20,7 @@ from rlhf_core.paths import REPORTS
 from rlhf_core.process import exit_with
 from rlhf_core.report.comparison import tables, trained
 from rlhf_core.report.comparison_page import cards, render_comparison
-from rlhf_core.report.differences import Difference, figures_that_count, headline, outs_that_differ, params_that_differ, read_as
+from rlhf_core.report.differences import Difference, Results, figures_that_count, headline, outs_that_differ, params_that_differ, read_as
 from rlhf_core.report.inputs import Side
 from rlhf_core.report.texts import visible
 
@@ -40,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         sides = [read_side(Path.cwd(), name) for name in (options.first, options.second, *options.more)]
         if options.more:
+            print(*(f"{warning}\n" for side in sides for warning in side.results.warnings), sep="", end="", file=sys.stderr)
             print(tables(trained([side.results for side in sides]), sides[0].results.params["evaluation"]["confidence"]), end="")
             return 0
     except (ConfigError, ValueError) as error:
@@ -61,12 +62,18 @@ def summary(first: Side, second: Side) -> str:
     parts = [headline(one, other, rows)[1]]
     parts.append(tabulate([_row(r) for r in rows], ["", one.name, other.name, "change", "interval", "detectable"], disable_numparse=True))
     parts.append("\n".join(read_as(one, other, rows, mark=MARK)))
-    for what, changes in (("parameter", params_that_differ(one.params, other.params)), ("md5 of", outs_that_differ(one, other))):
-        lines = [[key, *(_short(value) for value in values)] for key, *values in changes]
-        parts.append(tabulate(lines, [what, one.name, other.name], disable_numparse=True) if lines else f"No {what} differs.")
+    parts.append(_changes("parameter", "No parameter differs.", params_that_differ(one.params, other.params), one, other))
+    same = "No data and no model differs." if one.outs else "Neither run's dvc.lock names data or models."
+    parts.append(_changes("md5 of", same, outs_that_differ(one, other), one, other))
     if first.samples is not None and second.samples is not None:
         parts.append(f"{len(cards(first, second))} answers shown on the page differ.")
     return visible("\n\n".join(parts), limit=None) + "\n"
+
+
+def _changes(what: str, none: str, changes: list[tuple[str, str, str]], one: Results, other: Results) -> str:
+    """A table of what differs, or the sentence `none`."""
+    lines = [[key, *(_short(value) for value in values)] for key, *values in changes]
+    return tabulate(lines, [what, one.name, other.name], disable_numparse=True) if lines else none
 
 
 def _row(difference: Difference) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 DATA = Path("data")
 INPUTS = DATA / "inputs.json"  # hashes of what the run reads from outside the project
 PREPARED = DATA / "prepared"  # tables and sources.json
+MEASURED = DATA / "measured"  # what validate_data judges the tables by
 SOURCES = PREPARED / "sources.json"
 REWARD_HELDOUT = DATA / "reward_heldout.parquet"  # the reward model's scores of held-out pairs
 EVALUATION_SAMPLES = DATA / "evaluation_samples.parquet"

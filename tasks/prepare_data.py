@@ -1,8 +1,8 @@
 """Stage prepare_data: sources in, canonical rows, their split and the tokenizer out.
 
 Writes data/prepared/<use>.parquet for the uses that have rows, data/prepared/slices.parquet where sources name columns for the
-gate's slices, data/prepared/sources.json (origin and rows of each source), models/tokenizer/, metrics/prepare_data.json and
-plots/token_lengths.csv. The same parameters give the same bytes.
+gate's slices, data/prepared/sources.json (origin and rows of each source), data/measured/<use>.parquet (what validate_data judges the
+rows by), models/tokenizer/, metrics/prepare_data.json and plots/token_lengths.csv. The same parameters give the same bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shutil
 
 from rlhf_core.data.prepare import LENGTH_COLUMNS, check_judges, length_histograms, prepare
 from rlhf_core.models.tokenizer import pretrained_tokenizer
-from rlhf_core.paths import METRICS, PLOTS, PREPARED, TOKENIZER
+from rlhf_core.paths import MEASURED, METRICS, PLOTS, PREPARED, TOKENIZER
 from rlhf_core.stage.files import publish, write_json
 from rlhf_core.stage.run import Stage, no_arguments
 
@@ -22,8 +22,8 @@ log = logging.getLogger("rlhf")
 
 def main() -> None:
     with Stage("prepare_data", resumable=False) as stage:
-        params, folder, scratch = stage.params, stage.scratch / "prepared", stage.scratch / "sources"
-        for leftover in (folder, scratch):
+        params, (folder, measured, scratch) = stage.params, (stage.scratch / name for name in ("prepared", "measured", "sources"))
+        for leftover in (folder, measured, scratch):
             shutil.rmtree(leftover, ignore_errors=True)
         check_judges(params.data)
         tokenizer, writer = pretrained_tokenizer(params.model), None
@@ -36,6 +36,7 @@ def main() -> None:
             params.data,
             params.model,
             folder,
+            measured,
             scratch=scratch,
             seed=params.seed,
             tokenizer=tokenizer,
@@ -45,6 +46,7 @@ def main() -> None:
         write_json(folder / "sources.json", prepared.sources())
         prepared.tokenizer.save_pretrained(stage.scratch / "tokenizer")
         publish(folder, PREPARED)
+        publish(measured, MEASURED)
         publish(stage.scratch / "tokenizer", TOKENIZER)
         write_json(METRICS / "prepare_data.json", prepared.metrics())
         PLOTS.mkdir(exist_ok=True)

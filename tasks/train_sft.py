@@ -6,12 +6,15 @@ chat template.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import PREPARED, SFT_MODEL, TOKENIZER
 from rlhf_core.stage.run import Stage, no_arguments, publish_training
 from rlhf_core.stage.training import TrainRun, train
+
+log = logging.getLogger("rlhf")
 
 
 def main() -> None:
@@ -35,6 +38,7 @@ def save_given(stage: Stage) -> None:
     tokenizer = load_tokenizer(str(TOKENIZER), trust_remote_code=config.trust_remote_code)
     save_model(model, model.state_dict(), tokenizer, stage.scratch / "model")
     metrics = {"trained": False, "reason": "sft.enabled is false", "parameters": model.num_parameters()}
+    log.info("train_sft: not needed, since sft.enabled is false; %s is the given model", SFT_MODEL)
     publish_training(stage, stage.scratch / "model", SFT_MODEL, stage.card("given", "none", metrics), metrics, untrained=COLUMNS)
 
 

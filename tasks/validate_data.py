@@ -1,6 +1,6 @@
 """Stage validate_data: check the prepared data against every expectation, and stop the chain before training if one fails.
 
-Reads data/prepared and models/tokenizer. Always writes the verdict to metrics/validation.json, and the Data Docs for people. If an
+Reads data/prepared and data/measured. Always writes the verdict to metrics/validation.json, and the Data Docs for people. If an
 expectation fails, the stage ends with an error that names expectations, counts and rows.
 """
 
@@ -10,7 +10,7 @@ import logging
 
 from rlhf_core.config import needs_pairs, rows_needed
 from rlhf_core.data.schema import open_tables
-from rlhf_core.paths import DATA_ACCEPTED, DATA_DOCS, PREPARED, STAGE_METRICS, TOKENIZER
+from rlhf_core.paths import DATA_ACCEPTED, DATA_DOCS, MEASURED, PREPARED, STAGE_METRICS
 from rlhf_core.stage.files import publish, write_json
 from rlhf_core.stage.run import Stage, StageRefused, no_arguments
 
@@ -22,13 +22,13 @@ def main() -> None:
         tables = open_tables(PREPARED)
         logging.getLogger("great_expectations").setLevel(logging.WARNING)
         # Imported late because it takes seconds: invalid params and unreadable files are refused first.
-        from rlhf_core.data.validation.measures import load_prepared_tokenizer
+        from rlhf_core.data.validation.tables import read_measured
         from rlhf_core.data.validation.validate import summary, validate
 
         params, docs = stage.params, stage.scratch / "data_docs"
         findings = validate(
             tables,
-            load_prepared_tokenizer(TOKENIZER, trust_remote_code=params.model.trust_remote_code),
+            lambda use: read_measured(MEASURED, use, tables[use]),
             params.validation,
             max_length=params.model.max_length,
             needed=rows_needed(params),

@@ -83,7 +83,7 @@ KEY_FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
     "prepare_data": _rows,
     "validate_data": _validation,
     "check_model": _model_check,
-    "train_sft": lambda m: f"held-out loss {m['heldout_loss']:.3f}" if m.get("trained", True) else "none: the model as given",
+    "train_sft": lambda m: f"held-out loss {m['heldout_loss']:.3f}" if m.get("trained", True) else "not needed: the given model is used",
     "train_reward": _reward,
     "gate_reward": _gate,
     "train_policy": _policy,

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -95,9 +96,19 @@ def check_run(root: Path, name: str | None, overrides: dict[str, Any], *, rounds
 
 
 def differences(before: Params, after: Params) -> list[tuple[str, Any, Any]]:
-    """(dotted key, value before, value after); None: no such key."""
-    one, other = (dict(_flat(params.model_dump(mode="json"))) for params in (before, after))
-    return [(key, one.get(key), other.get(key)) for key in {**one, **other} if one.get(key) != other.get(key)]
+    """(dotted key, value before, value after); None: no such key. A list or mapping that is empty on one side is one change."""
+    trees = [params.model_dump(mode="json") for params in (before, after)]
+    one, other = (dict(_flat(tree)) for tree in trees)
+    keys = {**one, **other}
+    filled = [key for key, value in keys.items() if value in ([], {}) and any(below.startswith(f"{key}.") for below in keys)]
+    within = tuple(f"{key}." for key in filled)
+    changes = [(key, one.get(key), other.get(key)) for key in keys if not f"{key}.".startswith(within)]
+    changes += [(key, *(reduce(_item, key.split("."), tree) for tree in trees)) for key in filled]
+    return [change for change in changes if change[1] != change[2]]
+
+
+def _item(node: Any, part: str) -> Any:
+    return node[int(part)] if isinstance(node, list) else node[part]
 
 
 def _flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,7 @@ import json
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from rlhf_core.paths import (
 )
 from rlhf_core.process import without_git_places
 from rlhf_core.provenance.dvc_cache import cache_folder
-from rlhf_core.report.differences import Results
+from rlhf_core.report.differences import Results, changed_keys
 from rlhf_core.report.inputs import Side, read_times
 from rlhf_core.rounds.pins import read_round_stages, read_rounds
 
@@ -89,13 +89,19 @@ def read_results(name: str, read: Read) -> Results:
     outs = {out["path"]: out["md5"] for stage in stages.values() for out in stage.get("outs", [])}
     kept = {path: md5 for path, md5 in outs.items() if path.startswith(TRACKED)}
     prompts = read(str(EVALUATION_PROMPTS)) if "evaluate" in metrics else None
-    return Results(
-        name,
-        with_usual_rates(read_yaml_text(params.decode(), f"params.yaml of {name}")),
-        kept,
-        metrics,
-        None if prompts is None else prompts.decode(),
-    )
+    written = read_yaml_text(params.decode(), f"params.yaml of {name}")
+    stale = {stage: keys for stage in metrics if (keys := _unlike_lock(stages.get(stage, {}), written))}
+    return Results(name, with_usual_rates(written), kept, metrics, None if prompts is None else prompts.decode(), stale)
+
+
+def _unlike_lock(entry: dict[str, Any], params: dict[str, Any]) -> tuple[str, ...]:
+    """Keys of params.yaml that don't have the values with which dvc.lock says that a stage ran."""
+    locked = (entry.get("params") or {}).get("params.yaml") or {}
+    return tuple(key for key, *_ in changed_keys(locked, {key: _value(params, key) for key in locked}))
+
+
+def _value(params: dict[str, Any], key: str) -> Any:
+    return reduce(lambda node, part: node.get(part) if isinstance(node, dict) else None, key.split("."), params)
 
 
 def result_paths(workspace: Path) -> list[str]:

@@ -64,8 +64,8 @@ def overridden(
     tree = yaml.load(text)
     problems = set_keys(tree, overrides)
     check_size(tree, source)
-    plain = _plain(tree)
-    if not forbidden_values(plain):
+    before, plain = plain, _plain(tree)
+    if plain != before and not forbidden_values(plain):  # else the text stays as it is, so that a resumed run has nothing to commit
         written = StringIO()
         yaml.dump(tree, written)
         text = written.getvalue()

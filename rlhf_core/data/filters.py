@@ -140,19 +140,6 @@ def _pair_key(row: Mapping[str, Any]) -> int:
     return text_hash(text) & ~1 | first
 
 
-def too_long_rows(use: str, kept: KeptRows, sources: Collection[str], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> np.ndarray:
-    """Rows of these sources with more than `max_length` tokens, [rows] bool."""
-    from rlhf_core.data.validation.measures import measure
-
-    parts = []
-    for batch in kept.batches():
-        too_long = np.array([source in sources for source in batch["source"].to_pylist()], dtype=bool)
-        rows = batch.filter(pa.array(too_long)).to_pylist()
-        too_long[too_long] = (measure(use, rows, tokenizer)["tokens"] > max_length).to_numpy(dtype=bool)
-        parts.append(too_long)
-    return np.concatenate(parts)
-
-
 class TemplateRefusals:
     """The conversations that a chat template refuses. One is rendered once, however many rows and uses have it.
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rlhf_core.config import DataConfig, ModelConfig
-from rlhf_core.data.filters import TemplateRefusals, too_long_rows
+from rlhf_core.data.filters import TemplateRefusals
 from rlhf_core.data.judge import find_judge
 from rlhf_core.data.samples import Writer
-from rlhf_core.data.schema import SPLITS, TEXTS, WIDE_MESSAGES, open_rows
+from rlhf_core.data.schema import SPLITS, WIDE_MESSAGES, open_rows
 from rlhf_core.data.sources import Mixed, mix
 from rlhf_core.models.tokenizer import new_tokenizer
 
@@ -30,7 +32,7 @@ log = logging.getLogger("rlhf")
 
 @dataclass(frozen=True)
 class Prepared:
-    """Results of `prepare` apart from the rows. lengths: in tokens, of texts without the template; see `token_lengths`."""
+    """Results of `prepare` apart from the rows. lengths: in tokens, by `text_lengths`."""
 
     config: DataConfig
     mixed: Mixed
@@ -102,6 +104,7 @@ def prepare(
     config: DataConfig,
     model: ModelConfig,
     folder: Path,
+    measured: Path,
     *,
     scratch: Path,
     seed: int,
@@ -112,6 +115,7 @@ def prepare(
     """Write `<use>.parquet` and slices.parquet to `folder`: the rows of all sources that template and lengths allow.
 
     Args:
+        measured: a folder for the rows' measures.
         scratch: an empty folder for the rows of one source at a time; deleted.
         tokenizer: of the model; None: a new one is trained on the prepared texts.
         writer: the model for sources of kind samples.
@@ -125,10 +129,9 @@ def prepare(
         tokenizer = new_tokenizer(rows, vocab_size=model.architecture.vocab_size)
     if model.path is not None or any(_has_wide_messages(folder, use) for use in mixed.uses):
         drop_unrenderable(mixed, tokenizer, limit=config.max_unrenderable_fraction)
-    drop_too_long(mixed, tokenizer, config, max_length=model.max_length, limit=max_dropped_fraction)
+    lengths = measure_rows(mixed, tokenizer, config, measured, max_length=model.max_length, limit=max_dropped_fraction)
     for rows in mixed.rows.values():
         rows.write()
-    lengths = {use: token_lengths(_parts(mixed, use), tokenizer) for use in mixed.uses}
     return Prepared(config, mixed, tokenizer, lengths)
 
 
@@ -168,37 +171,34 @@ def drop_unrenderable(mixed: Mixed, tokenizer: PreTrainedTokenizerBase, *, limit
         log.warning("%s: %d %s", source, rows, reason)
 
 
-def drop_too_long(mixed: Mixed, tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, max_length: int, limit: float) -> None:
-    """Drop the rows that don't fit, of the sources with `drop: [too_long]`.
+def measure_rows(
+    mixed: Mixed, tokenizer: PreTrainedTokenizerBase, config: DataConfig, folder: Path, *, max_length: int, limit: float
+) -> Lengths:
+    """Measure the rows for validate_data, and drop those that don't fit, of the sources with `drop: [too_long]`. Returns the lengths.
 
+    Args:
+        folder: for the measures.
+        limit: the largest share of a source that may be dropped.
     Raises:
-        ValueError: more than the share `limit` of a source is dropped.
+        ValueError: more would be dropped.
     """
-    if names := {source.name for source in config.sources if "too_long" in source.drop}:
-        for use in mixed.uses:
-            mixed.drop_as("too_long", use, too_long_rows(use, mixed.rows[use], names, tokenizer, max_length=max_length))
-        mixed.check_shares(config, limit)
+    from rlhf_core.data.validation.measures import MeasuredWriter, measure, text_lengths
 
-
-def token_lengths(parts: Iterable[list[dict]], tokenizer: PreTrainedTokenizerBase) -> dict[str, Counter[int]]:
-    """Column -> number of tokens -> number of texts; the contents of a row's `messages` count as one text."""
-    lengths: dict[str, Counter[int]] = {column: Counter() for column in (*TEXTS, "messages")}
-    for rows in parts:
-        for column in TEXTS:
-            lengths[column] += _lengths([row[column] for row in rows if row.get(column)], tokenizer)
-        messages = ["\n".join(m["content"] for m in row["messages"]) for row in rows if "messages" in row]
-        lengths["messages"] += _lengths(messages, tokenizer)
-    return {column: of_column for column, of_column in lengths.items() if of_column}
-
-
-def _lengths(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Counter[int]:
-    from rlhf_core.models.tokenizer import encode_texts
-
-    counts = Counter(texts)
-    lengths: Counter[int] = Counter()
-    for text, ids in encode_texts(tokenizer, list(counts)):
-        lengths[len(ids)] += counts[text]
-    return lengths
+    names, lengths = {source.name for source in config.sources if "too_long" in source.drop}, {}
+    for use in mixed.uses:
+        counts, masks = defaultdict(Counter), []
+        with MeasuredWriter(folder, use, tokenizer) as file:
+            for batch in mixed.rows[use].batches():
+                rows = measure(use, batch.to_pylist(), tokenizer)
+                masks.append((rows["source"].isin(names) & rows["tokens"].gt(max_length)).to_numpy(dtype=bool))
+                kept = rows[~masks[-1]].reset_index(drop=True)
+                file.write_measured(kept)
+                for column, tokens in text_lengths(use, kept).items():
+                    counts[column].update(map(int, tokens.dropna()))
+        mixed.drop_as("too_long", use, np.concatenate(masks))
+        lengths[use] = {column: of_column for column, of_column in counts.items() if of_column}
+    mixed.check_shares(config, limit)
+    return {use: lengths[use] for use in mixed.uses}
 
 
 def length_histograms(lengths: Lengths) -> Iterator[tuple[str, str, int, int, int]]:

@@ -209,16 +209,18 @@ def _own_logprobs(
     module: PolicyModule, answers: list[Answer], *, pad_id: int, temperature: float, microbatch_tokens: int, collective: bool
 ) -> torch.Tensor:
     sequences = [[*a.prompt.prompt_ids, *a.response_ids] for a in answers]
-    sums = torch.zeros(len(answers))
+    sums = torch.full((len(answers),), torch.nan)
 
     def forward(part: list[int]) -> None:
         batch = collate_tokens([sequences[i] for i in part], [len(answers[i].prompt.prompt_ids) for i in part], pad_id=pad_id)
         flat = module(batch.to(module.model.device), temperature=temperature).logprobs
         for i, logprobs in zip(part, flat.cpu().split([len(answers[i].response_ids) for i in part]), strict=True):
             sums[i] = logprobs.sum()
+        bar.reach(int((~sums.isnan()).sum()))  # ranks repeat parts
 
     parts = module.backend.microbatches(sequences, max_tokens=microbatch_tokens)
     if collective:
         parts += [parts[-1]] * (most_over_ranks(len(parts)) - len(parts))
-    module.backend.map(forward, parts)
+    with Bar("answer for the KL", len(answers)) as bar:
+        module.backend.map(forward, parts)
     return sums

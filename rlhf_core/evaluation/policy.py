@@ -22,7 +22,6 @@ from rlhf_core.evaluation.answers import (
 )
 from rlhf_core.evaluation.figures import by_prompt, differences, summarize, win_rate
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.progress import Bar
 from rlhf_core.sampling.scoring import LocalScorers
 
 if TYPE_CHECKING:
@@ -96,15 +95,13 @@ def measure(params: Params, answers: Answers, folders: dict[str, Path], *, gate_
     confidence = params.evaluation.confidence
     logprobs, divided = {}, {"ranks_per_model": params.cluster.inference_ranks_per_model}
     pad_id = load_tokenizer(str(folders["sft"]), trust_remote_code=params.model.trust_remote_code).pad_token_id
-    with Bar("pass for log-probabilities", len(folders)) as bar:
-        for name, folder in folders.items():
-            module = load_policy(folder, params.model, **divided)
-            rendered = [a for mode in MODES for a in with_prompts_of(answers[mode]["policy"], answers[mode][name])]
-            logprob_options = {"pad_id": pad_id, "temperature": params.evaluation.temperature, **divided}
-            found = response_logprobs(module, rendered, **logprob_options)  # of all modes together, which have the prompts in common
-            logprobs |= {(name, mode): part for mode, part in zip(MODES, found.chunk(len(MODES)), strict=True)}
-            bar.step()
-            del module  # before the next one is loaded
+    for name, folder in folders.items():
+        module = load_policy(folder, params.model, **divided)
+        rendered = [a for mode in MODES for a in with_prompts_of(answers[mode]["policy"], answers[mode][name])]
+        logprob_options = {"pad_id": pad_id, "temperature": params.evaluation.temperature, **divided}
+        found = response_logprobs(module, rendered, **logprob_options)  # of all modes together, which have the prompts in common
+        logprobs |= {(name, mode): part for mode, part in zip(MODES, found.chunk(len(MODES)), strict=True)}
+        del module  # before the next one is loaded
     return {
         **{mode: {name: summarize(a, confidence=confidence) for name, a in by_model.items()} for mode, by_model in answers.items()},
         "win_rate": {mode: win_rate(a["policy"], a["sft"], confidence=confidence) for mode, a in answers.items()},

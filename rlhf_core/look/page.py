@@ -207,7 +207,9 @@ def _counts(found: Inspection, params: Params) -> Iterator[str]:
             params.alignment.method == "rl" and use == "prompt" and (crowded := counts.longer_than(params.model.max_length - new + 1))
         ):  # a prompt's count includes one token of an answer
             yield f"  {crowded} leave no room for rl.rollout.max_new_tokens, {new}: RL leaves them out"
-        yield from (f"  {objection(kind, count, values['rows'], params)}" for kind, count in values["objections"].items())
+        for kind, count in values["objections"].items():
+            yield f"  {objection(kind, count, values['rows'], params)}"
+            yield from (f"    {shown(place, 400)}" for place in counts.places.get(kind, []))
     yield from (shown(line, 600) for line in repeats.lines(found.repeats, params))
 
 

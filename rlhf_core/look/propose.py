@@ -17,7 +17,7 @@ from rlhf_core.look.lengths import Lengths, propose_lengths
 from rlhf_core.look.look import Inspection
 from rlhf_core.look.methods import Choice, choose
 from rlhf_core.look.schedule import CHECKPOINTS, EVALUATIONS, every, nice, propose_schedule
-from rlhf_core.planning.chain import StageTime, stage_times
+from rlhf_core.planning.chain import Rows, StageTime, stage_times
 from rlhf_core.planning.machine import Machine
 from rlhf_core.planning.shortages import Plan, check, without_models
 from rlhf_core.planning.speed import Speed, of_cpu, of_gpus
@@ -26,6 +26,8 @@ from rlhf_core.planning.stages import TRAINER_GPU, Models, Unpredictable
 HOURS = 4  # of a stage, beyond which there are fewer epochs, though at least one, or of RL fewer steps
 FEW_PAIRS = 500
 FEWEST_STEPS = 20  # of RL, however slow
+# Of full training on preferences. With 62 steps at 1e-6, which suits thousands of steps, SmolLM2-135M learns nothing (docs/your_model.md).
+FEW_STEPS, FEW_STEPS_RATE, FEW_STEPS_MODEL = 200, 5e-6, 500_000_000
 STAGES = ("check_model", "train_sft", "train_policy", "evaluate")
 
 
@@ -102,6 +104,8 @@ def propose(found: Inspection, data: DataFacts, model: ModelFacts, machine: Mach
     params = _applied(given.text, settings)
     fits = {stage: propose_fit(stage, params, model, machine) for stage in _trained(choice)}
     settings |= {key: value for fit in fits.values() for key, value in fit.settings.items()}
+    few_steps = _few_steps_rate(choice, model, given, _applied(given.text, settings), schedule.rows)
+    settings |= few_steps
     params = _applied(given.text, settings)
     speed = _speed(model, machine, params)
     times = {} if speed is None or model.sizes is None else stage_times(params, model.sizes.shape, schedule.rows, speed)
@@ -117,7 +121,7 @@ def propose(found: Inspection, data: DataFacts, model: ModelFacts, machine: Mach
         settings["validation.min_pairs"] = data.pairs // 2
     params = _applied(given.text, settings)
     costs = tuple(_costs(params, model, machine, times))
-    why = {**limits.why, **_why(choice, lengths, shorter)}
+    why = {**limits.why, **_why(choice, lengths, shorter), **dict.fromkeys(few_steps, "the usual 1e-6 teaches nothing in so few steps")}
     return Proposal(
         choice,
         lengths,
@@ -160,6 +164,16 @@ def _small_models_rates(choice: Choice, model: ModelFacts, given: UserInput) -> 
     unset = nulls(read_yaml_text(given.text, "params.yaml"))
     rates = {f"{section}.learning_rate": SMALL_RATES[section] for section in _sections(choice)}
     return {key: rate for key, rate in rates.items() if key in unset}
+
+
+def _few_steps_rate(choice: Choice, model: ModelFacts, given: UserInput, params: Params, rows: Mapping[str, Rows]) -> dict[str, float]:
+    """A higher learning rate for full training of a small pretrained model on few pairs, where the user gave none."""
+    if choice.name not in ("dpo", "kto") or model.parameters is None or not SMALL_MODEL <= model.parameters < FEW_STEPS_MODEL:
+        return {}
+    settings, key = getattr(params, choice.name), f"{choice.name}.learning_rate"
+    few = rows["preference"].train * settings.epochs <= FEW_STEPS * settings.batch_size
+    unset = key in nulls(read_yaml_text(given.text, "params.yaml"))
+    return {key: FEW_STEPS_RATE} if few and unset and settings.lora is None else {}
 
 
 def _sections(choice: Choice) -> list[str]:

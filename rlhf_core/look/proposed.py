@@ -32,10 +32,10 @@ def costs(found: Proposal) -> Iterator[str]:
     """The table of stages with their predicted cost, as YAML comments."""
     if not found.costs:
         return
-    yield f"# expected on {found.machine.text} ({SURE}):"
+    yield f"# expected on {found.machine.text} ({SURE}; about so many steps, since rows are split by hash):"
     yield f"#   {'stage':<13} {'steps':>7} {'time':>10} {'memory':>10}"
     for cost in found.costs:
-        steps = "" if cost.time is None or cost.time.steps is None else f"{cost.time.steps:,}"
+        steps = "" if cost.time is None or cost.time.steps is None else f"~{cost.time.steps:,}"
         seconds = "unknown" if cost.time is None else duration(cost.time.seconds)
         memory = "" if cost.memory is None else gib(cost.memory)
         yield f"#   {cost.stage:<13} {steps:>7} {seconds:>10} {memory:>10}{_parts(cost)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from array import array
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 
 ROWS_AT_ONCE = 4096
+MAX_PLACES = 5  # records of a kind that are named
+MAX_NAMED = 100_000  # pairs among which a repeated one is named
 FEW_WORDS = 4  # of an answer that a program can compare
 _NOTATION = re.compile(r"\\[A-Za-z]|\$.*\$|\^|[0-9]\s*[/=*+]\s*[0-9a-z]|^[a-z]\s*=")  # of mathematics
 JOINED = "whose response is tokenized apart: as one text, its first characters would be joined with the prompt's last ones"
@@ -49,6 +52,7 @@ class UseCounts:
     labels: kind of an expected answer (`label_kind`) -> rows.
     chosen_is_longer: number of pairs whose chosen response has more tokens; a tie counts half.
     pairs, preferences: for each row with both, 64-bit hashes of its pair and of its preferred text.
+    places: empty, duplicate -> the first MAX_PLACES records, a repeated pair with the record that has it first.
     """
 
     use: str
@@ -62,29 +66,42 @@ class UseCounts:
     chosen_is_longer: float = 0.0
     pairs: array[int] = field(default_factory=lambda: array("Q"))
     preferences: array[int] = field(default_factory=lambda: array("Q"))
+    places: dict[str, list[str]] = field(default_factory=dict)
+    _first: dict[tuple[int, int], str] = field(default_factory=dict)  # hashes -> record, of the first MAX_NAMED pairs
 
     def add(self, rows: list[dict], tokenizer: PreTrainedTokenizerBase) -> None:
         """Count one row."""
-        from rlhf_core.data.validation.measures import TEXT_COLUMNS, measure
+        from rlhf_core.data.validation.measures import measure
+        from rlhf_core.data.validation.texts import TEXT_COLUMNS
 
         frame = measure(self.use, [{"id": "", "source": "", "split": "", **row} for row in rows], tokenizer)
         self.rows += len(frame)
         self._add_lengths(frame)
         texts = [*TEXT_COLUMNS[self.use], *([] if self.use == "pretrain" else ["shortest_message"])]
         empty = [frame[text].notna() & ~frame[text].str.contains(VISIBLE, na=False) for text in texts]
-        self.found["empty"] += int(sum(empty).gt(0).sum()) if empty else 0
+        if empty:
+            self._add_empty(sum(empty).gt(0), rows)
         if self.use != "pretrain":
             self._add_templates(frame)
         if self.use == "prompt":
             self.labels.update(label_kind(row["label"]) for row in rows if row.get("label") is not None)
         if self.use == "preference":
-            self._add_pairs(frame)
+            self._add_pairs(frame, rows)
+
+    def _add_empty(self, is_empty: pd.Series, rows: list[dict]) -> None:
+        self.found["empty"] += int(is_empty.sum())
+        for row in itertools.compress(rows, is_empty):
+            self._add_place("empty", row["origin"])
+
+    def _add_place(self, kind: str, place: str) -> None:
+        if len(places := self.places.setdefault(kind, [])) < MAX_PLACES and place not in places:
+            places.append(place)
 
     def _add_lengths(self, frame: pd.DataFrame) -> None:
         """Count the lengths of a pair. The shorter response follows the same prompt as the longer one, so its sequence is shorter by the
         difference.
         """
-        from rlhf_core.data.validation.measures import TEXT_COLUMNS
+        from rlhf_core.data.validation.texts import TEXT_COLUMNS
 
         longest = frame["tokens"].dropna()
         self.lengths.update(map(int, longest))
@@ -97,7 +114,7 @@ class UseCounts:
         self.tokens += float((longest * number).sum() - shorter.sum().sum())
 
     def _add_templates(self, frame: pd.DataFrame) -> None:
-        from rlhf_core.data.validation.measures import TEXT_COLUMNS
+        from rlhf_core.data.validation.texts import TEXT_COLUMNS
         from rlhf_core.data.values import ROLE_ORDER
 
         self.found["roles out of order"] += int((~frame["roles"].str.match(ROLE_ORDER).eq(True)).sum())
@@ -108,15 +125,22 @@ class UseCounts:
         ended = [frame[f"{text}_end_token"].notna() for text in TEXT_COLUMNS[self.use]]
         self.found["end_token"] += int(sum(ended).gt(0).sum()) if ended else 0
 
-    def _add_pairs(self, frame: pd.DataFrame) -> None:
+    def _add_pairs(self, frame: pd.DataFrame, rows: list[dict]) -> None:
         both = frame["chosen"].notna() & frame["rejected"].notna()
         self.found["identical"] += int((both & (frame["chosen"].str.strip() == frame["rejected"].str.strip())).sum())
         self.chosen_is_longer += float(frame["chosen_is_longer"].sum())
         self.found["pairs"] += int(frame["chosen_is_longer"].notna().sum())
-        for pair, preference in zip(frame["pair"], frame["preference"], strict=True):
+        for pair, preference, row in zip(frame["pair"], frame["preference"], rows, strict=True):
             if isinstance(pair, str) and isinstance(preference, str):
                 self.pairs.append(text_hash(pair))
                 self.preferences.append(text_hash(preference))
+                self._note_repeat((self.pairs[-1], self.preferences[-1]), row["origin"])
+
+    def _note_repeat(self, hashes: tuple[int, int], place: str) -> None:
+        if hashes in self._first:
+            self._add_place("duplicate", f"{place} (as {self._first[hashes]})")
+        elif len(self._first) < MAX_NAMED:
+            self._first[hashes] = place
 
     def objections(self, max_length: int) -> dict[str, int]:
         """Number of rows by kind of objection, without zeros; a row of more than max_length tokens is too long."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pandas as pd
 
 from rlhf_core.report.inputs import ReportInputs, need
-from rlhf_core.report.naming import SFT, start_name, told
+from rlhf_core.report.naming import GIVEN, SFT, start_name, told
 from rlhf_core.report.verdict import (
     MODES,
     NOT_COMPARED,
@@ -38,13 +38,14 @@ class Blame:
     """The stage at fault.
 
     stage: its name in dvc.yaml. figure: the measurement and its limit. sentence: what happened. checks: what to check, most likely cause
-    first.
+    first. title: the name that the page gives it, also to a model that no stage has trained.
     """
 
     stage: str
     figure: str
     sentence: str
     checks: tuple[str, ...]
+    title: str = field(default="", compare=False)
 
 
 def blame(inputs: ReportInputs) -> Blame | None:
@@ -65,7 +66,9 @@ def blame(inputs: ReportInputs) -> Blame | None:
 def _told(found: Blame, inputs: ReportInputs) -> Blame:
     params = inputs.params
     checks = tuple(told(check, params) for check in found.checks)
-    return replace(found, figure=told(found.figure, params), sentence=told(found.sentence, params), checks=checks)
+    is_given = found.stage == "train_sft" and start_name(params) == GIVEN
+    title = f"At fault: the {GIVEN}" if is_given else f"Stage at fault: {found.stage.replace('_', ' ')}"
+    return replace(found, figure=told(found.figure, params), sentence=told(found.sentence, params), checks=checks, title=title)
 
 
 def _refusals(inputs: ReportInputs) -> Iterator[Blame]:

@@ -9,11 +9,12 @@ import io
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import pandas as pd
 
+from rlhf_core.config import STAGE_SECTIONS
 from rlhf_core.paths import REWARD_MODEL
 from rlhf_core.report.naming import start_name
 from rlhf_core.report.texts import measured, number, signed
@@ -50,6 +51,7 @@ class Results:
     name: shown to the reader. params: section -> values. outs: path of data or a model -> md5.
     metrics: finished stage -> content of its metrics file.
     prompts: plots/evaluation.csv as text, with a row per prompt of the evaluation; None without it.
+    stale: stage -> its params that aren't those with which dvc.lock says that it ran.
     """
 
     name: str
@@ -57,6 +59,16 @@ class Results:
     outs: Mapping[str, str]
     metrics: Mapping[str, Tree]
     prompts: str | None = None
+    stale: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def warnings(self) -> list[str]:
+        """A sentence for each stage whose figures are of other params than the run's params.yaml has."""
+        return [
+            f"{self.name}: the figures of {stage} are of other params: its params.yaml differs from its dvc.lock in {', '.join(keys)}. "
+            "Name the commit in which the run finished."
+            for stage, keys in self.stale.items()
+        ]
 
 
 @dataclass(frozen=True)
@@ -100,12 +112,17 @@ class Difference:
 
 
 def params_that_differ(first: Tree, second: Tree) -> list[tuple[str, str, str]]:
-    """Each key that differs with both values, without sections of methods that neither run uses."""
+    """Each key that differs with both values, without sections of methods that neither run uses, apart from keys of the evaluation."""
     used = {str(tree["alignment"]["method"]) for tree in (first, second)}
-    left_out = {*IGNORED, *(m for m in METHODS if m not in used)}
-    one, other = (dict(_flat({s: v for s, v in tree.items() if s not in left_out})) for tree in (first, second))
-    keys = [*one, *(k for k in other if k not in one)]
-    return [(k, _text(one, k), _text(other, k)) for k in keys if _text(one, k) != _text(other, k)]
+    left_out = tuple(f"{s}." for s in (*IGNORED, *(m for m in METHODS if m not in used)))
+    of_evaluation = STAGE_SECTIONS["evaluate"]
+    return [c for c in changed_keys(first, second) if c[0] in of_evaluation or not f"{c[0]}.".startswith(left_out)]
+
+
+def changed_keys(first: Tree, second: Tree) -> list[tuple[str, str, str]]:
+    """Each dotted key of two trees whose value differs, with both values as text."""
+    one, other = dict(_flat(first)), dict(_flat(second))
+    return [(k, _text(one, k), _text(other, k)) for k in {**one, **other} if _text(one, k) != _text(other, k)]
 
 
 def _flat(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -331,11 +348,9 @@ def read_as(first: Results, second: Results, rows: list[Difference], *, mark: st
     """
     tested = sum(r.p_value is not None for r in rows)
     remarks = [
+        *(*first.warnings, *second.warnings),
         f"Intervals are {_confidence(second):.0%} intervals for these two checkpoints; another seed would give other figures.",
-        f"{mark}: significant in the table’s only test."
-        if tested == 1
-        else f"{mark}: significant after Holm’s correction for the table’s {tested} tests.",
-        "Detectable: the true difference that an insignificant row would detect with a probability of 80%.",
+        *_tests_read_as(tested, mark),
     ]
     tables = _paired_tables(first, second)
     if tables is not None:
@@ -343,6 +358,14 @@ def read_as(first: Results, second: Results, rows: list[Difference], *, mark: st
     if all("evaluate" in r.metrics for r in (first, second)):
         remarks.append("The runs answered different prompts, or one has no results by prompt, so they count as independent.")
     return remarks
+
+
+def _tests_read_as(tested: int, mark: str) -> list[str]:
+    if tested == 0:
+        return ["No figure of the table has a test."]
+    by = "in the table’s only test" if tested == 1 else f"after Holm’s correction for the table’s {tested} tests"
+    detectable = "Detectable: the true difference that an insignificant row would detect with a probability of 80%."
+    return [f"{mark}: significant {by}.", detectable]
 
 
 def samples_that_differ(first: pd.DataFrame, second: pd.DataFrame) -> pd.DataFrame:

@@ -88,8 +88,10 @@ NOT_COMPARED = Verdict(
     (
         f"{NO_SCORE} There is no judge for this data either.",
         "The evaluation only has the answers’ lengths, the share of truncated answers, and the KL divergence from the SFT model. Read the "
-        "samples. For a verdict, give a data source a rule as `judge`, set reward.enabled to true, or add a scorer to rl.reward.scorers, "
-        "and rerun the evaluation.",
+        "samples. For a verdict, give a data source a rule as `judge`, set reward.enabled to true, or add a scorer to rl.reward.scorers. "
+        "Write that in the params.yaml beside this run’s reports/ and run `dvc repro report` in that folder, or repeat the run’s command "
+        "with --update and, for example, --set 'rl.reward.scorers=[{name: short, kind: length, target_length: 40}]'. Only what has changed "
+        "runs again.",
     ),
 )
 

@@ -37,6 +37,7 @@ from rlhf_core.progress import name_stage
 from rlhf_core.stage.files import publish_model, read_json, write_json
 from rlhf_core.stage.reading import Reading
 from rlhf_core.stage.scratch import check_dependencies, input_hashes, metrics_path, prepare_scratch, remove_checkpoints
+from rlhf_core.stage.unlearned import REWARD, unlearned
 
 if TYPE_CHECKING:
     from rlhf_core.models.card import CardFacts
@@ -414,4 +415,7 @@ def publish_training(
     """
     publish_model(aside, final, card)
     write_curves(stage, untrained)
+    if (warning := unlearned(metrics.get("method", REWARD), metrics, stage.params)) is not None:
+        log.warning("%s", warning)
+        metrics = {**metrics, "warning": warning}
     write_json(STAGE_METRICS[stage.name], metrics)

@@ -7,6 +7,7 @@ Source: Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, section 3.5.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,7 +25,7 @@ from rlhf_core.engines.ranks import merged, own_parts, summed, total
 from rlhf_core.models.batch import Branches, collate_branches, share_prefix
 from rlhf_core.models.tokenizer import encode_scored_turns
 from rlhf_core.trainers.encoding import Begin, at_once
-from rlhf_core.trainers.supervised import Metrics, Phase
+from rlhf_core.trainers.supervised import Metrics, Phase, beside_untrained
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,12 @@ def reward_phase(
 
     def evaluate(engine: TrainEngine) -> Metrics:
         chosen_scores, rejected_scores = score_heldout(engine, heldout, pad_id=pad_id, microbatch_tokens=microbatch_tokens)
-        loss = bradley_terry(chosen_scores, rejected_scores, margin=margin, centering_coef=0.0).mean()
-        return {"heldout_loss": float(loss), "heldout_accuracy": float(_points(chosen_scores, rejected_scores)) / len(chosen_scores)}
+        same = torch.zeros_like(chosen_scores)
+        losses = bradley_terry(chosen_scores, rejected_scores, margin=margin, centering_coef=0.0)
+        untrained = bradley_terry(same, same, margin=margin, centering_coef=0.0)
+        accuracy = float(_points(chosen_scores, rejected_scores)) / len(losses)
+        beside = beside_untrained(untrained, losses, accuracy_error=0.5 / math.sqrt(len(losses)))
+        return {"heldout_loss": float(losses.mean()), "heldout_accuracy": accuracy, **beside}
 
     return Phase(name, steps, batch_size, len(train), train_batch, evaluate if heldout else None)
 

@@ -38,7 +38,7 @@ ENGINE = "engine"  # in a checkpoint
 
 HELD_OUT = 10  # of so many examples `hold_out` takes one
 
-Metrics = dict[str, float]
+Metrics = dict[str, Any]  # numbers, and in held-out ones those of `beside_untrained`
 
 
 @dataclass(frozen=True)
@@ -217,6 +217,7 @@ def _train_steps(
                 if phase.evaluate is not None and ((step + 1) % loop.eval_every == 0 or last):
                     with engine.averaged():
                         row |= evaluate(engine, phase.evaluate)
+                    row.pop("untrained", None)  # not a curve
                     improved = loop.keep_best and row["heldout_loss"] < (math.inf if best is None else best.loss)  # never NaN
                     best = Best(step + 1, row["heldout_loss"]) if improved else best
                 stop = on_any(loop.stop_requested())
@@ -262,6 +263,20 @@ def _train_step(engine: TrainEngine, phase: Phase, step: int, *, seed: int) -> t
             f"{phase.name} step {step}: expected a finite loss, got {metrics['loss']}; lower the learning rate or check the data"
         )
     return {**metrics, "learning_rate": learning_rate, "grad_norm": grad_norm}, {"seconds": seconds, "tokens_per_second": tokens / seconds}
+
+
+def beside_untrained(untrained: torch.Tensor, losses: torch.Tensor, *, accuracy_error: float) -> dict[str, dict[str, float]]:
+    """`untrained`, of held-out metrics: by how much the losses [N] are lower than an untrained model's, for `stage.unlearned`; nothing for
+    one loss.
+
+    loss: mean of `untrained` [N]. gain, gain_error: mean of the differences, and its standard error. accuracy_error: standard error of the
+    held-out accuracy of a model that guesses.
+    """
+    if len(losses) < 2:
+        return {}
+    gains = (untrained - losses).double()
+    found = {"loss": float(untrained.mean()), "gain": float(gains.mean()), "gain_error": float(gains.std()) / math.sqrt(len(gains))}
+    return {"untrained": {**found, "accuracy_error": accuracy_error}}
 
 
 def hold_out(examples: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_core.config import ConfigError, shown
 from rlhf_core.models.folder import check_model_folder, read_settings
-from rlhf_core.paths import POLICY_MODEL, PROMOTED, RUNS, SFT_MODEL
+from rlhf_core.paths import POLICY_MODEL, PROMOTED, RUNS, SFT_MODEL, STAGE_METRICS
 from rlhf_core.provenance.locked import check_locked
 
 FETCH = ("flows.promote", "fetch")  # a subprocess that verifies the version's tag against its commit and every file against its hash
@@ -74,7 +74,8 @@ def beside(chosen: Chosen, other: str) -> Chosen:
     folder = None if chosen.project is None else chosen.project / SFT_MODEL
     if folder is None or not folder.is_dir():
         raise ConfigError(f"--beside sft: expected {SFT_MODEL} beside {chosen.name}, got none; give the folder of another model")
-    return _checked(Chosen("sft", folder, chosen.project))
+    found = read_json(chosen.project / STAGE_METRICS["train_sft"]) or {}
+    return _checked(Chosen("sft" if found.get("trained", True) else "given model", folder, chosen.project))
 
 
 def check_language_model(chosen: Chosen) -> None:

@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlhf_core.data.schema import open_rows
-from rlhf_core.data.validation.measures import load_prepared_tokenizer
+from rlhf_core.data.validation.measures import measure_table
+from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.paths import PREPARED, TOKENIZER, round_folder
 from rlhf_core.stage.files import write_json
 from rlhf_core.stage.run import Stage, round_argument
@@ -39,8 +40,14 @@ def main() -> None:
 
         params = stage.params
         config = params.validation.model_copy(update={"min_pairs": params.iterative.min_pairs})
-        tokenizer = load_prepared_tokenizer(TOKENIZER, trust_remote_code=params.model.trust_remote_code)
-        findings = validate(tables, tokenizer, config, max_length=params.model.max_length, needed=NEEDED)
+        tokenizer = load_tokenizer(str(TOKENIZER), trust_remote_code=params.model.trust_remote_code)
+        findings = validate(
+            tables,
+            lambda use: measure_table(use, tables[use], tokenizer),
+            config,
+            max_length=params.model.max_length,
+            needed=NEEDED,
+        )
         verdict = summary(findings, tables, max_reported_ids=config.max_reported_ids)
         messages = [with_advice(finding).message() for finding in findings if not finding.passed]
         write_json(round_folder(number) / "metrics" / "validation.json", {**verdict, "messages": messages})

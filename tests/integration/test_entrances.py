@@ -48,7 +48,7 @@ def project(tmp_path_factory) -> Path:
     make_chain(workspace, SMALL, PYTORCH_ROLLOUTS, PAIRS_ONLY, own)
     code, printed = run(workspace, "flows.full_pipeline")
     assert code == 0, printed[-3000:]
-    assert "none: the model as given" in printed
+    assert "not needed: the given model is used" in printed and "train_sft: not needed, since sft.enabled is false" in printed
     return workspace
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import warm_python
 from clerk_params import CLERK_PARAMS
+from measured_rows import write_measures
 
 from rlhf_core.data.schema import write_rows
-from rlhf_core.models.tokenizer import build_tokenizer
+from rlhf_core.models.tokenizer import build_tokenizer, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 ROWS = 300  # above validation.min_pairs
@@ -42,7 +43,13 @@ def workspace(tmp_path: Path) -> Path:
     for use, rows in uses.items():
         write_rows(tmp_path / "data" / "prepared", use, rows)
     build_tokenizer([f"Double {i}. It is {i}. No." for i in range(20)], vocab_size=300).save_pretrained(tmp_path / "models" / "tokenizer")
+    measure(tmp_path)
     return tmp_path
+
+
+def measure(workspace: Path) -> None:
+    tokenizer = load_tokenizer(str(workspace / "models" / "tokenizer"), trust_remote_code=False)
+    write_measures(workspace / "data" / "prepared", workspace / "data" / "measured", tokenizer)
 
 
 def run(workspace: Path) -> subprocess.CompletedProcess[str]:
@@ -72,6 +79,7 @@ def test_data_that_breaks_an_expectation_ends_the_stage_with_an_error_after_the_
     refusals = ("No.", "No, I will not.")
     rows = [{"id": f"p{i:03d}", **conversation(i), "chosen": f"It is {2 * i}.", "rejected": refusals[i % 2]} for i in range(20)]
     write_rows(workspace / "data" / "prepared", "preference", [*rows, swapped])
+    measure(workspace)
     failed = run(workspace)
     assert failed.returncode == 1
     assert "preference: contradictory_pairs: expected that" in failed.stderr
@@ -90,3 +98,11 @@ def test_a_file_that_is_not_parquet_is_named(workspace):
     failed = run(workspace)
     assert failed.returncode == 1
     assert "data/prepared/sft.parquet: expected a Parquet file" in failed.stderr and "Traceback" not in failed.stderr
+
+
+def test_measures_of_other_rows_are_refused(workspace):
+    rows = [{"id": f"r{i:03d}", **conversation(i), "response": f"It is {2 * i}."} for i in range(ROWS)]
+    write_rows(workspace / "data" / "prepared", "sft", rows)
+    failed = run(workspace)
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    assert "data/measured/sft.parquet: expected the measures of the prepared rows, got those of others; run prepare_data" in failed.stderr

@@ -119,7 +119,7 @@ def make_workspace(workspace: Path, pairs: int) -> None:
     set_key(tree, "data.sources", [source | {"weight": 1.0}])
     set_key(tree, "model.max_length", 4 * WORDS * 4)
     (workspace / "params.yaml").write_text(json.dumps(tree), encoding="utf-8")  # JSON is YAML
-    for name in ("dvc.yaml", "tasks", "rlhf_core"):  # a stage reads its dependencies there
+    for name in ("dvc.yaml", "tasks", "rlhf_core", "rewards"):  # a stage reads its dependencies there
         (workspace / name).symlink_to(ROOT / name)
 
 

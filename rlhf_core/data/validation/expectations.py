@@ -19,7 +19,7 @@ from great_expectations.expectations.row_conditions import Column
 from rlhf_core.config import ValidationConfig
 from rlhf_core.data.control import VISIBLE
 from rlhf_core.data.schema import SPLITS
-from rlhf_core.data.validation.measures import TEXT_COLUMNS
+from rlhf_core.data.validation.texts import TEXT_COLUMNS
 from rlhf_core.data.values import ROLE_ORDER
 
 Bound = Literal["at most", "at least"]

@@ -11,10 +11,10 @@ import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import great_expectations as gx
@@ -32,12 +32,8 @@ from rlhf_core.config import ExternalPairsConfig, ValidationConfig, reordering_s
 from rlhf_core.data.drops import located, start_of
 from rlhf_core.data.schema import MESSAGES, ORIGIN, SCHEMAS, WIDE_MESSAGES, read_batches
 from rlhf_core.data.validation.expectations import Check, checks_for, leakage_checks, presence_checks, repeat_checks, schema_checks
-from rlhf_core.data.validation.measures import across_uses, measure_table, schema_frame
 from rlhf_core.data.validation.repeats import prompts_repeated_in_training
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
+from rlhf_core.data.validation.tables import across_uses, narrow, schema_frame
 
 ALL_USES = "all"
 # Rows that later stages need with a reward model and RL; `config.rows_needed` has them for each method.
@@ -163,7 +159,7 @@ class Validator:
 
 def validate(
     tables: dict[str, pq.ParquetFile],
-    tokenizer: PreTrainedTokenizerBase,
+    measured: Callable[[str], pd.DataFrame],
     config: ValidationConfig,
     *,
     max_length: int,
@@ -178,19 +174,23 @@ def validate(
 
     Args:
         tables: use -> the file that prepare_data wrote.
+        measured: use -> its measured rows (`read_measured`, `measure_table`); called for the uses with the right schema.
         needed: uses and splits that must have rows.
         pairs: whether the method learns from pairs; then there must be enough pairs, and single responses with a label don't count.
         external: pairs whose prompts must not be in training either.
         docs: a folder for the Data Docs.
     Raises:
-        ValueError, FileNotFoundError: external pairs can't be read.
+        ValueError, FileNotFoundError: external pairs or measured rows can't be read.
     """
     validator, findings, places = Validator(), [], {}
     for use in (u for u in SCHEMAS if u in tables):
         schema = validator.run(f"schema of {use}", use, schema_frame(use, _types(use, tables[use].schema_arrow)), schema_checks())
         findings += schema
         if all(f.passed for f in schema):
-            frame, places[use] = measure_table(use, tables[use], tokenizer)
+            frame = measured(use)
+            if "beginning" in frame:
+                places[use] = pd.DataFrame({"conversation": frame.pop("beginning"), "split": frame["split"].astype("category")})
+            frame = narrow(frame)
             findings += validator.run(use, use, frame, checks_for(use, frame, config, max_length=max_length, pairs=pairs))
             del frame  # only one use's table is in memory at a time
     findings += validator.run("rows", ALL_USES, _row_counts(tables, needed, pairs=pairs), presence_checks())

@@ -17,12 +17,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rlhf_core.algorithms.preference_losses import PREFERENCE_LOSSES, UNPAIRED_LOSSES, PairLogprobs, PairLosses, kto_baseline
+from rlhf_core.algorithms.preference_losses import (
+    PREFERENCE_LOSSES,
+    UNPAIRED_LOSSES,
+    PairLogprobs,
+    PairLosses,
+    ResponseLosses,
+    kto_baseline,
+)
 from rlhf_core.config import DpoConfig, KtoConfig
 from rlhf_core.engines.deepspeed_engine import TrainEngine, device
 from rlhf_core.engines.ranks import data_parallel_size, gathered, own_parts, summed, total
 from rlhf_core.models.batch import Branches, collate_branches, continue_prefix
-from rlhf_core.trainers.supervised import Metrics
+from rlhf_core.trainers.supervised import Metrics, beside_untrained
 
 
 class Continuation(NamedTuple):
@@ -192,15 +199,24 @@ class PairObjective:
 
     def evaluate(self, engine: TrainEngine, pairs: list[Pair]) -> Metrics:
         """Loss, accuracy and margin on held-out pairs."""
-        _, losses, loss = self._pass(engine, pairs, learn=False)
+        logprobs, losses, loss = self._pass(engine, pairs, learn=False)
         margin = _mean_rewards(losses.chosen_rewards, losses.rejected_rewards)["reward_margin"]
-        return {"heldout_loss": loss, "heldout_accuracy": _accuracy(losses), "heldout_margin": margin}
+        found = {"heldout_loss": loss, "heldout_accuracy": _accuracy(losses), "heldout_margin": margin}
+        if self.config.reference_kind == "none":  # the loss has no untrained value
+            return found
+        chosen, rejected = logprobs.ref_chosen_logprobs, logprobs.ref_rejected_logprobs
+        untrained = self._losses(logprobs._replace(chosen_logprobs=chosen, rejected_logprobs=rejected)).losses
+        return found | beside_untrained(untrained, losses.losses, accuracy_error=0.5 / math.sqrt(len(pairs)))
+
+    def _losses(self, logprobs: PairLogprobs) -> PairLosses:
+        config = self.config
+        options: dict[str, Any] = {"label_smoothing": config.label_smoothing} if config.loss in ("sigmoid", "robust") else {}
+        options |= {"simpo_margin": config.simpo_margin} if config.loss == "simpo" else {}
+        return PREFERENCE_LOSSES[config.loss](logprobs.per_token() if config.length_normalize else logprobs, beta=config.beta, **options)
 
     def _pass(self, engine: TrainEngine, pairs: list[Pair], *, learn: bool) -> tuple[PairLogprobs, PairLosses, float]:
         """Log-probabilities and losses of all ranks' pairs, detached and in no particular order, and the step's loss."""
         config = self.config
-        options: dict[str, Any] = {"label_smoothing": config.label_smoothing} if config.loss in ("sigmoid", "robust") else {}
-        options |= {"simpo_margin": config.simpo_margin} if config.loss == "simpo" else {}
         num_chosen_tokens = sum(len(pair.chosen.response_ids) for pair in pairs)
         results, positions, shares = [], [], []
         parts = self.forward.microbatches([side for pair in pairs for side in pair], together=2)
@@ -209,8 +225,7 @@ class PairObjective:
             of_items = (self.forward.logprobs(engine, part).float(), ref_logprobs, lengths)
             policy, reference, tokens = (values.view(-1, 2).unbind(1) for values in of_items)  # chosen and rejected in turn
             logprobs = PairLogprobs(*policy, *reference, *tokens)
-            normalized = logprobs.per_token() if config.length_normalize else logprobs
-            losses = PREFERENCE_LOSSES[config.loss](normalized, beta=config.beta, **options)
+            losses = self._losses(logprobs)
             share = losses.losses.sum() / len(pairs)
             if config.nll_coef:
                 share = share - config.nll_coef * logprobs.chosen_logprobs.sum() / num_chosen_tokens
@@ -253,24 +268,35 @@ class ResponseObjective:
     def evaluate(self, engine: TrainEngine, examples: list[Example]) -> Metrics:
         """Loss, accuracy and margin on held-out responses."""
         kl = self._baseline(engine, mismatched(examples, self.config, shift=len(examples) // 2, max_length=self.max_length))
-        _, losses, rewards, good, _ = self._pass(engine, examples, kl, learn=False)
+        logprobs, losses, rewards, good, _ = self._pass(engine, examples, kl, learn=False)
         margin = _mean_rewards(rewards[good], rewards[~good])["reward_margin"]
-        return {
+        found = {
             "heldout_loss": float(losses.mean()),
             "heldout_accuracy": ordered_share(rewards[good], rewards[~good]),
             "heldout_margin": margin,
         }
+        couples = int(good.sum()) * int((~good).sum())
+        if not couples:
+            return found
+        same = torch.zeros_like(logprobs)
+        untrained = self._losses(same, same, good, torch.zeros(())).losses
+        # The standard error of `ordered_share` by chance, as in the Mann-Whitney test.
+        return found | beside_untrained(untrained, losses, accuracy_error=math.sqrt((len(examples) + 1) / (12 * couples)))
+
+    def _losses(self, logprobs: torch.Tensor, ref_logprobs: torch.Tensor, desirable: torch.Tensor, kl: torch.Tensor) -> ResponseLosses:
+        config = self.config
+        weights = {"desirable_weight": config.desirable_weight, "undesirable_weight": config.undesirable_weight}
+        return UNPAIRED_LOSSES[config.loss](logprobs, ref_logprobs, desirable, beta=config.beta, kl=kl, **weights)
 
     def _pass(self, engine: TrainEngine, examples: list[Example], kl: torch.Tensor, *, learn: bool) -> list[torch.Tensor]:
         """Log-probabilities, losses, rewards, desirable and lengths of all ranks' examples, detached and in no particular order."""
-        config, results, positions = self.config, [], []
-        weights = {"desirable_weight": config.desirable_weight, "undesirable_weight": config.undesirable_weight}
+        results, positions = [], []
         parts = self.forward.microbatches([e.continuation for e in examples])
         for (part, counts), ref_logprobs in zip(parts, self.reference(engine, parts), strict=True):
             here = [examples[i] for group in part for i in group.positions]
             desirable = torch.tensor([e.desirable for e in here], device=device())
             logprobs = self.forward.logprobs(engine, part).float()
-            losses = UNPAIRED_LOSSES[config.loss](logprobs, ref_logprobs, desirable, beta=config.beta, kl=kl, **weights)
+            losses = self._losses(logprobs, ref_logprobs, desirable, kl)
             if learn:
                 share = losses.losses.sum() / len(examples)
                 engine.backward(share if counts else 0.0 * share)

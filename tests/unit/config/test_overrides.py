@@ -15,6 +15,7 @@ from rlhf_core.config import (
     ConfigError,
     apply_overrides,
     load_params,
+    overridden,
     parse_assignment,
     parse_params,
     read_recipe,
@@ -174,3 +175,10 @@ def test_a_file_from_before_ppo_epochs_is_told_what_it_is():
         ConfigError, match=r"rl\.ppo_epochs: expected the passes over each rollout batch, which were rl\.epochs; rl\.epochs"
     ):
         parse_params(tree)
+
+
+def test_overrides_that_change_no_value_leave_the_text_as_it_is():
+    text = (ROOT / "params.yaml").read_text(encoding="utf-8")
+    overrides = with_recipes([ROOT / "recipes/clerk.yaml"], {"seed": 3})
+    once = overridden(text, overrides, subject="params.yaml")[0]
+    assert once != text and overridden(once, overrides, subject="params.yaml")[0] == once

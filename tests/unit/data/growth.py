@@ -38,6 +38,7 @@ def prepared(folder: Path, count: int) -> Path:
 
 
 def validated(folder: Path) -> None:
+    from rlhf_core.data.validation.measures import measure_table
     from rlhf_core.data.validation.validate import validate
     from rlhf_core.models.tokenizer import build_tokenizer
 
@@ -51,7 +52,8 @@ def validated(folder: Path) -> None:
         max_reported_ids=1,
     )
     tables = {use: open_rows(folder / f"{use}.parquet") for use in USES}
-    findings = validate(tables, build_tokenizer(WORDS, vocab_size=400), config, max_length=10**6)
+    tokenizer = build_tokenizer(WORDS, vocab_size=400)
+    findings = validate(tables, lambda use: measure_table(use, tables[use], tokenizer), config, max_length=10**6)
     assert all(finding.passed for finding in findings)
 
 

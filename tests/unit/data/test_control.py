@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from chat_templates import templated
+from measured_rows import measured
 from strict_limits import strict_limits
 from tokenizer_shapes import CHATS, shaped
 
@@ -48,7 +49,8 @@ def failures(folder: Path, tokenizer, rows: dict[str, list[dict]], **limits) -> 
     for use, of_use in rows.items():
         made = [{"id": f"{use}{i:03}", "source": "mine", "split": "train", "label": None, **row} for i, row in enumerate(of_use)]
         write_rows(folder, use, [{k: v for k, v in row.items() if k != "label" or use == "prompt"} for row in made])
-    found = validate(open_tables(folder), tokenizer, strict_limits(**limits), max_length=200, needed=[("sft", "train")])
+    tables = open_tables(folder)
+    found = validate(tables, measured(tables, tokenizer), strict_limits(**limits), max_length=200, needed=[("sft", "train")])
     return {f.name: f.unexpected for f in found if not f.passed}
 
 

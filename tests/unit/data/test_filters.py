@@ -15,9 +15,10 @@ from whole_matrix import cells
 
 from rlhf_core.config import DataConfig, ValidationConfig
 from rlhf_core.data.filters import REASONS, KeptRows
-from rlhf_core.data.prepare import Prepared, drop_too_long
+from rlhf_core.data.prepare import Prepared, measure_rows
 from rlhf_core.data.schema import open_rows, read_rows, write_rows
 from rlhf_core.data.sources import Mixed, mix
+from rlhf_core.data.validation.tables import read_measured
 from rlhf_core.data.validation.validate import Finding, validate
 from rlhf_core.models.tokenizer import build_tokenizer
 
@@ -49,7 +50,7 @@ def config(*sources: dict) -> DataConfig:
 
 def prepared(of: DataConfig, folder: Path, *, limit: float = 1.0) -> Mixed:
     found = mix(of, folder / "out", scratch=folder / "aside", seed=0, max_dropped_fraction=limit)
-    drop_too_long(found, tokenizer(), of, max_length=MAX_LENGTH, limit=limit)
+    measure_rows(found, tokenizer(), of, folder / "measured", max_length=MAX_LENGTH, limit=limit)
     for rows in found.rows.values():
         rows.write()
     return found
@@ -62,7 +63,7 @@ def tokenizer():
 
 def failed(folder: Path, limits: ValidationConfig = STRICT, *, uses: Sequence[str] = ("preference",)) -> list[Finding]:
     tables = {use: open_rows(folder / "out" / f"{use}.parquet") for use in uses}
-    findings = validate(tables, tokenizer(), limits, max_length=MAX_LENGTH, needed=())
+    findings = validate(tables, lambda use: read_measured(folder / "measured", use, tables[use]), limits, max_length=MAX_LENGTH, needed=())
     return [finding for finding in findings if not finding.passed]
 
 

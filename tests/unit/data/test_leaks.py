@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from measured_rows import measured
 from strict_limits import strict_limits
 
 from rlhf_core.config import ExternalPairsConfig
@@ -39,7 +40,9 @@ def found(folder: Path, uses: dict[str, list[dict]], tokenizer, external=(), **l
     for use, rows in uses.items():
         write_rows(folder, use, rows)
     tables = {use: pq.ParquetFile(folder / f"{use}.parquet") for use in uses}
-    findings = validate(tables, tokenizer, strict_limits(**limits), max_length=100, needed=(), pairs=False, external=external)
+    findings = validate(
+        tables, measured(tables, tokenizer), strict_limits(**limits), max_length=100, needed=(), pairs=False, external=external
+    )
     assert json.dumps(summary(findings, tables, max_reported_ids=5))  # figures for the report
     return {f.name: f for f in findings if f.name.startswith(("near_duplicates", "contained_prompts"))}
 

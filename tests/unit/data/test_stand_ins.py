@@ -11,12 +11,12 @@ from pathlib import Path
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from measured_rows import measured, write_measures
 from strict_limits import strict_limits
 
 from rlhf_core.data import schema
 from rlhf_core.data.schema import SCHEMAS, write_rows
-from rlhf_core.data.validation import measures
-from rlhf_core.data.validation.measures import measure_table
+from rlhf_core.data.validation import tables as table_module
 from rlhf_core.data.validation.validate import Finding, validate
 from rlhf_core.models.tokenizer import build_tokenizer
 
@@ -66,7 +66,7 @@ def tables(tmp_path_factory) -> dict[str, pq.ParquetFile]:
 
 
 def find(tables, tokenizer, docs: Path | None = None) -> list[Finding]:
-    return validate(tables, tokenizer, CONFIG, max_length=60, docs=docs)
+    return validate(tables, measured(tables, tokenizer), CONFIG, max_length=60, docs=docs)
 
 
 def check(tables, tokenizer, docs: Path) -> tuple[list[Finding], list[list[str]]]:
@@ -80,7 +80,7 @@ def check(tables, tokenizer, docs: Path) -> tuple[list[Finding], list[list[str]]
 def expected(tables, tokenizer, tmp_path_factory):
     """With all texts of all rows, all at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measures, "_sound", lambda use, measured: pd.Series(False, index=measured.index))
+        patch.setattr(table_module, "_sound", lambda use, measured: pd.Series(False, index=measured.index))
         return check(tables, tokenizer, tmp_path_factory.mktemp("docs"))
 
 
@@ -93,8 +93,19 @@ def test_the_messy_rows_break_what_can_be_broken(expected):
 
 def test_stand_ins_change_neither_a_finding_nor_what_is_shown(tables, tokenizer, expected, tmp_path):
     assert check(tables, tokenizer, tmp_path) == expected
-    frame, _ = measure_table("preference", tables["preference"], tokenizer)
-    assert (frame["chosen"] == measures.ANY).sum() > ROWS // 4
+    frame = measured(tables, tokenizer)("preference")
+    assert (frame["chosen"] == table_module.ANY).sum() > ROWS // 4
+
+
+@pytest.mark.parametrize("rows", [7, schema.ROWS_AT_ONCE])
+def test_measures_that_are_stored_are_read_as_they_were(tables, tokenizer, tmp_path, monkeypatch, rows):
+    monkeypatch.setattr(schema, "ROWS_AT_ONCE", rows)
+    for use in SCHEMAS:
+        write_rows(tmp_path, use, messy(use))
+    write_measures(tmp_path, tmp_path / "measured", tokenizer)
+    for use in SCHEMAS:
+        stored = table_module.read_measured(tmp_path / "measured", use, tables[use])
+        pd.testing.assert_frame_equal(stored, measured(tables, tokenizer)(use))
 
 
 @pytest.mark.long
@@ -108,7 +119,7 @@ def test_hashes_that_texts_share_change_no_verdict(tables, tokenizer, expected, 
     def few(texts: pd.Series) -> pd.Series:
         return texts.str.len().astype("Int64").astype("UInt64") % 3
 
-    monkeypatch.setattr(measures, "_hashes", few)
+    monkeypatch.setattr(table_module, "_hashes", few)
     assert find(tables, tokenizer) == expected[0]
 
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chat_templates import TEMPLATES, templated
+from measured_rows import measured
 from strict_limits import strict_limits
 from whole_matrix import cells
 
@@ -67,10 +68,14 @@ def tables(rows: Rows) -> dict[str, pq.ParquetFile]:
     return {use: parquet(pa.Table.from_pylist(content, schema=SCHEMAS[use])) for use, content in rows.items()}
 
 
+def validated(of: dict[str, pq.ParquetFile], tokenizer, config, **how) -> list[Finding]:
+    return validate(of, measured(of, tokenizer), config, **how)
+
+
 def check(rows: Rows, tokenizer, *, only: str | None = None, **changes) -> list[Finding]:
     """What validation finds in all uses, or in one, which takes less time, with some of CONFIG's limits changed."""
     chosen = rows if only is None else {only: rows[only]}
-    findings = validate(tables(chosen), tokenizer, CONFIG.model_copy(update=changes), max_length=MAX_LENGTH)
+    findings = validated(tables(chosen), tokenizer, CONFIG.model_copy(update=changes), max_length=MAX_LENGTH)
     return [f for f in findings if only is None or f.use == only]
 
 
@@ -177,7 +182,7 @@ def test_wrong_columns_break_the_schema_and_skip_other_checks(rows, tokenizer):
     prepared = tables(rows)
     prepared["sft"] = parquet(prepared["sft"].read().drop_columns(["response"]).append_column("answer", pa.array(["x"] * 20)))
     prepared["prompt"] = parquet(prepared["prompt"].read().set_column(4, "label", pa.array(range(20))))
-    findings = validate(prepared, tokenizer, CONFIG, max_length=MAX_LENGTH)
+    findings = validated(prepared, tokenizer, CONFIG, max_length=MAX_LENGTH)
     assert failures(findings) == [
         ("sft", "schema", 2, ("answer (expected no such column, got string)", "response (expected string, got no such column)")),
         ("prompt", "schema", 1, ("label (expected string, got int64)",)),
@@ -203,7 +208,7 @@ def test_rows_that_no_stage_reads_are_not_missed(rows, tokenizer):
     del rows["preference"], rows["prompt"]
     rows["sft"] = rows["sft"][:1]
     needed = (("sft", "train"), ("prompt", "train"))
-    findings = validate(tables(rows), tokenizer, CONFIG, max_length=MAX_LENGTH, needed=needed, pairs=False)
+    findings = validated(tables(rows), tokenizer, CONFIG, max_length=MAX_LENGTH, needed=needed, pairs=False)
     assert failures(findings) == [("all", "rows_present", 1, ("prompt:train",))]
 
 
@@ -211,9 +216,9 @@ def test_single_responses_are_enough_where_nothing_learns_from_pairs(rows, token
     for i, r in enumerate(rows["preference"]):
         r["rejected" if i % 2 else "chosen"] = None
     needed = (("preference", "train"), ("preference", "test"))
-    findings = validate(tables(rows), tokenizer, CONFIG, max_length=MAX_LENGTH, needed=needed, pairs=False)
+    findings = validated(tables(rows), tokenizer, CONFIG, max_length=MAX_LENGTH, needed=needed, pairs=False)
     assert failures(findings) == [] and "min_pairs" not in {f.name for f in findings}
-    as_pairs = failures(validate(tables(rows), tokenizer, CONFIG, max_length=MAX_LENGTH, needed=needed))
+    as_pairs = failures(validated(tables(rows), tokenizer, CONFIG, max_length=MAX_LENGTH, needed=needed))
     assert [(use, name) for use, name, *_ in as_pairs] == [("preference", "min_pairs"), ("all", "rows_present")]
     assert as_pairs[-1][2:] == (2, ("preference:test", "preference:train"))  # rows are there, but no pair
 
@@ -375,7 +380,7 @@ def test_data_docs_show_what_was_expected_and_escape_the_data(rows, tokenizer, t
     rows["sft"][3] |= {"id": "<i>&3", "response": "<script>alert('hi')</script>\n"}
     rows["sft"][4] |= {"id": "<i>&3"}
     rows["preference"][3] |= {"chosen": "<b>so</b>", "rejected": "<b>so</b>"}
-    findings = validate(
+    findings = validated(
         tables(rows), _filtering(tokenizer, "replace('alert', 'warn')"), CONFIG, max_length=MAX_LENGTH, docs=tmp_path / "docs"
     )
     assert [f for f in failures(findings) if f[1] != "identical_pairs"] == [
@@ -416,7 +421,7 @@ class Loads(HTMLParser):
 
 def test_data_docs_load_nothing_from_elsewhere_and_lead_to_each_other(rows, tokenizer, tmp_path):
     rows["preference"][3] |= {"chosen": "so \u202e it is", "rejected": "so \u202e it is", "id": "odd\u200f"}
-    validate(tables(rows), tokenizer, CONFIG, max_length=MAX_LENGTH, docs=tmp_path / "docs")
+    validated(tables(rows), tokenizer, CONFIG, max_length=MAX_LENGTH, docs=tmp_path / "docs")
     pages = list((tmp_path / "docs").rglob("*.html"))
     assert len(pages) > 10
     for path in pages:
@@ -436,7 +441,7 @@ def test_data_docs_load_nothing_from_elsewhere_and_lead_to_each_other(rows, toke
 def test_data_docs_that_cannot_be_written_are_logged_and_change_nothing(rows, tokenizer, tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
     with caplog.at_level(logging.WARNING, logger="rlhf_core"):
-        findings = validate(tables(rows), tokenizer, CONFIG, max_length=MAX_LENGTH, docs=tmp_path / "file" / "docs")
+        findings = validated(tables(rows), tokenizer, CONFIG, max_length=MAX_LENGTH, docs=tmp_path / "file" / "docs")
     assert failures(findings) == []
     assert any("Data Docs: expected to write" in record.getMessage() for record in caplog.records)
 

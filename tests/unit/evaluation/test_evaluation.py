@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -186,7 +188,9 @@ def test_answers_of_all_modes_are_scored_together_each_distinct_one_once(
 
 
 @torch.no_grad()
-def test_response_logprobs_are_those_of_each_response_alone(sft_folder: Path):
+def test_response_logprobs_are_those_of_each_response_alone(sft_folder: Path, caplog, monkeypatch):
+    monkeypatch.setattr("rlhf_core.progress._stage", "evaluate")
+    monkeypatch.setattr("rlhf_core.progress.LINE_SECONDS", 0.0)
     model = load_language_model(sft_folder)
     prompts, responses = sequences(5, seed=1, shortest=1, longest=6), sequences(5, seed=2, shortest=1, longest=8)
     answers = [
@@ -197,5 +201,10 @@ def test_response_logprobs_are_those_of_each_response_alone(sft_folder: Path):
         logprobs = (model(input_ids=torch.tensor([p + r])).logits[0] / 0.7).log_softmax(-1)
         expected.append(logprobs[range(len(p) - 1, len(p + r) - 1), r].sum())
     for microbatch_tokens in (1, 30, 1000):
-        sums = response_logprobs(PolicyModule(model), answers, pad_id=0, microbatch_tokens=microbatch_tokens, temperature=0.7)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "rlhf"):
+            sums = response_logprobs(PolicyModule(model), answers, pad_id=0, microbatch_tokens=microbatch_tokens, temperature=0.7)
         torch.testing.assert_close(sums, torch.stack(expected), rtol=1e-6, atol=1e-5)
+        assert caplog.messages[-1].startswith("evaluate: answer for the KL 5/5 · ")
+        if microbatch_tokens == 1:
+            assert any(re.fullmatch(r"evaluate: answer for the KL 2/5 · .* left", line) for line in caplog.messages)

@@ -16,7 +16,7 @@ from report_workspace import HOSTILE, answer_otherwise, edit_metrics, make_works
 from scipy.stats import ttest_1samp
 
 from flows.compare_runs import main, summary
-from rlhf_core.config import TrackingConfig, apply_overrides
+from rlhf_core.config import TrackingConfig, apply_overrides, read_yaml
 from rlhf_core.gate.looks import look_level
 from rlhf_core.report.differences import (
     Difference,
@@ -189,6 +189,36 @@ def test_only_params_that_a_run_has_used_count():
     method = {**other, "alignment": {"method": "dpo"}}
     assert ("dpo.beta", "0.3", "0.1") in params_that_differ(PARAMS, method)
     assert outs_that_differ(results(), results(reward_model="b")) == [("models/reward", "a", "b")]
+
+
+def test_the_evaluations_scorers_count_with_a_method_without_rl():
+    one = {**PARAMS, "alignment": {"method": "dpo"}}
+    other = {**one, "rl": {"steps": 90, "reward": {"scorers": [{"name": "length"}]}}}
+    assert params_that_differ(one, other) == [("rl.reward.scorers", '[{"name": "reward_model"}]', '[{"name": "length"}]')]
+
+
+def test_nothing_that_differs_is_told_in_whole_sentences():
+    side = Side(results=results(), curves={}, samples=None, times={})
+    text = summary(side, side)
+    assert "No parameter differs." in text and "No data and no model differs." in text
+    unknown = replace(side, results=replace(side.results, outs={}, metrics={"train_sft": {"heldout_loss": 0.5}}))
+    text = summary(unknown, unknown)
+    assert "Neither run's dvc.lock names data or models." in text and "No figure of the table has a test." in text and "0 tests" not in text
+
+
+def test_figures_of_other_params_are_pointed_out(project, capsys):
+    params = read_yaml(project / "runs/one/params.yaml")
+    locked = {"evaluate": {"seed": 17, "rl.reward.scorers": [{"name": "length"}]}, "train_policy": {"rl": params["rl"]}}
+    lock = {"stages": {stage: {"params": {"params.yaml": values}} for stage, values in locked.items()}}
+    (project / "runs/one/dvc.lock").write_text(json.dumps(lock))
+    assert main(["one", "two"]) == 0
+    warning = "one: the figures of evaluate are of other params: its params.yaml differs from its dvc.lock in seed, rl.reward.scorers."
+    assert warning in capsys.readouterr().out
+    assert "the figures of evaluate are of other params" in (project / "reports/compare-one-two.html").read_text(encoding="utf-8")
+    shutil.copytree(project / "runs/one", project / "runs/one-seed-1", symlinks=True)
+    apply_overrides(project / "runs/one-seed-1/params.yaml", {"seed": 1})
+    assert main(["one", "two", "one-seed-1"]) == 0
+    assert warning in capsys.readouterr().err
 
 
 def test_phases_add_up_to_the_steps_time():

@@ -53,3 +53,8 @@ def test_an_evaluation_that_nothing_compared_says_so(workspace):
     judged = {"sft": {"judge_ok": 0.5, "score_mean": None}, "policy": {"judge_ok": 0.75, "score_mean": None}}
     (workspace / "metrics/evaluate.json").write_text(json.dumps(metrics | {"greedy": judged, "sampled": judged}))
     assert figure_of(workspace, "evaluate") == "judge 0.50 -> 0.75 (sampled), 0.50 -> 0.75 (greedy)"
+
+
+def test_a_stage_without_sft_is_not_needed(workspace):
+    (workspace / "metrics/train_sft.json").write_text(json.dumps({"trained": False, "reason": "sft.enabled is false"}))
+    assert figure_of(workspace, "train_sft") == "not needed: the given model is used"

@@ -13,6 +13,7 @@ from flows import compare
 from flows.chain.command_line import REFUSED
 from flows.chain.prepare import prepare_workspace, prepared
 from flows.chain.stages import StageFailed, check_params
+from flows.chain.updates import differences
 from flows.chain.worktree import git, prepare_worktree
 from flows.full_pipeline import main
 from flows.rounds import series
@@ -165,3 +166,18 @@ def test_overrides_are_held_against_the_runs_own_params_wherever_they_are_checke
         assert run.params.data.sources[1].weight == 2.0
     with pytest.raises(ConfigError, match=r"data\.sources\.1"), prepared(project, "another", overrides):
         pass
+
+
+def test_a_run_that_is_resumed_with_its_params_has_one_first_commit(project):
+    sources = [{"name": "own", "kind": "file", "path": "own.jsonl", "format": "text", "uses": ["pretrain"], "weight": 1.0}]
+    for _ in range(2):
+        prepare_worktree(project, "one", {"data.sources": sources, "seed": 3})
+    assert git(project, "log", "--format=%s", "main..run/one").count("Run one: ") == 1
+
+
+def test_a_list_that_is_filled_or_emptied_is_one_change(project):
+    full = load_params(project / "params.yaml")
+    bare = full.model_copy(update={"data": full.data.model_copy(update={"sources": []})})
+    sources = full.model_dump(mode="json")["data"]["sources"]
+    assert sources and differences(bare, full) == [("data.sources", [], sources)]
+    assert differences(full, bare) == [("data.sources", sources, [])]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from measured_rows import measured
 
 from rlhf_core.config import parse_params, parse_yaml, read_yaml
 from rlhf_core.data.schema import SCHEMAS, read_rows
@@ -299,7 +300,7 @@ def test_objections_are_those_of_validate_data(tmp_path):
     data = params.data.model_copy(update={"sources": [found.tried.source]})
     mixed = mix(data, tmp_path / "prepared", scratch=tmp_path / "scratch", seed=0)
     tables = {use: open_rows(tmp_path / "prepared" / f"{use}.parquet") for use in mixed.uses}
-    findings = validate(tables, tokenizer, params.validation, max_length=params.model.max_length)
+    findings = validate(tables, measured(tables, tokenizer), params.validation, max_length=params.model.max_length)
     unexpected = {(f.use, f.name): f.unexpected for f in findings}
     objections = {use: counts.objections(params.model.max_length) for use, counts in found.counts.items()}
     names = {"identical": "identical_pairs", "contradictory": "contradictory_pairs", "duplicate": "duplicate_pairs", "too_long": "too_long"}
@@ -309,6 +310,17 @@ def test_objections_are_those_of_validate_data(tmp_path):
     assert objections["preference"]["contradictory"] == 2 and objections["preference"]["duplicate"] == 2
     names = {"empty": "empty.response", "too_long": "too_long", "templated": "templated"}  # <|end|> in the middle of an answer
     assert objections["sft"] == {kind: unexpected["sft", name] for kind, name in names.items()}
+    # The places of PAIRS come first; a repeated pair is named with the one that it repeats, and of each kind five at most.
+    path, first = tmp_path / "data.jsonl", len(PAIRS) + 1
+    text = "\n".join(page.describe_inspection(found, params, colour=False, every_token=False))
+    assert f"\n    {path} line {first + 6}\n" in text
+    assert f"\n    {path} line {first + 4} (as {path} line {first + 2})\n" in text
+
+
+def test_at_most_five_records_of_a_kind_are_named(tmp_path):
+    records = [*PAIRS, *({"prompt": f"Sort {i}.", "chosen": "", "rejected": "a"} for i in range(8))]
+    found = looked(tmp_path, records, tiny_tokenizer(), tiny_params())
+    assert len(found.counts["preference"].places["empty"]) == 5 and found.counts["preference"].objections(200)["empty"] == 8
 
 
 def test_params_may_be_a_recipe_or_a_whole_file(tmp_path, capsys, monkeypatch):

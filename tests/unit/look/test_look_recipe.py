@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import load_overlaid, parse_yaml
-from rlhf_core.data.prepare import drop_too_long
+from rlhf_core.data.prepare import measure_rows
 from rlhf_core.data.schema import open_rows
 from rlhf_core.data.sources import mix
+from rlhf_core.data.validation.tables import read_measured
 from rlhf_core.data.validation.validate import validate
 from rlhf_core.look.__main__ import main
 from tests.tiny_models import DEFAULTS, tiny_tokenizer
@@ -42,11 +43,11 @@ def refused(recipe: str, folder: Path) -> set[str]:
     params, tokenizer = load_overlaid(whole, folder / "recipe.yaml"), tiny_tokenizer()
     out, limit, longest = folder / "prepared", params.validation.max_dropped_fraction, params.model.max_length
     mixed = mix(params.data, out, scratch=folder / "scratch", seed=0, max_dropped_fraction=limit)
-    drop_too_long(mixed, tokenizer, params.data, max_length=longest, limit=limit)
+    measure_rows(mixed, tokenizer, params.data, folder / "measured", max_length=longest, limit=limit)
     for rows in mixed.rows.values():
         rows.write()
     tables = {use: open_rows(out / f"{use}.parquet") for use in mixed.uses}
-    findings = validate(tables, tokenizer, params.validation, max_length=longest)
+    findings = validate(tables, lambda use: read_measured(folder / "measured", use, tables[use]), params.validation, max_length=longest)
     return {f.name for f in findings if not f.passed and not f.name.startswith("template_round_trip")}
 
 

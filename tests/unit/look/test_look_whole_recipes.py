@@ -11,6 +11,7 @@ import pytest
 from whole_matrix import cells
 
 from rlhf_core.config import Params, load_overlaid, parse_yaml
+from rlhf_core.look import propose
 from rlhf_core.look.__main__ import main
 from rlhf_core.look.facts import own_system_prompt
 from rlhf_core.models.template import CHATML, CONTINUATION
@@ -126,6 +127,16 @@ def test_a_tiny_model_gets_rates_by_which_it_learns_unless_the_user_gave_some(ch
     assert "learning_rate" not in reading["yaml"] and any("learning rate 0.002" in line for line in reading["proposal"]["notes"])
 
 
+def test_a_small_pretrained_model_gets_a_higher_rate_for_few_steps_on_pairs(chat_model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(propose, "SMALL_MODEL", 0)  # the tiny model counts as one of usual size
+    path = written(tmp_path, PAIRS)
+    assert accepted(looked(capsys, path, chat_model), tmp_path).dpo.learning_rate == 5e-6
+    (tmp_path / "own.yaml").write_text("dpo: {learning_rate: 2.0e-6}\n")
+    assert "learning_rate" not in looked(capsys, path, chat_model, "--params", str(tmp_path / "own.yaml"))["yaml"]
+    monkeypatch.setattr(propose, "FEW_STEPS", 0)
+    assert accepted(looked(capsys, path, chat_model), tmp_path).dpo.learning_rate == 1e-6
+
+
 def test_a_base_model_gets_a_template_and_sft_first(base_model, tmp_path, capsys):
     texts = [{**pair, "chosen": " " + pair["chosen"], "rejected": " " + pair["rejected"]} for pair in PAIRS]
     params = accepted(looked(capsys, written(tmp_path, texts), base_model), tmp_path)
@@ -167,3 +178,11 @@ def test_the_recipe_is_written_to_a_new_file_only(chat_model, tmp_path, capsys):
     assert load_overlaid(WHOLE, tmp_path / "mine.yaml").alignment.method == "dpo" and "Written to" in capsys.readouterr().out
     assert main(arguments) == 2
     assert "expected a new file, got one that exists" in capsys.readouterr().err
+
+
+def test_predicted_steps_are_about_so_many(chat_model, tmp_path, capsys):
+    path = written(tmp_path, PAIRS)
+    of_policy = looked(capsys, path, chat_model)["proposal"]["stages"]["train_policy"]["steps"]
+    main([str(path), "--model", str(chat_model), "--params", str(WHOLE)])
+    printed = capsys.readouterr().out
+    assert f"~{of_policy:,} " in next(line for line in printed.splitlines() if line.startswith("#   train_policy"))

@@ -196,3 +196,13 @@ def test_a_training_that_did_not_happen_is_not_blamed():
     found = blame(replace(inputs, params=params, policy={"method": "external"}, **none))
     assert found.stage == "train_policy" and found.sentence == "The policy from elsewhere is no better here."
     assert found.checks[:2] == ("samples of the policy next to the given model’s", "how the policy was trained elsewhere")
+
+
+def test_a_given_model_is_at_fault_by_its_name_and_not_by_a_stage_that_did_not_train_it():
+    inputs = failed_run()
+    assert blame(inputs).title == "Stage at fault: train policy"
+    params = copy.deepcopy(inputs.params)
+    params["sft"]["enabled"] = False
+    inputs.evaluation["sampled"]["sft"]["truncated_fraction"] = 0.63
+    found = blame(replace(inputs, params=params, sft_curves=inputs.sft_curves.iloc[:0]))
+    assert (found.stage, found.title) == ("train_sft", "At fault: the given model")

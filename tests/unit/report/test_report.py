@@ -116,6 +116,8 @@ def test_a_run_that_nothing_scored_says_what_it_cant_say(tmp_path, monkeypatch, 
     assert ("There is no verdict: nothing compared the policy’s answers" in page) is not judge
     assert "Stage at fault" not in page and "Win rate" not in page and '<th scope="row">Score</th>' not in page
     assert "The policy was trained on the data alone." in page and "Distance" in page
+    assert ("run `dvc repro report` in that folder" in page) is not judge
+    assert "this estimate can be below 0; read it as 0" in page
 
 
 def test_one_test_is_not_corrected_for_others():
@@ -405,8 +407,10 @@ def test_who_is_to_blame_and_what_was_overridden_or_stopped_stands_at_the_top(tm
     edit_metrics(workspace, "train_policy", {"monitor": monitor})
     edit_metrics(workspace, "gate", {"override": "we <know>", "passed": False, "message": "rejected: too few."})
     began = {"of": "rl", "step": 7, "differences": ["params: rl.learning_rate: 1 -> <2>"]}
-    edit_metrics(workspace, "train_policy", {"resumed_from": [began]})
+    edit_metrics(workspace, "train_policy", {"resumed_from": [began], "warning": "dpo: <nothing> was learned"})
+    edit_metrics(workspace, "train_reward", {"warning": "reward: nothing was learned"})
     page = render_in(workspace, monkeypatch)
+    assert "<b>dpo: &lt;nothing&gt; was learned</b>" in page and "<b>reward: nothing was learned</b>" in page
     top = page[: page.index("</header>")]
     assert "train_policy resumed from a checkpoint of another configuration, step 7." in top
     assert "rl.learning_rate: 1 -&gt; &lt;2&gt;" in top

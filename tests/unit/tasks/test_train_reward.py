@@ -91,6 +91,7 @@ def test_an_ensemble_that_is_interrupted_in_its_second_member_ends_as_one_that_i
     assert tuple(curves.columns) == COLUMNS and curves["step"].tolist() == list(range(2 * STEPS))
     assert curves["phase"].tolist() == ["reward"] * STEPS + ["reward_member_1"] * STEPS
     metrics = json.loads((whole / "metrics/train_reward.json").read_text())
+    assert metrics["warning"].startswith("reward: the held-out loss ended at ") and "hardly anything was learned" in metrics["warning"]
     assert metrics["heldout_pairs"] == 5 and {"heldout_accuracy", "heldout_accuracy_member_1"} <= set(metrics)
     check_heldout(whole)
 

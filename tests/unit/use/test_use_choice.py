@@ -75,3 +75,10 @@ def test_wrong_options_are_refused(wrong):
     with pytest.raises(SystemExit) as refusal:
         main(["chat", *wrong])
     assert refusal.value.code == 2
+
+
+def test_a_model_that_no_sft_has_trained_is_called_the_given_model(project):
+    assert beside(choose(run="one"), "sft").name == "sft"
+    (project / "runs/one/metrics").mkdir()
+    (project / "runs/one/metrics/train_sft.json").write_text('{"trained": false}')
+    assert beside(choose(run="one"), "sft").name == "given model"

@@ -418,3 +418,26 @@ def test_rows_that_leave_nothing_to_train_on_are_refused(sft_folder: Path, tmp_p
     with pytest.raises(ValueError, match="expected responses of at most 64 tokens with their prompt, got none in 4 rows"):
         train_on_examples(long, [], config("kto"), run_of(sft_folder, tmp_path))
     assert "examples" in train_on_examples(unpaired, [], config("kto"), run_of(sft_folder, tmp_path, steps=1)).metrics
+
+
+def test_held_out_losses_stand_beside_those_of_a_policy_that_is_its_reference(sft_folder: Path):
+    how, module = forward(), Recorder(sft_folder).module
+    same = PairObjective(tiny_params().dpo, how, live_reference(whole_reference(module.requires_grad_(False)), how))
+    with torch.no_grad():
+        untrained = same.evaluate(module, PAIRS)["untrained"]
+        moved = pair_objective(sft_folder, how, nll_coef=0.5).evaluate(module, PAIRS)
+        without = pair_objective(sft_folder, how, nll_coef=0.0).evaluate(module, PAIRS)
+        simpo = pair_objective(sft_folder, how, loss="simpo").evaluate(module, PAIRS)
+    assert untrained == {"loss": pytest.approx(math.log(2)), "gain": 0.0, "gain_error": 0.0, "accuracy_error": pytest.approx(0.5 / 8**0.5)}
+    # The likelihood of nll_coef is in the loss, and not in the gain.
+    assert moved["untrained"]["gain"] == pytest.approx(math.log(2) - without["heldout_loss"], abs=1e-6) != 0.0
+    assert "untrained" not in simpo
+
+
+def test_held_out_kto_losses_stand_beside_those_of_a_policy_that_is_its_reference(sft_folder: Path):
+    with torch.no_grad():
+        found = response_objective(sft_folder, forward()).evaluate(Recorder(sft_folder).module, EXAMPLES)
+    # 1 - sigmoid(0) of each response, 6 good and 6 bad; the variance of Mann-Whitney's statistic is (6 + 6 + 1) / (12 * 6 * 6).
+    assert found["untrained"]["loss"] == pytest.approx(0.5)
+    assert found["untrained"]["gain"] == pytest.approx(0.5 - found["heldout_loss"], abs=1e-6)
+    assert found["untrained"]["accuracy_error"] == pytest.approx((13 / 432) ** 0.5)
