@@ -288,10 +288,13 @@ def generate(
     lengths, finished = limits.clone(), torch.zeros(count, dtype=torch.bool)
     ends = torch.tensor(stop_ids)
     rows, growing = torch.arange(count), torch.ones(count, dtype=torch.bool)  # of the current batch
+    awaited = rows < batch.due
     logits = decoder.begin(batch.prompts, copies=batch.copies, max_new_tokens=max_new_tokens, max_length=max_length)
     for position in range(max_new_tokens):
-        early = had[rows] + position < settings.min_new_tokens
-        logits = without_tokens(logits, stop_ids, early.to(device)) if early.any() else logits
+        early = torch.zeros_like(growing)
+        if position < settings.min_new_tokens:
+            early = had[rows] + position < settings.min_new_tokens
+            logits = without_tokens(logits, stop_ids, early.to(device))
         ids, logprobs = sample_tokens(logits, uniforms[rows.to(device), position], settings)
         all_ids[rows, position], all_logprobs[rows, position] = ids.cpu(), logprobs.cpu()
         ended = torch.isin(ids.cpu(), ends)
@@ -302,13 +305,13 @@ def generate(
         lengths[rows[growing & ended]] = position + 1
         finished[rows[growing & ended]] = True
         growing = growing & ~ended & (limits[rows] > position + 1)
-        if not growing.any() or (position + 1 >= batch.least and not growing[rows < batch.due].any()):
+        if not ((growing & awaited).any() or (position + 1 < batch.least and growing.any())):
             lengths[rows[growing]] = position + 1
             break
         if int(growing.sum()) <= COMPACTED * len(rows):
             chosen = growing.nonzero().squeeze(-1)
             decoder.keep(chosen.to(device))
-            rows, growing, ids = rows[chosen], growing[chosen], ids[chosen.to(device)]
+            rows, growing, awaited, ids = rows[chosen], growing[chosen], awaited[chosen], ids[chosen.to(device)]
         logits = decoder.step(ids)
     decoder.end()
     found = zip(all_ids.tolist(), all_logprobs.tolist(), lengths.tolist(), finished.tolist(), strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rl_here import EnginesHere, RunHere, rl_job_here, running
-from tiny_models import rl_job
+from tiny_models import rl_job, tiny_params
 
 from rlhf_core.engines.requests import Request, Sample, SamplingSettings
 from rlhf_core.models.build import load_language_model
 from rlhf_core.process import StepAbandoned
+from rlhf_core.trainers.rl.advantages import correct
 from rlhf_core.trainers.rl.ahead import SAVED, Admitted, RolloutsAhead, begun, extended, request
-from rlhf_core.trainers.rl.data import PromptStream
+from rlhf_core.trainers.rl.data import PromptStream, collate, pack
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.recovery import Replacements
 from rlhf_core.trainers.rl.rollouts import RolloutEngines
@@ -48,6 +50,16 @@ def test_a_rollout_is_continued_after_its_tokens_with_another_seed_each_time():
     assert (asked.prompt_ids, asked.given, asked.ids, asked.limit) == ([5, 6], [7, 8, 9], [5, 6, 7, 8, 9], 21)
     seeds = {request(replace(rollout, spans=rollout.spans[:count]), seed, 21).seed for count in range(3) for seed in (17, 18)}
     assert len(seeds) == 6 and asked == request(rollout, 17, 21)
+
+
+def test_each_token_is_corrected_by_the_probability_under_which_it_was_sampled():
+    rl = tiny_params(**{"rl.algorithm": "rloo", "rl.rollout.max_lag": 2, "rl.correction.kind": "tis", "rl.correction.high": 1.5}).rl
+    rollout = Rollout(PROMPT, [Span([7, 8], [-1.0, -2.5], 3), Span([9], [-2.0], 4)], True, 0)
+    outputs = {"old_logprobs": torch.tensor([-1.5, -1.5, -1.8])}
+    batch = collate([rollout], pack([rollout]), {}, outputs, None, old_logprobs_source="recompute")
+    assert batch.policy_versions.tolist() == [[3, 3, 4]]
+    weights, _ = correct(batch.sampler_logprobs, batch.rollout_logprobs, batch.response_mask, rl)
+    assert weights[0].tolist() == pytest.approx([math.exp(-0.5), 1.5, math.exp(0.2)])  # of e^-0.5, e^1 and e^0.2 at most 1.5
 
 
 # Admission
