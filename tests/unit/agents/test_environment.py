@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -287,6 +288,34 @@ async def blocks(task, policy):
 def test_an_episode_that_blocks_has_a_deadline():
     with pytest.raises(TimeoutError, match=r"within rl.deadlines.step=0.3 s, got 1 episode that didn't"):
         environment(blocks, deadline=0.3).play(prompts(2), [0, 1], SAMPLING, Script("a"))
+
+
+class Stopped(BaseException):
+    """What a signal's handler raises."""
+
+
+def test_a_signal_ends_episodes_at_once_and_others_can_follow():
+    """As SIGTERM does in a step of RL (`Stop.interrupts`)."""
+
+    def stop(*_):
+        raise Stopped
+
+    played, began, before = environment(sleepy), time.monotonic(), signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(Stopped):
+            played.play(prompts(3), [0, 1, 2], SAMPLING, Script("a"))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - began < 20
+    assert played.play(prompts(4)[3:], [3], SAMPLING, Script("a"))[0].dialogue.score == 3.0
+
+
+async def sleepy(task, policy):
+    await policy.chat(task.messages).generate()
+    if task.label != "3":
+        await asyncio.sleep(60)
+    return float(task.label)
 
 
 # The standard loop
