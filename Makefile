@@ -88,5 +88,5 @@ lint: setup
 	$(VENV)/bin/ruff format --check .
 
 clean:
-	rm -rf scratch reports models data/prepared data/measured data/*.parquet metrics plots .pytest_cache .ruff_cache .hypothesis
+	rm -rf scratch reports checks models data/prepared data/measured data/*.parquet metrics plots .pytest_cache .ruff_cache .hypothesis
 	find flows tasks rlhf_core tests -name __pycache__ -prune -exec rm -rf {} +

@@ -62,9 +62,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compare(root: Path, options: argparse.Namespace, held: ExitStack) -> int:
-    """Run all variants and write the comparison. Returns the exit code.
+    """Run all variants, write the comparison, and return the exit code.
 
-    held: keeps the runs' locks until the caller exits it.
+    held: stack that keeps the runs' locks until the caller exits it.
     """
     try:
         variants = {name: method_overrides(name) for name in options.methods} or {

@@ -1,5 +1,5 @@
-"""The whole chain from the command line: python -m flows.full_pipeline [--set key=value] [--params recipe] [--run name] [--force stage]
-[--until stage].
+"""Runs the whole chain from the command line: python -m flows.full_pipeline [--set key=value] [--params recipe] [--run name] [--force
+stage] [--until stage].
 
 Invalid params are refused, and an up-to-date chain is reported, before the slow import of Prefect.
 Exit codes: 0 done, 1 a stage failed, 2 params or workspace refused, 3 a gate rejected the model, 130 and 143 stopped by a signal.
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def start(root: Path, options: argparse.Namespace) -> int:
-    """Prepare the run and, unless it has nothing to do, import Prefect and run the flow. Returns the exit code."""
+    """Prepare the run, import Prefect and run the flow unless it has nothing to do, and return the exit code."""
     overrides = given_overrides(options)
     name = options.run
     if name is None and overrides:

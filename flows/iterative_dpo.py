@@ -1,4 +1,4 @@
-"""Rounds of iterative DPO from the command line: python -m flows.iterative_dpo [--rounds 3] [--series NAME] [--set key=value].
+"""Runs rounds of iterative DPO from the command line: python -m flows.iterative_dpo [--rounds 3] [--series NAME] [--set key=value].
 
 Invalid params are refused before Prefect is imported. Exit codes: 0 done, with or without better policies; 1 a stage failed; 2 params or
 workspace refused; 3 the gate rejected the reward model; 4 a round's data was refused; 130 and 143 stopped by a signal.
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def start(root: Path, options: argparse.Namespace) -> int:
-    """Prepare the series, import Prefect and run the flow. Returns the exit code."""
+    """Prepare the series, import Prefect, run the flow, and return the exit code."""
     check_rounds(options.rounds)
     overrides = given_overrides(options)
     with prepared_series(root, options.series, overrides, update=options.update) as run:

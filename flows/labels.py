@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_pairs(options: argparse.Namespace) -> tuple[list[LabelPair], str]:
-    """The selected pairs and where they come from. Rows without both responses are skipped.
+    """Return the selected pairs and where they come from. Rows without both responses are skipped.
 
     Raises:
         ValueError: the file lacks a column. FileNotFoundError: there is no such file.
@@ -88,7 +88,7 @@ def read_pairs(options: argparse.Namespace) -> tuple[list[LabelPair], str]:
 
 
 def _rows_of_round(folder: Path) -> list[dict[str, Any]]:
-    """The round's pairs with their scores. Both files have a row for each prompt with a pair, in the prompts' order."""
+    """Return the round's pairs with their scores. Both files have a row for each prompt with a pair, in the prompts' order."""
     rows = pq.read_table(folder / "preference.parquet").to_pylist()
     samples = pq.read_table(folder / "samples.parquet", columns=["score", "used_as"]).to_pylist()
     scores = {use: [s["score"] for s in samples if s["used_as"] == use] for use in ("chosen", "rejected")}
@@ -103,7 +103,7 @@ def _number(value: float | None) -> float | None:
 
 
 def import_labels(file: Path, export: Path, name: str | None) -> str:
-    """Check the labels and write them to data/labels/<name>.jsonl, with their provenance. Returns a message for the user."""
+    """Check the labels, write them to data/labels/<name>.jsonl with their provenance, and return a message for the user."""
     name = name or export.resolve().name
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,79}", name):
         expected = "at most 80 letters, digits, '.', '_' and '-', a letter or digit first"

@@ -197,7 +197,7 @@ def versions_table(found: Registry, problems: dict[str, GateProblem | None]) -> 
     """A table of all versions.
 
     Args:
-        problems: of each version's verdict, from `flows.registry.evidence.gates`.
+        problems: problem of each version's verdict, from `flows.registry.evidence.gates`.
     """
     rows = [
         (

@@ -46,7 +46,7 @@ _QUIET = {
 
 
 def use_home(root: Path) -> Path:
-    """Prefect's folder: PREFECT_HOME, or .prefect of the project."""
+    """Return Prefect's folder: PREFECT_HOME, or .prefect of the project."""
     configure_process()
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
@@ -67,7 +67,7 @@ def _server_logging(home: Path) -> dict[str, str]:
 
 
 def auth_string(home: Path) -> str:
-    """user:password of the project's server: PREFECT_SERVER_API_AUTH_STRING, or generated once and stored in `home`."""
+    """Return user:password of the project's server: PREFECT_SERVER_API_AUTH_STRING, or one generated once and stored in `home`."""
     if own := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
         return own
     path = home / "auth"
@@ -92,7 +92,7 @@ def use_server(root: Path) -> Iterator[None]:
     """Set PREFECT_API_URL to a server: the one that it already names, the one of `make server`, or one that ends with this process.
 
     A new server starts while the block runs, which should import Prefect (seconds); it answers when the block has ended.
-    Must be entered before Prefect is imported: exit handlers run in reverse order, so the server ends after Prefect has sent its last logs.
+    Enter the block before importing Prefect: exit handlers run in reverse order, so the server ends after Prefect has sent its last logs.
 
     Raises:
         ConfigError: the server exited, or didn't answer in time.
@@ -132,7 +132,7 @@ def _end_lost(home: Path, url: str, given_url: str | None) -> None:
 
 
 def _end_orphaned(url: str, secret: str, patience: float = 0.0) -> None:
-    """Set the runs of deployments whose process is gone to Crashed, where no other machine's worker shares the database."""
+    """Set the runs of deployments whose process is gone to Crashed, unless another machine's worker shares the database."""
     for name in [] if any(name in os.environ for name in DATABASES) else crash_orphaned_runs(url, secret, patience=patience):
         print(f"Run {name}: its process is gone; it is now Crashed, and `prefect flow-run retry` resumes it", flush=True)
 
@@ -162,7 +162,7 @@ def first_start(home: Path) -> Iterator[None]:
 
 
 def running_server(home: Path) -> str | None:
-    """Address of this project's `make server`, if it runs."""
+    """Return the address of this project's `make server` if it runs, else None."""
     with contextlib.suppress(OSError, json.JSONDecodeError, KeyError):
         url = json.loads((home / "server.json").read_text())["url"]
         return url if answers(url) else None

@@ -61,7 +61,7 @@ def of_stage(params: Params, stage: str | None, environment: Mapping[str, str]) 
         environment: HF_HUB_OFFLINE in it decides whether the hub is used.
     """
     stage = stage and stage.rpartition(":")[2].partition("@")[0]
-    names = set(params.flow.environment)
+    names = set(params.environment)
     if params.tracking.wandb_project is not None and stage in (None, *TRAINING):
         names.add("WANDB_API_KEY")
     if stage in (None, *MODEL_READERS) and _asks_the_hub(params, environment):

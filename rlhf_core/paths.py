@@ -36,8 +36,11 @@ STAGE_METRICS = {
 }
 GATE_METRICS = STAGE_METRICS["gate_reward"]
 EVALUATION_METRICS = STAGE_METRICS["evaluate"]
-DATA_ACCEPTED = METRICS / "data_accepted.json"  # the same for every method, so that train_sft is shared among methods
-MODEL_ACCEPTED = METRICS / "model_accepted.json"
+
+# Written by a check that has passed, for train_sft to depend on: the same for every method and engine, so that SFT is shared among them.
+CHECKS = Path("checks")
+DATA_ACCEPTED = CHECKS / "data.json"
+MODEL_ACCEPTED = CHECKS / "model.json"
 
 PLOTS = Path("plots")
 CURVES = {stage: PLOTS / f"{stage}.csv" for stage in ("train_sft", "train_reward", "train_policy")}

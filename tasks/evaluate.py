@@ -1,4 +1,4 @@
-"""Stage evaluate: the SFT model against the policy on prompts of the test split, greedy and sampled."""
+"""Stage evaluate: compare the SFT model with the policy on prompts of the test split, greedy and sampled."""
 
 from __future__ import annotations
 

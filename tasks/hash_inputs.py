@@ -1,6 +1,6 @@
-"""Stage hash_inputs: hashes of a run's external inputs, for DVC to track (rlhf_core/provenance/inputs.py).
+"""Stage hash_inputs: write the hashes of a run's external inputs to data/inputs.json, for DVC to track (rlhf_core/provenance/inputs.py).
 
-DVC runs this stage every time. Stages that depend on its file rerun if a hash in it has changed. Writes data/inputs.json.
+DVC runs this stage every time. Stages that depend on a hash in its file rerun if that hash has changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stage prepare_data: sources in, canonical rows, their split and the tokenizer out.
+"""Stage prepare_data: turn sources into canonical rows, their split and the tokenizer.
 
 Writes data/prepared/<use>.parquet for the uses that have rows, data/prepared/slices.parquet where sources name columns for the
 gate's slices, data/prepared/sources.json (origin and rows of each source), data/measured/<use>.parquet (what validate_data judges the

@@ -1,9 +1,9 @@
-"""Stage report: all measurements of the chain in one HTML file that opens offline.
+"""Stage report: write all measurements of the chain into one HTML file that opens offline.
 
-    python -m tasks.report                                                  the stage: reports/report.html, of a whole chain
-    python -m tasks.report --stopped-at gate_reward [--because MESSAGE]     reports/stopped.html, of one that ended there
+    python -m tasks.report                                                  the stage: reports/report.html, for a whole chain
+    python -m tasks.report --stopped-at gate_reward [--because MESSAGE]     reports/stopped.html, for one that ended there
 
-The page of a stopped chain is no output of DVC: the flow makes it, or the user does. The next whole report deletes it.
+The page of a stopped chain is no output of DVC; the flow or the user makes it. The next whole report deletes it.
 """
 
 from __future__ import annotations

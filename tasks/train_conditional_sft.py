@@ -1,4 +1,4 @@
-"""Stage train_policy: SFT on the preference data's responses with their quality in the prompt.
+"""Stage train_policy with method conditional_sft: SFT on the preference data's responses with their quality in the prompt.
 
 The policy's own chat template asks for the wanted quality.
 """
@@ -31,9 +31,9 @@ def main() -> None:
         tokenizer = load_tokenizer(str(SFT_MODEL), trust_remote_code=params.model.trust_remote_code)
         responses = {split: rated_responses(read_rows(PREPARED, "preference", split)) for split in ("train", "validation")}
         levels, borders = quality_levels(responses, config, REWARD_MODEL, infer=partial(infer, stage))
-        how = {"max_length": params.model.max_length, "train_on_thoughts": params.sft.train_on_thoughts}
-        examples, too_long = encode_with_levels(tokenizer, responses["train"], levels["train"], **how)
-        heldout, _ = encode_with_levels(tokenizer, responses["validation"], levels["validation"], **how)
+        options = {"max_length": params.model.max_length, "train_on_thoughts": params.sft.train_on_thoughts}
+        examples, too_long = encode_with_levels(tokenizer, responses["train"], levels["train"], **options)
+        heldout, _ = encode_with_levels(tokenizer, responses["validation"], levels["validation"], **options)
         counts = Counter(levels["train"])
         per_level = {str(level): counts[level] for level in range(config.levels)}
         log.info("train_policy: responses per quality level %s, without one %d", per_level, counts[None])

@@ -16,7 +16,7 @@ def main() -> None:
 
 
 def train_dpo(run: TrainRun) -> dict[str, Any]:
-    """On every rank."""
+    """Train by DPO on the prepared pairs. Every rank calls this."""
     from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_pairs
     from rlhf_core.trainers.supervised import train_loop
 

@@ -1,4 +1,4 @@
-"""Stage train_policy with alignment.method external: a policy that was made elsewhere becomes models/policy, with its own weights."""
+"""Stage train_policy with method external: a policy that was made elsewhere becomes models/policy, with its own weights."""
 
 from __future__ import annotations
 

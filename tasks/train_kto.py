@@ -16,7 +16,7 @@ def main() -> None:
 
 
 def train_kto(run: TrainRun) -> dict[str, Any]:
-    """On every rank."""
+    """Train by KTO on the prepared responses. Every rank calls this."""
     from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_examples
     from rlhf_core.trainers.supervised import train_loop
 

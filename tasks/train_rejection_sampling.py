@@ -1,4 +1,4 @@
-"""Stage train_policy: SFT on the best of several sampled responses to each training prompt, by the scorers."""
+"""Stage train_policy with method rejection_sampling: SFT on the best of several sampled responses to each prompt, by the scorers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def main() -> None:
 
 
 def check_inputs(scorers: list[ScorerConfig]) -> tuple[str | None, dict | None]:
-    """Refuse missing inputs of the scorers before anything expensive starts. Returns the gate's override and gate.json; None: unused."""
+    """Refuse missing inputs of the scorers before anything expensive starts.
+
+    Returns the reason of the gate's override, and gate.json; both None if no scorer is the chain's own reward model.
+    """
     from rlhf_core.scorers.needs import check_scorers, uses_own_reward_model
 
     gate = read_json(GATE_METRICS) if uses_own_reward_model(scorers) else None

@@ -1,7 +1,7 @@
-"""Stage train_reward: train a scalar head on the SFT model, and score the held-out pairs for the gate.
+"""Stage train_reward: train the SFT model with a scalar head on preference pairs, and score the held-out pairs for the gate.
 
-With `reward.path` a ready-made one takes its place and scores the pairs. With `reward.enabled: false` there is none, and the outputs
-contain the reason.
+With `reward.path` a ready-made model takes its place and scores the pairs. With `reward.enabled: false` there is no model, and the outputs
+have the reason.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def train_members(stage: Stage) -> None:
 
 
 def train_on_rank(run: TrainRun) -> dict[str, Any]:
-    """On every rank."""
+    """Train the reward model, with all members of an ensemble. Every rank calls this."""
     from rlhf_core.models.tokenizer import load_tokenizer
     from rlhf_core.trainers.ensemble import train_ensemble
     from rlhf_core.trainers.supervised import train_loop
@@ -60,12 +60,12 @@ def train_on_rank(run: TrainRun) -> dict[str, Any]:
 
 
 def take_given(stage: Stage) -> None:
-    """Publish the model at `reward.path` as it is, so that a version of the registry keeps its hash, with a card if it has none."""
+    """Publish the model at `reward.path` as it is, so that a version of the registry keeps its hash; a card is added if it has none."""
     from rlhf_core.models.card import has_card, write_card
-    from rlhf_core.scorers.heldout import score_heldout_pairs, take
+    from rlhf_core.scorers.heldout import copy_ready_made, score_heldout_pairs
 
     folder = stage.scratch / "model"
-    take(stage.params.reward, folder)
+    copy_ready_made(stage.params.reward, folder)
     found = infer(stage, score_heldout_pairs, folder, PREPARED)
     as_heldout_table(found["rows"]).to_parquet(stage.scratch / HELDOUT, index=False)
     metrics = {"trained": False, "reason": "reward.path names a ready-made one", "given": True, "heldout_pairs": len(found["rows"])}
@@ -78,7 +78,7 @@ def take_given(stage: Stage) -> None:
 
 
 def write_nothing(stage: Stage) -> None:
-    """Write outputs without a model, so that DVC and later stages find every file and none looks like a model."""
+    """Write outputs without a model: DVC and later stages find every file, and none looks like a model."""
     write_json(stage.scratch / "model" / "not_trained.json", NOT_TRAINED)
     publish(stage.scratch / "model", REWARD_MODEL)
     write_curves(stage, COLUMNS)

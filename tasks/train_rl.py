@@ -1,4 +1,4 @@
-"""Stage train_policy with alignment.method rl: online RL by a Ray job, on a configured cluster or a local Ray head."""
+"""Stage train_policy with method rl: online RL by a Ray job, on a configured cluster or a local Ray head."""
 
 from __future__ import annotations
 

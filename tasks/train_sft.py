@@ -43,7 +43,7 @@ def save_given(stage: Stage) -> None:
 
 
 def train_sft(run: TrainRun) -> dict[str, Any]:
-    """On every rank."""
+    """Train by SFT on the prepared demonstrations. Every rank calls this."""
     from rlhf_core.engines.deepspeed_engine import release_memory
     from rlhf_core.models.build import new_language_model
     from rlhf_core.models.tokenizer import load_tokenizer

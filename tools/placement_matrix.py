@@ -77,7 +77,7 @@ class Cell:
 class Trained:
     """The results of a job.
 
-    curves: values of each column, step by step. logprob_difference: the largest. seconds: median of a step.
+    curves: values of each column, step by step. logprob_difference: the largest difference. seconds: median seconds of a step.
     """
 
     curves: dict[str, list[float]]
@@ -87,7 +87,7 @@ class Trained:
 
 
 class Lab:
-    """A Ray head and tiny models, for as many jobs as wanted."""
+    """A Ray head and tiny models, for any number of jobs."""
 
     def __init__(self, folder: Path, address: str, *, steps: int):
         self._folder, self._address, self._steps = folder, address, steps
@@ -100,10 +100,10 @@ class Lab:
         write_rows(folder / "prepared", "prompt", rows)
 
     def run(self, cell: Cell, *, name: str | None = None, **changes: Any) -> Trained:
-        """Run a cell's job.
+        """Run a cell's job, and return its results.
 
         Args:
-            name: of the job and its folder; None: the cell's.
+            name: name of the job and its folder; None: the cell's name.
         Raises:
             RuntimeError: the job's exit code isn't 0.
         """

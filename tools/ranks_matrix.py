@@ -42,7 +42,7 @@ PACKED_TOKENS = 400  # of a micro-batch: enough for several sequences
 class Setting:
     """How a model is trained; the names are the table's columns.
 
-    offload: none, optimizer, or all (its state and the parameters).
+    offload: none, optimizer, or all (the optimizer's state and the parameters).
     """
 
     zero_stage: int = 0
@@ -87,7 +87,7 @@ class Cell(Case):
 
 
 def run_cell(cell: Cell, start: Path) -> dict[str, Any]:
-    """Runs on every rank. Trains with each setting and returns the results."""
+    """Train with a setting on every rank, and return the results."""
     began, calls = time.monotonic(), attention_by_lengths.CALLS
     calls.clear()
     with attention_by_lengths.padding_free() if cell.padding_free else nullcontext():

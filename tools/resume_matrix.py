@@ -67,10 +67,10 @@ class Cell:
     """A training stage that is killed and run again.
 
     Args:
-        changes: over the small chain's params.
-        steps: rows of its curves.
-        victim: what is killed, at most `delay` seconds after a row: before, during or after a checkpoint.
-        job: the stage is a Ray job.
+        changes: changes laid over the small chain's params.
+        steps: number of rows of its curves.
+        victim: process that is killed, at most `delay` seconds after a row: before, during or after a checkpoint.
+        job: whether the stage is a Ray job.
     """
 
     name: str
@@ -195,7 +195,7 @@ def make_workspace(base: Path, folder: Path, cell: Cell, address: str | None) ->
 
 
 def run_stage(workspace: Path, cell: Cell, watch: Callable[[Path], bool] = lambda _: False) -> int:
-    """Run a stage until it ends, or until `watch` returns True, which kills it. Returns its exit code, or minus the signal's number.
+    """Run a stage until it ends, or until `watch` returns True, which kills it. Return its exit code, or minus the signal's number.
 
     A Ray job starts a fresh process, because the client of a Ray head doesn't survive a fork.
     """
@@ -241,7 +241,7 @@ def rows_done(workspace: Path) -> int:
 class Killer:
     """Kills a process of the stage `delay` seconds after row `after` of the curves.
 
-    chance: chooses a rank.
+    chance: random generator that chooses a rank.
     """
 
     def __init__(self, victim: Victim, after: int, delay: float, chance: random.Random):
@@ -279,10 +279,10 @@ def job_processes(workspace: Path, pattern: str) -> list[psutil.Process]:
 
 
 def try_out(cell: Cell, base: Path, folder: Path, seed: int, address: str | None) -> Row:
-    """Run a cell.
+    """Run a cell undisturbed and killed, and return the row.
 
     Args:
-        address: of the head that jobs share.
+        address: address of the head that jobs share.
     """
     started, drawn = time.monotonic(), random.Random(f"{seed} {cell.name}")
     whole = make_workspace(base, folder / "whole", cell, address)

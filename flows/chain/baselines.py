@@ -1,6 +1,6 @@
-"""Baselines of a run's report: the previous run and the promoted one, written to baselines.json when the run starts.
+"""Baselines of a run's report (the previous run and the promoted one), which are written to baselines.json when the run starts.
 
-The file has the baselines' metrics, not only their names. It is committed with the run, so a report that is made again is the same.
+The file has the baselines' metrics and not only their names, and is committed with the run, so a report that is made again is the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def pin_baselines(root: Path, workspace: Path, *, up_to_date: bool) -> bool:
     A run resumed after a failure keeps its baselines. The first run in a worktree is compared with the run that finished last.
 
     Args:
-        up_to_date: whether the workspace has the results of its params, which keep their baselines.
+        up_to_date: whether the workspace has the results of its params; the baselines then stay.
     Returns:
         Whether the baselines have changed.
     Raises:
@@ -57,7 +57,7 @@ def pin_baselines(root: Path, workspace: Path, *, up_to_date: bool) -> bool:
 
 
 def _promoted(root: Path) -> Baseline | None:
-    """The run of the promoted policy, or else of the promoted reward model."""
+    """Return the run of the promoted policy, or else of the promoted reward model."""
     for artifact in ("policy", "reward-model"):
         current = read_promoted(root, artifact)
         if current is not None:
@@ -66,7 +66,7 @@ def _promoted(root: Path) -> Baseline | None:
 
 
 def _of_version(root: Path, version: Version) -> Baseline | None:
-    """The run of a version, whose commit is untrusted.
+    """Return the run of a version. Its commit is untrusted.
 
     Raises:
         ConfigError: a file isn't a valid result of a run.
@@ -98,7 +98,7 @@ def _show_within_limits(root: Path, commit: str, path: str) -> bytes | None:
 
 
 def _other_runs(root: Path, name: str) -> Iterator[Baseline]:
-    """Finished runs, newest first."""
+    """Yield other finished runs, newest first."""
     for run in known_runs(root):
         commit = find_commit(root, run) if run != name else None
         found = commit and whole_run(f"run/{run} ({commit[:9]})", partial(show, root, commit))
@@ -107,7 +107,7 @@ def _other_runs(root: Path, name: str) -> Iterator[Baseline]:
 
 
 def whole_run(name: str, read: Read) -> Baseline | None:
-    """Results of a finished run; None: there is no report, or files changed after it was made.
+    """Return the results of a finished run; None if it has no report, or files changed after the report was made.
 
     The params come from dvc.lock, since params.yaml may have changed later.
     """

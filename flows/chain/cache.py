@@ -1,4 +1,4 @@
-"""Verify the files that DVC restores from its cache. DVC trusts read-only files without hashing them, even if the disk damaged them."""
+"""Verifies the files that DVC restores from its cache. DVC trusts read-only files without hashing them, even if the disk damaged them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rlhf_core.provenance.file_hashes import dvc_md5
 
 
 def run_checked(stage: str, workspace: Path, *, timeout: float, grace: float, on_line: LineHandler, force: bool = False) -> StageResult:
-    """Like run_stage, but damaged files restored from DVC's cache are removed from it and the stage runs again.
+    """Run a stage as `run_stage` does. If DVC restores damaged files, remove them from its cache and run the stage again.
 
     Raises:
-        StageFailed: also if params, code or data changed while DVC recorded the stage.
+        StageFailed: as `run_stage`; also if params, code or data changed while DVC recorded the stage.
     """
     result = _run(stage, workspace, timeout=timeout, grace=grace, on_line=on_line, force=force)
     damaged = remove_damaged(workspace, stage) if result.outcome == "restored" else []
@@ -30,9 +30,9 @@ def run_checked(stage: str, workspace: Path, *, timeout: float, grace: float, on
     return _run(stage, workspace, timeout=timeout, grace=grace, on_line=on_line)
 
 
-def _run(stage: str, workspace: Path, **how: Any) -> StageResult:
+def _run(stage: str, workspace: Path, **options: Any) -> StageResult:
     began = time.time()
-    result = run_stage(stage, workspace, **how)
+    result = run_stage(stage, workspace, **options)
     if result.outcome == "ran" and (changed := remove_unread(stage, workspace, began)) is not None:
         raise StageFailed(
             stage,
@@ -47,7 +47,7 @@ def remove_damaged(workspace: Path, stage: str) -> list[str]:
     """Remove the outs of a stage that don't match dvc.lock, also from the cache, so that DVC runs the stage again.
 
     Args:
-        stage: DVC's address; with the file for another pipeline, such as rounds/dvc.yaml:sample_round@1.
+        stage: DVC's address of the stage, with the file of another pipeline, such as rounds/dvc.yaml:sample_round@1.
     Returns:
         The removed paths; empty if all match.
     """
@@ -67,7 +67,7 @@ def remove_damaged(workspace: Path, stage: str) -> list[str]:
 
 
 def _members(objects: Path, out: dict[str, Any]) -> list[str]:
-    """md5 of each file of a folder, from the folder's listing in the cache."""
+    """Return the md5 of each file of a folder, from the folder's listing in the cache."""
     listing = objects / out["md5"][:2] / out["md5"][2:]
     if not out["md5"].endswith(".dir") or not listing.exists():
         return []

@@ -1,4 +1,4 @@
-"""Child processes of a flow: their output, and their end, at the latest with this process."""
+"""Child processes of a flow: their output, and their end, which comes no later than this process's."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Lines:
 
 
 def session_members(session: int) -> list[psutil.Process]:
-    """Living processes of a session."""
+    """Return the living processes of a session."""
     members = []
     for pid in psutil.pids():
         with suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
@@ -69,7 +69,7 @@ def session_members(session: int) -> list[psutil.Process]:
 
 
 def stop_session(child: subprocess.Popen, grace: float) -> None:
-    """End a child and its session: SIGTERM to the processes it started, or to itself where there are none, and SIGKILL after the grace.
+    """End a child and its session: SIGTERM to the processes that it started, or to itself if there are none, and SIGKILL after the grace.
 
     The stage is signalled instead of DVC, so that DVC sees the stage end and releases its locks.
     """
@@ -93,7 +93,7 @@ def stop_session(child: subprocess.Popen, grace: float) -> None:
 
 
 def _outermost(processes: list[psutil.Process], root: int) -> list[psutil.Process]:
-    """The processes whose parent isn't among them: the stage, not its workers."""
+    """Return the processes whose parent isn't among them: the stage, not its workers."""
     pids = {p.pid for p in processes} - {root}
     outer = []
     for process in processes:

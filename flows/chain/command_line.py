@@ -1,4 +1,4 @@
-"""Run a flow from the command line: with a server, a liveness file, and a final state in Prefect even after a signal."""
+"""Runs a flow from the command line: with a server, a liveness file, and a final state in Prefect even after a signal."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def add_override_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def given_overrides(options: argparse.Namespace) -> dict[str, Any]:
-    """Overrides by the recipes, each laid over those before it, and by --set, which wins over all."""
+    """Return the overrides of the recipes, each laid over those before it, and of --set, which wins over all."""
     return with_recipes(options.recipes, dict(map(parse_assignment, options.assignments)))
 
 
 def exit_code_of(command: Callable[[], int]) -> int:
-    """Exit code of a command that runs a flow. A refusal is printed."""
+    """Return the exit code of a command that runs a flow. A refusal is printed."""
     show_own_log()
     try:
         check_given_server()
@@ -71,7 +71,7 @@ def run_flow(root: Path, load: Callable[[], Any], *arguments: Any) -> int:
     SIGTERM and SIGHUP end the run as Crashed, as SIGINT does, and then the process with 128 + the signal's number.
 
     Args:
-        load: imports the flow, and Prefect with it. arguments: of the flow.
+        load: function that imports the flow, and Prefect with it, and returns the flow. arguments: arguments of the flow.
     """
     given = os.environ.get("PREFECT_API_URL")
     end_by_signals()
@@ -95,7 +95,7 @@ def check_given_server() -> None:
     """Check that something listens at PREFECT_API_URL. A server that answers late is waited for.
 
     Raises:
-        ConfigError: nothing does.
+        ConfigError: nothing listens there.
     """
     url = os.environ.get("PREFECT_API_URL")
     if not url:

@@ -1,5 +1,7 @@
-"""Terminal output of runs. Under `make server` runs share a terminal, so each line starts with the flow run's name. Only a crash shows a
-traceback; a rejected gate, refused params and a failed stage's reason are shown as messages.
+"""Prints the terminal output of runs.
+
+Under `make server` runs share a terminal, so each line starts with the flow run's name. Only a crash shows a traceback; a rejected gate,
+refused params and a failed stage's reason are shown as messages.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ _names: dict[str, str] = {}  # id of this process's flow run -> its name, once k
 
 
 def tell(text: str) -> None:
-    """Print to the terminal. To be called within a flow run."""
+    """Print to the terminal. Call it within a flow run."""
     if _FLOW_RUN_ID in os.environ:
         from prefect import runtime  # imported here: Prefect imports this module before its own run context
 
@@ -27,13 +29,13 @@ def tell(text: str) -> None:
 
 
 def tell_end(name: str | None, message: str | None) -> None:
-    """Print the final state of a flow run by a worker. A command line prints it elsewhere."""
+    """Print the final state of a flow run that a worker started. A command line prints it elsewhere."""
     if _FLOW_RUN_ID in os.environ:
         tell(f"{name}: {message}")
 
 
 def _own_name() -> str | None:
-    """Name of the flow run that a worker started this process for; None: a command line's process or the worker itself."""
+    """Return the name of the flow run that a worker started this process for; None in a command line's process and in the worker itself."""
     run = os.environ.get(_FLOW_RUN_ID)
     return _names.get(run, run[:8]) if run else None
 
@@ -58,8 +60,10 @@ class RunFormatter(PrefectFormatter):
 
 
 class NotPrinted(logging.Filter):
-    """Drops records that the terminal already shows: the exception that Prefect makes of a final state returned by the flow, and lines of
-    this pipeline that another handler prints.
+    """Drops records that the terminal already shows.
+
+    These are the exception that Prefect makes of a final state returned by the flow, and lines of this pipeline that another handler
+    prints.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:

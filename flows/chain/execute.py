@@ -1,6 +1,6 @@
-"""Run the stages of a prepared run in order, and show their results on Prefect's pages.
+"""Runs the stages of a prepared run in order, and shows their results on Prefect's pages.
 
-How one stage is run comes as a function, and outside a flow run nothing is shown, so that this needs no server.
+The function that runs one stage is an argument, and outside a flow run nothing is shown, so that this needs no server.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run_chain(run: PreparedRun, run_stage: RunStage, log: Log) -> State | None:
     """Run the stages of a prepared run in order, show and commit their results, and record the outcome.
 
     Returns:
-        The final state if a stage failed; None: all is done.
+        The final state if a stage failed, or None if all are done.
     Raises:
         ConfigError: the results can't be committed.
     """
@@ -75,14 +75,14 @@ def _run_stages(run: PreparedRun, run_stage: RunStage, log: Log) -> State | None
 
 
 def outcome_of(state: State | None, until: str | None = None) -> dict[str, str | None]:
-    """Fields of the run's record for a final state (None: done). until: the last stage of the run, if others follow it."""
+    """Return the fields of the run's record for a final state (None: done). `until` is the last stage of the run, if others follow it."""
     if state is None:
         return {"outcome": "done", "message": "", "until": until}
     return {"outcome": state.name if state.name != "Failed" else "failed", "message": state.message or ""}
 
 
 def once_in_run(workspace: Path, force: str | None) -> str | None:
-    """The stage to force; None: none, or this flow run already ran it before a retry."""
+    """Return the stage to force, or None if there is none or this flow run already ran it before a retry."""
     done = runtime.flow_run.id is not None and read_record(workspace).get("forced") == [runtime.flow_run.id, force]
     return None if done else force
 
@@ -93,7 +93,7 @@ def note_forced(workspace: Path, stage: str) -> None:
 
 
 def end_state(workspace: Path, stages: Stages, failure: StageFailed) -> State:
-    """Final state of a run with a failed stage. A rejected gate has its own state, which automations can react to."""
+    """Return the final state of a run with a failed stage. A rejected gate has its own state, to which automations can react."""
     verdict = read_metrics(workspace, stages, failure.stage) if is_gate(failure.stage) and failure.refused else None
     if verdict is not None and verdict["passed"] is False:
         return State(type=StateType.FAILED, name=GATE_REJECTED, message=reordering_shown(verdict["message"]))
@@ -101,7 +101,7 @@ def end_state(workspace: Path, stages: Stages, failure: StageFailed) -> State:
 
 
 def write_stopped_report(run: PreparedRun, failure: StageFailed, log: Log) -> None:
-    """Make the page of a chain that ended early, with the report stage's command. An error here must not hide why the chain failed."""
+    """Write the page of a chain that ended early, with the report stage's command. An error here must not hide why the chain failed."""
     _, python, *module = shlex.split(run.stages["report"]["cmd"])
     command = [sys.executable if python == "python" else python, *module, "--stopped-at", failure.stage, "--because", str(failure)]
     try:
@@ -114,7 +114,7 @@ def write_stopped_report(run: PreparedRun, failure: StageFailed, log: Log) -> No
 
 
 def _finish(run: PreparedRun, results: list[StageResult], failed: str | None = None) -> None:
-    """Print the table, show table, figures and report and, in a run's worktree, commit the results."""
+    """Print the table of stages, show table, figures and report on Prefect's pages, and commit the results of a run's worktree."""
     until = run.until if failed is None else None
     last = report_line(run.workspace, failed) if until is None else until_line(until, run.workspace)
     tell(f"\n{stage_table(run.workspace, run.stages, results, failed)}\n\n{last}")
@@ -142,12 +142,12 @@ def show_file(path: Path, *, key: str) -> None:
 
 
 def is_gate(stage: str) -> bool:
-    """Whether a stage is a gate: it writes `needed`, `passed` and `message` to its metrics, and fails if needed and not passed."""
+    """Return whether a stage is a gate: it writes `needed`, `passed` and `message` to its metrics, and fails if needed and not passed."""
     return stage.startswith("gate_")
 
 
 def show_gate(workspace: Path, stages: Stages, stage: str) -> None:
-    """Show a gate's verdict; nothing for another stage."""
+    """Show a gate's verdict; do nothing for another stage."""
     verdict = read_metrics(workspace, stages, stage) if is_gate(stage) else None
     if verdict is not None:
         title = "passed" if verdict["passed"] else "rejected" if verdict["needed"] else "not needed"

@@ -57,17 +57,17 @@ class LogThrottle:
 
 
 def _worth_a_retry(_task: Any, _run: TaskRun, state: State) -> bool:
-    """Whether to retry: crashes, but not refusals (invalid data, a rejected gate, wrong params), which would recur."""
+    """Return whether to retry: crashes are retried; refusals (invalid data, a rejected gate, wrong params) would recur."""
     return isinstance(state.data, StageFailed) and not state.data.refused
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, retry_condition_fn=_worth_a_retry)
 def run_through_dvc(stage: str, workspace: str, timeout: float, grace: float, *, skip: bool, force: bool = False) -> StageResult:
-    """Run one stage, with output on the terminal and, throttled, in Prefect's log.
+    """Run one stage with output on the terminal and, throttled, in Prefect's log.
 
     Args:
-        skip: DVC reported that the stage is up to date.
-        force: run it anyway.
+        skip: whether DVC reported that the stage is up to date.
+        force: whether the stage runs although it is up to date.
     """
     throttle = LogThrottle(get_run_logger())
 
@@ -90,13 +90,13 @@ def run_through_dvc(stage: str, workspace: str, timeout: float, grace: float, *,
 
 
 def run_with_retries(stage: str, workspace: Path, config: FlowConfig, *, skip: bool = False, force: bool = False) -> StageResult:
-    """Run a stage as a task of Prefect, again after a crash. The arguments are those of `run_through_dvc`."""
+    """Run a stage as a task of Prefect, and again after a crash. The arguments are those of `run_through_dvc`."""
     task = run_through_dvc.with_options(name=stage, task_run_name=stage, retries=config.retries, retry_delay_seconds=config.retry_delay)
     return task(stage, str(workspace), config.stage_timeout, config.stop_grace, skip=skip, force=force)
 
 
 def refused_or(run: Callable[[], State | None]) -> State | None:
-    """The final state of a flow run; a refusal has its own."""
+    """Return the final state of a flow run; a refusal has its own state."""
     try:
         return run()
     except ConfigError as error:
@@ -105,10 +105,10 @@ def refused_or(run: Callable[[], State | None]) -> State | None:
 
 
 def prepared_flow(deployed: Flow, run: Callable[[], State | None]) -> Flow:
-    """A flow with the name and the parameters of a deployment's, for a run that the command line has prepared.
+    """Return a flow with a deployment's name and parameters, for a run that the command line has prepared.
 
     Args:
-        run: the rest of the flow.
+        run: function that does the rest of the flow.
     """
 
     @flow(name=deployed.name, persist_result=False)
@@ -155,7 +155,7 @@ def run_prepared(run: PreparedRun) -> State | None:
 
 
 def _name(root: Path, overrides: dict[str, Any], run: str | None) -> str | None:
-    """Name of the worktree to work in; None: the current folder. See the flow."""
+    """Return the name of the worktree to work in, or None for the current folder, as described for the flow."""
     if run is None and runtime.deployment.id is not None:
         # Prefect's name alone isn't unique: there are a few thousand.
         return f"{slug(runtime.flow_run.name)}-{runtime.flow_run.id[:4]}"

@@ -1,4 +1,4 @@
-"""One flow at a time in a workspace: a second start is refused with the id of the running process."""
+"""Allows one flow at a time in a workspace: a second start is refused with the id of the running process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def only_flow(root: Path, run: str | None) -> Iterator[None]:
     """Hold the lock of a run, from its preparation to the end of its flow. The kernel frees it however the process ends.
 
     Args:
-        root: the checkout. run: the name of its worktree, or None: the flow works in the checkout itself.
+        root: the checkout. run: the name of the run's worktree; None: the flow works in the checkout itself.
     Raises:
         ConfigError: the lock is held, or the name is invalid.
     """
@@ -39,7 +39,7 @@ def lock_path(root: Path, run: str | None) -> Path:
 
 
 def at_work(root: Path, run: str) -> str | None:
-    """Id of the process whose flow works on a run; None: no flow does."""
+    """Return the id of the process whose flow works on a run, or None if no flow does."""
     try:
         with lock_path(root, run).open(encoding="utf-8") as file:
             if not try_lock(file, shared=True):
@@ -50,10 +50,10 @@ def at_work(root: Path, run: str) -> str | None:
 
 
 def _locked(path: Path, subject: str) -> TextIO:
-    """The locked file. Opened again if it was removed meanwhile, as `delete` does with a run's lock.
+    """Return the open lock file, locked. It is opened again if it was removed meanwhile, as `delete` does with a run's lock.
 
     Raises:
-        ConfigError: it was held for LOOK_SECONDS; `at_work` holds it for less.
+        ConfigError: the lock was held for LOOK_SECONDS, while `at_work` holds it for less.
     """
     until = time.monotonic() + LOOK_SECONDS
     while True:

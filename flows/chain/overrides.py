@@ -11,10 +11,10 @@ from rlhf_core.config import Params, overridden, read_text
 
 
 def check(params_file: Path, overrides: dict[str, Any], *, rounds: bool = False) -> Params:
-    """The params of the file with the overrides; nothing is written.
+    """Return the params of the file with the overrides laid over them; nothing is written.
 
     Args:
-        rounds: for a series of rounds of iterative DPO.
+        rounds: whether they are for a series of rounds of iterative DPO.
     Raises:
         ConfigError: names every key that is unknown, or whose value is invalid or conflicts with another.
     """
@@ -22,7 +22,7 @@ def check(params_file: Path, overrides: dict[str, Any], *, rounds: bool = False)
 
 
 def overrides_schema() -> dict[str, Any]:
-    """JSON schema of a mapping of dotted keys to values. Prefect checks a run's parameters with it before the run starts."""
+    """Return the JSON schema of a mapping of dotted keys to values, by which Prefect checks a run's parameters before the run starts."""
     schema = Params.model_json_schema()
     keys: dict[str, Any] = {}
 
@@ -43,7 +43,7 @@ def overrides_schema() -> dict[str, Any]:
         "description": 'Dotted keys of params.yaml and their values, for example {"rl.algorithm": "grpo"}.',
         "properties": keys,
         "patternProperties": {
-            r"^(data\.sources|(rl\.reward|rejection_sampling|iterative)\.scorers)\.\d+\.": {},
+            r"^(data\.sources|(rl\.reward|rejection_sampling|iterative|evaluation)\.scorers)\.\d+\.": {},
             r"^rl\.monitor\.\w+(\.|$)": {},
         },
         "additionalProperties": False,
@@ -51,11 +51,14 @@ def overrides_schema() -> dict[str, Any]:
 
 
 def _leaf_schema(node: dict[str, Any]) -> dict[str, Any]:
-    """Schema of a key. Sections and lists have only a type, since the flow checks their content when it starts."""
+    """Return the schema of a key. Sections and lists have only a type, since the flow checks their content when it starts."""
     if node.get("type") in ("object", "array"):
         return {"type": node["type"]}
-    if any("$ref" in choice for choice in node.get("anyOf", ())):
+    choices = node.get("anyOf", ())
+    if any("$ref" in choice for choice in choices):
         return {"type": ["object", "null"]}
+    if [choice.get("type") for choice in choices] == ["array", "null"]:
+        return {"type": ["array", "null"]}
     return {k: v for k, v in node.items() if k != "default"}
 
 

@@ -1,8 +1,8 @@
-"""Pin the registry's state in a run's params when the run starts, so that no stage reads the registry.
+"""Pins the registry's state in a run's params when the run starts, so that no stage reads the registry.
 
-`gate.incumbent` is the promoted reward model, `gate.anchor` the promoted one that no later one
-clearly beats, `gate.rolled_back` those rolled back, `reward.pinned` the version that `reward.path` names.
-A run keeps its first incumbent, anchor and named version, but for another `reward.path`; `gate.rolled_back` is updated at each start.
+`gate.incumbent` is the promoted reward model, `gate.anchor` the first promoted one, or the last that clearly beat the anchor before it,
+`gate.rolled_back` the models that were rolled back, and `reward.pinned` the version that `reward.path` names. A run keeps its first
+incumbent, anchor and named version, unless `reward.path` changes; `gate.rolled_back` is updated at each start.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("rlhf.flows")
 
 
 def registry_params(root: Path) -> dict[str, Any]:
-    """Current state of the registry, as overrides of params.yaml.
+    """Return the current state of the registry as overrides of params.yaml.
 
     Raises:
         ConfigError: a tag was changed, or contradicts its commit.
@@ -49,8 +49,8 @@ def pin_registry(root: Path, workspace: Path, *, chosen: dict[str, Any], fresh: 
     """Write the registry's state to a workspace's params.yaml if it changed.
 
     Args:
-        chosen: the user's overrides, whose keys are left alone.
-        fresh: the run is new and takes the current incumbent and anchor.
+        chosen: the user's overrides, whose keys aren't changed.
+        fresh: whether the run is new and takes the current incumbent and anchor.
     Returns:
         Whether anything was written.
     """
@@ -71,10 +71,10 @@ def pin_registry(root: Path, workspace: Path, *, chosen: dict[str, Any], fresh: 
 
 
 def named_reward_model(root: Path, reward: RewardConfig, *, fresh: bool) -> dict[str, Any] | None:
-    """The version that `reward.path` names, whose files are brought into DVC's cache; None: it names none.
+    """Return the version that `reward.path` names, after bringing its files into DVC's cache; None if it names no version.
 
     Args:
-        fresh: `registry` means the version that is promoted now; else the one that the run has pinned, if any.
+        fresh: `registry` means the version that is promoted now; otherwise the version that the run has pinned, if any.
     Raises:
         ConfigError: there is no such version, it is an ensemble, or its files are neither in the cache nor in the remote.
     """
@@ -99,19 +99,18 @@ def check_scorers(root: Path, workspace: Path) -> None:
     The gate checks the chain's own model.
 
     Raises:
-        ConfigError: one was.
+        ConfigError: a reward model was rolled back.
     """
     params = load_params(workspace / "params.yaml")
-    used = {"rl": params.rl.reward.scorers, "rejection_sampling": params.rejection_sampling.scorers}
-    if params.gate.override is None:
-        check_not_rolled_back(root, workspace, [s for s in used.get(params.alignment.method, []) if s.path is not None])
+    if params.gate.override is None and params.method_scorers is not None:
+        check_not_rolled_back(root, workspace, [s for s in params.method_scorers[1] if s.path is not None])
 
 
 def check_not_rolled_back(root: Path, workspace: Path, scorers: list[ScorerConfig]) -> None:
     """Check that no scorer's reward model was rolled back.
 
     Raises:
-        ConfigError: one was.
+        ConfigError: a reward model was rolled back.
     """
     found = read_for_decision(root, "reward-model")
     taken_back = {found.versions[version].md5: (version, event) for version, event in found.rolled_back.items()}
@@ -127,10 +126,10 @@ def check_not_rolled_back(root: Path, workspace: Path, scorers: list[ScorerConfi
 
 
 def start_from_registry(root: Path, workspace: Path, version: str | None) -> Path:
-    """The folder of a policy version in a workspace, fetched if missing.
+    """Fetch a policy version into a workspace, and return its folder.
 
     Args:
-        version: None: the promoted one.
+        version: name of the version; None: the promoted one.
     Raises:
         ConfigError: there is no such version, or its files are neither in the cache nor in the remote.
     """
@@ -142,6 +141,6 @@ def start_from_registry(root: Path, workspace: Path, version: str | None) -> Pat
 
 
 def promoted_version(path: str) -> str | None:
-    """The version in a path made by `start_from_registry`; None: another path."""
+    """Return the version in a path made by `start_from_registry`, or None for another path."""
     name = Path(path).name
     return name.removeprefix("policy-") if Path(path).parent == PROMOTED and name.startswith("policy-") else None

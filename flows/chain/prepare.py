@@ -1,4 +1,4 @@
-"""Preparation of a run, once, by whoever starts it: the command line, a deployment's flow or a series of rounds.
+"""Prepares a run, once, by whoever starts it: the command line, a deployment's flow or a series of rounds.
 
 Params, files and cluster are checked, the worktree is made, the registry's state and the baselines are pinned, and DVC says what is up to
 date. The flow runs the result's stages and reads none of it again.
@@ -26,11 +26,11 @@ from rlhf_core.config import ConfigError, Params, parse_params, read_yaml
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that is ready for its first stage. Whoever prepared it holds its lock (`only_flow`) until it ends.
+    """A run that is ready for its first stage. The starter holds its lock (`only_flow`) until it ends.
 
-    root: the checkout that it was started from. workspace: the folder of the run, `root` or a worktree of it.
-    tree: content of the workspace's params.yaml. params: the same, typed.
-    stages: those of dvc.yaml in topological order. up_to_date: the leading ones that DVC need not run.
+    root: the checkout from which it was started. workspace: the folder of the run, which is `root` or a worktree of it.
+    tree: content of the workspace's params.yaml. params: the same content, typed.
+    stages: stages of dvc.yaml in topological order. up_to_date: the leading stages that DVC need not run.
     force: a stage that runs even if it is up to date. until: the last stage of this run; None: the chain's last.
     """
 
@@ -45,7 +45,7 @@ class PreparedRun:
 
     @property
     def wanted(self) -> list[str]:
-        """The stages of this run, in order."""
+        """Stages of this run, in order."""
         return stages_until([*self.stages], self.until)
 
     @property
@@ -63,7 +63,7 @@ class PreparedRun:
 def prepared(
     root: Path, name: str | None, overrides: dict[str, Any], *, update: bool = False, force: str | None = None, until: str | None = None
 ) -> Iterator[PreparedRun]:
-    """Prepare a run and hold its lock in the block. Takes and raises what `prepare` and `only_flow` do."""
+    """Prepare a run and hold its lock in the block. Arguments and errors are those of `prepare` and `only_flow`."""
     check_run(root, name, overrides)  # before anything is written, such as the lock
     with only_flow(root, name):
         yield prepare(root, name, overrides, update=update, force=force, until=until)
@@ -75,7 +75,7 @@ def prepare(
     """Prepare a run of the chain. The caller holds its lock.
 
     Args:
-        root: the checkout. name: of the run; None: it works in `root`.
+        root: the checkout. name: the run's name; None: it works in `root`.
         update: as for check_update.
         force, until: as for `PreparedRun`.
     Raises:
@@ -100,7 +100,7 @@ def prepare(
 
 
 def read_run(root: Path, workspace: Path, *, force: str | None = None, until: str | None = None) -> PreparedRun:
-    """The params and stages of a workspace, and what DVC says of them.
+    """Read the params and stages of a workspace, and ask DVC what is up to date.
 
     Raises:
         ConfigError: a file is invalid, or there is no such stage.
@@ -116,7 +116,7 @@ def read_run(root: Path, workspace: Path, *, force: str | None = None, until: st
 
 @contextmanager
 def refusal_recorded(workspace: Path) -> Iterator[None]:
-    """Record a refusal in the block as the run's outcome."""
+    """Record a refusal that the block raises as the run's outcome."""
     try:
         yield
     except ConfigError as error:
@@ -127,11 +127,12 @@ def refusal_recorded(workspace: Path) -> Iterator[None]:
 def prepare_workspace(
     root: Path, name: str | None, overrides: dict[str, Any], *, update: bool = False, free: Iterable[str] = (), rounds: bool = False
 ) -> Path:
-    """Make or take the folder of a run (the current one, or a named run's worktree), and pin the registry's state in its params.
+    """Make or reuse the folder of a run (the current one, or a named run's worktree), pin the registry's state in its params, and return
+    it.
 
     Args:
         update, free: as for check_update.
-        rounds: for a series of rounds of iterative DPO.
+        rounds: whether it is for a series of rounds of iterative DPO.
     Raises:
         ConfigError: as check_update and prepare_worktree; a file named in params is missing; or a scorer's reward model was rolled back.
     """

@@ -1,4 +1,4 @@
-"""Check before a run that the cluster and the storage of its stages can be used, which else their first job finds out, hours later."""
+"""Checks before a run that the cluster and the storage of its stages can be used. Otherwise their first job would find out, hours later."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ log = logging.getLogger("rlhf.flows")
 
 
 def check_cluster(root: Path, params: Params, stages: Iterable[str]) -> None:
-    """Check the cluster, if one of the stages has a job on it, in the environment that the stage would see.
+    """Check the cluster if one of the stages has a job on it, in the environment that the stage would see.
 
     Args:
-        root: folder of the code. stages: that will run.
+        root: folder of the code. stages: stages that will run.
     Raises:
-        ConfigError: address, token or storage can't be used. One that answers late is only warned about: the run may have a job there that
-            keeps it busy.
+        ConfigError: address, token or storage can't be used. A late answer is only logged: the run may have a job there that keeps the
+            cluster busy.
     """
     stage = next((stage for stage in stages if runs_elsewhere(stage, params)), None)
     if stage is None:
         return
     cluster, environment = params.cluster, dvc_environment(root)
-    keep_visible(of_stage(params, stage, environment), named=params.flow.environment, environment=environment)
+    keep_visible(of_stage(params, stage, environment), named=params.environment, environment=environment)
     command = [sys.executable, "-m", "rlhf_core.stage.reach", *filter(None, (cluster.address, cluster.storage))]
     done = run_within(DEADLINE, command, root, environment)
     said = shown((done.stderr.strip().splitlines() or ["cluster: expected to be checked, got no output"])[-1], 2000)

@@ -1,4 +1,4 @@
-"""Compare what DVC has recorded with what the stage has read.
+"""Compares what DVC has recorded with what the stage has read.
 
 A stage refuses its results if params, code or data change before it ends (rlhf_core/stage/reading.py), and DVC hashes them a moment later.
 An edit within that moment is found here, and what DVC recorded is removed.
@@ -23,13 +23,13 @@ Tree = dict[str, Any]
 
 
 def remove_unread(stage: str, workspace: Path, began: float) -> str | None:
-    """Remove what DVC recorded of a stage that has just run, from the lock file and the run cache, if the stage has read something else.
+    """Remove what DVC recorded of a stage that has just run if the stage has read something else: from the lock file and the run cache.
 
     Args:
-        stage: DVC's address; with the file for another pipeline, such as rounds/dvc.yaml:sample_round@1.
+        stage: DVC's address of the stage, with the file of another pipeline, such as rounds/dvc.yaml:sample_round@1.
         began: time at which DVC started the stage.
     Returns:
-        What differs; None: nothing was removed.
+        What differs, or None if nothing was removed.
     """
     pipeline, _, name = stage.rpartition(":")
     _, _, number = name.partition("@")
@@ -56,7 +56,7 @@ def remove_unread(stage: str, workspace: Path, began: float) -> str | None:
 
 
 def _is_record_of(entry: Tree, read: Work) -> bool:
-    """Whether an entry of a lock file has the command, params and hashes that a stage has read."""
+    """Return whether an entry of a lock file has the command, params and hashes that a stage has read."""
     params = {
         (key if file == "params.yaml" else f"{file}:{key}"): value
         for file, values in (entry.get("params") or {}).items()
@@ -74,7 +74,7 @@ def _inputs_of(entry: Tree) -> list[Any]:
 
 
 def _run_cache(workspace: Path, began: float) -> Iterator[Path]:
-    """Entries of DVC's run cache that were written since."""
+    """Yield entries of DVC's run cache that were written since a stage began."""
     for path in (cache_folder(workspace).parents[1] / "runs").glob("*/*/*"):
         with suppress(OSError):
             if path.stat().st_mtime >= began:

@@ -1,4 +1,4 @@
-"""Warn, at the start of a run, of settings that wreck pretrained models."""
+"""Warns at the start of a run of settings that wreck pretrained models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def warn_of_settings(workspace: Path, params: Params, *, rounds: bool = False) -
     """Log a warning for each such setting, and keep them in the run's record.
 
     Args:
-        rounds: for a series of rounds of iterative DPO.
+        rounds: whether the run is a series of rounds of iterative DPO.
     """
     found = unusual(params, _size(params), rounds=rounds)
     note(workspace, warnings=found)
@@ -27,7 +27,7 @@ def warn_of_settings(workspace: Path, params: Params, *, rounds: bool = False) -
 
 
 def _size(params: Params) -> int | None:
-    """Parameters of the model; None: unknown."""
+    """Return the number of the model's parameters, or None if it is unknown."""
     with suppress(ValueError, OSError):  # stage check_model refuses a damaged folder
         if (found := base_model(params.model)) is not None:
             return found.parameters

@@ -1,5 +1,4 @@
-"""Running stages through DVC: their order, whether they are up to date, and one stage as a subprocess that never outlives this
-process.
+"""Runs stages through DVC: their order, whether they are up to date, and one stage as a subprocess that never outlives this process.
 
 dvc.yaml is the only list of stages. DVC decides what is up to date; this module starts DVC, parses its output and ends it.
 """
@@ -59,7 +58,7 @@ _NOISE = re.compile(
 
 
 class StageFailed(RuntimeError):
-    """A stage failed. refused: the stage itself refused (params, data, gate), so a retry would fail too."""
+    """A stage failed. `refused` is set if the stage itself refused (params, data, gate), so that a retry would fail too."""
 
     def __init__(self, stage: str, message: str, *, refused: bool):
         super().__init__(message)
@@ -76,7 +75,10 @@ def _restore_failure(stage: str, message: str, refused: bool) -> StageFailed:
 
 @dataclass(frozen=True)
 class StageResult:
-    """outcome: ran; cached (up to date); restored (from DVC's run cache, computed before with the same inputs)."""
+    """The outcome of a stage.
+
+    outcome: ran; cached (up to date); restored (from DVC's run cache, computed before with the same inputs).
+    """
 
     stage: str
     outcome: Outcome
@@ -84,7 +86,7 @@ class StageResult:
 
 
 def read_stages(workspace: Path, tree: dict[str, Any] | None = None) -> Stages:
-    """The stages of dvc.yaml with the values of params.yaml filled in, in topological order, otherwise in the order of the file.
+    """Return the stages of dvc.yaml with the values of params.yaml filled in, in topological order, otherwise in the order of the file.
 
     Args:
         tree: content of params.yaml; None: it is read.
@@ -121,7 +123,7 @@ def _paths(stage: dict[str, Any], *keys: str) -> Iterator[str]:
 
 
 def _needed(stage: dict[str, Any]) -> Iterator[str]:
-    """A stage's dependencies: paths, and params files other than params.yaml, which stages may make."""
+    """Yield a stage's dependencies: paths, and params files other than params.yaml, which stages may make."""
     yield from _paths(stage, "deps")
     yield from (file for entry in stage.get("params") or [] if isinstance(entry, dict) for file in entry)
 
@@ -132,15 +134,15 @@ def _overlap(one: str, other: str) -> bool:
 
 
 def metrics_file(stage: dict[str, Any]) -> str | None:
-    """The first metrics file of a stage's entry in dvc.yaml."""
+    """Return the first metrics file of a stage's entry in dvc.yaml, or None."""
     return next(_paths(stage, "metrics"), None)
 
 
 def stage_environment(workspace: Path, stage: str | None = None) -> dict[str, str]:
-    """Environment of a stage: the list in rlhf_core/environment.py, the names in the workspace's flow.environment, and keys that it uses.
+    """Return the environment of a stage: the list in rlhf_core/environment.py, the names in flow.environment, and keys that it uses.
 
     Args:
-        stage: of dvc.yaml, or DVC's address of another pipeline's stage; None: any stage.
+        stage: a stage of dvc.yaml, or DVC's address of another pipeline's stage; None: any stage.
     """
     everything = dvc_environment(workspace)
     more: set[str] = set()
@@ -155,7 +157,7 @@ def check_chosen(order: list[str], *, force: str | None, until: str | None) -> N
     """Check that the stages of --force and --until exist and that the run reaches the forced one.
 
     Raises:
-        ConfigError: they don't; names the nearest stage.
+        ConfigError: a stage doesn't exist or isn't reached; names the nearest stage.
     """
     for option, wanted in (("force", force), ("until", until)):
         if wanted is not None and wanted not in order:
@@ -167,22 +169,22 @@ def check_chosen(order: list[str], *, force: str | None, until: str | None) -> N
 
 
 def stages_until(order: list[str], until: str | None) -> list[str]:
-    """The stages up to and including `until`; None: all."""
+    """Return the stages up to and including `until`; None: all stages."""
     return order if until is None else order[: order.index(until) + 1]
 
 
 def tracked_params(tree: dict[str, Any]) -> Work:
-    """The sections of params.yaml that stages depend on."""
+    """Return the sections of params.yaml on which stages depend."""
     return Work("", {section: values for section, values in tree.items() if section not in config.UNTRACKED_SECTIONS}, {})
 
 
 def check_params(workspace: Path, stage: str, tree: dict[str, Any]) -> None:
-    """Check before a stage that params.yaml is as when the run was prepared; else the chain would be one of two halves.
+    """Check before a stage that params.yaml is as it was when the run was prepared; otherwise the chain would mix two sets of params.
 
     Args:
-        tree: content of params.yaml then.
+        tree: content of params.yaml when the run was prepared.
     Raises:
-        StageFailed: it was edited.
+        StageFailed: the file was edited.
     """
     try:
         changed = tracked_params(config.read_yaml(workspace / "params.yaml")).value_differences(tracked_params(tree))
@@ -198,9 +200,10 @@ def check_params(workspace: Path, stage: str, tree: dict[str, Any]) -> None:
 
 
 def dvc_environment(workspace: Path) -> dict[str, str]:
-    """Environment of DVC commands that run no stage. It keeps the credentials of DVC's remotes and drops Prefect's settings, including its
-    password. This interpreter is first on PATH, and the workspace's code is first on PYTHONPATH, without that of the checkout that a
-    run's worktree belongs to.
+    """Return the environment of DVC commands that run no stage.
+
+    It keeps the credentials of DVC's remotes and drops Prefect's settings, including its password. This interpreter comes first on PATH,
+    and the workspace's code comes first on PYTHONPATH, without the code of the checkout that a run's worktree belongs to.
     """
     inherited = {k: v for k, v in without_git_places().items() if k != "VIRTUAL_ENV" and not k.startswith("PREFECT_")}
     path = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)])
@@ -214,27 +217,27 @@ def dvc_environment(workspace: Path) -> dict[str, str]:
 
 
 def unchanged(workspace: Path, stages: list[str]) -> list[str]:
-    """The leading stages that are up to date, found with one DVC call instead of one per stage.
+    """Return the leading stages that are up to date, found with one DVC call instead of one per stage.
 
     Args:
-        stages: of dvc.yaml, in topological order.
+        stages: stages of dvc.yaml in topological order.
     """
     changed = _changed(workspace, stages) if (workspace / "dvc.lock").exists() else None
     return [] if changed is None else list(itertools.takewhile(lambda stage: stage not in changed, stages))
 
 
 def _changed(workspace: Path, stages: list[str]) -> set[str] | None:
-    """Which of these stages are outdated, or their external inputs changed; None: DVC failed or took too long."""
+    """Return which of these stages are outdated or have changed external inputs; None if DVC failed or took too long."""
     command = module_command("dvc", "status", "--json", *stages)
-    how = {"cwd": workspace, "env": dvc_environment(workspace), "timeout": STATUS_DEADLINE, "encoding": "utf-8"}
+    options = {"cwd": workspace, "env": dvc_environment(workspace), "timeout": STATUS_DEADLINE, "encoding": "utf-8"}
     with suppress(subprocess.TimeoutExpired, json.JSONDecodeError):
-        done = subprocess.run(command, capture_output=True, check=False, **how)
+        done = subprocess.run(command, capture_output=True, check=False, **options)
         return set(with_something_to_do(workspace, json.loads(done.stdout))) if done.returncode == 0 else None
     return None
 
 
 def with_something_to_do(workspace: Path, status: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """`dvc status` without stage hash_inputs, which DVC always reports as changed, if the inputs match its record."""
+    """Return `dvc status` without stage hash_inputs, which DVC always reports as changed, if the inputs match its record."""
     if status.get(HASH_INPUTS) != [_ALWAYS]:
         return status
     others = {stage: changes for stage, changes in status.items() if stage != HASH_INPUTS}
@@ -242,25 +245,25 @@ def with_something_to_do(workspace: Path, status: dict[str, list[Any]]) -> dict[
 
 
 def inputs_as_recorded(workspace: Path) -> bool:
-    """Whether the external inputs match data/inputs.json; False if they can't be read, which the stage then reports."""
+    """Return whether the external inputs match data/inputs.json; False if they can't be read, which the stage then reports."""
     with suppress(ConfigError, OSError, ValueError):
         return read_inputs(config.load_params(workspace / "params.yaml"), workspace) == read_recorded(workspace)
     return False
 
 
 def run_stage(stage: str, workspace: Path, *, timeout: float, grace: float, on_line: LineHandler, force: bool = False) -> StageResult:
-    """`dvc repro --single-item` of one stage, its output passed on line by line.
+    """Run `dvc repro --single-item` for one stage, and pass its output on line by line.
 
     The subprocess has its own session. If this process is interrupted or the deadline passes, the stage gets SIGTERM, a grace for its
     checkpoint, and then SIGKILL. If this process is killed, the kernel sends SIGTERM to DVC, whose death ends the stage.
 
     Args:
-        stage: of dvc.yaml, or DVC's address of another pipeline's stage, such as rounds/dvc.yaml:sample_round@1.
-        timeout: seconds.
-        grace: seconds.
-        force: run even if the stage is up to date, without the run cache.
+        stage: a stage of dvc.yaml, or DVC's address of another pipeline's stage, such as rounds/dvc.yaml:sample_round@1.
+        timeout: deadline in seconds.
+        grace: seconds between SIGTERM and SIGKILL.
+        force: whether to run the stage even if it is up to date, without the run cache.
     Raises:
-        StageFailed: it exited with an error or exceeded the timeout.
+        StageFailed: the stage exited with an error or exceeded the timeout.
     """
     started, waiting = time.monotonic(), False
     while True:
@@ -280,12 +283,12 @@ def run_stage(stage: str, workspace: Path, *, timeout: float, grace: float, on_l
 def _repro(
     arguments: list[str], workspace: Path, deadline: float, timeout: float, grace: float, output: _ReproOutput, on_line: LineHandler
 ) -> subprocess.Popen[str]:
-    """Run DVC until it exits.
+    """Run DVC until it exits, and return its process.
 
     Args:
-        arguments: of `dvc repro --single-item`, the stage last.
+        arguments: arguments of `dvc repro --single-item`, the stage last.
     Raises:
-        StageFailed: it exceeded the timeout.
+        StageFailed: the stage exceeded the timeout.
     """
     stage = arguments[-1]
     clear_locks(workspace)

@@ -1,4 +1,4 @@
-"""Summary printed at the end of a run: one row per stage with its key figure, and the report's path."""
+"""The summary printed at the end of a run: one row per stage with its key figure, and the report's path."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _gate(m: dict[str, Any]) -> str:
 
 
 def _policy(m: dict[str, Any]) -> str:
-    """Key figure by method: RL has a score, DPO an accuracy, the others a loss."""
+    """Return the key figure by method: the score for RL, the held-out accuracy for DPO and KTO, otherwise the held-out loss."""
     if m["method"] == "rl":
         stopped = m["monitor"]["stopped"]
         ended = f", ended at step {stopped['step']} by the limit {stopped['limit']}" if stopped else ""
@@ -92,7 +92,7 @@ KEY_FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def read_metrics(workspace: Path, stages: Stages, stage: str) -> dict[str, Any] | None:
-    """The stage's metrics; None: it has none, or hasn't written them yet."""
+    """Return the stage's metrics, or None if it has none or hasn't written them yet."""
     path = metrics_file(stages.get(stage, {}))
     if path is None:
         return None
@@ -102,7 +102,7 @@ def read_metrics(workspace: Path, stages: Stages, stage: str) -> dict[str, Any] 
 
 
 def key_figure(workspace: Path, stages: Stages, stage: str) -> str:
-    """The figure that tells most about a stage's results, in words; empty: it has none."""
+    """Return in words the figure that tells most about a stage's results; empty if it has none."""
     if stage == "report":
         report = workspace / REPORT
         return f"{report.stat().st_size / 1e6:.1f} MB" if report.is_file() else ""
@@ -118,7 +118,7 @@ def key_figure(workspace: Path, stages: Stages, stage: str) -> str:
 
 
 def stage_table(workspace: Path, stages: Stages, results: list[StageResult], failed: str | None = None, *, style: str = "simple") -> str:
-    """The table as text (style simple) or as markdown (style github).
+    """Return the table of stages as text (style simple) or as markdown (style github).
 
     Args:
         stages: all stages of the chain, in order; those without a result weren't reached.
@@ -143,17 +143,17 @@ def stage_table(workspace: Path, stages: Stages, results: list[StageResult], fai
 
 
 def report_of(workspace: Path, failed: str | None = None) -> Path | None:
-    """Path of this run's report, or of the page of a run that stopped at `failed`; None: it isn't written."""
+    """Return the path of this run's report, or of the page of a run that stopped at `failed`; None if it isn't written."""
     page = workspace / (REPORT if failed is None else STOPPED_REPORT)
     return page if page.is_file() else None
 
 
 def report_line(workspace: Path, failed: str | None = None) -> str:
-    """Last line of a run's summary, with the path of its report."""
+    """Return the last line of a run's summary, with the path of its report."""
     page = report_of(workspace, failed)
     return f"Report: {page or 'not written'}" + (f" (stopped at {failed})" if page and failed else "")
 
 
 def until_line(until: str, workspace: Path) -> str:
-    """Last line of the summary of a run that ended after the stage that it was asked to end after."""
+    """Return the last line of the summary of a run that ended after the requested stage `until`."""
     return f"Ended after {until}, as `until` says, in {workspace}; the same run without `until` continues from there"

@@ -1,4 +1,4 @@
-"""Changes of an existing run's params. A run's name stands for its params and results, so only `--update` changes them."""
+"""Guards changes of an existing run's params. A run's name stands for its params and results, so only `--update` changes them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def check_update(
     """Check that overrides don't change an existing run, unless `update` allows it.
 
     Args:
-        before: the run's own params. after: with the overrides.
-        update: allow changes. free: keys that affect no result and may always change.
+        before: the run's own params. after: the params with the overrides.
+        update: whether changes are allowed. free: keys that affect no result and may always change.
     Raises:
         ConfigError: the overrides change the run; names each key with both values.
     """
@@ -53,7 +53,7 @@ def check_update(
 
 
 def run_params(root: Path, name: str) -> str | None:
-    """Text of a run's params.yaml from its worktree or, if that was removed, from its branch; None: no such run."""
+    """Return the text of a run's params.yaml from its worktree or, if that was removed, from its branch; None if there is no such run."""
     path = worktree_path(root, name)
     if path.exists():
         return read_text(path / "params.yaml")
@@ -67,7 +67,7 @@ def branch_exists(root: Path, name: str) -> bool:
 
 
 def has_begun(root: Path, name: str) -> bool:
-    """Whether a run of this name exists; False if it was killed before its params were written."""
+    """Return whether a run of this name exists; False if it was killed before its params were written."""
     path, branch = worktree_path(root, name), f"refs/heads/run/{name}"
     if path.exists() and ((path / RECORD).exists() or git(path, "status", "--porcelain")):
         return True
@@ -80,10 +80,10 @@ def has_begun(root: Path, name: str) -> bool:
 
 
 def check_run(root: Path, name: str | None, overrides: dict[str, Any], *, rounds: bool = False) -> tuple[Params | None, Params]:
-    """Params of a run before (None: it is new) and after the overrides. A new run has those of the current folder.
+    """Return the params of a run before (None: it is new) and after the overrides. A new run has those of the current folder.
 
     Args:
-        rounds: for a series of rounds of iterative DPO.
+        rounds: whether the run is a series of rounds of iterative DPO.
     Raises:
         ConfigError: as `check`.
     """
@@ -96,7 +96,10 @@ def check_run(root: Path, name: str | None, overrides: dict[str, Any], *, rounds
 
 
 def differences(before: Params, after: Params) -> list[tuple[str, Any, Any]]:
-    """(dotted key, value before, value after); None: no such key. A list or mapping that is empty on one side is one change."""
+    """Return (dotted key, value before, value after) for each difference; None stands for a missing key.
+
+    A list or mapping that is empty on one side is one change.
+    """
     trees = [params.model_dump(mode="json") for params in (before, after)]
     one, other = (dict(_flat(tree)) for tree in trees)
     keys = {**one, **other}
@@ -121,7 +124,7 @@ def _flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _change_list(changes: list[tuple[str, Any, Any]]) -> str:
-    """A change of `training` stands for the same one of each section that takes it over."""
+    """Return changes as text. A change of `training` also stands for the same change of each section that takes it over."""
     shared = {(key.partition(".")[2], str(old), str(new)) for key, old, new in changes if key.startswith("training.")}
     changes = [c for c in changes if not (c[0].startswith(SHARING_TRAINING) and (c[0].partition(".")[2], str(c[1]), str(c[2])) in shared)]
     parts = [f"{key} {_value(old)} -> {_value(new)}" for key, old, new in changes[:MAX_KEYS]]
@@ -133,7 +136,7 @@ def _value(value: Any) -> str:
 
 
 def own_params(root: Path, name: str, params: Params, given: Mapping[str, Any] = MappingProxyType({})) -> list[tuple[str, Any, Any]]:
-    """(key, value in the run's base commit, value in the run), without the keys pinned from the registry.
+    """Return (key, value in the run's base commit, value in the run) for each difference, without the keys pinned from the registry.
 
     Args:
         given: overrides of the base commit's params, whose values don't count as the run's own.
@@ -147,7 +150,7 @@ def own_params(root: Path, name: str, params: Params, given: Mapping[str, Any] =
 
 
 def _made_from(root: Path, name: str) -> str:
-    """Base commit of a run; for a merged branch the parent of its first commit."""
+    """Return the base commit of a run; for a merged branch this is the parent of its first commit."""
     branch = f"refs/heads/run/{name}"
     if not git(root, "rev-list", "--max-count=1", f"HEAD..{branch}"):
         own = git(root, "log", "--fixed-strings", f"--grep=Run {name}: ", "--format=%H", branch).splitlines()
@@ -157,7 +160,7 @@ def _made_from(root: Path, name: str) -> str:
 
 
 def _log_kept_params(root: Path, name: str, params: Params, overrides: dict[str, Any]) -> None:
-    """Log params that the run keeps although they aren't given now, for example because a recipe changed."""
+    """Log params that the run keeps although they aren't given this time, for example because a recipe changed."""
     with suppress(ConfigError):
         try:
             kept = own_params(root, name, params, overrides)

@@ -1,4 +1,4 @@
-"""Check before a run that the files named in params exist: data, models, reward functions, judges, a chat template.
+"""Checks before a run that the files named in params exist: data, models, reward functions, judges, a chat template.
 
 Nothing is loaded or executed here. Stage check_model loads the functions (docs/scorers.md).
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flows.chain.worktree import git_environment, worktree_path
-from rlhf_core.config import ConfigError, Params, ScorerConfig, shown
+from rlhf_core.config import ConfigError, Params, shown
 from rlhf_core.paths import RUNS
 from rlhf_core.provenance.inputs import input_problems
 
@@ -22,8 +22,8 @@ def check_user_files(root: Path, name: str | None, params: Params, *, rounds: bo
     """Check that the files exist where a run reads them: the current folder, or a named run's existing or future worktree.
 
     Args:
-        name: of the run; None: it works in `root`.
-        rounds: include the scorers of iterative DPO's rounds.
+        name: the run's name; None: it works in `root`.
+        rounds: whether to include the scorers of iterative DPO's rounds.
     Raises:
         ConfigError: names all files that are missing or unreadable.
     """
@@ -35,7 +35,7 @@ def check_user_files(root: Path, name: str | None, params: Params, *, rounds: bo
 
 
 def _missing_functions(root: Path, name: str | None, folder: Path, params: Params, rounds: bool) -> Iterator[str]:
-    """Problems, a line each, of functions named in params and of the chat template whose file will not be there."""
+    """Yield a line for each function, and for a chat template, that params name and whose file will not be there."""
     for key, wanted in _functions(params, rounds):
         place = wanted.rpartition(":")[0]
         candidates = [place] if place.endswith(".py") else _module_files(root, place)
@@ -48,19 +48,14 @@ def _missing_functions(root: Path, name: str | None, folder: Path, params: Param
 
 
 def _functions(params: Params, rounds: bool) -> Iterator[tuple[str, str]]:
-    """Key and `file.py:name` or `package.module:name` of each function that the run calls."""
-    used: dict[str, list[ScorerConfig]] = {"rl.reward.scorers": params.rl.reward.scorers}
-    if params.alignment.method == "rejection_sampling":
-        used["rejection_sampling.scorers"] = params.rejection_sampling.scorers
-    if rounds:
-        used["iterative.scorers"] = params.iterative.scorers
-    for key, scorers in used.items():
+    """Yield the key and `file.py:name` or `package.module:name` of each function that the run calls."""
+    for key, scorers in (params.scorers_in_use | ({"iterative.scorers": params.iterative.scorers} if rounds else {})).items():
         yield from ((f"{key}.{scorer.name}", scorer.path) for scorer in scorers if scorer.kind == "function")
     yield from ((f"data.sources.{source.name}.judge", source.judge) for source in params.data.sources if source.judge is not None)
 
 
 def _module_files(root: Path, module: str) -> list[str]:
-    """Possible files of a module in the project's folder; none for an installed or unknown module, which stage check_model reports."""
+    """Return possible files of a module in the project's folder; none for an installed or unknown module, which check_model reports."""
     elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != root.resolve()]
     if not module or importlib.machinery.PathFinder.find_spec(module.partition(".")[0], elsewhere) is not None:
         return []
@@ -69,9 +64,9 @@ def _module_files(root: Path, module: str) -> list[str]:
 
 
 def _will_be_there(root: Path, folder: Path, path: str) -> bool:
-    """Whether a file is in a run's folder; for a future worktree, whether its base commit has the file.
+    """Return whether a file is in a run's folder; for a future worktree, whether its base commit has the file.
 
-    True if that is unknown: a link's target is checked once the worktree exists.
+    The result is True if that is unknown: a link's target is checked once the worktree exists.
     """
     try:
         inside = not Path(path).is_absolute() and ".." not in Path(path).parts
@@ -86,7 +81,7 @@ def _will_be_there(root: Path, folder: Path, path: str) -> bool:
 
 
 def _has(root: Path, commit: str, path: str | None = None) -> bool:
-    """Whether the commit exists and has the file."""
+    """Return whether the commit exists and has the file."""
     command = ["git", "cat-file", "-e", commit if path is None else f"{commit}:./{path}"]
     return subprocess.run(command, cwd=root, env=git_environment(), capture_output=True, check=False).returncode == 0
 

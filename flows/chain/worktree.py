@@ -1,4 +1,4 @@
-"""One run, one git worktree: `runs/<name>` on branch `run/<name>`, with its overrides committed and DVC's cache shared.
+"""Gives each run a git worktree: `runs/<name>` on branch `run/<name>`, with its overrides committed and DVC's cache shared.
 
 Worktrees keep runs apart. Runs share one run cache, and `git checkout run/<name> && dvc repro` rebuilds one.
 """
@@ -39,7 +39,7 @@ IDENTITY = ("-c", "user.name=rlhf pipeline", "-c", "user.email=rlhf@localhost")
 
 
 def prepare_worktree(root: Path, name: str, overrides: dict[str, Any]) -> Path:
-    """Make the worktree of a run, or reuse it, and write the overrides to its params.yaml.
+    """Make the worktree of a run or reuse it, and write the overrides to its params.yaml.
 
     Args:
         root: the checkout that the run starts from, at its last commit.
@@ -66,7 +66,7 @@ def prepare_worktree(root: Path, name: str, overrides: dict[str, Any]) -> Path:
 
 @contextmanager
 def undone_on_failure(root: Path, name: str | None) -> Iterator[None]:
-    """Remove the run's worktree and branch if the block has made them and fails. name: None: the run works in `root`."""
+    """Remove the run's worktree and branch if the block makes them and fails. With name None the run works in `root`."""
     if name is None:
         yield
         return
@@ -95,7 +95,7 @@ def worktree_path(root: Path, name: str) -> Path:
 
 
 def derive_name(root: Path, overrides: dict[str, Any], recipes: list[Path]) -> str:
-    """A readable name, the same for the same overrides and commit."""
+    """Return a readable name, which is the same for the same overrides and commit."""
     parts = [r.stem for r in recipes] or [f"{key.rsplit('.', 1)[-1]}-{value}" for key, value in sorted(overrides.items())]
     identity = json.dumps([overrides, git(root, "rev-parse", "HEAD")], sort_keys=True)
     return f"{slug('-'.join(parts))}-{hashlib.sha256(identity.encode()).hexdigest()[:6]}"
@@ -106,13 +106,13 @@ def slug(text: str) -> str:
 
 
 def commit(path: Path, message: str, files: list[str]) -> str | None:
-    """Commit these files if one changed, and no other file, staged or not. Works without a git identity.
+    """Commit these files if one changed, and no other file, staged or not. This works without a git identity.
 
     The user's hooks run with a deadline and can refuse. A hook's changes of the files are reverted, since dvc.lock has their hashes;
     a commit that contains such a change is undone. Commits aren't signed, since a key may need a passphrase.
 
     Returns:
-        Why there is no commit; None: committed, or nothing to commit.
+        Why there is no commit, or None if it was made or there was nothing to commit.
     """
     listed = git(path, "ls-files", "--cached", "--others", "--exclude-standard", "-z", "--", *files)
     present = sorted({file for file in listed.split("\0") if file})
@@ -139,10 +139,13 @@ def commit(path: Path, message: str, files: list[str]) -> str | None:
 
 
 def _run_with_hooks(path: Path, arguments: list[str], what: str) -> str | None:
-    """Run git. Returns why it failed: the hooks' last output, or a timeout. Hooks are ended first, so that git removes its locks."""
+    """Run git, and return why it failed: the hooks' last output, or a timeout.
+
+    Hooks are ended before git, so that git removes its locks.
+    """
     with tempfile.TemporaryFile() as output:
-        how = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
-        child = subprocess.Popen(["git", *arguments], cwd=path, env=git_environment(), **how)
+        options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+        child = subprocess.Popen(["git", *arguments], cwd=path, env=git_environment(), **options)
         late = False
         try:
             child.wait(HOOK_SECONDS)
@@ -196,22 +199,22 @@ def commit_results(path: Path, message: str, files: list[str], inputs: list[str]
 
 
 def _add(root: Path, path: Path, name: str) -> None:
-    """Make the worktree. Raises ConfigError: git or a hook refuses."""
+    """Make the worktree. Raises ConfigError if git or a hook refuses."""
     branch = f"run/{name}"
     git(root, "worktree", "prune")
     known = bool(git(root, "branch", "--list", branch))
     if not known and git(root, "status", "--porcelain", "--untracked-files=no"):
         log.warning("%s: starts from the last commit, without uncommitted changes", branch)
-    how = [str(path), branch] if known else ["-b", branch, str(path), "HEAD"]
-    if (refusal := _run_with_hooks(root, ["worktree", "add", "--quiet", *how], "git worktree add")) is not None:
+    place = [str(path), branch] if known else ["-b", branch, str(path), "HEAD"]
+    if (refusal := _run_with_hooks(root, ["worktree", "add", "--quiet", *place], "git worktree add")) is not None:
         raise ConfigError(f"run {name}: {refusal}; correct what it names, or run with {NO_HOOKS}")
 
 
 def verify_remotes(root: Path) -> None:
-    """Set `verify` of each DVC remote that doesn't say otherwise in the local settings: without it DVC takes a remote's bytes unread."""
-    how = {"encoding": "utf-8", "interpolation": False}  # `dvc config` writes ASCII only
+    """Set `verify` in the local settings for each DVC remote without that setting: DVC would take such a remote's bytes unread."""
+    options = {"encoding": "utf-8", "interpolation": False}  # `dvc config` writes ASCII only
     try:
-        shared, local = (ConfigObj(str(root / ".dvc" / name), **how) for name in ("config", "config.local"))
+        shared, local = (ConfigObj(str(root / ".dvc" / name), **options) for name in ("config", "config.local"))
     except (ConfigObjError, OSError, UnicodeDecodeError):  # DVC's own commands report it
         return
     remotes = dict.fromkeys(name for name in [*shared, *local] if name.startswith('remote "'))
@@ -252,7 +255,7 @@ def has_identity(path: Path) -> bool:
 
 
 def git_environment() -> dict[str, str]:
-    """Environment of git, without Prefect's settings, which its hooks would see."""
+    """Return git's environment, without Prefect's settings, which git's hooks would see."""
     return {name: value for name, value in without_git_places().items() if not name.startswith("PREFECT_")}
 
 
@@ -261,10 +264,10 @@ def git(path: Path, *arguments: str) -> str:
 
 
 def _run(command: list[str], folder: Path, environment: dict[str, str]) -> str:
-    """Output of a git command.
+    """Run a git command, and return its output.
 
     Raises:
-        ConfigError: it failed, or didn't end within COMMAND_SECONDS.
+        ConfigError: the command failed, or didn't end within COMMAND_SECONDS.
     """
     done = run_within(COMMAND_SECONDS, command, folder, environment)
     if done.returncode:
@@ -282,8 +285,8 @@ def run_within(seconds: float, command: list[str], folder: Path, environment: di
         ConfigError: the command exceeded the deadline; its session was ended.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        how = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": errors, "start_new_session": True}
-        child = subprocess.Popen(command, cwd=folder, env=environment, **how)
+        options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": errors, "start_new_session": True}
+        child = subprocess.Popen(command, cwd=folder, env=environment, **options)
         try:
             child.wait(seconds)
         except BaseException as error:  # a signal too: the session must not outlive this call

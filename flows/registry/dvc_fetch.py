@@ -38,7 +38,7 @@ def fetch_from_remote(root: Path, commit: str, path: str, md5: str) -> None:
     """Fetch a folder's listing and its files from the default remote of the project at `root`.
 
     Args:
-        commit: that of the version; path: the folder's, there.
+        commit: the version's commit; path: the folder's path there.
     Raises:
         ConfigError: the remote is missing or incomplete, or the commit's settings name a remote that the project doesn't have.
     """
@@ -60,7 +60,7 @@ def fetch_from_remote(root: Path, commit: str, path: str, md5: str) -> None:
 
 
 def _pull(root: Path, hashes: list[str]) -> str:
-    """Fetch hashes. Returns DVC's error on one line."""
+    """Fetch hashes, and return DVC's error on one line; empty if there is none."""
     if not hashes:
         return ""
     process_options = {"cwd": root, "env": dvc_environment(root), "input": "\n".join(hashes), "timeout": DEADLINE}
@@ -75,7 +75,7 @@ def check_remotes(root: Path, commit: str) -> None:
     """Check that each remote in a commit's settings has the address of one of the project's remotes.
 
     Raises:
-        ConfigError: one hasn't. It wouldn't be used, but the user should know that the commit names another place.
+        ConfigError: a remote has another address. It wouldn't be used, but the user should know that the commit names another place.
     """
     known = {url for name in (CONFIG, LOCAL) for url in _remotes(_own(root / name), name).values() if url}
     theirs = read_files(root, commit, (CONFIG,))[CONFIG] or ""

@@ -18,20 +18,21 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from flows.registry.objects import Object, read_objects
 from flows.registry.tags import Version
 from rlhf_core.config import MAX_BYTES, ConfigError, parse_json, read_yaml_text, shown
-from rlhf_core.paths import GATE_METRICS, ROUNDS, ROUNDS_PIPELINE
+from rlhf_core.paths import GATE_METRICS, ROUNDS, ROUNDS_PIPELINE, STAGE_METRICS
 from rlhf_core.provenance.lineage import lineage
 
-LOCK, ROUNDS_LOCK, PARAMS, PIPELINE_FILE, GATE = (
+LOCK, ROUNDS_LOCK, PARAMS, PIPELINE_FILE, GATE, CHECK = (
     "dvc.lock",
     str(ROUNDS_PIPELINE.with_suffix(".lock")),
     "params.yaml",
     "dvc.yaml",
     str(GATE_METRICS),
+    str(STAGE_METRICS["check_model"]),
 )
 # Keys of a lineage and the file of the commit with the same value.
 SAID_BY = {
     **{"md5": LOCK, "size": LOCK, "files": LOCK, "data": LOCK, "inputs": LOCK, "parents": LOCK, "stages": LOCK},
-    **{"params": PARAMS, "gate": GATE, "decided": "the chain or the round"},
+    **{"params": PARAMS, "gate": GATE, "decided": "the chain or the round", "services": CHECK},
 }
 _ROUND = re.compile(rf"{ROUNDS}/([1-9][0-9]*)/policy")
 
@@ -115,6 +116,11 @@ def _stages(text: str, subject: str) -> dict[str, Any]:
     return tree["stages"]
 
 
+def read_check(root: Path, commit: str) -> dict[str, Any] | None:
+    """metrics/check_model.json of a commit; None: it has none."""
+    return _json(read_files(root, commit, (CHECK,))[CHECK], commit, CHECK)
+
+
 def check_version(root: Path, version: Version) -> None:
     """Verify a version's tag before a decision.
 
@@ -130,18 +136,19 @@ def check_version(root: Path, version: Version) -> None:
 
 def _check(root: Path, version: Version, subject: str) -> None:
     claimed, commit = version.lineage, version.commit
-    files = read_files(root, commit, (LOCK, ROUNDS_LOCK, PARAMS, PIPELINE_FILE, GATE))
+    files = read_files(root, commit, (LOCK, ROUNDS_LOCK, PARAMS, PIPELINE_FILE, GATE, CHECK))
     lock, gate = locks_of(files, commit), _json(files[GATE], commit, GATE)
     params = _yaml(files[PARAMS], commit, PARAMS)
     decided = _check_path(root, version, _yaml(files[PIPELINE_FILE], commit, PIPELINE_FILE))
     try:
-        made = lineage(claimed["path"], commit=commit, run=claimed["run"], params=params, lock=lock, gate=gate, decided=decided)
+        how = {"params": params, "lock": lock, "gate": gate, "decided": decided, "check": _json(files[CHECK], commit, CHECK)}
+        made = lineage(claimed["path"], commit=commit, run=claimed["run"], **how)
         made = json.loads(json.dumps(made))  # in the tag's form
     except (ValueError, TypeError) as error:
         raise ConfigError(f"expected what its commit {commit[:10]} says, got {shown(str(error))}; don't use it") from error
     for key, file in SAID_BY.items():
-        if key in claimed and claimed[key] != made[key]:
-            where, wanted, got = _difference(key, made[key], claimed[key])
+        if key in claimed and claimed[key] != made.get(key):
+            where, wanted, got = _difference(key, made.get(key), claimed[key])
             raise ConfigError(
                 f"{subject}: expected what {file} of its commit {commit[:10]} says, {where}: {wanted}, got {got}; don't use it"
             )
@@ -163,7 +170,7 @@ def decision_of_round(number: int, verdict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_path(root: Path, version: Version, pipeline: dict[str, Any]) -> dict[str, Any] | None:
-    """Check that the model is the artifact of the commit's dvc.yaml or the policy of an accepted round. Returns the decision about it."""
+    """Check that the model is the artifact of the commit's dvc.yaml or an accepted round's policy, and return the decision about it."""
     path = version.lineage["path"]
     artifacts = pipeline.get("artifacts")
     artifact = artifacts.get(version.artifact) if isinstance(artifacts, dict) else None

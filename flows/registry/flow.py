@@ -1,4 +1,4 @@
-"""The flow `promote`: promote a version of the reward model or the policy after a person's approval with a reason."""
+"""The flow `promote`: promotes a version of the reward model or the policy after a person's approval with a reason."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def promote(
     """Promote a version of a model in the registry.
 
     Args:
-        version: such as v2.0.0; without it the newest when the run starts.
+        version: the version, such as v2.0.0; without it the newest one when the run starts.
         by: stated decider; reason: why. Used only if promotion.require_approval is off; otherwise a form asks for them.
         override: reason for promoting a version that its gate rejected or that was rolled back.
     """

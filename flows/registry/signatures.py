@@ -82,7 +82,7 @@ def verify(root: Path, tags: Sequence[str], signers: Signers) -> dict[str, Signa
 
 @lru_cache(maxsize=4096)
 def _verify(root: Path, tag: str, signers: Signers) -> Signature:
-    """The signature of each tag; cached, because a flow reads the registry several times and each signature costs a call of git."""
+    """Return the signature of a tag. It is cached, since a flow reads the registry several times and each signature takes a call of git."""
     # Without PGP: a key in a keyring isn't an allowed signer.
     settings = (*_ssh(signers), "-c", "gpg.minTrustLevel=fully", "-c", "gpg.program=false", "-c", "gpg.x509.program=false")
     done = run_git(root, *settings, "verify-tag", "--raw", tag)

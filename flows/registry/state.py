@@ -118,7 +118,7 @@ class Registry:
         """A version by its name, or the promoted one for None.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is no such version.
         """
         known = ", ".join(self.versions) or self.none_known
         if version is None:
@@ -277,7 +277,7 @@ def _events(tags: list[Tag], empty: Registry, bad: list[BadTag]) -> list[Event]:
 
 
 class LeftOut(ConfigError):
-    """A decision left out because of another tag. cause: the bad version's tag; None: an earlier decision."""
+    """A decision that is left out because of another tag. `cause` is the bad version's tag; None: an earlier decision."""
 
     def __init__(self, message: str, cause: str | None = None):
         super().__init__(message)
@@ -327,7 +327,7 @@ def _check_date(tag: str, at: str, before: Version | Event | None) -> None:
     states.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: the tag is dated before the other one.
     """
     if before is not None and datetime.fromisoformat(at) < datetime.fromisoformat(before.at):
         what = f"version {before.version}" if isinstance(before, Version) else f"decision {before.number}"

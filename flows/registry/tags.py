@@ -34,8 +34,8 @@ Verdict = Literal["passed", "rejected", "not needed"]
 class Tag:
     """An annotated tag.
 
-    oid: its own hash; commit: the tagged one; by: the tagger's name, which nothing verifies; signer: who signed it, None where no signature
-    is required; second: Unix time of its creation.
+    oid: the tag's own hash; commit: the tagged commit; by: the tagger's name, which nothing verifies; signer: who signed it, None if no
+    signature is required; second: Unix time of its creation.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Version:
 
 @dataclass(frozen=True)
 class Event:
-    """A promotion or a rollback. version: promoted from then on, None: nothing; previous: promoted before.
+    """A promotion or a rollback. version: the version promoted from then on, None: nothing; previous: the version promoted before.
 
     by: stated decider; signer: who signed the tag, where a signature is required.
     override: reason for promoting a model that its gate rejected or that was rolled back.
@@ -187,6 +187,7 @@ _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 class _Input(_Form):
     path: str | None = None
     name: str | None = None
+    address: str | None = None
     sha256: str | None = None
     commit: str | None = None
 

@@ -13,7 +13,7 @@ from flows.chain.stages import STATUS_DEADLINE, dvc_environment, with_something_
 from flows.chain.worktree import git, run_within, worktree_path
 from flows.registry.decisions import add_version, registry_lock
 from flows.registry.dvc_fetch import fetch_from_remote
-from flows.registry.evidence import GATE, LOCK, ROUNDS_LOCK, check_version, decision, decision_of_round, read_locks
+from flows.registry.evidence import GATE, LOCK, ROUNDS_LOCK, check_version, decision, decision_of_round, read_check, read_locks
 from flows.registry.figures import check_gate, check_round
 from flows.registry.state import Registry, read_registry
 from flows.registry.tags import Version
@@ -53,7 +53,8 @@ def register(root: Path, artifact: str, run: str | None, round_number: int | Non
         last = LAST_STAGE[artifact] if artifact != "reward-model" or gate["passed"] or gate["override"] else "train_reward"
     try:
         params = _read(workspace, "params.yaml")
-        made_of = lineage(path, commit=commit, run=branch, params=params, lock=lock, gate=gate, decided=decided)
+        how = {"params": params, "lock": lock, "gate": gate, "decided": decided, "check": read_check(workspace, commit)}
+        made_of = lineage(path, commit=commit, run=branch, **how)
         made_of["sha256"] = _check_in_cache(workspace, lock, path)
     except ValueError as error:
         raise ConfigError(f"{artifact} of {branch}: {error}") from error
@@ -120,7 +121,7 @@ def _check_nothing_to_do(workspace: Path, stage: str) -> None:
     """Check with DVC that params, code and data match dvc.lock.
 
     Raises:
-        ConfigError: they don't; names the outdated stages.
+        ConfigError: something doesn't match; names the outdated stages.
     """
     command = module_command("dvc", "status", "--json", "--with-deps", stage)
     done = run_within(STATUS_DEADLINE, command, workspace, dvc_environment(workspace))

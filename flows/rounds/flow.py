@@ -42,7 +42,7 @@ def iterative_dpo(
     update: bool = False,
     recipes: list[str] = [],  # noqa: B006
 ) -> State | None:
-    """Rounds of iterative DPO in the worktree runs/<series>. A series that exists is continued.
+    """Run rounds of iterative DPO in the worktree runs/<series>. A series that exists is continued.
 
     A round whose policy isn't better keeps the policy before it, from which the next round starts. Pairs that fail validation end the run.
 
@@ -64,7 +64,7 @@ def iterative_dpo(
 
 
 def run_prepared(run: PreparedRun, rounds: int) -> State | None:
-    """Run the chain before the rounds and then the rounds, and record the outcome. Returns a state if not all ended well."""
+    """Run the chain before the rounds and then the rounds, record the outcome, and return a state if not all ended well."""
     get_run_logger().info("Workspace: %s", run.workspace)
     with recording(run.workspace):
         warn_of_settings(run.workspace, run.params, rounds=True)
@@ -76,7 +76,7 @@ def run_prepared(run: PreparedRun, rounds: int) -> State | None:
 
 
 def _chain(run: PreparedRun) -> State | None:
-    """Run the stages of the chain that the rounds start from. Returns a state where one failed."""
+    """Run the stages of the chain that come before the rounds, and return a state if one failed."""
     workspace, params = run.workspace, run.params
     try:
         for stage in run.wanted:
@@ -97,7 +97,7 @@ def _chain(run: PreparedRun) -> State | None:
 
 
 def _rounds(run: PreparedRun, rounds: int) -> State | None:
-    """Run the rounds of this run. Returns a state where one failed or its data was refused."""
+    """Run the rounds of this run, and return a state if one failed or its data was refused."""
     log, workspace, params = get_run_logger(), run.workspace, run.params
     start = lay_out_start(run.root, workspace, params)
     last = last_round_of_run(workspace, str(runtime.flow_run.id), rounds)
@@ -117,7 +117,7 @@ def _rounds(run: PreparedRun, rounds: int) -> State | None:
 
 
 def _show(workspace: Path, number: int) -> None:
-    """Show table and figure of all rounds."""
+    """Show the table and the figure of all rounds."""
     text = publish(workspace, number)
     tell(f"\n{text}")
     show_text(text, key="rounds", description=f"Rounds of {workspace.name}")

@@ -48,14 +48,14 @@ log = logging.getLogger("rlhf.flows")
 
 
 def check_rounds(rounds: int) -> None:
-    """Check the number of rounds of a run. Raises ConfigError."""
+    """Check the number of rounds of a run. Raises ConfigError if it is below 1."""
     if rounds < 1:
         raise ConfigError(f"rounds: expected at least 1, got {rounds}; correct it")
 
 
 @contextmanager
 def prepared_series(root: Path, series: str, overrides: dict[str, Any], *, update: bool = False) -> Iterator[PreparedRun]:
-    """Prepare a series and hold its lock in the block. Takes and raises what `prepare_series` and `only_flow` do."""
+    """Prepare a series and hold its lock in the block. Arguments and errors are those of `prepare_series` and `only_flow`."""
     check_run(root, series, overrides, rounds=True)  # before anything is written, such as the lock
     with only_flow(root, series):
         yield prepare_series(root, series, overrides, update=update)
@@ -107,7 +107,7 @@ def _series_workspace(root: Path, series: str, overrides: dict[str, Any], *, upd
 
 
 def _other_inputs(workspace: Path, params: Params) -> list[str]:
-    """Files from outside the project that have changed since the chain and the rounds read them, a line each."""
+    """Return a line for each file from outside the project that has changed since the chain and the rounds read it."""
     inputs, order = read_inputs(params, workspace), [*read_stages(workspace)]
     later = set(order[order.index(last_before_rounds(params)) + 1 :])
     locks = (workspace / "dvc.lock", workspace / ROUNDS_PIPELINE.with_suffix(".lock"))
@@ -115,7 +115,7 @@ def _other_inputs(workspace: Path, params: Params) -> list[str]:
 
 
 def unmade(workspace: Path) -> bool:
-    """Whether there is one round and it has written nothing, for example because its first stage refused an input."""
+    """Return whether there is one round and it has written nothing, for example because its first stage refused an input."""
     made = (file for file in (workspace / round_folder(1)).rglob("*") if file.is_file() and file.name != ".gitignore")
     return list(read_rounds(workspace)) == [1] and not any(made)
 
@@ -135,7 +135,7 @@ def forget_unmade(workspace: Path) -> None:
 
 
 def last_before_rounds(params: Params) -> str:
-    """The last stage of dvc.yaml that comes before the first round."""
+    """Return the last stage of dvc.yaml that comes before the first round."""
     return "train_policy" if params.iterative.start == "policy" else "gate_reward"
 
 
@@ -156,7 +156,7 @@ def check_reward_model(workspace: Path, params: Params) -> None:
 
 
 def last_round_of_run(workspace: Path, run: str, rounds: int) -> int:
-    """Number of the last round that a run of the flow works on. A retry of the run gets the same number.
+    """Return the number of the last round that a run of the flow works on. A retry of the run gets the same number.
 
     Args:
         run: Prefect's id of the run. rounds: number of rounds of the run, an unfinished one included.
@@ -170,7 +170,9 @@ def last_round_of_run(workspace: Path, run: str, rounds: int) -> int:
 
 
 def lay_out_start(root: Path, workspace: Path, params: Params) -> Path:
-    """Folder of the model that the first round starts from; from the registry it is fetched: the version promoted when the series begins.
+    """Return the folder of the model that the first round starts from.
+
+    A version of the registry is fetched: the one that was promoted when the series began.
 
     Raises:
         ConfigError: no policy is promoted, or its files can't be fetched.
@@ -182,12 +184,12 @@ def lay_out_start(root: Path, workspace: Path, params: Params) -> Path:
 
 
 def current_round(workspace: Path, params: Params, *, start: Path, last: int) -> int | None:
-    """Number of the round to work on: the newest if it isn't finished, else a new one, whose entry is written and committed.
+    """Return the number of the round to work on: the newest if it isn't finished, else a new one, whose entry is written and committed.
 
     Args:
         start: folder of the model that the first round starts from.
     Returns:
-        None: round `last` is done.
+        The number, or None if round `last` is done.
     """
     rounds = read_rounds(workspace)
     number = len(rounds)
@@ -204,7 +206,7 @@ def current_round(workspace: Path, params: Params, *, start: Path, last: int) ->
 
 
 def new_round(workspace: Path, rounds: dict[int, Round], params: Params, start: Path) -> Round:
-    """The entry of the round after `rounds`, with hashes of the files in the workspace."""
+    """Return the entry of the round after `rounds`, with hashes of the files in the workspace."""
 
     def pin(path: Path | str) -> Pin:
         return Pin(path=str(path), md5=dvc_md5(workspace / path))
@@ -225,7 +227,7 @@ def new_round(workspace: Path, rounds: dict[int, Round], params: Params, start: 
 
 
 def check_promotion_split(workspace: Path, params: Params) -> None:
-    """Check that policies can be compared on the promotion split; see `check_promotion_rows`.
+    """Check that policies can be compared on the promotion split, as `check_promotion_rows` requires.
 
     Raises:
         ConfigError: there are too few prompts, or a judge is missing.
@@ -239,7 +241,7 @@ def check_promotion_split(workspace: Path, params: Params) -> None:
 
 
 def _budget_of_next(workspace: Path, rounds: dict[int, Round], params: Params) -> BudgetPin:
-    """The budget of the comparison after `rounds`, and after those of other series that improve the same model.
+    """Return the budget of the comparison after `rounds`, and after those of other series that improve the same model.
 
     Raises:
         ConfigError: a round's pinned budget or its verdict has changed since it was recorded, or nothing of the error budget is left.
@@ -256,30 +258,30 @@ def _budget_of_next(workspace: Path, rounds: dict[int, Round], params: Params) -
 
 
 def record_comparisons(workspace: Path, rounds: dict[int, Round], params: Params) -> None:
-    """Append what the ledger of comparisons lacks of this series; see `record_rounds`."""
+    """Append to the ledger of comparisons those of this series that it lacks, as `record_rounds` does."""
     made = [(number, entry.budget, outcome_of(verdict(workspace, number))) for number, entry in rounds.items()]
     record_rounds(workspace.name, improved(params), made, workspace)
 
 
 def is_finished(workspace: Path, number: int) -> bool:
-    """Whether the round has its verdict and DVC has recorded it."""
+    """Return whether the round has its verdict and DVC has recorded it."""
     lock = workspace / ROUNDS_PIPELINE.with_suffix(".lock")
     recorded = lock.exists() and f"{STAGES[-1]}@{number}" in (read_yaml(lock).get("stages") or {})
     return recorded and verdict(workspace, number) is not None
 
 
 def verdict(workspace: Path, number: int) -> dict[str, Any] | None:
-    """metrics/evaluate.json of a round, or None before there is one."""
+    """Return metrics/evaluate.json of a round, or None before there is one."""
     return _read(workspace / round_folder(number) / "metrics" / "evaluate.json")
 
 
 def round_stages(number: int) -> list[str]:
-    """Targets of `dvc repro` for a round's stages, in order."""
+    """Return the targets of `dvc repro` for a round's stages, in order."""
     return [f"{ROUNDS_PIPELINE}:{stage}@{number}" for stage in STAGES]
 
 
 def results(workspace: Path) -> list[dict[str, Any]]:
-    """The verdict of each finished round, and the figures of its samples under `samples`."""
+    """Return the verdict of each finished round, with the figures of its samples under `samples`."""
     found = []
     for number in read_rounds(workspace):
         metrics = verdict(workspace, number)
@@ -290,7 +292,7 @@ def results(workspace: Path) -> list[dict[str, Any]]:
 
 
 def publish(workspace: Path, number: int) -> str:
-    """Write figure and table of all rounds, record this one's verdict and commit its results. Returns the table."""
+    """Write figure and table of all rounds, record this round's verdict, commit its results, and return the table."""
     record_comparisons(workspace, read_rounds(workspace), load_params(workspace / "params.yaml"))
     rows = results(workspace)
     text = table(rows)

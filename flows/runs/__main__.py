@@ -1,4 +1,5 @@
-"""Runs and their worktrees: python -m flows.runs list | show NAME | compare A B... | delete NAME... [--help]
+"""Lists, shows, compares and deletes runs and their worktrees: python -m flows.runs list | show NAME | compare A B... | delete NAME...
+[--help]
 
 Exit codes: 0 done, 2 refused, with the reason.
 """
@@ -135,7 +136,7 @@ def _params_text(changes: list[dict[str, Any]] | None) -> str:
 
 
 def details(root: Path, state: RunState) -> dict[str, Any]:
-    """Details that are too slow for a list: params, lineage, and the stages' states by DVC."""
+    """Return details that are too slow for a list: params, lineage, and the stages' states by DVC."""
     folder = root / state.folder if state.folder else None
     ended = state.outcome in ("done", "failed", GATE_REJECTED) and state.until is None  # otherwise the page is an earlier run's
     page = report_of(folder, None if state.outcome == "done" else state.stage) if folder and ended else None
@@ -150,7 +151,7 @@ def details(root: Path, state: RunState) -> dict[str, Any]:
 
 
 def _params(root: Path, state: RunState) -> list[dict[str, Any]] | None:
-    """Params that differ from the base commit's; None: the run has no branch, or other code's keys."""
+    """Return params that differ from the base commit's; None if the run has no branch or other code's keys."""
     if state.branch is None:
         return None
     with suppress(ConfigError):
@@ -160,7 +161,7 @@ def _params(root: Path, state: RunState) -> list[dict[str, Any]] | None:
 
 
 def _stages(folder: Path, state: RunState) -> Iterator[dict[str, str]]:
-    """State and key figure of each stage, by DVC; by the record while a flow is at work, since its stage holds DVC's lock."""
+    """Yield state and key figure of each stage, by DVC, or by the record while a flow is at work, since its stage holds DVC's lock."""
     stages = read_stages(folder)
     order = [*stages]
     ended = order[: order.index(state.stage)] if state.process and state.stage in order else unchanged(folder, order)

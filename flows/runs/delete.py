@@ -1,4 +1,4 @@
-"""Deleting a run: its worktree with scratch, models and results, and its branch."""
+"""Deletes a run: its worktree with scratch, models and results, and its branch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FREE_CACHE = (
 
 
 def delete(root: Path, names: list[str], *, force: bool) -> str:
-    """Delete runs, all or none. Returns a message about what was deleted.
+    """Delete runs, all or none, and return a message about what was deleted.
 
     Raises:
         ConfigError: a flow or another process is at work in one of them; or, without `force`, one has files or commits that exist nowhere
@@ -51,13 +51,13 @@ def delete(root: Path, names: list[str], *, force: bool) -> str:
 
 
 def _at_work(root: Path, state: RunState) -> list[str]:
-    """Processes in the run's folder, as a problem."""
+    """Return the processes in the run's folder, as a problem."""
     users = _users(root / state.folder) if state.folder is not None else []
     return [f"expected no process at work in {state.folder}, got {', '.join(users)}"] if users else []
 
 
 def _lost(root: Path, state: RunState, deleted: list[RunState]) -> list[str]:
-    """Files and commits of the user that exist nowhere else, as problems. deleted: all runs deleted together."""
+    """Return files and commits of the user that exist nowhere else, as problems. `deleted` are all runs deleted together."""
     problems = []
     if state.folder is not None:
         folder = root / state.folder
@@ -75,7 +75,7 @@ def _named(names: list[str]) -> str:
 
 
 def _changed_user_files(folder: Path) -> list[str]:
-    """Changed and untracked files that are not results. A stopped run leaves its results uncommitted."""
+    """Return changed and untracked files that are not results. A stopped run leaves its results uncommitted."""
     from flows.runs.results import result_paths  # imports pandas
 
     results: set[str] = set()
@@ -87,7 +87,7 @@ def _changed_user_files(folder: Path) -> list[str]:
 
 
 def _ignored_user_files(folder: Path) -> list[str]:
-    """Files ignored by git that neither a stage nor a tool wrote."""
+    """Return files ignored by git that neither a stage nor a tool wrote."""
     ours = (*PIPELINE_FILES, *_outs(folder))
     listed = git(folder, "ls-files", "--others", "--ignored", "--exclude-standard", "-z").split("\0")
     paths = [PurePath(name) for name in listed if name and not CACHES.search(name)]
@@ -95,7 +95,7 @@ def _ignored_user_files(folder: Path) -> list[str]:
 
 
 def _outs(folder: Path) -> set[str]:
-    """Outs of stages, from dvc.yaml and from the locks, which still name those of earlier params."""
+    """Return the outs of stages, from dvc.yaml and from the locks, which still name those of earlier params."""
     found: set[str] = set()
     with suppress(ConfigError):  # an unreadable file names no outs, so its outs count as user files
         entries = [entry for stage in read_stages(folder).values() for entry in stage.get("outs") or []]
@@ -108,7 +108,7 @@ def _outs(folder: Path) -> set[str]:
 
 
 def _user_commits(root: Path, state: RunState, deleted: list[RunState]) -> list[str]:
-    """Commits, as `hash subject`, that no other branch or tag has and that the pipeline has not made."""
+    """Return commits, as `hash subject`, that no other branch or tag has and that the pipeline has not made."""
     tips = [f"refs/heads/{state.branch}"] * (state.branch is not None)
     if state.folder is not None:
         tips.append(git(root / state.folder, "rev-parse", "HEAD"))
@@ -119,7 +119,7 @@ def _user_commits(root: Path, state: RunState, deleted: list[RunState]) -> list[
 
 
 def _users(folder: Path) -> list[str]:
-    """Processes whose working directory is in the folder, such as DVC, a stage or a shell."""
+    """Return the processes whose working directory is in the folder, such as DVC, a stage or a shell."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
@@ -143,7 +143,7 @@ def _delete(root: Path, state: RunState) -> list[str]:
 
 
 def versions_of(root: Path, state: RunState) -> list[str]:
-    """Registered versions of this run's commits, as `policy v2.0.0`."""
+    """Return the registered versions of this run's commits, as `policy v2.0.0`."""
     commits, found = set(git(root, "rev-list", state.commit).split()), []
     for artifact in ARTIFACTS:
         versions = read_registry(root, artifact).versions.values()

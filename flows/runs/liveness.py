@@ -1,5 +1,6 @@
-"""Detect runs orphaned by a killed server, worker or command line. Prefect shows them as Running, refuses to retry them, and counts them
-as the one run that a deployment may have at a time.
+"""Detects runs orphaned by a killed server, worker or command line.
+
+Prefect shows such runs as Running, refuses to retry them, and counts them as the one run that a deployment may have at a time.
 
 A run from the command line has a liveness file in PREFECT_HOME that its process keeps locked, named like a tag of the flow run. The kernel
 frees the lock however the process ends. Only runs with such a file are set to Crashed, so runs of other machines aren't.
@@ -34,13 +35,14 @@ DATABASES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CON
 
 
 def crash_orphaned_runs(url: str, secret: str, *, patience: float = 0.0) -> list[str]:
-    """Set the runs of deployments that no process works on to Crashed. Call it while no worker starts runs, and only with a server whose
-    database no other machine uses.
+    """Set the runs of deployments on which no process works to Crashed, and return their names.
+
+    Call it while no worker starts runs, and only with a server whose database no other machine uses.
 
     Args:
-        url: of Prefect's API.
+        url: address of Prefect's API.
         secret: user:password.
-        patience: seconds to wait for the end of processes that are still there, such as a stage that writes its checkpoint.
+        patience: seconds to wait for processes that are ending, such as a stage that writes its checkpoint.
     Returns:
         The names of these runs.
     Raises:
@@ -84,11 +86,12 @@ def liveness_tag(home: Path, given_url: str | None) -> Iterator[str]:
 
 
 def crash_orphaned_command_lines(home: Path, url: str, secret: str | None, given_url: str | None) -> list[str]:
-    """Set the runs of command lines whose process is gone to Crashed. Unreadable liveness files, for example truncated by a full disk, are
-    removed.
+    """Set the runs of command lines whose process is gone to Crashed, and return their names.
+
+    Unreadable liveness files, for example truncated by a full disk, are removed.
 
     Args:
-        home, given_url: as for `liveness_tag`. url: of Prefect's API. secret: user:password; None: the API needs none.
+        home, given_url: as for `liveness_tag`. url: address of Prefect's API. secret: user:password; None: the API needs none.
     Returns:
         The names of these runs.
     Raises:
@@ -114,7 +117,7 @@ def crash_orphaned_command_lines(home: Path, url: str, secret: str | None, given
 
 
 def _read_sign(file: IO[str]) -> dict[str, str] | None:
-    """Content of a liveness file; None: it is incomplete."""
+    """Return the content of a liveness file, or None if it is incomplete."""
     with suppress(ValueError):
         sign = json.load(file)
         if isinstance(sign, dict) and sign.keys() >= {"database", "host", "boot"}:
@@ -123,7 +126,7 @@ def _read_sign(file: IO[str]) -> dict[str, str] | None:
 
 
 def _database(home: Path, given_url: str | None) -> str:
-    """Hash of the address of the database with a run; an address may contain a password."""
+    """Return a hash of the address of a run's database, since an address may contain a password."""
     other = next((os.environ[name] for name in DATABASES if name in os.environ), str(home.resolve()))
     return hashlib.sha256((given_url or other).encode()).hexdigest()[:16]
 
@@ -134,8 +137,9 @@ def _machine() -> dict[str, str]:
 
 
 def _is_here(sign: dict[str, str]) -> bool:
-    """Whether the process ran on this machine, so that a free lock proves its end. Other machines may share the disk of PREFECT_HOME, and
-    not every shared disk supports locks.
+    """Return whether the process ran on this machine, so that a free lock proves its end.
+
+    Other machines may share the disk of PREFECT_HOME, and not every shared disk supports locks.
     """
     here = _machine()
     return sign["host"] == here["host"] or (sign["boot"] == here["boot"] != "")
@@ -150,7 +154,7 @@ def _crash(url: str, secret: str | None, run: str, message: str) -> None:
 
 
 def _at_work() -> set[str]:
-    """Ids of the flow runs in the environments of this user's processes."""
+    """Return the ids of the flow runs in the environments of this user's processes."""
     found = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -159,7 +163,7 @@ def _at_work() -> set[str]:
 
 
 def ask(url: str, secret: str | None, path: str, body: dict[str, Any] | None = None, *, method: str = "POST") -> Any:
-    """Answer of Prefect's API to a request, which is repeated while the server is busy; None: the answer is empty.
+    """Return the answer of Prefect's API to a request, which is repeated while the server is busy; None if the answer is empty.
 
     Raises:
         OSError: the server does not answer, refuses, or has been busy for REQUEST_SECONDS.

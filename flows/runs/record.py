@@ -20,7 +20,7 @@ GATE_REJECTED, ROUND_REFUSED, REFUSED = "GateRejected", "RoundRefused", "Refused
 def note(workspace: Path, **fields: Any) -> None:
     """Add fields to the record, and `at`, the time of writing (UTC, ISO 8601).
 
-    outcome: running, done, stopped (by a signal), failed, or the name of a refusal's state. stage: the last one that was started.
+    outcome: running, done, stopped (by a signal), failed, or the name of a refusal's state. stage: the last stage that was started.
     message: why the run ended. until: requested last stage of a finished run; None: the chain's own last stage.
     warnings: settings that wreck pretrained models. forced: id of the last flow run that forced a stage, and the stage.
     """
@@ -43,7 +43,7 @@ def recording(workspace: Path) -> Iterator[None]:
 
 
 def read_record(workspace: Path) -> dict[str, Any]:
-    """The record of a workspace; empty if there is none."""
+    """Return the record of a workspace; empty if there is none."""
     with suppress(OSError, ValueError):
         found = json.loads((workspace / RECORD).read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}

@@ -1,4 +1,4 @@
-"""Results of a run, read from its folder or from a commit, for comparisons and for a report's baselines."""
+"""Reads the results of a run from its folder or from a commit, for comparisons and for a report's baselines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Read = Callable[[str], bytes | None]  # a path inside the run -> its content; No
 
 
 def read_side(root: Path, name: str) -> Side:
-    """A run by its name in runs/, by a folder, or by a branch, tag or commit.
+    """Return a run by its name in runs/, by a folder, or by a branch, tag or commit.
 
     Raises:
         ConfigError: there is no such run, or it has no results.
@@ -74,7 +74,7 @@ def _side(name: str, read: Read, samples: bytes | None, *, times: dict) -> Side:
 
 
 def read_results(name: str, read: Read) -> Results:
-    """Params, hashes of outs and metrics of a run.
+    """Return params, hashes of outs and metrics of a run.
 
     Raises:
         ConfigError: there is no params.yaml, or no stage has written metrics.
@@ -105,7 +105,7 @@ def _value(params: dict[str, Any], key: str) -> Any:
 
 
 def result_paths(workspace: Path) -> list[str]:
-    """Paths that a run commits: params, locks, and outs that DVC's cache doesn't keep. Other files are the user's."""
+    """Return paths that a run commits: params, locks, and outs that DVC's cache doesn't keep. Other files are the user's."""
     stages = [*read_stages(workspace).values()]
     found = ["params.yaml", "dvc.lock", "baselines.json"]
     if rounds := read_rounds(workspace) if (workspace / ROUNDS_FILE).is_file() else {}:
@@ -120,13 +120,13 @@ def result_paths(workspace: Path) -> list[str]:
 
 
 def input_paths(workspace: Path) -> list[str]:
-    """Paths inside the workspace that stages depend on."""
+    """Return paths inside the workspace on which stages depend."""
     stages = read_stages(workspace).values()
     return sorted({path for stage in stages for path in stage.get("deps") or [] if isinstance(path, str) and not Path(path).is_absolute()})
 
 
 def find_commit(root: Path, name: str) -> str | None:
-    """The commit of a run's branch, or of any other revision."""
+    """Return the commit of a run's branch, or of any other revision; None if there is none."""
     for revision in (f"refs/heads/run/{name}", name):
         done = _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
         if done.returncode == 0:
@@ -145,7 +145,7 @@ def show(root: Path, commit: str, path: str) -> bytes | None:
 
 
 def _from_cache(root: Path, read: Read) -> bytes | None:
-    """The evaluation's samples from DVC's cache, since git doesn't have them; None: not in the cache."""
+    """Return the evaluation's samples from DVC's cache, since git doesn't have them; None if the cache lacks them."""
     lock: Any = read("dvc.lock")
     stages = {} if lock is None else read_yaml_text(lock.decode(), "dvc.lock")["stages"]
     md5 = next((out["md5"] for out in stages.get("evaluate", {}).get("outs", []) if out["path"] == str(EVALUATION_SAMPLES)), None)

@@ -1,4 +1,6 @@
-"""State of runs, read from their worktrees or, if those were removed, from their branches. Without Prefect, DVC or torch, so it is fast."""
+"""Reads the state of runs from their worktrees or, if those were removed, from their branches, without Prefect, DVC or torch, so it is
+fast.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,13 @@ Read = Callable[[str], str | None]  # a path inside the run -> its content; None
 
 @dataclass(frozen=True)
 class RunState:
-    """made: when the worktree was added; used: when a flow or DVC last wrote there, or a lone branch's last commit (UTC, ISO 8601).
+    """The state of a run.
+
+    made: when the worktree was added; used: when a flow or DVC last wrote there, or a lone branch's last commit (UTC, ISO 8601).
 
     folder: None: only the branch is left. outcome: as in flows.runs.record, or killed, interrupted or not begun. until: as in
     flows.runs.record. process: id of the flow's process. metric: `judge`, or `score` without a judge: the reward model's mean score.
-    before, after: its value for the SFT model and the policy, sampled. size: bytes of the folder on disk.
+    before, after: the metric's value for the SFT model and the policy, sampled. size: bytes of the folder on disk.
     """
 
     name: str
@@ -59,7 +63,7 @@ class RunState:
 
     @property
     def outcome_text(self) -> str:
-        """Outcome and stage for a table."""
+        """Outcome and stage as text, for a table."""
         if self.outcome == "done" and self.until is not None:
             return f"done up to {self.until}"
         if self.outcome in ("done", "not begun") or self.stage is None:
@@ -70,13 +74,13 @@ class RunState:
 
 
 def run_names(root: Path) -> list[str]:
-    """Names of the worktrees in runs/ and of the branches run/*."""
+    """Return the names of the worktrees in runs/ and of the branches run/*."""
     folders = {path.parent.name for path in (root / RUNS).glob("[!.]*/.git") if path.is_file()}
     return sorted(folders | set(_branches(root)))
 
 
 def read_runs(root: Path, names: list[str], *, sizes: bool = True) -> list[RunState]:
-    """States of runs, in the order of `names`.
+    """Return the states of runs, in the order of `names`.
 
     Raises:
         ConfigError: there is no run of that name.
@@ -102,7 +106,7 @@ def read_runs(root: Path, names: list[str], *, sizes: bool = True) -> list[RunSt
 
 
 def lock_of(root: Path, state: RunState) -> str | None:
-    """Text of dvc.lock from the run's folder, or else from its branch; None: there is none yet."""
+    """Return the text of dvc.lock from the run's folder, or else from its branch; None if there is none yet."""
     if state.folder is not None:
         return _reader(root / state.folder)("dvc.lock")
     (found,) = read_objects(root, [f"{state.commit}:dvc.lock"])
@@ -110,7 +114,7 @@ def lock_of(root: Path, state: RunState) -> str | None:
 
 
 def _branches(root: Path) -> dict[str, tuple[str, int]]:
-    """Run -> commit and the commit's Unix time."""
+    """Return the commit and the commit's Unix time of each run's branch, by the run's name."""
     listed = git(root, "for-each-ref", "--format=%(refname:lstrip=3) %(objectname) %(committerdate:unix)", "refs/heads/run/")
     return {name: (commit, int(second)) for name, commit, second in map(str.split, listed.splitlines())}
 
@@ -161,7 +165,7 @@ def _state(
 
 
 def _outcome(record: dict[str, Any], process: str | None, done: list[str], gate: dict[str, Any]) -> tuple[str, str | None, str]:
-    """Outcome, stage and message from the record, or from the stages' results if DVC ran them without a flow."""
+    """Return outcome, stage and message from the record, or from the stages' results if DVC ran them without a flow."""
     outcome, stage, message = record.get("outcome"), record.get("stage"), str(record.get("message") or "")
     if process is not None:
         return "running", stage, ""
@@ -179,7 +183,7 @@ def _outcome(record: dict[str, Any], process: str | None, done: list[str], gate:
 
 
 def _reached(outcome: str, stage: str | None, until: str | None) -> set[str]:
-    """Stages whose figures are this run's. Figures of later stages are from an earlier run.
+    """Return the stages whose figures are this run's. Figures of later stages are from an earlier run.
 
     A gate that rejected the model has figures; a stage that was stopped has none.
     """
@@ -212,7 +216,7 @@ def _json(text: str | None) -> dict[str, Any]:
 
 
 def _method(params: str) -> str:
-    """alignment.method, with the algorithm of RL. Matched in the text, since parsing YAML is slow for a list of many runs."""
+    """Return alignment.method, with the algorithm for RL. It is matched in the text, since parsing YAML is slow for a list of many runs."""
     method = _value_in(params, "alignment", "method")
     algorithm = _value_in(params, "rl", "algorithm") if method == "rl" else None
     return f"{method} {algorithm}" if algorithm else method or "?"
@@ -229,7 +233,7 @@ def _time(second: float) -> str:
 
 
 def _sizes(folder: Path) -> Iterator[int]:
-    """Bytes on disk of each file, links not followed."""
+    """Yield the bytes on disk of each file; links aren't followed."""
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             with suppress(OSError):

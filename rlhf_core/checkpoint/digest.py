@@ -1,6 +1,6 @@
 """State digests: hashes of all parts of a training state. Two digests show whether two runs are in the same state, or where they differ.
 
-    python -m rlhf_core.checkpoint.digest compare A B     # 0 and a sentence when equal; else 1 and what differs first
+    python -m rlhf_core.checkpoint.digest compare A B     # 0: equal; 1: prints the first difference; 2: unreadable
     python -m rlhf_core.checkpoint.digest show A
 
 A and B are checkpoints (step-<n>), files called digest.json, or folders with checkpoints in them, of which the newest counts. A
@@ -45,7 +45,7 @@ def write_digest(folder: Path, step: int, items: Mapping[str, list[Item]] | None
     """Write the digest of the state saved in the folder of a checkpoint of `step`.
 
     Args:
-        items: of each file by its name; None: they are made here.
+        items: items of each file by the file's name; None: the files are read here.
     """
     if items is None:
         names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
@@ -59,11 +59,12 @@ def write_digest(folder: Path, step: int, items: Mapping[str, list[Item]] | None
 
 
 def read_digest(path: Path) -> StateDigest:
-    """
+    """Return a state digest from its file or from a checkpoint.
+
     Args:
-        path: of a state digest, of a checkpoint, or of a folder with checkpoints in it or below.
+        path: a state digest, a checkpoint, or a folder with checkpoints of one phase below it, of which the newest is read.
     Raises:
-        ValueError: there is no state digest, or its checkpoint is damaged.
+        ValueError: there is no state digest of this version, its checkpoint is damaged, or the folder has several phases.
     """
     if path.is_dir():
         folder = path if (path / DIGEST_FILE).exists() else _newest(path)
@@ -93,7 +94,7 @@ def _newest(folder: Path) -> Path:
 
 
 def differences(a: StateDigest, b: StateDigest) -> list[str]:
-    """Differences of two states, in the order of PARTS; empty: the states are equal."""
+    """Return the differences between two states in the order of PARTS; an empty list if the states are equal."""
     found = []
     for part, title in PARTS.items():
         mine, other = a["parts"].get(part, {}), b["parts"].get(part, {})
@@ -111,7 +112,7 @@ def _both(a: Mapping[str, Any], b: Mapping[str, Any], item: str) -> str:
 
 
 def _text(values: Mapping[str, Any], item: str) -> str | None:
-    """The value as JSON, in which NaN equals NaN."""
+    """Return an item's value as JSON, in which NaN equals NaN; None if the item is missing."""
     return json.dumps(values[item]) if item in values else None
 
 

@@ -16,11 +16,11 @@ FORMAT = 2
 
 
 def write_manifest(folder: Path, content: dict[str, Any], hashes: Mapping[str, FileHash]) -> None:
-    """Write the manifest of a folder. Its folders are synced to disk before it; its files must have been.
+    """Write the manifest of a folder. This syncs the folder and its subfolders; the files must have been synced before.
 
     Args:
         content: further keys of the manifest, including step.
-        hashes: of every file in the folder, by its name with slashes.
+        hashes: hash of every file in the folder by its name with slashes.
     """
     for below in sorted((p for p in folder.rglob("*") if p.is_dir()), reverse=True):
         fsync(below)
@@ -32,9 +32,10 @@ def write_manifest(folder: Path, content: dict[str, Any], hashes: Mapping[str, F
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """
+    """Return the manifest of a checkpoint folder.
+
     Raises:
-        ValueError: there is none, it is torn, or its content isn't what was written.
+        ValueError: there is no manifest, it is cut short, or its content isn't what was written.
     """
     try:
         content = (folder / MANIFEST).read_bytes()
@@ -44,7 +45,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def parse_manifest(content: bytes) -> dict[str, Any]:
-    """
+    """Return the manifest of this JSON.
+
     Raises:
         ValueError: see `read_manifest`.
     """
@@ -59,11 +61,11 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
 
 
 def damage(folder: Path, *, rank: int = 0, ranks: int = 1) -> str | None:
-    """The first problem of a checkpoint folder; None: it is intact. Every file is read.
+    """Return the first problem of a checkpoint folder, or None if it is intact. The files are read and hashed.
 
     Args:
-        rank, ranks: of several ranks that check the folder together, each reads some of the files: those that ranks wrote are spread over
-            all, the rest is rank 0's.
+        rank, ranks: this rank, and the number of ranks that check the folder together. Files with a rank in their name are spread over the
+            ranks; rank 0 reads the others.
     """
     try:
         manifest = read_manifest(folder)

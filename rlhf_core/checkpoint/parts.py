@@ -1,7 +1,7 @@
-"""The part of each rank in a checkpoint: a rank hashes the files that it has written and syncs them to disk, while training continues.
+"""The part of each rank in a checkpoint: a rank hashes the files that it has written and syncs them to disk while training continues.
 
-Ranks may be on other machines than the process that publishes the checkpoint. They leave their results as files in the checkpoint's
-folder, which `gather` removes; where they share no disk, in its counterpart in the job's storage, with the files themselves.
+Ranks may be on other machines than the process that publishes the checkpoint. They leave their results as files in the checkpoint's folder,
+and `gather` removes these. Ranks that share no disk write both results and files to the folder's counterpart in the job's storage.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class PartLost(OSError):
 
 
 def save_part(folder: Path, rank: int, names: Iterable[str], *, part: int | None = None) -> threading.Thread:
-    """Hash and sync this rank's files in a thread. The process mustn't end before the thread.
+    """Hash and sync this rank's files in a thread, and return the thread, which must end before the process does.
 
     Args:
-        folder: of the checkpoint that is being written.
-        part: the number that `gather` knows it by; None: the rank.
-        names: of files, or of folders, of which the files with this rank in their names count (those without a rank are rank 0's). Missing
-            ones are skipped.
+        folder: folder of the checkpoint that is being written.
+        part: the number by which `gather` knows this part; None: the rank.
+        names: files, and folders, whose files with this rank in their names are taken (rank 0 takes those without a rank). Missing ones are
+            skipped.
     """
     found = [path for name in names for path in _files(folder / name, rank)]
     own, number = [path.relative_to(folder).as_posix() for path in found], rank if part is None else part
@@ -71,7 +71,7 @@ def _save_part(folder: Path, rank: int, names: list[str]) -> None:
 
 
 def describe(folder: Path, names: Collection[str]) -> dict[str, SavedFile]:
-    """Hashes and items of files of a checkpoint, each of which is on the disk afterwards.
+    """Sync files of a checkpoint to disk, and return their hashes and items.
 
     Raises:
         OSError: a file can't be read or synced.
@@ -83,12 +83,12 @@ def describe(folder: Path, names: Collection[str]) -> dict[str, SavedFile]:
 
 
 def gather(folder: Path, ranks: Collection[int], *, deadline: float, lost: Collection[int] = ()) -> dict[str, SavedFile]:
-    """Hashes and items of all files of a checkpoint; those that no rank has announced are hashed here.
+    """Return the hashes and items of all files of a checkpoint. Files that no rank has announced are hashed here.
 
     Args:
-        ranks: that call `save_part`, and have written their files.
-        deadline: of `time.monotonic`.
-        lost: ranks that died or hang, whose parts aren't waited for; it may grow meanwhile.
+        ranks: ranks that have written their files and called `save_part`.
+        deadline: time of `time.monotonic` at which to give up.
+        lost: ranks that died or hang, which aren't waited for; the collection may grow meanwhile.
     Raises:
         PartsOverdue: a rank is late.
         PartLost: a lost rank hasn't delivered its part.
@@ -107,7 +107,7 @@ def gather(folder: Path, ranks: Collection[int], *, deadline: float, lost: Colle
 
 
 def _wait(folder: Path, ranks: Collection[int], key: str, *, deadline: float, lost: Collection[int]) -> dict[int, dict[str, Any]]:
-    """Each rank's part, once it has this key."""
+    """Wait until each rank's part has this key, and return the parts."""
     found: dict[int, dict[str, Any]] = {}
     while missing := [rank for rank in ranks if rank not in found]:
         ended = set(lost)  # before the parts are read: the last one may have come just before the end

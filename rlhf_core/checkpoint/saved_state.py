@@ -23,12 +23,12 @@ Found = Iterator[Item]  # with tensors in place of their hashes
 
 
 class _WholeFile:
-    """Stands for the hash of the file that an item is from."""
+    """Placeholder for the hash of the file that an item is from."""
 
 
 @dataclass(frozen=True)
 class SavedFile:
-    """hash: for the manifest. items: for the state digest."""
+    """A file's hash, for the manifest, and its items, for the state digest."""
 
     hash: FileHash
     items: list[Item]
@@ -42,10 +42,10 @@ class SavedFile:
 
 
 class SavedFiles:
-    """Hashes of files of a checkpoint and the items in them, computed in threads from the moment this is made.
+    """Hashes files of a checkpoint and the items in them, in threads that start when the object is made.
 
     Args:
-        names: of files in the folder, with slashes.
+        names: names of files in the folder, with slashes.
     """
 
     def __init__(self, folder: Path, names: list[str]):
@@ -54,7 +54,8 @@ class SavedFiles:
         self._hashing = Hashing(HashedFile(folder / name, [t.piece for t in of if not t.is_number]) for name, of in tensors.items())
 
     def result(self) -> dict[str, SavedFile]:
-        """
+        """Return each file's hash and items by the file's name.
+
         Raises:
             OSError: a file can't be read.
         """
@@ -68,7 +69,7 @@ class SavedFiles:
 
 
 def _found(path: Path, folder: Path) -> Found:
-    """The items of a file, with tensors in place of their hashes."""
+    """Yield the items of a file, with tensors in place of their hashes."""
     if path.parent != folder and path.name.endswith("model_states.pt"):
         yield from _module(path)
     elif path.parent != folder and path.name.endswith("optim_states.pt"):
@@ -88,7 +89,7 @@ def _found(path: Path, folder: Path) -> Found:
 
 
 def _driver(state: dict[str, Any]) -> Found:
-    """Of an RL run; its step is also the policy's version."""
+    """Yield the items of an RL driver's state; its step is also the policy's version."""
     parts = {"step": "position", "prompts_drawn": "position", "kl_coef": "kl_coef", "best": "best"}
     for name, value in state.items():
         if isinstance(value, Mapping) and name not in parts:
@@ -99,7 +100,7 @@ def _driver(state: dict[str, Any]) -> Found:
 
 
 def _module(path: Path) -> Found:
-    """DeepSpeed's file of a trained module, of all ranks or of one."""
+    """Yield the items of DeepSpeed's file of a trained module, which one rank or all of them share."""
     state, of = read_torch_file(path), f" of {path.parent.name}{_of_rank(path.name)}"
     for name, tensor in state["module"].items():
         if tensor.count:  # with ZeRO 3 it is empty: the weights are the master weights
@@ -114,7 +115,9 @@ def _module(path: Path) -> Found:
 
 
 def _plain_optimizer(state: dict[str, Any], names: list[str], of: str) -> Found:
-    """Torch's own; one that DeepSpeed wraps for bfloat16 is hashed leaf by leaf, without the parameters' names."""
+    """Yield the items of a torch optimizer's state. A state that DeepSpeed wraps for bfloat16 is hashed leaf by leaf without parameter
+    names.
+    """
     if "state" not in state:
         yield from (("optimizer", f"{name}{of}", value) for name, value in _leaves(state))
         return
@@ -125,7 +128,7 @@ def _plain_optimizer(state: dict[str, Any], names: list[str], of: str) -> Found:
 
 
 def _shard(path: Path) -> Found:
-    """DeepSpeed's file of one rank's part of the optimizer state and of the master weights, cut into parameters."""
+    """Yield the items of DeepSpeed's file of one rank's optimizer state and master weights, cut into parameters."""
     state, of = read_torch_file(path)["optimizer_state_dict"], f" of {path.parent.name}{_of_rank(path.name)}"
     base = next(state[key] for key in _ZERO_STATE if key in state)
     masters = next(state[key] for key in _ZERO_MASTER if key in state)
@@ -143,7 +146,7 @@ def _shard(path: Path) -> Found:
 
 
 def _places(path: Path, state: dict[str, Any]) -> Iterator[list[tuple[str, int, int]]]:
-    """For each group, name, start and length of each parameter's piece in the rank's flat group."""
+    """Yield for each parameter group the name, start and length of each parameter's piece in the rank's flat group."""
     if "param_slice_mappings" in state:
         for group in state["param_slice_mappings"]:
             yield [(name, piece.start, piece.numel) for name, piece in group.items()]
@@ -177,7 +180,7 @@ def _of_rank(name: str) -> str:
 
 
 def _tensors(value: Any) -> Iterator[SavedTensor]:
-    """The tensors in what an unpickled file holds."""
+    """Yield the tensors in a value that was read from a file."""
     if isinstance(value, SavedTensor):
         yield value
     elif isinstance(value, Mapping):
@@ -189,7 +192,7 @@ def _tensors(value: Any) -> Iterator[SavedTensor]:
 
 
 def _described(value: Any, of_file: FileHash, of_pieces: Mapping[Span, bytes]) -> Any:
-    """A short plain value itself, else its hash."""
+    """Return a short plain value itself, otherwise its hash."""
     if isinstance(value, _WholeFile):
         return f"sha256:{of_file.sha256[:32]}"
     if isinstance(value, SavedTensor):

@@ -10,7 +10,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 @contextmanager
 def without_crc32() -> Iterator[None]:
-    """Within it torch.save computes no CRC-32 of its records, which would take most of its time. A checkpoint's manifest has hashes."""
+    """Keep torch.save from computing the CRC-32 of its records, which would take most of its time. The checkpoint's manifest has hashes."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:

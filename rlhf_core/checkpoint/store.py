@@ -35,15 +35,15 @@ PATIENCE = 1.0  # seconds that a thread whose deadline has passed has to report 
 
 
 class SaveFailed(OSError):
-    """A checkpoint can't be written. Those before it stay, and a later attempt may succeed."""
+    """A checkpoint can't be written. Earlier checkpoints stay, and another try may succeed."""
 
 
 class NoSpace(SaveFailed):
-    """The disk has no room for a checkpoint. The message names the missing bytes and the remaining checkpoint."""
+    """The disk has no room for a checkpoint. The message names the missing bytes and the checkpoint that stays."""
 
 
 class SaveOverdue(SaveFailed):
-    """A checkpoint isn't on the disk by its deadline; the message has folder, bytes and what to do."""
+    """A checkpoint isn't on the disk by its deadline. The message names the folder, the bytes and what to do."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,11 @@ class StoreSettings:
     """Which checkpoints a store keeps and loads.
 
     keep_last: number of the newest complete checkpoints; at least 2, so that there is one before a damaged newest one.
-    keep_best: number of further checkpoints, with the best scores. Of equal scores the earlier is better.
-    origin: of this work. accepted: further origins whose checkpoints are loaded, each one's work having resumed from the one before it.
-    begun_anew: of each accepted origin, the fields of its state that mean something else in the work that resumed from it (carried.py).
-    world_size, zero_stage: of the engines, for the manifest. engine_ranks: those with another number of ranks, by name.
+    keep_best: number of checkpoints with the best scores that are kept too. Of equal scores the earlier is better.
+    origin: this work's origin. accepted: further origins whose checkpoints are loaded; the work of each resumed from the one before it.
+    begun_anew: for each accepted origin the fields of its state that mean something else in the work that resumed from it (carried.py).
+    world_size, zero_stage: ranks and ZeRO stage of the engines, for the manifest. engine_ranks: ranks of engines with another number, by
+    name.
     save_timeout: seconds for publishing a checkpoint.
     """
 
@@ -78,7 +79,7 @@ class StoreSettings:
     begun_anew: tuple[tuple[str, ...], ...] = ()
 
     def changed_since(self, origin: Origin) -> frozenset[str]:
-        """Fields of the state of an origin's checkpoint that mean something else in this work."""
+        """Return the fields of the state of an origin's checkpoint that mean something else in this work."""
         if origin == self.origin or origin not in self.accepted:
             return frozenset()
         return frozenset(chain.from_iterable(self.begun_anew[self.accepted.index(origin) :]))
@@ -105,7 +106,7 @@ class Found:
 
 @dataclass(frozen=True)
 class _Written:
-    """A checkpoint between `write`, whose arguments these are, and its publication."""
+    """A checkpoint between `write`, whose arguments are the fields, and its publication."""
 
     step: int
     aside: Path
@@ -119,8 +120,8 @@ class CheckpointStore:
     """The step checkpoints of one piece of work, `<folder>/step-<n>`.
 
     Args:
-        folder: created if missing; remains of an interrupted save are removed.
-        write_digest: writes a state digest into the folder of a checkpoint, given its step and the items of each file
+        folder: folder of the checkpoints, created if missing; remains of an interrupted save are removed.
+        write_digest: writes a state digest, given the folder of a checkpoint, its step and the items of each file
             (rlhf_core/checkpoint/digest.py).
         free: returns the free bytes on the disk of a folder.
     """
@@ -152,7 +153,7 @@ class CheckpointStore:
         match_storage(folder)
 
     def save(self, step: int, write: Callable[[Path], None], *, score: float | None = None) -> Path:
-        """`write`, `publish` and `wait` in one. Returns the checkpoint's folder."""
+        """Write and publish a checkpoint, wait for it, and return its folder."""
         self.write(step, write, score=score)
         self.publish()
         self.wait()
@@ -173,10 +174,10 @@ class CheckpointStore:
         A failure changes no earlier checkpoint and leaves nothing of this one.
 
         Args:
-            score: of the state, higher is better; None: not measured at this step.
-            ranks: those that hash their own files: in `write` each calls `save_part` (parts.py) after it has written them.
+            score: the state's score, higher is better; None: not measured at this step.
+            ranks: ranks that hash their own files; each calls `save_part` (parts.py) after it has written them in `write`.
             best: step of the checkpoint, this one or an earlier one, that a resumed run needs besides. It stays as long as this one.
-            seconds: of training so far. In the manifest and not in the state digest, since it differs between equal runs.
+            seconds: training time so far. The manifest has it, the state digest doesn't, since it differs between equal runs.
         Raises:
             NoSpace: the disk has no room for a checkpoint of the last one's size, or became full.
             SaveOverdue: the previous checkpoint isn't published by its deadline.
@@ -192,7 +193,7 @@ class CheckpointStore:
         self._written = _Written(step, aside, score, tuple(ranks), best, seconds)
 
     def publish(self) -> None:
-        """Publish the written snapshot as the checkpoint of its step, in a thread. Without a snapshot it does nothing."""
+        """Publish the written snapshot as its step's checkpoint, in a thread; without a snapshot do nothing."""
         if self._written is None:
             return
         written, self._written = self._written, None
@@ -229,10 +230,10 @@ class CheckpointStore:
             raise self._overdue(written, "the disk doesn't answer") from error
 
     def close(self, lost: Collection[int] = ()) -> None:
-        """Wait. For the end of work that has failed: what `wait` would raise goes to the log here.
+        """Wait as `wait` does at the end of failed work: an error is logged and not raised.
 
         Args:
-            lost: of the ranks of `write`, those that died or hang; a checkpoint that still lacks one's files is abandoned.
+            lost: ranks of `write` that died or hang; a checkpoint that lacks the files of one is abandoned.
         """
         self._lost.update(lost)
         try:
@@ -241,7 +242,7 @@ class CheckpointStore:
             log.error("%s", error)
 
     def latest(self, check: Callable[[Path], str | None] = check_checkpoint) -> Found | None:
-        """The newest checkpoint whose files match its manifest. A damaged one is logged and skipped.
+        """Return the newest checkpoint whose files match its manifest, or None. A damaged checkpoint is logged and skipped.
 
         Args:
             check: returns the problem of a checkpoint's folder, or None. Several ranks can check it together, see `check_checkpoint`.
@@ -264,12 +265,12 @@ class CheckpointStore:
         return None
 
     def of_step(self, step: int, check: Callable[[Path], str | None] = check_checkpoint) -> Found:
-        """The existing checkpoint of a step.
+        """Return the checkpoint of a step, which must exist.
 
         Args:
             check: see `latest`.
         Raises:
-            SaveFailed: it is damaged. `latest` then skips the checkpoints that need it.
+            SaveFailed: the checkpoint is damaged. In the next run `latest` then skips the checkpoints that need it.
         """
         self.wait()
         folder = self.folder / f"step-{step}"
@@ -325,7 +326,7 @@ class CheckpointStore:
         self._retire(step)
 
     def _retire(self, step: int) -> None:
-        """Remove checkpoints beyond the limits. Later steps are damaged ones that `latest` skipped; they don't count as kept."""
+        """Remove checkpoints beyond the limits, and those of later steps, which are damaged ones that `latest` skipped."""
         steps = self._steps()
         candidates = [s for s in steps if s <= step]
         kept = {*candidates[: self._settings.keep_last], *self._by_score(candidates)[: self._settings.keep_best]}
@@ -336,18 +337,18 @@ class CheckpointStore:
             shutil.rmtree(self.folder / f"step-{superseded}")
 
     def _by_score(self, steps: list[int]) -> list[int]:
-        """The steps with a score, best first."""
+        """Return the steps that have a score, best first."""
         scores = {step: score for step in steps if (score := self._score(step)) is not None}
         return sorted(scores, key=lambda step: (-scores[step], step))
 
     def _score(self, step: int) -> float | None:
-        """None also for a score that can't be compared with this work's."""
+        """Return the score of a step's checkpoint; None if it has none that can be compared with this work's scores."""
         manifest = self._manifest(step)
         changed = self._settings.changed_since(Origin(**manifest["origin"])) if manifest else ()
         return None if {"best", "best_loss"} & set(changed) else manifest.get("score")
 
     def _manifest(self, step: int) -> dict[str, Any]:
-        """The manifest of a step's checkpoint; empty if it can't be read."""
+        """Return the manifest of a step's checkpoint; an empty one if it can't be read."""
         try:
             return read_manifest(self.folder / f"step-{step}")
         except ValueError:
@@ -393,7 +394,7 @@ class CheckpointStore:
         )
 
     def _last_size(self) -> int:
-        """Bytes of the newest checkpoint, with the files of all ranks: they share the disk."""
+        """Return the bytes of the newest checkpoint, files of all ranks included; 0 if there is none."""
         for step in self._steps():
             with contextlib.suppress(ValueError):
                 return sum(file["bytes"] for file in read_manifest(self.folder / f"step-{step}")["files"].values())
@@ -421,13 +422,13 @@ class CheckpointStore:
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a store's folder, complete or not, newest first."""
+    """Return the steps of the checkpoints in a store's folder, complete or not, newest first."""
     names = (p.name.removeprefix("step-") for p in folder.glob("step-*"))
     return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
 
 def _says_full(error: BaseException) -> bool:
-    """Whether an error or its cause is a full disk, for which torch has no error class."""
+    """Return whether an error or one of its causes is a full disk, for which torch has no error class."""
     chain: BaseException | None = error
     while chain is not None:
         full = isinstance(chain, OSError) and chain.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -1,7 +1,7 @@
-"""Checkpoints of ranks that share no disk: each rank writes its files into the job's storage, and reads from there what it resumes from.
+"""Checkpoints of ranks that share no disk: each rank writes its files into the job's storage, and reads what it resumes from there.
 
-A checkpoint's folder has a counterpart in the storage with the contents of its files by their hashes. The manifest is written there last,
-so that a checkpoint is complete or absent. Folders on the nodes are copies of parts.
+A checkpoint's folder has a counterpart in the storage with the contents of its files under their hashes. The manifest is written there
+last, so that a checkpoint is complete or absent. A folder on a node has copies of some of the files.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ WRITING, STEP = "writing-", "step-"
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """The counterpart of a checkpoint's folder. prefix: in the storage."""
+    """The counterpart in the storage of a checkpoint's folder; `prefix` is its path there."""
 
     work: JobStorage
     prefix: str
 
     @staticmethod
     def of(folder: Path) -> StoredCheckpoint | None:
-        """None: the job has no storage, and every rank sees the folder.
+        """Return the counterpart of a checkpoint's folder; None if the job has no storage, because every rank then sees the folder.
 
         Args:
-            folder: of a checkpoint, or of one that is being written.
+            folder: folder of a checkpoint, finished or being written.
         """
         if (work := job_storage()) is None:
             return None
@@ -48,15 +48,15 @@ class StoredCheckpoint:
         return self.work.storage.note(f"{self.prefix}/{name}")
 
     def upload(self, folder: Path, hashes: Mapping[str, FileHash]) -> None:
-        """Write the contents of files of the folder."""
+        """Write the contents of files of the folder into the storage."""
         upload(self.work.storage, self.prefix, {name: folder / name for name in hashes}, dict(hashes))
 
     def publish(self, folder: Path, hashes: Mapping[str, FileHash]) -> None:
-        """Write the rest of the files, which this process has, and the manifest, and remove what an earlier attempt left.
+        """Write the files that this process has and then the manifest, and remove contents that an earlier attempt left.
 
         Args:
-            folder: with the manifest.
-            hashes: of all files of the checkpoint.
+            folder: the local folder, which has the manifest.
+            hashes: hashes of all files of the checkpoint.
         Raises:
             StorageFailed: a rank's file is missing.
         """
@@ -70,12 +70,13 @@ class StoredCheckpoint:
         self.work.storage.remove(f"{self.prefix}/{name}" for name in there if name not in kept)
 
     def remove(self) -> None:
-        """Its manifest first: what is left of it is no checkpoint."""
+        """Remove the checkpoint, its manifest first: without a manifest the rest counts as no checkpoint."""
         self.work.storage.remove([f"{self.prefix}/{MANIFEST}"])
         self.work.storage.remove_folder(self.prefix)
 
     def download(self, folder: Path, wanted: Callable[[str], bool]) -> str | None:
-        """Make files of the checkpoint complete in this node's folder. The processes of a node share what one of them has brought.
+        """Download the wanted files of the checkpoint into this node's folder, and check them. A node's processes share what one has
+        brought.
 
         Returns:
             The first problem; None: there is none.
@@ -108,18 +109,19 @@ class StoredCheckpoint:
 
 
 def check_checkpoint(folder: Path, *, rank: int = 0, ranks: int = 1, wanted: Callable[[str], bool] = lambda name: True) -> str | None:
-    """The first problem of a checkpoint; None: it is intact. Every file is read.
+    """Return the first problem of a checkpoint, or None if it is intact.
 
     Args:
         rank, ranks: see `damage`, for a folder that all ranks see.
-        wanted: which files this process needs, of a checkpoint in the storage. They are in the folder afterwards.
+        wanted: whether this process needs a file, for a checkpoint in the storage. Wanted files are downloaded into the folder; no other is
+            checked.
     """
     stored = StoredCheckpoint.of(folder)
     return damage(folder, rank=rank, ranks=ranks) if stored is None else stored.download(folder, wanted)
 
 
 def match_storage(folder: Path) -> None:
-    """Make the checkpoints of a store's folder those of the storage, by their manifests, and remove remains of interrupted saves there."""
+    """Make the checkpoints of a store's folder those of the storage, by their manifests, and remove incomplete ones from both."""
     if (work := job_storage()) is None:
         return
     prefix = work.prefix_of(folder)
@@ -137,35 +139,36 @@ def match_storage(folder: Path) -> None:
 
 
 def remove_old_copies(folder: Path) -> None:
-    """Remove what this node still has of checkpoints before the one in `folder`; the node of the store keeps those with a manifest."""
+    """Remove this node's copies of checkpoints other than `folder`; copies with a manifest, which the store's node has, stay."""
     for copy in (*folder.parent.glob(f"{WRITING}*"), *folder.parent.glob(f"{STEP}*")):
         if copy != folder and not (copy / MANIFEST).exists():
             shutil.rmtree(copy, ignore_errors=True)
 
 
 def download_for_driver(folder: Path) -> str | None:
-    """Bring the files of a checkpoint that an RL job's driver reads, from the storage if there is one. Returns the first problem."""
+    """Download the files of a checkpoint that an RL job's driver reads, if the job has a storage. Return the first problem."""
     stored = StoredCheckpoint.of(folder)
     return None if stored is None else stored.download(folder, lambda name: "/" not in name and name.endswith(".json"))
 
 
 def upload_folder(folder: Path) -> None:
-    """Give a folder of this node to others that share no disk with it, until `remove_folder`."""
+    """Upload a folder for nodes that share no disk with this one, until `remove_folder`."""
     if (work := job_storage()) is not None:
         work.push(folder.as_posix(), [folder])
 
 
 def download_folder(folder: Path) -> None:
-    """
+    """Download a folder that `upload_folder` uploaded; without a storage do nothing.
+
     Raises:
-        StorageFailed: the folder wasn't shared, or is damaged.
+        StorageFailed: the folder wasn't uploaded, or is damaged.
     """
     if (work := job_storage()) is not None and not work.pull(folder.as_posix()):
         raise StorageFailed(f"storage {work.storage.url}: expected {folder}, which another node made, got none; run again")
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a shared folder, and this node's copy."""
+    """Remove a folder of `upload_folder` from the storage and from this node."""
     shutil.rmtree(folder, ignore_errors=True)
     if (work := job_storage()) is not None:
         work.remove_set(folder.as_posix())

@@ -1,6 +1,6 @@
 """Reads the files of torch.save by torch's restricted loading, which runs no code that a file names.
 
-A tensor becomes a SavedTensor, a slice of the file whose bytes aren't read. Only what a rank or a driver with torch calls imports it.
+A tensor becomes a SavedTensor, a slice of the file whose bytes aren't read. torch is imported when a file is read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _VALUES = {"float64": "<d", "float32": "<f", "int64": "<q", "int32": "<i", "bool
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor as a piece of a file; stride and offset in elements of `width` bytes.
+    """A tensor as a piece of a file; stride and offset count elements of `width` bytes.
 
     start: the byte of the file at which its storage begins. size: bytes of the storage.
     """
@@ -41,25 +41,25 @@ class SavedTensor:
         return math.prod(self.shape)
 
     def part(self, start: int, count: int) -> SavedTensor:
-        """Elements `start` to `start + count` of a flat tensor."""
+        """Return elements `start` to `start + count` of a flat tensor."""
         count = max(0, min(count, self.count - start))
         return replace(self, shape=(count,), stride=(1,), offset=self.offset + start)
 
     @property
     def piece(self) -> Span:
-        """Bytes of the file with the tensor's elements; the whole storage if they aren't in order."""
+        """Span of bytes with the tensor's elements; the whole storage if they aren't in order."""
         if not self._in_order:
             return self.start, self.start + self.size
         first = self.start + self.offset * self.width
         return first, first + self.count * self.width
 
     def description(self, hashes: Mapping[Span, bytes]) -> Any:
-        """The value of a single number; otherwise a hash of type, shape and the elements in order.
+        """Return the value of a single number, otherwise a hash of type, shape and the elements in order.
 
         If the elements are stored in another order, the whole storage is hashed, with stride and offset.
 
         Args:
-            hashes: of the file's pieces.
+            hashes: hash of each piece of the file by its span.
         """
         if self.is_number:
             with self.path.open("rb") as file:
@@ -91,7 +91,7 @@ def hashed(*content: bytes) -> str:
 
 
 class _StandIn:
-    """In place of an object of DeepSpeed's, with its arguments and attributes."""
+    """Stands for an object of a DeepSpeed class, with its arguments and attributes."""
 
     def __init__(self, *arguments: Any):
         if arguments:
@@ -109,7 +109,7 @@ _STAND_INS = [(type(name.rpartition(".")[2], (_StandIn,), {}), name) for name in
 
 
 def read_torch_file(path: Path) -> Any:
-    """Read a file of torch.save, with a SavedTensor for each tensor and a stand-in for each object of DeepSpeed's.
+    """Read a file of torch.save, with a SavedTensor for each tensor and a stand-in for each DeepSpeed object.
 
     Raises:
         ValueError: it names a class that no checkpoint has, or isn't a file of torch.save.
@@ -118,7 +118,7 @@ def read_torch_file(path: Path) -> Any:
 
 
 def check_torch_file(path: Path) -> None:
-    """Check that torch.load, with which DeepSpeed reads it, runs no code with a file that others could have written.
+    """Check that a file, which others could have written, runs no code when DeepSpeed reads it by torch.load.
 
     Raises:
         ValueError: as `read_torch_file`.
@@ -127,7 +127,7 @@ def check_torch_file(path: Path) -> None:
 
 
 def _load(path: Path) -> Any:
-    """The content, with tensors on the meta device, which know their place in the file."""
+    """Return the content with tensors on the meta device, which know their place in the file."""
     import torch
 
     try:
@@ -140,7 +140,7 @@ def _load(path: Path) -> Any:
 
 
 def _with_pieces(value: Any, path: Path) -> Any:
-    """The same content with a SavedTensor in the place of each tensor."""
+    """Return the content with a SavedTensor in place of each tensor."""
     if hasattr(value, "untyped_storage"):
         storage, dtype = value.untyped_storage(), str(value.dtype).removeprefix("torch.")
         place = (value.storage_offset(), storage._checkpoint_offset, storage.nbytes())

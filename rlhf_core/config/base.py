@@ -35,6 +35,7 @@ _REORDERING = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 Fraction = Field(ge=0.0, le=1.0)
 RolloutBackend = Literal["vllm", "pytorch"]
+StopStrings = list[Annotated[str, Field(min_length=1)]]  # each ends a response
 # params.yaml may have null, which rlhf_core/config/usual.py replaces before a section is read.
 LearningRate = Annotated[float, Field(gt=0), WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]})]
 

@@ -17,7 +17,7 @@ from rlhf_core.config.alignment import (
     KtoConfig,
     RejectionSamplingConfig,
 )
-from rlhf_core.config.base import Section
+from rlhf_core.config.base import RolloutBackend, Section
 from rlhf_core.config.data import DataConfig, ValidationConfig
 from rlhf_core.config.gate import GateConfig
 from rlhf_core.config.model import ModelConfig, RewardConfig, SftConfig, SharedTrainingConfig
@@ -34,14 +34,14 @@ from rlhf_core.config.run import (
 from rlhf_core.config.scorers import ScorerConfig, weight_conflicts
 from rlhf_core.config.usual import CRITIC_RATES, LEARNING_RATES, SMALL_MODEL, WRECKING_FACTOR, nulls, usual, with_usual_rates
 
-# Keys that are read with every method. evaluate samples with rl.rollout.backend, ends answers at rl.rollout.stop and scores them with
-# rl.reward.scorers. A section of another method is not read, so its conflicts don't count.
+# Keys that are read with every method. A section of another method is not read, so its conflicts don't count.
 ALWAYS_USED = (
     *("seed", "model", "data", "validation", "training", "sft.enabled", "sft.train_on", "sft.train_on_thoughts", "reward.enabled"),
     *("reward.path", "alignment", "evaluation", "report"),
-    *("rl.rollout.backend", "rl.rollout.stop", "rl.reward.scorers"),
     *("checkpoints", "cluster", "tracking", "flow", "promotion"),
 )
+# Key of `evaluation` -> the key of RL that counts if it is null.
+EVALUATED_AS_IN_RL = {"scorers": "rl.reward.scorers", "backend": "rl.rollout.backend", "stop": "rl.rollout.stop"}
 REWARD_MODEL_SECTIONS = ("reward", "gate")  # with reward.enabled
 ROUND_SECTIONS = ("iterative", "dpo")  # for the flow iterative-dpo
 
@@ -81,9 +81,20 @@ class Params(Section):
         return with_usual_rates(tree)
 
     @property
-    def evaluation_scorers(self) -> list[ScorerConfig]:
-        """The evaluation's scorers: rl.reward.scorers, without the chain's own reward model if none is trained."""
-        return [s for s in self.rl.reward.scorers if self.reward.enabled or not s.is_own_reward_model]
+    def evaluation_scorers(self) -> tuple[str, list[ScorerConfig]]:
+        """The evaluation's scorers, with their key: by default those of RL, without the chain's own reward model if none is trained."""
+        if self.evaluation.scorers is not None:
+            return "evaluation.scorers", self.evaluation.scorers
+        return "rl.reward.scorers", [s for s in self.rl.reward.scorers if self.reward.enabled or not s.is_own_reward_model]
+
+    @property
+    def evaluation_backend(self) -> RolloutBackend:
+        return self.evaluation.backend or self.rl.rollout.backend
+
+    @property
+    def evaluation_stop(self) -> list[str]:
+        """The strings that end an answer of the evaluation."""
+        return self.rl.rollout.stop if self.evaluation.stop is None else self.evaluation.stop
 
     @property
     def method_scorers(self) -> tuple[str, list[ScorerConfig]] | None:
@@ -94,6 +105,18 @@ class Params(Section):
         }
         return lists.get(self.alignment.method)
 
+    @property
+    def scorers_in_use(self) -> dict[str, list[ScorerConfig]]:
+        """The scorers of the evaluation and of the method, by their key."""
+        return dict(filter(None, [self.evaluation_scorers, self.method_scorers]))
+
+    @property
+    def environment(self) -> list[str]:
+        """Further environment variables that stages see: those of flow.environment, and those that hold keys of scorers in use."""
+        lists = [*self.scorers_in_use.values(), self.iterative.scorers]
+        keys = [scorer.api_key_env for scorers in lists for scorer in scorers if scorer.api_key_env]
+        return list(dict.fromkeys([*self.flow.environment, *keys]))
+
     def conflicts(self) -> Iterator[str]:
         """Values of different sections that don't fit together; `conflicts` below leaves out sections that aren't read."""
         yield from self._length_conflicts()
@@ -101,8 +124,7 @@ class Params(Section):
         yield from self._divided_conflicts()
         if self.alignment.method == "rl":
             yield from (f"rl.reward.{conflict}" for conflict in weight_conflicts(self.rl.reward.scorers))
-        lists = [("rl.reward.scorers", self.evaluation_scorers), ("iterative.scorers", self.iterative.scorers)]
-        for key, scorers in dict([*lists, *filter(None, [self.method_scorers])]).items():
+        for key, scorers in (self.scorers_in_use | {"iterative.scorers": self.iterative.scorers}).items():
             yield from self._scorer_conflicts(key, scorers)
         prompted = [s.name for s in self.data.sources if "prompt" in s.uses]
         if unknown := set(self.rl.prompt_weights) - set(prompted):
@@ -136,8 +158,9 @@ class Params(Section):
             ("rl.rollout", self.rl.rollout.backend),
             ("rejection_sampling.sampling", self.rejection_sampling.sampling.backend),
             ("iterative.sampling", self.iterative.sampling.backend),
+            ("evaluation", self.evaluation.backend),
         ):
-            if ranks > 1 and backend != "vllm":
+            if ranks > 1 and backend not in ("vllm", None):
                 yield f"{key}.backend: expected vllm with cluster.inference_ranks_per_model={ranks}, got {backend}; change one of them"
 
     def _sample_conflicts(self) -> Iterator[str]:
@@ -192,6 +215,7 @@ def keys_in_use(params: Params, *, rounds: bool = False) -> tuple[str, ...]:
     """
     return (
         *(*ALWAYS_USED, params.alignment.method),
+        *(key for own, key in EVALUATED_AS_IN_RL.items() if getattr(params.evaluation, own) is None),
         *(["sft"] if params.sft.enabled else []),
         *(REWARD_MODEL_SECTIONS if params.reward.enabled else ()),
         *(ROUND_SECTIONS if rounds else ()),

@@ -213,7 +213,7 @@ def _conflicts_of_valid_sections(tree: dict[str, Any]) -> Iterator[str]:
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             with suppress(ValidationError, TypeError):
                 valid[name] = field.annotation.model_validate(with_usual_rates(tree).get(name), context={COLLECTED})
-    if {"sft", "reward", "alignment"} <= set(valid):
+    if {"sft", "reward", "alignment", "evaluation"} <= set(valid):
         used = keys_in_use(Params.model_construct(**valid))
         for name, section in valid.items():
             yield from used_conflicts(section, f"{name}.", used)

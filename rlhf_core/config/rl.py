@@ -421,5 +421,5 @@ def curve_columns(rl: RlConfig) -> tuple[str, ...]:
     if rl.dynamic_sampling.enabled:
         columns += ["dynamic_rounds", "dropped_groups", *(f"drawn_score_{name}" for name in ("mean", *names))]
     columns += ["eval_score", *(f"eval_{n}" for n in names)] * (rl.evaluation.every is not None)
-    columns += ["scorer_metrics"] * any(s.kind == "function" for s in rl.reward.scorers)
+    columns += ["scorer_metrics"] * any(s.kind in ("function", "code") for s in rl.reward.scorers)
     return tuple(columns)

@@ -9,7 +9,7 @@ from pydantic import Field, create_model
 from pydantic_core import PydanticCustomError
 
 from rlhf_core.algorithms.online import ALGORITHMS, Algorithm
-from rlhf_core.config.base import LearningRate, RolloutBackend, Section
+from rlhf_core.config.base import LearningRate, RolloutBackend, Section, StopStrings
 from rlhf_core.config.model import offload_conflicts, sequence_conflicts
 
 # The share of a GPU for one actor; rlhf_core/planning/placement.py resolves auto.
@@ -130,7 +130,7 @@ class RolloutConfig(Section):
     temperature: float = Field(gt=0)
     top_p: float = Field(gt=0, le=1)
     top_k: int | None = Field(gt=0)
-    stop: list[Annotated[str, Field(min_length=1)]]
+    stop: StopStrings
     engines: int = Field(ge=1)
     gpus_per_engine: GpuShare
     gpu_memory_fraction: float = Field(gt=0, lt=1)

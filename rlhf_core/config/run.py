@@ -8,16 +8,28 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from rlhf_core.config.base import Section, shown
+from rlhf_core.config.base import RolloutBackend, Section, StopStrings, shown
+from rlhf_core.config.scorers import ScorerConfig, name_conflicts
 
 
 class EvaluationConfig(Section):
+    """Settings of the evaluation.
+
+    scorers, backend, stop: null: as in RL (`Params.evaluation_scorers`, `evaluation_backend`, `evaluation_stop`).
+    """
+
+    scorers: list[ScorerConfig] | None
+    backend: RolloutBackend | None
+    stop: StopStrings | None
     prompts: int = Field(gt=0)
     max_new_tokens: int = Field(gt=0)
     temperature: float = Field(gt=0)
     confidence: float = Field(gt=0, lt=1)
     table_rows: int = Field(default=40, gt=0)
     gpu_memory_fraction: float = Field(default=0.5, gt=0, lt=1)
+
+    def conflicts(self) -> Iterator[str]:
+        yield from name_conflicts(self.scorers or [])
 
 
 class ReportConfig(Section):

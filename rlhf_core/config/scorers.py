@@ -5,27 +5,34 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
 from rlhf_core.config.base import Fraction, Section
 
 RESERVED_NAMES = ("score", "mean", "std")  # score_<name> and eval_<name> are columns of the curves
-LABEL_SCORERS = ("exact_match", "number", "math")  # kinds that compare the response with the prompt's label
+LABEL_SCORERS = ("exact_match", "number", "math", "code")  # kinds that compare the response with the prompt's label
 # Kind of scorer -> the fields that only some kinds have, and whether that kind requires them. Other kinds have none of these fields.
 KIND_FIELDS: dict[str, dict[str, bool]] = {
     "reward_model": {"path": False, "label": False},
     "function": {"path": True},
     "regex": {"pattern": True},
     "length": {"target_length": True},
+    "code": {"seconds": False, "memory_mib": False, "reward": False},
+    "http": {
+        "url": True,
+        **dict.fromkeys(("dialect", "batch_size", "concurrency", "retries", "request_timeout", "api_key_env", "api_key_file"), False),
+    },
 }
+KEEPS_TIMEOUT = {"http": 10.0}  # kinds that end their own work at `timeout`, and the further seconds in which they return
 
 
 class ScorerConfig(Section):
     """One component of the reward; with weight 0 it is measured, not rewarded."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_]+$")
-    kind: Literal["reward_model", "function", "exact_match", "number", "math", "regex", "length", "judge"]
+    kind: Literal["reward_model", "function", "exact_match", "number", "math", "regex", "length", "judge", "code", "http"]
     weight: float = 1.0
     normalization: Literal["initial", "running", "none"] = "none"
     path: str | None = None  # reward_model: a folder, null takes the chain's own; function: file.py:name or package.module:name
@@ -34,18 +41,39 @@ class ScorerConfig(Section):
     label: int | str | None = None  # reward_model: number or name of the label whose score counts, for a classifier with several
     pattern: str | None = None  # regex: 1 where it is found in the response, else 0
     target_length: int | None = Field(default=None, gt=0)  # length: tokens
+    seconds: float | None = Field(default=None, gt=0)  # code: of computing, for a program with one input or all its asserts; null: 2
+    memory_mib: int | None = Field(default=None, ge=1)  # code: address space of a program; null: 256
+    reward: Literal["fraction", "all"] | None = None  # code: share of the tests passed, or 1 for all of them, else 0; null: fraction
     timeout: float = Field(default=60.0, gt=0)  # seconds for a step's responses
+    url: str | None = None  # http: the service's address; the fields below are of the same kind
+    dialect: Literal["items", "openrlhf"] = "items"
+    batch_size: int = Field(default=8, ge=1, le=1024)  # responses in a request
+    concurrency: int = Field(default=16, ge=1, le=256)  # requests at the same time
+    retries: int = Field(default=4, ge=0, le=20)  # of a request
+    request_timeout: float | None = Field(default=None, gt=0)  # seconds for a request, which is then retried; null: those of timeout
+    api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")  # environment variable with the service's key
+    api_key_file: str | None = None  # or an absolute path of a file with nothing but the key
 
     @property
     def is_own_reward_model(self) -> bool:
         """Whether the scorer is the reward model that the chain trains."""
         return self.kind == "reward_model" and self.path is None
 
+    @property
+    def reads_rendered(self) -> bool:
+        """Whether the scorer reads the conversation as the policy's template renders it."""
+        return self.kind == "http" and self.dialect == "openrlhf"
+
+    @property
+    def deadline(self) -> float:
+        """Seconds after which a call is given up from outside; a scorer that keeps `timeout` itself returns what it has by then."""
+        return self.timeout + KEEPS_TIMEOUT.get(self.kind, 0.0)
+
     def conflicts(self) -> Iterator[str]:
         own = KIND_FIELDS.get(self.kind, {})
         for field in dict.fromkeys(name for fields in KIND_FIELDS.values() for name in fields):
             given = getattr(self, field)
-            if given is not None and field not in own:
+            if given != type(self).model_fields[field].default and field not in own:
                 yield f"{field}: expected none for a scorer of kind {self.kind}, got {given!r}; remove it"
             if given is None and own.get(field):
                 yield f"{field}: expected a value for a scorer of kind {self.kind}, got none; set it"
@@ -53,14 +81,33 @@ class ScorerConfig(Section):
             yield f"members: expected 1 for a scorer of kind {self.kind}, got {self.members}; only reward models are ensembles"
         if self.std_coef and self.members == 1:
             yield f"std_coef: expected 0 with one member, got {self.std_coef}; raise members or set it to 0"
+        if self.url is not None:
+            yield from self._service_conflicts(self.url)
         if self.pattern is not None:
             try:
                 re.compile(self.pattern)
             except re.error as error:
                 yield f"pattern: expected a regular expression, got {self.pattern!r} ({error}); correct it"
 
+    def _service_conflicts(self, url: str) -> Iterator[str]:
+        """Conflicts of the fields of kind http."""
+        try:
+            parts = urlsplit(url)
+            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and "#" not in url and "@" not in parts.netloc
+        except ValueError:  # of the port or of an IPv6 address
+            usable = False
+        if not usable or not url.isascii() or any(c.isspace() for c in url):
+            yield f"url: expected http:// or https:// with a host, without a password or #, got {url!r}; correct it"
+        if self.api_key_env and self.api_key_file:
+            yield f"api_key_file: expected none with api_key_env={self.api_key_env}, got {self.api_key_file!r}; remove one of them"
+        if self.api_key_file and not self.api_key_file.startswith(("/", "~/")):
+            yield f"api_key_file: expected an absolute path outside the project, got {self.api_key_file!r}; correct it"
+        if self.request_timeout is not None and self.request_timeout >= self.timeout:
+            yield f"request_timeout: expected less than timeout={self.timeout}, got {self.request_timeout}; lower it, or set it to null"
 
-def _name_conflicts(scorers: list[ScorerConfig]) -> Iterator[str]:
+
+def name_conflicts(scorers: list[ScorerConfig]) -> Iterator[str]:
+    """The conflicts of a list of scorers, of which each needs a name of its own."""
     names = [s.name for s in scorers]
     if len(set(names)) < len(names):
         yield f"scorers: expected different names, got {names}; rename one"
@@ -76,7 +123,7 @@ def weight_conflicts(scorers: list[ScorerConfig]) -> Iterator[str]:
 
 def raw_scorer_conflicts(scorers: list[ScorerConfig]) -> Iterator[str]:
     """Conflicts of a list of scorers whose weighted sum only ranks responses."""
-    yield from _name_conflicts(scorers)
+    yield from name_conflicts(scorers)
     yield from weight_conflicts(scorers)
     if normalized := [s.name for s in scorers if s.normalization != "none"]:
         yield f"scorers: expected normalization none, got another one for {normalized}; the scores are only compared here"
@@ -90,9 +137,9 @@ class OverlongConfig(Section):
 
 
 class ScoreConfig(Section):
-    """The reward of RL; evaluate uses the scorers too.
+    """The reward of RL.
 
-    scorers: RL needs one with a weight; without any, evaluate scores nothing.
+    scorers: RL needs one with a weight. By default the evaluation has the same; without any it scores nothing.
     """
 
     scorers: list[ScorerConfig]
@@ -109,4 +156,4 @@ class ScoreConfig(Section):
         return [s for s in self.scorers if s.weight and s.is_own_reward_model]
 
     def conflicts(self) -> Iterator[str]:
-        yield from _name_conflicts(self.scorers)
+        yield from name_conflicts(self.scorers)

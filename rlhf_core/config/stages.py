@@ -14,7 +14,7 @@ from rlhf_core.config.reading import read_yaml_text
 STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "hash_inputs": (
         *("model", "data", "reward.path", "alignment.method", "external.path", "gate.external"),
-        *("rl.reward.scorers", "rejection_sampling.scorers", "iterative.scorers"),
+        *("rl.reward.scorers", "rejection_sampling.scorers", "iterative.scorers", "evaluation.scorers"),
     ),
     "prepare_data": ("seed", "data", "model", "validation.max_dropped_fraction"),
     "validate_data": ("validation", "model", "sft.enabled", "reward.enabled", "reward.path", "alignment", "rl.ptx", "gate.external"),
@@ -22,7 +22,7 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
         *("model", "alignment", "sft.enabled", "sft.lora", "sft.zero_stage", "reward.enabled", "reward.path", "reward.lora"),
         *("rl.reward.scorers", "rl.placement", "rl.trainer.ranks", "rl.trainer.gpus_per_rank", "rl.rollout", "rl.lora", "dpo.lora"),
         *("kto.lora", "rejection_sampling.scorers", "rejection_sampling.sampling.backend", "rejection_sampling.lora"),
-        *("conditional_sft.lora", "external"),
+        *("conditional_sft.lora", "external", "evaluation.scorers", "evaluation.backend"),
     ),
     "train_sft": ("seed", "model", "sft"),
     "train_reward": ("seed", "model", "reward"),
@@ -38,7 +38,7 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
 ROUND_STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "hash_inputs": (
         *("model", "data", "reward.path", "alignment.method", "external.path", "gate.external"),
-        *("rl.reward.scorers", "rejection_sampling.scorers", "iterative.scorers"),
+        *("rl.reward.scorers", "rejection_sampling.scorers", "iterative.scorers", "evaluation.scorers"),
     ),
     "sample_round": ("seed", "model", "reward", "iterative", "evaluation.max_new_tokens"),
     "validate_round": ("validation", "model", "iterative"),
@@ -49,12 +49,12 @@ ROUND_STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
 INPUT_SECTIONS: dict[str, tuple[str, ...]] = {
     "prepare_data": ("sources", "judges", "model", "chat_template"),
     "validate_data": ("external",),
-    "check_model": ("model", "scorers", "reward", "policy"),
+    "check_model": ("model", "scorers", "evaluation_scorers", "reward", "policy"),
     "train_sft": ("model",),
     "train_reward": ("reward",),
     "gate_reward": ("judges", "external"),
     "train_policy": ("judges", "scorers", "policy"),
-    "evaluate": ("judges", "scorers"),
+    "evaluate": ("judges", "evaluation_scorers"),
     "sample_round": ("judges", "round_scorers"),
     "evaluate_round": ("judges", "round_scorers"),
 }

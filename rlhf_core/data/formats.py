@@ -10,6 +10,7 @@ templates read, go to the field `extra` (data.schema).
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -163,7 +164,7 @@ class Record:
         return without_end_tokens(text) if self.source.strip_end_tokens or self._templated else text
 
     def label(self) -> str | None:
-        """The expected answer, stripped; extracted by `label_pattern` where the source has one.
+        """The expected answer, stripped; extracted by `label_pattern` where the source has one. A list or a mapping is JSON.
 
         Raises:
             Dropped: the pattern doesn't match.
@@ -171,7 +172,8 @@ class Record:
         value = self.optional("label")
         if value is None:
             return None
-        text = read_scalar(value, "label")
+        is_nested = isinstance(value, list | Mapping)
+        text = read_scalar(json.dumps(value, ensure_ascii=False, default=str) if is_nested else value, "label")
         if self.source.label_pattern is None:
             return text
         match = re.search(self.source.label_pattern, text)

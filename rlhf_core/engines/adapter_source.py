@@ -1,4 +1,6 @@
-"""Sends a LoRA policy to rollout engines that read the frozen weights from their model's folder: only A and B of each adapted weight."""
+"""Sends a LoRA policy to rollout engines that read the frozen weights from their model's folder: of each adapted weight only A and B are
+sent.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ from rlhf_core.models.lora import Adapter, WeightUnit
 class LayerPlan:
     """How a layer's weights reach the engines.
 
-    made: by engines.    adapted: the model's name of a weight whose A and B are sent -> engines' name.
-    whole: engines' names of the weights that are sent, adapters merged.    merged: names of the units that these come from.
+    made: weights that engines make. adapted: engines' name of each weight whose A and B are sent, by the model's name of it.
+    whole: engines' names of weights that are sent with adapters merged. merged: names of the units that these come from.
     sent: all tensors that are sent.
     """
 
@@ -43,28 +45,32 @@ class LayerPlan:
 
 
 class AdapterSource:
-    """The weights of a trained module with adapters. An engine makes a weight itself, from its model's folder and the correction, only if
-    the result is what `PolicySource` would send: the folder must have the frozen weight's numbers under the engine's name. All other
-    weights are sent whole: those that are trained themselves, 4-bit layers, whose rounded matrices are in no folder, and the experts of
-    PyTorch's engine, which has one tensor for all of them, where the folder has one for each.
+    """The weights of a trained module with adapters, as few of them as engines need.
+
+    An engine makes a weight itself, from its model's folder and the correction, only if the result is what `PolicySource` would send: the
+    folder must have the frozen weight's numbers under the engine's name. All other weights are sent whole: trained weights, 4-bit layers,
+    whose rounded matrices are in no folder, and the experts of PyTorch's engine, which has one tensor for all of them where the folder has
+    one for each.
 
     Args:
-        module, names: see `PolicySource`.
-        folder: of the engines' initial model.
+        module, names: as for `PolicySource`.
+        folder: folder of the engines' initial model.
     """
 
     def __init__(self, module: nn.Module, names: Callable[[Tensors], Tensors], folder: str | Path):
         self._module, self._names, self._folder = module, names, folder
 
     def layers(self, *, needed: bool = True) -> Iterator[Tensors]:
-        """What is sent of each layer: see `PolicySource.layers`. With ZeRO 3 only adapters are gathered, and what is sent whole."""
+        """Yield what is sent of each layer, as `PolicySource.layers` does. With ZeRO 3 only adapters and weights that are sent whole are
+        gathered.
+        """
         for units, plan in zip(unit_layers(self._module), self._plans, strict=True):
             adapters = [p for a in _adapters(units).values() for p in (a.a, a.b)]
             with gathered([*adapters, *(p for unit in units if unit.name in plan.merged for p in unit.parameters)]):
                 yield self._sent(units, plan.adapted, plan.whole, plan.merged) if needed else {}
 
     def _sent(self, units: list[WeightUnit], adapted: dict[str, str], whole: set[str], merged: set[str]) -> Tensors:
-        """What is sent of a layer: see `LayerPlan`."""
+        """Return what is sent of a layer, by its `LayerPlan`."""
         sent: Tensors = {}
         if whole:
             own = own_weights([unit for unit in units if unit.name in merged])
@@ -76,17 +82,17 @@ class AdapterSource:
 
     @property
     def specs(self) -> list[list[TensorSpec]]:
-        """Of what is sent of each layer. The first call is a collective as `layers` is, which reads all weights."""
+        """Specs of what is sent of each layer. The first call is a collective, as `layers` is, and reads all weights."""
         return [plan.sent for plan in self._plans]
 
     @property
     def made(self) -> list[list[MadeWeight]]:
-        """As `specs`."""
+        """Weights that engines make, by layer. A collective like `specs`."""
         return [plan.made for plan in self._plans]
 
     @cached_property
     def _plans(self) -> list[LayerPlan]:
-        """Made on rank 0, which compares all frozen weights with the folder's."""
+        """Plans of all layers, made on rank 0, which compares all frozen weights with the folder's."""
         folder, found = FolderWeights(self._folder) if is_first() else None, []
         for units in unit_layers(self._module):
             with gathered(p for unit in units for p in unit.parameters):
@@ -123,12 +129,12 @@ class AdapterSource:
 
 
 def _adapters(units: list[WeightUnit]) -> dict[str, Adapter]:
-    """By the model's name of the weight."""
+    """Return the adapters by the model's name of the weight."""
     return {unit.adapter.weight.removeprefix("model."): unit.adapter for unit in units if unit.adapter is not None}
 
 
 def _origins(given: Tensors, own: Tensors) -> dict[str, str]:
-    """Engines' names of weights -> the model's names, where the weight is one of the model's, and of no two names there."""
+    """Return the model's name of each of the engines' weights that is a weight of the model and has one name there."""
     names: dict[tuple, list[str]] = {}
     for name, tensor in own.items():
         names.setdefault(_place(tensor), []).append(name)

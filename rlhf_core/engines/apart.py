@@ -1,7 +1,7 @@
 """A rollout engine in a separate process, for a stage that also uses other models.
 
-On a GPU vLLM can't share a process with them: only the end of its process reliably frees its GPU memory, and it marks transformers' model
-classes for compilation, after which other code in the process can't make such a model.
+On a GPU vLLM can't share a process with other models: only the end of its process reliably frees its GPU memory, and it marks transformers'
+model classes for compilation, after which other code in the process can't make such a model.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class EngineLost(RuntimeError):
 
 
 class EngineApart:
-    """An engine opened by `open_here` in a process that ends with `close` or with this process.
+    """An engine that `open_here` opens in a process of its own, which ends with `close` or with this process.
 
     Args:
-        open_here: called in the new process; a function of a module.
-        gpus: of a rank of several, from its own on.
+        open_here: function of a module that opens the engine in the new process.
+        gpus: number of GPUs that the engine sees on one of several ranks, from the rank's own on.
         settings: arguments of `open_here`.
     Raises:
         ValueError: the engine refuses the model or the settings.
@@ -66,20 +66,20 @@ class EngineApart:
             raise
 
     def generate(self, *args: Any, **kwargs: Any) -> list[list[Sample]]:
-        """As the engine does."""
+        """Call the engine's `generate`."""
         return self._call("generate", *args, **kwargs)
 
     def probe(self, ids: Sequence[int]) -> list[float]:
-        """As the engine does."""
+        """Call the engine's `probe`."""
         return self._call("probe", ids)
 
     def load_folder(self, folder: str | Path, version: int) -> int:
-        """As the engine does."""
+        """Call the engine's `load_folder`."""
         self.version = self._call("load_folder", str(folder), version)
         return self.version
 
     def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> int:
-        """As the engine does. Weights are sent one at a time."""
+        """Call the engine's `load_weights`. Weights are sent one at a time."""
         self._send(("load_weights", (len(state_dict), version), {}))
         for name, packed in pack(state_dict).items():
             self._send((name, packed))
@@ -126,7 +126,7 @@ class EngineApart:
 
 
 class EngineElsewhere:
-    """Stands for the engine of another rank, which computes this rank's share too."""
+    """Stands for the engine of another rank, which also samples this rank's share."""
 
     version = 0
 
@@ -138,8 +138,10 @@ class EngineElsewhere:
 
 
 def own_gpus(count: int) -> str | None:
-    """The GPU of this rank of several and of the ranks after it, as CUDA_VISIBLE_DEVICES names them, since Ray shows a rank all GPUs of its
-    node's ranks. None: the engine may see what this process sees.
+    """Return the GPUs of this rank and of the ranks after it, `count` in all, as CUDA_VISIBLE_DEVICES names them.
+
+    None if this is the only rank or there is no GPU: the engine may then see what this process sees. Ray shows a rank all GPUs of its
+    node's ranks.
     """
     import torch
     import torch.distributed as dist
@@ -153,7 +155,7 @@ def own_gpus(count: int) -> str | None:
 
 
 def _serve(pipe: Connection, parent: int, gpus: str | None, open_here: Callable[..., Any], settings: dict[str, Any]) -> None:
-    """Main loop of the engine's process: a (refusal, answer) for each message, until an empty message or the end of the parent."""
+    """Run the engine's process: answer each message with (refusal, answer), until an empty message or the end of the parent."""
     for name in OF_RANKS:
         os.environ.pop(name, None)
     if gpus is not None:
@@ -170,7 +172,7 @@ def _serve(pipe: Connection, parent: int, gpus: str | None, open_here: Callable[
 
 
 def _answered(pipe: Connection, work: Callable[[], Any], *, tell: bool = True) -> Any:
-    """What some work returns, which is the answer if it is to be told; or None, and why there is nothing is the answer."""
+    """Do some work and send its result, or None unless `tell`; send the refusal if it fails. Return the result, or None on failure."""
     try:
         found = work()
     except ValueError as error:

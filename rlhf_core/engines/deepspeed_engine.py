@@ -1,8 +1,7 @@
-"""Training with DeepSpeed.
+"""Trains with DeepSpeed.
 
-The loss handed to `backward` is this rank's share of the step's loss: sums divided by global counts. Micro-batches and ranks
-then only have to be added up, so the engine's own averaging over ranks is undone here and it never divides by the number
-of micro-batches.
+The loss handed to `backward` is this rank's share of the step's loss: sums divided by global counts. Shares of micro-batches and ranks are
+added up. Therefore the engine's own averaging over ranks is undone here, and it never divides by the number of micro-batches.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ class EngineSettings:
     """How one module is trained.
 
     learning_rate: the peak; `schedule(step)` multiplies it (step counts from 0).
-    optimizer: of OPTIMIZERS. eps: not of lion.
-    ema_decay: of the average of the weights (`WeightAverage`); None: no average is kept.
+    optimizer: a key of OPTIMIZERS. eps: unused by lion.
+    ema_decay: decay of the weights' average (`WeightAverage`); None: no average is kept.
     max_grad_norm: global 2-norm to which gradients are clipped.
     zero_stage: 0 to 3.
     offload_optimizer: the optimizer's state, master weights included, is on the host, where the step is computed; stage 1 and up.
     offload_parameters: a rank's share of the parameters is on the host; stage 3.
-    gradient_checkpointing: layers keep their inputs only, and are computed again in the backward pass.
-    dtype: float32 | bfloat16 of parameters and activations; master weights are float32.
+    gradient_checkpointing: layers keep only their inputs, and are computed again in the backward pass.
+    dtype: float32 or bfloat16, of parameters and activations; master weights are float32.
     disable_dropout: train without the model's own dropout.
     """
 
@@ -72,10 +71,10 @@ class EngineSettings:
 def join_world(*, rank: int = 0, world_size: int = 1, store: dist.Store | None = None, timeout: float | None = None) -> None:
     """Make this process rank `rank` of the data-parallel world; a world of one needs no network.
 
-    Where this process has joined one, that is the world.
+    A process that has joined a world stays in it.
 
     Args:
-        timeout: seconds of a collective; None: torch's.
+        timeout: deadline of a collective in seconds; None: torch's default.
     Raises:
         dist.DistStoreError: not all ranks arrived within the timeout of `store`.
     """
@@ -131,38 +130,38 @@ def equal_count(parts: list[list[int]]) -> list[list[int]]:
 
 
 def most_over_ranks(count: int) -> int:
-    """The largest of all ranks' counts."""
+    """Return the largest of all ranks' counts."""
     most = torch.tensor([count], device=device())
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return int(most)
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """The sum of all ranks' values, bitwise equal on each rank."""
+    """Return the sum of all ranks' values, bitwise equal on each rank."""
     total = values.to(device(), copy=True)
     dist.all_reduce(total)
     return total
 
 
 def precision(dtype: str) -> dict[str, Any]:
-    """DeepSpeed's configuration of parameters and activations."""
+    """Return DeepSpeed's configuration of parameters and activations."""
     return {"bf16": {"enabled": dtype == "bfloat16"}}
 
 
 def on_host() -> dict[str, Any]:
-    """DeepSpeed's configuration of something that is offloaded; a GPU reads pinned memory faster."""
+    """Return DeepSpeed's configuration of something that is offloaded; a GPU reads pinned memory faster."""
     return {"device": "cpu", "pin_memory": torch.cuda.is_available()}
 
 
 def shard(module: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> None:
     """Cast and partition a module's parameters over the ranks for ZeRO 3, one parameter at a time, so that the device never holds all.
 
-    Before it the module is on the host, where transformers maps its files into memory: weights that have the right dtype take no memory of
-    the process. `HfDeepSpeedConfig` would make the module in parts instead, but rounds its float32 buffers, such as rotary frequencies, and
+    The given module is on the host, where transformers maps its files into memory, so weights of the right dtype take none of the process's
+    memory. `HfDeepSpeedConfig` would make the module in parts instead, but rounds its float32 buffers, such as rotary frequencies, and
     reports a wrong file on rank 0 only.
 
     Args:
-        config: of DeepSpeed.
+        config: DeepSpeed's configuration.
     """
     import deepspeed
 
@@ -175,9 +174,10 @@ def shard(module: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> None
 
 
 def gathered_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names, as of the wrapped Hugging Face model, and values of a module's weights, adapters merged.
+    """Yield the names, as in the wrapped Hugging Face model, and the values of a module's weights, with adapters merged.
 
-    A collective with ZeRO 3, which gathers a layer at a time: every rank iterates to the end, and a value is valid until the next one.
+    With ZeRO 3 this is a collective that gathers a layer at a time: every rank iterates to the end, and a value is valid until the next
+    one.
     """
     import deepspeed
 
@@ -216,9 +216,10 @@ class TrainEngine:
         self.train()
 
     def keep(self, stays: Stays) -> None:
-        """Keep all, the module's weights or nothing on the device, and the rest on the host: the GPU is free for another process.
+        """Keep all states, only the module's weights or nothing on the device, and move the rest to the host, which frees the GPU for
+        another process.
 
-        Without `all` there is no backward pass, step, saving or loading; without `weights` nothing else either.
+        Backward pass, step, saving and loading need `all`; everything else needs `weights`.
         """
         self._on_device.keep(stays)
 
@@ -273,7 +274,7 @@ class TrainEngine:
         self._engine.backward(loss_share * self._world_size, scale_wrt_gas=False)
 
     def step(self) -> float:
-        """Reduce over ranks, clip, update, advance the schedule. Returns the gradient norm before clipping."""
+        """Reduce gradients over ranks, clip them, update the weights and advance the schedule. Return the gradient norm before clipping."""
         self._on_device.need("all", "step")
         self._engine.step()
         return self._grad_norm if self._clips_itself else float(self._engine.get_global_grad_norm())
@@ -281,8 +282,8 @@ class TrainEngine:
     def discard(self) -> None:
         """Drop the gradients since the last step (there must be some); parameters, optimizer state and schedule stay as they are.
 
-        Their buffers depend on the ZeRO stage. DeepSpeed therefore runs its normal step, which clears all of them, with optimizer and
-        schedule disabled.
+        The gradients' buffers depend on the ZeRO stage. Therefore DeepSpeed runs its normal step, which clears all of them, with optimizer
+        and schedule disabled.
         """
         schedule, self._engine.lr_scheduler = self._engine.lr_scheduler, None
         try:
@@ -318,26 +319,28 @@ class TrainEngine:
         return self._engine.module
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `gathered_weights`."""
+        """Yield names and values of the weights as `gathered_weights` does."""
         self._on_device.need("weights", "weights")
         return gathered_weights(self.module)
 
     def state_dict(self, *, every_rank: bool = False) -> dict[str, torch.Tensor]:
-        """Full weights on the CPU, under the names of the wrapped Hugging Face model, adapters merged; empty on ranks other than 0.
+        """Return the full weights on the CPU under the names of the wrapped Hugging Face model, adapters merged; empty on ranks other than
+        0.
 
-        Every rank calls it: it is a collective with ZeRO 3.
+        Every rank calls it, because it is a collective with ZeRO 3.
 
         Args:
-            every_rank: all ranks get the weights.
+            every_rank: whether all ranks get the weights.
         """
         keep = every_rank or dist.get_rank() == 0
         return {name: value.to("cpu", copy=True) for name, value in self.weights() if keep}
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within the block the module's weights are their average, for evaluation and `state_dict`. Nothing changes without ema_decay.
+        """Replace the module's weights by their average within the block, for evaluation and `state_dict`. Without ema_decay nothing
+        changes.
 
-        A collective with ZeRO. The block must not train, save or load.
+        With ZeRO this is a collective. The block must not train, save or load.
         """
         self.exchange_average()
         try:
@@ -357,7 +360,7 @@ class TrainEngine:
             refresh_module(self._optim)
 
     def save(self, folder: Path, name: str) -> None:
-        """Parameters, optimizer, schedule and counters of this rank. Every rank calls it."""
+        """Save parameters, optimizer, schedule and counters of this rank. Every rank calls it."""
         self._on_device.need("all", "saving")
         names = {p: name for name, p in self.module.named_parameters()}
         trained = [names[p] for p in self._trained]
@@ -391,7 +394,7 @@ class TrainEngine:
         """Load a checkpoint made by `convert_to_universal` from any number of ranks.
 
         Raises:
-            ValueError: see `load` and `check_redistributable`.
+            ValueError: as `load` and `check_redistributable`.
         """
         self.check_redistributable()
         config = self._engine._config
@@ -406,10 +409,10 @@ class TrainEngine:
                 state["step"] = state["step"].clone()
 
     def check_redistributable(self) -> None:
-        """Check that DeepSpeed's universal checkpoint holds all of the optimizer's state: it knows that of adamw and no average.
+        """Check that DeepSpeed's universal checkpoint can hold the optimizer's state, which with ZeRO is that of adamw without an average.
 
         Raises:
-            ValueError: it doesn't.
+            ValueError: it can't.
         """
         s = self._settings
         if s.zero_stage and (s.optimizer != "adamw" or s.ema_decay is not None):
@@ -419,7 +422,7 @@ class TrainEngine:
             )
 
     def _apply_settings(self) -> None:
-        """Restore settings that a checkpoint overwrote; with ZeRO 3 a universal one gives the first group's to all groups."""
+        """Restore settings that a checkpoint overwrote; with ZeRO 3 a universal checkpoint gives all groups the first group's."""
         s, scheduler = self._settings, self._engine.lr_scheduler
         scheduler.base_lrs = [s.learning_rate] * len(scheduler.base_lrs)
         for group, decay in zip(self._optim.param_groups, self._decays, strict=True):

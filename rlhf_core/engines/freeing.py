@@ -1,4 +1,4 @@
-"""The memory of a DeepSpeed engine that isn't used any more."""
+"""Frees the memory of a DeepSpeed engine that isn't used any more."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def free(engine: DeepSpeedEngine) -> None:
     """Release weights, gradients, optimizer state and buffers; the engine and its module can't be used afterwards.
 
-    With ZeRO, hooks that are kept in C++ refer to the optimizer, which refers to everything else. Python's garbage collector doesn't see
-    such references, so the engine would keep its memory to the end of the process.
+    With ZeRO, hooks kept in C++ refer to the optimizer, which refers to everything else. Python's garbage collector doesn't see these
+    references, so without this call the engine would keep its memory to the end of the process.
     """
     engine.destroy()
     for tensor in [*engine.module.parameters(), *engine.module.buffers()]:

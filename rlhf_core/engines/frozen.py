@@ -22,9 +22,9 @@ class FrozenModel:
     With ZeRO 3 a forward pass is a collective: every rank makes as many.
 
     Args:
-        dtype: float32 | bfloat16.
-        zero_stage: of the trained models. Stages 1 and 2 shard nothing that is frozen.
-        offload: weights are on the host while the model computes nothing; with ZeRO 3 a rank's share always is.
+        dtype: float32 or bfloat16.
+        zero_stage: ZeRO stage of the trained models. Stages 1 and 2 shard nothing that is frozen.
+        offload: whether weights are on the host while the model isn't used; with ZeRO 3 a rank's share always is.
     """
 
     def __init__(self, module: nn.Module, *, dtype: str, zero_stage: int, offload: bool):
@@ -44,12 +44,12 @@ class FrozenModel:
             split_sequences(module)
 
     def keep(self, stays: Stays) -> None:
-        """Keep the weights on the device, or, with `nothing`, on the host until the next `keep`: the GPU is free for another process."""
+        """Keep the weights on the device, or with `nothing` on the host until the next `keep`, which frees the GPU for another process."""
         self._on_device.keep(stays)
 
     @contextmanager
     def in_use(self) -> Iterator[nn.Module]:
-        """The module, with its weights where it computes."""
+        """Yield the module with its weights on the device that computes."""
         self._on_device.need("weights", "forward")
         host = [tensor.data for tensor in self._on_host]
         for tensor in self._on_host:
@@ -61,13 +61,13 @@ class FrozenModel:
                 tensor.data = data
 
     def close(self) -> None:
-        """Free the memory of a model that isn't used any more; where it is whole, deleting it suffices."""
+        """Free the memory of a sharded model that isn't used any more; the memory of a whole one is freed with the object."""
         if self.sharded:
             free(vars(self.module)["sharded_by"])
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy weights, named as in the wrapped Hugging Face model. Every rank calls it with the same."""
+        """Copy weights, named as in the wrapped Hugging Face model. Every rank calls it with the same weights."""
         import deepspeed
 
         model = self.module.model
@@ -77,7 +77,7 @@ class FrozenModel:
                 own[name].data.copy_(value)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Full weights on the CPU of rank 0; empty on other ranks. Every rank calls it."""
+        """Return the full weights on the CPU of rank 0; empty on other ranks. Every rank calls it."""
         keep = dist.get_rank() == 0
         return {name: value.to("cpu", copy=True) for name, value in gathered_weights(self.module) if keep}
 

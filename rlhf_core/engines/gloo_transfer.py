@@ -1,6 +1,7 @@
-"""Weights over gloo: one layer is one message, in the host's memory. Of the trainer's side and of any engine's; without vLLM.
+"""Sends weights over gloo, one layer a message, from the host's memory. It has the trainer's side and the side of any engine, and needs no
+vLLM.
 
-Of a LoRA policy only the adapters are sent, if possible, and engines merge them: see `adapter_source`.
+For LoRA only the adapters are sent if possible, and engines merge them (`adapter_source`).
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ OTHERS = 10  # a worker waits so many times longer for the sender than the sende
 class Meeting:
     """Where the sender and an engine's workers meet.
 
-    host, port: of the sender's store.    name: of the group in it.    size: sender and workers.
-    timeout: seconds that a worker waits for the sender, which may wait for other engines.
+    host, port: address of the sender's store. name: name of the group in the store. size: number of processes, sender included.
+    timeout: seconds that a worker waits for the sender, which may be waiting for other engines.
     """
 
     host: str
@@ -39,12 +40,12 @@ class Meeting:
     timeout: float
 
     def join(self, store: dist.Store, rank: int, *, timeout: float) -> dist.ProcessGroup:
-        """The group, once all of its processes have joined. Rank 0 is the sender.
+        """Return the group once all of its processes have joined. Rank 0 is the sender.
 
         Args:
-            timeout: seconds for joining, and for each layer.
+            timeout: deadline of joining and of each layer, in seconds.
         Raises:
-            RuntimeError: one of them didn't join in time.
+            RuntimeError: a process didn't join in time.
         """
         interface = os.environ.get("GLOO_SOCKET_IFNAME")
         # By the host's name gloo might choose an address that other nodes can't reach, such as 127.0.1.1.
@@ -56,7 +57,7 @@ class Meeting:
 
 
 def _own_address(host: str, port: int) -> str:
-    """The address from which this process reaches another one. Nothing is sent."""
+    """Return the address from which this process reaches another one. Nothing is sent."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as unused:
         unused.connect(address)
@@ -64,7 +65,7 @@ def _own_address(host: str, port: int) -> str:
 
 
 def pack_layer(layer: Tensors) -> torch.Tensor:
-    """The bytes [N] of a layer's tensors, one after another, in the host's memory."""
+    """Return the bytes [N] of a layer's tensors, one after another, in the host's memory."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in layer.values()]
     flat = torch.empty(sum(sizes), dtype=torch.uint8)
     for part, tensor in zip(flat.split(sizes), layer.values(), strict=True):
@@ -73,35 +74,37 @@ def pack_layer(layer: Tensors) -> torch.Tensor:
 
 
 def unpack_layer(flat: torch.Tensor, specs: list[TensorSpec]) -> Tensors:
-    """The tensors, which share the buffer's memory."""
+    """Return a layer's tensors, which share the buffer's memory."""
     parts = flat.split([spec.nbytes for spec in specs])
     return {s.name: part.view(getattr(torch, s.dtype)).reshape(s.shape) for s, part in zip(specs, parts, strict=True)}
 
 
 class GlooReceiver:
-    """An engine's worker, at the other end of a `GlooLink`.
+    """Receives weights in an engine's worker, at the other end of a `GlooLink`.
 
     Args:
-        info: of `GlooLink.info`.
-        worker: number among the engine's workers.
-        folder: of the engine's initial model.
+        info: the content of `GlooLink.info`.
+        worker: this worker's number among the engine's workers.
+        folder: folder of the engine's initial model.
     Raises:
         RuntimeError: the sender didn't answer in time.
 
-    specs: of the weights of each layer that the engine gets.
+    specs: specs of the weights that the engine gets, by layer.
     """
 
     def __init__(self, info: dict[str, Any], *, worker: int, folder: str | Path):
         meeting = Meeting(**info["meeting"])
         self._sent = [[TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in layer] for layer in info["layers"]]
-        self._made = [[MadeWeight(TensorSpec(*spec[:2], tuple(spec[2])), *how) for spec, *how in layer] for layer in info["made"]]
+        self._made = [
+            [MadeWeight(TensorSpec(*spec[:2], tuple(spec[2])), *correction) for spec, *correction in layer] for layer in info["made"]
+        ]
         self._folder = FolderWeights(folder) if any(self._made) else None
         self.specs = [_of_engine(sent, made) for sent, made in zip(self._sent, self._made, strict=True)]
         self._store = join_store(meeting.host, meeting.port, None, timeout=meeting.timeout)
         self._group = meeting.join(self._store, 1 + worker, timeout=meeting.timeout)
 
     def receive(self, number: int) -> Tensors:
-        """The weights of a layer: those that are sent, and those that are made of the folder's. Layers arrive in their order.
+        """Return the weights of a layer: those that are sent, and those made from the folder's. Layers arrive in their order.
 
         Raises:
             RuntimeError: the sender has died, or is late.
@@ -120,7 +123,7 @@ def _of_engine(sent: list[TensorSpec], made: list[MadeWeight]) -> list[TensorSpe
 
 
 def completed(sent: Tensors, made: list[MadeWeight], folder: FolderWeights) -> Tensors:
-    """The weights that are sent, and those that are made of the folder's and of the sent corrections."""
+    """Return the weights that are sent, and those made from the folder's weights and the sent corrections."""
     layer, base = dict(sent), folder.read(weight.spec.name for weight in made)
     for weight in made:
         name = weight.spec.name
@@ -132,13 +135,13 @@ def completed(sent: Tensors, made: list[MadeWeight], folder: FolderWeights) -> T
 
 
 class GlooLink:
-    """The sender's connection to an engine. It opens as the engine's workers join.
+    """The sender's connection to an engine. `open` returns when the engine's workers have joined.
 
     Args:
-        name: of the connection; no other one may have had it.
-        source: of the weights that will be sent.
-        workers: of the engine.
-        timeout: seconds for the connection, and for each layer.
+        name: name of the connection, which no other connection has had.
+        source: source of the weights that will be sent.
+        workers: number of the engine's workers.
+        timeout: deadline of the connection and of each layer, in seconds.
     """
 
     receives = True  # by one call, while layers are sent
@@ -154,7 +157,8 @@ class GlooLink:
         self._group: dist.ProcessGroup | None = None
 
     def open(self) -> None:
-        """
+        """Wait until the engine's workers have joined.
+
         Raises:
             RuntimeError: a worker didn't join in time.
         """
@@ -167,7 +171,7 @@ class GlooLink:
         return GlooSending(flat, self._group.broadcast(flat, 0))
 
     def close(self) -> None:
-        """Drop the group; the engine's end of it fails."""
+        """Drop the group, which makes the engine's end fail."""
         group, self._group = [self._group], None
         # Its destructor waits for what it is sending, which to an engine that has vanished takes the timeout.
         Thread(target=group.clear, daemon=True).start()
@@ -179,13 +183,13 @@ def _plain(spec: TensorSpec) -> tuple[str, str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class GlooSending:
-    """flat: kept until it is sent."""
+    """A layer that is being sent; `flat` is kept alive until it is sent."""
 
     flat: torch.Tensor
     work: dist.Work
 
     def wait(self, seconds: float) -> bool:
-        """Whether it was sent within some seconds.
+        """Return whether the layer was sent within this number of seconds.
 
         Raises:
             RuntimeError: a worker has died, or is late.

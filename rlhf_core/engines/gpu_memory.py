@@ -1,4 +1,6 @@
-"""Size of a vLLM engine's KV cache on a shared GPU, computed in advance, since another process's allocations disturb a measurement."""
+"""Computes the size of a vLLM engine's KV cache on a shared GPU in advance, since another process's allocations would disturb a
+measurement.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ BLOCK = 128  # tokens; no backend of vLLM has larger blocks
 
 
 def memory_in_use() -> dict[str, int]:
-    """Bytes that this process has allocated and that torch has reserved for it, and those in use on the GPU by all processes; empty where
-    this process uses none.
+    """Return bytes of the GPU: allocated by this process, reserved by torch for it, and used by all processes; empty if this process uses
+    no GPU.
     """
     import torch
 
@@ -37,13 +39,14 @@ def cache_bytes(
     trust_remote_code: bool,
     tensor_parallel_size: int = 1,
 ) -> int:
-    """Bytes of the KV cache on each GPU: the engine's share less weights and a forward pass, limited to what all sequences can fill.
+    """Return the bytes of the KV cache on each GPU: the engine's share less weights and a forward pass, limited to what all sequences can
+    fill.
 
     Args:
         share: bytes of each GPU's memory for the engine.
         tensor_parallel_size: GPUs over which weights, layers' inner activations, and heads of keys and values are divided.
-        batched_tokens: of a forward pass.
-        sequences: sampled concurrently.
+        batched_tokens: tokens of a forward pass.
+        sequences: number of sequences that are sampled concurrently.
     Raises:
         ValueError: a single sequence doesn't fit.
     """
@@ -78,9 +81,10 @@ def kv_heads(config: PretrainedConfig) -> int:
 
 
 def pass_bytes(config: PretrainedConfig, *, element_bytes: int, tokens: int, sequences: int, tensor_parallel_size: int = 1) -> int:
-    """Bytes of a forward pass without gradients: hidden states, queries, keys and values (8 hidden sizes), the widest layer's gate, up and
-    product (3 intermediate sizes for each expert of a token), logits; plus a constant for the process. Of several GPUs each has a part of
-    the inner ones only.
+    """Return the bytes of a forward pass without gradients on each GPU.
+
+    They are hidden states, queries, keys and values (8 hidden sizes), the widest layer's gate, up and product (3 intermediate sizes for
+    each expert of a token), logits, and a constant for the process. Several GPUs divide only the intermediate sizes.
     """
     shape = config.get_text_config()
     experts = getattr(shape, "num_experts_per_tok", None) or 1

@@ -1,4 +1,4 @@
-"""Weights from GPU to GPU, for vLLM's weight transfer engines nccl and ipc. The sender imports parts of vLLM that 0.26 and 0.32 have."""
+"""Sends weights from GPU to GPU by vLLM's transfer engines nccl and ipc. The sender imports parts of vLLM that 0.26 and 0.32 have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POLL_SECONDS = 1e-4
 
 
 def described(specs: list[TensorSpec]) -> dict[str, Any]:
-    """A layer, as vLLM's update infos describe it."""
+    """Return a layer as vLLM's update infos describe it."""
     return {"names": [s.name for s in specs], "dtype_names": [s.dtype for s in specs], "shapes": [list(s.shape) for s in specs]}
 
 
@@ -28,7 +28,7 @@ class NcclLink:
 
     Args:
         host: the sender's address.
-        workers: of the engine.
+        workers: number of the engine's workers.
     """
 
     receives = True
@@ -41,7 +41,8 @@ class NcclLink:
         self._communicator: Any = None
 
     def open(self) -> None:
-        """
+        """Join the communicator, which the engine's workers join too.
+
         Raises:
             RuntimeError: a worker didn't join.
         """
@@ -52,7 +53,7 @@ class NcclLink:
 
     @staticmethod
     def pack(layer: Tensors) -> list[torch.Tensor]:
-        """Copies on the GPU: the layer itself may be gone before they are sent."""
+        """Copy a layer's tensors on the GPU, since the layer itself may be gone before they are sent."""
         return [tensor.detach().to("cuda", copy=True).contiguous() for tensor in layer.values()]
 
     def send(self, tensors: list[torch.Tensor]) -> NcclSending:
@@ -62,20 +63,20 @@ class NcclLink:
         return NcclSending(tensors, self._stream.record_event())
 
     def close(self) -> None:
-        """Abort the communicator, with what it is sending."""
+        """Abort the communicator, with anything that it is sending."""
         if self._communicator is not None:
             self._communicator.destroy()
 
 
 @dataclass(frozen=True)
 class NcclSending:
-    """tensors: kept until they are sent."""
+    """A layer that is being sent; `tensors` are kept alive until they are sent."""
 
     tensors: list[torch.Tensor]
     event: torch.cuda.Event
 
     def wait(self, seconds: float) -> bool:
-        """Whether they were sent within some seconds."""
+        """Return whether the layer was sent within this number of seconds."""
         deadline = time.monotonic() + seconds
         while not self.event.query():
             if time.monotonic() > deadline:
@@ -88,7 +89,7 @@ class IpcBuffer:
     """A buffer on each rank's GPU that the engines on that GPU read. Every rank calls the same methods.
 
     Args:
-        specs: of the layers; the buffer holds the largest.
+        specs: specs of the layers, of which the buffer can hold the largest.
     """
 
     def __init__(self, specs: list[list[TensorSpec]]):
@@ -96,7 +97,7 @@ class IpcBuffer:
         self._handles: dict[str, tuple] = {}
 
     def export(self) -> None:
-        """Make the buffer readable for the engines, for one transfer."""
+        """Let the engines read the buffer, for one transfer."""
         from torch.multiprocessing.reductions import reduce_tensor
 
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
@@ -105,10 +106,10 @@ class IpcBuffer:
         self._handles = {gpu: handle for of_rank in found for gpu, handle in of_rank.items()}
 
     def fill(self, layer: Tensors, *, before: Callable[[], None] | None) -> dict[str, Any]:
-        """Write a layer into every rank's buffer, once engines have read the one before. Returns vLLM's update info.
+        """Write a layer into every rank's buffer once the engines have read the previous one. Return vLLM's update info.
 
         Args:
-            before: waits until they have, on the sending rank.
+            before: function that waits for the engines, on the sending rank; None on other ranks.
         """
         if before is not None:
             before()
@@ -137,13 +138,13 @@ class IpcLink:
         self._packed = _packed(ipc_engine.IPCWeightTransferUpdateInfo)
 
     def open(self) -> None:
-        """Nothing connects."""
+        """Do nothing: no connection is needed."""
 
     def send(self, update: dict[str, Any]) -> IpcSending:
         return IpcSending(self._peer, self._peer.submit("update_weights", update | self._packed))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the link holds no connection."""
 
 
 def _packed(info: type) -> dict[str, bool]:
@@ -152,16 +153,16 @@ def _packed(info: type) -> dict[str, bool]:
 
 @dataclass(frozen=True)
 class IpcSending:
-    """call: with which the engine reads the buffers."""
+    """A call by which the engine reads the buffers."""
 
     peer: Any
     call: Future
 
     def wait(self, seconds: float) -> bool:
-        """Whether the engine has read them within some seconds.
+        """Return whether the engine has read the buffers within this number of seconds.
 
         Raises:
-            RuntimeError: it has died.
+            RuntimeError: the engine has died.
         """
         wait_for([self.call], seconds)
         if not self.call.done():

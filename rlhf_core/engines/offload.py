@@ -1,6 +1,6 @@
 """Moves tensors between a device and the host in place, for processes that take turns on a GPU.
 
-What moves are storages, so that every view of one, such as ZeRO's flat buffers and the parameters in them, stays valid. DeepSpeed's own
+Storages are moved, so every view of one stays valid, such as ZeRO's flat buffers and the parameters in them. DeepSpeed's own
 `offload_states` moves nothing without ZeRO, and with ZeRO 3 only the states of its own Adam.
 """
 
@@ -22,7 +22,7 @@ PIECE = 1 << 24  # bytes of a copy on the host: torch pins whole powers of two, 
 
 
 class Offloaded:
-    """Storages whose bytes are on the host, or nowhere. On a GPU their pinned host memory is kept for the next time."""
+    """Storages whose bytes are on the host or discarded. On a GPU their pinned host memory is kept for the next time."""
 
     def __init__(self) -> None:
         self._away: list[Away] = []
@@ -37,13 +37,13 @@ class Offloaded:
         _empty(copied)
 
     def discard(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Free memory without a copy. `reload` allocates it again, with any values."""
+        """Free storages' memory without a copy. `reload` allocates it again, with undefined content."""
         freed = [(storage, storage.nbytes(), None) for storage in storages]
         self._away += freed
         _empty(freed)
 
     def reload(self) -> None:
-        """Bring back what is away."""
+        """Bring the storages back to the device."""
         for storage, size, host in self._away:
             storage.resize_(size)
             if host is not None:
@@ -76,12 +76,12 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def key_of(storage: torch.UntypedStorage) -> int:
-    """The same for every tensor that shares the storage."""
+    """Return a key that is the same for every tensor that shares the storage."""
     return storage._cdata
 
 
 def storages_of(tensors: Iterable[torch.Tensor], *, device: torch.device) -> Storages:
-    """The tensors' storages on a device that have memory of their own there; weights that are mapped from a file don't."""
+    """Return the tensors' storages that have memory of their own on a device, by `key_of`; weights mapped from a file have none."""
     found = {}
     for tensor in tensors:
         if tensor.device.type == device.type and tensor.layout == torch.strided:
@@ -92,7 +92,7 @@ def storages_of(tensors: Iterable[torch.Tensor], *, device: torch.device) -> Sto
 
 
 def weights_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters and buffers, and this rank's parts of parameters that ZeRO 3 has sharded."""
+    """Yield parameters and buffers, and this rank's parts of parameters that ZeRO 3 has sharded."""
     for tensor in (*module.parameters(), *module.buffers()):
         yield tensor.data
         if (part := getattr(tensor, "ds_tensor", None)) is not None:
@@ -100,7 +100,7 @@ def weights_of(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def tensors_in(root: Any) -> Iterator[torch.Tensor]:
-    """All tensors that an optimizer holds: in its attributes, in containers in them, and in objects of DeepSpeed and of optimizers."""
+    """Yield all tensors that an optimizer holds: in attributes, in containers in them, and in objects of DeepSpeed and of optimizers."""
     seen, left = set(), [root]
     while left:
         item = left.pop()
@@ -119,10 +119,10 @@ def tensors_in(root: Any) -> Iterator[torch.Tensor]:
 
 
 class OnDevice:
-    """What of a model's weights and of its optimizer's states is on the device; all at first.
+    """Tracks which of a model's weights and optimizer states are on the device; all are at first.
 
     Args:
-        weights, states: their tensors; what is in both counts as weights.
+        weights, states: functions that return the tensors; a tensor in both counts as a weight.
     """
 
     def __init__(self, device: torch.device, weights: Callable[[], Iterable[torch.Tensor]], states: Callable[[], Iterable[torch.Tensor]]):
@@ -131,7 +131,7 @@ class OnDevice:
         self.stays: Stays = "all"
 
     def keep(self, stays: Stays) -> None:
-        """Move to the host what doesn't stay on the device, and to the device what does."""
+        """Move to the host what doesn't stay on the device, and back to the device what does."""
         if stays == "all" and self.stays != "all":
             self._states.reload()
         if stays != "nothing" and self.stays == "nothing":
@@ -145,9 +145,10 @@ class OnDevice:
         self.stays = stays
 
     def need(self, stays: Stays, what: str) -> None:
-        """
+        """Check that what the call `what` needs is on the device.
+
         Raises:
-            RuntimeError: it isn't on the device.
+            RuntimeError: it isn't there.
         """
         if self.stays == "nothing" or (self.stays == "weights" and stays == "all"):
             raise RuntimeError(f"{what}: expected {stays} on the device, got {self.stays}; reload it first, since memory was freed")

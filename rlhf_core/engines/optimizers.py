@@ -1,7 +1,7 @@
-"""Optimizers of the training engine, and the average of the weights, which is part of an optimizer's state.
+"""Optimizers of the training engine, and the average of the weights, which is kept in an optimizer's state.
 
-An entry of OPTIMIZERS updates a number of a parameter without regard to the parameter's shape. It therefore works on the flat pieces of
-parameters that ranks have with ZeRO 1 to 3.
+Each entry of OPTIMIZERS updates a parameter's numbers regardless of its shape, so it also works on the flat pieces of parameters that ranks
+have with ZeRO 1 to 3.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Groups = list[dict[str, Any]]
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion: the sign of an interpolated momentum, with decoupled weight decay. Its state is one number for each of a parameter.
+    """Lion: the sign of an interpolated momentum, with decoupled weight decay. Its state is one number for each number of a parameter.
 
     u = sign(beta1 * m + (1 - beta1) * g);   p <- p - lr * (u + weight_decay * p);   m <- beta2 * m + (1 - beta2) * g
 
@@ -53,15 +53,16 @@ class Lion(torch.optim.Optimizer):
 
 
 def adamw(groups: Groups, settings: EngineSettings) -> torch.optim.Optimizer:
-    """Adam with decoupled weight decay. Source: Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101
+    """Return Adam with decoupled weight decay. Source: Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101
 
-    With offload_optimizer it computes on the host: torch's fused kernel runs there too, and needs no compiler as DeepSpeed's does.
+    With offload_optimizer it computes on the host, where torch's fused kernel runs too; unlike DeepSpeed's it needs no compiler.
     """
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=True)
 
 
 def adamw_8bit(groups: Groups, settings: EngineSettings) -> torch.optim.Optimizer:
-    """AdamW whose moments have 8 bits, with a float32 scale for each 256 numbers; parameters of fewer than 4,096 numbers keep float32.
+    """Return AdamW whose moments have 8 bits, with a float32 scale for each 256 numbers; parameters of fewer than 4,096 numbers keep
+    float32.
 
     Source: Dettmers et al. 2022, https://arxiv.org/abs/2110.02861
 
@@ -96,7 +97,7 @@ class WeightAverage:
     optimizer's state, and is sharded, offloaded, saved and loaded with it. A parameter that has had no gradient yet isn't averaged.
 
     Args:
-        steps_done: optimizer steps before the one that is being made.
+        steps_done: function that returns the number of optimizer steps before the current one.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, decay: float, steps_done: Callable[[], int]):
@@ -125,7 +126,7 @@ class WeightAverage:
 
 
 def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Views of at most _CHUNK numbers at the same places of several tensors; the tensors themselves if one isn't contiguous."""
+    """Yield views of at most _CHUNK numbers at the same places of several tensors; the tensors themselves if one isn't contiguous."""
     if not all(t.is_contiguous() for t in tensors):
         return iter([tensors])
     return zip(*(t.view(-1).split(_CHUNK) for t in tensors), strict=True)
@@ -133,10 +134,10 @@ def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 @torch.no_grad()
 def refresh_module(optimizer: Any) -> None:
-    """Copy the optimizer's float32 weights into the module that DeepSpeed trains. A collective with ZeRO.
+    """Copy the optimizer's float32 weights into the module that DeepSpeed trains. With ZeRO this is a collective.
 
     Args:
-        optimizer: DeepSpeed's, or torch's own, whose weights are the module's.
+        optimizer: DeepSpeed's optimizer, or torch's own, whose weights are the module's.
     """
     if hasattr(optimizer, "update_lp_params"):  # ZeRO 1 and 2
         optimizer.update_lp_params()

@@ -1,4 +1,4 @@
-"""Free ports of this machine for servers that start to listen later."""
+"""Finds free ports of this machine for servers that start to listen later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TRIES = 1000
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports on which no process listens.
+    """Return different ports on which no process listens.
 
     Raises:
         OSError: too few are free.

@@ -1,4 +1,4 @@
-"""Weights over gloo for PyTorch's rollout engine, which has the trainer's model."""
+"""Receives weights over gloo for PyTorch's rollout engine, which has the trainer's model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_core.engines.pytorch_engine import PytorchEngine
 
 
 class PytorchTransfer:
-    """The methods by which `VllmEngine` gets weights, for an engine that gets them under its model's own names."""
+    """Gives PyTorch's engine the methods by which `VllmEngine` gets weights, under its model's own names."""
 
     def __init__(self, engine: PytorchEngine):
         self._engine = engine
@@ -21,9 +21,9 @@ class PytorchTransfer:
         """Connect to the sender.
 
         Args:
-            info: of `GlooLink`.
+            info: the content of `GlooLink.info`.
         Raises:
-            ValueError: its weights are another model's.
+            ValueError: the sender's weights are another model's.
         """
         self._receiver = GlooReceiver(info, worker=0, folder=self._engine.folder)
         given = {(spec.name, spec.shape) for layer in self._receiver.specs for spec in layer}
@@ -31,7 +31,7 @@ class PytorchTransfer:
             raise ValueError(f"weights: expected those of the engine's model, got others, or none, for {wrong[0][0]}; restore them")
 
     def receive_weights(self, updates: Sequence[dict[str, Any]], version: int) -> int:
-        """Replace the weights by those that the sender sends, a layer for each update. Returns the version."""
+        """Replace the weights by those that the sender sends, one layer for each update, and return the version."""
         self._engine.start_weight_update()
         own = self._engine.own_weights()
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""One store of checkpoints for all ranks: rank 0 owns the folders, every rank writes into them."""
+"""One store of checkpoints for all ranks: rank 0 owns the folders, and every rank writes into them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RankStore:
     Args:
         open_store: opens the store; called on rank 0 only, since opening removes what an interrupted save left behind.
     Raises:
-        RuntimeError: by every method but `close`, on other ranks than the one whose error it tells.
+        RuntimeError: another rank failed; every method but `close` and `publish` raises it, with that rank's error.
     """
 
     def __init__(self, open_store: Callable[[], CheckpointStore]):
@@ -29,15 +29,15 @@ class RankStore:
         on_rank_zero(keep, subject="checkpoints")
 
     def latest(self) -> Found | None:
-        """As `CheckpointStore.latest`; each rank reads a share of the files."""
+        """Return the newest intact checkpoint, as `CheckpointStore.latest` does; each rank reads a share of the files."""
         return self._checked(lambda check: self._store.latest(check))
 
     def of_step(self, step: int) -> Found:
-        """As `CheckpointStore.of_step`; each rank reads a share of the files."""
+        """Return the checkpoint of a step, as `CheckpointStore.of_step` does; each rank reads a share of the files."""
         return self._checked(lambda check: self._store.of_step(step, check))
 
     def _checked(self, find: Callable[[Callable[[Path], str | None]], Found | None]) -> Found | None:
-        """Call `find(check)` on rank 0; all ranks check the folders that it asks about."""
+        """Call `find(check)` on rank 0, and check the folders that it asks about on all ranks."""
         if world_size() == 1:
             return find(check_checkpoint)
         if not is_first():
@@ -65,11 +65,12 @@ class RankStore:
     def write(
         self, step: int, save: Callable[[Path], list[str]], *, score: float | None = None, best: int | None = None, seconds: float = 0.0
     ) -> None:
-        """As `CheckpointStore.write`.
+        """Write a checkpoint as `CheckpointStore.write` does.
 
         Args:
-            save: called on every rank with the checkpoint's folder. Returns the names of files and folders that it wrote into; a rank
-                hashes its own files in them.
+            save: function that every rank calls with the checkpoint's folder. It returns the names of the files and folders that it wrote;
+                a rank
+            hashes its own files in them.
         """
         if not is_first():
             told = from_first(None)
@@ -93,16 +94,16 @@ class RankStore:
             raise
 
     def publish(self) -> None:
-        """As `CheckpointStore.publish`, on rank 0; other ranks do nothing."""
+        """Publish the checkpoint as `CheckpointStore.publish` does, on rank 0; other ranks do nothing."""
         if self._store is not None:
             self._store.publish()
 
     def wait(self) -> None:
-        """As `CheckpointStore.wait`; other ranks wait for rank 0."""
+        """Wait as `CheckpointStore.wait` does; other ranks wait for rank 0."""
         on_rank_zero(lambda: self._store.wait(), subject="checkpoint")
 
     def close(self) -> None:
-        """As `CheckpointStore.close`, on rank 0. Not a collective: work that failed on one rank closes its store too."""
+        """Close rank 0's store as `CheckpointStore.close` does. No collective: work that failed on one rank closes its store too."""
         if self._store is not None:
             self._store.close()
 

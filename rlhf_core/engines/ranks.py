@@ -1,10 +1,10 @@
-"""What ranks share: their micro-batches, sums, decisions and objects. With one rank nothing is sent.
+"""What ranks share: micro-batches, sums, decisions and objects. With one rank nothing is sent.
 
 Ranks that share each sequence (rlhf_core/engines/sequence_parallel.py) have the same micro-batches and the same results; the first of them
 contributes to sums.
 
-Every function but `rank`, `world_size`, `threads_of_rank`, `data_parallel_size`, `own_parts` and `total` is a collective: all ranks call
-it.
+Every function but `rank`, `is_first`, `world_size`, `threads_of_rank`, `data_parallel_size`, `own_parts` and `total` is a collective, which
+all ranks call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def world_size() -> int:
 
 
 def data_parallel_size() -> int:
-    """Ranks, or groups of ranks that share sequences, which have micro-batches of their own."""
+    """Return the number of ranks with micro-batches of their own; a group of ranks that share sequences counts as one."""
     return world_size() // shared_by()
 
 
@@ -41,58 +41,58 @@ def is_first() -> bool:
 
 
 def threads_of_rank(threads: int) -> int:
-    """This rank's part of the CPU cores that all ranks share; at least 1."""
+    """Return this rank's part of the CPU cores that all ranks share; at least 1."""
     return max(1, threads // world_size())
 
 
 def own_parts(lengths: Sequence[int], *, max_tokens: int, rows: Sequence[int] | None = None) -> list[Part]:
-    """This rank's micro-batches of examples that every rank knows: see `spread`."""
+    """Return this rank's micro-batches of examples that every rank knows, as `spread` distributes them."""
     return spread(lengths, max_tokens=max_tokens, rows=rows, ranks=data_parallel_size())[rank() // shared_by()]
 
 
 def merged(values: torch.Tensor) -> torch.Tensor:
-    """A tensor of which each rank has filled its own part and left the rest 0: the sum over ranks, on the CPU."""
+    """Return a tensor of which each rank has filled its own part and left the rest 0: the sum over ranks, on the CPU."""
     return values if world_size() == 1 else sum_over_ranks(_contribution(values)).cpu()
 
 
 def total(values: Sequence[torch.Tensor]) -> float:
-    """The sum of numbers of this rank's micro-batches, in their order.
+    """Return the sum of this rank's values, one for each micro-batch, in their order.
 
-    To be called after all passes: reading a number waits for the GPU, which would then be idle while the next micro-batch is made.
+    Call it after all passes: reading a number waits for the GPU, which would be idle while the next micro-batch is made.
     """
     return sum(torch.stack(list(values)).tolist(), 0.0) if values else 0.0
 
 
 def summed(*values: float) -> list[float]:
-    """Each value summed over ranks, or groups of ranks that share sequences, in float64."""
+    """Return each value summed over ranks, in float64. A group of ranks that share sequences counts once."""
     if world_size() == 1:
         return list(values)
     return sum_over_ranks(_contribution(torch.tensor(values, dtype=torch.float64))).tolist()
 
 
 def _contribution(values: torch.Tensor) -> torch.Tensor:
-    """What this rank adds to a sum: zeros where another rank of its group has the same values and adds them."""
+    """Return what this rank adds to a sum: zeros if another rank of its group has the same values and adds them."""
     return values if rank() % shared_by() == 0 else torch.zeros_like(values)
 
 
 def wait_for_all() -> None:
-    """Until every rank has come here."""
+    """Wait until every rank has called this."""
     summed(0.0)
 
 
 def on_any(flag: bool) -> bool:
-    """Whether the flag is set on at least one rank."""
+    """Return whether the flag is set on at least one rank."""
     return flag if world_size() == 1 else bool(sum_over_ranks(torch.tensor(float(flag))) > 0)
 
 
 def gathered(columns: Sequence[torch.Tensor], positions: Sequence[int], total: int) -> list[torch.Tensor]:
-    """Rows of all ranks, on the CPU.
+    """Return the rows of all ranks, on the CPU.
 
     Args:
         columns: [n] each, this rank's rows; numbers that float64 represents.
-        positions: of this rank's rows among all `total`; no two ranks have the same.
+        positions: positions of this rank's rows among all `total`; no two ranks have the same.
     Returns:
-        The columns [total] in the order of the positions. With one rank the given columns in their own order.
+        The columns [total] in the order of the positions. With one rank, the given columns in their own order.
     """
     if world_size() == 1:
         return [column.cpu() for column in columns]
@@ -102,7 +102,7 @@ def gathered(columns: Sequence[torch.Tensor], positions: Sequence[int], total: i
 
 
 def from_first(value: Value) -> Value:
-    """Rank 0's value on every rank; others' values are ignored. It is pickled."""
+    """Return rank 0's value on every rank. It is pickled; other ranks' values are ignored."""
     if world_size() == 1:
         return value
     box = [value]
@@ -111,7 +111,7 @@ def from_first(value: Value) -> Value:
 
 
 def all_gather(value: Value) -> list[Value]:
-    """Every rank's value on every rank, rank 0's first. They are pickled."""
+    """Return every rank's value on every rank, rank 0's first. The values are pickled."""
     if world_size() == 1:
         return [value]
     values: list = [None] * world_size()
@@ -120,13 +120,13 @@ def all_gather(value: Value) -> list[Value]:
 
 
 def in_shares(items: Sequence[Item], compute: Callable[[list[Item]], Sequence[Value]], *, ranks_per_share: int = 1) -> list[Value]:
-    """One result for each item, on every rank and in the items' order. Of N ranks each computes every Nth item; with one rank all.
+    """Return one result for each item, on every rank and in the items' order. Of N ranks each computes every Nth item.
 
     Args:
-        items: the same on every rank.
-        compute: a collective only where all ranks get equally many items. Returns as many results as it gets items, which are pickled; it
-            gets at least one item.
-        ranks_per_share: so many consecutive ranks have one share, which the first of them computes.
+        items: items, which are the same on every rank.
+        compute: function that returns one result for each item it gets, at least one. Results are pickled. It may be a collective only if
+            all ranks get equally many items.
+        ranks_per_share: number of consecutive ranks that have one share, which the first of them computes.
     """
     ranks = world_size() // ranks_per_share
     own = list(items[rank() // ranks_per_share :: ranks]) if rank() % ranks_per_share == 0 else []
@@ -135,10 +135,10 @@ def in_shares(items: Sequence[Item], compute: Callable[[list[Item]], Sequence[Va
 
 
 def on_rank_zero(call: Callable[[], Value], *, subject: str) -> Value:
-    """Call a function on rank 0 while the other ranks wait. Its result, which is pickled, on every rank.
+    """Call a function on rank 0 while the other ranks wait, and return its result, which is pickled, on every rank.
 
     Args:
-        subject: of the other ranks' error.
+        subject: what the other ranks' error is about.
     Raises:
         RuntimeError: on other ranks, if the call raised on rank 0; rank 0 raises the error itself.
     """

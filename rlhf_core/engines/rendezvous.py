@@ -10,8 +10,9 @@ from ray.util import get_node_ip_address
 
 
 def open_store(world_size: int | None, *, timeout: float) -> dist.TCPStore:
-    """The store of rank 0, at `store.host` and `store.port`. It listens at that address only, where Torch's own socket would at all of the
-    node's. The system chooses the port.
+    """Open the store of rank 0, at `store.host` and `store.port`. The system chooses the port.
+
+    The store listens only at the address by which Ray knows this node; Torch's own socket would listen at all of the node's addresses.
 
     Args:
         timeout: seconds that a rank waits for the others.
@@ -24,7 +25,7 @@ def open_store(world_size: int | None, *, timeout: float) -> dist.TCPStore:
 
 
 def join_store(host: str, port: int, world_size: int | None, *, timeout: float) -> dist.TCPStore:
-    """The same store on another rank.
+    """Open the same store on another rank.
 
     Raises:
         dist.DistNetworkError: rank 0 can't be reached within the timeout.

@@ -40,10 +40,10 @@ _shared_by = 1  # ranks of a group
 
 
 def share_sequences(size: int) -> None:
-    """Let groups of `size` consecutive ranks share each sequence, in every engine that is made from now on. Every rank calls it.
+    """Let groups of `size` consecutive ranks share each sequence, in every engine made after this call. Every rank calls it.
 
     Raises:
-        ValueError: the number of ranks isn't a multiple.
+        ValueError: the number of ranks isn't a multiple of `size`.
     """
     global _shared_by
     ranks = dist.get_world_size()
@@ -55,32 +55,34 @@ def share_sequences(size: int) -> None:
 
 
 def shared_by() -> int:
-    """Ranks that share each sequence."""
+    """Return the number of ranks that share each sequence."""
     return _shared_by
 
 
 @functools.cache
 def _group(size: int) -> dist.ProcessGroup:
-    """This rank's group. Every rank makes all groups, in the same order."""
+    """Return this rank's group. Every rank makes all groups, in the same order."""
     starts = range(0, dist.get_world_size(), size)
     groups = [dist.new_group(list(range(start, start + size))) for start in starts]
     return groups[dist.get_rank() // size]
 
 
 class SequenceGroup:
-    """The group of this rank: a `rlhf_core.models.split.SequenceSplit`."""
+    """This rank's group, which is a `rlhf_core.models.split.SequenceSplit`."""
 
     def __init__(self, size: int):
         self.size, self.index = size, dist.get_rank() % size
         self.group = _group(size)
 
     def joined(self, values: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """See `SequenceSplit.joined`."""
+        """Return the values of all ranks, as `SequenceSplit.joined` says."""
         return _Joined.apply(values, own, self.group)
 
 
 class _Joined(Function):
-    """Each rank computes the same loss of all values, so the gradient by its own values is that of the loss, and no sum over ranks."""
+    """Joins the values of all ranks. Each rank computes the same loss from them, so its own values' gradient is that of the loss, without a
+    sum over ranks.
+    """
 
     @staticmethod
     def forward(ctx, values, own, group):
@@ -97,7 +99,7 @@ class _Joined(Function):
 
 
 class Exchange:
-    """A model's attention over whole sequences, of which each rank has a part."""
+    """Computes a model's attention over whole sequences, of which each rank has a part."""
 
     def __init__(self, layers: int, split: SequenceGroup):
         self._layers, self._split = layers, split
@@ -114,11 +116,11 @@ class Exchange:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """What `core` gives, for this rank's positions: [B, T / s, heads, D], and what it says of its weights.
+        """Return the output of `core` for this rank's positions, [B, T / s, heads, D], and its attention weights if it returns them.
 
         Args:
             query, key, value: [B, heads, T / s, D]; heads of values may be narrower.
-            attention_mask: [B, 1, T, T]; one of any other width is the model's own, of this rank's positions, and is left out.
+            attention_mask: [B, 1, T, T]; a mask of another width is the model's own, for this rank's positions, and is ignored.
         """
         rows, heads, columns, width = query.shape
         if attention_mask is not None and attention_mask.shape[-1] != columns * self._split.size:
@@ -132,7 +134,7 @@ class Exchange:
         return output.view(rows, columns, heads, width)[..., : width - narrower], weights
 
     def _ulysses(self, core: Callable[..., Any], query: torch.Tensor, key: torch.Tensor) -> Any:
-        """DeepSpeed's module for these numbers of rows and heads; any number of positions."""
+        """Return DeepSpeed's module for these numbers of rows and heads; it takes any number of positions."""
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
         shape = (len(query), query.shape[1], key.shape[1], query.shape[3])
@@ -153,9 +155,10 @@ class Exchange:
 
 
 def split_sequences(module: PolicyModule | ScalarModule) -> None:
-    """Have a module compute this rank's part of each sequence, if ranks share sequences. Every rank calls it, with weights on its device.
+    """Make a module compute this rank's part of each sequence if ranks share sequences. Every rank calls it, with the weights on its
+    device.
 
-    A few tokens are computed whole and in parts first: architectures differ in what passes between positions.
+    A few tokens are computed whole and in parts first, because architectures differ in what passes between positions.
 
     Raises:
         ValueError: the model's heads can't be divided among the ranks, or it doesn't compute the same in parts.
@@ -183,7 +186,8 @@ def split_sequences(module: PolicyModule | ScalarModule) -> None:
 
 
 def check_heads(config: PretrainedConfig, size: int) -> None:
-    """
+    """Check that ranks can divide a model's attention heads.
+
     Raises:
         ValueError: the heads can't be divided among `size` ranks.
     """
@@ -212,7 +216,7 @@ def _output(module: PolicyModule | ScalarModule, batch: TokenBatch) -> torch.Ten
 
 @contextmanager
 def _states_as_scores(module: PolicyModule | ScalarModule) -> Iterator[None]:
-    """Within it a score is a sum over the hidden state: a new head is 0, and would give the same score to everything."""
+    """Make a score a sum over the hidden state within the block: a new head is 0, and would give everything the same score."""
     if isinstance(module, PolicyModule):
         yield
         return
@@ -229,7 +233,7 @@ def _states_as_scores(module: PolicyModule | ScalarModule) -> Iterator[None]:
 
 
 def _attach(module: PolicyModule | ScalarModule, split: SequenceGroup) -> None:
-    """Send the model's attention through an exchange. It stays there in the backward pass, where layers may be computed again."""
+    """Send the model's attention through an exchange, also in the backward pass, where layers may be computed again."""
     model = module.model
     for name in list(ALL_ATTENTION_FUNCTIONS.valid_keys()):
         _route(name)
@@ -240,7 +244,7 @@ def _attach(module: PolicyModule | ScalarModule, split: SequenceGroup) -> None:
 
 
 def _route(name: str) -> None:
-    """Have an implementation of attention look for its module's exchange."""
+    """Make an implementation of attention use the exchange of its module, if the module has one."""
     core = ALL_ATTENTION_FUNCTIONS[name]
     if hasattr(core, EXCHANGE):
         return

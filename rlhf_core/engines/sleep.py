@@ -1,4 +1,4 @@
-"""What of a rollout engine that takes turns with a trainer on its GPU is awake: weights, and the cache of keys and values."""
+"""Tracks what is awake in a rollout engine that takes turns with a trainer on its GPU: weights, and the cache of keys and values."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ TAGS = ("weights", "kv_cache")  # vLLM's names
 
 
 class Awake:
-    """What is awake; all at first.
+    """Parts of an engine that are awake; all are at first.
 
-    has_weights: false from a sleep of level 2, which forgets them, until new ones are loaded.
+    has_weights: False from a sleep of level 2, which drops the weights, until new ones are loaded.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Awake:
         return len(self._asleep) == 1
 
     def falls_asleep(self, level: int) -> bool:
-        """Whether there is something to do, for an engine that is awake in all."""
+        """Mark all parts as asleep. Return False if they were already."""
         if self._asleep == set(TAGS):
             return False
         self._asleep = set(TAGS)
@@ -34,13 +34,14 @@ class Awake:
         return True
 
     def wakes_up(self, tags: Sequence[str] | None) -> tuple[str, ...]:
-        """Those of the tags, None: of all, that were asleep."""
+        """Mark the sleeping parts among `tags` as awake and return them; None wakes all."""
         woken = tuple(tag for tag in TAGS if tag in self._asleep and (tags is None or tag in tags))
         self._asleep -= set(woken)
         return woken
 
     def loads_weights(self) -> None:
-        """
+        """Mark the weights as loaded.
+
         Raises:
             RuntimeError: the weights have no memory.
         """
@@ -49,7 +50,8 @@ class Awake:
         self.has_weights = True
 
     def need(self, what: str) -> None:
-        """
+        """Check that the engine is awake and has weights for `what`.
+
         Raises:
             RuntimeError: the engine is asleep, or has no weights yet.
         """

@@ -1,4 +1,4 @@
-"""Convert checkpoints to another number of ranks with DeepSpeed's universal checkpoint."""
+"""Converts checkpoints to another number of ranks with DeepSpeed's universal checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(folder: Path) -> bool:
-    """Whether the optimizer state is sharded over ranks (ZeRO); otherwise one file serves any number of ranks."""
+    """Return whether the optimizer state is sharded over ranks (ZeRO); otherwise one file serves any number of ranks."""
     return any(folder.glob("*optim_states.pt"))
 
 
@@ -33,10 +33,10 @@ def convert_to_universal(folder: Path, out: Path) -> None:
 
 
 def of_other_ranks(subject: str, step: int, *, key: str, saved_by: int, ranks: int) -> str:
-    """A warning about a checkpoint that another number of ranks saved.
+    """Return a warning about a checkpoint that another number of ranks saved.
 
     Args:
-        key: of params.yaml, of the number of ranks.
+        key: key of params.yaml with the number of ranks.
     """
     return (
         f"{subject}: the checkpoint of step {step} has {key}={saved_by} and is resumed with {ranks}, by DeepSpeed's universal checkpoint: "
@@ -45,7 +45,7 @@ def of_other_ranks(subject: str, step: int, *, key: str, saved_by: int, ranks: i
 
 
 def convert_engines(folder: Path, names: Iterable[str], out: Path) -> None:
-    """Convert the engines of a checkpoint for `load_converted`. To be called in one process."""
+    """Convert the engines of a checkpoint for `load_converted`. One process calls it."""
     shutil.rmtree(out, ignore_errors=True)
     for name in names:
         if is_sharded(folder / name):

@@ -1,4 +1,4 @@
-"""A trainer rank that sends the policy's weights to rollout engines: connections, layers, answers, and engines that are lost."""
+"""Sends the policy's weights from a trainer rank to rollout engines: connections, layers, answers, and lost engines."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ Answer = tuple[int, list[float]]  # an engine's policy version, and its log-prob
 class Peer(Protocol):
     """An engine, as seen from another process.
 
-    key: differs between an engine and the one that replaces it.
+    key: identifies the engine; one that replaces it has another key.
     """
 
     @property
     def key(self) -> str: ...
 
     def submit(self, method: str, *args: Any) -> Future:
-        """Call a method of the engine, without waiting."""
+        """Call a method of the engine without waiting."""
         ...
 
     def answer(self, call: Future, timeout: float) -> Any:
-        """
+        """Return the answer of a call.
+
         Raises:
-            PeerLost: there is none, because the engine has died or is late.
+            PeerLost: the engine has died or is late.
         """
         ...
 
@@ -45,7 +46,7 @@ class Peer(Protocol):
 class Target:
     """An engine that gets weights.
 
-    engine: its rank.    backend: gloo, ipc or nccl.    workers: processes of the engine that hold weights.
+    engine: the engine's rank. backend: gloo, ipc or nccl. workers: number of its processes that hold weights.
     """
 
     engine: int
@@ -56,10 +57,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Sent:
-    """What a trainer rank returns from a transfer; on ranks other than 0 it is empty.
+    """The result of a transfer on a trainer rank; empty on ranks other than 0.
 
-    probe: the trainer's log-probabilities of the probe.    answers: of each engine that has the weights.
-    lost: of the other engines, why they haven't.    nbytes: sent, to all engines together.
+    probe: the trainer's log-probabilities of the probe. answers: answer of each engine that has the weights, by its rank.
+    lost: why each other engine doesn't have them. nbytes: bytes sent to all engines together.
     """
 
     probe: list[float] = field(default_factory=list)
@@ -69,11 +70,11 @@ class Sent:
 
 
 class WeightSender:
-    """Rank 0 of the policy's ranks. Each engine has a connection of its own, so that one that is lost breaks no other.
+    """Sends weights from rank 0 of the policy's ranks. Each engine has its own connection, so that a lost engine breaks no other.
 
     Args:
-        open_store: opens the store at which gloo's connections are made; called at the first.
-        timeout: seconds after which an engine that takes no layer, or doesn't answer, is given up.
+        open_store: function that opens the store at which connections are made; called for the first one that needs it.
+        timeout: seconds after which an engine is given up if it takes no layer or doesn't answer.
     """
 
     def __init__(self, open_store: Callable[[], dist.TCPStore], *, timeout: float):
@@ -83,11 +84,11 @@ class WeightSender:
         self._count = 0  # connections so far
 
     def begin(self, targets: Sequence[Target], source: WeightSource, *, version: int, ids: Sequence[int]) -> Transfer:
-        """Connect the engines that aren't connected yet, and let all of them receive.
+        """Connect the engines that aren't connected yet, let all of them receive, and return the transfer.
 
         Args:
-            source: of the layers that will be sent, which the caller iterates over.
-            ids: of the probe, which each engine computes in the end.
+            source: source of the layers, which the caller iterates over and sends.
+            ids: token ids of the probe, whose log-probabilities each engine computes at the end.
         """
         transfer = Transfer(version, ids, timeout=self._timeout)
         self._connect([t for t in targets if self._links.get(t.engine, ("",))[0] != t.peer.key], source, transfer)
@@ -97,7 +98,7 @@ class WeightSender:
         return transfer
 
     def _connect(self, targets: Sequence[Target], source: WeightSource, transfer: Transfer) -> None:
-        """Connect engines at the same time; one that can't be connected is broken in the transfer."""
+        """Connect engines at the same time. An engine that can't be connected is broken in the transfer."""
         opening: dict[int, tuple[Future, Future]] = {}
         pool = ThreadPoolExecutor(max(1, len(targets)))
         for target in targets:
@@ -142,7 +143,7 @@ class WeightSender:
 class Transfer:
     """One transfer of a policy's weights.
 
-    broken: engine -> why it gets no more layers.    nbytes: sent so far.
+    broken: why an engine gets no more layers, by its rank. nbytes: bytes sent so far.
     """
 
     def __init__(self, version: int, ids: Sequence[int], *, timeout: float):
@@ -162,11 +163,12 @@ class Transfer:
         self._open[target.engine] = (target, link, call)
 
     def send(self, layer: Tensors, shared: dict[str, Any] | None = None) -> None:
-        """Send a layer to every engine. It returns before the layer has arrived, and first waits for the one before. A layer without
-        tensors, which engines make themselves, isn't sent.
+        """Send a layer to every engine, after waiting for the previous one. It returns before the layer has arrived.
+
+        A layer without tensors, which engines make themselves, isn't sent.
 
         Args:
-            shared: the layer in the buffers of engines by ipc.
+            shared: vLLM's update info of the layer in the ranks' buffers, for engines that use ipc.
         """
         if not layer:
             return
@@ -198,7 +200,7 @@ class Transfer:
         self._sending = {}
 
     def answers(self) -> tuple[dict[int, Answer], dict[int, str]]:
-        """The answer of each engine that has the weights, and why the others haven't.
+        """Return the answer of each engine that has the weights, and why the other engines don't have them.
 
         Raises:
             Exception: an engine that still works refused the weights.
@@ -226,7 +228,7 @@ class Transfer:
 
 
 def _left(deadline: float) -> float:
-    """Seconds until a time of the monotonic clock, at least 0: lost engines are waited for at the same time, not one after the other."""
+    """Return the seconds until a time of the monotonic clock, at least 0. With a common deadline lost engines are waited for together."""
     return max(0.0, deadline - time.monotonic())
 
 

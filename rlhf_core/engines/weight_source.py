@@ -1,4 +1,4 @@
-"""The policy's weights as rollout engines get them: a layer at a time, under the names that engines know."""
+"""The policy's weights in the form in which rollout engines get them: a layer at a time, under the engines' names."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class MadeWeight:
-    """A weight that an engine makes of the one in its model's folder.
+    """A weight that an engine makes from the one in its model's folder.
 
-    scale, transposed: of its correction by `lora.corrected`, whose A and B are sent; None: it has none.
+    scale, transposed: arguments of `lora.corrected` for its correction, whose A and B are sent; scale None: it has no correction.
     """
 
     spec: TensorSpec
@@ -48,9 +48,9 @@ class MadeWeight:
 
 
 class WeightSource(Protocol):
-    """A policy's weights, of which some may be sent, and others made by engines.
+    """A policy's weights, of which some are sent and others are made by engines.
 
-    specs: of the tensors that are sent of each layer.    made: of each layer.
+    specs: specs of the tensors that are sent, by layer. made: weights that engines make, by layer.
     """
 
     @property
@@ -60,7 +60,7 @@ class WeightSource(Protocol):
     def made(self) -> list[list[MadeWeight]]: ...
 
     def layers(self, *, needed: bool = True) -> Iterator[Tensors]:
-        """What is sent of each layer."""
+        """Yield the tensors that are sent of each layer."""
         ...
 
 
@@ -68,20 +68,20 @@ class PolicySource:
     """The weights of a trained module, adapters merged, in the module's dtype.
 
     Args:
-        module: wraps a Hugging Face model as its `model`.
-        names: gives a layer's weights, which have the model's own names, the names that engines know.
+        module: module that wraps a Hugging Face model as its `model`.
+        names: function that renames a layer's weights from the model's own names to the engines'.
     """
 
     def __init__(self, module: nn.Module, names: Callable[[Tensors], Tensors]):
         self._module, self._names = module, names
 
     def layers(self, *, needed: bool = True) -> Iterator[Tensors]:
-        """The weights of each of `unit_layers`, valid until the next one.
+        """Yield the weights of each of `unit_layers`, valid until the next one.
 
-        A collective with ZeRO 3, which gathers a layer at a time: every rank iterates to the end.
+        With ZeRO 3 this is a collective that gathers a layer at a time, so every rank iterates to the end.
 
         Args:
-            needed: False: this rank only takes part in gathering, and every layer is empty.
+            needed: whether this rank needs the weights; otherwise it only takes part in gathering, and every layer is empty.
         """
         for units in unit_layers(self._module):
             with gathered(p for unit in units for p in unit.parameters):
@@ -89,7 +89,7 @@ class PolicySource:
 
     @cached_property
     def specs(self) -> list[list[TensorSpec]]:
-        """Those of each layer. Reads all layers, so it is a collective as `layers` is."""
+        """Specs of each layer's weights. Reads all layers, so it is a collective as `layers` is."""
         return [specs_of(layer) for layer in self.layers()]
 
     @property
@@ -98,10 +98,10 @@ class PolicySource:
 
 
 class KeptSource:
-    """A copy, in the host's memory, of what is sent of a policy.
+    """A copy, in the host's memory, of the tensors that are sent of a policy.
 
     Args:
-        source: of the policy; None: nothing is kept.
+        source: the policy's source; None: nothing is kept.
     """
 
     def __init__(self, source: WeightSource | None = None) -> None:
@@ -112,30 +112,30 @@ class KeptSource:
         self._layers.append({name: tensor.to("cpu", copy=True) for name, tensor in layer.items()})
 
     def layers(self, *, needed: bool = True) -> Iterator[Tensors]:
-        """As `PolicySource.layers`, without a collective."""
+        """Yield the layers as `PolicySource.layers` does, without a collective."""
         yield from self._layers
 
 
 def unit_layers(module: nn.Module) -> Iterator[list[WeightUnit]]:
-    """The units of each layer. What is before the layers counts as one, and so does what is after them."""
+    """Yield the units of each layer. Units before the layers count as one layer, and so do those after them."""
     for _, units in groupby(weight_units(module), key=lambda unit: layer_of(unit.name)):
         yield list(units)
 
 
 def own_weights(units: list[WeightUnit], *, merged: bool = True) -> Tensors:
-    """The weights of some units under the names of the wrapped model."""
+    """Return the weights of some units under the names of the wrapped model."""
     return {name.removeprefix("model."): value for unit in units for name, value in unit.weights(merged=merged).items()}
 
 
 def gathered(parameters: Iterable[nn.Parameter]) -> AbstractContextManager:
-    """Within it these parameters are whole with ZeRO 3, where it is a collective; without, they always are."""
+    """Make these parameters whole within the block. With ZeRO 3 this is a collective; otherwise they are whole anyway."""
     import deepspeed
 
     return deepspeed.zero.GatheredParameters(list(dict.fromkeys(parameters)))
 
 
 def adapter_names(name: str) -> tuple[str, str]:
-    """The names under which A and B of a weight are sent."""
+    """Return the names under which A and B of a weight are sent."""
     return f"{name}.lora_A", f"{name}.lora_B"
 
 
@@ -144,12 +144,12 @@ def specs_of(layer: Tensors) -> list[TensorSpec]:
 
 
 def by_size(tensors: Tensors) -> Tensors:
-    """Wider elements first, so that in one buffer each tensor begins at a multiple of its element's size."""
+    """Sort tensors by element size, widest first, so that in one buffer each begins at a multiple of its element's size."""
     return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
 
 
 def layer_of(name: str) -> tuple[str, ...] | None:
-    """The part of a module's name up to its first number, such as (model, layers, 3); None outside of layers."""
+    """Return the part of a module's name up to its first number, such as (model, layers, 3); None outside of layers."""
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     return None if number is None else tuple(parts[: number + 1])

@@ -1,4 +1,4 @@
-"""Weights packed for another process, and written into a vLLM model on the CPU."""
+"""Packs weights for another process, and writes weights into a vLLM model on the CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PackedTensor:
 
 
 def pack(state_dict: dict[str, torch.Tensor]) -> dict[str, PackedTensor]:
-    """Weights by name for another process, without a copy if they are on the CPU."""
+    """Pack weights by name for another process, without a copy if they are on the CPU."""
     import torch
 
     flat = {name: tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy() for name, tensor in state_dict.items()}
@@ -52,7 +52,9 @@ class Written:
 
 
 def replace_weights(model: torch.nn.Module, state_dict: dict[str, torch.Tensor]) -> bool:
-    """Write weights with Hugging Face names to a vLLM model on the CPU. False, without a change, if only vLLM's reload can do it."""
+    """Write weights with Hugging Face names to a vLLM model on the CPU. Return False, without a change, if only vLLM's reload can load
+    them.
+    """
     written = direct_writes(model, {name: tuple(tensor.shape) for name, tensor in state_dict.items()})
     if written is None:
         return False
@@ -62,8 +64,9 @@ def replace_weights(model: torch.nn.Module, state_dict: dict[str, torch.Tensor])
 
 
 def direct_writes(model: torch.nn.Module, shapes: dict[str, tuple[int, ...]]) -> list[Written] | None:
-    """The parameters into which weights of these names and shapes can be written as they are, each of them once. None: only vLLM's reload
-    can load them, which is slower for a small model.
+    """Return the parameters into which weights of these names and shapes can be written as they are, each of them once.
+
+    None if only vLLM's reload can load them, which is slower for a small model.
     """
     if type(model).__name__ not in STACKING_MODELS:
         return None
@@ -84,7 +87,7 @@ def direct_writes(model: torch.nn.Module, shapes: dict[str, tuple[int, ...]]) ->
 
 
 def write_weights(written: Iterable[Written], tensors: dict[str, torch.Tensor]) -> None:
-    """Write the tensors into these parameters. Each layer packs its weights again for its matrix products, as at loading."""
+    """Write tensors into these parameters. Each layer packs its weights again for its matrix products, as at loading."""
     modules = []
     for parameter in written:
         _set(parameter.module, parameter.name, [tensors[name] for name in parameter.weights])
@@ -94,8 +97,9 @@ def write_weights(written: Iterable[Written], tensors: dict[str, torch.Tensor]) 
 
 
 def pack_experts_at_next_load(model: torch.nn.Module) -> None:
-    """Make vLLM's next reload pack the experts of a mixture for the CPU, as at the first load. Otherwise vLLM takes an existing kernel as a
-    sign that the experts are packed, and leaves new ones unpacked.
+    """Make vLLM's next reload pack the experts of a mixture for the CPU, as at the first load.
+
+    Otherwise vLLM takes an existing kernel as a sign that the experts are packed, and leaves new ones unpacked.
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -104,8 +108,10 @@ def pack_experts_at_next_load(model: torch.nn.Module) -> None:
 
 
 def pack_tied_weights(model: torch.nn.Module) -> None:
-    """Update a layer's packed weight, which some CPUs use. vLLM packs when a layer is loaded, which doesn't happen for a head that shares
-    its weight with the embedding. A layer that only needs the packed weight has an empty plain one.
+    """Update the packed weight, which some CPUs use, of layers that share their weight.
+
+    vLLM packs when a layer is loaded, which doesn't happen for a head that shares its weight with the embedding. A layer that only needs
+    the packed weight has an empty plain one.
     """
     by_storage: dict[int, list[torch.nn.Module]] = {}
     for module in model.modules():
@@ -125,7 +131,7 @@ def process_weights(module: torch.nn.Module) -> None:
 
 
 def _fits(module: torch.nn.Module, name: str, shapes: list[tuple[int, ...]]) -> bool:
-    """Whether the vertically stacked tensors have a parameter's shape. A layer may keep its weight in packed form only."""
+    """Return whether the vertically stacked tensors have a parameter's shape. A layer may keep its weight in packed form only."""
     shape = getattr(module, name).shape
     if name == "weight" and hasattr(module, "output_partition_sizes"):
         shape = (module.output_size_per_partition, module.input_size_per_partition)

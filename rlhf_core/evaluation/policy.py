@@ -23,6 +23,7 @@ from rlhf_core.evaluation.answers import (
 from rlhf_core.evaluation.figures import by_prompt, differences, summarize, win_rate
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.sampling.scoring import LocalScorers
+from rlhf_core.scorers.needs import try_services
 
 if TYPE_CHECKING:
     from rlhf_core.stage.training import TrainRun
@@ -59,13 +60,16 @@ def answer_prompts(
 ) -> Answers:
     """Answers of every model in every mode, scored and judged.
 
-    Responses end where rollouts end: at an end token or a string of rl.rollout.stop.
+    Answers end at an end token or a string of `Params.evaluation_stop`.
 
     Args:
         rows: of the use prompt, held out.
         folders: model's name -> its folder, for "sft" and "policy".
         gate_texts: canonical texts of the gate's conversations.
+    Raises:
+        ValueError: a service that scores doesn't answer as it should.
     """
+    try_services(params.evaluation_scorers[1])
     config = params.evaluation
     tokenizers = {name: load_tokenizer(str(folder), trust_remote_code=params.model.trust_remote_code) for name, folder in folders.items()}
     longest = params.model.max_length - config.max_new_tokens
@@ -74,16 +78,16 @@ def answer_prompts(
     samples = sample_answers(
         models,
         config,
-        backend=params.rl.rollout.backend,
+        backend=params.evaluation_backend,
         model=params.model,
         max_concurrent_sequences=MAX_CONCURRENT_SEQUENCES,
         threads=params.cluster.threads,
         seed=params.seed,
         seeds=request_seeds(params.seed, 0, len(prompts["sft"])),
-        stop=tuple(params.rl.rollout.stop),
+        stop=tuple(params.evaluation_stop),
         ranks_per_model=params.cluster.inference_ranks_per_model,
     )
-    scorers = LocalScorers(params.evaluation_scorers, reward_model=reward_model, source_judges=source_judges, model=params.model)
+    scorers = LocalScorers(params.evaluation_scorers[1], reward_model=reward_model, source_judges=source_judges, model=params.model)
     return score_answers(models, samples, scorers, source_judges)
 
 

@@ -134,11 +134,16 @@ def _halves(most: int, fewest: int) -> Iterator[int]:
         yield most
 
 
-def device_settings(model: ModelFacts, machine: MachineFacts) -> Settings:
-    """Settings that follow from the device: number format, cores, and on a CPU PyTorch rollouts for a small model."""
+def device_settings(model: ModelFacts, machine: MachineFacts, *, rl: bool) -> Settings:
+    """Settings that follow from the device: number format, cores, and on a CPU sampling by PyTorch for a small model.
+
+    Args:
+        rl: the policy is trained by RL, whose engine the evaluation shares.
+    """
     if machine.memory.gpus:
         return {"model.dtype": "bfloat16"}
     small = model.parameters is not None and model.parameters <= SMALL
     cores = {} if machine.cores is None else {"cluster.threads": machine.cores}
     dtype = "bfloat16" if has_amx() and not small else "float32"
-    return {"model.dtype": dtype, "rl.rollout.backend": "pytorch" if small else "vllm", **cores}
+    backend = {"rl.rollout.backend" if rl else "evaluation.backend": "pytorch"} if small else {}
+    return {"model.dtype": dtype, **backend, **cores}

@@ -12,7 +12,7 @@ SOLVES_FROM = 400_000_000  # parameters
 COMPARED = 0.9  # share of the labels that a scorer must be able to compare
 NO_VERDICT = (
     "no verdict on the answers, because nothing judges them: the report has curves and samples; for a verdict set reward.enabled=true, "
-    "whose reward model then scores both models' answers, or give the source a judge or the chain a scorer (docs/scorers.md)"
+    "whose reward model then scores both models' answers, give the source a judge, or name a scorer in evaluation.scorers (docs/scorers.md)"
 )
 
 

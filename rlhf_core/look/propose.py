@@ -98,7 +98,7 @@ def propose(found: Inspection, data: DataFacts, model: ModelFacts, machine: Mach
     settings |= _of_choice(choice) | {"data.sources": [recipe.plain(source)], "evaluation.max_new_tokens": lengths.new_tokens}
     settings |= {"rl.rollout.max_new_tokens": lengths.new_tokens} if choice.name == "grpo" else {}
     params = _applied(given.text, settings)
-    settings |= device_settings(model, machine) | _small_models_rates(choice, model, given)
+    settings |= device_settings(model, machine, rl=choice.name == "grpo") | _small_models_rates(choice, model, given)
     schedule = propose_schedule(data, choice, machine, params)
     settings |= schedule.settings
     params = _applied(given.text, settings)

@@ -104,7 +104,7 @@ def check_external(params: Params, tokenizer: PreTrainedTokenizerBase) -> None:
 
     Raises:
         ValueError: its tokenizer, its template, its architecture or the names of its weights aren't those of the model at `model.path`;
-            for adapters, those of the model that they belong to, or they can't be merged.
+            or, for adapters, of the model to which they belong; or adapters can't be merged.
     """
     external, model = params.external, params.model
     tokenizer_of_policy(external.path, tokenizer, model, own_template=external.own_template)
@@ -116,10 +116,10 @@ def check_external(params: Params, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def check_rl_job(params: Params, gpus: int) -> None:
-    """Check what is known of the RL job before the chain trains anything; the job itself checks the same.
+    """Check what is known of the RL job before the chain trains anything. The job itself checks it again.
 
     Args:
-        gpus: of this machine, which is the job's cluster without cluster.address.
+        gpus: number of GPUs of this machine, which is the job's cluster unless cluster.address is set.
     Raises:
         ValueError: an engine can't divide the model over its GPUs, the machine has too few, or weights can't travel as set.
     """
@@ -131,7 +131,7 @@ def check_rl_job(params: Params, gpus: int) -> None:
 
 
 def check_turns(params: Params, gpus: int) -> None:
-    """Check that the RL job's engines can take turns with its trainer, if they shall. Imports vLLM, after it has been tried.
+    """Check that the RL job's engines can take turns with its trainer, if params ask for it. Imports vLLM, after it has been tried.
 
     Raises:
         ValueError: this machine, which is the job's cluster, has a build of vLLM that can't.
@@ -144,10 +144,10 @@ def check_turns(params: Params, gpus: int) -> None:
 def try_ready_made(scorer: ScorerConfig, model: ModelConfig, folder: Path | None = None) -> Finding:
     """Compare a reward model's scores here with its own forward pass of each sequence alone, on a small copy.
 
-    Returns the largest difference, or the reason why there is no score.
+    The finding has the largest difference, or the reason why there is no score.
 
     Args:
-        folder: None: that of the scorer.
+        folder: folder of the reward model; None: the scorer's.
     """
     column = f"scorer {scorer.name}" if folder is None else "reward.path"
     try:
@@ -189,21 +189,23 @@ def adapters(params: Params) -> tuple[LoraConfig, ...]:
 
 
 def backends(params: Params) -> dict[str, RolloutBackend]:
-    """The sampling backend by its key in params.yaml: for RL and evaluation, and for rejection sampling if that is the method."""
-    found = {"rl.rollout.backend": params.rl.rollout.backend}
+    """Return the sampling backends by their keys in params.yaml: for the evaluation, and for a method that samples."""
+    found = {"rl.rollout.backend" if params.evaluation.backend is None else "evaluation.backend": params.evaluation_backend}
+    if params.alignment.method == "rl":
+        found["rl.rollout.backend"] = params.rl.rollout.backend
     if params.alignment.method == "rejection_sampling":
         found["rejection_sampling.sampling.backend"] = params.rejection_sampling.sampling.backend
     return found
 
 
 def scorers(params: Params) -> list[ScorerConfig]:
-    """Scorers of RL and evaluation, and of rejection sampling if it is the method; the first of each name."""
-    further = params.rejection_sampling.scorers if params.alignment.method == "rejection_sampling" else []
-    return list({scorer.name: scorer for scorer in [*further, *params.evaluation_scorers]}.values())
+    """Scorers of the method and the evaluation; those that differ in their weight or normalisation alone once."""
+    used = [scorer for scorers in params.scorers_in_use.values() for scorer in scorers]
+    return list({(s.name, s.kind, s.path, s.label, s.url): s for s in used}.values())
 
 
 def title(finding: Finding) -> str:
-    """The name of a part of the pipeline in messages."""
+    """Return what messages call a part of the pipeline."""
     return TITLES.get(finding.column, finding.column)
 
 
@@ -212,7 +214,7 @@ def verdict(finding: Finding) -> str:
 
 
 def message(model: str, finding: Finding, params: Params) -> str:
-    """A refusal that says what was expected, what was found, and which key to set."""
+    """Return a refusal that says what was expected, what was found, and which key to set."""
     keys = " and ".join(key for key, backend in backends(params).items() if backend == finding.column)
     remedies = REMEDIES | {"vllm": f"set {keys} to pytorch", "pytorch": f"set {keys} to vllm"}
     if finding.refusal.startswith(ENGINES):

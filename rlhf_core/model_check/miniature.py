@@ -32,7 +32,7 @@ def cut_config(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Pretr
     """The configuration of a small copy of a language model.
 
     Raises:
-        ValueError: the model's folder is not whole, its library can't build it, or it has fewer positions than model.max_length.
+        ValueError: the model's folder lacks a file, its library can't build the model, or it has fewer positions than model.max_length.
     """
     if config.path is None:
         shape = config.architecture.model_copy(update={"layers": min(LAYERS, config.architecture.layers)})
@@ -54,9 +54,9 @@ def smaller(config: PretrainedConfig, *, kind: type = AutoModelForCausalLM, trus
     """A model's configuration with fewer layers, fewer token ids and narrower feed-forward layers.
 
     Args:
-        kind: what the model is built with.
+        kind: class that builds the model.
     Raises:
-        ValueError: its library can't build it.
+        ValueError: its library can't build the model.
     """
     with refusals(config.name_or_path or config.model_type), torch.device("meta"):
         kinds = layer_signatures(kind.from_config(config, trust_remote_code=trust_remote_code))
@@ -104,7 +104,7 @@ def _id_within(value: int | list[int]) -> int | list[int]:
 
 
 def random_model(config: PretrainedConfig, *, seed: int, labels: int | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A causal language model of a configuration, or with `labels` a sequence classifier of so many; float32, on the CPU.
+    """Return a causal language model of a configuration, or with `labels` a sequence classifier with this many; float32, on the CPU.
 
     The weights are larger than fresh ones, which give nearly the same probability to every token, have no biases, and so hide mistakes.
     """

@@ -58,7 +58,7 @@ log = logging.getLogger("rlhf")
 class Finding:
     """Result of one column.
 
-    difference: the largest, in nats; for rewards, in units of the score. None: there is no number.
+    difference: the largest difference, in nats; for rewards, in units of the score. None: it couldn't be computed.
     refusal: why the column can't be computed, or is wrong; None: it is right.
     note: a remark for the reader.
     """
@@ -74,7 +74,7 @@ class TrialSettings:
     """How the model would be trained and sampled from.
 
     max_length: tokens of the longest sequence in the trial.
-    dpo: its loss is used; any works.
+    dpo: section whose loss is used.
     """
 
     max_length: int
@@ -92,7 +92,7 @@ class Trial:
 
     Args:
         language_model: a small model in float32 on the CPU (miniature.py).
-        scalar_model: makes one with a scalar head.
+        scalar_model: function that makes a small model with a scalar head.
         scratch: a folder for saved models.
     """
 
@@ -128,7 +128,7 @@ class Trial:
         return self._trained("sft", self._sft_step, lora=None)
 
     def _lora(self) -> Finding:
-        """The largest difference over all adapters."""
+        """Return the finding with the largest difference over all adapters."""
         found = [self._trained("lora", self._sft_step, lora=lora) for lora in self._settings.loras]
         return max(found, key=lambda finding: finding.difference)
 
@@ -175,7 +175,7 @@ class Trial:
         return judged("reward", largest(ours, plain))
 
     def _shared_prefix(self) -> Finding:
-        """Finds whether prefixes are shared, and the difference that it makes. Without sharing, training is only slower."""
+        """Find whether prefixes are shared, and the difference that sharing makes. Without sharing, training is only slower."""
         if not self._shares_prefix:
             return Finding("shared_prefix", note=OFF)
         beginning = self.sequences[0][: self._settings.max_length // 2]
@@ -194,7 +194,7 @@ class Trial:
         return self._sampled("pytorch")
 
     def _sampled(self, backend: RolloutBackend) -> Finding:
-        """The largest difference of a rollout engine's log-probabilities, for its first model and after each update."""
+        """Return the largest difference of a rollout engine's log-probabilities, for its first model and after each update."""
         settings = self._settings
         rollouts = open_engine(
             backend,
@@ -238,7 +238,7 @@ class Trial:
 
     @cached_property
     def _shares_prefix(self) -> bool:
-        """Whether the model shares prefixes; probed before training, since an engine leaves hooks on the model."""
+        """Whether the model shares prefixes. It is probed before training, since an engine leaves hooks on the model."""
         return shares_prefixes(self._load(), device=device(), max_length=self._settings.max_length)
 
     # Helpers
@@ -309,14 +309,14 @@ def judged(column: str, difference: float, *, note: str | None = None) -> Findin
 
 
 def refused(column: str, error: Exception) -> Finding:
-    """A finding with an exception's first line."""
+    """Return a finding whose refusal is an exception's first line."""
     log.debug("%s", column, exc_info=error)
     reason = (str(error).strip() or "no reason given").splitlines()[0]
     return Finding(column, refusal=shown(reason if isinstance(error, ValueError) else f"{type(error).__name__}: {reason}", 600))
 
 
 def largest(ours: torch.Tensor, plain: torch.Tensor) -> float:
-    """The largest difference; infinite where a number is missing."""
+    """Return the largest difference; infinite if a number is missing."""
     difference = (ours - plain).abs().max()
     return float(difference) if bool(difference.isfinite()) else float("inf")
 
@@ -325,7 +325,7 @@ def largest(ours: torch.Tensor, plain: torch.Tensor) -> float:
 def plain_logprobs(
     folder: Path, sequences: list[list[int]], *, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
-    """Log-probability of each token but the first, by transformers alone: whole logits, one sequence at a time."""
+    """Return the log-probability of each token but the first, by transformers alone: whole logits, one sequence at a time."""
     load_options = {"trust_remote_code": trust_remote_code, "dtype": dtype}
     model = AutoModelForCausalLM.from_pretrained(folder, **load_options).to(device()).eval()
     found = []
@@ -345,7 +345,7 @@ def _scores(folder: Path, sequences: list[list[int]], *, trust_remote_code: bool
 
 
 def random_sequences(vocabulary: int, longest: int, *, seed: int) -> list[list[int]]:
-    """Four sequences of random ids, from the longest allowed to a short one; the lowest ids, often special tokens, are left out."""
+    """Return four sequences of random ids, from the longest allowed to a short one. The lowest ids, often special tokens, are left out."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [longest, max(2, 2 * longest // 3), max(2, longest // 2), min(SHORTEST, longest)]
     return [torch.randint(min(8, vocabulary - 1), vocabulary, (n,), generator=generator).tolist() for n in lengths]

@@ -154,10 +154,11 @@ def _pays(row: Branches, limit: float) -> bool:
 
 
 def collate_branches(rows: list[Branches], *, pad_id: int, every_token: bool = False) -> TokenBatch:
-    """Rows padded to [B, T], with the last token of each branch selected, row by row, or with every token of each branch selected.
+    """Return rows padded to [B, T]. The last token of each branch is selected, row by row, or with `every_token` all tokens of each branch.
 
     Args:
-        every_token: for log-probabilities. A branch's first token is predicted by the last token of the prefix, so every row needs one.
+        every_token: select every token of each branch, for log-probabilities. The prefix's last token predicts a branch's first one, so
+            every row needs a prefix.
     """
     assert all(row.prefix for row in rows) or not every_token
     lengths, prefixes = torch.tensor([len(row) for row in rows]), torch.tensor([len(row.prefix) for row in rows])

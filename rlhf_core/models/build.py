@@ -83,7 +83,7 @@ def load_language_model(
     """A causal language model from a Hugging Face name or folder (safetensors only).
 
     Args:
-        training_dtype: of the weights, whatever the files have. Buffers keep transformers' dtype.
+        training_dtype: dtype of the weights, whatever dtype the files have. Buffers keep transformers' dtype.
         max_length: tokens of the chain's longest sequence, if the chain starts from this model: see `fix_frequencies`.
     Raises:
         ValueError: the folder holds no such model, or an incomplete one.
@@ -230,8 +230,9 @@ def _check_linear_score(path: Path, *, trust_remote_code: bool) -> None:
 
 
 def load_scalar_model(path: str | Path, *, trust_remote_code: bool = False, training_dtype: str = "float32") -> PreTrainedModel:
-    """A reward model or critic in training_dtype: a Hugging Face sequence classifier (safetensors only), with one label where none are
-    named.
+    """Return a reward model or critic in training_dtype from a Hugging Face sequence classifier (safetensors only).
+
+    It has one label if the folder names none.
 
     Raises:
         ValueError: the folder holds no such model, or an incomplete one.

@@ -57,9 +57,9 @@ class CardFacts:
     """Facts about a model that a stage made.
 
     kind: one of KINDS. method: how it was trained, such as dpo or rl. base: `model.path`; None: weights from nothing.
-    params: what of params.yaml the stage depends on. sources: data/prepared/sources.json.
-    inputs: path of each input that counts -> its md5 in dvc.lock. gate: metrics/gate.json, where the method asks the reward model.
-    figures: of the stage's metrics, those that describe the model. notes: further sentences.
+    params: the part of params.yaml on which the stage depends. sources: content of data/prepared/sources.json.
+    inputs: md5 in dvc.lock of each input that counts, by its path. gate: content of metrics/gate.json, if the method uses the reward model.
+    figures: metrics of the stage that describe the model. notes: further sentences.
     """
 
     kind: str
@@ -129,7 +129,7 @@ def split_card(text: str) -> tuple[dict[str, Any], str]:
     """The metadata and the body of a card.
 
     Raises:
-        ValueError: it begins with none.
+        ValueError: it doesn't begin with metadata.
     """
     parts = re.match(r"---\n(.*?)---\n\n?(.*)", text, re.DOTALL)
     if parts is None:

@@ -32,8 +32,8 @@ def locate_model(path: str, revision: str | None = None, *, key: str = "model.pa
     A local folder is found as `locate` does. For a Hugging Face name it is the one in the hub's cache, fetched if the hub may be used.
 
     Args:
-        revision: of the Hugging Face name; None: the cached one, or else the newest.
-        key: of params.yaml that names the model.
+        revision: revision of the Hugging Face name; None: the cached one, or else the newest.
+        key: key of params.yaml that names the model.
     Returns:
         The folder; or the unchanged name if it isn't cached and the hub may not be used, which the library then refuses.
     Raises:
@@ -84,10 +84,10 @@ def has_weights(folder: Path) -> bool:
 
 
 def check_model_folder(path: str | Path, *, weights: bool = True) -> None:
-    """Check a folder with a model. The library checks the name of a model on a hub.
+    """Check a folder with a model. The name of a model on a hub isn't checked here, but by the library that loads it.
 
     Args:
-        weights: whether there must be some; false: those that are there are checked.
+        weights: whether the folder must have weights; otherwise only those that it has are checked.
     Raises:
         ValueError: naming the file that is missing, truncated, outside the folder or not a safetensors file; or the method by which the
             weights are quantized.

@@ -185,7 +185,7 @@ class ScalarModule(nn.Module):
     Raises:
         ValueError: the model gives no score, or several and none is chosen.
 
-    split: as of `PolicyModule`.
+    split: as for `PolicyModule`.
     """
 
     split: SequenceSplit | None = None

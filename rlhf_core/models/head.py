@@ -67,7 +67,7 @@ def logit_rule(model: PreTrainedModel, hidden_states: Callable[[torch.Tensor], t
     """The rule by which the model's logits follow from its hidden states, tried on a few tokens; None if no known rule does.
 
     Args:
-        hidden_states: of token ids [1, T] the trunk's output [T, H], computed as in training.
+        hidden_states: function from token ids [1, T] to the trunk's output [T, H], computed as in training.
     Raises:
         ValueError: the model gives no logits for each token of a sequence.
     """
@@ -170,10 +170,10 @@ def head_logprobs(
     """The `token_logprobs` of the logits that the rule makes of the head's output, and their `token_entropy` without a gradient.
 
     Args:
-        weight: [V, H], of the head.
+        weight: [V, H], the head's weight.
         hidden: [N, H]; bfloat16 and float16 are projected as they are, and the logits computed with in float32.
         token_ids: [N] int64.
-        keep: probabilities may be kept for the backward pass.
+        keep: whether probabilities may be kept for the backward pass.
     Returns:
         [N], and [N] or None.
     """
@@ -236,7 +236,7 @@ def piece_rows(num_rows: int, weight: torch.Tensor, *, at_most: int | None = Non
     """The number of rows to multiply together by a weight [width, inputs]; at least one.
 
     Args:
-        at_most: so many rows where the cache doesn't matter, as on a GPU; None: all.
+        at_most: number of rows if the cache doesn't matter, as on a GPU; None: all rows.
     """
     if weight.device.type == "cpu" and 4 * weight.numel() <= CACHED_BYTES:
         return max(32, CACHED_BYTES // (4 * len(weight)) // 32 * 32) * torch.get_num_threads()

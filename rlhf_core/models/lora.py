@@ -100,11 +100,11 @@ class Adapter(NamedTuple):
 class WeightUnit(NamedTuple):
     """A part of a module's weights that depends on no other part.
 
-    name: of its layer or module.
-    parameters: those that must be whole for it.
-    weights: gives the part of the state dict, with the correction added unless `merged=False`, without a copy of what isn't adapted or
-        quantized.
-    adapter: None: the part isn't adapted.
+    name: name of its layer or module.
+    parameters: parameters that must be whole to compute it.
+    weights: function that returns the part of the state dict, with the correction added unless `merged=False`. Tensors that are neither
+    adapted nor quantized aren't copied.
+    adapter: the part's adapter; None: it isn't adapted.
     """
 
     name: str
@@ -114,10 +114,10 @@ class WeightUnit(NamedTuple):
 
 
 def weight_units(module: nn.Module) -> Iterator[WeightUnit]:
-    """A module's weights with every correction added, under the names without adapters; the module itself doesn't change.
+    """Yield the parts of a module's weights, under the names without adapters. The module itself doesn't change.
 
-    Sums are computed in float32 and rounded once to the weight's dtype. Quantized layers give their dequantized matrices. Without adapters
-    all units together are `module.state_dict()`.
+    Each part has the correction added. Sums are computed in float32 and rounded once to the weight's dtype. Quantized layers give their
+    dequantized matrices. Without adapters all units together are `module.state_dict()`.
 
     Yields:
         An adapted layer, or a module without its children, in the order of the state dict.
@@ -197,7 +197,7 @@ def corrected(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, scale: 
 
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """Context in which the module computes without its corrections and without dropout, as before training. For inference only."""
+    """Let the module compute without its corrections and without dropout within the block, as before training. For inference only."""
     layers, training = _adapted(module).values(), [part for part in module.modules() if part.training]
     for layer in layers:
         layer.enable_adapters(False)
@@ -263,8 +263,9 @@ def _is_linear(kind: type) -> bool:
 
 
 def _read_by_parent(model: PreTrainedModel, name: str) -> bool:
-    """Whether a layer is part of a state-space mixer, or of torch's attention (vision towers), that may read its weight directly, which
-    would ignore a correction of its output.
+    """Return whether a layer's parent may read its weight directly, so that a correction of the layer's output would be ignored.
+
+    This holds in state-space mixers and in torch's attention (vision towers).
     """
     path, _, own = name.rpartition(".")
     parent = model.get_submodule(path)
@@ -327,7 +328,7 @@ def dequantized_state(module: nn.Module, state: dict[str, torch.Tensor], *, pref
     """The dequantized matrices of the module's quantized layers, in a dtype and by their names in the state dict.
 
     Args:
-        prefix: of the module's names in the state dict.
+        prefix: prefix of the module's names in the state dict.
     """
     layers = {f"{prefix}{name}".removesuffix("."): part for name, part in module.named_modules() if isinstance(part, QuantizedLinear)}
     matrices = {f"{name}.weight": layer.dequantized().to(dtype) for name, layer in layers.items() if f"{name}.weight" in state}

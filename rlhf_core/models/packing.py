@@ -23,7 +23,7 @@ from rlhf_core.models.batch import TokenBatch
 class PackedRow:
     """A batch packed into one row.
 
-    batch: one row [1, N] of the tokens that a batch [B, T] needs. index: [B, T] int64, where in the row each of them is.
+    batch: one row [1, N] of the tokens that a batch [B, T] needs. index: [B, T] int64, position of each of them in the row.
     """
 
     batch: TokenBatch
@@ -47,12 +47,12 @@ def packs(model: PreTrainedModel, batch: TokenBatch) -> bool:
 
 
 def pack(batch: TokenBatch, rows: torch.Tensor, positions: torch.Tensor, *, routed: torch.Tensor | None = None) -> PackedRow:
-    """A plain batch packed into one row.
+    """Pack a plain batch into one row.
 
     The row has each sequence's tokens up to the last one that is needed, and none where none is.
 
     Args:
-        rows, positions: [N], of the tokens whose hidden states are needed.
+        rows, positions: [N], places of the tokens whose hidden states are needed.
         routed: [B, T] bool, further tokens that are needed.
     """
     needed = torch.zeros_like(batch.selected).index_put((rows, positions), torch.tensor(True, device=rows.device))

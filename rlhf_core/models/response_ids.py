@@ -40,7 +40,7 @@ class End(NamedTuple):
 class Behind(NamedTuple):
     """The ids of a turn and its end that follow a prompt.
 
-    ids: follow the prompt's ids.
+    ids: ids that follow the prompt's.
     joined: None, or the prompt's ids at its end, and `ids`, as the tokenizer gives them for the whole conversation: it joins characters of
         the prompt with those of the turn.
     before: how many of the prompt's ids `joined` replaces.
@@ -105,15 +105,15 @@ NO_END = End("", ())
 def ids_behind(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], turns: Sequence[Turn], end: End, *, prompt_ids: Mapping[str, list[int]]
 ) -> list[Behind]:
-    """The ids of each turn and its end that follow its prompt.
+    """Return the ids of each turn and its end that follow its prompt.
 
     Special tokens in a response are plain text, except tags of thoughts. Where the prompt's ids aren't the beginning of the whole
     conversation's, the turn has ids that decode to its text behind the prompt's.
 
     Args:
-        prompts: of the turns.
-        end: follows each turn that isn't `ended`.
-        prompt_ids: of each prompt.
+        prompts: the prompt of each turn.
+        end: end that follows each turn that isn't `ended`.
+        prompt_ids: ids of each prompt.
     """
     contexts = _contexts(tokenizer, prompt_ids)
     keys = [(contexts[prompt], turn) for prompt, turn in zip(prompts, turns, strict=True)]
@@ -132,11 +132,11 @@ def ids_behind(
 def response_text(
     tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response_ids: Sequence[int], *, special: bool = False
 ) -> str:
-    """The text of a response's ids as it stands after the prompt. By itself, decoders may strip a space from its beginning.
+    """Return the text of a response's ids as it stands after the prompt. Decoded alone, a response may lose a space at its beginning.
 
     Args:
-        special: with special tokens, which are left out otherwise. So is then what the template writes before every answer, such as the
-            name of a channel.
+        special: keep special tokens. Otherwise they are left out, and so is the text that the template writes before every answer, such as
+            the name of a channel.
     """
     header = () if special else _header_ids(tokenizer, tokenizer.chat_template)
     if header and tuple(response_ids[: len(header)]) == header:
@@ -160,7 +160,7 @@ def keeps_borders(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 @lru_cache(maxsize=8)
 def _keeps_borders(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """`template` is only the cache's key."""
+    """Compute `keeps_borders`; `template` is only part of the cache's key."""
     prompt, end = render(tokenizer, [{"role": "user", "content": QUESTION}], waits=True), scored_end(tokenizer)
     ids = {prompt: next(encode_texts(tokenizer, [prompt]))[1]}
     turns = [Turn("", word + ANSWER) for word in ("", *WORDS)]
@@ -185,7 +185,7 @@ def _header_ids(tokenizer: PreTrainedTokenizerBase, template: str | None) -> tup
 
 @lru_cache(maxsize=8)
 def _traits(tokenizer: PreTrainedTokenizerBase, size: int) -> _Traits:
-    """`size` is only the cache's key: tokens may be added."""
+    """Return how the tokenizer treats special tokens; `size` is only part of the cache's key, since tokens may be added."""
     tokens = tokenizer.added_tokens_decoder
     added = {number: token.content for number, token in tokens.items()}
     special = {number for number, token in tokens.items() if token.special and token.content not in (OPEN, CLOSE)}
@@ -265,7 +265,7 @@ def _piece_behind(tokenizer: PreTrainedTokenizerBase, base: str, base_ids: list[
 
 
 def _kept(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], text: str, *, split: bool = True) -> list[int]:
-    """The ids that decode to the text after those `before`; by default with special tokens as plain text."""
+    """Return ids that decode to the text after the ids `before`; unless `split` is False, special tokens in it are plain text."""
     for start in STARTS:
         whole, begun = _plain(tokenizer, start + text, split=split), _plain(tokenizer, start, split=split)
         ids = whole[len(begun) :]
@@ -275,5 +275,5 @@ def _kept(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], text: str, 
 
 
 def _plain(tokenizer: PreTrainedTokenizerBase, text: str, *, split: bool = True) -> list[int]:
-    """The ids of a text by itself. split: special tokens in it are plain text."""
+    """Return the ids of a text by itself. With `split`, special tokens in it are plain text."""
     return next(encode_texts(tokenizer, [text], split_special_tokens=split))[1]

@@ -19,7 +19,7 @@ def check_rows(tokenizer: PreTrainedTokenizerBase, rows: int, *, subject: str) -
     Further tokens without a row, as for pictures in Gemma 3, may stay if no text contains them.
 
     Args:
-        rows: of the embedding.
+        rows: number of rows of the embedding.
         subject: what the tokenizer belongs to, for the message.
     Raises:
         ValueError: naming the tokens without a row.

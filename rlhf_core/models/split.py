@@ -26,18 +26,18 @@ from rlhf_core.models.packing import pack, packs
 class SequenceSplit(Protocol):
     """The group of ranks that share each sequence.
 
-    size: ranks of the group. index: of this rank among them.
+    size: number of ranks in the group. index: this rank's number among them.
     """
 
     size: int
     index: int
 
     def joined(self, values: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """Values [N] of all ranks, on every rank; differentiable with respect to this rank's own.
+        """Return the values [N] of all ranks, on every rank; differentiable with respect to this rank's own.
 
         Args:
-            values: [n], this rank's.
-            own: [N] bool, which n of all are this rank's. Each of the N belongs to one rank.
+            values: [n], this rank's values.
+            own: [N] bool, which of all values are this rank's n. Each value belongs to one rank.
         """
         ...
 
@@ -46,8 +46,8 @@ class SequenceSplit(Protocol):
 class OwnColumns:
     """The part of a batch that a rank computes.
 
-    input_ids: [B, T / s]. arguments: of the model's forward; masks and lengths are those of whole rows, as attention sees them.
-    rows, positions: [n], of the needed hidden states, in these columns. own: [N] bool, which of all needed ones these are.
+    input_ids: [B, T / s]. arguments: arguments of the model's forward; masks and lengths are those of whole rows, as attention sees them.
+    rows, positions: [n], places of the needed hidden states in these columns. own: [N] bool, which of all needed ones they are.
     """
 
     input_ids: torch.Tensor

@@ -199,7 +199,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, w
     """The conversation as the template writes it.
 
     Args:
-        waits: with the generation prompt.
+        waits: whether the generation prompt is added.
 
     Raises:
         Unrenderable: the template doesn't take the conversation, or would leave out its calls of tools.
@@ -294,8 +294,9 @@ def _split(body: str, response: str) -> Turn:
 
 
 def _behind(prompt: str, response: str) -> str:
-    """The turn for a response after a generation prompt that the template's rendering doesn't continue. The prompt may open or close
-    thoughts.
+    """Return the turn for a response after a generation prompt that the template's rendering doesn't continue.
+
+    The prompt may open or close thoughts.
     """
     if prompt.rstrip().endswith(OPEN):
         newline = "" if prompt.endswith("\n") else "\n"
@@ -319,7 +320,7 @@ def _with_thoughts(turn: Turn) -> Turn:
 
 @lru_cache(maxsize=8)
 def _end(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, TurnEnd, tuple[str, str]]:
-    """The text and ids that follow an assistant's last response, and `end_texts`. Here and below `template` is only the cache's key."""
+    """Return the text and ids that follow an assistant's last response, and `end_texts`. `template` is only part of the cache's key."""
     whole = render(tokenizer, [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}], waits=False)
     before, found, text = whole.rpartition(ANSWER)
     if not found:

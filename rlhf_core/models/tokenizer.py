@@ -129,7 +129,7 @@ def pretrained_tokenizer(config: ModelConfig, *, weights: bool = True) -> PreTra
     """The tokenizer of the model at `config.path`, whose folder is checked first; None if params name no model.
 
     Args:
-        weights: whether the folder must have them.
+        weights: whether the folder must have weights.
     """
     use_all_cores()
     if config.path is None:

@@ -1,9 +1,9 @@
-"""Estimate memory and time of online RL on a cluster: python -m rlhf_core.planning [--gpu h100 --gpus 16 --model llama3-8b ...].
+"""Estimate the memory and time of online RL on a cluster: python -m rlhf_core.planning [--gpu h100 --gpus 16 --model llama3-8b ...].
 
-With --stages: the memory of each stage of params.yaml, as the preflight counts it, on this machine or on --gpus of a kind.
+With --stages it estimates the memory of each stage of params.yaml, as the preflight does, on this machine or on --gpus of a kind.
 
-Options that aren't given come from params.yaml: the model's shape, lengths, batches and roles. The best placement of each layout is
-printed, and the best of these as settings to paste. The exit code is 1 if none fits.
+Options that aren't given come from params.yaml: the model's shape, lengths, batches and roles. The output has the best placement of each
+layout, and settings for the best of these. The exit code is 1 if no placement fits.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def params_of(arguments: argparse.Namespace) -> tuple[Params, dict[str, Any]]:
-    """params.yaml with recipes, --set and the options of the workload laid over it, and all these overrides. Nothing is written."""
+    """Return params.yaml with recipes, --set and the options of the workload laid over it, and these overrides by their keys."""
     text, subject = read_text(arguments.params), str(arguments.params)
     overrides = with_recipes(arguments.recipe, dict(map(parse_assignment, arguments.assignments)))
     params = overridden(text, overrides, subject=subject, complete=False)[1]
@@ -74,7 +74,7 @@ def params_of(arguments: argparse.Namespace) -> tuple[Params, dict[str, Any]]:
 
 
 def print_step(params: Params, overrides: dict[str, Any], arguments: argparse.Namespace) -> int:
-    """Returns the exit code: 1 if no placement fits."""
+    """Print the layouts and the proposal, and return the exit code: 1 if no placement fits."""
     work, cluster = workload(params, arguments), cluster_of(arguments)
     layouts = plan(work, params, arguments)
     proposed = next(iter(layouts.values()))
@@ -103,14 +103,14 @@ def print_step(params: Params, overrides: dict[str, Any], arguments: argparse.Na
 
 
 def differing(text: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    """The overrides that change a params.yaml of this text."""
+    """Return the overrides that change a params.yaml of this text."""
     tree = read_yaml_text(text, "params.yaml")
     params = parse_params(tree, subject="params.yaml", complete=False)
     return {key: value for key, value in overrides.items() if value != _at(tree, params, key)}
 
 
 def _at(tree: Any, params: Any, key: str) -> Any:
-    """The value of a key as the text has it, or else its default; `...` if there is neither."""
+    """Return the value of a key in the text, else its default, else `...`."""
     for name in key.split("."):
         tree = tree.get(name, ...) if isinstance(tree, dict) else ...
         params = getattr(params, name, ...)
@@ -118,7 +118,7 @@ def _at(tree: Any, params: Any, key: str) -> Any:
 
 
 def print_stages(params: Params, arguments: argparse.Namespace) -> int:
-    """Returns the exit code: 1 if a stage lacks memory or is refused."""
+    """Print the memory of each stage, and return the exit code: 1 if a stage lacks memory or is refused."""
     machine = machine_of(arguments)
     start = start_of(params, arguments)
     rewards = [of_shape(shape_of(given, params)) for given in arguments.reward_model]
@@ -132,7 +132,7 @@ def print_stages(params: Params, arguments: argparse.Namespace) -> int:
 
 
 def machine_of(arguments: argparse.Namespace) -> Machine:
-    """This machine, with --host-memory in place of its own, or the cluster of --gpus."""
+    """Return the cluster of --gpus, or this machine, with --host-memory in place of its own if that is given."""
     cluster = cluster_of(arguments)
     if arguments.gpus is not None:
         gpus = (Gpu(cluster.gpu.memory, cluster.gpu.memory),) * cluster.gpus
@@ -141,7 +141,7 @@ def machine_of(arguments: argparse.Namespace) -> Machine:
 
 
 def start_of(params: Params, arguments: argparse.Namespace) -> Model | None:
-    """The model that the chain starts from; None: it is neither named by an option, nor here, nor of a known shape."""
+    """Return the model that the chain starts from; None if no option names it, this machine doesn't have it and its shape isn't known."""
     if arguments.model:
         return of_shape(shape_of(arguments.model, params))
     found = base_model(params.model)
@@ -150,7 +150,7 @@ def start_of(params: Params, arguments: argparse.Namespace) -> Model | None:
 
 
 def notices(params: Params, arguments: argparse.Namespace) -> list[str]:
-    """Notes on predictions that differ from params.yaml, or from the number format of the GPU's figures."""
+    """Return notes on where the prediction differs from params.yaml or from the number format of the GPU's figures."""
     found = []
     if params.model.dtype == "float32" and arguments.gpu_flops is None:
         found.append(f"{arguments.gpu}: its FLOP/s are for bfloat16, but the model's dtype is float32; pass --dtype or --gpu-flops")
@@ -165,7 +165,7 @@ def notices(params: Params, arguments: argparse.Namespace) -> list[str]:
 
 
 def plan(work: Workload, params: Params, arguments: argparse.Namespace) -> dict[str, Prediction]:
-    """The best placement of each layout, the best first; of params.yaml's groups too if that is asked for."""
+    """Return the best placement of each layout, the best first; with `--layout params` only the placement of params.yaml."""
     cluster, efficiency = cluster_of(arguments), efficiency_of(arguments)
     if arguments.layout == "params":
         return {"params": predict(work, of_settings(work, params, arguments), cluster, efficiency)}
@@ -184,20 +184,20 @@ def plan(work: Workload, params: Params, arguments: argparse.Namespace) -> dict[
 
 
 def remedies(work: Workload, params: Params, arguments: argparse.Namespace) -> list[str]:
-    """What would make a placement fit where none does."""
+    """Return advice for the case that no placement fits."""
     if work.dtype == "float32" and next(iter(plan(replace(work, dtype="bfloat16"), params, arguments).values())).fits:
         return ["no placement fits: set model.dtype=bfloat16 (--dtype bfloat16), with which one does"]
     return ["no placement fits: take a smaller model, shorter responses, more GPUs or more memory"]
 
 
 def sends_by_gloo(params: Params) -> bool:
-    """Whether weights go to the engines by gloo wherever they are placed; vLLM's have `auto` resolved to another way on GPUs."""
+    """Return whether weights go to the engines by gloo, wherever these are. On GPUs, `auto` means another way for vLLM."""
     rollout = params.rl.rollout
     return rollout.weight_transfer == "gloo" or rollout.backend == "pytorch"
 
 
 def of_settings(work: Workload, params: Params, arguments: argparse.Namespace) -> Placement:
-    """The placement that params.yaml asks for."""
+    """Return the placement that params.yaml asks for."""
     rl = params.rl
     return Placement(
         of_params(work, cluster_gpus(arguments), rl),
@@ -213,9 +213,10 @@ def of_settings(work: Workload, params: Params, arguments: argparse.Namespace) -
 
 
 def shape_of(name: str, params: Params) -> ModelShape:
-    """
+    """Return the shape of a model.
+
     Args:
-        name: a key of SIZES, one of their repositories, or a model's folder, whose code runs if model.trust_remote_code.
+        name: a key of SIZES, a repository of one of these, or a model's folder, whose own code runs if model.trust_remote_code is true.
     """
     if Path(name).is_dir():
         from rlhf_core.planning.structure import from_class  # imports transformers, which takes seconds
@@ -229,7 +230,7 @@ def shape_of(name: str, params: Params) -> ModelShape:
 
 
 def workload(params: Params, arguments: argparse.Namespace) -> Workload:
-    """The workload of params, but for what no key of theirs holds (`unkeyed`)."""
+    """Return the workload of params and of the options that no key of params holds (`unkeyed`)."""
     rl, model = params.rl, params.model
     policy = shape_of(model.path, params) if model.path else from_architecture(model.architecture)
     scorers = sum(scorer.members for scorer in rl.reward.scorers if scorer.kind == "reward_model")

@@ -1,4 +1,4 @@
-"""Seconds of each stage of a chain on a machine, from the rows and tokens of its data; within a factor of about two."""
+"""Predicts the seconds of each stage of a chain on a machine from the rows and tokens of its data, within a factor of about two."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ ANSWERS = 2  # of each model to a prompt of the evaluation: sampled and greedy
 
 @dataclass(frozen=True)
 class Rows:
-    """Training data of one use.
+    """Training data for one use: counts and mean lengths in tokens.
 
-    train, heldout: rows. tokens: mean of a row's sequences together, a pair's prompt twice. sequence: mean of one. response: mean of one.
+    train, heldout: numbers of rows. tokens: all sequences of a row, with a pair's prompt counted twice. sequence: one sequence. response:
+    one response.
     """
 
     train: int
@@ -32,18 +33,22 @@ class Rows:
 
     @property
     def responses(self) -> float:
-        """Of a row."""
+        """Number of responses of a row."""
         return self.tokens / self.sequence if self.sequence else 0.0
 
     def computed(self, *, shares_prompts: bool) -> float:
-        """Tokens of a row that are computed."""
+        """Return the tokens of a row that are computed: a shared prompt once, otherwise all."""
         again = (self.responses - 1) * max(0.0, self.sequence - self.response)
         return self.tokens - again if shares_prompts else self.tokens
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """steps: of the optimizer, in RL rollout batches; None: none. seconds: with its start. parts: seconds of a step of RL, by phase."""
+    """Predicted time of a stage.
+
+    steps: optimizer steps, in RL rollout batches; None: the stage has none. seconds: all of the stage, with its start. parts: seconds of
+    one step of RL by phase.
+    """
 
     steps: int | None
     seconds: float
@@ -51,7 +56,7 @@ class StageTime:
 
 
 def stage_times(params: Params, shape: ModelShape, rows: Mapping[str, Rows], speed: Speed) -> dict[str, StageTime]:
-    """Stage -> its time, of those that compute with the model."""
+    """Return the time of each stage that computes with the model, by the stage's name."""
     method, found = params.alignment.method, {"check_model": StageTime(None, speed.start + TRIALS)}
     if params.sft.enabled and "sft" in rows:
         found["train_sft"] = supervised_time("sft", params, shape, rows["sft"], speed)
@@ -65,19 +70,21 @@ def stage_times(params: Params, shape: ModelShape, rows: Mapping[str, Rows], spe
 
 
 def row_flops(shape: ModelShape, rows: Rows, *, shares_prompts: bool = False) -> float:
-    """FLOP of a forward pass over a row; the head is computed at the tokens of responses."""
+    """Return the FLOP of a forward pass over a row; the head is computed at the tokens of responses."""
     trunk = forward_flops(shape, rows.computed(shares_prompts=shares_prompts), rows.sequence, head=False)
     return trunk + rows.responses * rows.response * 2 * shape.embedding
 
 
 def update_factor(lora: LoraConfig | None, *, checkpointing: bool) -> float:
-    """FLOP of an update over those of its forward pass. Adapters need no gradients of the frozen weights, half of a backward pass."""
+    """Return the FLOP of an update divided by those of its forward pass. Adapters save the frozen weights' gradients, half of a backward
+    pass.
+    """
     whole = update_flops(1.0, checkpointing=checkpointing)
     return whole if lora is None else whole - 1
 
 
 def supervised_time(key: str, params: Params, shape: ModelShape, rows: Rows, speed: Speed, *, reference: bool = False) -> StageTime:
-    """Training, its evaluations on held-out rows, and with a reference one forward pass over all rows."""
+    """Return the time of a supervised stage: training, evaluations on held-out rows, and with a reference a forward pass over all rows."""
     section = getattr(params, key)
     steps = section.steps_over(rows.train, per_step=section.batch_size)
     one = row_flops(shape, rows, shares_prompts=speed.shares_prompts)
@@ -88,7 +95,11 @@ def supervised_time(key: str, params: Params, shape: ModelShape, rows: Rows, spe
 
 
 def decode_seconds(shape: ModelShape, responses: float, tokens: float, context: float, at_once: float, dtype: str, speed: Speed) -> float:
-    """Of `responses` with `tokens` each, `at_once` at a time: FLOP or, where it is known, the reading of the weights in each step."""
+    """Return the seconds to decode responses: FLOP or, if the bandwidth is known and slower, reading the weights in each step.
+
+    Args:
+        responses: their number. tokens: of each response. at_once: responses decoded at a time.
+    """
     computing = forward_flops(shape, responses * tokens, context, head=True) / speed.decode
     if speed.bandwidth is None:
         return computing
@@ -97,7 +108,9 @@ def decode_seconds(shape: ModelShape, responses: float, tokens: float, context: 
 
 
 def rl_time(params: Params, shape: ModelShape, rows: Rows, speed: Speed) -> StageTime:
-    """A response is taken to have half of rl.rollout.max_new_tokens, or after SFT as many as the demonstrations."""
+    """Return the time of an RL run. Responses are assumed to have half of rl.rollout.max_new_tokens, or after SFT the demonstrations'
+    length.
+    """
     rl = params.rl
     steps = rl.steps_over(rows.train, per_step=rl.rollout_batch_size)
     new = min(rl.rollout.max_new_tokens, rows.response) if params.sft.enabled and rows.response else rl.rollout.max_new_tokens / 2
@@ -118,7 +131,7 @@ def rl_time(params: Params, shape: ModelShape, rows: Rows, speed: Speed) -> Stag
 
 
 def evaluation_time(params: Params, shape: ModelShape, rows: Rows, speed: Speed) -> StageTime:
-    """Answers of both models to held-out prompts, and the log-probabilities of them."""
+    """Return the time of the evaluation: answers of both models to held-out prompts, and the answers' log-probabilities."""
     prompts = min(params.evaluation.prompts, rows.heldout) or params.evaluation.prompts
     new = min(params.evaluation.max_new_tokens, rows.response or math.inf)
     answers = ANSWERS * 2 * prompts

@@ -1,4 +1,4 @@
-"""A workload and a prediction, as text and as values for JSON."""
+"""Describes a workload and a prediction as text and as values for JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def headline(placement: Placement) -> str:
 
 
 def text(found: Prediction, cluster: Cluster) -> str:
-    """Memory of each group, and seconds if all groups fit."""
+    """Return the memory of each group, and the seconds of each phase if all groups fit."""
     lines = [headline(found.placement), "", f"  {_host(found, cluster)}"]
     for memory in found.memory:
         fits = "fits" if memory.keeps_margin(cluster) else f"fits, but not if it needs {ERROR:.0%} more"
@@ -61,7 +61,7 @@ def _host(found: Prediction, cluster: Cluster) -> str:
 
 
 def layouts_text(layouts: Mapping[str, Prediction], work: Workload, cluster: Cluster) -> str:
-    """A line for each layout: seconds of its best placement, and the memory that it leaves of the GPU that has least."""
+    """Return a line for each layout with the seconds of its best placement, and the memory that this leaves on the fullest GPU."""
     lines = [f"  {'layout':<12} {'s a step':>9} {'GiB to spare':>13}  setting"]
     for layout, found in layouts.items():
         spare = (cluster.available - max(memory.needed for memory in found.memory)) / GIB
@@ -77,10 +77,10 @@ def hours_text(hours: Mapping[str, float], pairs: int, cluster: Cluster) -> str:
 
 
 def proposal_text(found: Prediction, work: Workload, cluster: Cluster, lines: Mapping[str, Any], unkeyed: Sequence[str] = ()) -> str:
-    """What speaks against a proposal that fits, and how to run it.
+    """Return objections to a proposal that fits, and the options that run it.
 
     Args:
-        lines: keys that differ from params.yaml, and their values. unkeyed: options of the workload that no key holds.
+        lines: values by key, where they differ from params.yaml. unkeyed: options of the workload that no key holds.
     """
     return "\n".join([*_objections(found, work, cluster), *_pasted(lines, unkeyed)])
 
@@ -106,10 +106,10 @@ def _pasted(lines: Mapping[str, Any], unkeyed: Sequence[str]) -> list[str]:
 
 
 def stages_text(plans: list[Plan], machine: Machine, problems: Problems) -> str:
-    """The verdict on each stage, and then what those with a plan take: their processes, and the parts of these.
+    """Return a verdict on each stage, and the processes and their memory of each stage that has a plan.
 
     Args:
-        problems: of stages without a plan, as `plan_stages` gives them.
+        problems: why stages have no plan, as `plan_stages` returns them.
     """
     count = len(machine.gpus)
     where = f"{number_of(count, 'GPU')} of {machine.gpus[0].free / GIB:.4g} GiB" if count else "CPU"
@@ -157,7 +157,7 @@ def _line(what: str, size: float) -> str:
 
 
 def stages_values(plans: list[Plan], problems: Problems) -> dict[str, Any]:
-    """The same, in bytes."""
+    """Return the content of `stages_text` for JSON, in bytes."""
     found: dict[str, Any] = {stage: {"problem": str(error), "refused": isinstance(error, ValueError)} for stage, error in problems.items()}
     for plan in plans:
         processes = [asdict(process) | {"needed": process.needed} for moment in plan.moments for process in moment]
@@ -172,7 +172,7 @@ def stages_values(plans: list[Plan], problems: Problems) -> dict[str, Any]:
 
 
 def values(found: Prediction, cluster: Cluster) -> dict[str, Any]:
-    """Bytes and seconds."""
+    """Return a prediction for JSON, in bytes and seconds."""
     p = found.placement
     return {
         "fits": found.fits,
@@ -195,7 +195,7 @@ def values(found: Prediction, cluster: Cluster) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Assumed:
-    """A quantity of the workload. source: the option or the key of params.yaml that sets it."""
+    """A quantity of the workload; `source` is the option or the key of params.yaml that sets it."""
 
     name: str
     value: int | float | str
@@ -204,7 +204,7 @@ class Assumed:
 
 
 def assumed(work: Workload, params: Params, given: argparse.Namespace) -> list[Assumed]:
-    """The workload of one step, and the number of steps."""
+    """Return the quantities of one step's workload, and the number of steps."""
 
     def source(option: str, key: str) -> str:
         return f"--{option.replace('_', '-')}" if getattr(given, option) is not None else key
@@ -243,7 +243,7 @@ def workload_text(found: list[Assumed]) -> str:
 
 
 def workload_values(found: list[Assumed]) -> dict[str, dict[str, Any]]:
-    """By name."""
+    """Return the quantities of a workload by their names."""
     return {a.name: {key: value for key, value in asdict(a).items() if key != "name"} for a in found}
 
 

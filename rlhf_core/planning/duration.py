@@ -1,4 +1,4 @@
-"""Hours of a whole run's training, by the FLOP and the efficiency that a step's prediction uses."""
+"""Predicts the hours of a whole run's training from the FLOP and the efficiency that a step's prediction uses."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ HOUR = 3600
 
 
 def hours_of_a_pass(work: Workload, pairs: int, found: Prediction, cluster: Cluster, efficiency: Efficiency) -> dict[str, float]:
-    """Hours of one pass over preference pairs by each kind of training.
+    """Return the hours of one pass over preference pairs for SFT, the reward model, DPO and RL.
 
-    SFT computes the chosen responses, the reward model both with a scalar head, DPO both, and once more forward for the reference. Each is
-    an update by all GPUs (Kaplan et al. 2020, as `forward_flops`), without communication, evaluation or start; prompts count twice in a
-    pair. RL takes a step of the placement for each step's prompts.
+    SFT trains on the chosen responses, the reward model on both with a scalar head, and DPO on both, with one more forward pass for the
+    reference. All GPUs compute the updates (Kaplan et al. 2020, as in `forward_flops`). Communication, evaluation and start aren't counted,
+    and a pair's prompt counts twice. RL takes the placement's predicted step as often as the prompts of the pairs need.
 
     Args:
-        work: its mean lengths are those of the pairs too.
+        work: the workload of a step, whose mean lengths stand for those of the pairs.
     """
     checkpointing = found.placement.checkpointing
 

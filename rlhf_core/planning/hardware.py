@@ -1,4 +1,4 @@
-"""GPUs, clusters, and the share of their peaks that programs reach."""
+"""GPUs, clusters, and the shares of their peaks that programs reach."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Cluster:
 
     network: bytes/s between nodes for each GPU, in one direction (InfiniBand NDR: 400 Gbit/s = 50e9).
     host_link: bytes/s between a GPU and its host. host_bandwidth: bytes/s of a host's memory, shared by its GPUs.
-    host_memory: bytes of each node's; infinite: not checked.
-    gloo: bytes/s that a process sends by gloo to all others together; measured with one on its host (docs/performance.md).
+    host_memory: bytes of each node's memory; infinite: not checked.
+    gloo: bytes/s that a process sends by gloo to all others together, measured between two processes of a host (docs/performance.md).
     reserve: bytes of each GPU for context, communication buffers and fragmentation.
     """
 
@@ -49,7 +49,7 @@ class Cluster:
         return self.gpu.memory - self.reserve
 
     def bandwidth_between(self, gpus: int) -> float:
-        """Bytes/s in one direction among so many GPUs: the link within a node, otherwise the slower network."""
+        """Return bytes/s in one direction between this number of GPUs: the link within a node, otherwise the slower network."""
         return self.gpu.link if gpus <= self.gpus_per_node else min(self.network, self.gpu.link)
 
 
@@ -57,8 +57,8 @@ class Cluster:
 class Efficiency:
     """Shares of the peaks that are reached; docs/planning.md has the source of each default.
 
-    flops: of matrix products in training, scoring and prefill. bandwidth: of the GPU's memory while decoding. network: of links.
-    decode_overhead: seconds of each decoding step outside of both (scheduler, kernel launches).
+    flops: share for matrix products in training, scoring and prefill. bandwidth: for the GPU's memory while decoding. network: for links.
+    decode_overhead: seconds of each decoding step besides computing and reading (scheduler, kernel launches).
     """
 
     flops: float = 0.37

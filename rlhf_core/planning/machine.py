@@ -1,5 +1,5 @@
-"""The memory that is really there, of this machine's host, within its cgroup, and of its GPUs; and whether its CPU has AMX. Nothing is
-imported or allocated for it.
+"""Reads how much memory this machine's host, within its cgroup, and its GPUs have left, and whether its CPU has AMX. Nothing is allocated
+for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Gpu:
-    """Bytes of a GPU's memory, and those that nobody uses."""
+    """Bytes of a GPU's memory, in total and free."""
 
     total: float
     free: float
@@ -29,8 +29,8 @@ class Gpu:
 class Machine:
     """A machine, or a cluster of equal ones.
 
-    host: bytes of each host that processes may still take. host_total: bytes of each host, those that others take included.
-    gpus: of all hosts. gpus_per_host: None: all.
+    host: bytes of each host that processes may still take. host_total: all bytes of each host.
+    gpus: GPUs of all hosts. gpus_per_host: None: one host has all.
     """
 
     host: float
@@ -40,29 +40,29 @@ class Machine:
 
     @property
     def nodes(self) -> list[int]:
-        """GPUs of each host."""
+        """Number of GPUs of each host."""
         per_host = self.gpus_per_host or len(self.gpus)
         return [min(per_host, len(self.gpus) - first) for first in range(0, len(self.gpus), per_host)] if self.gpus else []
 
     @property
     def empty(self) -> Machine:
-        """The machine without the processes that take memory of it now."""
+        """The machine as it would be if no process took memory."""
         host = max(self.host, self.host_total)
         return replace(self, host=host, gpus=tuple(Gpu(gpu.total, gpu.total) for gpu in self.gpus))
 
 
 def here() -> Machine:
-    """This machine, as a process of it sees it."""
+    """Return this machine with the GPUs that this process sees."""
     return Machine(host_bytes(), visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")), _meminfo(MEMINFO, "MemTotal"))
 
 
 def whole() -> Machine:
-    """This machine with all of its GPUs, for a process that has none of them."""
+    """Return this machine with all of its GPUs, for a process that sees none of them."""
     return Machine(host_bytes(), visible_gpus(None), _meminfo(MEMINFO, "MemTotal"))
 
 
 def host_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP, groups: Path = Path("/proc/self/cgroup")) -> float:
-    """Bytes that the kernel can give to processes without swapping, at most what is left of the limits of this process's cgroups.
+    """Return the bytes that processes can take without swapping, at most what the limits of this process's cgroups leave.
 
     Sources: proc(5), MemAvailable; Documentation/admin-guide/cgroup-v2.rst, memory.max, and cgroup-v1/memory.rst
     """
@@ -75,7 +75,7 @@ def _meminfo(path: Path, name: str) -> int:
 
 
 def _folders(cgroup: Path, groups: Path) -> list[Path]:
-    """Those of this process's cgroup and of all that it lies in, version 2."""
+    """Return the folder of this process's cgroup (version 2) and those of the cgroups around it."""
     try:
         own = next((line[3:] for line in groups.read_text().splitlines() if line.startswith("0::")), "/")
     except OSError:
@@ -85,7 +85,7 @@ def _folders(cgroup: Path, groups: Path) -> list[Path]:
 
 
 def _left(cgroup: Path) -> int | None:
-    """Bytes left of a cgroup of version 2; None: it has no limit. Page cache that nobody uses counts as left."""
+    """Return the bytes left in a cgroup of version 2, or None without a limit. Inactive page cache counts as left."""
     limit, used = _number(cgroup / "memory.max"), _number(cgroup / "memory.current")
     return None if limit is None or used is None else max(0, limit - used + _statistic(cgroup / "memory.stat", "inactive_file"))
 
@@ -111,10 +111,10 @@ def _statistic(path: Path, name: str) -> int:
 
 
 def visible_gpus(visible: str | None) -> tuple[Gpu, ...]:
-    """NVIDIA's GPUs, if PyTorch is built for them. Asking CUDA itself would take memory of each GPU for a context.
+    """Return NVIDIA's GPUs if PyTorch is built for them. nvidia-smi is asked, because CUDA itself would take memory of each GPU.
 
     Args:
-        visible: see `parse_gpus`.
+        visible: as for `parse_gpus`.
     """
     if shutil.which("nvidia-smi") is None or not _torch_uses_gpus():
         return ()
@@ -127,9 +127,10 @@ def visible_gpus(visible: str | None) -> tuple[Gpu, ...]:
 
 
 def parse_gpus(table: str, visible: str | None) -> tuple[Gpu, ...]:
-    """
+    """Return the GPUs in a table of nvidia-smi that a process may see.
+
     Args:
-        table: of nvidia-smi; sizes in MiB.
+        table: lines of index, UUID, total and free memory in MiB.
         visible: CUDA_VISIBLE_DEVICES: numbers or UUIDs (or beginnings of them), up to the first that names no GPU; None: all.
     """
     rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.count(",") == 3]
@@ -150,7 +151,7 @@ def parse_gpus(table: str, visible: str | None) -> tuple[Gpu, ...]:
 
 @cache
 def has_amx(cpuinfo: Path = CPUINFO) -> bool:
-    """Whether this machine's CPU has AMX for bfloat16, where the CPU backend computes in bfloat16 too (rlhf_core/models/cpu/packed.py)."""
+    """Return whether this CPU has AMX for bfloat16; the CPU backend then computes in bfloat16 too (rlhf_core/models/cpu/packed.py)."""
     return cpuinfo.exists() and any(line.startswith("flags") and "amx_bf16" in line.split() for line in cpuinfo.read_text().splitlines())
 
 

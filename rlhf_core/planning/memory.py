@@ -1,4 +1,4 @@
-"""Bytes of a model in training, of a frozen model, and of a rollout engine, counted as the code allocates them."""
+"""Counts the bytes of a model in training, of a frozen model, and of a rollout engine, as the code allocates them."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ PIECE_BYTES, FEWEST_ROWS, MOST_ROWS = 1 << 28, 512, 1024
 
 
 def element_bytes(dtype: str) -> int:
-    """Bytes of one weight or activation."""
+    """Return the bytes of one weight or activation."""
     return ELEMENT_BYTES[dtype]
 
 
 @dataclass(frozen=True)
 class Training:
-    """How an engine trains, as a section of params.yaml says.
+    """How an engine trains.
 
-    ranks: that share a model by ZeRO. sequence_parallel: of them, that share each sequence.
-    on_gpu: buffers are allocated in full; on a CPU only what is written to takes memory.
-    packed: the CPU backend for plain Llamas computes the trunk (rlhf_core/models/cpu).
-    adapters: trained parameters of LoRA; None: all parameters are trained. quantized: linear layers are rounded to 4 bits.
+    ranks: number of ranks that share a model by ZeRO. sequence_parallel: how many of them share each sequence.
+    on_gpu: on a GPU buffers are allocated in full; on a CPU only what is written to takes memory.
+    packed: whether the CPU backend for plain Llamas computes the trunk (rlhf_core/models/cpu).
+    adapters: trained parameters of LoRA; None: all parameters are trained. quantized: whether linear layers are rounded to 4 bits.
     """
 
     dtype: str = "bfloat16"
@@ -58,11 +58,11 @@ class Training:
         return element_bytes(self.dtype)
 
     def split(self, count: float, *, from_stage: int) -> float:
-        """Each rank's part of what ZeRO splits from a stage on."""
+        """Return each rank's part of something that ZeRO splits from this stage on."""
         return count / self.ranks if self.zero_stage >= from_stage else count
 
     def bucket(self, elements: float) -> float:
-        """Bytes of a bucket that gradients are reduced in."""
+        """Return the bytes of a bucket in which gradients are reduced."""
         return self.element * (REDUCE_BUCKET if self.on_gpu else min(elements, REDUCE_BUCKET))
 
 
@@ -89,12 +89,12 @@ class States(NamedTuple):
         return self.weights + self.master + self.optimizer + self.gradients + self.buffers
 
     def one_pass(self, activations: float) -> float:
-        """Bytes of a forward and backward pass beside the resident ones."""
+        """Return the bytes of a forward and backward pass besides the resident ones."""
         return self.passing + max(activations, self.reducing)
 
 
-def training_states(parameters: float, how: Training, *, linear: float = 0.0) -> States:
-    """What DeepSpeed 0.19.8 allocates for an engine, with P parameters of e bytes, T of them trained, on n ranks:
+def training_states(parameters: float, setup: Training, *, linear: float = 0.0) -> States:
+    """Return what DeepSpeed 0.19.8 allocates for an engine, with P parameters of e bytes, T of them trained, on n ranks:
 
     weights     e P; ZeRO 3: e P / n; with nf4 the linear layers take 0.5625 bytes a parameter, whole on each rank
     master      bfloat16: 4 T, from ZeRO 1 on 4 T / n. float32: from ZeRO 1 on a copy of the partition, 4 T / n
@@ -111,16 +111,16 @@ def training_states(parameters: float, how: Training, *, linear: float = 0.0) ->
     Args:
         linear: parameters of the linear layers that `quantized` rounds.
     """
-    e, n, stage = how.element, how.ranks, how.zero_stage
-    trained = parameters if how.adapters is None else how.adapters
-    frozen = 0.0 if how.adapters is None else parameters
-    quantized = linear * NF4_BYTES if how.quantized else 0.0
-    weights = how.split(e * (frozen - (linear if how.quantized else 0.0) + trained), from_stage=3)
-    part = how.split(trained, from_stage=1)
-    master = 4 * part if how.dtype == "bfloat16" or stage else 0.0
-    optimizer = (OPTIMIZER_BYTES[how.optimizer] + 4 * how.average) * part
-    gradients = how.split(e * trained, from_stage=2)
-    widened = 4 * min(part, SUB_GROUP) if how.dtype == "bfloat16" else 0.0
+    e, n, stage = setup.element, setup.ranks, setup.zero_stage
+    trained = parameters if setup.adapters is None else setup.adapters
+    frozen = 0.0 if setup.adapters is None else parameters
+    quantized = linear * NF4_BYTES if setup.quantized else 0.0
+    weights = setup.split(e * (frozen - (linear if setup.quantized else 0.0) + trained), from_stage=3)
+    part = setup.split(trained, from_stage=1)
+    master = 4 * part if setup.dtype == "bfloat16" or stage else 0.0
+    optimizer = (OPTIMIZER_BYTES[setup.optimizer] + 4 * setup.average) * part
+    gradients = setup.split(e * trained, from_stage=2)
+    widened = 4 * min(part, SUB_GROUP) if setup.dtype == "bfloat16" else 0.0
     filled = e * min(trained, REDUCE_BUCKET)
     buffers = passing = reducing = host = 0.0
     if stage == 0:
@@ -128,57 +128,61 @@ def training_states(parameters: float, how: Training, *, linear: float = 0.0) ->
     else:
         step = e * min(part, SUB_GROUP) + widened
         if stage == 1:
-            step = max(step, how.bucket(trained))
-    if stage == 2 and how.on_gpu:  # overlapping communication fills one bucket while another is sent
-        passing = how.bucket(trained) * (2 if n > 1 else 1)
+            step = max(step, setup.bucket(trained))
+    if stage == 2 and setup.on_gpu:  # overlapping communication fills one bucket while another is sent
+        passing = setup.bucket(trained) * (2 if n > 1 else 1)
     elif stage == 2:
         reducing = filled
     if stage == 3:
-        buffers, reducing = how.bucket(trained), filled * (1 + 1 / n)
-        passing = e * min(parameters, LIVE_PARAMETERS) if n > 1 or how.offload_parameters else 0.0
-    if how.offload_optimizer:
+        buffers, reducing = setup.bucket(trained), filled * (1 + 1 / n)
+        passing = e * min(parameters, LIVE_PARAMETERS) if n > 1 or setup.offload_parameters else 0.0
+    if setup.offload_optimizer:
         host += master + optimizer + (4 + e) * part  # and the partition's gradients
         host += e * part if stage < 3 else 0.0  # weights on their way back
         master = optimizer = 0.0
         gradients = gradients if stage == 1 else 0.0
-        step = how.bucket(trained) if stage == 1 else 0.0
-    if how.offload_parameters:
+        step = setup.bucket(trained) if stage == 1 else 0.0
+    if setup.offload_parameters:
         host += weights
         weights = 0.0
     return States(weights + quantized, master, optimizer, gradients, buffers, step, passing, reducing, host)
 
 
 class Frozen(NamedTuple):
-    """Bytes of a model without training. weights: on the device all the time. passing: further ones while it computes. host: offloaded."""
+    """Bytes of a model that isn't trained.
+
+    weights: on the device all the time. passing: further bytes while the model computes. host: offloaded bytes.
+    """
 
     weights: float
     passing: float
     host: float
 
 
-def frozen_model(parameters: float, how: Training, *, offload: bool = False) -> Frozen:
-    """Weights of e bytes a parameter; ZeRO 3 splits them and gathers at most 10^9 parameters while the model computes.
+def frozen_model(parameters: float, setup: Training, *, offload: bool = False) -> Frozen:
+    """Return the bytes of a model with weights of e bytes; ZeRO 3 splits them and gathers at most 10^9 parameters while the model computes.
 
     Args:
-        offload: the weights are on the host while the model computes nothing, with ZeRO 3 always.
+        offload: the weights are on the host while the model isn't used, and with ZeRO 3 all the time.
     """
-    size = how.element * parameters
-    if how.zero_stage == 3:
-        part, gathered = size / how.ranks, how.element * min(parameters, LIVE_PARAMETERS)
-        return Frozen(0.0, gathered, part) if offload else Frozen(part, gathered if how.ranks > 1 else 0.0, 0.0)
+    size = setup.element * parameters
+    if setup.zero_stage == 3:
+        part, gathered = size / setup.ranks, setup.element * min(parameters, LIVE_PARAMETERS)
+        return Frozen(0.0, gathered, part) if offload else Frozen(part, gathered if setup.ranks > 1 else 0.0, 0.0)
     return Frozen(0.0, size, size) if offload else Frozen(size, 0.0, 0.0)
 
 
 def layer_activations(shape: ModelShape, tokens: float, dtype: str = "bfloat16", *, sequence_parallel: int = 1) -> float:
-    """Bytes that one layer stores for its backward pass in transformers' Llama.
+    """Return the bytes that one layer of transformers' Llama stores for its backward pass.
 
-    Per token, in elements: of each norm its output and the normalized input, and the input itself (in bfloat16 as float32: 8 hidden in
-    all; in float32 6 hidden); queries and attention's output (2 attention widths), keys and values (2 kv widths); of each active expert
-    gate, its activation, up and their product (4 intermediate). Attention scores aren't stored (flash attention recomputes them), and
-    there is no dropout.
+    Elements per token: for the two norms the output, the normalized input and the input (with bfloat16 the input in float32: 8 hidden in
+    all; with float32 6 hidden); for attention queries and output (2 attention widths), keys and values (2 kv widths); for each active
+    expert gate, its activation, up and their product (4 intermediate). Attention scores aren't stored (flash attention recomputes them),
+    and there is no dropout.
     Source: the count of Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, section 4.1, adapted from GPT
     Args:
-        tokens: of this rank. sequence_parallel: ranks that share them; more than there are heads of keys and values copy these.
+        tokens: tokens of this rank. sequence_parallel: ranks that share each sequence; if there are fewer heads of keys and values, ranks
+            have copies of them.
     """
     norms = 8 if dtype == "bfloat16" else 6
     kv_width = shape.kv_width * max(1, sequence_parallel / shape.kv_heads)
@@ -187,87 +191,90 @@ def layer_activations(shape: ModelShape, tokens: float, dtype: str = "bfloat16",
 
 
 def packed_layer_activations(shape: ModelShape, tokens: float, dtype: str = "float32") -> float:
-    """The same for the CPU backend (rlhf_core/models/cpu/packed.py).
+    """Return the bytes that one layer stores for its backward pass in the CPU backend (rlhf_core/models/cpu/packed.py).
 
-    Per token: both normalized inputs, queries, keys and values, attention's output (in float32 twice), gate and up. For each layer the
-    weights of queries, keys and values are joined and multiplied by their norm's weight; both copies are kept.
+    Stored per token: both normalized inputs, queries, keys and values, attention's output (in float32 twice), gate and up. For each layer
+    the weights of queries, keys and values are joined and multiplied by their norm's weight; both copies are kept.
     """
     a, kv, h, m = shape.attention_width, shape.kv_width, shape.hidden, shape.intermediate
     outputs = 2 if dtype == "float32" else 1
     return element_bytes(dtype) * (tokens * (2 * h + (1 + outputs) * a + 2 * kv + 2 * m) + 2 * h * (a + 2 * kv))
 
 
-def trunk_activations(shape: ModelShape, tokens: float, how: Training) -> float:
-    """Bytes that all layers store for a backward pass, and the largest temporary ones of a layer's backward pass.
+def trunk_activations(shape: ModelShape, tokens: float, setup: Training) -> float:
+    """Return the bytes that all layers store for a backward pass, with the largest temporary ones of a layer's backward pass.
 
     With gradient checkpointing each layer stores its input, and one layer at a time is recomputed.
     Source: Korthikanti et al. 2022, section 5 (full recomputation)
     Args:
-        tokens: of this rank.
+        tokens: tokens of this rank.
     """
-    backward = how.element * tokens * 3 * shape.active_experts * shape.intermediate  # gradients of up, of gate and of its activation
-    one = layer_activations(shape, tokens, how.dtype, sequence_parallel=how.sequence_parallel)
-    if how.gradient_checkpointing:
-        return shape.layers * tokens * shape.hidden * how.element + one + backward
-    if how.packed:
-        wide = 0.0 if how.dtype == "float32" else backward + 24 * tokens * shape.hidden  # of the pass: residuals and norms in float32
-        return shape.layers * packed_layer_activations(shape, tokens, how.dtype) + wide
+    backward = setup.element * tokens * 3 * shape.active_experts * shape.intermediate  # gradients of up, of gate and of its activation
+    one = layer_activations(shape, tokens, setup.dtype, sequence_parallel=setup.sequence_parallel)
+    if setup.gradient_checkpointing:
+        return shape.layers * tokens * shape.hidden * setup.element + one + backward
+    if setup.packed:
+        wide = 0.0 if setup.dtype == "float32" else backward + 24 * tokens * shape.hidden  # of the pass: residuals and norms in float32
+        return shape.layers * packed_layer_activations(shape, tokens, setup.dtype) + wide
     return shape.layers * one + backward
 
 
 def piece_rows(shape: ModelShape) -> int:
-    """Rows whose logits exist at a time."""
+    """Return the number of rows whose logits exist at a time."""
     return max(FEWEST_ROWS, min(MOST_ROWS, PIECE_BYTES // (4 * shape.vocab)))
 
 
-def head_training(shape: ModelShape, tokens: float, how: Training) -> float:
-    """Bytes of the language-model head in a forward and backward pass over N selected tokens, with V words:
+def head_training(shape: ModelShape, tokens: float, setup: Training) -> float:
+    """Return the bytes of the language-model head in a forward and backward pass over N selected tokens, with V words:
 
-    what is kept between the passes, and the more of the two passes:
-    forward     of the R rows of a piece scaled logits and log-probabilities in float32, 8 R V; of several pieces also the last one's
+    what is kept between the passes, plus the larger of
+    forward     scaled logits and log-probabilities in float32 of a piece's R rows, 8 R V; with several pieces also the last one's
                 log-probabilities, and its own logits e
-    backward    the gradient of the head's weight in float32 and the product that is added to it, (4 + e) V H; of a piece the logits'
-                gradient in float32 and, in bfloat16, its copy: 4 R V or 6 R V; of several pieces also the last one's gradient, 8 R V or
-                10 R V; where probabilities are recomputed also these, 12 R V, of several pieces 16 R V or 20 R V
+    backward    the gradient of the head's weight in float32 and the product that is added to it, (4 + e) V H; the piece's logits'
+                gradient in float32 and, in bfloat16, its copy: 4 R V or 6 R V; with several pieces also the last one's gradient, 8 R V or
+                10 R V; where probabilities are recomputed also these, 12 R V, with several pieces 16 R V or 20 R V
     """
-    rows, e = min(tokens, piece_rows(shape)), how.element
+    rows, e = min(tokens, piece_rows(shape)), setup.element
     half = e if e < 4 else 0
-    several, keeps = tokens > rows, _keeps_probabilities(shape, tokens, how)
+    several, keeps = tokens > rows, _keeps_probabilities(shape, tokens, setup)
     forward = 8 + 2 * several
     recomputed = 16 + 2 * half if several else 12
     backward = 4 + half + 4 * several if keeps else recomputed
-    weight = (4 + e) * shape.embedding if how.adapters is None else 0.0
+    weight = (4 + e) * shape.embedding if setup.adapters is None else 0.0
     passes = max(forward * rows * shape.vocab, backward * rows * shape.vocab + weight)
-    return head_kept(shape, tokens, how) + passes
+    return head_kept(shape, tokens, setup) + passes
 
 
-def head_kept(shape: ModelShape, tokens: float, how: Training) -> float:
-    """Bytes between a forward and a backward pass: hidden states e N H and, if they are kept, probabilities 4 N V."""
-    return tokens * (how.element * shape.hidden + 4 * shape.vocab * _keeps_probabilities(shape, tokens, how))
+def head_kept(shape: ModelShape, tokens: float, setup: Training) -> float:
+    """Return the bytes kept between a forward and a backward pass: hidden states e N H and possibly probabilities 4 N V."""
+    return tokens * (setup.element * shape.hidden + 4 * shape.vocab * _keeps_probabilities(shape, tokens, setup))
 
 
-def _keeps_probabilities(shape: ModelShape, tokens: float, how: Training) -> bool:
-    """They take 1 GiB at most, and layers aren't recomputed."""
-    return 4 * tokens * shape.vocab <= KEPT_PROBABILITIES and not how.gradient_checkpointing
+def _keeps_probabilities(shape: ModelShape, tokens: float, setup: Training) -> bool:
+    """Return whether probabilities are kept: they take 1 GiB at most, and layers aren't recomputed."""
+    return 4 * tokens * shape.vocab <= KEPT_PROBABILITIES and not setup.gradient_checkpointing
 
 
 def head_forward(shape: ModelShape, tokens: float, dtype: str = "bfloat16") -> float:
-    """Bytes of the head without a backward pass: logits of R rows, and two float32 copies of them."""
+    """Return the bytes of the head without a backward pass: logits of R rows, and two float32 copies of them."""
     return min(tokens, piece_rows(shape)) * shape.vocab * (element_bytes(dtype) + 8)
 
 
 def forward_activations(shape: ModelShape, tokens: float, dtype: str = "bfloat16") -> float:
-    """Bytes of a forward pass without a backward pass: the largest of one layer (input, residual, gate, its activation, up, product)."""
+    """Return the bytes of a forward pass without a backward pass: the most that one layer has at a time.
+
+    These are input, residual, gate, its activation, up and their product.
+    """
     return tokens * element_bytes(dtype) * (3 * shape.hidden + 4 * shape.active_experts * shape.intermediate)
 
 
 def mask_bytes(tokens: float, length: float, dtype: str) -> float:
-    """Bytes of the masks [rows, length, length] of rows in which several responses share a prompt, and of its additive copy."""
+    """Return the bytes of masks [rows, length, length] for rows in which responses share a prompt, and of the mask's additive copy."""
     return tokens * length * (1 + element_bytes(dtype))
 
 
 def adapter_parameters(shape: ModelShape, rank: int) -> int:
-    """Parameters of A and B of the seven linear layers of each block (of every expert)."""
+    """Return the parameters of A and B of the seven linear layers of each block (of every expert)."""
     h, q, kv, m = shape.hidden, shape.attention_width, shape.kv_width, shape.intermediate
     return shape.layers * rank * (2 * (h + q) + 2 * (h + kv) + 3 * shape.experts * (h + m))
 
@@ -279,7 +286,7 @@ ENGINE_LOGITS = 4  # float32 copies: logits, the sampler's, log-probabilities an
 
 
 def kv_bytes_per_token(shape: ModelShape, dtype: str = "bfloat16") -> float:
-    """Bytes of keys and values of one token, in all layers.
+    """Return the bytes of one token's keys and values in all layers.
 
     Source: Kwon et al. 2023 (vLLM), https://arxiv.org/abs/2309.06180, section 3
     """
@@ -287,7 +294,7 @@ def kv_bytes_per_token(shape: ModelShape, dtype: str = "bfloat16") -> float:
 
 
 def kv_capacity(shape: ModelShape, memory: float, *, tensor_parallel: int, dtype: str = "bfloat16") -> float:
-    """Number of tokens whose keys and values fit into an engine.
+    """Return the number of tokens whose keys and values fit into an engine.
 
     Args:
         memory: bytes of each of its GPUs, weights included.
@@ -297,11 +304,11 @@ def kv_capacity(shape: ModelShape, memory: float, *, tensor_parallel: int, dtype
 
 
 def kv_parts(shape: ModelShape, tensor_parallel: int) -> int:
-    """Parts of keys and values on an engine's GPUs: a head is on one, or on several where there are fewer heads."""
+    """Return the number of parts into which an engine's GPUs divide keys and values; GPUs beyond the number of heads have copies."""
     return min(tensor_parallel, shape.kv_heads)
 
 
 def engine_pass(shape: ModelShape, tokens: float, sequences: int, dtype: str, *, tensor_parallel: int = 1) -> float:
-    """Bytes of an engine's forward pass on each of its GPUs, as rlhf_core/engines/gpu_memory.py counts them."""
+    """Return the bytes of an engine's forward pass on each of its GPUs, as rlhf_core/engines/gpu_memory.py counts them."""
     inner = 8 * shape.hidden + 3 * shape.active_experts * shape.intermediate / tensor_parallel
     return tokens * inner * element_bytes(dtype) + sequences * shape.vocab * 4 * ENGINE_LOGITS

@@ -17,11 +17,11 @@ STORED = {"F32": "float32", "BF16": "bfloat16"}  # safetensors' names; other typ
 
 @dataclass(frozen=True)
 class Model:
-    """A causal language model, or a model with scores.
+    """The sizes of a causal language model, or of a model with scores.
 
-    parameters: of the folder's files. shape: None for an architecture that isn't a decoder with gated MLPs.
-    stored: dtype of all its files; None: several, or another.
-    plain_llama: the CPU backend may compute it.
+    parameters: parameters in the folder's files. shape: None for an architecture that isn't a decoder with gated MLPs.
+    stored: dtype of all tensors in the files, float32 or bfloat16; None: several, or another.
+    plain_llama: whether the CPU backend may compute it.
     """
 
     parameters: int
@@ -31,12 +31,12 @@ class Model:
 
     @property
     def scalar_parameters(self) -> int:
-        """With a scalar head in place of the vocabulary's. Without a shape the vocabulary's head is counted."""
+        """Parameters with a scalar head in place of the vocabulary's; without a shape the vocabulary's head is counted."""
         return self.parameters if self.shape is None else self.shape.scalar_parameters
 
 
 def read_model(folder: str | Path) -> Model:
-    """The sizes of a model's folder; no weight is read.
+    """Return the sizes of the model in a folder; no weight is read.
 
     Raises:
         ValueError: a file is missing or truncated.
@@ -58,10 +58,10 @@ def read_model(folder: str | Path) -> Model:
 
 
 def base_model(config: ModelConfig) -> Model | None:
-    """The model that the chain starts from; None: it isn't on this machine yet.
+    """Return the model that the chain starts from, or None if it isn't on this machine yet.
 
     Raises:
-        ValueError: a file of it is missing or truncated.
+        ValueError: a file of the model is missing or truncated.
     """
     if config.path is None:
         return of_shape(from_architecture(config.architecture), stored=None, plain_llama=True)
@@ -72,5 +72,5 @@ def base_model(config: ModelConfig) -> Model | None:
 
 
 def of_shape(shape: ModelShape, *, stored: str | None = "bfloat16", plain_llama: bool = False) -> Model:
-    """A model of which only the shape is known."""
+    """Return a model of which only the shape is known."""
     return Model(shape.parameters, shape, stored, plain_llama)

@@ -1,4 +1,4 @@
-"""What each process of online RL takes: a trainer rank with its models, and a rollout engine."""
+"""Counts what each process of online RL takes: a trainer rank with its models, and a rollout engine."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from rlhf_core.planning.stages import Models, Process, add_frozen, engine, froze
 
 
 def rl_ranks(rl: RlConfig, config: ModelConfig, models: Models, *, on_gpu: bool) -> list[Process]:
-    """The ranks of RL training, as rlhf_core/trainers/rl/roles.py builds them: of each group of rl.placement."""
+    """Return the trainer ranks of each group of rl.placement, as rlhf_core/trainers/rl/roles.py builds them."""
     return [_rl_rank(rl.of_group(group), group.roles, config, models, on_gpu=on_gpu) for group in rl.role_groups]
 
 
 def _rl_rank(rl: RlConfig, roles: Sequence[str], config: ModelConfig, models: Models, *, on_gpu: bool) -> Process:
     policy, dtype, length = known(models.start, "the policy"), config.dtype, config.max_length
     trainer = rl.trainer
-    how = training(RlTraining(rl), policy, dtype, ranks=trainer.ranks, on_gpu=on_gpu)
-    how = replace(how, packed=how.packed and trainer.ranks == 1 and trainer.zero_stage == 0)
-    plain = replace(how, adapters=None, quantized=False)
-    of_group, tokens = pass_tokens(trainer.microbatch_tokens, length, rl.minibatch_size, how)
-    _, scored = pass_tokens(trainer.microbatch_tokens, length, rl.samples_per_step, how)
-    more_graphs = _graphs_at_once(rl, length, tokens) - 1 if how.packed else 0
+    setup = training(RlTraining(rl), policy, dtype, ranks=trainer.ranks, on_gpu=on_gpu)
+    setup = replace(setup, packed=setup.packed and trainer.ranks == 1 and trainer.zero_stage == 0)
+    plain = replace(setup, adapters=None, quantized=False)
+    of_group, tokens = pass_tokens(trainer.microbatch_tokens, length, rl.minibatch_size, setup)
+    _, scored = pass_tokens(trainer.microbatch_tokens, length, rl.samples_per_step, setup)
+    more_graphs = _graphs_at_once(rl, length, tokens) - 1 if setup.packed else 0
     offload = trainer.offload_frozen and on_gpu
     parts, phases, host = {}, {}, 0.0
     if "policy" in roles:
-        parts, phases, host = trained_role("policy", policy, how, tokens)
+        parts, phases, host = trained_role("policy", policy, setup, tokens)
         own = next(iter(phases))
-        if rl.group_size > 1 and rl.critic is None and not on_gpu and not how.packed:
+        if rl.group_size > 1 and rl.critic is None and not on_gpu and not setup.packed:
             phases[own] += mask_bytes(of_group, of_group, dtype)
         if rl.entropy_coef or not rl.rollout.samples_any_token:  # all logits exist at once (rlhf_core/models/head.py)
-            phases[own] += tokens * shape_of(policy).vocab * (how.element + 16)
-        phases[own] += more_graphs * (trunk_activations(shape_of(policy), tokens, how) + head_kept(shape_of(policy), tokens, how))
+            phases[own] += tokens * shape_of(policy).vocab * (setup.element + 16)
+        phases[own] += more_graphs * (trunk_activations(shape_of(policy), tokens, setup) + head_kept(shape_of(policy), tokens, setup))
     if "critic" in roles:
         critic = known(models.reward if rl.critic_starts_from_reward_model else models.start, "the critic")
         more, critic_phases, more_host = trained_role("critic", critic, plain, tokens, scalar=True)
         critics = next(iter(critic_phases))
-        if how.packed and "policy" in roles:  # both are computed at the same time
+        if setup.packed and "policy" in roles:  # both are computed at the same time
             phases[f"policy and critic: {own.partition(': ')[2]}"] = phases[own] + (1 + more_graphs) * critic_phases[critics]
-        elif how.packed:
+        elif setup.packed:
             critic_phases[critics] *= 1 + more_graphs
         parts, phases, host = parts | more, phases | critic_phases, host + more_host
     if "reference" in roles and (rl.lora is None or rl.kl.refresh_reference_every is not None or "policy" not in roles):
@@ -51,20 +51,20 @@ def _rl_rank(rl: RlConfig, roles: Sequence[str], config: ModelConfig, models: Mo
         one = frozen_pass(model, scored, dtype, scalar=True)
         host += add_frozen(parts, phases, f"reward model {number}", frozen_model(model.scalar_parameters, plain, offload=offload), one)
     copies = 1 + (rl.rollout.max_lag > 0)  # for the exported policy, and for a replaced rollout engine
-    once = copies * how.element * policy.parameters if on_gpu and "policy" in roles else 0.0
+    once = copies * setup.element * policy.parameters if on_gpu and "policy" in roles else 0.0
     name = "trainer rank" if len(rl.role_groups) == 1 else f"rank of {'+'.join(roles)}"
     return Process(f"train_policy: {name}", "rl.trainer", parts, phases, host=host, once=once, count=trainer.ranks)
 
 
 def _graphs_at_once(rl: RlConfig, length: int, tokens: int) -> int:
-    """Micro-batches whose graphs the CPU's fast path keeps from before the update until then: at most two, or one without them."""
+    """Return how many micro-batches' graphs the CPU's fast path keeps from the passes before the update until the update: 1 or 2."""
     everything = rl.samples_per_step * length
     keeps = rl.one_optimizer_step and rl.rollout.samples_any_token and everything <= 2 * rl.trainer.microbatch_tokens
     return 2 if keeps and everything > tokens else 1
 
 
 class RlTraining:
-    """Keys of `rl` and of `rl.trainer` under the names of a supervised section."""
+    """Keys of `rl` and of `rl.trainer` under the names that a supervised section has."""
 
     def __init__(self, rl: RlConfig):
         trainer = rl.trainer

@@ -1,4 +1,4 @@
-"""The options of python -m rlhf_core.planning, and the keys of params.yaml that they stand for."""
+"""The options of python -m rlhf_core.planning, and the keys of params.yaml that they override."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ PLACEMENT_KEYS = {
 
 
 def option_overrides(given: argparse.Namespace, params: Params) -> dict[str, Any]:
-    """The options of the workload as dotted keys and values, so that these alone give the planned run.
+    """Return the values of the workload's options by dotted keys; a run with these overrides is the planned one.
 
     Args:
-        params: with recipes and --set; lengths that aren't given are theirs.
+        params: params with recipes and --set, which have the lengths that no option gives.
     """
     rl = params.rl
     keys = KEYS | (PLACEMENT_KEYS if given.layout == "params" else {})
@@ -51,7 +51,7 @@ def option_overrides(given: argparse.Namespace, params: Params) -> dict[str, Any
 
 
 def _lengths(given: argparse.Namespace, params: Params) -> dict[str, Any]:
-    """model.max_length, which counts the longest prompt, is raised where it leaves no room for the prompts, and never lowered."""
+    """Return the override of max_new_tokens, and of model.max_length if it leaves too little room; it is never lowered."""
     max_length, new_tokens = params.model.max_length, params.rl.rollout.max_new_tokens
     prompt = given.prompt_length or max_length - new_tokens
     longest = max(given.response_length or 0, given.longest or 0) or new_tokens
@@ -69,7 +69,7 @@ def _reference(given: argparse.Namespace, params: Params) -> dict[str, Any]:
 
 
 def unkeyed(given: argparse.Namespace) -> list[str]:
-    """Options of the workload that no key of params.yaml holds, as they were given."""
+    """Return the options of the workload that no key of params.yaml holds, as they were given."""
     found = [f"--critic-model {given.critic_model}"] if given.critic_model else []
     found += [f"--reward-model {name}" for name in given.reward_model] + ["--no-reward-model"] * given.no_reward_model
     found += [f"--prompt-length {given.prompt_length}"] if given.prompt_length else []

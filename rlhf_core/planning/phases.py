@@ -1,4 +1,4 @@
-"""Seconds of a step's phases: generate, score, update, sync. Groups of GPUs work in parallel, the roles of a group in sequence."""
+"""Predicts the seconds of a step's phases: generate, score, update, sync, and with engines that share GPUs the turns."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from rlhf_core.planning.timing import (
 
 
 def predict(work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency) -> Prediction:
-    """Memory and time of one step.
+    """Return the memory and time of one step.
 
     Raises:
         ValueError: a role is missing or repeated, the groups don't fit the cluster, or tensor parallelism or offloading is impossible.
@@ -77,7 +77,7 @@ def _check(work: Workload, placement: Placement, cluster: Cluster) -> None:
 
 
 def phase_seconds(work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency, at_a_time: float) -> dict[str, float]:
-    """Seconds by phase. at_a_time: concurrent responses per engine."""
+    """Return the seconds of each phase. `at_a_time` is the number of concurrent responses per engine."""
     arguments = (work, placement, cluster, efficiency)
     turns = {"turns": seconds} if (seconds := turn_seconds(*arguments)) else {}
     return {
@@ -90,7 +90,9 @@ def phase_seconds(work: Workload, placement: Placement, cluster: Cluster, effici
 
 
 def turn_seconds(work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency) -> float:
-    """Seconds to bring what the roles beside an engine hold to the host and back, once a step; the engine forgets its weights."""
+    """Return the seconds in which the roles beside an engine move their memory to the host and back, once a step. The engine drops its
+    weights.
+    """
     group = placement.group_of(ENGINE)
     if len(group.roles) == 1 or not placement.sleep:
         return 0.0
@@ -100,7 +102,7 @@ def turn_seconds(work: Workload, placement: Placement, cluster: Cluster, efficie
 
 
 def generate_seconds(work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency, at_a_time: float) -> float:
-    """Seconds of generation; engines share the prompts evenly, and a prompt's samples stay together."""
+    """Return the seconds of generation. Engines share the prompts evenly, and a prompt's samples stay together."""
     engines = placement.group_of(ENGINE).gpus // placement.tensor_parallel
     prompts = math.ceil(work.samples / work.group_size / engines)
     requests = Requests(prompts, prompts * work.group_size, work.prompt_length, work.response_length, work.longest)
@@ -117,7 +119,7 @@ def generate_seconds(work: Workload, placement: Placement, cluster: Cluster, eff
 
 
 def _scored(work: Workload, group: Group) -> list[tuple[ModelShape, bool, int]]:
-    """(shape, whether the language-model head is computed, parameters) of a group's models that score the samples."""
+    """Return (shape, whether the language-model head is computed, parameters) for each of a group's models that score the samples."""
     models: list[tuple[ModelShape, bool, int]] = []
     models += [(work.policy, True, work.policy.parameters) for role in group.roles if role in (POLICY, REFERENCE)]
     if CRITIC in group.roles and work.critic is not None:
@@ -128,7 +130,7 @@ def _scored(work: Workload, group: Group) -> list[tuple[ModelShape, bool, int]]:
 
 
 def score_seconds(group: Group, work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency) -> float:
-    """Seconds of old and reference log-probabilities, values and rewards: one forward pass of each over all samples."""
+    """Return the seconds of old and reference log-probabilities, values and rewards: one forward pass of each model over all samples."""
     tokens, shared = work.samples * work.sequence, placement.sequence_parallel
     passes = work.micro_batches(work.samples, group.gpus / shared)
     seconds = 0.0
@@ -142,7 +144,7 @@ def score_seconds(group: Group, work: Workload, placement: Placement, cluster: C
 
 
 def update_seconds(group: Group, work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency) -> float:
-    """Seconds of forward and backward passes of policy and critic over all epochs, with communication in each optimizer step."""
+    """Return the seconds of policy's and critic's passes over all epochs, with communication in each optimizer step."""
     tokens, shared = work.ppo_epochs * work.samples * work.sequence, placement.sequence_parallel
     steps = work.ppo_epochs * math.ceil(work.samples / work.minibatch)
     passes = work.micro_batches(min(work.minibatch, work.samples), group.gpus / shared)
@@ -164,7 +166,7 @@ def update_seconds(group: Group, work: Workload, placement: Placement, cluster: 
 
 
 def sync_seconds(work: Workload, placement: Placement, cluster: Cluster, efficiency: Efficiency) -> float:
-    """Seconds to send the policy's weights to the engines once, over the link that both groups share.
+    """Return the seconds to send the policy's weights to the engines once, over the link that both groups share.
 
     On the same GPUs with unsplit weights (ZeRO 0 to 2), the copy is a read and a write in the GPU's memory. By gloo rank 0 copies the
     weights to its host and sends them to all engines, which share its bandwidth; each GPU of an engine copies them from its host. Engines

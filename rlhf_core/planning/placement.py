@@ -25,8 +25,10 @@ UNITS = 10_000  # Ray counts ten-thousandths of a GPU
 
 @dataclass(frozen=True)
 class GpuPlacement:
-    """gpus: of the cluster.    per_rank, per_engine: share of each actor; 0 without GPUs.
-    ranks: number of the GPU of each rank, group by group.    engines: of each rollout engine's first GPU. Empty without GPUs.
+    """The GPUs of the trainer ranks and the rollout engines of an RL job.
+
+    gpus: the cluster's number of GPUs. per_rank, per_engine: share of a GPU that each actor gets; 0 without GPUs.
+    ranks: number of each rank's GPU, by group. engines: number of each engine's first GPU. Both are empty without GPUs.
     tensor_parallel_size: GPUs of an engine, numbered from its first one on.
     """
 
@@ -38,7 +40,7 @@ class GpuPlacement:
     tensor_parallel_size: int = 1
 
     def engine_gpus(self, first: int) -> tuple[int, ...]:
-        """The GPUs of an engine with this first one."""
+        """Return the GPUs of the engine with this first one."""
         return tuple(range(first, first + self.tensor_parallel_size))
 
     @property
@@ -53,41 +55,43 @@ class GpuPlacement:
 
     @property
     def bundles(self) -> list[tuple[int, ...]]:
-        """GPUs that are reserved together, on one node: those of an engine on several, and each other one by itself."""
+        """GPUs that are reserved together, on one node: the GPUs of each engine, and every other used GPU by itself."""
         blocks = dict.fromkeys(map(self.engine_gpus, self.engines))
         of_engines = {gpu for block in blocks for gpu in block}
         return sorted([*blocks, *((gpu,) for gpu in self.actors if gpu not in of_engines)])
 
     def share(self, gpu: int, wanted: float) -> float:
-        """What Ray counts of a GPU for one of its actors: all of it where the actor is alone, or beside engines on several GPUs."""
+        """Return the share of a GPU that Ray counts for an actor on it: all of it if it is the only actor, or the only rank beside larger
+        engines.
+        """
         if self.tensor_parallel_size > 1:
             return 1.0 if sum(group.count(gpu) for group in self.ranks) == 1 else wanted
         return 1.0 if self.actors[gpu] == 1 else wanted
 
     def is_alone(self, first: int) -> bool:
-        """Whether an engine with this first GPU shares none of its GPUs."""
+        """Return whether the engine with this first GPU shares none of its GPUs."""
         return all(self.actors[gpu] == 1 for gpu in self.engine_gpus(first))
 
     def engines_on(self, gpu: int) -> int:
         return sum(gpu in self.engine_gpus(first) for first in self.engines)
 
     def engines_beside_ranks(self, group: int = 0) -> int:
-        """The most engines on a GPU that has a rank of this group too."""
+        """Return the largest number of engines on a GPU that also has a rank of this group."""
         return max(map(self.engines_on, self.ranks[group]), default=0) if self.ranks else 0
 
     def groups_beside(self, group: int) -> list[int]:
-        """Other groups with a rank on a GPU of this one."""
+        """Return the other groups that have a rank on a GPU of this group."""
         return [k for k, gpus in enumerate(self.ranks) if k != group and set(gpus) & set(self.ranks[group])]
 
     def takes_turns(self, rl: RlConfig) -> bool:
-        """`rl.rollout.take_turns` with auto resolved."""
+        """Return `rl.rollout.take_turns` with auto resolved."""
         if rl.rollout.take_turns != "auto":
             return rl.rollout.take_turns
         beside = any(map(self.engines_beside_ranks, range(len(self.ranks))))
         return beside and not rl.rollout.max_lag
 
     def engine_share(self, rl: RlConfig) -> float:
-        """Of a GPU's memory that an engine may take a fraction of: by turns all of it, which engines on one GPU divide."""
+        """Return the share of a GPU's memory of which an engine may take its fraction. By turns the engines of a GPU divide all of it."""
         if not self.gpus:
             return 1.0
         most = max(map(self.engines_on, self.engines))
@@ -108,17 +112,17 @@ class GpuPlacement:
         )
 
     def as_json(self) -> dict[str, float | int]:
-        """The cluster's GPUs, and the share of one that each rank and engine has."""
+        """Return the cluster's number of GPUs, and the share of one that each rank and engine has."""
         return {"gpus": self.gpus, "per_rank": self.per_rank, "per_engine": self.per_engine}
 
 
 def place(rl: RlConfig, gpus: int, nodes: Sequence[int] = ()) -> GpuPlacement:
-    """Where the actors of a job go on a cluster with this number of GPUs.
+    """Choose the GPUs of a job's actors on a cluster with this number of GPUs.
 
     Args:
-        nodes: GPUs of each node; without, there is one.
+        nodes: number of GPUs of each node; empty: there is one node.
     Raises:
-        ValueError: the job needs more GPUs, or more on a node.
+        ValueError: the job needs more GPUs, or more on one node.
     """
     groups, engines, size = [group.ranks for group in rl.role_groups], rl.rollout.engines, rl.rollout.tensor_parallel_size
     if not gpus:
@@ -151,20 +155,20 @@ def place(rl: RlConfig, gpus: int, nodes: Sequence[int] = ()) -> GpuPlacement:
 
 
 def unused_shares(rl: RlConfig) -> list[str]:
-    """Warnings about shares of GPUs that are set, for a cluster without GPUs."""
+    """Return warnings about shares of GPUs that params set for a cluster without GPUs."""
     shares = {"rl.trainer.gpus_per_rank": rl.trainer.gpus_per_rank, "rl.rollout.gpus_per_engine": rl.rollout.gpus_per_engine}
     return [f"{key}: {share:g} has no effect, because the cluster has no GPU" for key, share in shares.items() if share != "auto"]
 
 
 def _blocks(nodes: Sequence[int], size: int) -> list[tuple[int, ...]]:
-    """The blocks of so many GPUs that engines may have. The rest of a node is its first GPUs, which ranks take first."""
+    """Return the blocks of `size` GPUs that engines may have. The first GPUs of a node, which ranks take first, are left over."""
     starts = [sum(nodes[:k]) for k in range(len(nodes))]
     firsts = (first for start, count in zip(starts, nodes, strict=True) for first in range(start + count % size, start + count, size))
     return [tuple(range(first, first + size)) for first in firsts]
 
 
 def _candidates(rl: RlConfig, gpus: int) -> Iterator[tuple[float, float]]:
-    """Shares of a rank and of an engine, larger ones first."""
+    """Yield pairs of shares, of a rank and of an engine, larger ones first."""
     rank, engine, engines = rl.trainer.gpus_per_rank, rl.rollout.gpus_per_engine, rl.rollout.engines
     per_rank = [rank]
     if rank == "auto":
@@ -181,16 +185,16 @@ def _candidates(rl: RlConfig, gpus: int) -> Iterator[tuple[float, float]]:
 
 
 def _rounded(share: float) -> float:
-    """Rounded down to Ray's unit, so that shares never add up to more than a GPU."""
+    """Return a share rounded down to Ray's unit, so that shares never add up to more than a GPU."""
     return math.floor(share * UNITS + 1e-6) / UNITS
 
 
 def _places(
     groups: Sequence[int], per_rank: float, engines: int, per_engine: float, blocks: Sequence[tuple[int, ...]], gpus: int
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]] | None:
-    """GPUs of the ranks, group by group, and the first one of each engine; None: one finds no room.
+    """Return the GPUs of the ranks by group, and each engine's first GPU; None if an actor finds no room.
 
-    An engine on several GPUs isn't put where several groups have a rank: Ray doesn't say which of a block's GPUs a part is of.
+    An engine on several GPUs avoids GPUs with ranks of several groups, because Ray doesn't say to which GPU of a block a share belongs.
     """
     free = [UNITS] * gpus
     ranks = []
@@ -208,7 +212,7 @@ def _places(
 
 
 def _take(free: list[int], share: float, blocks: Iterable[tuple[int, ...]]) -> int | None:
-    """Take a share of each GPU of the emptiest block in use that has room, or else of a new one. Returns its first GPU."""
+    """Take a share of each GPU of a block and return the block's first GPU: the emptiest used block with room, else a new one."""
     units = round(share * UNITS)
     left = {block: min(free[gpu] for gpu in block) for block in blocks}
     room = [block for block in left if left[block] >= units]
@@ -222,7 +226,7 @@ def _take(free: list[int], share: float, blocks: Iterable[tuple[int, ...]]) -> i
 
 
 def transfer_ways(rl: RlConfig, placement: GpuPlacement) -> list[str]:
-    """How each engine gets weights: rl.rollout.weight_transfer, with auto resolved.
+    """Return how each engine gets weights: rl.rollout.weight_transfer with auto resolved.
 
     Raises:
         ValueError: the way that is set isn't possible where the engines are.
@@ -254,10 +258,10 @@ def check_gpus(planned: Mapping[str, Sequence[int]], found: Mapping[str, Sequenc
     """Check that each process has as many GPUs as planned, and that processes share one only where that is planned.
 
     Args:
-        planned: a process's name -> the numbers of its GPUs in the placement.
-        found: a process's name -> the GPUs that it sees.
+        planned: the numbers of each process's GPUs in the placement, by its name.
+        found: the GPUs that each process sees, by its name.
     Raises:
-        ValueError: two processes have one GPU, or one has more or fewer than planned.
+        ValueError: processes share a GPU that they shouldn't, or one has another number of GPUs than planned.
     """
     by_gpu: dict[str, list[str]] = {}
     for name, gpus in found.items():

@@ -28,17 +28,17 @@ ENGINE, POLICY, CRITIC, REFERENCE, REWARD = "engine", "policy", "critic", "refer
 
 
 def usable_host(cluster: Cluster) -> float:
-    """Bytes of a node's memory without what the preflight keeps free."""
+    """Return the bytes of a node's memory without those that the preflight keeps free."""
     return cluster.host_memory * (1 - RESERVED)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One step of online RL. Lengths in tokens: means, but for `longest`, the longest response.
+    """One step of online RL. Lengths are mean tokens; `longest` is the longest response.
 
-    critic: None for an algorithm without one. reference: false if the KL divergence isn't measured. prompts are
-    samples / group_size. minibatch: samples per optimizer step. microbatch_tokens: of a forward pass on one GPU. max_length: of prompt and
-    response together; None: the mean prompt with the longest response.
+    critic: None for an algorithm without a critic. reference: False if the KL divergence isn't measured. samples: responses per step, of
+    which each prompt has group_size. minibatch: samples per optimizer step. microbatch_tokens: tokens of a forward pass on one GPU.
+    max_length: limit of prompt and response together; None: the mean prompt with the longest response.
     """
 
     policy: ModelShape
@@ -66,7 +66,7 @@ class Workload:
 
     @property
     def pass_tokens(self) -> int:
-        """Tokens of a micro-batch: at least the longest sample."""
+        """Tokens of a micro-batch, which has room for the longest sample."""
         return max(self.microbatch_tokens, math.ceil(self.longest_sample))
 
     @property
@@ -75,7 +75,7 @@ class Workload:
         return (ENGINE, POLICY, *(role for role, is_there in there.items() if is_there))
 
     def micro_batches(self, samples: float, ranks: float) -> int:
-        """Forward passes of each rank, or group of ranks that share sequences, for so many samples of all."""
+        """Return the forward passes of each rank, or of each group of ranks that share sequences, over all `samples`."""
         return max(1, math.ceil(samples * self.sequence / ranks / self.pass_tokens))
 
 
@@ -93,7 +93,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Placement:
-    """sleep: engines and roles that share GPUs take turns: the others' memory is on the host.
+    """Groups of GPUs with their roles, and how these train and generate.
+
+    sleep: engines and roles that share GPUs take turns, while the others' memory is on the host.
     max_concurrent: concurrent responses per engine.
     sequence_parallel: GPUs that share each sequence in training and scoring.
     gloo: weights go to the engines through the hosts' memory.
@@ -117,8 +119,8 @@ class Placement:
 class GroupMemory:
     """Bytes on each GPU of a group.
 
-    parts: by role and kind. needed: the peak, with one response in the engine. missing: 0 if it fits.
-    cache: left for an engine's keys and values. host: memory of the node per GPU.
+    parts: bytes by role and kind. needed: the peak, with one response in the engine. missing: bytes too few; 0 if the group fits.
+    cache: bytes left for an engine's keys and values. host: bytes of the node's memory per GPU.
     """
 
     group: Group
@@ -129,7 +131,7 @@ class GroupMemory:
     host: float
 
     def keeps_margin(self, cluster: Cluster) -> bool:
-        """Whether the group fits even if it needs more than predicted, by the error that the preflight allows."""
+        """Return whether the group fits even if it needs more than predicted by the error that the preflight allows."""
         return self.needed * (1 + ERROR) <= cluster.available
 
 
@@ -185,18 +187,18 @@ def _states(work: Workload, role: str, group: Group, placement: Placement) -> St
 
 
 def _training_parts(parts: dict[str, float], work: Workload, role: str, group: Group, placement: Placement) -> float:
-    """Add a trained role's states to `parts`; return the further bytes of a pass or of the optimizer's step, whichever has more."""
-    states, how, shape = _states(work, role, group, placement), _training(work, group, placement), _shape(work, role)
+    """Add a trained role's states to `parts`, and return the further bytes of a pass or of the optimizer's step, whichever has more."""
+    states, setup, shape = _states(work, role, group, placement), _training(work, group, placement), _shape(work, role)
     for kind, size in zip(("weights", "float32 weights", "optimizer", "gradients", "buffers"), states, strict=False):
         if size:
             parts[f"{role}: {kind}"] = size
     tokens = work.pass_tokens / placement.sequence_parallel
-    one_pass = trunk_activations(shape, tokens, how) + (head_training(shape, tokens, how) if role == POLICY else 0.0)
+    one_pass = trunk_activations(shape, tokens, setup) + (head_training(shape, tokens, setup) if role == POLICY else 0.0)
     return max(states.one_pass(one_pass), states.step)
 
 
 def _frozen_parts(parts: dict[str, float], work: Workload, role: str, group: Group, placement: Placement) -> float:
-    """Add a frozen role's weights to `parts`; return the bytes of one pass."""
+    """Add a frozen role's weights to `parts`, and return the bytes of one pass."""
     shapes = (work.policy,) if role == REFERENCE else work.reward_models
     sizes = [shape.parameters if role == REFERENCE else shape.scalar_parameters for shape in shapes]
     models = [frozen_model(size, _training(work, group, placement)) for size in sizes]
@@ -208,7 +210,7 @@ def _frozen_parts(parts: dict[str, float], work: Workload, role: str, group: Gro
 
 
 def _engine_minimum(work: Workload, placement: Placement) -> float:
-    """Bytes on each GPU of an engine that holds only the longest sample."""
+    """Return the bytes on each GPU of an engine that holds only the longest sample."""
     tokens = work.longest_sample
     weights = work.policy.parameters * element_bytes(work.dtype)
     cache = tokens * kv_bytes_per_token(work.policy, work.dtype)
@@ -216,7 +218,7 @@ def _engine_minimum(work: Workload, placement: Placement) -> float:
 
 
 def concurrency(work: Workload, placement: Placement, memory: GroupMemory) -> float:
-    """Concurrent responses of one engine: limited by its setting, its share of the samples, and its cache at mean length."""
+    """Return the concurrent responses of one engine: the least of its setting, its share of the samples, and its cache at mean length."""
     engines = max(1, memory.group.gpus // placement.tensor_parallel)
     weights = work.policy.parameters * element_bytes(work.dtype) / placement.tensor_parallel
     tokens = kv_capacity(work.policy, memory.cache + weights, tensor_parallel=placement.tensor_parallel, dtype=work.dtype)
@@ -224,8 +226,10 @@ def concurrency(work: Workload, placement: Placement, memory: GroupMemory) -> fl
 
 
 def host_bytes(work: Workload, placement: Placement, memory: Sequence[GroupMemory], cluster: Cluster) -> float:
-    """Bytes of the node that takes most, GPUs numbered group by group: what roles keep there, each process's libraries and pinned buffers,
-    and the policy's weights once, on their way to a file or to the engines (as the preflight counts them).
+    """Return the bytes of host memory on the node that needs most, with GPUs numbered group by group.
+
+    These are what roles keep there, each process's libraries and pinned buffers, and once the policy's weights on their way to a file or to
+    the engines, as in the preflight.
     """
     of_gpus = []
     for of_group in memory:
@@ -240,7 +244,11 @@ def host_bytes(work: Workload, placement: Placement, memory: Sequence[GroupMemor
 
 @dataclass(frozen=True)
 class Prediction:
-    """The cost of a placement. seconds: generate, score, update and sync, in sequence. host: bytes of the node that takes most."""
+    """The cost of a placement.
+
+    seconds: by phase (generate, turns if engines take turns, score, update, sync), which follow each other. concurrency: concurrent
+    responses per engine. host: bytes of host memory on the node that needs most.
+    """
 
     placement: Placement
     memory: tuple[GroupMemory, ...]
@@ -251,7 +259,7 @@ class Prediction:
 
     @property
     def missing(self) -> float:
-        """Missing bytes on the GPU that lacks most and on the node that does."""
+        """Missing bytes: on the GPU that lacks most, plus on the node that lacks most."""
         return max(group.missing for group in self.memory) + self.host_missing
 
     @property

@@ -1,7 +1,7 @@
-"""The check before a stage loads anything: what its processes take, beside the memory that is there, and the nearest settings that fit.
+"""Checks before a stage loads anything that its processes fit into the memory that is there, and names the nearest settings that do.
 
-A stage is refused only where the shortage is larger than a prediction's error. Other architectures than decoders with gated MLPs aren't
-predicted, and never refused.
+A stage is refused only if it lacks more than a prediction's error. Only decoders with gated MLPs are predicted; a model of another
+architecture is never refused.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def preflight(stage: str, params: Params, machine: Machine | None = None, models
     """Check a stage before it loads anything, and log a shortage that the prediction's error may explain.
 
     Args:
-        machine: None: this one. models: None: those in the workspace.
+        machine: None: this machine. models: None: the models of the workspace.
     Returns:
-        Why the stage is refused; None: it may run.
+        Why the stage is refused, or None if it may run.
     """
     if params.flow.preflight == "off" or not is_planned(stage):
         return None
@@ -54,12 +54,12 @@ def preflight(stage: str, params: Params, machine: Machine | None = None, models
 
 
 def is_planned(stage: str) -> bool:
-    """Whether the stage loads models, so that its memory is predicted; `stage` may have the number of its round, as in train_round@1."""
+    """Return whether a stage loads models, so that its memory is predicted. A round's stage may have its number, as in train_round@1."""
     return stage == "train_policy" or stage in PLANS
 
 
 def runs_elsewhere(stage: str, params: Params) -> bool:
-    """Whether the stage's models are loaded by a job on a cluster that this machine may be no part of."""
+    """Return whether a job loads the stage's models on a cluster to which this machine may not belong."""
     if params.cluster.address is None:
         return False
     method, name = params.alignment.method, stage.partition("@")[0]
@@ -77,8 +77,10 @@ def runs_elsewhere(stage: str, params: Params) -> bool:
 
 
 def _patient(shortages: Callable[[Machine], list[Shortage]], look: Callable[[], Machine]) -> list[Shortage]:
-    """What is missing on the machine that `look` returns. Where the memory is there but taken, processes of an earlier run may be about to
-    end, so it is looked at again for some seconds.
+    """Return what is missing on the machine that `look` returns.
+
+    If the memory exists but is taken, processes of an earlier run may be about to end, so the machine is looked at again for up to PATIENCE
+    seconds.
     """
     deadline = time.monotonic() + PATIENCE
     while True:
@@ -90,10 +92,10 @@ def _patient(shortages: Callable[[Machine], list[Shortage]], look: Callable[[], 
 
 
 def models_of(stage: str, params: Params) -> Models:
-    """The models that a stage of this workspace loads.
+    """Return the models that a stage of this workspace loads.
 
     Raises:
-        Unpredictable: a folder is missing or damaged; the stage itself says more about that.
+        Unpredictable: a folder is missing or damaged, which the stage itself reports.
     """
     try:
         start = base_model(params.model) if stage == "train_sft" else read_model(SFT_MODEL)
@@ -106,10 +108,10 @@ def models_of(stage: str, params: Params) -> Models:
 
 
 def given_reward(params: Params) -> Model | None:
-    """The ready-made model at `reward.path`; None: it isn't known on this machine.
+    """Return the ready-made model at `reward.path`, or None if this machine doesn't have it.
 
     Raises:
-        ValueError: a file of it is missing or truncated.
+        ValueError: a file of the model is missing or truncated.
     """
     if params.reward.path is None or params.reward.is_registered:
         return None
@@ -119,13 +121,14 @@ def given_reward(params: Params) -> Model | None:
 def plan_stages(
     params: Params, machine: Machine, start: Model | None, rewards: Sequence[Model] = ()
 ) -> tuple[list[Plan], dict[str, ValueError | Unpredictable]]:
-    """The plans of a chain before it has trained any model, with the settings that fit where memory is missing.
+    """Return the plans of a chain that has trained no model yet, and why stages have no plan.
 
-    The second result is why stages have no plan, by stage: a ValueError if the stage is refused, Unpredictable if it isn't predicted.
+    A plan that lacks memory has settings that fit. In the second result, a ValueError means that the stage is refused, and Unpredictable
+    that it isn't predicted.
 
     Args:
         start: the model that the chain starts from; all models that it trains have its size.
-        rewards: of scorers with models from elsewhere, in their order; None are read from their folders.
+        rewards: the scorers' reward models in the scorers' order; empty: they are read from their folders.
     """
     plans: list[Plan] = []
     problems: dict[str, ValueError | Unpredictable] = {}
@@ -149,21 +152,21 @@ def _known_scorers(scorers: list[ScorerConfig], trained: Model | None) -> tuple[
 
 def scorers_of(stage: str, params: Params) -> list[ScorerConfig]:
     if stage == "evaluate":
-        return params.evaluation_scorers
+        return params.evaluation_scorers[1]
     if stage == "train_policy" and params.method_scorers is not None:
         return params.method_scorers[1]
     return []
 
 
 def scorer_models(scorers: list[ScorerConfig], trained: Model | None) -> Iterator[Model | None]:
-    """A model for each member of each scorer of kind reward_model."""
+    """Yield a model for each member of each scorer of kind reward_model."""
     for scorer in (s for s in scorers if s.kind == "reward_model"):
         found = trained if scorer.is_own_reward_model else read_model(scorer.path)
         yield from [found] * scorer.members
 
 
 def smallest(machines: list[Machine]) -> Machine:
-    """A machine that stands for all of a cluster's: GPUs of all, each as small as the smallest, and the smallest host."""
+    """Return a machine that stands for a cluster's: the GPUs of all, each as small as the smallest, and the smallest host."""
     gpus = [gpu for machine in machines for gpu in machine.gpus]
     if gpus:
         gpus = [Gpu(min(g.total for g in gpus), min(g.free for g in gpus))] * len(gpus)

@@ -1,7 +1,8 @@
-"""Published and measured figures beside predictions: the table of docs/planning.md.
+"""Compares predictions with published and measured figures: the table of docs/planning.md.
 
 The figures of OpenRLHF are from benchmark/README.md and README.md of its repository (A800 80 GB, prompts and responses of 1,024
-tokens, 1,024 samples a step, 128 an optimizer step, all models of one size); NeMo RL's from docs/about/performance-summary.md.
+tokens, 1,024 samples a step, 128 an optimizer step, all models of one size); those of NeMo RL are from docs/about/performance-summary.md of
+its repository.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ CALIBRATES = "calibrates"
 
 @dataclass(frozen=True)
 class Row:
-    """seconds: published or measured. phases: those assumed to be included. note: assumptions about the source."""
+    """A published or measured time beside its prediction.
+
+    seconds: published or measured. phases: phases assumed to be included. note: assumptions about the source.
+    """
 
     name: str
     work: Workload
@@ -37,7 +41,7 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Predicted over published."""
+        """Predicted over published or measured seconds."""
         return self.predicted / self.seconds
 
 
@@ -51,7 +55,10 @@ def openrlhf_work(size: str, micro_batch: int) -> Workload:
 
 
 def openrlhf_parts(reference: int, reward: int, policy: int, critic: int, engines: int, **options) -> Placement:
-    """OpenRLHF's notation 1:1:2:2:2, each role on separate GPUs; gradient checkpointing, ZeRO 3 and Adam on the host, as in its scripts."""
+    """Return a placement in OpenRLHF's notation 1:1:2:2:2, each role on its own GPUs.
+
+    Gradient checkpointing, ZeRO 3 and Adam on the host are as in OpenRLHF's scripts.
+    """
     roles = ((engines, ENGINE), (policy, POLICY), (critic, CRITIC), (reference, REFERENCE), (reward, REWARD))
     groups = tuple(Group(gpus, (role,)) for gpus, role in roles)
     return Placement(groups, zero_stage=3, offload=True, checkpointing=True, **options)
@@ -122,7 +129,7 @@ CPU = Cluster(CORES, 1, 1, network=1e9, reserve=0)
 
 
 def measured_here() -> list[Row]:
-    """docs/performance.md. An SFT step of 64 samples has 1,428 tokens; a PPO sample 26, of which 8 are the response."""
+    """Return figures of docs/performance.md. SFT's 64 samples have 1,428 tokens; a PPO sample has 26, of which 8 are the response."""
     sft = Workload(SMALL, None, False, (), 64, 1, 64, 1, 14.3, 8, 16, 4096, "float32")
     ppo = Workload(SMALL, SMALL, True, (SMALL,), 256, 1, 128, 1, 18, 8, 32, 4096, "float32")
     alone = (Placement(colocated(w, 1), max_concurrent=128) for w in (sft, ppo))
@@ -142,7 +149,7 @@ def rows() -> list[Row]:
 
 
 def table() -> str:
-    """Markdown."""
+    """Return the rows as a table in Markdown."""
     lines = ["| what | published or measured, s | predicted, s | ratio | |", "|---|---|---|---|---|"]
     lines += [f"| {r.name} | {r.seconds:.4g} | {r.predicted:.4g} | {r.ratio:.2f} | {r.note} |" for r in rows()]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The nearest settings with which a stage fits a machine."""
+"""Finds the nearest settings with which a stage fits a machine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LORA = {"rank": 16, "alpha": 32.0, "dropout": 0.0, "target_modules": "all-linear
 
 
 def remedy(stage: str, params: Params, models: Models, machine: Machine) -> dict[str, Any]:
-    """Keys of params.yaml and values with which the stage fits; empty: none of the tried.
+    """Return settings of params.yaml with which the stage fits; empty if none of those tried does.
 
-    Changes are added one after the other while they help, and those that turn out not to be needed are dropped.
+    Changes that help are added one after the other; those that turn out not to be needed are dropped.
     """
     worst = _ratio(stage, params, models, machine)
     kept: list[dict[str, Any]] = []
@@ -37,20 +37,20 @@ def remedy(stage: str, params: Params, models: Models, machine: Machine) -> dict
 
 
 def advice(found: Mapping[str, Any]) -> str:
-    """What to do, given the settings of `remedy`."""
+    """Return what to do, given the settings of `remedy`."""
     settings = " and ".join(f"{key}={shown(value)}" for key, value in found.items())
     return f"set {settings}" if settings else "no setting that was tried fits: take a smaller model or more memory"
 
 
 def shown(value: Any) -> str:
-    """A value as params.yaml and --set take it."""
+    """Return a value as params.yaml and --set take it."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k}: {shown(v)}" for k, v in value.items()) + "}"
     return value if isinstance(value, str) and _is_plain(value) else json.dumps(value)
 
 
 def _is_plain(text: str) -> bool:
-    """Whether a text is itself in YAML without quotes."""
+    """Return whether YAML reads a text without quotes as itself."""
     try:
         return parse_yaml(text, "value") == text
     except ConfigError:
@@ -70,7 +70,7 @@ def _ratio(stage: str, params: Params, models: Models, machine: Machine) -> floa
 
 
 def _changes(stage: str, params: Params, machine: Machine) -> Iterator[dict[str, Any]]:
-    """Changes in the order in which they are tried: the ones that change results least come first."""
+    """Yield changes in the order in which they are tried: the ones that change results least come first."""
     method = params.alignment.method
     is_rl = stage == "train_policy" and method == "rl"
     key = {"train_sft": "sft", "train_reward": "reward", "train_round": "dpo", "train_policy": method}.get(stage)
@@ -129,7 +129,7 @@ def _engine_changes(stage: str, params: Params, *, is_rl: bool, on_gpu: bool) ->
 
 
 def _divided_engines(params: Params, gpus: int) -> Iterator[dict[str, Any]]:
-    """Engines on several of so many GPUs of a node, and as many fewer of them."""
+    """Yield settings with larger engines, up to this number of GPUs, and accordingly fewer of them."""
     rollout = params.rl.rollout
     for size in (2, 4, 8):
         if rollout.tensor_parallel_size < size <= gpus:
@@ -138,7 +138,7 @@ def _divided_engines(params: Params, gpus: int) -> Iterator[dict[str, Any]]:
 
 
 def changed(params: Params, changes: Mapping[str, Any]) -> Params:
-    """The params with other values at dotted keys. They aren't checked."""
+    """Return the params with other values at dotted keys, which aren't checked."""
     for key, value in changes.items():
         params = _replaced(params, key.split("."), value)
     return params

@@ -1,4 +1,4 @@
-"""Search for the fastest placement that fits."""
+"""Searches for the fastest placement that fits."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ LAYOUTS = ("colocated", "apart", "three-parts")
 
 
 def colocated(work: Workload, gpus: int) -> tuple[Group, ...]:
-    """All roles on all GPUs."""
+    """Return one group: all roles on all GPUs."""
     return (Group(gpus, work.roles),)
 
 
 def apart(work: Workload, gpus: int, engines: int) -> tuple[Group, ...]:
-    """Engines on separate GPUs."""
+    """Return two groups: the engines, and all other roles."""
     return (Group(engines, (ENGINE,)), Group(gpus - engines, work.roles[1:]))
 
 
 def three_parts(work: Workload, gpus: int, engines: int) -> tuple[Group, ...]:
-    """Three groups: engines; policy and reference; critic and reward models, which train in parallel with the policy."""
+    """Return three groups: engines; policy and reference; critic and reward models. The last two train in parallel."""
     half = (gpus - engines) // 2
     first = tuple(role for role in (POLICY, REFERENCE) if role in work.roles)
     second = tuple(role for role in (CRITIC, REWARD) if role in work.roles)
@@ -37,10 +37,10 @@ def three_parts(work: Workload, gpus: int, engines: int) -> tuple[Group, ...]:
 
 
 def of_params(work: Workload, gpus: int, rl: RlConfig) -> tuple[Group, ...]:
-    """The groups of `rl.placement`, each rank on a GPU, and the engines on theirs; or all on the same GPUs if there are no more.
+    """Return the groups of `rl.placement`, each rank on its own GPU, and the engines; or all on the same GPUs if both need the same number.
 
     Raises:
-        ValueError: there are fewer GPUs than that, so that processes of several groups would share one.
+        ValueError: there are too few GPUs, so that processes of several groups would share one.
     """
     groups = [Group(group.ranks or rl.trainer.ranks, _roles(work, group)) for group in rl.placement]
     groups = [group for group in groups if group.roles]
@@ -56,16 +56,17 @@ def of_params(work: Workload, gpus: int, rl: RlConfig) -> tuple[Group, ...]:
 
 
 def _roles(work: Workload, group: RoleGroup) -> tuple[str, ...]:
-    """Of the workload's, those of a group of `rl.placement`."""
+    """Return the roles of the workload that a group of `rl.placement` has."""
     named = {POLICY: "policy", CRITIC: "critic", REFERENCE: "reference", REWARD: "reward_models"}
     return tuple(role for role in work.roles if named.get(role) in group.roles)
 
 
 @dataclass(frozen=True)
 class Search:
-    """What is tried. None: everything.
+    """Bounds of the search. None: all values are tried.
 
-    layouts: of LAYOUTS. engine_gpus: where engines have separate ones. sleep, max_concurrent, gloo: of each placement.
+    layouts: some of LAYOUTS. engine_gpus: GPUs of the engines in layouts that separate them. sleep, max_concurrent, gloo: as in
+    `Placement`.
     """
 
     layouts: tuple[str, ...] = LAYOUTS
@@ -80,7 +81,7 @@ class Search:
 
 
 def groups_of(layout: str, work: Workload, gpus: int, engine_gpus: int | None = None) -> Iterator[tuple[Group, ...]]:
-    """All divisions of the GPUs by a layout; none if there are too few or, of three parts, no critic."""
+    """Yield all divisions of the GPUs by a layout; none if there are too few GPUs, or for three parts no critic."""
     if layout == "colocated":
         yield colocated(work, gpus)
         return
@@ -92,14 +93,14 @@ def groups_of(layout: str, work: Workload, gpus: int, engine_gpus: int | None = 
 
 
 def impossible(layout: str, work: Workload, gpus: int) -> str:
-    """Why no placement of the layout exists, whatever its settings; empty: one does."""
+    """Return why no placement of the layout exists, whatever its settings; empty if there is one."""
     if layout == "three-parts" and work.critic is None:
         return "needs a critic"
     return "" if any(groups_of(layout, work, gpus)) else f"needs more than {number_of(gpus, 'GPU')}"
 
 
 def candidates(work: Workload, cluster: Cluster, search: Search, layout: str) -> Iterator[Placement]:
-    """All placements of a layout to try."""
+    """Yield all placements of a layout to be tried."""
     recompute = (False, True) if search.checkpointing is None else (search.checkpointing,)
     stages = range(4) if search.zero_stage is None else (search.zero_stage,)
     offload = (False, True) if search.offload is None else (search.offload,)
@@ -114,10 +115,10 @@ def candidates(work: Workload, cluster: Cluster, search: Search, layout: str) ->
 
 
 def best_of_layouts(work: Workload, cluster: Cluster, efficiency: Efficiency, search: Search) -> dict[str, Prediction]:
-    """Of each layout that is possible the best placement, as `propose` ranks them, the best layout first.
+    """Return the best placement of each possible layout, the best layout first, ranked as `propose` says.
 
     Raises:
-        ValueError: none is possible.
+        ValueError: no layout is possible.
     """
     rank = _rank(work, cluster)
     found = {}
@@ -134,7 +135,7 @@ def best_of_layouts(work: Workload, cluster: Cluster, efficiency: Efficiency, se
 
 
 def _narrowest(best: Prediction, tried: list[Prediction], rank: Callable[[Prediction], tuple]) -> Prediction:
-    """The same placement with engines on the fewest GPUs that is as good, but for seconds within the prediction's error."""
+    """Return the placement that equals the best one but has engines on the fewest GPUs, and is as fast within the prediction's error."""
 
     def is_as_good(other: Prediction) -> bool:
         same = replace(other.placement, tensor_parallel=best.placement.tensor_parallel) == best.placement
@@ -151,18 +152,19 @@ def _rank(work: Workload, cluster: Cluster) -> Callable[[Prediction], tuple[floa
 
 
 def propose(work: Workload, cluster: Cluster, efficiency: Efficiency, search: Search | None = None) -> Prediction:
-    """The fastest placement that fits, or else the one that lacks least memory; of equal ones, as `_narrowest` says, the simplest.
+    """Return the fastest placement that fits, or else the one that lacks least memory.
 
-    Of those that fit, ones whose ranks divide the minibatch come first, and among these ones with a margin of the prediction's error.
+    Among those that fit, placements whose ranks divide the minibatch come first, and among these the ones with a margin of the prediction's
+    error. Engines are on the fewest GPUs that are as good (`_narrowest`).
 
     Raises:
-        ValueError: none is possible.
+        ValueError: no placement is possible.
     """
     return next(iter(best_of_layouts(work, cluster, efficiency, search or Search()).values()))
 
 
 def divides_minibatch(work: Workload, placement: Placement) -> bool:
-    """Whether each group of ranks can divide a minibatch, as rl.minibatch_size must be."""
+    """Return whether each group of ranks can divide a minibatch, as rl.minibatch_size requires."""
     return not any(work.minibatch % group.gpus for group in _trainers(placement))
 
 
@@ -171,7 +173,7 @@ def _trainers(placement: Placement) -> list[Group]:
 
 
 def settings(placement: Placement) -> dict[str, Any]:
-    """The keys of params.yaml that a placement of `propose` decides; `of_params` gives its groups again."""
+    """Return the keys of params.yaml that a placement of `propose` decides, from which `of_params` makes its groups again."""
     engines, policy = placement.group_of(ENGINE), placement.group_of(POLICY)
     turns = {"rl.rollout.take_turns": placement.sleep} if engines is policy else {}
     return {

@@ -1,4 +1,4 @@
-"""The sizes of a model that determine its memory and time: a decoder with gated MLPs, by the keys of Llama's config.json."""
+"""Sizes of a model that determine its memory and time: those of a decoder with gated MLPs, under the keys of Llama's config.json."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rlhf_core.config import ArchitectureConfig, number_of
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes in elements.
+    """Sizes of a decoder with gated MLPs, in elements.
 
-    vectors: biases of a layer's projections, and norms of its heads. further: parameters beside all these, of the whole model; below 0 if
+    vectors: biases of a layer's projections, and norms of its heads. further: parameters of the whole model besides all these; negative if
     the model lacks norms.
     """
 
@@ -65,7 +65,7 @@ class ModelShape:
 
     @property
     def matrices(self) -> int:
-        """Parameters of the language model without vectors."""
+        """Parameters of the language model that are in matrices."""
         layer = self._attention + self.experts * self._mlp + self._router
         return self.layers * layer + self.embedding * (1 if self.tied else 2)
 
@@ -91,7 +91,7 @@ class ModelShape:
 
 
 def from_architecture(config: ArchitectureConfig) -> ModelShape:
-    """The shape of `model.architecture` in params.yaml, as rlhf_core/models/build.py builds it."""
+    """Return the shape of `model.architecture` in params.yaml, as rlhf_core/models/build.py builds it."""
     return ModelShape(
         layers=config.layers,
         hidden=config.hidden_size,
@@ -104,10 +104,10 @@ def from_architecture(config: ArchitectureConfig) -> ModelShape:
 
 
 def from_folder(folder: str | Path) -> ModelShape:
-    """The shape from the keys of a Hugging Face model's config.json, which says too little of the structure: compare the parameters.
+    """Return the shape by a Hugging Face model's config.json. The file says too little of the structure, so compare the parameters.
 
     Raises:
-        ValueError: it is missing, or the model isn't a decoder with gated MLPs.
+        ValueError: the file is missing, or the model isn't a decoder with gated MLPs.
     """
     path = Path(folder) / "config.json"
     try:
@@ -118,10 +118,10 @@ def from_folder(folder: str | Path) -> ModelShape:
 
 
 def from_settings(config: Any, *, subject: str) -> ModelShape:
-    """The shape by the keys of a config.json.
+    """Return the shape by the keys of a config.json.
 
     Args:
-        subject: of the message.
+        subject: what the error's message calls the model.
     Raises:
         ValueError: keys of a decoder with gated MLPs are missing.
     """
@@ -147,8 +147,9 @@ def from_settings(config: Any, *, subject: str) -> ModelShape:
 
 
 def _vectors(config: dict[str, Any]) -> int:
-    """Biases that transformers gives each layer, and Qwen3's norms of queries and keys. Qwen2's bias of queries, keys and values has no key
-    in its config.json; `attention_bias` is one of the output too.
+    """Return the elements of a layer's biases, as transformers has them, and of Qwen3's norms of queries and keys.
+
+    Qwen2's biases of queries, keys and values have no key in its config.json; `attention_bias` stands for one of the output too.
     """
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     width = config.get("head_dim") or hidden // heads
@@ -160,14 +161,14 @@ def _vectors(config: dict[str, Any]) -> int:
 
 
 def _qwen2(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int, *, tied: bool = False) -> ModelShape:
-    """Qwen2 and Qwen2.5: biases of queries, keys and values."""
+    """Return a shape of Qwen2 and Qwen2.5, which have biases of queries, keys and values."""
     width = hidden // heads
     biases = (heads + 2 * kv_heads) * width
     return ModelShape(layers, hidden, intermediate, heads, kv_heads, width, vocab, tied, vectors=biases)
 
 
 def _qwen3(layers: int, hidden: int, intermediate: int, heads: int, *, tied: bool = False) -> ModelShape:
-    """Qwen3 without experts: norms of queries and keys."""
+    """Return a shape of Qwen3 without experts, which has norms of queries and keys."""
     return ModelShape(layers, hidden, intermediate, heads, 8, 128, 151936, tied, vectors=2 * 128)
 
 
@@ -205,18 +206,19 @@ VARIANT = re.compile(r"(-(base|instruct|chat|hf))+$")
 
 
 def named_shape(name: str) -> ModelShape | None:
-    """The shape of a key of SIZES, or of a repository on the hub that has such a shape; None: unknown."""
+    """Return the shape for a key of SIZES or for a repository on the hub that has such a shape; None if it is unknown."""
     plain = VARIANT.sub("", name.lower())
     found = (size for size, repositories in REPOSITORIES.items() if plain in [VARIANT.sub("", known.lower()) for known in repositories])
     return SIZES.get(name) or SIZES.get(next(found, ""))
 
 
 def check_engine(shape: ModelShape, gpus: int, *, key: str) -> None:
-    """
+    """Check that vLLM can divide the model's heads and MLP width over this number of GPUs.
+
     Args:
-        key: of the number of GPUs.
+        key: key of params.yaml with the number of GPUs.
     Raises:
-        ValueError: vLLM can't divide the model's layers over so many GPUs.
+        ValueError: heads or MLP width can't be divided over so many GPUs.
     """
 
     def divides(size: int) -> bool:

@@ -1,7 +1,7 @@
-"""What the processes of a stage take, beside the memory of a machine.
+"""Compares what the processes of a stage take with the memory of a machine.
 
-A prediction of a decoder with gated MLPs is within 10% of what processes took on a CPU (docs/planning.md). Other architectures aren't
-predicted.
+A prediction of a decoder with gated MLPs is within 10% of what processes took on a CPU (docs/planning.md). Models of other architectures
+aren't predicted.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ GPU_HOST = 3 * GIB  # of a process on a GPU: libraries and pinned buffers
 
 @dataclass(frozen=True)
 class Shortage:
-    """A process for which memory is missing, or all of a host's.
+    """A process that lacks memory, or all processes of a host together.
 
-    needed, available: bytes. where: names the memory. parts: bytes by role and kind, the largest phase included.
+    needed, available: bytes. where: the name of the memory. parts: bytes by role and kind, the largest phase included.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Shortage:
 
     @property
     def ratio(self) -> float:
-        """Needed over available."""
+        """Needed over available bytes."""
         return self.needed / max(self.available, 1.0)
 
     @property
@@ -49,10 +49,10 @@ class Shortage:
 
 @dataclass(frozen=True)
 class Plan:
-    """Of a stage on a machine: its processes, moment by moment, and what is missing, the worst first.
+    """The processes of a stage on a machine, moment by moment, and the shortages, the worst first.
 
-    turns: of processes that take turns on a GPU: bytes on it in each turn, of which the largest counts.
-    remedy: settings with which the stage fits, empty if none of the tried; None: not looked for.
+    turns: bytes on a GPU in each turn of processes that take turns on it; the largest counts.
+    remedy: settings with which the stage fits, empty if none of those tried does; None: not looked for.
     """
 
     stage: str
@@ -63,10 +63,11 @@ class Plan:
 
 
 def check(stage: str, params: Params, models: Models, machine: Machine) -> Plan:
-    """The plan of a stage of dvc.yaml or rounds/dvc.yaml.
+    """Return the plan of a stage of dvc.yaml or rounds/dvc.yaml.
 
     Raises:
-        Unpredictable: a model's size or architecture isn't known, or the GPUs have different sizes of which some may not fit.
+        Unpredictable: a model's size or architecture isn't known.
+        ValueError: settings don't suit the model or the number of GPUs.
     """
     if stage == "train_policy" and params.alignment.method == "rl":
         return _check_rl(params, models, machine)
@@ -100,16 +101,17 @@ def _check_rl(params: Params, models: Models, machine: Machine) -> Plan:
 
 
 def _largest_layer(params: Params, models: Models) -> float:
-    """Bytes of the weights that are gathered and sent at once: a decoder layer, or the token embedding and the head, each by itself."""
+    """Return the bytes of the weights that are gathered and sent at once: a decoder layer, the token embedding, or the head."""
     shape = models.start.shape
     return element_bytes(params.model.dtype) * max(shape.embedding, shape.trunk / shape.layers)
 
 
 def _check_turns(placement: GpuPlacement, ranks: list[Process], engines: Process, machine: Machine, *, layer: float) -> Plan:
-    """Engines and ranks that take turns on GPUs: each process leaves its context only, and the ranks' parts go to the host.
+    """Return the plan of engines and ranks that take turns on GPUs: a process that waits keeps its context there, and ranks move the rest
+    to the host.
 
     Args:
-        layer: bytes of the largest layer of the policy, which is gathered and in the buffer that engines read.
+        layer: bytes of the policy's largest layer, which exists twice: gathered, and in the buffer that engines read.
     """
     ranks = [replace(rank, host=rank.host + sum(rank.parts.values())) for rank in ranks]
     at_once = max(map(placement.engines_beside_ranks, range(len(ranks))))
@@ -140,9 +142,10 @@ def _check_turns(placement: GpuPlacement, ranks: list[Process], engines: Process
 
 
 def _ray(stage: str, weights: float = 0.0) -> Process:
-    """
+    """Return the processes of Ray itself.
+
     Args:
-        weights: bytes on their way to rollout engines.
+        weights: bytes of weights on their way to rollout engines.
     """
     return Process(f"{stage}: Ray", "cluster", {"Ray: weights on their way to the engines": weights} if weights else {}, base=RAY_HOST)
 
@@ -150,10 +153,11 @@ def _ray(stage: str, weights: float = 0.0) -> Process:
 def _shortages(
     moment: list[Process], machine: Machine, *, beside: Mapping[str, float] | None = None, where: Mapping[str, str] | None = None
 ) -> list[Shortage]:
-    """
+    """Return the shortages at one moment.
+
     Args:
-        beside: a process's name -> bytes that others take of its GPU.
-        where: a process's name -> its GPU, for messages.
+        beside: bytes that others take of a process's GPU, by the process's name.
+        where: what messages call a process's GPU, by the process's name.
     """
     beside, where = beside or {}, where or {}
     if not machine.gpus:
@@ -190,12 +194,12 @@ def _shortages(
 
 
 def without_models(process: Process) -> float:
-    """Bytes of a process on a CPU beside its models: its libraries, and freed memory that it keeps."""
+    """Return the bytes of a process on a CPU besides its models: its libraries, and freed memory that it keeps."""
     return process.base + ALLOCATOR
 
 
 def _processes(process: Process) -> int:
-    """An engine on several GPUs has one for each beside its own."""
+    """Return the number of operating-system processes: an engine on several GPUs has one for each GPU and one of its own."""
     return 1 + process.gpus if process.gpus > 1 else 1
 
 

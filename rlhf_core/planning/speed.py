@@ -1,4 +1,4 @@
-"""How fast a machine computes: this CPU's matrix products are measured, a GPU's figures are those of `GPUS`."""
+"""How fast a machine computes: matrix products are measured on this CPU, and GPUs have the figures of `GPUS`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ START, GPU_START = 25.0, 60.0  # seconds of a stage before and after it computes
 
 @dataclass(frozen=True)
 class Speed:
-    """FLOP/s of all devices together in an update, a forward pass and in decoding.
+    """Speed of all devices together: FLOP/s in an update, in a forward pass and in decoding.
 
-    bandwidth: bytes/s of the devices' memory together in decoding; None: it isn't what limits it. decode_step: seconds of a decoding step
-    beside both. start: seconds of a stage beside its computing. basis: for people. devices: GPUs; 1 for a CPU. shares_prompts: two
-    responses to one prompt are computed with one pass over it.
+    bandwidth: bytes/s at which decoding reads all devices' memory; None: FLOP/s limit it. decode_step: further seconds of a decoding step.
+    start: seconds of a stage besides its computing. basis: where the figures come from, in words. devices: number of GPUs; 1 for a CPU.
+    shares_prompts: whether two responses to one prompt are computed with one pass over it.
     """
 
     update: float
@@ -37,14 +37,14 @@ class Speed:
 
     @property
     def of_one(self) -> Speed:
-        """Of one of the devices."""
+        """Speed of one of the devices."""
         n = self.devices
         bandwidth = None if self.bandwidth is None else self.bandwidth / n
         return replace(self, update=self.update / n, forward=self.forward / n, decode=self.decode / n, bandwidth=bandwidth, devices=1)
 
 
 def of_gpus(gpu: Gpu, count: int) -> Speed:
-    """Of `count` GPUs of a kind, by the planner's shares of their peaks."""
+    """Return the speed of `count` GPUs of a kind, by the planner's shares of their peaks."""
     shares = Efficiency()
     flops = gpu.flops * shares.flops * count
     basis = f"{count} x {gpu.name}: {shares.flops:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s each"
@@ -52,7 +52,7 @@ def of_gpus(gpu: Gpu, count: int) -> Speed:
 
 
 def of_cpu(hidden: int, intermediate: int, dtype: str, cores: int) -> Speed:
-    """Of this machine's CPU, by a product of a model's size on one core, in a second."""
+    """Return the speed of this machine's CPU, from a matrix product of the model's size that one core computes for MEASURED_SECONDS."""
     flops = cores * measured_flops(hidden, intermediate, dtype)
     product = f"a product of {ROWS} x {hidden} x {intermediate} in {dtype} on one of them"
     basis = f"{flops / 1e9:.0f} GFLOP/s of {cores} cores, by {product}, just now; other work slows it"
@@ -61,9 +61,9 @@ def of_cpu(hidden: int, intermediate: int, dtype: str, cores: int) -> Speed:
 
 
 def measured_flops(hidden: int, intermediate: int, dtype: str) -> float:
-    """FLOP/s of the product [ROWS, hidden] x [hidden, intermediate] on one core, the fastest of several.
+    """Return the FLOP/s of the product [ROWS, hidden] x [hidden, intermediate] on one core, from the fastest of several tries.
 
-    Beside other processes two threads rarely run at the same time, and a whole machine's speed can't be measured; one core's can.
+    Beside other processes two threads rarely run at the same time, so one core's speed can be measured and a whole machine's can't.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What each process of a stage takes: resident bytes by role, and the further bytes of each phase, of which one exists at a time."""
+"""Counts what each process of a stage takes: resident bytes by role, and further bytes by phase, of which one exists at a time."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ Parts = dict[str, float]
 class Process:
     """A process that holds models, or several equal ones.
 
-    count: of such processes at the same time.
+    count: number of such processes at the same time.
     parts: resident bytes on its device, by role and kind. phases: further bytes of each phase; one phase exists at a time.
     host: bytes of each process in its host's memory if its device is a GPU, without libraries; on a CPU included in `parts` and `phases`.
-    once: further ones on a host, whatever the number of processes: whole weights on their way to a file or to the engines.
+    once: further bytes of a host, whatever the number of processes: whole weights on their way to a file or to the engines.
     base: bytes of the process without models, on a CPU.
-    share: of a GPU's memory that a rollout engine may take; None: the process takes what it needs.
-    gpus: over which it is divided; bytes are those on each, and on a CPU all of them.
-    section: of params.yaml, whose keys change what it takes.
-    ranks_key: of the number of ranks, each of which needs a GPU of its own. None: `ranks` of the section, or it is no rank.
+    share: share of a GPU's memory that a rollout engine may take; None: the process takes what it needs.
+    gpus: number of GPUs over which it is divided; bytes are those on each GPU, or on a CPU the sum.
+    section: section of params.yaml whose keys change what the process takes.
+    ranks_key: key for the number of ranks, each of which needs its own GPU; None: `ranks` of the section, or the process is no rank.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Process:
 
     @property
     def peak(self) -> str:
-        """The phase that takes most."""
+        """Name of the phase that takes most; empty without phases."""
         return max(self.phases, key=lambda name: self.phases[name], default="")
 
     @property
@@ -82,7 +82,10 @@ class Process:
 
 @dataclass(frozen=True)
 class Models:
-    """The models of a chain; None: unknown. start: of the stage. reward: a member of the reward model. scorers: further reward models."""
+    """Models of a chain; None stands for an unknown one.
+
+    start: the model that the stage starts from. reward: a member of the reward model. scorers: further reward models.
+    """
 
     start: Model | None
     reward: Model | None = None
@@ -90,14 +93,14 @@ class Models:
 
 
 class Unpredictable(Exception):
-    """The message says why there is no prediction."""
+    """The memory of a stage can't be predicted; the message says why."""
 
 
 # Training
 
 
 def training(section: TrainingConfig, model: Model, dtype: str, *, ranks: int, on_gpu: bool, scalar: bool = False) -> Training:
-    """How a section of params.yaml trains a model."""
+    """Return how a section of params.yaml trains a model."""
     check_heads(shape_of(model), section.sequence_parallel)
     fast = dtype == "float32" or has_amx()
     packed = model.plain_llama and fast and not on_gpu and section.zero_stage < 3 and not section.gradient_checkpointing
@@ -122,7 +125,7 @@ def _packs_adapters(lora: LoraConfig | None) -> bool:
 
 
 def _adapters(lora: LoraConfig | None, model: Model, *, scalar: bool) -> dict:
-    """Trained parameters with adapters. For a list of layers the count is that of all linear layers, an upper bound."""
+    """Return the trained parameters with adapters. For a list of layers the count is that of all linear layers, an upper bound."""
     if lora is None:
         return {}
     shape = shape_of(model)
@@ -136,9 +139,10 @@ def shape_of(model: Model) -> ModelShape:
 
 
 def check_heads(shape: ModelShape, ranks: int) -> None:
-    """
+    """Check that ranks which share each sequence can divide the attention's heads.
+
     Raises:
-        ValueError: attention's heads can't be divided among ranks that share each sequence.
+        ValueError: they can't.
     """
     if shape.heads % ranks or (shape.kv_heads % ranks and ranks % shape.kv_heads):
         raise ValueError(
@@ -147,32 +151,33 @@ def check_heads(shape: ModelShape, ranks: int) -> None:
         )
 
 
-def pass_tokens(microbatch_tokens: int, max_length: int, sequences: float, how: Training) -> tuple[int, int]:
-    """Tokens of the largest micro-batch, and a rank's part of them: of the budget, or of the longest sequence; no more than the sequences
-    have.
+def pass_tokens(microbatch_tokens: int, max_length: int, sequences: float, setup: Training) -> tuple[int, int]:
+    """Return the tokens of the largest micro-batch, and a rank's part of them.
 
-    Padding counts in the budget, so that leaving it out, on a GPU or by the CPU's fast path, never takes more.
+    A micro-batch has the budget's tokens but no more than its sequences have, and always room for the longest sequence.
+
+    Padding counts towards the budget, so a path that leaves it out (on a GPU, or the CPU's fast path) never takes more.
 
     Args:
-        sequences: of an optimizer step.
+        sequences: number of sequences of an optimizer step.
     """
-    of_group = math.ceil(sequences * how.sequence_parallel / how.ranks)
+    of_group = math.ceil(sequences * setup.sequence_parallel / setup.ranks)
     tokens = max(max_length, min(microbatch_tokens, of_group * max_length))
-    return tokens, math.ceil(tokens / how.sequence_parallel)
+    return tokens, math.ceil(tokens / setup.sequence_parallel)
 
 
-def trained_role(role: str, model: Model, how: Training, tokens: int, *, scalar: bool = False) -> tuple[Parts, Parts, float]:
-    """Resident parts, phases, and bytes in the host memory of a GPU of a trained model.
+def trained_role(role: str, model: Model, setup: Training, tokens: int, *, scalar: bool = False) -> tuple[Parts, Parts, float]:
+    """Return a trained model's resident parts, its phases, and its bytes in the host memory of a GPU.
 
     Weights whose file has the training's dtype are mapped from the file; others are converted in the host memory of each rank.
 
     Args:
-        tokens: of a micro-batch, all of them selected; those of this rank.
-        scalar: it has a head with scores in place of the vocabulary's.
+        tokens: this rank's tokens of a micro-batch, all of which the loss selects.
+        scalar: whether the model has a head with scores in place of the vocabulary's.
     """
     shape = shape_of(model)
     parameters = model.scalar_parameters if scalar else model.parameters
-    states = training_states(parameters, how, linear=shape.linear)
+    states = training_states(parameters, setup, linear=shape.linear)
     parts = {
         f"{role}: weights": states.weights,
         f"{role}: float32 weights": states.master,
@@ -180,21 +185,21 @@ def trained_role(role: str, model: Model, how: Training, tokens: int, *, scalar:
         f"{role}: gradients": states.gradients,
         f"{role}: gradients' buffer": states.buffers,
     }
-    activations = trunk_activations(shape, tokens, how) + (0.0 if scalar else head_training(shape, tokens, how))
+    activations = trunk_activations(shape, tokens, setup) + (0.0 if scalar else head_training(shape, tokens, setup))
     phases = {
         f"{role}: a pass of {tokens:,} tokens": states.one_pass(activations),
         f"{role}: the optimizer's step": states.step,
     }
-    converted = 0.0 if model.stored == how.dtype else how.element * parameters
-    if not how.on_gpu:
-        phases[f"{role}: saving the weights"] = max(0.0, how.element * parameters - states.gradients)
+    converted = 0.0 if model.stored == setup.dtype else setup.element * parameters
+    if not setup.on_gpu:
+        phases[f"{role}: saving the weights"] = max(0.0, setup.element * parameters - states.gradients)
         if states.host:
             parts[f"{role}: offloaded"] = states.host
-    return {name: size for name, size in parts.items() if size}, phases, states.host + converted if how.on_gpu else 0.0
+    return {name: size for name, size in parts.items() if size}, phases, states.host + converted if setup.on_gpu else 0.0
 
 
 def frozen_pass(model: Model, tokens: int, dtype: str, *, scalar: bool = False) -> float:
-    """Activations of a forward pass, and of the head."""
+    """Return the bytes of a forward pass with the head."""
     shape = shape_of(model)
     return forward_activations(shape, tokens, dtype) + (0.0 if scalar else head_forward(shape, tokens, dtype))
 
@@ -213,35 +218,35 @@ def supervised(
     offload_frozen: bool = False,
     shares_prompts: bool = False,
 ) -> Process:
-    """A rank of supervised training.
+    """Return the ranks of supervised training.
 
     Args:
-        sequences: of an optimizer step.
-        reference: none | precomputed | live | policy, whose pass takes less than a training pass. offload_frozen: a live one is on the host
-            while it computes nothing.
-        shares_prompts: several responses follow one prompt, which on a CPU is computed once.
+        sequences: number of sequences of an optimizer step.
+        reference: none, precomputed, live or policy; with policy (no copy of the model) the reference takes less than a training pass.
+        offload_frozen: whether a live reference is on the host while it isn't used.
+        shares_prompts: whether responses to one prompt share one pass over it, as they do on a CPU.
     """
     dtype, ranks = params.model.dtype, section.ranks
-    how = training(section, model, dtype, ranks=ranks, on_gpu=on_gpu, scalar=scalar)
-    of_group, tokens = pass_tokens(section.microbatch_tokens, params.model.max_length, sequences, how)
-    parts, phases, host = trained_role("model", model, how, tokens, scalar=scalar)
-    if shares_prompts and not on_gpu and not how.packed:
+    setup = training(section, model, dtype, ranks=ranks, on_gpu=on_gpu, scalar=scalar)
+    of_group, tokens = pass_tokens(section.microbatch_tokens, params.model.max_length, sequences, setup)
+    parts, phases, host = trained_role("model", model, setup, tokens, scalar=scalar)
+    if shares_prompts and not on_gpu and not setup.packed:
         name_of_pass = next(iter(phases))
         phases[name_of_pass] += mask_bytes(of_group, of_group, dtype)
-    frozen = frozen_model(model.parameters, how, offload=offload_frozen and on_gpu)
+    frozen = frozen_model(model.parameters, setup, offload=offload_frozen and on_gpu)
     if reference == "live":
         host += add_frozen(parts, phases, "reference", frozen, frozen_pass(model, tokens, dtype))
     elif reference == "precomputed":
         # Computed before the engine exists: instead of the trained model's states there are its weights, on the host.
-        before = frozen.weights + frozen.passing + frozen_pass(model, tokens, dtype) + (0 if on_gpu else how.element * model.parameters)
+        before = frozen.weights + frozen.passing + frozen_pass(model, tokens, dtype) + (0 if on_gpu else setup.element * model.parameters)
         phases["reference: its log-probabilities"] = max(0.0, before - sum(parts.values()))
         host = max(host, frozen.host)
-    once = how.element * model.parameters if on_gpu else 0.0
+    once = setup.element * model.parameters if on_gpu else 0.0
     return Process(f"{name}: training rank", key, parts, phases, host=host, once=once, count=ranks)
 
 
 def add_frozen(parts: Parts, phases: Parts, role: str, frozen: Frozen, one_pass: float) -> float:
-    """Add a model without training that stays. Returns its bytes in the host memory of a GPU."""
+    """Add a frozen model to parts and phases, and return its bytes in the host memory of a GPU."""
     if frozen.weights:
         parts[f"{role}: weights"] = frozen.weights
     phases[f"{role}: a pass"] = frozen.passing + one_pass
@@ -266,11 +271,11 @@ def engine(
     gpus: int = 1,
     ranks_key: str | None = None,
 ) -> Process:
-    """A rollout engine. On a GPU it takes `fraction` of the memory, which must hold weights, a pass and one sequence.
+    """Return rollout engines. On a GPU an engine takes `fraction` of the memory, which must hold weights, a pass and one sequence.
 
     Args:
-        gpus: over which it is divided; on a CPU processes.
-        ranks_key: of the number of ranks that have an engine each; a rank of several has a process of its own beside vLLM's.
+        gpus: number of GPUs over which each is divided; on a CPU, number of processes.
+        ranks_key: key for the number of ranks, each of which has an engine; one of several ranks is a process besides vLLM's.
     """
     several = {"count": count, "ranks_key": ranks_key, "gpus": gpus}
     base = ENGINE_HOST * (1 + gpus if gpus > 1 else 1) + (gpus * TRAINER_HOST if ranks_key is not None and count * gpus > 1 else 0)
@@ -295,12 +300,12 @@ def engine(
 
 
 def _inference(params: Params) -> dict:
-    """How many ranks score, and the key that says so."""
+    """Return how many ranks score, and the key that sets their number."""
     return {"count": params.cluster.inference_ranks, "ranks_key": RANKS_KEY}
 
 
 def _sampling(params: Params) -> dict:
-    """How many engines the ranks have, over how many of their GPUs each."""
+    """Return how many engines the ranks have, and over how many of their GPUs each is divided."""
     cluster = params.cluster
     return {
         "count": cluster.inference_ranks // cluster.inference_ranks_per_model,
@@ -310,10 +315,10 @@ def _sampling(params: Params) -> dict:
 
 
 def scorer(name: str, key: str, members: list[Model], params: Params, *, dtype: str | None = None) -> Process:
-    """Reward models that score outside training, all loaded, on each rank that scores.
+    """Return the ranks that score outside training, each of which loads all reward models.
 
     Args:
-        dtype: None: model.dtype.
+        dtype: dtype of the models; None: model.dtype.
     """
     dtype = dtype or params.model.dtype
     parts = {f"reward model {n}: weights": element_bytes(dtype) * m.scalar_parameters for n, m in enumerate(members)}
@@ -341,12 +346,12 @@ def plan_sft(params: Params, models: Models, *, on_gpu: bool) -> Moments:
 
 
 def plan_reward(params: Params, models: Models, *, on_gpu: bool) -> Moments:
-    """The members of an ensemble are trained in turn; a ready-made model scores as in gate_reward."""
+    """Return the training of one member, since those of an ensemble are trained in turn; a ready-made model scores as in gate_reward."""
     if not params.reward.is_trained:
         return plan_gate(params, models, on_gpu=on_gpu)
-    model, how = known(models.start, "the SFT model"), {"scalar": True, "shares_prompts": True}
+    model, options = known(models.start, "the SFT model"), {"scalar": True, "shares_prompts": True}
     tokens = params.reward.microbatch_tokens  # a conversation may have many pairs
-    return [[supervised("train_reward", "reward", params.reward, model, params, on_gpu=on_gpu, sequences=tokens, **how)]]
+    return [[supervised("train_reward", "reward", params.reward, model, params, on_gpu=on_gpu, sequences=tokens, **options)]]
 
 
 def plan_gate(params: Params, models: Models, *, on_gpu: bool) -> Moments:
@@ -357,24 +362,24 @@ def plan_gate(params: Params, models: Models, *, on_gpu: bool) -> Moments:
 
 
 def plan_dpo(params: Params, models: Models, *, on_gpu: bool) -> Moments:
-    how = {"sequences": 2 * params.dpo.batch_size, "reference": params.dpo.reference_kind, "shares_prompts": True}
-    how |= {"offload_frozen": params.dpo.offload_frozen}
-    return [[supervised("train_policy", "dpo", params.dpo, known(models.start, "the SFT model"), params, on_gpu=on_gpu, **how)]]
+    options = {"sequences": 2 * params.dpo.batch_size, "reference": params.dpo.reference_kind, "shares_prompts": True}
+    options |= {"offload_frozen": params.dpo.offload_frozen}
+    return [[supervised("train_policy", "dpo", params.dpo, known(models.start, "the SFT model"), params, on_gpu=on_gpu, **options)]]
 
 
 def plan_kto(params: Params, models: Models, *, on_gpu: bool) -> Moments:
-    how = {"sequences": params.kto.batch_size, "reference": params.kto.reference_kind, "shares_prompts": True}
-    how |= {"offload_frozen": params.kto.offload_frozen}
-    return [[supervised("train_policy", "kto", params.kto, known(models.start, "the SFT model"), params, on_gpu=on_gpu, **how)]]
+    options = {"sequences": params.kto.batch_size, "reference": params.kto.reference_kind, "shares_prompts": True}
+    options |= {"offload_frozen": params.kto.offload_frozen}
+    return [[supervised("train_policy", "kto", params.kto, known(models.start, "the SFT model"), params, on_gpu=on_gpu, **options)]]
 
 
 def plan_rejection(params: Params, models: Models, *, on_gpu: bool) -> Moments:
-    """Sampling, scoring, training, one after the other."""
+    """Return sampling, scoring and training, which follow each other."""
     model, section = known(models.start, "the SFT model"), params.rejection_sampling
     sampling = section.sampling
-    how = {"backend": sampling.backend, "sequences": sampling.max_concurrent_sequences, "fraction": sampling.gpu_memory_fraction}
-    how |= _sampling(params)
-    moments = [[engine("train_policy: rollout engine", "rejection_sampling.sampling", model, params.model, on_gpu=on_gpu, **how)]]
+    options = {"backend": sampling.backend, "sequences": sampling.max_concurrent_sequences, "fraction": sampling.gpu_memory_fraction}
+    options |= _sampling(params)
+    moments = [[engine("train_policy: rollout engine", "rejection_sampling.sampling", model, params.model, on_gpu=on_gpu, **options)]]
     if models.scorers:
         members = [known(found, "a reward model") for found in models.scorers]
         moments.append([scorer("train_policy: reward models", "rejection_sampling", members, params)])
@@ -392,12 +397,12 @@ def plan_conditional(params: Params, models: Models, *, on_gpu: bool) -> Moments
 
 
 def plan_evaluate(params: Params, models: Models, *, on_gpu: bool) -> Moments:
-    """An engine for each model in turn, then the reward models, then each model's log-probabilities."""
+    """Return an engine, since the models sample in turn, then the reward models, then a model's log-probabilities."""
     model, dtype = known(models.start, "the model"), params.model.dtype
     config = params.evaluation
-    how = {"backend": params.rl.rollout.backend, "sequences": 256, "fraction": config.gpu_memory_fraction}
-    how |= _sampling(params)
-    moments = [[engine("evaluate: rollout engine", "evaluation", model, params.model, on_gpu=on_gpu, **how)]]
+    options = {"backend": params.evaluation_backend, "sequences": 256, "fraction": config.gpu_memory_fraction}
+    options |= _sampling(params)
+    moments = [[engine("evaluate: rollout engine", "evaluation", model, params.model, on_gpu=on_gpu, **options)]]
     if models.scorers:
         members = [known(found, "a reward model") for found in models.scorers]
         moments.append([scorer("evaluate: reward models", "evaluation", members, params)])
@@ -410,9 +415,9 @@ def plan_evaluate(params: Params, models: Models, *, on_gpu: bool) -> Moments:
 
 def plan_sampling_round(params: Params, models: Models, *, on_gpu: bool) -> Moments:
     model, sampling = known(models.start, "the policy"), params.iterative.sampling
-    how = {"backend": sampling.backend, "sequences": sampling.max_concurrent_sequences, "fraction": sampling.gpu_memory_fraction}
-    how |= _sampling(params)
-    return [[engine("sample_round: rollout engine", "iterative.sampling", model, params.model, on_gpu=on_gpu, **how)]]
+    options = {"backend": sampling.backend, "sequences": sampling.max_concurrent_sequences, "fraction": sampling.gpu_memory_fraction}
+    options |= _sampling(params)
+    return [[engine("sample_round: rollout engine", "iterative.sampling", model, params.model, on_gpu=on_gpu, **options)]]
 
 
 PLANS: dict[str, Callable[..., Moments]] = {

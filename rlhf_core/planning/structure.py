@@ -1,4 +1,4 @@
-"""The shape of a model's folder, confirmed by its modelling class, which is built without weights."""
+"""Reads the shape of a model's folder from its modelling class, which is built without weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rlhf_core.planning.shape import ModelShape, from_settings
 
 
 def from_class(folder: str | Path, *, trust_remote_code: bool) -> ModelShape:
-    """The shape with exactly the parameters of the modelling class, which is built on the meta device; only config.json is read.
+    """Return the shape with exactly the parameters of the modelling class, which is built on the meta device. Only config.json is read.
 
     Keys that config.json leaves out have the class's defaults.
 
     Args:
-        trust_remote_code: run the folder's own code where its class is defined there.
+        trust_remote_code: whether the folder's own code runs if it defines the class.
     Raises:
         ValueError: there is no config.json, transformers can't build the model, or the class's matrices aren't those of a decoder with
             gated MLPs, so that the formulas of rlhf_core/planning/memory.py don't hold.

@@ -1,4 +1,4 @@
-"""Seconds of forward and backward passes, generation, and communication between GPUs."""
+"""Predicts the seconds of forward and backward passes, generation, and communication between GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ HOST_ADAM_BYTES = 28  # of host memory per parameter and step: gradient 4, weigh
 
 
 def forward_flops(shape: ModelShape, tokens: float, context: float, *, head: bool) -> float:
-    """FLOP of a forward pass: 2 per matrix element and token, and 2 x layers x context x attention width for attention.
+    """Return the FLOP of a forward pass: 2 per matrix element and token, and 2 x layers x context x attention width per token for
+    attention.
 
     Source: Kaplan et al. 2020, https://arxiv.org/abs/2001.08361, section 2.1
     Args:
@@ -25,7 +26,7 @@ def forward_flops(shape: ModelShape, tokens: float, context: float, *, head: boo
 
 
 def update_flops(forward: float, *, checkpointing: bool) -> float:
-    """FLOP of an update: a backward pass costs two forward passes (Kaplan et al. 2020: 6ND in all), checkpointing one more."""
+    """Return the FLOP of an update: a backward pass costs two forward passes (Kaplan et al. 2020: 6ND in all), checkpointing one more."""
     return forward * (4 if checkpointing else 3)
 
 
@@ -34,9 +35,9 @@ def compute_seconds(flops: float, gpus: int, cluster: Cluster, efficiency: Effic
 
 
 def gradient_traffic(parameters: int, *, ranks: int, zero_stage: int, micro_batches: int, dtype: str = "bfloat16") -> float:
-    """Bytes that each GPU sends in one optimizer step.
+    """Return the bytes that each GPU sends in one optimizer step.
 
-    Up to stage 2 a reduce-scatter and an all-gather, each of all parameters. Stage 3 gathers the weights before the forward and
+    Up to stage 2 a reduce-scatter and an all-gather send all parameters each. Stage 3 gathers the weights before the forward and
     before the backward pass of each micro-batch, and reduces the gradients of each.
     Source: Rajbhandari et al. 2020, section 7: 2 and 3 times the parameters
     """
@@ -47,13 +48,13 @@ def gradient_traffic(parameters: int, *, ranks: int, zero_stage: int, micro_batc
 
 
 def gather_traffic(parameters: int, *, ranks: int, zero_stage: int, micro_batches: int, dtype: str = "bfloat16") -> float:
-    """Bytes that each GPU sends in forward passes: with stage 3 the weights once per micro-batch, otherwise none."""
+    """Return the bytes that each GPU sends in forward passes: with stage 3 the weights once per micro-batch, otherwise none."""
     return micro_batches * parameters * element_bytes(dtype) * (ranks - 1) / ranks if zero_stage == 3 else 0.0
 
 
 def exchange_traffic(shape: ModelShape, tokens: float, *, sequence_parallel: int, dtype: str = "bfloat16") -> float:
-    """Bytes that each GPU sends in a forward pass over `tokens` of its own: of each layer queries, keys, values and attention's output,
-    less its own part. A backward pass sends as many.
+    """Return the bytes that each GPU sends in a forward pass over `tokens` of its own: queries, keys, values and attention's output of each
+    layer, less its own part. A backward pass sends as many.
 
     Source: Jacobs et al. 2023 (Ulysses), https://arxiv.org/abs/2309.14509, section 3.2
     """
@@ -62,12 +63,12 @@ def exchange_traffic(shape: ModelShape, tokens: float, *, sequence_parallel: int
 
 
 def traffic_seconds(traffic: float, ranks: int, cluster: Cluster, efficiency: Efficiency) -> float:
-    """Seconds of communication, without overlap with computation."""
+    """Return the seconds of communication, without overlap with computation."""
     return traffic / (cluster.bandwidth_between(ranks) * efficiency.network)
 
 
 def offload_seconds(parameters: int, ranks: int, cluster: Cluster, efficiency: Efficiency, dtype: str = "bfloat16") -> float:
-    """Seconds of one optimizer step on the host: gradients to it, weights back, Adam at the speed of the host's memory.
+    """Return the seconds of one optimizer step on the host: gradients to it, weights back, Adam at the speed of the host's memory.
 
     Source: Ren et al. 2021 (ZeRO-Offload), https://arxiv.org/abs/2101.06840, section 4; 2 + 2 bytes per parameter are sent in bfloat16
     """
@@ -79,13 +80,13 @@ def offload_seconds(parameters: int, ranks: int, cluster: Cluster, efficiency: E
 def reduce_seconds(
     shape: ModelShape, tokens: float, passes: float, cluster: Cluster, efficiency: Efficiency, *, tensor_parallel: int, dtype: str
 ) -> float:
-    """Seconds of the all-reduces of an engine on t GPUs: two per layer and pass, each of latency + bytes * 2 (t - 1) / t / bandwidth.
+    """Return the seconds of an engine's all-reduces on t GPUs: two per layer and pass, each latency + bytes * 2 (t - 1) / t / bandwidth.
 
     A ring takes 2 (t - 1) hops, so its latency is 6.6 us + 2 (t - 1) * 0.6 us over NVLink.
     Sources: Shoeybi et al. 2019 (Megatron-LM), https://arxiv.org/abs/1909.08053, section 3: two all-reduces a layer; NCCL at b647562,
     src/graph/tuning.cc, baseLat and hwLat of ring and LL: the latency
     Args:
-        tokens: of all passes together.
+        tokens: tokens of all passes together.
     """
     if tensor_parallel == 1:
         return 0.0
@@ -97,7 +98,7 @@ def reduce_seconds(
 
 @dataclass(frozen=True)
 class Generation:
-    """Generation of one engine. concurrency: mean number of concurrent responses. prefill, decode: seconds."""
+    """Generation by one engine: mean number of concurrent responses, and seconds of prefill and decoding."""
 
     concurrency: float
     prefill: float
@@ -106,7 +107,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Requests:
-    """Requests to one engine in a step. Lengths are mean tokens, except `longest`. Each prompt is computed once for its samples."""
+    """Requests to one engine in a step. Lengths are mean tokens, except `longest`. A prompt is computed once for all its samples."""
 
     prompts: float
     samples: float
@@ -125,15 +126,16 @@ def generation(
     concurrency: float,
     dtype: str = "bfloat16",
 ) -> Generation:
-    """Prefill is bound by FLOP/s; decoding by FLOP/s or memory bandwidth, whichever is slower.
+    """Return the time of an engine's requests. FLOP/s limit prefill; FLOP/s or memory bandwidth, whichever is slower, limits decoding.
 
-    Each decoding step reads all weights once, and the keys and values of each running response. The number of steps is all tokens over
-    the concurrency, and at least the longest response. Tensor parallelism splits bytes and FLOP, and adds two all-reduces per layer and
+    Each decoding step reads all weights once, with all experts of a mixture, and the keys and values of each running response. The number
+    of steps is all tokens over the concurrency, and at least the longest response. Tensor parallelism splits bytes and FLOP, and adds two
+    all-reduces per layer and
     pass: of [concurrency, hidden] in each decoding step, and of the prompts' tokens in prefill (`reduce_seconds`).
     Source: Pope et al. 2022, https://arxiv.org/abs/2211.05102, section 2; Shoeybi et al. 2019 (Megatron-LM), arXiv 1909.08053, section 3
 
     Args:
-        concurrency: at most so many concurrent responses. All experts of a mixture are read.
+        concurrency: largest number of concurrent responses.
     """
     r, gpu = requests, cluster.gpu
     flops = gpu.flops * efficiency.flops * tensor_parallel

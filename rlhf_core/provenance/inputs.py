@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -43,8 +43,9 @@ def read_inputs(params: Params, workspace: Path = Path()) -> Tree:
             "judges": _functions(((f"data.sources.{s.name}.judge", s.judge) for s in params.data.sources), workspace, hashes),
             "model": {"model.path": _model(params.model.path, params.model.revision, workspace, hashes)} if params.model.path else {},
             "chat_template": _template(params, workspace, hashes),
-            "scorers": _scorers(_used_scorers(params), workspace, hashes),
-            "round_scorers": _scorers([("iterative.scorers", s) for s in params.iterative.scorers], workspace, hashes),
+            "scorers": _scorers(dict(filter(None, [params.method_scorers])), workspace, hashes),
+            "evaluation_scorers": _scorers(dict([params.evaluation_scorers]), workspace, hashes),
+            "round_scorers": _scorers({"iterative.scorers": params.iterative.scorers}, workspace, hashes),
             "external": {f"gate.external.{e.name}": _local(e.path, workspace, hashes) for e in params.gate.external},
             **{
                 name: {key: _model(path, revision, workspace, hashes) for key, path, revision in of}
@@ -109,18 +110,17 @@ def _template(params: Params, workspace: Path, hashes: FileHashes) -> Tree:
     return {"model.chat_template": _local(wanted, workspace, hashes)}
 
 
-def _used_scorers(params: Params) -> list[tuple[str, ScorerConfig]]:
-    used = [("rl.reward.scorers", s) for s in params.rl.reward.scorers]
-    if params.alignment.method == "rejection_sampling":
-        used += [("rejection_sampling.scorers", s) for s in params.rejection_sampling.scorers]
-    return used
-
-
-def _scorers(scorers: list[tuple[str, ScorerConfig]], workspace: Path, hashes: FileHashes) -> Tree:
-    """Functions and external reward models of scorers, with their keys."""
+def _scorers(lists: Mapping[str, list[ScorerConfig]], workspace: Path, hashes: FileHashes) -> Tree:
+    """Functions, external reward models and services of lists of scorers, with their keys. Of a service only the address is known."""
+    scorers = _with_keys(lists)
+    services = {f"{key}.{s.name}": {"address": s.url} for key, s in scorers if s.kind == "http"}
     functions = ((f"{key}.{s.name}", s.path) for key, s in scorers if s.kind == "function")
     models = {f"{key}.{s.name}": _local(s.path, workspace, hashes) for key, s in scorers if is_ready_made(s)}
-    return _functions(functions, workspace, hashes) | models
+    return _functions(functions, workspace, hashes) | models | services
+
+
+def _with_keys(lists: Mapping[str, list[ScorerConfig]]) -> list[tuple[str, ScorerConfig]]:
+    return [(key, scorer) for key, scorers in lists.items() for scorer in scorers]
 
 
 def is_ready_made(scorer: ScorerConfig) -> bool:
@@ -177,14 +177,14 @@ def changes_since(lock: Path, inputs: Tree, workspace: Path = Path(), *, ignored
         ignored: stages to leave out.
     """
     stages = (read_yaml(lock).get("stages") or {}) if lock.exists() else {}
-    stages_by_change: dict[str, list[str]] = {}
+    stages_by_change: dict[str, dict[str, None]] = {}  # with the stages in the order of the chain, each once
     hashes = FileHashes(workspace)
     for stage, entry in stages.items():
         if stage in ignored:
             continue
         for section, before in (entry.get("params") or {}).get(str(INPUTS), {}).items():
             for line in _differences(before or {}, inputs.get(section) or {}, hashes):
-                stages_by_change.setdefault(line, []).append(stage)
+                stages_by_change.setdefault(line, {})[stage] = None
     return [f"{line}; to run again: {', '.join(of)} and what depends on it" for line, of in stages_by_change.items()]
 
 
@@ -224,12 +224,17 @@ def _differences(before: Tree, now: Tree, hashes: FileHashes) -> Iterator[str]:
     """Changes of inputs with the same name and path in both; a changed path is a change of params, which DVC reports."""
     for key, new in now.items():
         old = before.get(key)
-        if not old or not new or old == new or old.get("path", old.get("name")) != new.get("path", new.get("name")):
+        if not old or not new or old == new or _place(old) != _place(new):
             continue
         if "name" in new:
             yield f"{key}: {new['name']} was at commit {old.get('commit')}, is at {new['commit']}"
             continue
         yield from (f"{key}: {line}" for line in _changed_files(old, new, hashes))
+
+
+def _place(entry: Tree) -> str | None:
+    """Path, name on the hub or address of an input."""
+    return next((entry[key] for key in ("path", "name", "address") if key in entry), None)
 
 
 def _changed_files(old: Tree, new: Tree, hashes: FileHashes) -> Iterator[str]:
@@ -263,7 +268,7 @@ def input_problems(params: Params, workspace: Path = Path(), *, rounds: bool = F
         rounds: include the scorers of iterative DPO's rounds.
     """
     found: list[str] = []
-    scorers = [*_used_scorers(params), *(("iterative.scorers", s) for s in params.iterative.scorers if rounds)]
+    scorers = _with_keys(params.scorers_in_use | ({"iterative.scorers": params.iterative.scorers} if rounds else {}))
     try:
         given = [entry for _, entries in _given(params, workspace) for entry in entries]
     except (OSError, ValueError) as error:
@@ -359,10 +364,11 @@ def _model_problem(path: str | None, workspace: Path, *, key: str, revision: str
 
 
 def summary(inputs: Tree) -> str:
-    """Numbers of files, bytes and hub commits as text."""
-    entries = [entry for section in inputs.values() for entry in section.values() if entry]
+    """Numbers of files, bytes, hub commits and services as text."""
+    entries = {key: entry for section in inputs.values() for key, entry in section.items() if entry}.values()
     files = [entry for entry in entries if "size" in entry]
     count, size = sum(entry.get("files", 1) for entry in files), sum(entry["size"] for entry in files)
-    commits = len(entries) - len(files)
+    commits, services = (sum(key in entry for entry in entries) for key in ("commit", "address"))
     counts = [f"{number_of(count, 'file')}, {size / 1e6:.1f} MB"] * bool(files) + [number_of(commits, "hub commit")] * bool(commits)
+    counts += [f"{number_of(services, 'service')} without a hash"] * bool(services)
     return ", ".join(counts) or "none outside the project"

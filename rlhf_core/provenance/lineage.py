@@ -17,11 +17,13 @@ PACKAGES = (
     *("datasets", "great-expectations", "pandas", "pyarrow", "numpy", "scipy", "dvc", "prefect"),
 )
 
-
+NO_HASH = "no hash"  # of a service, whose scores are only known to come from its address
 CRITIC_FROM_REWARD_MODEL = ("reward_model", "reward_model_trunk")  # values of critic_init
 
 
-def lineage(path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate: Tree | None, decided: Tree | None) -> Tree:
+def lineage(
+    path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate: Tree | None, decided: Tree | None, check: Tree | None = None
+) -> Tree:
     """The lineage of the model at `path` in a commit.
 
     Args:
@@ -29,11 +31,13 @@ def lineage(path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate:
         params: all of params.yaml. lock: dvc.lock, including the stages of rounds for a round's model.
         gate: metrics/gate.json; None: no such file.
         decided: the stage that accepted the model and the split that it used; None: no stage did.
+        check: metrics/check_model.json, which has what services of scorers said of themselves; None: no such file.
     Raises:
         ValueError: dvc.lock has no stage that makes the model.
     """
     stages = history(lock, path)
     made = {out["path"]: out for name in stages for out in lock["stages"][name].get("outs", [])}
+    services = check.get("services") if "train_policy" in stages and isinstance(check, dict) else None
     return {
         "path": path,
         "md5": made[path]["md5"],
@@ -49,6 +53,7 @@ def lineage(path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate:
         "params": params,
         "gate": gate,
         "decided": decided,
+        **({"services": services} if services else {}),
         "packages": package_versions(),
     }
 
@@ -60,14 +65,13 @@ def external_inputs(lock: Tree, stages: list[str]) -> Tree:
 
 
 def named_inputs(inputs: Tree) -> Iterator[tuple[str, str, str]]:
-    """Each external input as (key in params, path or name, sha256 or commit).
+    """Each external input as (key in params, path, name or address, sha256 or commit). An address has `NO_HASH` in the last place.
 
     inputs: result of `external_inputs`.
     """
-    for entries in inputs.values():
-        for key, entry in entries.items():
-            if entry is not None:
-                yield key, entry.get("path") or entry.get("name") or "", entry.get("sha256") or entry.get("commit") or ""
+    for key, entry in {key: entry for entries in inputs.values() for key, entry in entries.items() if entry is not None}.items():
+        place = entry.get("path") or entry.get("name") or entry.get("address") or ""
+        yield key, place, entry.get("sha256") or entry.get("commit") or (NO_HASH if "address" in entry else "")
 
 
 def _policies_before(stage: Tree) -> dict[str, str]:
@@ -146,7 +150,9 @@ def trained_from(lineage: Tree) -> dict[str, str]:
 def evaluated_by_reward_model(lineage: Tree) -> bool:
     """Whether the chain's own reward model scored the policy's evaluation, by its params."""
     params = lineage["params"]
-    return _section(params, "reward").get("enabled") is True and _has_own_reward_model(_section(_section(params, "rl"), "reward"))
+    own = _section(params, "evaluation")
+    scored_by = _section(_section(params, "rl"), "reward") if own.get("scorers") is None else own
+    return _section(params, "reward").get("enabled") is True and _has_own_reward_model(scored_by)
 
 
 def _method_uses_reward_model(params: Tree) -> bool:

@@ -145,7 +145,8 @@ def outs_that_differ(first: Results, second: Results) -> list[tuple[str, str, st
 
 def same_rewards(first: Results, second: Results) -> bool:
     """Whether both runs' scores are comparable: the same scorers with the same reward model."""
-    scorers = [r.params["rl"]["reward"]["scorers"] for r in (first, second)]
+    own = [r.params["evaluation"].get("scorers") for r in (first, second)]
+    scorers = [r.params["rl"]["reward"]["scorers"] if given is None else given for given, r in zip(own, (first, second), strict=True)]
     return scorers[0] == scorers[1] and first.outs.get(str(REWARD_MODEL)) == second.outs.get(str(REWARD_MODEL))
 
 

@@ -51,7 +51,7 @@ def read_inputs(params: Params, fingerprint: str, stopped: Stopped | None = None
         title=params.report.title,
         params={s: v for s, v in params.model_dump().items() if s in STAGE_SECTIONS["report"]},
         written_params={s: v for s, v in with_usual_rates(read_yaml(PARAMS)).items() if s in STAGE_SECTIONS["report"]},
-        evaluation_scorers=[scorer.model_dump() for scorer in params.evaluation_scorers],
+        evaluation_scorers=[scorer.model_dump() for scorer in params.evaluation_scorers[1]],
         method_scorers=[scorer.model_dump() for scorer in (params.method_scorers or ("", []))[1]],
         unusual=unusual(params, (content["sft"] or {}).get("parameters")),
         files={path.as_posix(): sha256(path) for path in sorted(files.values())},
@@ -90,7 +90,7 @@ def read_outs(lock: Path, stages: Iterable[str]) -> dict[str, str]:
 
 
 def read_external(lock: Path, stages: Iterable[str]) -> list[tuple[str, str, str]]:
-    """Each external input of these stages in dvc.lock: its key in params, path or name, and sha256 or commit."""
+    """Each external input of these stages in dvc.lock: its key in params, path, name or address, and sha256 or commit."""
     locked = read_yaml(lock)["stages"] if lock.is_file() else {}
     return list(named_inputs(external_inputs({"stages": locked}, [stage for stage in stages if stage in locked])))
 

@@ -65,7 +65,7 @@ class ReportInputs:
     unusual: settings that wreck pretrained models, each with the usual range.
     files: path -> sha256 of every file that the report is made from.
     outs: path -> md5 of data and models, from dvc.lock.
-    external: key in params, path or name, and sha256 or commit of data and models from outside the project, from dvc.lock.
+    external: key in params, path, name or address, and sha256 or commit of data and models from outside the project, from dvc.lock.
     packages: name -> version.
     baselines: previous, promoted -> the run to compare with, if there is one.
     fingerprint: sha256 over all inputs, the params and the report's code.

@@ -58,7 +58,7 @@ def outcome(
         if (apart := by_mode(evaluation, "reward", confidence)) is not None:
             tone, headline = "bad" if apart.worse_alone else "open", f"By the {{}}, {apart.sentence}"
             details += apart.details
-        trained = ", and the policy was trained to maximise it" * (trained_on is None or bool(trained_on))
+        trained = ", and the policy was trained to maximise it" * (trained_on is None or _rewarded(scorers) == _rewarded(trained_on))
         details.append(f"There is no judge for this data: only the {rewarder} compared the answers{trained}.")
         return Verdict(tone, headline.format(rewarder), tuple(details))
     details.insert(0, _judge_shares(evaluation, confidence))
@@ -75,12 +75,17 @@ def outcome(
     return Verdict(tone, headline.format(rewarder), tuple(details))
 
 
+def _rewarded(scorers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Name and kind of the scorers with a weight."""
+    return sorted((s["name"], s["kind"]) for s in scorers if s["weight"])
+
+
 def _is_of_the_chain(scorer: Mapping[str, Any]) -> bool:
     """Whether a scorer is the reward model that the chain trained and its gate judged."""
     return scorer["kind"] == "reward_model" and scorer.get("path") is None
 
 
-NO_SCORE = "Nothing scored the answers: there is no reward model and no other scorer with a weight in rl.reward.scorers."
+NO_SCORE = "Nothing scored the answers: there is no reward model, and the evaluation has no other scorer with a weight."
 # The verdict without a judge and without a score.
 NOT_COMPARED = Verdict(
     "open",
@@ -88,10 +93,10 @@ NOT_COMPARED = Verdict(
     (
         f"{NO_SCORE} There is no judge for this data either.",
         "The evaluation only has the answers’ lengths, the share of truncated answers, and the KL divergence from the SFT model. Read the "
-        "samples. For a verdict, give a data source a rule as `judge`, set reward.enabled to true, or add a scorer to rl.reward.scorers. "
+        "samples. For a verdict, give a data source a rule as `judge`, set reward.enabled to true, or name a scorer in evaluation.scorers. "
         "Write that in the params.yaml beside this run’s reports/ and run `dvc repro report` in that folder, or repeat the run’s command "
-        "with --update and, for example, --set 'rl.reward.scorers=[{name: short, kind: length, target_length: 40}]'. Only what has changed "
-        "runs again.",
+        "with --update and, for example, --set 'evaluation.scorers=[{name: short, kind: length, target_length: 40}]'. Only what has "
+        "changed runs again.",
     ),
 )
 

@@ -202,9 +202,10 @@ class ResponseScorer:
         found: Components = {}
         if by_text:
             texts = self.texts(pending.responses) if texts is None else texts
+            rendered = self._rendered(pending.responses) if any(c.reads_rendered for c in by_text) else [None] * len(texts)
             items = [
-                score_item(r.prompt, text, finished=r.finished, response_length=r.num_sampled)
-                for r, text in zip(pending.responses, texts, strict=True)
+                score_item(r.prompt, text, finished=r.finished, response_length=r.num_sampled, rendered=both)
+                for r, text, both in zip(pending.responses, texts, rendered, strict=True)
             ]
             for config in by_text:
                 scores, measured = self._scorers.score_texts(config, items)
@@ -223,6 +224,13 @@ class ResponseScorer:
     def texts(self, responses: Sequence[Response]) -> list[str]:
         token_ids = [without_stop(r.response_ids, self._stops, finished=r.finished) for r in responses]
         return [response_text(self._tokenizer, r.prompt.prompt_ids, ids) for r, ids in zip(responses, token_ids, strict=True)]
+
+    def _rendered(self, responses: Sequence[Response]) -> list[tuple[str, str]]:
+        """Of each the prompt, and the prompt with the response, special tokens included."""
+        prompts = [r.prompt.prompt_ids for r in responses]
+        whole = [[*r.prompt.prompt_ids, *r.response_ids] for r in responses]
+        how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return list(zip(*(self._tokenizer.batch_decode(ids, **how) for ids in (prompts, whole)), strict=True))
 
     def score_groups(self, prompts: list[Prompt], samples: list[list[Sample]]) -> list[list[ScoredResponse]]:
         """Every prompt's responses with their scores, in order. Ranks share the prompts, and each calls this with all of them."""

@@ -1,1 +1,1 @@
-"""Scorers of responses: reward models, comparisons with a label, patterns, judges, users' functions."""
+"""Scorers of responses: reward models, comparisons with a label, patterns, judges, and users' functions."""

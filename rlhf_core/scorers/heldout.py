@@ -1,4 +1,4 @@
-"""The held-out pairs scored by a ready-made reward model, for the gate: the table that train_reward writes when it trains one."""
+"""Scores the held-out pairs with a ready-made reward model, for the gate, in the table that train_reward writes when it trains a model."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5", ".o
 _INDEX = "model.safetensors.index.json"
 
 
-def take(config: RewardConfig, folder: Path) -> None:
-    """Copy the ready-made reward model at `config.path` to a folder, file by file; a version of the registry is taken from DVC's cache.
+def copy_ready_made(config: RewardConfig, folder: Path) -> None:
+    """Copy the ready-made reward model at `config.path` to a folder, file by file, or check out a version of the registry from DVC's cache.
 
     Raises:
-        ValueError: the model isn't there, is none that scores a conversation with one number, or an ensemble.
+        ValueError: there is no model, it doesn't score a conversation with one number, or it is an ensemble.
     """
     shutil.rmtree(folder, ignore_errors=True)
     if not config.is_registered:
@@ -57,7 +57,7 @@ def take(config: RewardConfig, folder: Path) -> None:
 
 
 def _belongs(name: Path) -> bool:
-    """Whether a file is a part of the model: no hidden file, no further copy of the weights in a form that nothing here reads."""
+    """Return whether a file is part of the model: neither hidden, nor a copy of the weights in a form that nothing here reads."""
     hidden = any(part.startswith(".") for part in name.parts)
     return not hidden and (name.name == _INDEX or not name.name.endswith(_OTHER_WEIGHTS))
 
@@ -66,7 +66,7 @@ def check_reward_folder(folder: Path) -> None:
     """Check a ready-made reward model by its files; loading it checks the rest.
 
     Raises:
-        ValueError: it has several labels, no chat template, other weights than safetensors, or is an ensemble or an encoder-decoder.
+        ValueError: it has several labels, no chat template or no weights in safetensors, or is an ensemble or an encoder-decoder.
     """
     check_model_folder(folder)
     check_ready_made(ScorerConfig(name="reward_model", kind="reward_model"), folder)
@@ -75,15 +75,16 @@ def check_reward_folder(folder: Path) -> None:
 
 
 def score_heldout_pairs(run: TrainRun, folder: Path, prepared: Path) -> dict[str, Any]:
-    """On each rank: `rows`, values of the table's columns (rlhf_core/data/heldout.py), and how many pairs the model can't score.
+    """Score the held-out pairs on each rank. Return `rows` of the table's values (rlhf_core/data/heldout.py), and `left_out`, the number of
+    pairs without a score.
 
     Args:
         prepared: folder of the prepared data.
     """
     torch.set_num_threads(threads_of_rank(run.params.cluster.threads))
     model = run.params.model
-    how = {"max_length": model.max_length, "trust_remote_code": model.trust_remote_code, "template_date": model.template_date}
-    loaded, rows, left_out = LoadedModel.load(folder, **how), [], 0
+    options = {"max_length": model.max_length, "trust_remote_code": model.trust_remote_code, "template_date": model.template_date}
+    loaded, rows, left_out = LoadedModel.load(folder, **options), [], 0
     for split in HELDOUT_SPLITS:
         pairs = [row for row in read_rows(prepared, "preference", split) if row["chosen"] is not None and row["rejected"] is not None]
         chosen, rejected = (loaded.score_texts([(row["messages"], row[side]) for row in pairs]) for side in ("chosen", "rejected"))

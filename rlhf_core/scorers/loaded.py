@@ -23,12 +23,12 @@ Text = tuple[Sequence[Message], str]  # a conversation and a response to it
 
 
 def _unreported(reason: str, *, count: int) -> None:
-    """A report for refusals that a probe provokes."""
+    """Ignore a refusal that a probe provokes; takes the place of a report."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Every member of a reward model with its tokenizer. Scores are the members' mean."""
+    """Every member of a reward model, with its tokenizer. Scores are the members' mean."""
 
     members: list[ScalarModule]
     tokenizer: PreTrainedTokenizerBase
@@ -45,13 +45,13 @@ class LoadedModel:
         return cls(members, tokenizer, max_length, device)
 
     def encode(self, messages: Sequence[Message], response: str, *, max_length: int | None = None) -> list[int] | None:
-        """Token ids; None if longer than the limit or refused by the template."""
+        """Return token ids; None if there are more than the limit, or the template refuses the conversation."""
         own = max_length is None  # another limit is a probe's, which provokes refusals
         limit = self.max_length if own else max_length
         return fitting_ids(self.tokenizer, [(messages, response)], max_length=limit, report=self.report if own else _unreported)[0]
 
     def score(self, sequences: Sequence[list[int] | None], *, microbatch_tokens: int = MICROBATCH_TOKENS) -> np.ndarray:
-        """Scores [len(sequences)]; NaN where a sequence is None."""
+        """Return scores [len(sequences)]; NaN for a sequence that is None."""
         return score_by_members(
             self.members,
             list(sequences),
@@ -61,22 +61,26 @@ class LoadedModel:
         ).double().mean(1).numpy()  # fmt: skip
 
     def score_texts(self, texts: Sequence[Text], *, reported: bool = True) -> np.ndarray:
-        """Scores [len(texts)]; each distinct text is scored once, in all calls. Ranks share the texts; each calls this with all of them.
+        """Return scores [len(texts)]. Each distinct text is scored once over all calls. Ranks share the texts; each rank passes all of
+        them.
 
         Args:
-            reported: False: texts without ids are not reported.
+            reported: whether texts without ids are logged.
         """
         limit = None if reported else self.max_length
         return self.score_once([self.encode(messages, response, max_length=limit) for messages, response in texts])
 
     def score_pairs(self, rows: Sequence[dict]) -> tuple[np.ndarray, np.ndarray]:
-        """Scores [len(rows)] of `chosen` and of `rejected`, together, since both have the same prompt."""
+        """Return scores [len(rows)] of `chosen` and of `rejected`, computed together, since both have the same prompt."""
         texts = [(row["messages"], row[side]) for side in ("chosen", "rejected") for row in rows]
         chosen, rejected = self.score_texts(texts).reshape(2, -1)
         return chosen, rejected
 
     def score_once(self, sequences: Sequence[list[int] | None]) -> np.ndarray:
-        """Scores [len(sequences)] in large batches, remembered for later calls; NaN where a sequence is None. Ranks as in `score_texts`."""
+        """Return scores [len(sequences)], computed in large batches and remembered for later calls; NaN for a sequence that is None.
+
+        Ranks share the sequences as in `score_texts`.
+        """
         keys = [None if ids is None else tuple(ids) for ids in sequences]
         new = [list(ids) for ids in dict.fromkeys(keys) if ids is not None and ids not in self._known]
         scores = in_shares(new, lambda own: self.score(own).tolist())

@@ -22,7 +22,7 @@ MEMORY = 4 * 2**30  # bytes of the child's address space
 
 
 class MathComparer:
-    """The parent's side. The child starts at the first comparison and ends with its parent."""
+    """The parent's side of the comparison. The child starts at the first comparison and ends with its parent."""
 
     def __init__(self):
         self._child: subprocess.Popen[str] | None = None
@@ -69,7 +69,7 @@ def _start() -> subprocess.Popen[str]:
 
 
 def serve() -> None:
-    """The child's side: compares until its input ends."""
+    """Compare until the input ends. This is the child's side."""
     import logging
 
     import math_verify

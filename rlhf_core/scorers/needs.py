@@ -1,4 +1,4 @@
-"""Checks of what scorers need, before anything expensive starts. No model is loaded here."""
+"""Checks what scorers need, before anything expensive starts. No model is loaded here."""
 
 from __future__ import annotations
 
@@ -8,16 +8,27 @@ from pathlib import Path
 from rlhf_core.config import LABEL_SCORERS, ScorerConfig
 from rlhf_core.data.places import locate
 from rlhf_core.scorers.members import check_ready_made, member_folders
-from rlhf_core.scorers.text import TextScorers
+from rlhf_core.scorers.reasons import Reasons
+from rlhf_core.scorers.text import ScoreItem, TextScorers
+
+TRIAL_SECONDS = 30.0  # of a service
+_TRIAL = ScoreItem(
+    prompt="What is 2 + 2?",
+    messages=[{"role": "user", "content": "What is 2 + 2?"}],
+    response="4",
+    label="4",
+    metadata={"id": "trial", "source": "trial", "finished": True, "response_length": 1},
+    rendered=("What is 2 + 2?\n", "What is 2 + 2?\n4"),
+)
 
 
 def model_folders(scorers: list[ScorerConfig], reward_model: Path) -> dict[str, Path]:
-    """Scorer's name -> folder of its reward model, for scorers of that kind. Without a path it is the chain's own reward model."""
+    """Return the folder of each scorer of kind reward_model, by the scorer's name; without a path it is the chain's own reward model."""
     return {s.name: reward_model if s.path is None else ready_made_folder(s) for s in scorers if s.kind == "reward_model"}
 
 
 def ready_made_folder(scorer: ScorerConfig) -> Path:
-    """Folder of a ready-made reward model; a relative path is resolved as data paths are, in a run's worktree too."""
+    """Return the folder of a ready-made reward model. A relative path is resolved like data paths, in a run's worktree too."""
     return locate(scorer.path)
 
 
@@ -28,12 +39,12 @@ def uses_own_reward_model(scorers: list[ScorerConfig]) -> bool:
 def check_scorers(
     scorers: list[ScorerConfig], *, reward_model: Path, source_judges: dict[str, str], has_labels: Callable[[], bool]
 ) -> None:
-    """Check reward models, functions and labels. Functions are loaded; for ready-made reward models only the settings are read.
+    """Check reward models, functions, labels and services. Functions are loaded; for ready-made reward models only the settings are read.
 
     Args:
-        has_labels: whether any prompt has a label; called only if a scorer compares with labels.
+        has_labels: function that returns whether any prompt has a label; called only if a scorer compares with labels.
     Raises:
-        ValueError: a reward model's folder, a function or every label is missing, or a ready-made reward model can't be used.
+        ValueError: a reward model's folder, a function or every label is missing, or a ready-made reward model or a service can't be used.
     """
     members = {s.name: s.members for s in scorers}
     for name, folder in model_folders(scorers, reward_model).items():
@@ -48,6 +59,26 @@ def check_scorers(
         if scorer.kind == "reward_model" and scorer.path is not None:
             check_ready_made(scorer, ready_made_folder(scorer))
     TextScorers(0, scorers, source_judges)
+    check_labels(scorers, has_labels)
+    try_services(scorers)
+
+
+def check_labels(scorers: list[ScorerConfig], has_labels: Callable[[], bool]) -> None:
+    """Check that a prompt has a label if a scorer compares with labels; see `check_scorers`."""
     comparing = [s.name for s in scorers if s.kind in LABEL_SCORERS]
     if comparing and not has_labels():
         raise ValueError(f"scorers {comparing}: expected prompts with labels, got none with one; map the column `label` of a source")
+
+
+def try_services(scorers: list[ScorerConfig]) -> dict[str, dict[str, str]]:
+    """Ask each service for the score of a made-up response. Returns scorer's name -> what its service says of itself, and its `url`.
+
+    Raises:
+        ValueError: a service doesn't answer as it should, or its key is missing.
+    """
+    found = {}
+    for scorer in (s for s in scorers if s.kind == "http"):
+        from rlhf_core.scorers.http import HttpScorer  # imports aiohttp
+
+        found[scorer.name] = {"url": scorer.url, **HttpScorer(scorer, Reasons(scorer.name)).trial(_TRIAL, seconds=TRIAL_SECONDS)}
+    return found

@@ -10,7 +10,7 @@ log = logging.getLogger("rlhf")
 
 
 class Reasons:
-    """Logs each reason of one scorer once. Reasons are equal where their text before the first colon is."""
+    """Logs each reason of one scorer once. Reasons are the same if their text up to the first colon is."""
 
     def __init__(self, name: str):
         self._name, self._said = name, set()

@@ -1,4 +1,4 @@
-"""Token ids that a reward model scores: the conversation and the response as its own template renders them, as in its training."""
+"""Makes the token ids that a reward model scores: conversation and response as its own template renders them, as in its training."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def scored_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], response: str, *, finished: bool = True) -> list[int]:
-    """Token ids of a conversation and a response, for a reward model with this tokenizer.
+    """Return the token ids of a conversation and a response, for a reward model with this tokenizer.
 
-    A truncated response has no end of its turn, nor what the template writes after it: it must not look finished.
+    A truncated response has neither the end of its turn nor the text that the template writes after it, since it must not look finished.
 
     Raises:
         Unrenderable: the template refuses the conversation.
@@ -30,10 +30,10 @@ def scored_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], 
 def fitting_ids(
     tokenizer: PreTrainedTokenizerBase, texts: Iterable[tuple[Sequence[Message], str]], *, max_length: int, report: Reasons
 ) -> list[list[int] | None]:
-    """Token ids of finished responses; None where the response is too long or can't be rendered, which is reported.
+    """Return the token ids of finished responses; None for a response that is too long or can't be rendered, which is reported.
 
     Args:
-        texts: conversations and responses.
+        texts: pairs of a conversation and a response.
     """
     reasons: Counter[str] = Counter()
     found = [_or_reason(lambda m=m, t=t: scored_ids(tokenizer, m, t), max_length, reasons) for m, t in texts]
@@ -42,20 +42,20 @@ def fitting_ids(
 
 
 def without_stop(response_ids: list[int], stops: Collection[int], *, finished: bool) -> list[int]:
-    """The response without its last token, if that is one of `stops` and ended it."""
+    """Return the response without its last token, if that is one of `stops` and ended the response."""
     return response_ids[:-1] if finished and response_ids and response_ids[-1] in stops else response_ids
 
 
 class RewardModelInput:
     """Turns conversations and sampled responses into token ids for a reward model.
 
-    If policy and reward model share a tokenizer, and a template that copies responses and whose borders join no tokens, the sampled ids are
-    used. Otherwise the response is decoded, and encoded again by the reward model's template. A finished response ends as that template
-    ends a turn: a stop string stays in the response, another end token doesn't.
+    The sampled ids are used if policy and reward model share a tokenizer and a template, the template copies responses, and no tokens join
+    across its borders. Otherwise the response is decoded, and encoded again by the reward model's template. A finished response gets the
+    end that this template gives a turn: a stop string stays in the response, an end token doesn't.
 
     Args:
-        stops: `stop_ids` of the policy, special tokens or not.
-        report: receives the reasons of responses without ids.
+        stops: the policy's `stop_ids`, whether they are special tokens or not.
+        report: function that gets the reasons why responses have no ids.
     Raises:
         ValueError: the reward model's template doesn't render a question and its answer.
     """
@@ -80,7 +80,7 @@ class RewardModelInput:
         self._stops = _stopping(policy_tokenizer) | self._named_stops
 
     def sequences(self, responses: Iterable[tuple[Prompt, list[int], bool]]) -> list[list[int] | None]:
-        """Token ids of each (prompt, response ids, finished); None where the response can't be scored."""
+        """Return the token ids of each (prompt, response ids, finished); None for a response that can't be scored."""
         reasons: Counter[str] = Counter()
         found = [
             _or_reason(lambda r=r: self._sequence(r[0].messages, r[0].prompt_ids, r[1], finished=r[2]), self._max_length, reasons)
@@ -123,9 +123,9 @@ def _tell(reasons: Counter[str], report: Reasons) -> None:
 
 
 def _stopping(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Special tokens, which may end a response without being part of it.
+    """Return the special tokens, which may end a response without being part of it.
 
-    Other added tokens, such as one that closes a tool call, are part of the response, even where a stop string ends with them.
+    Other added tokens, such as one that closes a tool call, are part of the response, even if a stop string ends with them.
     """
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return {*tokenizer.all_special_ids, *added}

@@ -1,4 +1,4 @@
-"""Reward models as scorers: loading an ensemble's members and their forward passes."""
+"""Loads the members of reward models, and computes their scores."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def score_sequences(
     device: torch.device,
     passes: Callable[[int], int] | None = None,
 ) -> torch.Tensor:
-    """Raw scores [len(sequences)] on the CPU; NaN where the sequence is None or exceeds the model's positions.
+    """Return raw scores [len(sequences)] on the CPU; NaN for a sequence that is None or exceeds the model's positions.
 
-    A sequence has the same score in any batch, up to rounding; `module.score_head` says at which position it is read.
+    A sequence has the same score in any batch, up to rounding; `module.score_head` says at which position the score is read.
 
     Args:
-        passes: for a model whose forward pass is a collective: the largest number of passes of any rank, given this rank's. This rank makes
-            the missing ones without a sequence of its own. None: it is no collective.
+        passes: for a model whose forward pass is a collective, function that returns the largest number of passes of any rank, given this
+            rank's. This rank makes the missing passes with a sequence of no meaning. None: it is no collective.
     """
     known = [i for i, ids in enumerate(sequences) if ids is not None and not _is_too_long(module, ids)]
     scores = torch.full((len(sequences),), float("nan"))
@@ -83,33 +83,33 @@ def load_members(
     dtype: torch.dtype = torch.float32,
     label: str | int | None = None,
 ) -> list[ScalarModule]:
-    """The first `count` members of a reward model (None: all), frozen. A model that is no ensemble has one member.
+    """Return the first `count` members of a reward model (None: all), frozen. A model that is no ensemble has one member.
 
     Args:
-        label: of ScalarModule.
+        label: as for ScalarModule.
     Raises:
         ValueError: a folder holds no model with scores.
     """
-    how = {"trust_remote_code": trust_remote_code, "training_dtype": training_dtype}
-    return [frozen(load_member(member, label, **how), device=device, dtype=dtype) for member in member_folders(folder)[:count]]
+    options = {"trust_remote_code": trust_remote_code, "training_dtype": training_dtype}
+    return [frozen(load_member(member, label, **options), device=device, dtype=dtype) for member in member_folders(folder)[:count]]
 
 
-def load_member(folder: Path, label: str | int | None, **how: Any) -> ScalarModule:
-    """A reward model on the CPU.
+def load_member(folder: Path, label: str | int | None, **options: Any) -> ScalarModule:
+    """Return a reward model on the CPU.
 
     Args:
-        label: of ScalarModule.
-        how: arguments of `load_scalar_model`.
+        label: as for ScalarModule.
+        options: arguments of `load_scalar_model`.
     Raises:
         ValueError: the folder holds no model with scores.
     """
-    model = load_scalar_model(folder, **how)
+    model = load_scalar_model(folder, **options)
     try:
         return ScalarModule(model, label=label)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
 
 
-def score_by_members(members: Sequence[ScalarModule], sequences: list[list[int] | None], **how: Any) -> torch.Tensor:
-    """[len(sequences), members] raw scores on the CPU; NaN where the sequence is None. Args as of `score_sequences`."""
-    return torch.stack([score_sequences(member, sequences, **how) for member in members], 1)
+def score_by_members(members: Sequence[ScalarModule], sequences: list[list[int] | None], **options: Any) -> torch.Tensor:
+    """Return raw scores [len(sequences), members] on the CPU; NaN for a sequence that is None. Options are those of `score_sequences`."""
+    return torch.stack([score_sequences(member, sequences, **options) for member in members], 1)

@@ -1,4 +1,4 @@
-"""Scorers that read text: every kind of ScorerConfig but reward_model.
+"""Scorers that read text: all kinds of ScorerConfig but reward_model.
 
 A scorer gives each response a finite number, or NaN where it can't score the response. A failure is never a score of 0.
 To add a kind: a function of an item and its configuration, its line in `SCORERS`, its name in ScorerConfig.kind, its test.
@@ -21,6 +21,7 @@ from rlhf_core.data.functions import load_function
 from rlhf_core.data.judge import judgement
 from rlhf_core.data.schema import Message
 from rlhf_core.environment import hint
+from rlhf_core.scorers.code.scorer import CodeScorer
 from rlhf_core.scorers.math_answers import MathComparer
 from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.types import Prompt
@@ -48,6 +49,7 @@ class ScoreItem:
     prompt: text of the last user message. messages: the whole conversation before the response.
     label: the expected answer of a verifiable task, or None.
     metadata: id and source of the prompt; finished (False: truncated at the length limit); response_length in tokens.
+    rendered: the prompt, and the prompt with the response, as the policy's template renders them; None where no scorer reads it.
     """
 
     prompt: str
@@ -55,11 +57,14 @@ class ScoreItem:
     response: str
     label: str | None
     metadata: dict[str, Any]
+    rendered: tuple[str, str] | None = None
 
 
-def score_item(prompt: Prompt, response: str, *, finished: bool, response_length: int) -> ScoreItem:
+def score_item(
+    prompt: Prompt, response: str, *, finished: bool, response_length: int, rendered: tuple[str, str] | None = None
+) -> ScoreItem:
     metadata = {"id": prompt.id, "source": prompt.source, "finished": finished, "response_length": response_length}
-    return ScoreItem(prompt.messages[-1]["content"], prompt.messages, response, prompt.label, metadata)
+    return ScoreItem(prompt.messages[-1]["content"], prompt.messages, response, prompt.label, metadata, rendered)
 
 
 ScoreOne = Callable[[ScoreItem], float]
@@ -67,34 +72,44 @@ ScoreAll = Callable[[list[ScoreItem]], tuple[list[float], dict[str, float]]]
 
 
 class TextScorers:
-    """Every scorer of `configs` that reads text; all are loaded and checked here.
+    """Loads and checks all scorers of `configs` that read text.
 
     Args:
-        rank: unused; an actor of a group is given one.
-        source_judges: data source -> its judge.
+        rank: unused; every actor of a group gets one.
+        source_judges: each data source's judge by the source's name.
+        in_time: a call must end within the scorer's timeout, after which its caller gives it up.
     Raises:
-        ValueError: a user's function can't be loaded.
+        ValueError: a user's function can't be loaded, a service's key can't be read, or the sandbox for programs doesn't work here.
     """
 
-    def __init__(self, rank: int, configs: list[ScorerConfig], source_judges: dict[str, str]):
-        self._scorers = {c.name: _scorer(c, source_judges) for c in configs if c.kind != "reward_model"}
+    def __init__(self, rank: int, configs: list[ScorerConfig], source_judges: dict[str, str], *, in_time: bool = False):
+        self._scorers = {c.name: _scorer(c, source_judges, in_time=in_time) for c in configs if c.kind != "reward_model"}
 
     def score_items(self, name: str, items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:
-        """One score per item, and the scorer's further metrics. NaN = not scored, for a reason that is logged."""
+        """Return one score per item, and the scorer's further metrics. NaN: not scored, for a reason that is logged."""
         return self._scorers[name](items)
 
 
-def _scorer(config: ScorerConfig, source_judges: dict[str, str]) -> ScoreAll:
+def _scorer(config: ScorerConfig, source_judges: dict[str, str], *, in_time: bool) -> ScoreAll:
     report = Reasons(config.name)
+    if config.kind == "code":
+        return CodeScorer(config, report, config.timeout if in_time else None)
     if config.kind == "function":
         return _user_function(load_function(config.path, FUNCTION_ARGUMENTS, what="scorer function"), report)
+    if config.kind == "http":
+        from rlhf_core.scorers.http import HttpScorer  # imports aiohttp
+
+        return HttpScorer(config, report)
     if config.kind == "judge":
         return _for_all(partial(judge, source_judges=source_judges), report)
     return _for_all(partial(SCORERS[config.kind], config=config), report)
 
 
 def _for_all(score: ScoreOne, report: Reasons) -> ScoreAll:
-    """Apply a scorer of one response to many. The scorer raises ValueError, with the reason, for a response that it can't score."""
+    """Return a function that applies a scorer of one response to many.
+
+    The scorer raises ValueError with the reason for a response that it can't score.
+    """
 
     def score_all(items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:
         scores: list[float] = []
@@ -113,7 +128,9 @@ def _for_all(score: ScoreOne, report: Reasons) -> ScoreAll:
 
 
 def _user_function(function: Callable[..., Any], report: Reasons) -> ScoreAll:
-    """A user's function, called with all responses at once. Whatever it raises or returns, its responses are then merely unscored."""
+    """Return a scorer that calls a user's function with all responses at once. Whatever the function raises or returns, responses are at
+    worst unscored.
+    """
 
     def score_all(items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:
         unscored = [math.nan] * len(items)
@@ -150,7 +167,7 @@ def _user_function(function: Callable[..., Any], report: Reasons) -> ScoreAll:
 
 
 def _number(value: Any) -> float:
-    """The value as a finite number, else NaN."""
+    """Return the value as a finite number, or NaN."""
     if not isinstance(value, SupportsFloat):
         return math.nan
     try:
@@ -161,7 +178,7 @@ def _number(value: Any) -> float:
 
 
 def _equals_label(item: ScoreItem, same: Callable[[str, str], bool]) -> float:
-    """1 where `same` holds of response and label, else 0."""
+    """Return 1 if `same` holds for response and label, else 0."""
     if item.label is None:
         raise ValueError(f"the prompt has no label to compare with: {item.metadata['id']} of source {item.metadata['source']}")
     return float(same(item.response, item.label))
@@ -180,17 +197,17 @@ def math_answer(item: ScoreItem, config: ScorerConfig) -> float:
 
 
 def regex(item: ScoreItem, config: ScorerConfig) -> float:
-    """1 where the pattern is found anywhere in the response, else 0."""
+    """Return 1 if the pattern is found anywhere in the response, else 0."""
     return float(re.search(config.pattern, item.response) is not None)
 
 
 def length(item: ScoreItem, config: ScorerConfig) -> float:
-    """-|n - target| / target for n tokens, at least -1: 0 at target_length, -1 at 0 tokens and from twice the target on."""
+    """Return -|n - target| / target for n tokens, at least -1: 0 at target_length, -1 at 0 tokens and from twice the target on."""
     return max(-1.0, -abs(item.metadata["response_length"] - config.target_length) / config.target_length)
 
 
 def judge(item: ScoreItem, source_judges: dict[str, str]) -> float:
-    """1 where the judge of the prompt's source accepts the response, else 0."""
+    """Return 1 if the judge of the prompt's source accepts the response, else 0."""
     source = item.metadata["source"]
     found = judgement(source_judges, source, item.messages, item.response)
     if found is None:
@@ -199,12 +216,12 @@ def judge(item: ScoreItem, source_judges: dict[str, str]) -> float:
 
 
 def same_text(response: str, label: str) -> bool:
-    """Equal up to white space at the ends and the amount of white space within."""
+    """Return whether two texts are equal up to white space at the ends and the amount of white space within."""
     return response.split() == label.split()
 
 
 def same_number(response: str, label: str) -> bool:
-    """The final numbers of response and label are equal, exactly: 1,234 equals 1234.0.
+    """Return whether the final numbers of response and label are equal, exactly: 1,234 equals 1234.0.
 
     Raises:
         ValueError: the label has no number.
@@ -216,9 +233,9 @@ def same_number(response: str, label: str) -> bool:
 
 
 def final_number(text: str) -> Decimal | None:
-    """The first number after the last ####, or without #### the last number of the text; None if there is none.
+    """Return the first number after the last ####, or without #### the last number of the text; None if there is none.
 
-    Signs, dollar signs, thousands separators, decimals and exponents are understood. Fractions and dates such as 1/2 are no numbers.
+    Signs, dollar signs, thousands separators, decimals and exponents are understood. Fractions and dates, such as 1/2, aren't numbers.
     """
     _, marked, rest = text.rpartition(FINAL_ANSWER)
     matches = [match for match in _NUMBER.finditer(rest) if not match["fraction"]]
@@ -229,7 +246,7 @@ def final_number(text: str) -> Decimal | None:
     return Decimal(("-" if negative else "") + match["digits"].replace(",", "") + (match["exponent"] or ""))
 
 
-# Kind of scorer -> its function. reward_model, function and judge are the other kinds.
+# Kind of scorer -> its function. reward_model, function, judge, code and http are the other kinds.
 SCORERS: dict[str, Callable[[ScoreItem, ScorerConfig], float]] = {
     "exact_match": exact_match,
     "number": number,

@@ -1,6 +1,7 @@
-"""What work that resumes other work (checkpoints.resume_from) keeps of its state, by what has changed between the two.
+"""What work that resumes from other work (checkpoints.resume_from) keeps of its state, given what has changed between the two.
 
-A field of the state that a change gives another meaning is converted, begun anew, or refuses the work, before anything is loaded.
+If a change gives a field of the state another meaning, the field is converted or begun anew, or the work is refused before anything is
+loaded.
 """
 
 from __future__ import annotations
@@ -115,6 +116,10 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("rl.reward.scorers.*.weight", "rl.reward.scorers.*.name"): _SCORES,  # `_lacking` refuses other normalised scorers
     ("rl.reward.scorers.*.kind", "rl.reward.scorers.*.path", "rl.reward.scorers.*.members", "rl.reward.scorers.*.std_coef"): _SCORER,
     ("rl.reward.scorers.*.label", "rl.reward.scorers.*.pattern", "rl.reward.scorers.*.target_length"): _SCORER,
+    ("rl.reward.scorers.*.seconds", "rl.reward.scorers.*.memory_mib", "rl.reward.scorers.*.reward"): _SCORER,
+    ("rl.reward.scorers.*.url", "rl.reward.scorers.*.dialect"): _SCORER,
+    ("rl.reward.scorers.*.batch_size", "rl.reward.scorers.*.concurrency", "rl.reward.scorers.*.retries"): {},
+    ("rl.reward.scorers.*.request_timeout", "rl.reward.scorers.*.api_key_env", "rl.reward.scorers.*.api_key_file"): {},
     ("rl.reward.scorers.*.normalization",): {"score_tracks": ANEW, "moments": REFUSED},
     ("rl.reward.scorers.*.timeout", "rl.reward.normalization_samples", "rl.reward.max_unscored_fraction"): {},
     ("rl.reward.clip", "rl.reward.no_eos_penalty", "rl.reward.mask_truncated", "rl.reward.overlong"): {"score_tracks": ANEW},
@@ -140,7 +145,7 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("models/reward", "data/inputs.json:judges", "data/inputs.json:scorers", "rewards"): _SCORER,
     ("data/inputs.json:round_scorers", "rounds/*/data", "rounds/*/metrics", "rounds/rounds.yaml:rounds"): {"best_loss": ANEW},
     ("data/prepared",): _PROMPTS,
-    ("metrics", "tasks", "rlhf_core"): {},
+    ("metrics", "checks", "tasks", "rlhf_core"): {},
 }
 _ROWS = {name: fates for names, fates in CARRIED.items() for name in names}
 # Kinds of scorers that a file or a section of hashes belongs to; a reward model with or without a path of its own.
@@ -155,17 +160,21 @@ BACK = "set it back, or set checkpoints.resume_from to null to begin anew"
 
 @dataclass(frozen=True)
 class Carried:
-    """refusals: why the state can't be resumed from, a line each.    begun_anew: field of the state -> what has changed."""
+    """What becomes of the state of a checkpoint of other work.
+
+    refusals: why the state can't be resumed from, one line each. begun_anew: changed keys and files by the field of the state that begins
+    anew.
+    """
 
     refusals: list[str]
     begun_anew: dict[str, list[str]]
 
 
 def carried(work: Work, older: Work, *, phase: str, step: int, files: Collection[str]) -> Carried:
-    """What becomes of the state of older work.
+    """Return which fields of an older work's state begin anew, and why it can't be resumed from if it can't.
 
     Args:
-        phase, step: of its newest checkpoint.    files: in that checkpoint.
+        phase, step: phase and step of the older work's newest checkpoint. files: names of the files in it.
     """
     shared = work.params.keys() & older.params.keys()  # the others are of another version
     now, before = (settings({name: params[name] for name in shared}) for params in (work.params, older.params))
@@ -187,7 +196,7 @@ def carried(work: Work, older: Work, *, phase: str, step: int, files: Collection
 
 
 def row_of(key: str) -> str | None:
-    """The most exact name of CARRIED that covers a key or a file; None: none does, as for keys of older versions."""
+    """Return the longest name of CARRIED that covers a key or a file; None if none does, as for keys of older versions."""
     for candidate in (key, f"training.{key.partition('.')[2]}"):
         found = [row for row in _ROWS if any(fnmatchcase(candidate, f"{row}{end}") for end in ("", ".*", "/*"))]
         if found:
@@ -196,7 +205,7 @@ def row_of(key: str) -> str | None:
 
 
 def settings(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Every key of a stage's params and its value, with defaults; scorers by their names."""
+    """Return every key of a stage's params with its value, defaults included. Scorers are listed by their names."""
     found: dict[str, Any] = {}
     for name, value in with_usual_rates(dict(params)).items():
         field = Params.model_fields.get(name)
@@ -216,7 +225,7 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _has(field: str, key: str, before: Mapping[str, Any], phase: str, files: Collection[str]) -> bool:
-    """Whether the checkpoint has a field of the state that a key belongs to."""
+    """Return whether the checkpoint has a field of the state that a key belongs to."""
     if field == "critic":
         return any(name.startswith("critic/") for name in files)
     if field == "pretraining":
@@ -229,7 +238,7 @@ def _has(field: str, key: str, before: Mapping[str, Any], phase: str, files: Col
 
 
 def _normalized(values: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> kind of each scorer whose mean and deviation RL keeps."""
+    """Return the kind of each scorer whose mean and deviation RL keeps, by the scorer's name."""
     top, found = "rl.reward.scorers.", {}
     for name in {key.removeprefix(top).partition(".")[0] for key in values if key.startswith(top)}:
         scorer = {field: values.get(f"{top}{name}.{field}") for field in ("kind", "path", "weight", "normalization")}
@@ -240,7 +249,9 @@ def _normalized(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _lacking(now: Mapping[str, Any], before: Mapping[str, Any], files: Collection[str]) -> Iterator[str]:
-    """What the work needs and the checkpoint doesn't have, and the reverse where that may not be left out."""
+    """Yield refusals for state that the work needs and the checkpoint lacks, and for state of the checkpoint that the work may not leave
+    out.
+    """
     algorithm = now.get("rl.algorithm")
     if algorithm in ALGORITHMS and ALGORITHMS[algorithm].critic and files and not any(name.startswith("critic/") for name in files):
         had = before.get("rl.algorithm")
@@ -257,7 +268,7 @@ def _lacking(now: Mapping[str, Any], before: Mapping[str, Any], files: Collectio
 
 
 def _too_far(now: Mapping[str, Any], phase: str, step: int) -> Iterator[str]:
-    """The number of steps, where the checkpoint has more."""
+    """Yield a refusal if the checkpoint has more steps than the work."""
     sections = ("rl", "sft", "reward", "rejection_sampling", "conditional_sft", "kto", "iterative", "dpo")  # a round has both of the last
     key = "sft.pretrain.steps" if phase == "pretrain" else next((f"{s}.steps" for s in sections if f"{s}.steps" in now), None)
     if key is not None and now[key] is not None and now[key] < step:  # the trainer checks those of epochs

@@ -36,7 +36,7 @@ def main() -> int:
     job.work.mkdir(parents=True, exist_ok=True)
     forget_refusal(job.work)
     name_stage(job.stage)
-    keep_visible(job.visible, named=job.params.flow.environment)
+    keep_visible(job.visible, named=job.params.environment)
     try:
         with beat(pulse_file(job.work)), _silent_if_abandoned(), _joined(job, stop) as gpus:
             return named_object(job.launch)(job, gpus, stop)
@@ -57,7 +57,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def _joined(job: Job, stop: Stop) -> Iterator[int]:
-    """Connect to the cluster, and check its nodes if the stage hasn't. Yields the number of GPUs.
+    """Connect to the cluster, and on a configured one check the nodes. Yields the cluster's number of GPUs.
 
     Raises:
         ValueError: a node lacks a package, the network's interface or memory.
@@ -79,7 +79,7 @@ def _joined(job: Job, stop: Stop) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _silent_if_abandoned() -> Iterator[None]:
-    """What actors print to stderr isn't shown from a StepAbandoned on: Ray's workers that end as they start print stack traces."""
+    """Drop what is printed to stderr after a StepAbandoned: Ray's workers that end while they start print stack traces."""
     try:
         yield
     except StepAbandoned:
@@ -88,7 +88,7 @@ def _silent_if_abandoned() -> Iterator[None]:
 
 
 def _code_of(failed: RankFailed, job: Job) -> int:
-    """The exit code after a rank's error, which is logged."""
+    """Log a rank's error and return the driver's exit code."""
     if isinstance(failed.cause, ValueError | FileNotFoundError):
         return refuse(job.work, failed.cause)
     if isinstance(failed.cause, SaveFailed):

@@ -19,15 +19,15 @@ PROBABILITIES = ("p_value", "level", "spent")  # keys of metrics
 
 
 def source_judges() -> dict[str, str]:
-    """Name of each data source that has a judge -> the judge's (`SourceConfig.judge_name`)."""
+    """Return the judge (`SourceConfig.judge_name`) of each data source that has one, by the source's name."""
     return {name: source["judge"] for name, source in read_json(SOURCES).items() if source["judge"]}
 
 
-def has_labels() -> bool:
-    """Whether any training prompt has a reference answer."""
+def has_labels(split: str = "train") -> bool:
+    """Return whether any prompt of a split has a reference answer."""
     from rlhf_core.data.schema import read_rows
 
-    return any(row["label"] is not None for row in read_rows(PREPARED, "prompt", "train"))
+    return any(row["label"] is not None for row in read_rows(PREPARED, "prompt", split))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -38,7 +38,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def finite(node: Any, key: str = "") -> Any:
-    """The content that `write_json` writes: rounded, and null for NaN and infinity."""
+    """Return the content that `write_json` writes: rounded, and null in place of NaN and infinity."""
     if isinstance(node, dict):
         return {k: finite(v, k) for k, v in node.items()}
     if isinstance(node, list | tuple):
@@ -63,7 +63,7 @@ def publish_model(aside: Path, final: Path, facts: CardFacts) -> None:
 
 
 def publish(aside: Path, final: Path) -> None:
-    """Move a finished file or folder to its final path, with the umask's permissions; readers never see a partial one."""
+    """Move a finished file or folder to its final path, with the umask's permissions. A folder that is there is removed before."""
     like_new(aside)
     final.parent.mkdir(parents=True, exist_ok=True)
     if final.is_dir():

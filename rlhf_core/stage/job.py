@@ -31,12 +31,14 @@ FULL = 74  # EX_IOERR: a checkpoint can't be written, such as for lack of space
 
 @dataclass(frozen=True)
 class Job:
-    """What a job's driver and ranks need to know of the stage. Paths are relative to `root`, which every node sees under this path, or,
-    with a storage, to each node's copy of it (rlhf_core/storage/node.py).
+    """What the driver and the ranks of a job need to know of the stage.
 
-    launch: "module:name" of what the driver calls with the job, the number of the cluster's GPUs and a `Stop`. It starts the job's
-        processes, has them do the work, and returns the driver's exit code.
-    function: "module:name" of the work. On ranks it is called on each with a TrainRun and `arguments`, which are pickled.
+    Paths are relative to `root`: with a storage each node's copy of the project's folder (rlhf_core/storage/node.py), otherwise a folder
+    that every node sees.
+
+    launch: "module:name" of the function that the driver calls with the job, the cluster's number of GPUs and a `Stop`. It runs the job's
+        processes and returns the driver's exit code.
+    function: "module:name" of the work, which each rank calls with a TrainRun and `arguments`, which are pickled.
     work: the stage's scratch folder, for checkpoints, curves and the trained model.
     threads: CPU cores of all ranks together.
     sequence_parallel: ranks that share each sequence.
@@ -59,7 +61,7 @@ class Job:
 
     @property
     def visible(self) -> set[str]:
-        """Names of environment variables that the job's processes may see in addition to the list."""
+        """Names of environment variables that the job's processes may see besides those that every process may see."""
         return of_stage(self.params, self.stage, os.environ)
 
     @property
@@ -68,11 +70,11 @@ class Job:
 
     @property
     def result_file(self) -> Path:
-        """The function's result on rank 0."""
+        """File with the function's result on rank 0."""
         return self.work / "result.json"
 
     def write(self, path: Path) -> None:
-        """Also while processes of a live job read it, which the stage then follows."""
+        """Write the job atomically: processes of a live job, which the stage then follows, may be reading the file."""
         with replacing(path) as aside:
             aside.write_bytes(pickle.dumps(self))
 
@@ -82,18 +84,18 @@ class Job:
 
 
 def named_object(name: str) -> Any:
-    """What "module:name" names."""
+    """Return the object that "module:name" names."""
     module, _, name = name.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def pulse_file(work: Path) -> Path:
-    """File of the driver's heartbeat in the job's folder."""
+    """Return the file of the driver's heartbeat in the job's folder."""
     return work / PULSE
 
 
 def refuse(work: Path, error: BaseException) -> int:
-    """Log why the job can't be done, and leave the reason for the stage. Returns the exit code."""
+    """Log why the job can't be done, leave the reason for the stage, and return the driver's exit code."""
     log.error("%s", error)
     reason = " ".join(str(error).split())
     with contextlib.suppress(OSError):  # the log has the reason
@@ -104,7 +106,7 @@ def refuse(work: Path, error: BaseException) -> int:
 
 
 def forget_refusal(work: Path) -> None:
-    """Remove the reason of an earlier driver."""
+    """Remove the reason that an earlier driver left."""
     with contextlib.suppress(OSError):
         (work / REFUSAL).unlink(missing_ok=True)
         if (stored := job_storage()) is not None:
@@ -112,10 +114,10 @@ def forget_refusal(work: Path) -> None:
 
 
 def refusal_of(work: Path, stored: JobStorage | None = None) -> str:
-    """The reason of a driver that exited with REFUSED, on one line.
+    """Return on one line why a driver exited with REFUSED.
 
     Args:
-        stored: the job's part of the storage; None: it shares the folder with this machine.
+        stored: the job's part of the storage; None: the job shares the folder `work` with this machine.
     """
     with contextlib.suppress(OSError):
         reason = (work / REFUSAL).read_bytes() if stored is None else stored.note(REFUSAL)
@@ -126,7 +128,7 @@ def refusal_of(work: Path, stored: JobStorage | None = None) -> str:
 
 @contextlib.contextmanager
 def beat(path: Path) -> Iterator[None]:
-    """Write a heartbeat file every BEAT_SECONDS from a thread; it stops with the process, not while the main thread waits."""
+    """Write the heartbeat file every BEAT_SECONDS from a thread, so that it stops with the process and not while the main thread waits."""
     stored = job_storage()
 
     def run(done: threading.Event) -> None:
@@ -143,13 +145,14 @@ def beat(path: Path) -> Iterator[None]:
 
 
 def check_cluster(stage: str, params: Params, gpus: int) -> None:
-    """In a driver: check that the stage's models fit a cluster that the stage itself can't look at. Nodes that don't answer in time are
-    named in the log, and nothing is checked.
+    """Check in a driver that the stage's models fit a cluster whose memory the stage itself can't see.
+
+    Nothing is checked if a node doesn't answer in time, which is logged, or if the cluster's GPUs aren't all known.
 
     Args:
-        gpus: of the cluster.
+        gpus: the cluster's number of GPUs.
     Raises:
-        ValueError: naming the role that lacks memory.
+        ValueError: a process lacks memory; the message names it.
     """
     from rlhf_core.engines.ray.places import RoleLost, cluster_memory
     from rlhf_core.planning.preflight import preflight, runs_elsewhere, smallest

@@ -1,4 +1,4 @@
-"""What a job takes to nodes that don't see the project's folder: code, inputs, and params that name them by their paths there."""
+"""What a job brings to nodes that don't see the project's folder: code, inputs, and params with the inputs' paths on a node."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ Value = TypeVar("Value")
 
 @dataclass
 class JobInputs:
-    """files: path in a node's workspace -> path here, of every input. A path below the project's folder is the same on a node."""
+    """Files that a job brings to its nodes. Paths below the project's folder are the same on a node.
+
+    files: path here of every input by its path in a node's workspace.
+    """
 
     root: Path = field(default_factory=Path.cwd)
     files: dict[str, Path] = field(default_factory=dict)
 
     def add(self, path: Path | str) -> str:
-        """Take a file or folder along. Returns its path on a node."""
+        """Add a file or folder, and return its path on a node."""
         here = Path(os.path.abspath(self.root / path))  # links stay: a node has them as folders
         there = (
             here.relative_to(self.root).as_posix()
@@ -45,12 +48,12 @@ class JobInputs:
         return there
 
     def add_function(self, name: str) -> str:
-        """The same for `file.py:name`; other names of functions are those of modules, which are code."""
+        """Add the file of a function `file.py:name`, and return its name on a node. A function in a module is part of the code."""
         file, _, function = name.rpartition(":")
         return f"{self.add(file)}:{function}" if _FILE_FUNCTION.fullmatch(name) else name
 
     def on_node(self, value: Value) -> Value:
-        """A value with paths as they are on a node. What they lead to is taken along: paths, models, scorers, also within others."""
+        """Return a value with the paths that a node has, and add what they name: paths, models and scorers, at any depth."""
         if isinstance(value, Path):
             return Path(self.add(value))
         if isinstance(value, ScorerConfig) and value.path is not None:
@@ -77,7 +80,7 @@ def pack_code(folder: Path, params: Params, root: Path) -> None:
     """Copy the project's code and these params into a folder, with the modules beside it that params name.
 
     Raises:
-        ValueError: it is too large for Ray.
+        ValueError: the code is too large for Ray.
     """
     named = {root / f"{name}{ending}" for name in _modules(params.model_dump()) for ending in ("", ".py")}
     parts = [root / name for name in CODE] + sorted(path for path in named if path.exists() and path.name not in CODE)
@@ -97,7 +100,7 @@ def pack_code(folder: Path, params: Params, root: Path) -> None:
 
 
 def _modules(node: Any) -> Iterator[str]:
-    """First parts of the names of functions in modules."""
+    """Yield the top-level module of each function that params name by its module."""
     if isinstance(node, Mapping | list | tuple):
         for value in node.values() if isinstance(node, Mapping) else node:
             yield from _modules(value)

@@ -1,4 +1,4 @@
-"""A stage whose work is a Ray job: a local head or the configured cluster, submission, output, stop and exit code."""
+"""Runs a stage's work as a Ray job: a local head or the configured cluster, submission, output, stop and exit code."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def submit_job(
     engines: Sequence[str] = (),
     results: Sequence[str] = (OUTPUTS,),
 ) -> None:
-    """Submit a job, or follow it if it already runs, and print its output.
+    """Submit a job, or follow it if it already runs, print its output, and wait for its end.
 
     Args:
-        subject: of messages, such as "RL job".
+        subject: what messages call the job, such as "RL job".
         description: file for the job's driver. A stage that runs again follows a live job of that path.
-        cpus: that Ray counts for the job's actors.
+        cpus: CPUs that Ray counts for the job's actors.
         model: folder of a model whose weights go through Ray's object store; None: none do.
         inputs: inputs that nodes without the project's folder need besides the stage's dependencies.
         engines: modules that such nodes must have besides.
@@ -55,7 +55,7 @@ def submit_job(
         Interrupted: SIGTERM; the job has written its checkpoint.
         StageRefused: the job refused its input, or there is no such cluster.
         StorageRefused: there is no such storage.
-        JobCrashed: the job failed otherwise, the cluster or the storage.
+        JobCrashed: the job failed otherwise, or the cluster or the storage failed.
     """
     from rlhf_core.engines.ray.cluster import forget_other_clusters, local_head, python_path, run_job
     from rlhf_core.models.folder import weight_files
@@ -124,10 +124,10 @@ def submit_job(
 
 
 def _check_first_time(stage: Stage) -> None:
-    """Refuse a token or a storage that this work's first job can't use; say why the job waits for a head that doesn't answer.
+    """Check token and storage once for this work, and warn if the head doesn't answer, since the job then waits for it.
 
     Raises:
-        StageRefused: the token or the storage is wrong.
+        StageRefused: the token or the storage is refused.
         StorageFailed: the storage fails otherwise, or is late.
     """
     from rlhf_core.engines.ray.cluster import ClusterError, HeadRefused
@@ -147,7 +147,7 @@ def _check_first_time(stage: Stage) -> None:
 
 @contextlib.contextmanager
 def _cluster_errors() -> Iterator[None]:
-    """A cluster or a storage that answers too late, doesn't start or is lost has crashed the job."""
+    """Turn a failure of the cluster or the storage into JobCrashed; a StorageRefused stays as it is."""
     from rlhf_core.engines.ray.cluster import ClusterError
 
     try:
@@ -159,13 +159,14 @@ def _cluster_errors() -> Iterator[None]:
 
 
 def network(interface: str | None) -> dict[str, str]:
-    """Environment of a job whose processes connect over a network interface; None: NCCL and gloo choose one."""
+    """Return the environment of a job whose processes connect over a network interface; None: NCCL and gloo choose one."""
     return {} if interface is None else {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
 
 
 def print_output(text: str, *, ended: bool = False) -> None:
-    """Print a piece of the job's output, which may end within a line. Without a reader (the flow was killed) the output is dropped, since
-    the job still has to write its checkpoint.
+    """Print a piece of the job's output, which may end within a line.
+
+    If nobody reads the output, since the flow was killed, it is dropped: the job still has to write its checkpoint.
     """
     try:
         STATUS.pass_on(reordering_shown(text))

@@ -1,4 +1,4 @@
-"""Whether a cluster can be used: its head answers and accepts the token, and its storage takes and gives back a file.
+"""Checks that a cluster can be used: its head answers and accepts the token, and its storage takes and gives back a file.
 
 python -m rlhf_core.stage.reach <cluster.address> [<cluster.storage>] runs in the environment of a stage. Exit code 0: it can; 2: it can't,
 and the last line of the standard error says why; 3: one of them doesn't answer in time.
@@ -14,9 +14,11 @@ UNUSABLE, LATE = 2, 3
 
 
 def check_reach(address: str, storage: str | None) -> None:
-    """
+    """Check that the cluster's head accepts this process, and that its storage can be written and read.
+
     Raises:
-        StorageFailed, StorageRefused: the storage can't be used.    ClusterError, HeadRefused: address or token can't.
+        StorageFailed, StorageRefused: the storage can't be used.
+        ClusterError, HeadRefused: the address or the token can't be used.
         StorageLate, HeadLate: no answer in time.
     """
     from rlhf_core.engines.ray.cluster import check_head

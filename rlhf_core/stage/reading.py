@@ -1,7 +1,7 @@
-"""What a stage reads at its start, and whether it is still there at its end.
+"""What a stage reads when it starts, and whether that is unchanged when it ends.
 
-DVC hashes params and dependencies when a stage has ended. A file that is edited meanwhile would be recorded as the one that the stage read,
-and DVC's run cache would give the results to every later run with the edited file. So such a stage fails, and DVC records nothing.
+DVC hashes params and dependencies after a stage has ended. A file edited in between would be recorded as the one that the stage read, and
+DVC's run cache would return these results for every later run with the edited file. Such a stage therefore fails, and DVC records nothing.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ log = logging.getLogger("rlhf")
 
 @dataclass(frozen=True)
 class Changes:
-    """What isn't as at the stage's start, one line each.
+    """Differences from what was there when the stage started, one line each.
 
-    values: params. files: code and data. written: files that were written meanwhile and are as at the start again; a process that started
-    late may have read something else.
+    values: changed params. files: changed code and data. written: files that were written and have their first content again; a process
+    that started in between may have read another.
     """
 
     values: list[str]
@@ -52,12 +52,12 @@ class Changes:
 
 
 class Reading:
-    """The params and dependencies of a stage as they are now.
+    """The params and dependencies of a stage as they are when the object is made.
 
     Attributes:
-        params: the whole, checked params.yaml. work: see `Work`.
-        clean_until: until then (ns) no file was written; older checkpoints are of processes that read the files as hashed. A later one may
-            be of a process that was replaced since, and read other files.
+        params: all of params.yaml, checked. work: the stage's command, params and hashes of its dependencies.
+        clean_until: time in ns up to which no file was written. The processes that wrote earlier checkpoints read the files as they were
+            hashed; a later checkpoint may be from a process that was started afterwards and read other files.
     Raises:
         ConfigError: params are refused, a dependency is missing, or a file outside the project isn't what stage hash_inputs has hashed.
     """
@@ -82,7 +82,7 @@ class Reading:
         return {name.removeprefix(prefix): value for name, value in self.work.params.items() if name.startswith(prefix)}
 
     def changes(self) -> Changes:
-        """Compare with what is there now. Files that look as before aren't read again."""
+        """Compare the params and dependencies with what is there. Files of unchanged size, time and inode aren't read again."""
         try:
             now = read_work(self._stage, self._round_number)
         except (ConfigError, OSError, ValueError, LookupError, TypeError) as error:  # half a file, or none
@@ -93,7 +93,7 @@ class Reading:
         return Changes(now.value_differences(self.work), files, written)
 
     def watch(self, done: threading.Event) -> None:
-        """Warn of each change as it happens, until `done` is set."""
+        """Warn of each change while the stage runs, until `done` is set."""
         last, changed, warned = self._looks, False, ""
         while not done.wait(WATCH_SECONDS):
             at = time.time_ns()
@@ -107,7 +107,9 @@ class Reading:
                 log.warning("%s: changed while the stage runs, which goes on with what it read: %s; %s", self._stage, found, _UNDO)
 
     def _look(self) -> Looks:
-        """Of all dependencies, new ones included, of the files with values, and of all that data/inputs.json has."""
+        """Return size, time and inode of all dependencies, new ones included, of params.yaml and dvc.yaml, and of data/inputs.json and the
+        files that it lists.
+        """
         with suppress(ConfigError, OSError, ValueError, LookupError, TypeError, AttributeError):
             tree = read_yaml(Path("params.yaml"))
             files = stage_files(read_definition(self._stage, self._round_number, tree), self._stage)
@@ -115,12 +117,12 @@ class Reading:
         return {}
 
     def record(self) -> None:
-        """Keep what the stage has read, for the flow's comparison with dvc.lock (flows/chain/recorded.py)."""
+        """Write down what the stage has read, which the flow compares with dvc.lock (flows/chain/recorded.py)."""
         write_record(SCRATCH / self._stage / READ, asdict(self.work))
 
 
 def unlike_record(stage: str, round_number: int | None, root: Path) -> tuple[Work, list[str]] | None:
-    """What the last successful run of a stage has read, and what differs from it now; None: no record, or no difference.
+    """Return what the last successful run of a stage has read, and how the workspace differs; None if there is no record or no difference.
 
     Args:
         root: the project's folder.

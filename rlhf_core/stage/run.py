@@ -4,8 +4,8 @@
         with Stage("train_sft") as stage:
             ...stage.params.sft..., stage.scratch, stage.stop_requested...
 
-A stage can be resumed after SIGTERM (it writes a checkpoint and exits with 143), after the death of its parent (the kernel then
-sends SIGTERM) and after SIGKILL (it resumes from the last checkpoint).
+A rerun resumes a stage after SIGTERM (the stage writes a checkpoint and exits with 143), after its parent's death (the kernel then sends
+SIGTERM) and after SIGKILL (it resumes from the last checkpoint).
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ log = logging.getLogger("rlhf")
 
 
 def no_arguments(about: str | None) -> None:
-    """Command line of a stage without arguments: answers --help and refuses anything else before the stage runs."""
+    """Parse the command line of a stage without arguments: answer --help, and refuse anything else before the stage runs."""
     stage_arguments(about).parse_args()
 
 
 def round_argument(about: str | None) -> int:
-    """Command line of a stage of rounds/dvc.yaml: returns the number of the round."""
+    """Parse the command line of a stage of rounds/dvc.yaml, and return the number of the round."""
     parser = stage_arguments(about)
     parser.add_argument("round", type=int, help="number of the round of iterative DPO, from 1")
     number = parser.parse_args().round
@@ -68,17 +68,22 @@ def round_argument(about: str | None) -> int:
 
 
 def stage_arguments(about: str | None) -> argparse.ArgumentParser:
-    """A parser with the docstring of the stage's module as help. To be called before large imports, whose exit functions then run first."""
+    """Return a parser with the docstring of the stage's module as help.
+
+    Call it before large imports: exit functions run in reverse order, and those of the imports then come first.
+    """
     atexit.register(_leave)
     module = sys.modules["__main__"].__spec__
-    how = {"description": about, "epilog": "params.yaml has the stage's settings.", "allow_abbrev": False}
+    options = {"description": about, "epilog": "params.yaml has the stage's settings.", "allow_abbrev": False}
     name = None if module is None else f"python -m {module.name}"
-    return argparse.ArgumentParser(prog=name, formatter_class=argparse.RawDescriptionHelpFormatter, **how)
+    return argparse.ArgumentParser(prog=name, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
 
 def _leave() -> None:
-    """Exit function of a stage that has succeeded: compare once more what it has read, and exit at once. The end of torch and other modules
-    would take half a second, in which an edit went unnoticed before DVC hashes the files.
+    """Compare once more what a successful stage has read, and end the process at once.
+
+    An exit function. The usual end of torch and other modules takes half a second, in which an edit would go unnoticed before DVC hashes
+    the files.
     """
     if Stage.finished is None or hasattr(sys, "last_value"):  # or an exception followed
         return
@@ -94,7 +99,7 @@ def _leave() -> None:
 
 
 class StageRefused(RuntimeError):
-    """The result of the stage is not acceptable, such as data that fails validation. Shown without a traceback."""
+    """The stage's result or input isn't acceptable, such as data that fails validation. Shown without a traceback."""
 
 
 class JobCrashed(RuntimeError):
@@ -102,15 +107,15 @@ class JobCrashed(RuntimeError):
 
 
 class Stage:
-    """Runs the work of one stage; see the module.
+    """Runs the work of one stage; the module's docstring shows its use.
 
     Args:
-        resumable: the work polls `stop_requested` and writes checkpoints. False: SIGTERM ends it at once.
-        round_number: of iterative DPO, for a stage of rounds/dvc.yaml. None: a stage of dvc.yaml.
+        resumable: whether the work polls `stop_requested` and writes checkpoints. False: SIGTERM ends it at once.
+        round_number: number of the round, for a stage of rounds/dvc.yaml; None: a stage of dvc.yaml.
     Attributes:
-        params: the whole, checked params.yaml.
+        params: all of params.yaml, checked.
         work: the stage's command, params and hashes of its dependencies.
-        resumed_from: the other work whose checkpoints it took over (checkpoints.resume_from), oldest first.
+        resumed_from: other work whose checkpoints this work took over (checkpoints.resume_from), oldest first.
         scratch: folder of this work alone, outside the stage's outputs, which DVC deletes; removed when the stage succeeds.
         finished: the stage of this process that has succeeded; None: none has.
     """
@@ -189,8 +194,9 @@ class Stage:
         return any(self.scratch.glob(f"*/step-*/{MANIFEST}"))
 
     def refusal_of_changes(self) -> int | None:
-        """The exit code, with a message, if params, code or data aren't as at the start: DVC would record them as those that the stage has
-        read.
+        """Report params, code or data that changed since the start, and return the exit code; None if nothing changed.
+
+        DVC would record the changed files as those that the stage has read.
         """
         changes = self._reading.changes()
         if not (found := changes.shown()):
@@ -208,14 +214,14 @@ class Stage:
         return REFUSED
 
     def _hide_secrets(self) -> None:
-        """Remove environment variables that the stage may not see; a user's shell that starts DVC may hold secrets."""
-        wanted = self.params.flow.environment
+        """Remove environment variables that the stage may not see: the shell that starts DVC may hold secrets."""
+        wanted = self.params.environment
         if missing := [name for name in wanted if name not in os.environ]:
-            log.warning("flow.environment: expected %s to be set, got no such environment variable", ", ".join(missing))
+            log.warning("environment: expected %s to be set, got no such environment variable", ", ".join(missing))
         keep_visible(of_stage(self.params, self.name, os.environ), named=wanted)
 
     def _check_memory(self) -> None:
-        """Refuse the stage if its models can't fit, before anything is loaded. The driver checks a job on another cluster."""
+        """Refuse the stage before anything is loaded if its models can't fit. On another cluster the job's driver checks this."""
         from rlhf_core.planning.preflight import preflight, runs_elsewhere
 
         if not runs_elsewhere(self.name, self.params) and (refusal := preflight(self.name.partition("@")[0], self.params)) is not None:
@@ -228,16 +234,16 @@ class Stage:
 
     @property
     def stop_requested(self) -> bool:
-        """True once SIGTERM was received: write a checkpoint and raise Interrupted."""
+        """Whether SIGTERM was received; the work then writes a checkpoint and raises Interrupted."""
         return self._stop.is_set()
 
     def check_stop(self) -> None:
-        """Raise Interrupted after SIGTERM, for work without a checkpoint to write."""
+        """Raise Interrupted after SIGTERM; for work that has no checkpoint to write."""
         if self.stop_requested:
             raise Interrupted
 
     def at_success(self, call: Callable[[], None]) -> None:
-        """Call a function once the stage has succeeded."""
+        """Register a function to be called when the stage has succeeded."""
         self._at_success.append(call)
 
     @property
@@ -246,7 +252,7 @@ class Stage:
 
     @property
     def lock_descriptor(self) -> int:
-        """File descriptor of the stage's lock: no other run of the stage starts while a process that inherits it lives."""
+        """File descriptor of the stage's lock. While a process that inherits it lives, no other run of the stage starts."""
         return self._lock.fileno()
 
     def use_threads(self) -> None:
@@ -256,7 +262,7 @@ class Stage:
         torch.set_num_threads(self.params.cluster.threads)
 
     def store_settings(self, *, zero_stage: int, world_size: int = 1) -> StoreSettings:
-        """How many checkpoints are kept, their origin, and the origins from which the stage may resume."""
+        """Return how many checkpoints are kept, their origin, and the origins from which the stage may resume."""
         wanted = self.params.checkpoints
         accepted = tuple(Origin(**entry["origin"]) for entry in self.resumed_from)
         return StoreSettings(
@@ -271,17 +277,17 @@ class Stage:
         )
 
     def recent_mean(self, column: str) -> float:
-        """Mean of a column of the training curves over their last steps."""
+        """Return the mean of a column of the training curves over the last steps (`steps_at_the_end`)."""
         import pandas as pd
 
         rows = pd.read_csv(self.scratch / "curves.csv")
         return float(rows[column].tail(steps_at_the_end(len(rows))).mean())
 
     def card(self, kind: str, method: str, metrics: Mapping[str, Any], *, gate: Mapping[str, Any] | None = None):
-        """Contents of the card of the model trained by this stage.
+        """Return the contents of the card of the model that this stage trained.
 
         Args:
-            kind: of KINDS in rlhf_core/models/card.py. metrics: of the stage; the card keeps the held-out ones.
+            kind: one of KINDS in rlhf_core/models/card.py. metrics: the stage's metrics, of which the card has the held-out ones.
             gate: metrics of gate_reward; None: the method uses no reward model.
         """
         from rlhf_core.models.card import CardFacts
@@ -313,13 +319,13 @@ class Stage:
         )
 
     def _base_of(self, kind: str) -> str | None:
-        """The model that the stage's model was made from."""
+        """Return the model that the stage's model was made from."""
         params = self.params
         policy = params.external.path if params.alignment.method == "external" else None
         return {"reward": params.reward.path, "policy": policy}.get(kind) or params.model.path
 
     def _note_where_it_began(self) -> None:
-        """Add to the stage's metrics the other work whose checkpoint it resumed from; no other file records that."""
+        """Add the other work that the stage resumed from to the stage's metrics; no other file records it."""
         path = metrics_path(self.name, self._round_number)
         if self.resumed_from and path is not None:
             began = [{name: entry[name] for name in ("of", "step", "differences")} for entry in self.resumed_from]
@@ -357,13 +363,13 @@ class Stage:
 
 
 def foreign_code() -> Path | None:
-    """Where this code is, if the working folder has code of its own, whose hashes DVC would record; None: the code is of this folder."""
+    """Return the folder of the running code if the working folder has code of its own, whose hashes DVC would record; otherwise None."""
     here, running = Path("rlhf_core/__init__.py"), Path(rlhf_core.__file__)
     return running.parent if here.exists() and not here.samefile(running) else None
 
 
 def steps_at_the_end(steps: int) -> int:
-    """Number of last steps over which final metrics are averaged: a third of the training, at most TAIL."""
+    """Return the number of last steps over which final metrics are averaged: a third of the training, at most TAIL."""
     return min(TAIL, math.ceil(steps / 3))
 
 
@@ -390,14 +396,14 @@ def publish_policy(stage: Stage, metrics: dict[str, Any], *, gate: dict[str, Any
     """Publish the policy that `TrainRun.save_model` wrote, with the stage's curves and metrics.
 
     Args:
-        gate: see `Stage.card`. untrained: see `publish_training`.
+        gate: as for `Stage.card`. untrained: as for `publish_training`.
     """
     card = stage.card("policy", metrics["method"], metrics, gate=gate)
     publish_training(stage, stage.scratch / "model", POLICY_MODEL, card, metrics, untrained=untrained)
 
 
 def write_curves(stage: Stage, untrained: Sequence[str]) -> None:
-    """Write the curves of the stage's training, or with `untrained` their head alone."""
+    """Write the curves of the stage's training, or only the header line `untrained`."""
     PLOTS.mkdir(exist_ok=True)
     if untrained:
         CURVES[stage.name].write_text(",".join(untrained) + "\n")
@@ -411,7 +417,7 @@ def publish_training(
     """Publish a saved model with its card, and write the stage's curves and metrics.
 
     Args:
-        untrained: columns of the curves, of a stage that trained nothing and has none.
+        untrained: columns of the curves, for a stage that trained nothing and has no curves.
     """
     publish_model(aside, final, card)
     write_curves(stage, untrained)

@@ -1,7 +1,8 @@
-"""Fingerprint of a stage's work, and its scratch folder `scratch/<stage>/<fingerprint>`, which holds the checkpoints of unfinished work.
+"""The fingerprint of a stage's work, and its scratch folder `scratch/<stage>/<fingerprint>`, which holds the checkpoints of unfinished
+work.
 
-Work with other params, data or code has another fingerprint and folder. When new work starts, a warning names the checkpoint of an older
-folder. checkpoints.resume_from resumes from it, which the stage's metrics record.
+Work with other params, data or code has another fingerprint and folder. When new work starts, a warning names the newest checkpoint of
+other work. With checkpoints.resume_from the work resumes from it, and the stage's metrics record that.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ log = logging.getLogger("rlhf")
 
 @dataclass(frozen=True)
 class Work:
-    """command: of the stage. params: those listed in dvc.yaml. files: path of each file of its dependencies -> md5."""
+    """What determines a stage's results.
+
+    command: the stage's command. params: the params that dvc.yaml lists. files: md5 of each file of the dependencies by its path.
+    """
 
     command: str
     params: dict[str, Any]
@@ -63,7 +67,7 @@ class Work:
         return Origin(config=_hash([self.command, self.params]), data=_hash(data), code=_hash(code))
 
     def differences(self, older: Work) -> list[str]:
-        """Differences from `older`, one line each: params with both values, data files, code files."""
+        """Return the differences from `older`, one line each: params with both values, data files, code files."""
         return self.value_differences(older) + self.file_differences(older)
 
     def value_differences(self, older: Work) -> list[str]:
@@ -79,13 +83,13 @@ class Work:
         for path in sorted({*self.files, *older.files}, key=lambda p: (is_code(p), p)):
             before, now = older.files.get(path), self.files.get(path)
             if before != now:
-                how = "new" if before is None else "gone" if now is None else "changed"
-                found.append(f"{'code' if is_code(path) else 'data'}: {path} {how}")
+                change = "new" if before is None else "gone" if now is None else "changed"
+                found.append(f"{'code' if is_code(path) else 'data'}: {path} {change}")
         return found
 
 
 def read_work(stage: str, round_number: int | None = None, root: Path = Path()) -> Work:
-    """The work of a stage of dvc.yaml or, for a round, of rounds/dvc.yaml.
+    """Read the work of a stage of dvc.yaml or, for a round, of rounds/dvc.yaml.
 
     Args:
         root: the project's folder.
@@ -98,13 +102,13 @@ def read_work(stage: str, round_number: int | None = None, root: Path = Path()) 
 
 
 def read_definition(stage: str, round_number: int | None, tree: dict[str, Any], root: Path = Path()) -> dict[str, Any]:
-    """A stage's entry in its dvc.yaml, filled in from the tree of params.yaml or from the round."""
+    """Return a stage's entry in its dvc.yaml, filled in from the tree of params.yaml or from the round."""
     stages = read_stages(root / "dvc.yaml", tree) if round_number is None else read_round_stages(round_number, root)
     return stages[stage]
 
 
 def stage_files(definition: dict[str, Any], stage: str, root: Path = Path()) -> list[Path]:
-    """The files of a stage's dependencies, relative to the project's folder. Raises ConfigError: one is missing."""
+    """Return the files of a stage's dependencies, relative to the project's folder. Raises ConfigError if one is missing."""
     return [path for dependency in definition["deps"] for path in _files(Path(dependency), stage, root)]
 
 
@@ -116,35 +120,35 @@ def hash_work(definition: dict[str, Any], files: list[Path], tree: dict[str, Any
 
 
 def input_hashes(work: Work, stage: str, round_number: int | None = None, *, metrics: bool = False) -> dict[str, str]:
-    """md5 of each data file and model that a stage depends on, as in dvc.lock; a file outside the project is listed by its name.
+    """Return the md5 of each data file and model that a stage depends on, as in dvc.lock. A file outside the project has its name as key.
 
     Args:
-        work: of this stage. metrics: include metrics files.
+        work: this stage's work. metrics: whether metrics and checks are included.
     """
     definition = read_definition(stage, round_number, read_yaml(Path("params.yaml")))
-    inputs = [Path(d) for d in definition["deps"] if not is_code(d) and (metrics or not d.startswith("metrics/"))]
+    inputs = [Path(d) for d in definition["deps"] if not is_code(d) and (metrics or not d.startswith(("metrics/", "checks/")))]
     return {path.name if path.is_absolute() else path.as_posix(): md5_of(path, work.files) for path in inputs}
 
 
 def check_dependencies(work: Work, stage: str, round_number: int | None = None) -> None:
-    """Check that each output of an earlier stage that a stage reads has the hash of dvc.lock. Hashes are those of `work`.
+    """Check that each output of an earlier stage that a stage reads has the hash of dvc.lock.
 
     Raises:
-        ConfigError: one has another hash.
+        ConfigError: an output has another hash in `work`.
     """
     for path, md5 in input_hashes(work, stage, round_number, metrics=True).items():
         check_locked(path, md5)
 
 
 def md5_of(path: Path, files: dict[str, str]) -> str:
-    """md5 of a dependency as in dvc.lock, from the md5s of its files."""
+    """Return the md5 of a dependency as in dvc.lock, from the md5s of its files."""
     if str(path) in files:
         return files[str(path)]
     return dvc_folder_md5({Path(file).relative_to(path).as_posix(): md5 for file, md5 in files.items() if path in Path(file).parents})
 
 
 def metrics_path(stage: str, round_number: int | None) -> Path | None:
-    """The first metrics file of a stage; None: it has none."""
+    """Return a stage's first metrics file, or None if it has none."""
     definition = read_definition(stage, round_number, read_yaml(Path("params.yaml")))
     entry = next(iter(definition.get("metrics", [])), None)
     return None if entry is None else Path(entry if isinstance(entry, str) else next(iter(entry)))
@@ -154,9 +158,9 @@ def prepare_scratch(scratch: Path, work: Work, config: CheckpointsConfig, stage:
     """Prepare the scratch folder of this work. The caller holds the stage's lock.
 
     Returns:
-        The other work that this work resumed from, oldest first; empty: none.
+        The other work that this work resumed from, oldest first.
     Raises:
-        ConfigError: work can't resume from the folder named by checkpoints.resume_from.
+        ConfigError: the work can't resume from the folder that checkpoints.resume_from names.
     """
     older = [folder for folder in _older(scratch) if checkpoint_of(folder) is not None]
     of, _, name = (config.resume_from or "").partition("/")
@@ -176,7 +180,7 @@ def prepare_scratch(scratch: Path, work: Work, config: CheckpointsConfig, stage:
 
 
 def read_noted(scratch: Path) -> Work | None:
-    """The work recorded in a scratch folder; None: no record."""
+    """Return the work recorded in a scratch folder, or None without a record."""
     try:
         return Work(**json.loads((scratch / WORK).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -189,7 +193,7 @@ def resumed_from(scratch: Path) -> list[dict[str, Any]]:
 
 
 def checkpoint_of(scratch: Path) -> tuple[str, int] | None:
-    """Folder and step of the newest checkpoint in a scratch folder."""
+    """Return the phase (a subfolder) and the step of the newest checkpoint in a scratch folder; None if it has none."""
     manifests = [p for p in scratch.glob(f"*/step-*/{MANIFEST}") if p.parent.name.removeprefix("step-").isdigit()]
     if not manifests:
         return None
@@ -198,7 +202,7 @@ def checkpoint_of(scratch: Path) -> tuple[str, int] | None:
 
 
 def _resume_from(chosen: Path, scratch: Path, work: Work) -> None:
-    """Copy the older work's checkpoints and curves into this one's scratch folder, once."""
+    """Copy the older work's checkpoints and curves into this work's scratch folder, unless an earlier start did."""
     if any(entry["scratch"] == chosen.name for entry in resumed_from(scratch)):
         return
     key = f"checkpoints.resume_from={chosen.parent.name}/{chosen.name}"
@@ -246,7 +250,7 @@ def _changed(keys: list[str]) -> str:
 
 
 def _has_own_checkpoint(scratch: Path, work: Work) -> bool:
-    """Whether a checkpoint in a scratch folder was made by this work, not taken over. With a storage it may be there alone."""
+    """Return whether this work made a checkpoint in its scratch folder. With a storage, which alone may have one, it is assumed."""
     if stored_work(scratch) is not None:
         return True
     manifests = (p for p in scratch.glob(f"*/step-*/{MANIFEST}") if p.parent.name.removeprefix("step-").isdigit())
@@ -258,7 +262,7 @@ def _has_own_checkpoint(scratch: Path, work: Work) -> bool:
 
 
 def _files_of(checkpoint: Path) -> list[str]:
-    """Names of the files in a checkpoint; none if its manifest is damaged, so that an earlier checkpoint will be loaded."""
+    """Return the names of the files in a checkpoint; none if its manifest is damaged, so that an earlier checkpoint will be loaded."""
     try:
         return list(read_manifest(checkpoint)["files"])
     except ValueError:
@@ -299,7 +303,7 @@ def remove_checkpoints(scratch: Path, *, since: int) -> None:
 
 
 def stored_work(scratch: Path) -> dict[str, Any] | None:
-    """Where a storage has the files of a scratch folder's work: url, work and timeout. None: no storage has."""
+    """Return where a storage has the files of a scratch folder's work (url, work and timeout), or None if no storage has them."""
     path = scratch / STORED
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
@@ -319,7 +323,7 @@ def _remove_stored(folder: Path) -> None:
 
 
 def _older(scratch: Path) -> list[Path]:
-    """Scratch folders of the stage's other work, most recently used first."""
+    """Return the scratch folders of the stage's other work, most recently used first."""
     folders = [p for p in scratch.parent.iterdir() if p.is_dir() and p != scratch and re.fullmatch(r"[0-9a-f]{16}", p.name)]
 
     def last_at_work(folder: Path) -> int:
@@ -354,7 +358,7 @@ def _value(values: dict[str, Any], key: str) -> str:
 
 
 def _tracked(params: list[str | dict[str, list[str]]], tree: dict[str, Any], root: Path) -> Iterator[tuple[str, Any]]:
-    """Each entry of a stage's `params` and its value: a section or key of params.yaml, or keys of another file."""
+    """Yield each entry of a stage's `params` with its value: a section or key of params.yaml, or keys of another file."""
     for entry in params:
         if isinstance(entry, str):
             yield entry, reduce(getitem, entry.split("."), tree)

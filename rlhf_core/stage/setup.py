@@ -11,12 +11,12 @@ SHARDING = ("sequence_parallel", "zero_stage", "offload_optimizer", "offload_par
 
 
 def training_setup(config: SharedTrainingConfig) -> dict[str, Any]:
-    """Of a supervised section. lora: None: all weights were trained."""
+    """Return how a supervised section trains; `lora` is None if all weights are trained."""
     return {"ranks": config.ranks, **_sharding(config), "lora": _adapters(config)}
 
 
 def rl_setup(rl: RlConfig, placed: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for online RL.
+    """Return how online RL trains, and how its rollout engines are placed.
 
     Args:
         placed: what the driver recorded, with `auto` of rl.rollout and the GPUs' shares resolved (trainers/rl/job.py: PLACEMENT).

@@ -1,6 +1,7 @@
 """Starts the driver of a job whose code came by Ray: python -m rlhf_core.stage.start_driver <work> <module> <arguments>.
 
-It looks at the packages before anything is imported that may be missing. The work's name tells the jobs of a cluster apart.
+It checks the packages before anything is imported that may be missing. The argument <work> isn't read; it tells the jobs of a cluster apart
+in lists of processes.
 """
 
 from __future__ import annotations

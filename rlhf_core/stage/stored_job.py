@@ -56,12 +56,12 @@ class StoredJob:
 
     @contextmanager
     def sent(self, inputs: JobInputs, description: Path, params: Params, engines: Iterable[str]) -> Iterator[tuple[Path, dict[str, str]]]:
-        """Write the job's inputs into the storage. Yields the folder of its code, and the environment of its processes.
+        """Write the job's inputs into the storage. Yields the folder of the job's code, and the environment of its processes.
 
         Args:
-            description: of the job; nodes have it at the same path.
-            params: as on a node.
-            engines: see `wanted` of rlhf_core/storage/packages.py.
+            description: file that describes the job; nodes have it at the same path.
+            params: params with the paths of a node.
+            engines: as for `wanted` of rlhf_core/storage/packages.py.
         Raises:
             StorageFailed: an input can't be written.
         """
@@ -91,10 +91,10 @@ class StoredJob:
             yield Path(code), job.as_environment()
 
     def take_back(self, sets: Iterable[str], *, complete: bool) -> None:
-        """Bring the job's outputs into this folder.
+        """Download the job's outputs into the project's folder.
 
         Args:
-            complete: the job has finished, and every set is there; otherwise the outputs so far, if the storage still answers.
+            complete: whether the job has finished and every set must exist. Otherwise what there is is downloaded, if the storage answers.
         Raises:
             StorageFailed: an output of a finished job is missing or damaged.
         """
@@ -109,14 +109,14 @@ class StoredJob:
             log.warning("%s", error)
 
     def remove(self) -> None:
-        """Remove the work's files from the storage; its inputs stay for others."""
+        """Remove the work's files from the storage; its inputs stay for other jobs."""
         try:
             self.work.storage.remove_folder(self.work.prefix)
         except StorageFailed as error:
             log.warning("%s", error)
 
     def _take_manifests(self) -> None:
-        """Manifests and state digests of the checkpoints, which a stage keeps and a resumption of other work reads."""
+        """Download the checkpoints' manifests and state digests, which the stage keeps and resuming from other work reads."""
         storage, scratch = self.work.storage, self.work.prefix_of(self._stage.scratch)
         for name in storage.sizes(scratch):
             path = Path(name)
@@ -130,8 +130,9 @@ class StoredJob:
                 download(storage, f"{scratch}/{path.parent.as_posix()}", digest, folder)
 
     def _send_checkpoints(self) -> None:
-        """The checkpoints in the stage's scratch folder, if the storage has none: those of jobs without a storage, or of other work
-        (checkpoints.resume_from), whose files may be in the storage already.
+        """Write the checkpoints of the stage's scratch folder into the storage, if it has none of this work.
+
+        They are from jobs without a storage or from other work (checkpoints.resume_from), whose files may be in the storage already.
         """
         storage, scratch = self.work.storage, self.work.prefix_of(self._stage.scratch)
         if any(name.endswith(f"/{MANIFEST}") for name in storage.sizes(scratch)):
@@ -150,7 +151,7 @@ class StoredJob:
             self.work.push(OUTPUTS, [curves])
 
     def _older(self) -> Iterator[str]:
-        """Where the storage has the scratch folders of the work that this one resumed from."""
+        """Yield the storage paths of the scratch folders of other work that this work resumed from, newest first."""
         for entry in reversed(self._stage.resumed_from):
             folder = self._stage.scratch.with_name(entry["scratch"])
             if (known := stored_work(folder)) is not None and known["url"] == self._cluster.storage:
@@ -158,7 +159,7 @@ class StoredJob:
 
 
 def _copied(storage: Storage, source: str, target: str, index: dict[str, FileHash]) -> bool:
-    """Copy a checkpoint's files within the storage; False: it lacks one."""
+    """Copy a checkpoint's files within the storage, and return True; return False if a file is missing."""
     there = storage.sizes(source)
     if any(there.get(of.sha256) != of.bytes for of in index.values()):
         return False

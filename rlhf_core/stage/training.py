@@ -1,6 +1,6 @@
-"""Work of a stage on any number of ranks, training or sampling and scoring: one in the stage's own process, several in a Ray job.
+"""Runs a stage's work, which trains or samples and scores, on any number of ranks: one in the stage's own process, several in a Ray job.
 
-Every rank calls the same function with a `TrainRun`. In training all of them read the same rows and know each whole batch; a rank computes
+Every rank calls the same function with a `TrainRun`. In training all ranks read the same rows and know each whole batch, and each computes
 its share of the micro-batches (rlhf_core/engines/ranks.py). Only rank 0 writes curves, models and results.
 """
 
@@ -54,7 +54,7 @@ class TrainRun:
         return self.job.work
 
     def check_stop(self) -> None:
-        """Raise Interrupted on every rank once the stage has received a signal to stop. With several ranks a collective."""
+        """Raise Interrupted on every rank once the stage has received a signal to stop. With several ranks this is a collective."""
         from rlhf_core.engines.ranks import on_any
 
         if on_any(self.stop_requested()):
@@ -75,7 +75,7 @@ def train(stage: Stage, config: TrainingConfig, function: Callable[..., Metrics]
     """Call `function(run, *arguments)` on `config.ranks` ranks.
 
     Returns:
-        The result of rank 0, which JSON can hold, and how it was trained as `setup`.
+        The result of rank 0, which JSON can hold, with `setup`: how it was trained.
     Raises:
         Interrupted: a stop was requested; the state is saved.
     """
@@ -160,7 +160,7 @@ def _run_on_ray(stage: Stage, job: Job, *, subject: str, part: str = "") -> Metr
 
 
 def launch_ranks(job: Job, gpus: int, stop: Stop) -> int:
-    """In a job's driver: call the job's function on its ranks. Returns the exit code.
+    """Call the job's function on its ranks, from the job's driver, and return the exit code.
 
     Raises:
         ValueError: the cluster has fewer GPUs than ranks.
@@ -188,7 +188,7 @@ def launch_ranks(job: Job, gpus: int, stop: Stop) -> int:
 
 
 def run_rank(job: Job, stop_requested: Callable[[], bool]) -> bool:
-    """One rank of a job; its process group exists. Returns whether the work is done; a stop leaves no result."""
+    """Run one rank of a job, whose process group exists. Return whether the work is done; after a stop there is no result."""
     import torch
 
     from rlhf_core.engines.ranks import is_first
@@ -196,7 +196,7 @@ def run_rank(job: Job, stop_requested: Callable[[], bool]) -> bool:
 
     enter(job.root)
     configure_process()
-    keep_visible(job.visible, named=job.params.flow.environment)
+    keep_visible(job.visible, named=job.params.environment)
     torch.set_num_threads(job.threads_of_rank)
     share_sequences(job.sequence_parallel)
     stored = job_storage() if is_first() else None

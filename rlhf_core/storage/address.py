@@ -1,4 +1,4 @@
-"""A storage address: a folder of files in an object store or a file system, by its URL. Every call has a deadline.
+"""A storage address: a folder of files in an object store or a file system, named by its URL. Every call has a deadline.
 
 pyarrow reads s3://, gs://, abfs:// and file://, fsspec the rest. Credentials come from their usual environment variables.
 """
@@ -34,7 +34,7 @@ Value = TypeVar("Value")
 
 
 class StorageFailed(OSError):
-    """The storage refused, failed or didn't answer in time. The message names the address, which holds no credentials."""
+    """The storage refused, failed or didn't answer in time. The message names the address and no credentials."""
 
 
 class StorageLate(StorageFailed):
@@ -46,14 +46,14 @@ class StorageRefused(StorageFailed, ValueError):
 
 
 class Storage:
-    """Files below an address, by their path with slashes.
+    """Read, write and list files below an address, which are named by paths with slashes.
 
     Args:
-        url: such as s3://bucket/prefix or file:///mnt/shared.
-        timeout: seconds for a transfer of files.
+        url: the address, such as s3://bucket/prefix or file:///mnt/shared.
+        timeout: deadline of a transfer of files, in seconds.
     Raises:
         StorageRefused: no library reads such an address, or it is a folder that this machine doesn't have.
-        StorageFailed: it refuses, or doesn't answer.
+        StorageFailed: the storage refuses, or doesn't answer.
     """
 
     def __init__(self, url: str, *, timeout: float):
@@ -64,7 +64,8 @@ class Storage:
         """Write, read and remove a small file.
 
         Raises:
-            StorageRefused: one of these fails.
+            StorageRefused: the storage denies it, has no such bucket, or returns other content.
+            StorageFailed: it fails otherwise.
             StorageLate: no answer within CHECK_SECONDS.
         """
         name, content = f"check-{secrets.token_hex(4)}", b"written to check the storage"
@@ -85,7 +86,7 @@ class Storage:
             raise StorageRefused(f"{expected} {found!r} back for {content!r}; {todo}")
 
     def put(self, files: Iterable[tuple[Path, str]]) -> None:
-        """Write local files under the given paths. Each is there as a whole or not at all.
+        """Write local files under the given paths. Each appears as a whole or not at all.
 
         Raises:
             StorageFailed: not all of them are written within the timeout.
@@ -93,7 +94,7 @@ class Storage:
         self._all([lambda local=local, path=path: self._write(path, local) for local, path in files], "files written")
 
     def get(self, files: Iterable[tuple[str, int, Path]]) -> None:
-        """Read files of these sizes in bytes into local ones.
+        """Read files whose sizes in bytes are known into local files.
 
         Raises:
             StorageFailed: one is missing or has another size, or not all are read within the timeout.
@@ -109,16 +110,16 @@ class Storage:
         self._all(calls, "files read")
 
     def put_note(self, path: str, content: bytes) -> None:
-        """Write a small file."""
+        """Write a small file within NOTE_SECONDS."""
         self._within(NOTE_SECONDS, lambda: self._write(path, content), f"{path} written")
 
     def note(self, path: str) -> bytes | None:
-        """Content of a small file; None: there is none."""
+        """Return the content of a small file, or None if there is no such file."""
 
         return self._within(NOTE_SECONDS, lambda: self._content(path), f"{path} read")
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Bytes of every file below a folder, "" being all of the storage, by its path below it."""
+        """Return the size in bytes of every file below a folder by its path relative to the folder; "" is the whole storage."""
         from pyarrow.fs import FileSelector, FileType
 
         start = self._at(folder)
@@ -190,7 +191,7 @@ class Storage:
             return None
 
     def _read(self, path: str, size: int, local: Path, start: int) -> None:
-        """One block of a file."""
+        """Copy one block of a file, which begins at byte `start`, into a local file of the same size."""
         with self.filesystem.open_input_file(self._at(path)) as source:
             if source.size() != size:
                 raise OSError(f"{path}: expected {size} bytes, got {source.size()}")
@@ -200,10 +201,10 @@ class Storage:
             file.write(content)
 
     def _all(self, calls: list[Callable[[], None]], what: str) -> None:
-        """Make calls in threads, and raise the first error, without waiting for calls that hang. After it, and after the deadline, no
-        further call is begun.
+        """Run calls in threads and raise the first error without waiting for calls that hang. No call begins after an error or after the
+        deadline.
 
-        The end of the process waits for the threads of a `ThreadPoolExecutor`, and not for daemon threads.
+        The threads are daemons, because a process waits at its end for the threads of a `ThreadPoolExecutor`.
         """
         left, ended = deque(calls), queue.SimpleQueue[BaseException | None]()
 
@@ -237,7 +238,7 @@ class Storage:
                 left.clear()
 
     def _within(self, seconds: float, call: Callable[[], Value], what: str) -> Value:
-        """Result of a call in a daemon thread: a process can end although the storage doesn't answer."""
+        """Return the result of a call that runs in a daemon thread, so that a process can end although the storage doesn't answer."""
         answers: queue.SimpleQueue[tuple[Value | None, BaseException | None]] = queue.SimpleQueue()
 
         def run() -> None:
@@ -286,7 +287,7 @@ def _opened(url: str) -> tuple[FileSystem, str]:
 
 
 def _write_local(target: Path, source: Path | bytes) -> None:
-    """Write a file, synced before it is there under its name: on a file system a file exists before its content does."""
+    """Write a file aside, sync it and rename it: in a file system a name can exist before the content does."""
     with replacing(target) as aside, aside.open("wb") as out:
         if isinstance(source, bytes):
             out.write(source)

@@ -1,6 +1,6 @@
 """Remove the inputs of jobs from a storage: python -m rlhf_core.storage.clean <address, as in cluster.storage>
 
-Every run that uses the storage shares them, and a stage writes those that its job lacks, so that only jobs at work need them. The command
+All runs that use the storage share the inputs, and a stage writes those that its job lacks, so only running jobs need them. The command
 refuses while a job's heartbeat changes; it doesn't see one whose stage is just starting it. Checkpoints and outputs stay.
 """
 
@@ -21,12 +21,12 @@ TIMEOUT = 1800.0  # seconds for the removal, as by default in cluster.storage_ti
 
 
 def clean(storage: Storage, *, watched: float = WATCHED_SECONDS) -> str:
-    """Remove the folder of inputs. Returns what was removed, in words.
+    """Remove the folder of inputs, and return a sentence that says what was removed.
 
     Args:
-        watched: seconds in which no heartbeat may change.
+        watched: seconds during which no job's heartbeat may change.
     Raises:
-        ValueError: a job is at work.
+        ValueError: a job is running.
         StorageFailed: the storage fails.
     """
     before = _pulses(storage)
@@ -41,7 +41,7 @@ def clean(storage: Storage, *, watched: float = WATCHED_SECONDS) -> str:
 
 
 def _pulses(storage: Storage) -> dict[str, bytes | None]:
-    """The heartbeat of each job, by its work's folder."""
+    """Return the content of each job's heartbeat by the job's folder in the storage."""
     names = [name for name in storage.sizes("") if name.endswith(f"/{PULSE}")]
     return {name.removesuffix(f"/{PULSE}"): storage.note(name) for name in names}
 

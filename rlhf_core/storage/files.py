@@ -1,4 +1,4 @@
-"""Files in a storage by the hash of their content: written once, and verified whenever they are read."""
+"""Files in a storage under the hash of their content: written once, and verified whenever they are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ Index = dict[str, FileHash]  # of files, by their names with slashes
 
 
 def hash_files(files: Mapping[str, Path]) -> Index:
-    """
+    """Return the size and hash of each file by its name.
+
     Raises:
         OSError: a file can't be read.
     """
@@ -29,7 +30,7 @@ def hash_files(files: Mapping[str, Path]) -> Index:
 
 
 def intact(folder: Path, index: Index) -> set[str]:
-    """Names of the files in a folder that are as recorded. All that have the recorded size are read."""
+    """Return the names of the files in a folder that match the index. Files of another size aren't read."""
     there = {name: found for name, found in index.items() if _has_size(folder / name, found.bytes)}
     hashing = Hashing(HashedFile.as_recorded(folder / name, found) for name, found in there.items())
     return {
@@ -40,7 +41,7 @@ def intact(folder: Path, index: Index) -> set[str]:
 
 
 def upload(storage: Storage, prefix: str, files: Mapping[str, Path], index: Index) -> int:
-    """Write the contents that aren't below the prefix yet. Returns the number of bytes."""
+    """Write the contents that the storage doesn't have below the prefix, and return the number of bytes written."""
     there = storage.sizes(prefix)
     missing = {of.sha256: name for name, of in index.items() if there.get(of.sha256) != of.bytes}
     storage.put((files[name], f"{prefix}/{sha256}") for sha256, name in missing.items())
@@ -48,10 +49,10 @@ def upload(storage: Storage, prefix: str, files: Mapping[str, Path], index: Inde
 
 
 def download(storage: Storage, prefix: str, index: Index, folder: Path) -> None:
-    """Read files into a folder, each by its hash, and verify them. A file appears as a whole; one that is there is replaced.
+    """Read files from the storage into a folder and verify them. A file appears as a whole and replaces one of its name.
 
     Raises:
-        StorageFailed: a file is missing, or isn't what was written.
+        StorageFailed: a file is missing or has other content than the index says.
     """
     aside = {}
     try:
@@ -72,7 +73,9 @@ def download(storage: Storage, prefix: str, index: Index, folder: Path) -> None:
 
 
 def below(paths: Iterable[Path], root: Path) -> dict[str, Path]:
-    """Files among and below paths, by their names relative to a root; links are followed. What isn't there is left out."""
+    """Return files by their names relative to a root: those of `paths`, and all that lie in folders of `paths`. Paths that don't exist are
+    left out.
+    """
     found = {}
     for path in paths:
         files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
@@ -85,7 +88,8 @@ def index_bytes(index: Index) -> bytes:
 
 
 def read_index(content: bytes) -> Index:
-    """
+    """Parse the JSON of an index.
+
     Raises:
         ValueError: it isn't an index.
     """
@@ -104,7 +108,7 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The path of a file in a folder; names come from the storage."""
+    """Return the path of a file in a folder; refuse a name from the storage that leads out of the folder."""
     if name.startswith("/") or ".." in Path(name).parts:
         raise StorageFailed(f"storage: expected a name below the folder, got {name!r}; remove it")
     return folder / name

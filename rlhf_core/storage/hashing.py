@@ -46,10 +46,10 @@ class FileHash:
 
 
 class HashedFile:
-    """A file whose hash `hash_all` computes.
+    """A file to be hashed by `Hashing`.
 
     Args:
-        pieces: whose hashes are wanted too. They may overlap; the bytes between them are pieces of their own.
+        pieces: spans of bytes whose hashes are wanted too. They may overlap; the bytes between them become pieces as well.
     """
 
     def __init__(self, path: Path, pieces: Collection[Span] = ()):
@@ -60,21 +60,21 @@ class HashedFile:
 
     @classmethod
     def as_recorded(cls, path: Path, recorded: FileHash) -> HashedFile:
-        """Cut as when it was recorded."""
+        """Return the file, cut into the pieces of a recorded hash."""
         made = cls(path)
         made._is_cut, ends = recorded.ends is not None, recorded.ends or (made.size,)
         made._cover = list(zip((0, *ends[:-1]), ends, strict=True))
         return made
 
     def blocks(self) -> list[Span]:
-        """What is hashed, in the order in which `hashes` takes the digests."""
+        """Return the spans to be hashed, in the order in which `hashes` takes their digests."""
         return [block for span in (*self._cover, *self._extra) for block in self._blocks(span)]
 
     def hashes(self, digests: Iterable[bytes]) -> tuple[FileHash, dict[Span, bytes]]:
-        """Hash of the file, and of each piece.
+        """Return the hash of the file, and the hash of each piece by its span.
 
         Args:
-            digests: sha256 of each of `blocks`.
+            digests: sha256 of each span of `blocks`.
         """
         remaining, of_piece = iter(digests), {}
         for span in (*self._cover, *self._extra):
@@ -93,7 +93,7 @@ class HashedFile:
 
 
 class Hashing:
-    """Computes the hashes of files in threads from the moment it is made.
+    """Hashes files in threads, which start when the object is made.
 
     The threads are daemons: a process can end although a file system doesn't answer.
     """
@@ -111,7 +111,7 @@ class Hashing:
             threading.Thread(target=_work, args=(waiting,), name="hashing", daemon=True).start()
 
     def results(self) -> Iterator[tuple[FileHash, dict[Span, bytes]] | OSError]:
-        """For each file its hash and those of its pieces; or why it can't be read."""
+        """Yield for each file its hash and the hashes of its pieces, or the error that kept it from being read."""
         for file, futures in zip(self._files, self._batches, strict=True):
             try:
                 yield file.hashes(digest for future in futures for digest in future.result())
@@ -120,7 +120,7 @@ class Hashing:
 
 
 def rank_of(name: str) -> int | None:
-    """The rank that writes a file of this name; None: any can."""
+    """Return the rank that writes a file of this name; None if the name has no rank."""
     found = re.search(r"zero_pp_rank_(\d+)_|-(\d+)\.\w+$", name)
     return None if found is None else int(found[1] or found[2])
 
@@ -139,7 +139,7 @@ def _work(waiting: SimpleQueue[tuple[Future[list[bytes]], Path, list[Span]]]) ->
 
 
 def _hash(path: Path, blocks: list[Span], buffer: memoryview) -> list[bytes]:
-    """sha256 of each block. Read, not mapped: an error of the disk is then an OSError, not a signal."""
+    """Return the sha256 of each block. The file is read and not mapped, so that a disk error is an OSError and not a signal."""
     digests = []
     with path.open("rb", buffering=0) as file:
         for start, end in blocks:
@@ -156,7 +156,7 @@ def _hash(path: Path, blocks: list[Span], buffer: memoryview) -> list[bytes]:
 
 
 def _cover(wanted: list[Span], size: int) -> tuple[list[Span], list[Span]]:
-    """Adjacent pieces that cover a file; and the wanted ones that aren't among them, since they overlap others."""
+    """Return adjacent pieces that cover a file, and the wanted pieces that aren't among them because they overlap others."""
     cover, extra, position = [], [], 0
     for start, end in wanted:
         if start < position:

@@ -33,10 +33,10 @@ log = logging.getLogger("rlhf")
 class JobFiles:
     """Where a job's files are.
 
-    url: of the storage. work: prefix of the work's files in it. inputs: hash of the index of the job's inputs.
-    packages: versions that a node must have. attempt: of this submission alone.
-    node_folder: on each node; None: in its folder for temporary files. node_bytes: limit of what is kept there.
-    timeout: seconds for a transfer.
+    url: the storage's address. work: prefix of the work's files in the storage. inputs: hash of the index of the job's inputs.
+    packages: versions that a node must have. attempt: identifies this submission.
+    node_folder: folder on each node; None: one in the node's temporary folder. node_bytes: limit of its content.
+    timeout: deadline of a transfer in seconds.
     """
 
     url: str
@@ -68,7 +68,7 @@ _entered: tuple[JobStorage, IO[str]] | None = None  # and the lock that keeps th
 
 
 def enter(shared: Path | None = None) -> JobStorage | None:
-    """Make the project's folder this process's working folder: the node's workspace, or one that all nodes see.
+    """Change to the project's folder: the node's workspace, or the folder that all nodes see.
 
     Args:
         shared: the folder that all nodes see; None: the process stays where it is.
@@ -90,7 +90,7 @@ def enter(shared: Path | None = None) -> JobStorage | None:
 
 
 def job_storage() -> JobStorage | None:
-    """What `enter` returned in this process."""
+    """Return what `enter` returned in this process; None before it."""
     return None if _entered is None else _entered[0]
 
 
@@ -111,7 +111,9 @@ def _enter(files: JobFiles) -> tuple[JobStorage, IO[str]]:
 
 
 def _own(folder: Path) -> None:
-    """Create a folder that only this user can write; another user's could hold code."""
+    """Create a folder that only this user can write, with its subfolders. Another user's folder is refused, since it could hold foreign
+    code.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022 or folder.is_symlink():
@@ -121,7 +123,7 @@ def _own(folder: Path) -> None:
 
 
 def _kept(root: Path, seconds: float) -> IO[str]:
-    """Keep a workspace from being removed while this process lives."""
+    """Lock a workspace so that it isn't removed while this process lives, and return the open lock file."""
     file = root.with_name(f"{root.name}.lock").open("a")
     os.utime(file.fileno())
     lock_file(file, seconds, shared=True)
@@ -129,7 +131,7 @@ def _kept(root: Path, seconds: float) -> IO[str]:
 
 
 def _fetch(storage: Storage, index: Index, objects: Path, root: Path) -> None:
-    """Link each input into the workspace; what the node doesn't have comes from the storage."""
+    """Link each input into the workspace. Inputs that the node lacks are downloaded first."""
     missing = {of.sha256: of for of in index.values() if not (objects / of.sha256).exists()}
     if missing:
         download(storage, INPUTS, missing, objects)
@@ -145,7 +147,7 @@ def _fetch(storage: Storage, index: Index, objects: Path, root: Path) -> None:
 
 
 def _link_code(root: Path) -> None:
-    """The project's code in the workspace, such as reward functions and params.yaml, is Ray's copy of it."""
+    """Link the project's code, such as reward functions and params.yaml, from Ray's copy into the workspace."""
     root.mkdir(parents=True, exist_ok=True)
     for part in CODE.iterdir():
         link = root / part.name
@@ -156,7 +158,7 @@ def _link_code(root: Path) -> None:
 
 
 def _evict(folder: Path, limit: int, *, spared: Path) -> None:
-    """Remove workspaces that no process uses, the longest unused first, then inputs in no workspace, until the limit is kept."""
+    """Remove unused workspaces, the longest unused first, then inputs that no workspace links, until the folder is within its limit."""
     locks = sorted((folder / "work").glob("*.lock"), key=lambda p: p.stat().st_mtime)
     used = _bytes(folder)
     for path in locks:
@@ -178,7 +180,7 @@ def _evict(folder: Path, limit: int, *, spared: Path) -> None:
 
 
 def _bytes(folder: Path) -> int:
-    """On the disk; files with several links count once."""
+    """Return the bytes of a folder's files; a file with several links counts once."""
     found = {}
     for path in folder.rglob("*"):
         if not path.is_symlink() and path.is_file():

@@ -1,4 +1,4 @@
-"""What a node must have installed: the packages that a job's code needs, in the versions of the stage that submits it.
+"""Compares the packages installed on a node with those of the stage that submits the job.
 
 Imports nothing that a node may lack.
 """
@@ -16,7 +16,7 @@ PYTHON = "python"
 
 
 def wanted(engines: Iterable[str] = ()) -> dict[str, str]:
-    """Versions that nodes must have: those of this process.
+    """Return the versions that nodes must have, which are those of this process.
 
     Args:
         engines: modules that the job imports besides, of which a node may have another build.
@@ -25,7 +25,7 @@ def wanted(engines: Iterable[str] = ()) -> dict[str, str]:
 
 
 def found_here(names: Iterable[str]) -> dict[str, str]:
-    """Versions in this process, without what a build adds to them, such as +cpu. What is missing is left out."""
+    """Return the versions in this process without a build's suffix such as +cpu. Missing packages are left out."""
     found = {PYTHON: ".".join(platform.python_version_tuple()[:2])}
     for name in names:
         try:
@@ -39,7 +39,7 @@ def found_here(names: Iterable[str]) -> dict[str, str]:
 
 
 def differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """What a node lacks or has in another version, a line each."""
+    """Return one line for each package that a node lacks or has in another version."""
     lines = []
     for name, version in wanted.items():
         there = found.get(name)

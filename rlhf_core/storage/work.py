@@ -1,4 +1,4 @@
-"""The part of a storage that one stage's work has: notes, which are small files, and sets of files with an index."""
+"""The part of a storage that belongs to the work of one stage: notes, which are small files, and sets of files with an index."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ OUTPUTS = "outputs"  # the set of what a job leaves: curves, figures, timings, a
 
 @dataclass(frozen=True)
 class JobStorage:
-    """prefix: of the work's files in the storage. Names of local files are relative to `root`, on each node another folder.
+    """The files of one job in a storage. Names of local files are relative to `root`, which is another folder on each node.
 
+    prefix: path of the work's files in the storage.
     outputs: folders whose files, without those in their subfolders, this process pushes as OUTPUTS with each checkpoint and at its end.
     """
 
@@ -43,7 +44,8 @@ class JobStorage:
         self.storage.remove(f"{self.prefix}/{name}" for name in names)
 
     def push(self, name: str, paths: Iterable[Path]) -> None:
-        """Write files and folders below `root` as the set of this name; a set of this name that is there is replaced at once.
+        """Write files and folders below `root` as the set of this name. The index is written last, which replaces an earlier set of the
+        name.
 
         Raises:
             OSError: a file can't be read or written.
@@ -56,16 +58,17 @@ class JobStorage:
         self.storage.remove(f"{prefix}/{found}" for found in self.storage.sizes(prefix) if found not in kept)
 
     def push_outputs(self, *folders: Path) -> None:
-        """
+        """Push the files of `outputs` as the set OUTPUTS; without `outputs` do nothing.
+
         Args:
-            folders: pushed with all that is in them.
+            folders: further folders, pushed with all their subfolders.
         """
         if self.outputs:
             files = [path for folder in self.outputs for path in sorted((self.root / folder).glob("*")) if _is_output(path)]
             self.push(OUTPUTS, [*files, *folders])
 
     def pull(self, name: str) -> bool:
-        """Bring the files of a set to their places below `root`, verified. Returns whether there is such a set.
+        """Download a set's files to their places below `root` and verify them. Return whether the set exists.
 
         Raises:
             StorageFailed: a file is missing or damaged.
@@ -85,19 +88,21 @@ class JobStorage:
         self.storage.remove_folder(f"{self.prefix}/{name}")
 
     def prefix_of(self, folder: Path) -> str:
-        """Where a folder below `root` has its counterpart in the storage."""
+        """Return the storage path of a folder below `root`."""
         path = folder.absolute().relative_to(self.root.absolute()).as_posix()
         return f"{self.prefix}/{path}"
 
 
 def _is_output(path: Path) -> bool:
-    """Whether a file is one that the job has made; its inputs are links."""
+    """Return whether the job made a file: inputs are links, and notes don't count."""
     return path.is_file() and path.stat().st_nlink == 1 and path.name not in (PULSE, REFUSAL) and path.suffix != ASIDE
 
 
 @dataclass
 class RemoteNote:
-    """A note that is read as a file is, at most every `seconds`; between, and while the storage fails, it is as it was."""
+    """A note with the methods of a file's path. The storage is read at most every `seconds`; in between, and while it fails, the last
+    content stands.
+    """
 
     work: JobStorage
     name: str
@@ -113,7 +118,8 @@ class RemoteNote:
         return True
 
     def read_bytes(self) -> bytes:
-        """
+        """Return the note's content.
+
         Raises:
             FileNotFoundError: there is none.
         """

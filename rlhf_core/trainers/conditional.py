@@ -1,4 +1,5 @@
-"""Conditional SFT: train on responses of every quality with their quality in the prompt, and prompt the policy with the wanted quality.
+"""Conditional SFT: trains on responses of every quality with the quality in the prompt; the policy is then prompted with the wanted
+quality.
 
 Source: SteerLM, Dong et al. 2023, https://arxiv.org/abs/2310.05344, here with one attribute. Decision Transformer conditions on the return
 likewise, Chen et al. 2021, https://arxiv.org/abs/2106.01345.
@@ -66,7 +67,7 @@ class RatedResponse:
 
 
 def rated_responses(rows: list[dict]) -> list[RatedResponse]:
-    """Every distinct response of each conversation, in order of first appearance, from rows with messages, chosen and rejected.
+    """Return every distinct response of each conversation, in order of first appearance, from rows with messages, chosen and rejected.
 
     Unpaired rows count: one side of them is null.
     """
@@ -82,12 +83,12 @@ def rated_responses(rows: list[dict]) -> list[RatedResponse]:
 
 
 def preference_level(response: RatedResponse) -> int | None:
-    """1: preferred more often than not; 0: less often; None: neither."""
+    """Return 1 if the response is preferred more often than not, 0 if less often, and None if neither."""
     return None if response.wins == response.losses else int(response.wins > response.losses)
 
 
 def quantile_borders(scores: list[float], levels: int) -> list[float]:
-    """The `levels` - 1 scores that cut the finite ones into levels of equal size.
+    """Return the `levels` - 1 scores that cut the finite ones into levels of equal size.
 
     Raises:
         ValueError: no score is finite.
@@ -99,7 +100,7 @@ def quantile_borders(scores: list[float], levels: int) -> list[float]:
 
 
 def score_level(score: float, borders: list[float]) -> int | None:
-    """How many borders the score reaches; None: there is no score."""
+    """Return how many borders the score reaches; None without a score."""
     return bisect.bisect_right(borders, score) if math.isfinite(score) else None
 
 
@@ -113,9 +114,9 @@ def reward_scores(
     template_date: str = DEFAULT_DATE,
     stop_requested: Callable[[], bool],
 ) -> list[float]:
-    """A reward model's raw scores, the mean of an ensemble's; NaN: the conversation is too long, or its template refuses it.
+    """Return a reward model's raw scores, the mean of an ensemble's; NaN if a conversation is too long or the template refuses it.
 
-    Ranks share the responses, and each calls this with all of them.
+    Ranks share the responses; each rank passes all of them.
 
     Raises:
         Interrupted: a stop was requested.
@@ -140,25 +141,25 @@ def reward_scores(
 
 
 def quality_text(level: int) -> str:
-    """The end of the last user message, which states a quality."""
+    """Return the end of the last user message, which states a quality."""
     return f"\n[quality: {level}]"
 
 
 def with_quality(messages: list[Message], level: int) -> list[Message]:
-    """The conversation with a quality stated at the end of its last user message."""
+    """Return the conversation with a quality stated at the end of its last user message."""
     last = max(i for i, message in enumerate(messages) if message["role"] == "user")
     rated = with_text_behind(messages[last], quality_text(level))
     return [*messages[:last], rated, *messages[last + 1 :]]
 
 
 def asking_template(template: str, *, levels: int, wanted: int) -> str:
-    """A chat template that adds the wanted quality to the last user message, unless the message states one."""
+    """Return a chat template that adds the wanted quality to the last user message, unless the message states one."""
     endings = ", ".join(_jinja_string(quality_text(level)) for level in range(levels))
     return _ASKING.replace("ENDINGS", f"({endings})").replace("WANTED", _jinja_string(quality_text(wanted))) + template
 
 
 def asking_tokenizer(tokenizer: PreTrainedTokenizerBase, *, levels: int, wanted: int) -> PreTrainedTokenizerBase:
-    """A copy of the tokenizer whose template adds the wanted quality, so that users of the policy don't have to."""
+    """Return a copy of the tokenizer whose template adds the wanted quality, so that users of the policy don't have to."""
     asking = copy.deepcopy(tokenizer)
     asking.chat_template = asking_template(tokenizer.chat_template, levels=levels, wanted=wanted)
     return asking
@@ -175,10 +176,10 @@ def quality_levels(
     *,
     infer: Callable[..., Any],
 ) -> tuple[dict[str, list[int | None]], list[float]]:
-    """Level of each response of each split (None: it has none), and the scores at which a level ends, those of the training split.
+    """Return the level of each response of each split (None: it has none), and the scores of the training split at which a level ends.
 
     Args:
-        infer: calls a function with a TrainRun and the arguments that follow, on every rank that scores.
+        infer: function that calls its first argument with a TrainRun and the further arguments, on every rank that scores.
     """
     if config.label_by == "preference":
         return {split: [preference_level(r) for r in rated] for split, rated in responses.items()}, []
@@ -188,7 +189,7 @@ def quality_levels(
 
 
 def score_splits(run: TrainRun, responses: dict[str, list[RatedResponse]], reward_model: Path) -> dict[str, list[float]]:
-    """On each rank: the scores of each split's responses, which the ranks share."""
+    """Return on each rank the scores of each split's responses, which the ranks share."""
     model = run.params.model
     how = {"max_length": model.max_length, "trust_remote_code": model.trust_remote_code, "dtype": model.dtype}
     how |= {"template_date": model.template_date, "stop_requested": run.stop_requested}
@@ -203,8 +204,9 @@ def encode_with_levels(
     max_length: int,
     train_on_thoughts: bool,
 ) -> tuple[list[Demonstration], int]:
-    """Demonstrations of the responses that have a level, and how many of them were too long. Earlier turns, which have no level, aren't
-    trained on.
+    """Return demonstrations of the responses that have a level, and the number of them that were too long.
+
+    Earlier turns, which have no level, aren't trained on.
     """
     rows = [
         {"messages": with_quality(r.messages, level), "response": r.text}

@@ -1,4 +1,4 @@
-"""Reward model training: the members of an ensemble in turn, and their scores of the held-out pairs, which the gate judges by.
+"""Trains reward models: the members of an ensemble in turn, and their scores of the held-out pairs, by which the gate judges.
 
 Members differ in the order of their pairs, in the initial weights of their adapters and, except for the first, of their head.
 """
@@ -53,14 +53,14 @@ def train_ensemble(
     loop: Callable[..., TrainLoop],
     save: Callable[..., None],
 ) -> tuple[dict[str, Any], pd.DataFrame | None]:
-    """Train `config.ensemble` reward models. The first is saved as the stage's model, where a reader of a single model finds it, the
-    others in its subfolders `member_<n>`.
+    """Train `config.ensemble` reward models. The first is saved as the stage's model, the others in its subfolders `member_<n>`.
 
     Args:
         start: Hugging Face folder of the SFT model.
-        read_pairs: the pairs of a split.
-        loop: the stage's training loop, given `first_step` (the number of a member's first step in the curves) and its `seed`.
-        save: saves a model with its weights and tokenizer, given the subfolder as `part` (`TrainRun.save_model`).
+        read_pairs: function that returns the pairs of a split.
+        loop: function that returns the stage's training loop, given `first_step` (the number of a member's first step in the curves) and
+            `seed`.
+        save: function that saves a model with its weights and tokenizer in the subfolder `part` (`TrainRun.save_model`).
     Returns:
         The stage's metrics, and on rank 0 a row for each held-out pair (`heldout_table`).
     Raises:
@@ -103,7 +103,7 @@ def train_ensemble(
 
 
 def shared_tokens(model: PreTrainedModel, config: RewardConfig, *, max_length: int) -> int:
-    """The longest row in which responses share their prompt, which is computed once if the model can; 0: it can't."""
+    """Return the length of the longest row in which responses share their prompt; 0 if the model can't compute such rows."""
     if probe_score_head(model).per_token and shares_prefixes(model, device=device(), max_length=max_length):
         return config.microbatch_tokens
     log.info("train_reward: prompts are computed for each response: prefix sharing takes a CPU and a model with scores of tokens")
@@ -124,7 +124,7 @@ def train_member(
     """Train one member. Its steps in the curves follow those of the members before it; its time is an equal share of max_minutes.
 
     Args:
-        encoded: comparisons, and the number of pairs dropped as too long.
+        encoded: training comparisons, and the number of pairs that were dropped as too long.
     """
     comparisons, dropped = encoded
     phase = reward_phase(
@@ -151,7 +151,7 @@ def train_member(
 def heldout_table(
     members: list[Scores], heldout: dict[str, list[Comparison]], read_pairs: Callable[[str], Rows], tokenizer: PreTrainedTokenizerBase
 ) -> pd.DataFrame:
-    """Each validation and test pair with the mean and standard deviation of the members' scores; without members no rows."""
+    """Return a row for each validation and test pair with mean and standard deviation of the members' scores; no rows without members."""
     found = []
     for split, comparisons in heldout.items():
         if not comparisons:

@@ -1,4 +1,4 @@
-"""Rejection sampling: several responses to each training prompt, and SFT on the best of each by the scorers.
+"""Rejection sampling: samples several responses to each training prompt, and trains on the best of each by the scorers.
 
 Source: RAFT, Dong et al. 2023, https://arxiv.org/abs/2304.06767; rejection sampling fine-tuning in Touvron et al. 2023,
 https://arxiv.org/abs/2307.09288, section 3.2.3.
@@ -49,14 +49,14 @@ def scored_responses(
     scratch: Path,
     infer: Callable[..., Any],
 ) -> tuple[list[list[ScoredResponse]], int]:
-    """The scored responses of `config.sampling.prompts` prompts, and how many of all prompts are too long to leave room for one.
+    """Return the scored responses of `config.sampling.prompts` prompts, and how many of all prompts leave no room for a response.
 
-    Samples and scores are saved in `scratch`; an interrupted run that is repeated reads them.
+    Samples and scores are saved in `scratch`, and read there when an interrupted run is repeated.
 
     Args:
-        rows: of the use prompt.
-        policy: folder of the model that responds, and whose tokenizer it is.
-        infer: calls a function with a TrainRun and the arguments that follow, on every rank that samples and scores.
+        rows: rows of the use prompt.
+        policy: folder of the model that responds, which has this tokenizer.
+        infer: function that calls its first argument with a TrainRun and the further arguments, on every rank that samples and scores.
     """
     sampling, done = config.sampling, scratch / SCORED
     fitting = choose_prompts(rows, tokenizer, longest=model.max_length - sampling.max_new_tokens, count=None, seed=seed)
@@ -75,7 +75,7 @@ def sample_and_score(
     reward_model: Path,
     source_judges: dict[str, str],
 ) -> dict[str, Any]:
-    """On each rank: sample and score responses to all prompts, which the ranks share, and save them in `run.scratch`."""
+    """Sample and score responses to all prompts, which the ranks share, and save them in `run.scratch`. Every rank calls this."""
     params, sampling = run.params, config.sampling
     model = params.model
 
@@ -102,12 +102,12 @@ def sample_and_score(
 
 
 def saved(path: Path, make: Callable[[], list]) -> list:
-    """The JSON of `path`, or of what `make` returns, which is then saved there whole or not at all. Dataclasses become objects.
+    """Return the JSON in `path`, or what `make` returns, which is then saved there atomically. Dataclasses become objects.
 
-    Every rank calls it, and rank 0 writes the file.
+    Every rank calls this, and rank 0 writes the file.
 
     Args:
-        make: a collective.
+        make: function that is a collective.
     """
     if not path.exists():
         made = make()
@@ -118,7 +118,7 @@ def saved(path: Path, make: Callable[[], list]) -> list:
 
 
 def best_responses(groups: list[list[ScoredResponse]], *, min_score: float | None) -> tuple[list[ScoredResponse], dict[str, int]]:
-    """The finished response with the highest score of each prompt (the first of equal ones), and the number of prompts without one.
+    """Return each prompt's finished response with the highest score (the first of equal ones), and the number of prompts without one.
 
     truncated: no response is finished. unscored: no finished response has a score. below_min_score: the best score is lower.
     """
@@ -138,7 +138,7 @@ def best_responses(groups: list[list[ScoredResponse]], *, min_score: float | Non
 
 
 def as_demonstration(response: ScoredResponse, tokenizer: PreTrainedTokenizerBase) -> Demonstration:
-    """A finished response as its sampled tokens. Its last token becomes the one with which the template ends a turn."""
+    """Return a finished response as its sampled tokens. Its last token becomes the one with which the template ends a turn."""
     prompt_ids = response.prompt.prompt_ids
     return Demonstration([*prompt_ids, *response.response_ids[:-1], turn_end(tokenizer).trained[-1]], len(prompt_ids))
 
@@ -146,7 +146,7 @@ def as_demonstration(response: ScoredResponse, tokenizer: PreTrainedTokenizerBas
 def best_demonstrations(
     groups: list[list[ScoredResponse]], tokenizer: PreTrainedTokenizerBase, config: RejectionSamplingConfig
 ) -> tuple[list[Demonstration], dict[str, Any]]:
-    """Each prompt's best response as a demonstration, and the stage's metrics of all responses.
+    """Return each prompt's best response as a demonstration, and the stage's metrics of all responses.
 
     Raises:
         ValueError: no prompt has a response to train on.
@@ -160,13 +160,13 @@ def best_demonstrations(
 
 
 def heldout_demonstrations(rows: list[dict], tokenizer: PreTrainedTokenizerBase, sft: SftConfig, *, max_length: int) -> list[Demonstration]:
-    """Held-out demonstrations as SFT trains on them; their loss shows how far the policy moves from them."""
+    """Return held-out demonstrations as SFT trains on them. Their loss shows how far the policy moves from them."""
     how = {"max_length": max_length, "train_on": sft.train_on, "train_on_thoughts": sft.train_on_thoughts}
     return encode_demonstrations(rows, tokenizer, **how)[0]
 
 
 def score_means(groups: list[list[ScoredResponse]], best: list[ScoredResponse]) -> dict[str, float]:
-    """Means of the weighted score and of each scorer's, of all responses and of the best; responses without a score are left out."""
+    """Return the means of the weighted score and of each scorer's, over all responses and over the best; unscored ones are left out."""
 
     def mean(scores: list[float]) -> float:
         known = np.array(scores)[np.isfinite(scores)]

@@ -1,4 +1,4 @@
-"""Reward model training: Bradley-Terry on pairs, every distinct response of a conversation scored once.
+"""Trains reward models by Bradley-Terry on pairs; every distinct response of a conversation is scored once.
 
 All pairs of a conversation are in one optimizer step, so that k responses in many pairs take k forward passes and don't overfit.
 Source: Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, section 3.5.
@@ -34,8 +34,8 @@ class Comparison:
 
     sequences: token ids of conversation and response as the template writes them, the turn's end included.
     pairs: (chosen, rejected) as positions in `sequences`.
-    row_ids: of the pairs.
-    max_shared_tokens: longest row in which sequences share their common prefix; 0: each sequence has a row.
+    row_ids: ids of the pairs' rows.
+    max_shared_tokens: length of the longest row in which sequences share their common prefix; 0: each sequence has its own row.
     """
 
     max_shared_tokens: int
@@ -50,7 +50,7 @@ class Comparison:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row."""
+        """Number of tokens of the longest row."""
         return max(map(len, self.rows))
 
 
@@ -59,8 +59,8 @@ def encode_comparisons(
 ) -> tuple[Sequence[Comparison], int]:
     """Group rows with messages, chosen and rejected by conversation.
 
-    Returns the comparisons, in order of first appearance, and the number of pairs dropped because a response is too long: truncated, it
-    would look complete. Unpaired rows (one side null) are left out.
+    Returns the comparisons in order of first appearance, and the number of pairs that were dropped because a response is too long
+    (truncated, it would look complete). Unpaired rows (one side null) are left out.
     """
     return begin_comparisons(rows, tokenizer, max_length=max_length)(max_shared_tokens)
 
@@ -68,7 +68,7 @@ def encode_comparisons(
 def begin_comparisons(
     rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int, begin: Begin = at_once
 ) -> Callable[[int], tuple[Sequence[Comparison], int]]:
-    """Begin `encode_comparisons`; the function returned waits for its result, and takes `max_shared_tokens`."""
+    """Begin `encode_comparisons`, and return a function that takes `max_shared_tokens` and waits for the result."""
     numbers: dict[tuple[str, str], int] = {}  # conversation and response -> number
     messages: list[tuple[list[Message], str]] = []
     pairs: dict[str, list[tuple[str, int, int]]] = {}  # conversation -> row's id, chosen, rejected
@@ -114,7 +114,7 @@ def reward_phase(
     centering_coef: float,
     name: str = "reward",
 ) -> Phase:
-    """Optimizer steps whose loss is the mean over the step's pairs, whatever the micro-batches and ranks."""
+    """Return a phase whose steps' loss is the mean over the step's pairs, whatever the micro-batches and ranks."""
 
     def train_batch(engine: TrainEngine, chosen: list[int]) -> Metrics:
         batch = [train[i] for i in chosen]
@@ -143,7 +143,7 @@ def reward_phase(
 
 
 def score_pairs(engine: TrainEngine, comparisons: list[Comparison], *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores [pairs] of chosen and rejected, in order; each distinct sequence goes through the model once."""
+    """Return scores [pairs] of chosen and rejected, in order; each distinct sequence goes through the model once."""
     scores = engine(collate_branches([row for c in comparisons for row in c.rows], pad_id=pad_id).to(device()))
     offsets = [0]
     for c in comparisons:
@@ -155,7 +155,7 @@ def score_pairs(engine: TrainEngine, comparisons: list[Comparison], *, pad_id: i
 def score_heldout(
     engine: TrainEngine, comparisons: Sequence[Comparison], *, pad_id: int, microbatch_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores [pairs] of chosen and rejected on the CPU, in the order of the comparisons and their pairs; on every rank those of all."""
+    """Return scores [pairs] of chosen and rejected on the CPU, in the order of comparisons and pairs; on every rank those of all."""
     starts = [0, *accumulate(len(c.pairs) for c in comparisons)]
     scores = torch.zeros(2, starts[-1])
     with torch.no_grad():
@@ -168,10 +168,10 @@ def score_heldout(
 
 
 def _own_parts(comparisons: Sequence[Comparison], microbatch_tokens: int) -> list[Part]:
-    """This rank's micro-batches of comparisons, whose padded rows fit the budget; a larger comparison has its own micro-batch."""
+    """Return this rank's micro-batches of comparisons, whose padded rows fit the budget; a larger comparison has its own micro-batch."""
     return own_parts([c.longest for c in comparisons], max_tokens=microbatch_tokens, rows=[len(c.rows) for c in comparisons])
 
 
 def _points(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> torch.Tensor:
-    """Number of pairs in the right order; a tie counts half."""
+    """Return the number of pairs in the right order; a tie counts half."""
     return (chosen_scores > rejected_scores).sum() + 0.5 * (chosen_scores == rejected_scores).sum()

@@ -39,7 +39,7 @@ def sft_phase(
     pad_id: int,
     microbatch_tokens: int,
 ) -> Phase:
-    """Optimizer steps whose loss is the mean over the step's trained tokens, whatever the micro-batches and ranks."""
+    """Return a phase whose steps' loss is the mean over the step's trained tokens, whatever the micro-batches and ranks."""
 
     def train_batch(engine: TrainEngine, chosen: list[int]) -> Metrics:
         examples = [train[i] for i in chosen]
@@ -57,13 +57,13 @@ def sft_phase(
 
 
 def heldout_loss(engine: TrainEngine, examples: Sequence[Demonstration], *, pad_id: int, microbatch_tokens: int) -> float:
-    """Mean negative log-probability per trained token, in nats."""
+    """Return the mean negative log-probability per trained token, in nats."""
     losses = [_negative_logprob(engine, part, pad_id) * counts for part, counts in _own_parts(examples, microbatch_tokens)]
     return summed(total(losses))[0] / sum(e.num_trained for e in examples)
 
 
 def _own_parts(examples: Sequence[Demonstration], microbatch_tokens: int) -> list[tuple[list[Demonstration], bool]]:
-    """This rank's micro-batches, and whether each counts."""
+    """Return this rank's micro-batches, and whether each counts."""
     parts = own_parts([len(e.ids) for e in examples], max_tokens=microbatch_tokens)
     return [([examples[i] for i in part.positions], part.counts) for part in parts]
 
@@ -81,11 +81,11 @@ def finetune(
     config: RejectionSamplingConfig | ConditionalSftConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
-    """On every rank: train on demonstrations that a stage has made, as in rejection sampling and conditional SFT.
+    """Train on demonstrations that a stage has made, as in rejection sampling and conditional SFT. Every rank calls this.
 
     Args:
-        start: Hugging Face folder.
-        tokenizer: saved with the model.
+        start: Hugging Face folder of the model to start from.
+        tokenizer: tokenizer that is saved with the model.
     Returns:
         Metrics of `train_phase`.
     Raises:
@@ -113,7 +113,7 @@ def pretrain(
     model_config: ModelConfig,
     loop: TrainLoop,
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """A short pretraining on plain text of a model with random weights, which can't be used afterwards.
+    """Pretrain a model with random weights for a short time on plain text. The model can't be used afterwards.
 
     Returns:
         The trained weights, on every rank, and the number of steps.
@@ -134,7 +134,7 @@ def pretrain(
 def begin_demonstrations(
     rows: Rows, tokenizer: PreTrainedTokenizerBase, config: SftConfig, *, max_length: int
 ) -> Callable[[], tuple[Sequence[Demonstration], int]]:
-    """Begin to encode demonstrations in the background; the function returned, a collective, waits for `encode_demonstrations`' result."""
+    """Begin to encode demonstrations in the background, and return a collective function that waits for `encode_demonstrations`' result."""
     turns = [trained_turns(row, config.train_on) for row in rows]
     counts = list(map(len, turns))
     encoded = in_background(encode_turns, tokenizer, [turn for of_row in turns for turn in of_row])
@@ -150,10 +150,10 @@ def train_on_demonstrations(
     model_config: ModelConfig,
     loop: TrainLoop,
 ) -> tuple[TrainEngine, dict[str, Any]]:
-    """SFT with adapters, if configured. Returns the engine and the stage's metrics.
+    """Train by SFT, with adapters if configured. Return the engine and the stage's metrics.
 
     Args:
-        begun: from `begin_demonstrations`, of the training rows and of the held-out ones.
+        begun: what `begin_demonstrations` returned for the training rows and for the held-out ones.
     """
     (train, dropped), (heldout, _) = (encoded() for encoded in begun)
     parts = {"pad_id": tokenizer.pad_token_id, "microbatch_tokens": config.microbatch_tokens}

@@ -1,5 +1,7 @@
-"""The end of training by `max_minutes`: wall-clock time of steps, evaluations and checkpoints, those before a resume included, but for the
-evaluation and checkpoint at which it stopped.
+"""The end of training by `max_minutes`.
+
+The limit counts the wall-clock time of steps, evaluations and checkpoints, also before a resume, but not the evaluation and the checkpoint
+at which training stopped.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ def out_of_time(seconds: float, max_minutes: float | None) -> bool:
 
 
 def ended_by_time(subject: str, done: int, planned: int) -> dict[str, Any]:
-    """Metrics of training that ended by `max_minutes` after `done` of `planned` steps; the log says what that means."""
+    """Return metrics of training that ended by `max_minutes` after `done` of `planned` steps, and log what that means."""
     log.warning(
         "%s: max_minutes ended the training after step %d of %d, at %.0f%% of the learning rate's schedule, which is not bent; with fewer "
         "epochs or steps, about %d, it decays to its end; another run gets as far as its machine allows, so this one can't be rebuilt",

@@ -1,4 +1,4 @@
-"""Chat with a trained model, serve it, or export a copy.
+"""Chat with a trained model, serve it (a policy, or a reward model to scorers), or export a copy.
 
     python -m rlhf_core.use chat  [--run NAME | --model FOLDER | --version policy@v1.0.0] [--beside sft] [--system TEXT] [--temperature 0.7]
     python -m rlhf_core.use serve [the same] [--port 8000] [--host 127.0.0.1] [--api-key-env NAME]
@@ -39,7 +39,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     added.add_argument(
         "--threads", type=_count, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     )
-    added = commands.add_parser("serve", help="serve the model with vLLM's OpenAI server", allow_abbrev=False)
+    added = commands.add_parser(
+        "serve", help="serve a policy with vLLM's OpenAI server, or a reward model to scorers of kind http", allow_abbrev=False
+    )
     _choice(added)
     _running(added)
     added.add_argument(
@@ -61,7 +63,9 @@ def _choice(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--run", metavar="NAME", help="the policy in runs/NAME")
     group.add_argument("--model", type=Path, metavar="FOLDER", help="a model's folder, such as rounds/3/policy")
     group.add_argument(
-        "--version", metavar="VERSION", help="version in the registry, such as policy@v1.0.0; its files are fetched and verified"
+        "--version",
+        metavar="VERSION",
+        help="version in the registry, such as policy@v1.0.0 or reward-model@v1.0.0; its files are fetched and verified",
     )
 
 
@@ -136,7 +140,7 @@ def _chat(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     from rlhf_core.engines.vllm.server import ServerSettings
-    from rlhf_core.use.choice import check_language_model, context_length, saved_dtype
+    from rlhf_core.use.choice import context_length, reward_class, saved_dtype
     from rlhf_core.use.serve import check_address, check_servable, serve
 
     trust = options.trust_remote_code
@@ -144,7 +148,6 @@ def _serve(options: argparse.Namespace) -> int:
     if options.api_key_env is not None and not key:
         raise ConfigError(f"--api-key-env: expected a key in the environment variable {options.api_key_env}, got nothing; set it")
     chosen = _chosen(options)
-    check_language_model(chosen)
     settings = ServerSettings(
         name=chosen.name,
         folder=chosen.folder,
@@ -157,6 +160,10 @@ def _serve(options: argparse.Namespace) -> int:
         start_seconds=options.start_timeout,
     )
     check_address(settings)
+    if reward_class(chosen) is not None:
+        from rlhf_core.use.rewards import serve_rewards
+
+        return serve_rewards(chosen, settings, sys.stdout, key_variable=options.api_key_env)
     check_servable(chosen, trust_remote_code=trust)
     return serve(settings, sys.stdout, key_variable=options.api_key_env)
 

@@ -78,15 +78,20 @@ def beside(chosen: Chosen, other: str) -> Chosen:
     return _checked(Chosen("sft" if found.get("trained", True) else "given model", folder, chosen.project))
 
 
+def reward_class(chosen: Chosen) -> str | None:
+    """The model's class, if it is one that scores text; None: it generates text."""
+    kinds = [str(kind) for kind in read_settings(chosen.folder, "config.json").get("architectures") or []]
+    return kinds[0] if kinds and all(kind.endswith("ForSequenceClassification") for kind in kinds) else None
+
+
 def check_language_model(chosen: Chosen) -> None:
     """Check that the model generates text.
 
     Raises:
         ConfigError: the model is a reward model, which generates no text.
     """
-    kinds = read_settings(chosen.folder, "config.json").get("architectures") or []
-    if kinds and all(str(kind).endswith("ForSequenceClassification") for kind in kinds):
-        raise ConfigError(f"{chosen.folder}: expected a language model, got {shown(str(kinds[0]))}, a reward model; choose a policy")
+    if (kind := reward_class(chosen)) is not None:
+        raise ConfigError(f"{chosen.folder}: expected a language model, got {shown(kind)}, a reward model; choose a policy")
 
 
 def context_length(chosen: Chosen, wanted: int | None, *, trust_remote_code: bool) -> int:

@@ -112,9 +112,8 @@ def _external_inputs(stages: dict[str, Any], path: str) -> Iterator[str]:
     """Hashes from dvc.lock of the external sources and models that led to the model."""
     lock = {"stages": stages}
     if rows := list(named_inputs(external_inputs(lock, history(lock, path)))):
-        yield "## Sources and base model\n\nFiles and folders by sha256, data sets and models of the hub by commit.\n\n" + table(
-            ("key", "path or name", "sha256 or commit"), rows
-        )
+        by = "Files and folders by sha256, data sets and models of the hub by commit, services by address."
+        yield f"## Sources and base model\n\n{by}\n\n" + table(("key", "path, name or address", "sha256 or commit"), rows)
 
 
 def _of_this_model(stages: dict[str, Any], path: str, md5: str, metrics: str, read: READ) -> dict[str, Any] | None:
@@ -131,7 +130,8 @@ def _of_this_model(stages: dict[str, Any], path: str, md5: str, metrics: str, re
 def _scorers(stages: dict[str, Any]) -> dict[str, float]:
     """Name and weight from dvc.lock of each scorer of the evaluation's score; the chain's own reward model is called OWN."""
     params = stages.get("evaluate", {}).get("params", {}).get("params.yaml", {})
-    scorers = params.get("rl.reward.scorers") or []
+    own_list = params.get("evaluation", {}).get("scorers")
+    scorers = (params.get("rl.reward.scorers") if own_list is None else own_list) or []
     own = {s["name"] for s in scorers if s["kind"] == "reward_model" and not s.get("path")}
     used = [s for s in scorers if s.get("weight", 1.0) and (params.get("reward.enabled", True) or s["name"] not in own)]
     return {OWN if s["name"] in own else f"{s['name']} ({s['kind']})": s.get("weight", 1.0) for s in used}

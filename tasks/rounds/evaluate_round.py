@@ -1,4 +1,5 @@
-"""Stage evaluate_round of a round of iterative DPO: the new policy against the one before it, on the promotion split, and the verdict.
+"""Stage evaluate_round of a round of iterative DPO: compare the new policy with the one before it on the promotion split, and give a
+verdict.
 
     python -m tasks.rounds.evaluate_round <number of the round>
 

@@ -1,8 +1,8 @@
-"""Stage sample_round of a round of iterative DPO: responses of the round's policy, their scores, and pairs of them.
+"""Stage sample_round of a round of iterative DPO: sample responses of the round's policy, score them, and make pairs of them.
 
     python -m tasks.rounds.sample_round <number of the round>
 
-Writes rounds/<n>/data: preference.parquet, pairs in the canonical schema, and samples.parquet, every response with its scores.
+Writes to rounds/<n>/data: preference.parquet has pairs in the canonical schema, and samples.parquet every response with its scores.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def check_inputs(scorers: list[ScorerConfig], rows: list[dict], judges: dict[str, str]) -> str | None:
-    """Refuse missing inputs of the scorers before anything expensive starts. Returns the gate's override."""
+    """Refuse missing inputs of the scorers before anything expensive starts. Return the reason of the gate's override, or None."""
     from rlhf_core.scorers.needs import check_scorers, uses_own_reward_model
 
     override = check_gate(read_json(GATE_METRICS)) if uses_own_reward_model(scorers) else None

@@ -1,4 +1,4 @@
-"""Stage train_round of a round of iterative DPO: DPO on the round's pairs; the round's policy is both start and reference.
+"""Stage train_round of a round of iterative DPO: train by DPO on the round's pairs; the round's policy is both start and reference.
 
     python -m tasks.rounds.train_round <number of the round>
 
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def train_round(run: TrainRun, folder: Path, start: Path) -> dict[str, Any]:
-    """On every rank: DPO on the pairs in a round's folder."""
+    """Train by DPO on the pairs in a round's folder. Every rank calls this."""
     from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_pairs
     from rlhf_core.trainers.supervised import hold_out, train_loop
 

@@ -1,9 +1,9 @@
-"""Stage validate_round of a round of iterative DPO: its pairs must satisfy the expectations that prepared data must satisfy.
+"""Stage validate_round of a round of iterative DPO: check its pairs against the expectations for prepared data.
 
     python -m tasks.rounds.validate_round <number of the round>
 
-The verdict is in rounds/<n>/metrics/validation.json. Refused data doesn't fail the stage: the round trains nothing and keeps the previous
-policy.
+The verdict is in rounds/<n>/metrics/validation.json. Refused data doesn't fail the stage; the round then trains nothing and keeps the
+previous policy.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def ran(printed: str) -> list[str]:
 def results(workspace: Path) -> dict[str, str]:
     """sha256 of every file that DVC tracks in a workspace: outs, metrics and plots."""
     found = {}
-    for top in ("data", "models", "metrics", "plots", "reports/report.html"):
+    for top in ("data", "checks", "models", "metrics", "plots", "reports/report.html"):
         for path in [workspace / top, *sorted((workspace / top).rglob("*"))]:
             if path.is_file() and path.suffix != ".py":
                 found[str(path.relative_to(workspace))] = hashlib.sha256(path.read_bytes()).hexdigest()

@@ -149,6 +149,31 @@ def test_each_way_to_the_policy_without_rl_trains_one_that_is_evaluated_and_repo
     assert METHOD_TITLES[method] in (workspace / "reports/report.html").read_text(encoding="utf-8")
 
 
+def test_dpos_evaluation_with_its_own_scorers_reruns_alone_when_one_changes(chain, tmp_path):
+    """RL's section asks for vLLM and the reward model, the evaluation for PyTorch, a length and a function outside rewards/."""
+    workspace = copy_chain(chain.workspace, tmp_path / "own")
+    (workspace / "vowels.py").write_text("def share(prompts, responses, labels, metadata):\n    return [0.25] * len(responses)\n")
+    scorers = [{"name": "brief", "kind": "length", "target_length": 4}, {"name": "vowels", "kind": "function", "path": "vowels.py:share"}]
+    brief = {"steps": 4, "batch_size": 16, "checkpoint_every": 4, "eval_every": 4}
+    own = {"scorers": scorers, "backend": "pytorch", "stop": ["e"]}
+    change_params(workspace, {"alignment": {"method": "dpo"}, "dpo": brief, "evaluation": own})
+    code, printed = run(workspace, "dvc", "repro", "report")
+    assert code == 0 and ran(printed) == ["validate_data", "check_model", "train_policy", "evaluate", "report"], printed
+    checks = json.loads((workspace / "metrics/check_model.json").read_text())["checks"]
+    assert checks["pytorch"] == "right" and "vllm" not in checks
+    policy = json.loads((workspace / "metrics/evaluate.json").read_text())["greedy"]["policy"]
+    assert policy["scores"].keys() == {"brief", "vowels"} and policy["scores"]["vowels"]["mean"] == 0.25
+    shown = pd.read_parquet(workspace / "data/evaluation_samples.parquet")
+    after = [len(text) - text.index("e") for text in shown["policy_response"] if "e" in text]
+    assert after and max(after) < 16, "an answer goes on after the token with an e"
+    (workspace / "vowels.py").write_text("def share(prompts, responses, labels, metadata):\n    return [0.5] * len(responses)\n")
+    code, printed = run(workspace, "dvc", "repro", "report")
+    assert code == 0 and ran(printed) == ["check_model", "evaluate", "report"], printed
+    assert "evaluation.scorers.vowels: vowels.py changed" in printed
+    policy = json.loads((workspace / "metrics/evaluate.json").read_text())["greedy"]["policy"]
+    assert policy["scores"]["vowels"]["mean"] == 0.5
+
+
 @pytest.mark.long
 def test_a_rejected_reward_model_stops_the_chain_before_any_policy_is_trained(chain, tmp_path):
     workspace = copy_chain(chain.workspace, tmp_path / "gate")

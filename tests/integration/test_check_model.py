@@ -47,7 +47,7 @@ def test_the_default_model_agrees_with_vllm_and_the_figures_say_how_far(workspac
     code, printed = run(workspace)
     assert code == 0, printed
     assert verdicts(workspace) == {"sft": "right", "reward": "right", "shared_prefix": "on", "vllm": "right"}
-    assert json.loads((workspace / "metrics/model_accepted.json").read_text()) == {"accepted": True, "model": "LlamaForCausalLM"}
+    assert json.loads((workspace / "checks/model.json").read_text()) == {"accepted": True, "model": "LlamaForCausalLM"}
     figures = json.loads((workspace / "reports/check_model.json").read_text())["findings"]
     assert len(figures) == 4 and all(finding["difference"] < 1e-4 for finding in figures)
     assert not list((workspace / "scratch/check_model").glob("*/*"))
@@ -67,7 +67,7 @@ def test_a_function_that_cannot_score_is_refused_before_anything_is_trained(work
     change_params(workspace, {"rl": {"algorithm": "grpo", "reward": {"scorers": [scorer]}}})
     code, printed = run(workspace)
     assert code == 1 and "check_model: scorer function mine.py:score: expected" in printed and message in printed, printed
-    assert "Traceback" not in printed and not (workspace / "metrics/model_accepted.json").exists()
+    assert "Traceback" not in printed and not (workspace / "checks/model.json").exists()
 
 
 def test_a_shape_that_vllm_lacks_is_refused_with_what_to_set_which_then_passes(workspace):
@@ -76,11 +76,11 @@ def test_a_shape_that_vllm_lacks_is_refused_with_what_to_set_which_then_passes(w
     assert code == 1 and "Traceback" not in printed, printed
     assert "check_model: rollouts by vLLM: expected a model that vLLM's CPU build can run, got LlamaForCausalLM with" in printed
     assert printed.count("set rl.rollout.backend to pytorch") == 1 and "; set rollout.backend" not in printed.split("check_model:")[-1]
-    assert verdicts(workspace)["vllm"].startswith("refused: ") and not (workspace / "metrics/model_accepted.json").exists()
+    assert verdicts(workspace)["vllm"].startswith("refused: ") and not (workspace / "checks/model.json").exists()
     change_params(workspace, {"rl": {"rollout": {"backend": "pytorch"}}})
     code, printed = run(workspace)
     assert code == 0, printed
-    assert verdicts(workspace)["pytorch"] == "right" and (workspace / "metrics/model_accepted.json").exists()
+    assert verdicts(workspace)["pytorch"] == "right" and (workspace / "checks/model.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -95,4 +95,4 @@ def test_an_rl_job_that_cannot_start_is_refused_before_training(workspace, rollo
     change_params(workspace, {"rl": {"rollout": rollout}})
     code, printed = run(workspace)
     assert code == 1 and f"check_model: {message}" in printed and "Traceback" not in printed, printed
-    assert not (workspace / "metrics/model_accepted.json").exists()
+    assert not (workspace / "checks/model.json").exists()

@@ -31,7 +31,7 @@ from flows.registry.versions import fetch
 from rlhf_core.config import ConfigError, ScorerConfig, apply_overrides, load_params
 from rlhf_core.provenance.dvc_cache import sha256_of_files
 from rlhf_core.provenance.file_hashes import dvc_md5
-from rlhf_core.scorers.heldout import take
+from rlhf_core.scorers.heldout import copy_ready_made
 
 NAME = "reward-model"
 
@@ -179,7 +179,7 @@ def test_a_run_takes_the_version_that_its_reward_path_names_and_keeps_it(project
         contextlib.chdir(worktree),
         pytest.raises(ValueError, match=r"expected a config.json, got none"),
     ):
-        take(newer, worktree / "taken")
+        copy_ready_made(newer, worktree / "taken")
     assert dvc_md5(worktree / "taken") == newer.pinned.md5
     with pytest.raises(ConfigError, match=r"reward-model: expected a registered version, got v9.0.0 \(registered: v1.0.0, v2.0.0\)"):
         prepare_workspace(project, "unknown", given | {"reward.path": "v9.0.0"})

@@ -82,6 +82,16 @@ def test_what_params_name_is_seen(shell, workspace):
     assert stage_environment(workspace).keys() & SECRETS == {"OPENAI_API_KEY", "MY_VARIABLE"}
 
 
+def test_the_key_of_a_service_is_seen_where_it_scores(shell):
+    def service(name: str) -> dict:
+        return {"name": "judge", "kind": "http", "url": "http://judge/", "api_key_env": name}
+
+    of_rl = params(rl__reward__scorers=[service("OPENAI_API_KEY")], flow__environment=["MY_VARIABLE"])
+    assert of_rl.environment == ["MY_VARIABLE", "OPENAI_API_KEY"] and "OPENAI_API_KEY" in rules.of_stage(of_rl, "evaluate", {})
+    unused = params(rejection_sampling__scorers=[service("DATABASE_URL")], iterative__scorers=[service("GITHUB_TOKEN")])
+    assert unused.environment == ["GITHUB_TOKEN"], "a series of rounds may follow; rejection sampling isn't the method"
+
+
 @pytest.mark.parametrize("name", ["", "A B", "A=1", "sk-123", "1A", "A,B"])
 def test_a_name_that_can_be_none_of_a_variable_is_refused(name):
     with pytest.raises(ConfigError, match=r"flow.environment.0"):

@@ -1,7 +1,7 @@
 """Compares prompts handed out as engines become free with equal shares: python -m tools.bench.dispatch [--engines N] [--prompts N]
 [--rounds N]
 
-vLLM engines on a Ray head of this machine sample responses of very different lengths from a small random model, in turn in both ways. The
+vLLM engines on a Ray head of this machine sample responses of very different lengths from a small random model, alternating both ways. The
 ideal is the engines' CPU time, added up and divided by their number. Needs as many free cores as engines.
 """
 
@@ -126,7 +126,7 @@ def compare(engines, count: int, rounds: int) -> None:
 
 
 def busy(engines) -> list[float]:
-    """CPU seconds that each engine's process has used so far."""
+    """Return the CPU seconds that each engine's process has used so far."""
     import ray
 
     return ray.get([actor.__ray_call__.remote(lambda _: time.process_time()) for actor in engines.actors], timeout=60)

@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def start_actors(actors_class: type[Actors], end_step: Callable[[], None], job: RlJob, gpus: int) -> Actors:
-    """Replaces the driver's own call, so that `end_step` follows a step's last action."""
+    """Start the job's actors, in place of the driver's own call, so that `end_step` follows a step's last action."""
     actors = actors_class(job, gpus)
     from rlhf_core.trainers.rl import loop  # late, as in the driver: actors start during the import
 
@@ -89,7 +89,7 @@ class BareEngines:
             self._answer(connection)
 
     def generate(self, turn: int) -> float:
-        """Let every engine generate a batch. Returns the seconds."""
+        """Let every engine generate a batch, and return the seconds."""
         started = time.perf_counter()
         for connection in self._connections:
             connection.send(turn)

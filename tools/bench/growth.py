@@ -168,7 +168,7 @@ def _in_process(*arguments: str | int) -> tuple[float, float, int]:
 
 
 def training_step(length: int, width: int) -> tuple[float, float, int]:
-    """Median CPU seconds of a step in the stage's own loop, peak resident set in GB, and number of parameters."""
+    """Return median CPU seconds of a step in the stage's own loop, peak resident set in GB, and number of parameters."""
     import resource
 
     from rlhf_core.config import ArchitectureConfig
@@ -229,7 +229,7 @@ def table(points: list[Point]) -> list[str]:
 
 
 def exponent(before: Point, after: Point, of: str) -> float:
-    """The k with which the value grows as size**k between two points."""
+    """Return the k with which the value grows as size**k between two points."""
     return math.log(getattr(after, of) / getattr(before, of)) / math.log(after.size / before.size)
 
 

@@ -110,7 +110,7 @@ def matmul(_: None, arguments: argparse.Namespace) -> float:
 
 
 def step(work: Work, arguments: argparse.Namespace) -> dict[str, float]:
-    """Median seconds of a job's timed steps: the whole step, each phase, and bare engines' batches."""
+    """Return median seconds of a job's timed steps: the whole step, each phase, and bare engines' batches."""
     from tools.bench.ours_online import read_clock, timings
 
     with tempfile.TemporaryDirectory() as folder:
@@ -193,7 +193,7 @@ class BareSft:
         self._optimizer = torch.optim.AdamW(self._module.parameters(), lr=work.params.sft.learning_rate, betas=(0.9, 0.95), fused=True)
 
     def step(self, number: int) -> int:
-        """Train on one batch. Returns its number of tokens."""
+        """Train on one batch, and return its number of tokens."""
         import torch
 
         from rlhf_core.data.batching import batch_indices

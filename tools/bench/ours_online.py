@@ -30,9 +30,9 @@ def train(work: Work, folder: Path, *, threads: int) -> Run:
 
 
 def timings(work: Work, folder: Path, *options: str, threads: int) -> list[dict[str, float]]:
-    """The seconds of each step, and seconds_<phase> of its phases.
+    """Return the seconds of each step, and seconds_<phase> of its phases.
 
-    options: of tools.bench.driver.
+    options: options of tools.bench.driver.
     """
     job = describe(work.params, work.read_rows(), folder, model=work.model, name=work.method, threads=threads)
     rl_job(job, work.params, root=ROOT, work=Path(job.work)).write(folder / "job.pkl")
@@ -70,9 +70,9 @@ def submit(work: Work, folder: Path, driver: list[str], *, threads: int) -> Iter
 def describe(
     params: Params, rows: list[dict[str, Any]], folder: Path, *, model: str, name: str, threads: int, reward_model: str | None = None
 ) -> RlJob:
-    """A job with the rows' conversations as prompts.
+    """Return a job with the rows' conversations as prompts.
 
-    model, reward_model: folders. name: of the run.
+    model, reward_model: folders of the models. name: name of the run.
     """
     prepared = folder / "prepared"
     prompts = [

@@ -67,8 +67,8 @@ OWN_TEMPLATE_TOLERANCE = 0.2  # TRL also trains on what a template writes behind
 class Inputs:
     """Model folders and row files, made once for all runs.
 
-    pretrained: folder of the language model, for every name; None: each name has its own.
-    of_model: of each work.
+    pretrained: folder of the language model for every name; None: each name has its own folder.
+    of_model: keys of each work's section `model`.
     """
 
     folder: Path
@@ -143,7 +143,7 @@ def sized(inputs: Inputs, case: str, model: str, arguments: argparse.Namespace) 
 
 
 def tokens_per_sample(work: Work) -> float:
-    """Mean number of tokens per sample over the rows.
+    """Return the mean number of tokens per sample over the rows.
 
     A pair's prompt counts with each response; online responses are as long as they may be.
     """
@@ -218,7 +218,7 @@ def one_each(rows: list[dict[str, Any]], sides: tuple[str, ...]) -> list[dict[st
 
 
 def measure(work: Work, rounds: int, warmup: int, environment: dict[str, str]) -> dict[str, dict[str, list[float]]]:
-    """Samples (demonstrations or pairs) per second in each side's alternating runs, by wall clock and by CPU time.
+    """Return samples (demonstrations or pairs) per second in each side's alternating runs, by wall clock and by CPU time.
 
     Raises:
         RuntimeError: the sides' losses differ.

@@ -92,7 +92,7 @@ def train_online(work: Work, folder: Path) -> Run:
 
 
 def common(work: Work) -> dict[str, Any]:
-    """The section of this project in TRL's terms."""
+    """Return TRL's arguments for this project's section."""
     section = getattr(work.params, work.method)
     return {
         "max_length": work.params.model.max_length,
@@ -102,7 +102,7 @@ def common(work: Work) -> dict[str, Any]:
 
 
 def optimization(work: Work, learning_rate: float, weight_decay: float, max_grad_norm: float) -> dict[str, Any]:
-    """TRL's arguments for the same optimizer."""
+    """Return TRL's arguments for the same optimizer."""
     params = work.params
     return {
         "per_device_train_batch_size": work.batch_size,

@@ -1,4 +1,4 @@
-"""The reward of the online benchmark, cheap and equal for both sides: the number of different characters in a response."""
+"""The reward of the online benchmark: the number of different characters in a response. It is cheap, and equal for both sides."""
 
 
 def variety(prompts, responses, labels, metadata):

@@ -166,10 +166,10 @@ def find_torn_lock(folder: Path) -> list[Finding]:
 
 
 def examine(folder: Path, *, elsewhere: bool = False) -> list[Finding]:
-    """All findings about the installation.
+    """Return all findings about the installation.
 
     Args:
-        elsewhere: the installation is for machines with GPUs, and this one may have none.
+        elsewhere: whether the installation is for machines with GPUs, while this one may have none.
     """
     return [
         *find_machine(folder),
@@ -183,7 +183,7 @@ def examine(folder: Path, *, elsewhere: bool = False) -> list[Finding]:
 
 
 def remove_broken_media() -> list[str]:
-    """Uninstall the media packages that `find_media` reports as broken. Returns their names."""
+    """Uninstall the media packages that `find_media` reports as broken, and return their names."""
     names = [f.name for f in find_media() if f.level == "broken"]
     if names:
         subprocess.run([sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", *names], check=True)

@@ -32,10 +32,10 @@ class Gpu:
 
 
 def find_cuda(*, elsewhere: bool = False) -> list[Finding]:
-    """Findings by nvidia-smi and installed files, without the slow import of torch.
+    """Return findings by nvidia-smi and installed files, without the slow import of torch.
 
     Args:
-        elsewhere: the installation is for other machines, with GPUs; this one needs none.
+        elsewhere: whether the installation is for other machines, which have GPUs; this one needs none.
     """
     gpus = ask_driver()
     if isinstance(gpus, Finding) and elsewhere:

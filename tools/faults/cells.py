@@ -23,10 +23,10 @@ class Cell:
     """One fault.
 
     message: regular expression that a printed line must match; it names the process or file at fault.
-    survives: the disturbed command succeeds.
-    flow: run the flow; False: `dvc repro` of the stage alone.
+    survives: whether the disturbed command succeeds.
+    flow: whether the flow runs; otherwise `dvc repro` runs the stage alone.
     prepare: set-up before the stage starts.
-    again: the stage has to run; False: it is up to date when the fault happens.
+    again: whether the stage has to run; otherwise it is up to date when the fault happens.
     """
 
     stage: str

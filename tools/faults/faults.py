@@ -35,7 +35,7 @@ def nothing() -> None:
 
 
 def send(number: signal.Signals, role: str | None = None, *, checkpointed: bool = True) -> Strike:
-    """Send a signal to a process of a role (None: the stage itself), after its next checkpoint or at any moment."""
+    """Return a fault that sends a signal to a process of a role (None: the stage itself), after its next checkpoint or at any moment."""
 
     def strike(scene: Scene) -> Undo:
         scene.after_checkpoint() if checkpointed else scene.at_work(role or scene.stage)
@@ -45,7 +45,7 @@ def send(number: signal.Signals, role: str | None = None, *, checkpointed: bool 
 
 
 def sent(process: psutil.Process, number: signal.Signals) -> Undo:
-    """Send a signal to a process."""
+    """Send a signal to a process, and return how to undo it: a stopped process continues."""
     process.send_signal(number)
     if number != signal.SIGSTOP:
         return nothing
@@ -58,7 +58,7 @@ def sent(process: psutil.Process, number: signal.Signals) -> Undo:
 
 
 def send_in_transfer(number: signal.Signals, role: str) -> Strike:
-    """Send a signal to an actor in the middle of a weight transfer, after the next checkpoint."""
+    """Return a fault that sends a signal to an actor in the middle of a weight transfer, after the next checkpoint."""
 
     def strike(scene: Scene) -> Undo:
         scene.after_checkpoint()
@@ -72,7 +72,7 @@ def kill_one_of_the_engines(scene: Scene) -> Undo:
     """Kill an engine in the middle of a weight transfer.
 
     Raises:
-        RuntimeError: another engine's connections to the trainer's ranks are others afterwards.
+        RuntimeError: another engine's connections to the trainer's ranks have changed afterwards.
     """
     scene.after_checkpoint()
     with scene.held_transfer() as held:
@@ -87,13 +87,13 @@ def kill_one_of_the_engines(scene: Scene) -> Undo:
 
 
 def connections(process: psutil.Process, others: Sequence[psutil.Process]) -> set[tuple]:
-    """The TCP connections of a process to some others, each as its own address and theirs."""
+    """Return the TCP connections of a process to some others, each as its own address and theirs."""
     theirs = {(c.raddr, c.laddr) for other in others for c in other.net_connections("tcp") if c.raddr}
     return {(c.laddr, c.raddr) for c in process.net_connections("tcp") if c.raddr} & theirs
 
 
 def send_to_command(number: signal.Signals, *, seconds: float = 0.0) -> Strike:
-    """Send a signal to the started command, such as the flow. SIGSTOP lasts `seconds`."""
+    """Return a fault that sends a signal to the started command, such as the flow. SIGSTOP lasts `seconds`."""
 
     def strike(scene: Scene) -> Undo:
         scene.after_checkpoint()
@@ -117,12 +117,12 @@ def full_disk(scene: Scene) -> Undo:
 
 
 def just_run(scene: Scene) -> Undo:
-    """Cause nothing, for a fault that `prepare` has caused."""
+    """Do nothing: `prepare` has caused the fault."""
     return nothing
 
 
 def corrupt_checkpoint(change: Callable[[Path], None]) -> Strike:
-    """Kill the stage and damage its newest checkpoint."""
+    """Return a fault that kills the stage and damages its newest checkpoint."""
 
     def strike(scene: Scene) -> Undo:
         scene.after_checkpoint()
@@ -231,7 +231,7 @@ def corrupt_cache(workspace: Path, stage: str) -> Undo:
 
 
 def nodes(count: int, *, cpus: int = 1) -> Callable[[Path, str], Undo]:
-    """Start a cluster of `count` nodes with so many CPUs each and a head without CPUs, and set cluster.address to it."""
+    """Start a cluster of `count` nodes with `cpus` CPUs each and a head without CPUs, and set cluster.address to it."""
 
     def prepare(workspace: Path, _: str) -> Undo:
         folder = Path(tempfile.mkdtemp(prefix="rn"))
@@ -264,7 +264,7 @@ def nodes(count: int, *, cpus: int = 1) -> Callable[[Path, str], Undo]:
 
 
 def lose_node_of(role: str) -> Strike:
-    """Kill the raylet of an actor's node; the node's workers end with it."""
+    """Return a fault that kills the raylet of an actor's node; the node's workers end with it."""
 
     def strike(scene: Scene) -> Undo:
         scene.after_checkpoint()

@@ -62,7 +62,7 @@ FAULTS = {  # changes to the small chain: short deadlines, and a scorer with its
 class Variant:
     """Changes to the params of one stage, which then has its own undisturbed run.
 
-    ranks: of that stage's job.
+    ranks: number of ranks of that stage's job.
     """
 
     stage: str
@@ -87,7 +87,7 @@ class Laboratory:
     """Makes the undisturbed chain once, and a workspace for each cell.
 
     Args:
-        folder: of all workspaces. Undisturbed chains that exist there are reused.
+        folder: folder of all workspaces. Undisturbed chains that exist there are reused.
     """
 
     def __init__(self, folder: Path):
@@ -120,13 +120,13 @@ class Laboratory:
             raise RuntimeError(f"undisturbed chain: expected to end with 0, got {code}:\n{printed[-3000:]}")
 
     def workspace(self, name: str, stage: str, variant: str) -> Path:
-        """A copy of the chain in which `stage` has to run and the stages before it are up to date."""
+        """Return a copy of the chain in which `stage` has to run and the stages before it are up to date."""
         workspace = self.copy(name, variant)
         forget(workspace, stage)
         return workspace
 
     def copy(self, name: str, variant: str) -> Path:
-        """A copy of the chain in which every stage is up to date."""
+        """Return a copy of the chain in which every stage is up to date."""
         workspace = self._folder / name
         shutil.rmtree(workspace, ignore_errors=True)
         log_of(workspace).unlink(missing_ok=True)
@@ -199,7 +199,7 @@ def _age(process: psutil.Process) -> float:
 class Watch:
     """Polls the processes of a workspace.
 
-    trainers: largest number at once by role. segments: shared memory that any of them has mapped.
+    trainers: largest number of processes at once, by role. segments: shared memory that any process has mapped.
     """
 
     workspace: Path
@@ -289,7 +289,7 @@ class Scene:
         return self.chance.choice(processes(self.workspace, role))
 
     def held_transfer(self) -> AbstractContextManager[Held]:
-        """The next weight transfer, held in the middle."""
+        """Return a context that holds the next weight transfer in the middle."""
         return held_transfer(lambda role: processes(self.workspace, role), ended=lambda: self.child.poll() is not None, deadline=DEADLINE)
 
     def newest_checkpoint(self) -> Path:

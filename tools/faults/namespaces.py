@@ -1,7 +1,7 @@
 """Makes a Ray cluster whose nodes are network namespaces of this machine. It needs root, `ip` and `unshare`.
 
-Nodes share a network and one folder, `<folder>/storage`, and no other: each has a /tmp and /dev/shm of its own, doesn't see this checkout,
-and, as on a stock Debian, its host's name is 127.0.1.1. The first is the head.
+Nodes share a network and only the folder `<folder>/storage`. Each has its own /tmp and /dev/shm and doesn't see this checkout, and its
+host's name is 127.0.1.1, as on a stock Debian. The first is the head.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def unavailable() -> str | None:
 class Nodes:
     """Nodes with CPUs for Ray's actors, by their number from 0.
 
-    folder: of everything that they write.
-    hidden: folders that they don't see. missing: folders that they find empty. gpus: of each, as far as Ray knows.
+    folder: folder of everything that they write.
+    hidden: folders that they don't see. missing: folders that they find empty. gpus: number of GPUs of each, as far as Ray knows.
     """
 
     folder: Path
@@ -95,7 +95,7 @@ class Nodes:
             self._wait(number)
 
     def replace(self, number: int) -> None:
-        """Start a lost node anew, with nothing that it had."""
+        """Start a lost node again, without anything that it had."""
         self._starts += 1
         _run("ip", "link", "set", self._link(number), "up")
         self.processes[number] = self._start(number)
@@ -110,7 +110,7 @@ class Nodes:
         subprocess.run(["ip", "link", "del", self.name], capture_output=True)
 
     def lose(self, number: int) -> None:
-        """Cut a node off and kill all its processes, without word to the other nodes, as after a power failure."""
+        """Cut a node off and kill all its processes without notice to the other nodes, as after a power failure."""
         _run("ip", "link", "set", self._link(number), "down")
         for pid in self.pids(number):
             with contextlib.suppress(ProcessLookupError):
@@ -135,7 +135,7 @@ class Nodes:
         return f"{self._network}.{number + 1}"
 
     def _link(self, number: int) -> str:
-        """The name of a node's cable at the other end."""
+        """Return the name of a node's cable at the other end."""
         return f"{self.name}v{number}"
 
     def _connect(self, number: int) -> None:

@@ -57,12 +57,12 @@ ONE_RANK = {"rl": {"trainer": {"ranks": 1, "zero_stage": 0}, "steps": 30}}
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of the matrix: a stage to train on nodes, and what must come of it.
+    """A cell of the matrix: a stage to train on nodes, and the expected result.
 
-    changes: of the params of the stage `module`. alone: changes of the run on one machine. cpus: of each node.
+    changes: changes of the params of the stage `module`. alone: changes of the run on one machine. cpus: CPUs of each node.
     lose: the node with a process whose command line matches this expression is lost after a checkpoint, and with in_transfer between the
     first and the last layer of a weight transfer. ends: by then expected exit code.
-    told: what the stage's output must have.
+    told: text that the stage's output must have.
     """
 
     name: str
@@ -155,7 +155,7 @@ class Lab:
 
 
 def of_cluster(workspace: Path, nodes: Nodes) -> None:
-    """Let a workspace's jobs run on the nodes."""
+    """Set a workspace's params so that its jobs run on the nodes."""
     change_params(workspace, {"cluster": {"address": "ADDRESS", "storage": f"file://{nodes.storage.resolve()}"}})
     params = workspace / "params.yaml"
     params.write_text(params.read_text().replace("ADDRESS", json.dumps(nodes.address)))  # DVC needs quotes around a colon
@@ -210,7 +210,7 @@ def lose(cell: Cell, nodes: Nodes, workspace: Path, result: Result) -> None:
 
 
 def in_transfer(nodes: Nodes, stage: subprocess.Popen) -> AbstractContextManager[Held]:
-    """The stage's next weight transfer, held in the middle."""
+    """Return a context that holds the stage's next weight transfer in the middle."""
     everywhere = range(len(nodes.cpus))
     return held_transfer(
         lambda role: processes(nodes, ACTOR_TITLES[role], everywhere), ended=lambda: stage.poll() is not None, deadline=DEADLINE

@@ -99,7 +99,7 @@ def try_out_server(cell: ServerCell, workspace: Path) -> Outcome:
 
 
 def retry(workspace: Path) -> list[str]:
-    """Start `make server` again and retry the run, as a user would. Returns the problems."""
+    """Start `make server` again, retry the run as a user would, and return the problems."""
     with serving(workspace) as (_, url):
         (run,) = runs(workspace, url)
         retried = prefect(workspace, "flow-run", "retry", run["id"])

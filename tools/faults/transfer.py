@@ -45,13 +45,13 @@ class Held:
 
 @contextmanager
 def held_transfer(find: Find, *, ended: Callable[[], bool], deadline: float) -> Iterator[Held]:
-    """Context in which the next possible transfer is held; the ranks run again at its end.
+    """Hold the next possible transfer within the block; the ranks run again at its end.
 
     Args:
-        ended: whether the job has.
-        deadline: seconds.
+        ended: function that returns whether the job has ended.
+        deadline: seconds to wait for a transfer that can be held.
     Raises:
-        RuntimeError: there was no such moment.
+        RuntimeError: no transfer could be held.
     """
     until, looked, count = time.monotonic() + deadline, -math.inf, 0
     while not ended() and time.monotonic() < until:
@@ -73,7 +73,7 @@ def held_transfer(find: Find, *, ended: Callable[[], bool], deadline: float) -> 
 
 
 def unavailable() -> str | None:
-    """The reason why py-spy can't read another process's stack here, or None."""
+    """Return why py-spy can't read another process's stack here, or None if it can."""
     if not SPY.exists():
         return "needs py-spy, which comes with ray[default]"
     idle = [sys.executable, "-c", "print(flush=True); input()"]

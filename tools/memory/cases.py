@@ -34,7 +34,7 @@ class Case:
     """A training of two optimizer steps, each of two micro-batches.
 
     stage: sft | reward | dpo | kto | ppo | grpo.
-    changes: of the stage's section of params.yaml, or of rl and rl.trainer.
+    changes: changes of the stage's section of params.yaml, or of rl and rl.trainer.
     rows: sequences of LENGTH tokens in a micro-batch.
     """
 

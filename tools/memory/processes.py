@@ -54,7 +54,7 @@ def measure(case: Case) -> dict[str, str]:
 
 
 def begin_with_imports() -> None:
-    """Start this program anew with the environment of measured processes, and import what they import: each will be a copy of this one."""
+    """Restart this program with the environment of measured processes, and import what they import: each will be a copy of this one."""
     if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
         os.execve(sys.executable, [*sys.orig_argv], {**os.environ, **ENVIRONMENT})
     configure_process()
@@ -97,7 +97,7 @@ def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any
 
 
 def peak(case: Case, work: Path, rank: int, port: int) -> float:
-    """Train as the stage does. Returns the bytes of the resident set's peak beyond the set after the training of a tiny model."""
+    """Train as the stage does, and return the bytes of the peak resident set beyond the set after the training of a tiny model."""
     from rlhf_core.engines.deepspeed_engine import release_memory
     from rlhf_core.engines.ranks import wait_for_all
     from rlhf_core.engines.sequence_parallel import share_sequences
@@ -112,10 +112,10 @@ def peak(case: Case, work: Path, rank: int, port: int) -> float:
 
 
 def join(rank: int, ranks: int, port: int = 0) -> None:
-    """Make this process one of some ranks, each with a thread.
+    """Make this process one of several ranks, each with one thread.
 
     Args:
-        port: of rank 0's store, if there are several.
+        port: port of rank 0's store, if there are several ranks.
     """
     import torch
     import torch.distributed as dist
@@ -130,7 +130,7 @@ def join(rank: int, ranks: int, port: int = 0) -> None:
 
 
 def peak_of(call: Callable[[], Any]) -> float:
-    """The bytes by which the resident set's peak in a call exceeds the set before it."""
+    """Return the bytes by which the peak resident set in a call exceeds the set before it."""
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     call()
@@ -279,7 +279,7 @@ def rl_job(case: Case, folder: Path) -> Any:
 
 
 def minibatch(case: Case, sequences: Any, outputs: dict[str, Any]) -> Any:
-    """Do an optimizer step on all of a rank's responses."""
+    """Compute an optimizer step on all of a rank's responses."""
     import torch
 
     from rlhf_core.trainers.rl.minibatch import Minibatch

@@ -17,7 +17,7 @@ COLUMNS = ("what", "how", "kept_mib", "peak_mib")
 
 
 def savings() -> list[dict[str, str]]:
-    """A row for each way to do the same work."""
+    """Return a row for each way to do the same work."""
     with tempfile.TemporaryDirectory() as work:
         in_children(write_models, [(CASE, Path(work))])
         folder = Path(work) / CASE.shape
@@ -69,7 +69,7 @@ def pass_of_head(how: str) -> tuple[float, float]:
 
 
 def kept_and_peak(forward: Callable[[], Any], given: list[Any]) -> tuple[float, float]:
-    """Bytes that autograd keeps between a forward and a backward pass, and the peak of both passes; gradients of `given` exist."""
+    """Return the bytes that autograd keeps between a forward and a backward pass, and the peak of both; gradients of `given` exist."""
     import torch
 
     forward().float().sum().backward()
@@ -92,7 +92,7 @@ def kept_and_peak(forward: Callable[[], Any], given: list[Any]) -> tuple[float, 
 
 
 def load_in_shards(folder: Path, dtype: str, rank: int, port: int) -> float:
-    """The peak while weights of a dtype are loaded, sharded over ranks in bfloat16."""
+    """Return the peak while weights of a dtype are loaded, sharded over ranks in bfloat16."""
     from rlhf_core.engines.frozen import FrozenModel
     from rlhf_core.models.build import load_language_model
     from rlhf_core.models.forward import PolicyModule

@@ -46,13 +46,13 @@ class Split:
         return cls(math.sqrt(of_prompt) * parts[0] + math.sqrt(OF_PROMPT + OF_PAIR - of_prompt) * parts[1], prompts)
 
     def points(self, accuracy: float, rng: np.random.Generator) -> np.ndarray:
-        """Points [N] of a model with this true accuracy."""
+        """Return the points [N] of a model with this true accuracy."""
         own = math.sqrt(1 - OF_PROMPT - OF_PAIR) * rng.standard_normal(len(self.shared))
         return (self.shared + own < ndtri(accuracy)).astype(float)
 
 
 def passes(split: Split, points: np.ndarray, config: GateConfig, **promoted: np.ndarray) -> bool:
-    """The gate's verdict on points alone.
+    """Return the gate's verdict on points alone.
 
     promoted: points of incumbent and anchor, if any.
     """
@@ -65,9 +65,9 @@ def passes(split: Split, points: np.ndarray, config: GateConfig, **promoted: np.
 
 
 def any_passes(rng: np.random.Generator, config: GateConfig, *, tries: int, counted: bool, same_pairs: bool) -> bool:
-    """Whether any of several models passes whose true accuracy is the threshold.
+    """Return whether any of several models passes whose true accuracy is the threshold.
 
-    same_pairs: false gives each model its own pairs.
+    same_pairs: whether all models are judged on the same pairs; otherwise each has its own.
     """
     split = Split.draw(rng)
     for number in range(1, tries + 1):
@@ -79,11 +79,13 @@ def any_passes(rng: np.random.Generator, config: GateConfig, *, tries: int, coun
 
 
 def chain(rng: np.random.Generator, config: GateConfig, *, guarded: bool, fresh: bool = False, nights: int = CHAIN) -> float:
-    """True accuracy at the end of a chain of candidates, each worse by STEP than the promoted model, which it replaces if it passes.
+    """Return the true accuracy at the end of a chain of candidates, each worse by STEP than the promoted model, which it replaces if it
+    passes.
 
     Args:
-        guarded: with the anchor and counted looks; False: the incumbent alone, and every look as the first.
-        fresh: other pairs every night, so that every look is the first.
+        guarded: whether the anchor is compared too and looks are counted; otherwise only the incumbent is, and every look counts as the
+            first.
+        fresh: whether each night has other pairs, so that every look is the first.
     """
     split = Split.draw(rng)
     truth = held = START  # of incumbent and anchor
@@ -103,9 +105,9 @@ def chain(rng: np.random.Generator, config: GateConfig, *, guarded: bool, fresh:
 
 
 def chain_row(rng: np.random.Generator, config: GateConfig, how: str, replications: int, *, nights: int = CHAIN, **options: bool) -> Row:
-    """A row on how often a chain ends below the margin.
+    """Return a row on how often a chain ends below the margin.
 
-    options: of `chain`.
+    options: options of `chain`.
     """
     ends = np.array([chain(rng, config, nights=nights, **options) for _ in range(replications)])
     case = (

@@ -21,7 +21,7 @@ EXCHANGED = PROMPTS // 3
 
 
 def row(prompt: int, text: str) -> dict[str, Any]:
-    """A pair of a prompt. Its responses don't depend on the prompt's text."""
+    """Return a pair of a prompt. Its responses don't depend on the prompt's text."""
     responses = {"chosen": f"The answer to this question is {prompt}.", "rejected": "I don't know."}
     return {"messages": [{"role": "user", "content": text.format(prompt)}], **responses}
 
@@ -40,7 +40,7 @@ MOVING = {WINDOW: lambda k: (range(EXCHANGED * k, EXCHANGED * k + PROMPTS), PLAI
 
 
 def edited(edit: str) -> tuple[list[np.ndarray], list[int]]:
-    """The prompts of each try's split, and the number of its look in a ledger of its own."""
+    """Return the prompts of each try's split, and the number of its look in a new ledger."""
     splits, numbers = [], []
     with tempfile.TemporaryDirectory() as folder:
         for k in range(LAST):

@@ -60,7 +60,7 @@ def simulate(replications: int, rng: np.random.Generator) -> list[Row]:
 
 
 def series(gains: np.ndarray, n: int, decided: float, replications: int, rng: np.random.Generator) -> np.ndarray:
-    """Which rounds accept, [replications, rounds] bool: as evaluate_round does, with a true gain in win rate for each round.
+    """Return which rounds accept, [replications, rounds] bool, as evaluate_round decides, with a true gain in win rate for each round.
 
     Args:
         decided: chance that a prompt is no tie.
@@ -69,7 +69,7 @@ def series(gains: np.ndarray, n: int, decided: float, replications: int, rng: np
 
 
 def judged(ahead: np.ndarray, behind: np.ndarray, n: int, *, rounds: int = HORIZON) -> np.ndarray:
-    """Which rounds accept, for [replications, rounds] numbers of prompts, with `rounds` as iterative.promotion.rounds."""
+    """Return which rounds accept, for [replications, rounds] numbers of prompts, with `rounds` as iterative.promotion.rounds."""
     accepted = np.zeros(ahead.shape, dtype=bool)
     for i in range(len(ahead)):
         budget = next_budget(None, accepted=False, error_budget=ERROR_BUDGET, rounds=rounds)
@@ -80,7 +80,7 @@ def judged(ahead: np.ndarray, behind: np.ndarray, n: int, *, rounds: int = HORIZ
 
 
 def intervals(rounds: int, n: int, decided: float, replications: int, rng: np.random.Generator) -> np.ndarray:
-    """Which rounds accept if a round accepts when its own 95% interval of the win rate is above a half."""
+    """Return which rounds accept if a round accepts when its own 95% interval of the win rate is above a half."""
     ahead, behind = draw(np.zeros(rounds), n, decided, replications, rng)
     return ahead - behind > ndtri(0.975) * np.sqrt(ahead + behind)
 

@@ -1,1 +1,1 @@
-"""Ray: clusters, jobs, places on nodes and GPUs, groups of actors, and the ranks of Ray Train."""
+"""Ray: clusters, jobs, places on nodes and GPUs, groups of actors, and ranks in a process group."""

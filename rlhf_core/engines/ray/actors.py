@@ -1,4 +1,4 @@
-"""Groups of Ray actors: placed with a deadline, called with a deadline, replaced one by one, and an error that names the role and rank."""
+"""Groups of Ray actors, which are placed and called with deadlines and replaced one by one. Errors name the role and the rank."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Hosted:
 
 
 class PeerLost(RuntimeError):
-    """Another actor has died, or, if `late`, doesn't answer in time."""
+    """Another actor has died, or, if `late` is set, doesn't answer in time."""
 
     def __init__(self, *, late: bool):
         super().__init__("no answer" if late else "a dead process")
@@ -74,7 +74,7 @@ class PeerLost(RuntimeError):
 
 @dataclass(frozen=True)
 class RayPeer:
-    """An actor that another actor calls: see `weight_sender.Peer`."""
+    """An actor that another actor calls; a `weight_sender.Peer`."""
 
     role: str
     actor: Any
@@ -87,7 +87,8 @@ class RayPeer:
         return self.actor.call.options(name=f"{self.role}.{method}").remote(method, *args).future()
 
     def answer(self, call: Future, timeout: float) -> Any:
-        """
+        """Return the answer of a call.
+
         Raises:
             PeerLost: the actor has died, or doesn't answer in time.
         """
@@ -105,15 +106,15 @@ class ActorGroup:
     """The actors of one role, rank 0 first.
 
     Args:
-        role: for messages, such as "trainer".
-        factory: "module:Class" of what each actor hosts; it gets `rank` and `kwargs`.
-        cpus: of each actor. With 0 and without bundles it is placed anywhere.
-        bundles: of each actor, reserved by the caller; None: the group reserves its CPUs itself.
+        role: what messages call the actors, such as "trainer".
+        factory: "module:Class" of the object that each actor hosts, which is made with `rank` and `kwargs`.
+        cpus: CPUs of each actor. With 0 and without bundles it is placed anywhere.
+        bundles: place of each actor, reserved by the caller; None: the group reserves its CPUs itself.
         threads: OMP_NUM_THREADS of each actor's process.
         start_deadline: seconds until every actor must have been placed and made.
         visible: environment variables that the processes may see besides those of flow.environment.
-        watched: `look` can be called while a rank is at work.
-        together: without bundles: the ranks are placed as a unit; otherwise each is placed, and can be replaced, alone.
+        watched: whether `look` can be called while a rank is at work.
+        together: without bundles, whether the ranks are placed as a unit; otherwise each is placed alone and can be replaced.
     Raises:
         RoleLost: the cluster has no room, or an actor failed to start.
     """
@@ -175,10 +176,10 @@ class ActorGroup:
         return len(self.actors)
 
     def find_lost(self, patience: float) -> set[int]:
-        """Ranks that have died, also those that no call has found out, and those that were late.
+        """Return the ranks that have died, even if no call has noticed it, and those that were late.
 
         Args:
-            patience: seconds for the living ones to answer; one that is at work needn't.
+            patience: seconds to wait for answers of living ranks; a rank at work needn't answer.
         """
         return self._find_dead(patience) | set(self._late)
 
@@ -188,11 +189,12 @@ class ActorGroup:
         return {rank for rank, answer in enumerate(answers) if _is_dead(answer, 0)}
 
     def check(self, patience: float) -> None:
-        """
+        """Check that no rank has died or was late.
+
         Args:
             patience: as for `find_lost`.
         Raises:
-            RoleLost: names every dead rank, or else those that were late, which may be alive.
+            RoleLost: a rank is dead or was late; names all dead ranks, or else the late ones, which may be alive.
         """
         if dead := self._find_dead(patience):
             raise self.dead(sorted(dead), "its work")
@@ -218,16 +220,16 @@ class ActorGroup:
             raise error.cause if isinstance(error.cause, ValueError) else error from error
 
     def submit(self, method: str, per_rank: list[tuple], **kwargs: Any) -> list[Pending]:
-        """Call a method on each rank with that rank's arguments, without waiting. All or none are submitted, for collectives."""
+        """Call a method on each rank with that rank's arguments, without waiting. SIGTERM is deferred, so all or none are submitted."""
         with held(signal.SIGTERM):
             return [self.submit_one(rank, method, *args, **kwargs) for rank, args in zip(range(len(self)), per_rank, strict=True)]
 
     def submit_one(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Pending:
-        """Call a method of one rank, without waiting."""
+        """Call a method of one rank without waiting."""
         return self.actors[rank].call.options(name=f"{self.role}.{method}").remote(method, *args, **kwargs)
 
     def look(self, rank: int, *args: Any) -> Pending:
-        """Call `look` of one rank in another thread than its other calls, without waiting. For `watched` actors."""
+        """Call `look` of one rank of a `watched` group without waiting, in another thread than the rank's other calls."""
         return self.actors[rank].call.options(name=f"{self.role}.look", concurrency_group=WATCH).remote("look", *args)
 
     def call(self, method: str, per_rank: list[tuple] | None = None, *, deadline: float, **kwargs: Any) -> list[Any]:
@@ -235,7 +237,7 @@ class ActorGroup:
         return self.wait(self.submit(method, per_rank or [()] * len(self), **kwargs), deadline=deadline, what=method)
 
     def call_one(self, rank: int, method: str, *args: Any, deadline: float, **kwargs: Any) -> Any:
-        """Call a method of one rank."""
+        """Call a method of one rank and return its result."""
         reference = self.submit_one(rank, method, *args, **kwargs)
         (answer,) = self.wait([reference], deadline=deadline, what=method, ranks=[rank])
         return answer
@@ -250,12 +252,12 @@ class ActorGroup:
         replace: Callable[[RoleLost], None],
         **kwargs: Any,
     ) -> list[Any]:
-        """As `wait`, for independent ranks: calls to lost ranks are repeated after `replace` has started new actors.
+        """Wait as `wait` does for independent ranks: `replace` starts new actors for lost ranks, whose calls are repeated.
 
         Args:
-            references: of `submit` with the same method and arguments.
-            deadline: seconds of each wait.
-            replace: calls `self.replace`, or raises.
+            references: what `submit` returned for the same method and arguments.
+            deadline: seconds for each wait.
+            replace: function that calls `self.replace` or raises.
         """
         while True:
             try:
@@ -267,15 +269,15 @@ class ActorGroup:
                 self.submit_again(lost.ranks, references, method, per_rank, **kwargs)
 
     def submit_again(self, ranks: Sequence[int], references: list[Pending], method: str, per_rank: list[tuple], **kwargs: Any) -> None:
-        """Replace some of the references returned by `submit`."""
+        """Repeat the calls of some ranks, and replace their references among those that `submit` returned."""
         for rank in ranks:
             references[rank] = self.submit_one(rank, method, *per_rank[rank], **kwargs)
 
     def call_only(self, method: str, *args: Any, deadline: float) -> Any:
-        """Call a method of the only actor; an exception in it counts as a loss of the role too.
+        """Call a method of the group's only actor and return its result; an exception in it counts as a loss of the role too.
 
         Raises:
-            RoleLost: the actor died or is late; or it raised, then without ranks.
+            RoleLost: the actor died or is late, or it raised; then the error names no ranks.
         """
         try:
             (answer,) = self.call(method, [args], deadline=deadline)
@@ -284,12 +286,12 @@ class ActorGroup:
         return answer
 
     def wait(self, references: list[Pending], *, deadline: float, what: str, ranks: Sequence[int] | None = None) -> list[Any]:
-        """Results of references, one for each rank.
+        """Return the results of references, one for each rank.
 
         Args:
-            ranks: of the references; None: all.
+            ranks: ranks of the references; None: all ranks.
         Raises:
-            RoleLost: names every dead rank, or else the late ranks and the states of their processes.
+            RoleLost: a rank is dead or late; names all dead ranks, or else the late ones and the states of their processes.
         """
         ranks = list(ranks if ranks is not None else range(len(self)))
         try:
@@ -309,7 +311,7 @@ class ActorGroup:
             raise self.dead(dead, what) from error
 
     def dead(self, ranks: list[int], what: str) -> RoleLost:
-        """The loss of ranks whose processes are gone."""
+        """Return the error for ranks whose processes are gone."""
         return RoleLost(
             f"{self.role} rank {_listed(ranks)}: expected {what} to finish, got a dead process ({self._look(ranks[:1])[0]}); "
             "its log is in the Ray session's folder",
@@ -317,12 +319,12 @@ class ActorGroup:
         )
 
     def _overdue(self, late: list[int], what: str, deadline: float) -> RoleLost:
-        """The loss of ranks that didn't answer by the deadline."""
+        """Return the error for ranks that didn't answer by the deadline, and remember that they were late."""
         self._late.update(dict.fromkeys(late, f"no answer within {deadline:.0f} s"))
         return self._unanswered(late, what)
 
     def _unanswered(self, late: list[int], what: str) -> RoleLost:
-        """The loss of ranks in `_late`."""
+        """Return the error for ranks that were late."""
         states: dict[str, list[str]] = {}
         for rank, state in zip(late, self._look(late), strict=True):
             states.setdefault(self._late[rank], []).append(f"rank {rank}: {state}")
@@ -332,26 +334,26 @@ class ActorGroup:
         )
 
     def peer(self, rank: int) -> RayPeer:
-        """An actor, for another actor that calls it."""
+        """Return an actor for another actor that calls it."""
         return RayPeer(self.role, self.actors[rank])
 
     def given_up(self, reasons: dict[int, str], what: str) -> RoleLost:
-        """The loss of ranks that another actor found out.
+        """Return the error for ranks that another actor found to be lost.
 
         Args:
-            reasons: by rank.
+            reasons: what was got instead of an answer, by rank.
         """
         self._late.update(reasons)  # they may hang
         return self._unanswered(list(reasons), what)
 
     def wait_any(self, references: dict[int, Pending], *, deadline: float, what: str) -> dict[int, Any]:
-        """Results of the ranks that have answered, by rank, as soon as one has.
+        """Return the results of the ranks that have answered, by rank, as soon as one has.
 
         Args:
-            references: by rank.
+            references: pending answers by rank.
             deadline: seconds until the first answer.
         Raises:
-            RoleLost: see `wait`.
+            RoleLost: as `wait`, or no rank answered by the deadline.
         """
         ranks = {reference: rank for rank, reference in references.items()}
         done, _ = ray.wait(list(ranks), num_returns=1, timeout=deadline)
@@ -361,10 +363,10 @@ class ActorGroup:
         return dict(zip(chosen, self.wait(done, deadline=deadline, what=what, ranks=chosen), strict=True))
 
     def replace(self, ranks: Sequence[int], meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Start new actors for the lost ranks and end the old processes.
+        """End the old processes of lost ranks and start new actors.
 
         Args:
-            meanwhile: is called before, and now and then while there is no room; what it raises ends the wait.
+            meanwhile: function that is called first, and now and then while there is no room; an exception in it ends the wait.
         Raises:
             RoleLost: the cluster has no room for an actor, or it failed to start.
         """
@@ -386,7 +388,7 @@ class ActorGroup:
         on_nodes(kill_worker, [self._whereabouts(rank) for rank in ranks if rank in self._late])
 
     def _look(self, ranks: Sequence[int]) -> list[str]:
-        """Location and state of each actor's process, for a message."""
+        """Return location and state of each actor's process, for a message."""
         places = [self._whereabouts(rank) for rank in ranks]
         states = on_nodes(process_state, places)
         return [
@@ -395,7 +397,7 @@ class ActorGroup:
         ]
 
     def places(self) -> dict[str, Place]:
-        """Where each rank's process is, by the rank's name in messages.
+        """Return where each rank's process is, by the rank's name in messages.
 
         Raises:
             RoleLost: a process doesn't start in time.
@@ -409,7 +411,7 @@ class ActorGroup:
         return None
 
     def end(self, *, deadline: float) -> None:
-        """End all processes, and wait until they have freed their memory."""
+        """End all processes, and wait at most `deadline` seconds until they have freed their memory."""
         until = time.monotonic() + deadline
         places = [self._whereabouts(rank) for rank in range(len(self))]
         self._end(range(len(self)))
@@ -427,7 +429,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _is_dead(reference: Pending, patience: float) -> bool:
-    """Whether the actor behind a reference is known to be dead after some seconds."""
+    """Return whether the actor behind a reference is known to be dead, after waiting for its answer for `patience` seconds."""
     try:
         ray.get(reference, timeout=patience)
     except (GetTimeoutError, RayTaskError):  # some of the latter are RayActorErrors too: another actor died, whose answer was an argument

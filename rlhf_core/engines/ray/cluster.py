@@ -46,7 +46,7 @@ _SOCKET = "rlhf-ray-xxxxxxxx/r/session_2026-01-01_00-00-00_000000_1234567/socket
 
 
 class Readable(Protocol):
-    """A file, or what is read as one."""
+    """A file, or an object with a file's `exists` and `read_bytes`."""
 
     def read_bytes(self) -> bytes: ...
 
@@ -60,7 +60,7 @@ class HeadRefused(ClusterError):
 
 
 class HeadLate(ClusterError):
-    """The head doesn't answer in time, but may later."""
+    """The head didn't answer in time, but may answer later."""
 
 
 @contextlib.contextmanager
@@ -72,9 +72,9 @@ def local_head(
     Other heads on the machine are left alone: nothing here calls `ray stop`. The head dies with this process.
 
     Args:
-        weights: bytes of a model that goes through the object store.
-        stop_grace: seconds between SIGTERM and SIGKILL of the job, for its checkpoint.
-        keep_open: file descriptors that stay open until the last process of the head is gone, even when this one is killed.
+        weights: bytes of a model whose weights go through the object store.
+        stop_grace: seconds between SIGTERM and SIGKILL, in which the job writes its checkpoint.
+        keep_open: file descriptors that stay open until the head's last process is gone, even if this process is killed.
     Raises:
         ClusterError: the head isn't ready after `start_timeout` seconds.
     """
@@ -132,24 +132,25 @@ def local_head(
 
 
 def forget_other_clusters() -> list[str]:
-    """Remove OF_ANOTHER_CLUSTER from the environment of this process and its children. Returns the names that were set."""
+    """Remove OF_ANOTHER_CLUSTER from the environment of this process and its children, and return the names that were set."""
     return [name for name in OF_ANOTHER_CLUSTER if os.environ.pop(name, None)]
 
 
 def python_path(root: Path) -> str:
-    """PYTHONPATH of a job's processes: the project's folder, then this process's entries, which may have packages."""
+    """Return PYTHONPATH for a job's processes: the project's folder, then this process's entries, which may have packages."""
     return os.pathsep.join(dict.fromkeys([str(root), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))
 
 
 def store_bytes(weights: int) -> int:
-    """Size of Ray's object store: for batches, of which a response token takes 33 bytes in the update, and for a model's weights. Ray
-    spills excess objects to the disk, which is slow.
+    """Return the size of Ray's object store, for a model's weights and for batches, of which a response token takes 33 bytes in the update.
+
+    Ray spills excess objects to the disk, which is slow.
     """
     return min(SMALLEST_STORE + weights, psutil.virtual_memory().total // 3)
 
 
 def _head_command(folder: Path, cpus: int, store: int) -> tuple[int, list[str]]:
-    """The dashboard's port, and the command of a head that listens on loopback only, on currently free ports."""
+    """Return the dashboard's port, and the command of a head that listens on loopback only, on currently free ports."""
     port, dashboard, agent, client, metrics = free_ports(5)
     return dashboard, [
         sys.executable, "-m", "rlhf_core.engines.ray.start", "start", "--head", "--block", "--disable-usage-stats", "--log-style=record",
@@ -197,7 +198,7 @@ def _stop_head(keeper: subprocess.Popen, folder: Path) -> None:
 
 
 def _end_marked(folder: Path) -> None:
-    """End all processes of a head, even reparented ones: all inherit the head's environment variable."""
+    """End all processes of a head, even reparented ones: all inherit an environment variable that names the head's folder."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(MARK) == str(folder):
@@ -205,7 +206,7 @@ def _end_marked(folder: Path) -> None:
 
 
 def check_head(address: str, timeout: float = CHECK_SECONDS) -> None:
-    """Ask a head once for its jobs.
+    """Ask a head once for its jobs, to check that it answers and accepts this process.
 
     Raises:
         HeadRefused: the head doesn't accept this process's token.
@@ -244,7 +245,7 @@ def check_head(address: str, timeout: float = CHECK_SECONDS) -> None:
 
 
 def token_refusal(address: str, error: AuthenticationError) -> str:
-    """Why a cluster refused this process's token, and what to do."""
+    """Return why a cluster refused this process's token, and what to do."""
     set_one = "set RAY_AUTH_MODE=token in this shell, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's token"
     got = "RAY_AUTH_MODE is not set" if os.environ.get("RAY_AUTH_MODE") != "token" else error.message.partition("\n")[0]
     return f"cluster at {address}: expected it to accept the token, got: {got}; {set_one} (docs/cluster.md)"
@@ -256,7 +257,7 @@ def _last_cause(error: BaseException) -> str:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those that it arose from."""
+    """Yield an error and the errors that it arose from."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -278,15 +279,16 @@ def run_job(
     """Submit a job, or find the running one with this entrypoint, and follow it to its end.
 
     Args:
-        entrypoint: the shell command of the driver. It names the job's folder: other folders may do the same work on the cluster.
-        name: with which the job's id begins.
-        code: a folder that Ray brings to every node, where it is the working folder and on Python's path; None: nodes see the project's.
+        entrypoint: the driver's shell command, by which a running job is found. It names the job's folder, since other folders may do the
+            same work on the cluster.
+        name: the beginning of the job's id.
+        code: folder that Ray brings to every node as the working folder and on Python's path; None: nodes see the project's folder.
         silence_timeout: seconds without an answer of the head, or without a change of `pulse`, after which it counts as lost.
-        pulse: what the driver changes regularly (rlhf_core/stage/job.py: beat).
-        on_output: gets the driver's output in chunks.
-        stop_requested: once True, the job gets SIGTERM; the head's grace lets it write a checkpoint.
+        pulse: file that the driver changes regularly (rlhf_core/stage/job.py: beat).
+        on_output: function that gets the driver's output in chunks.
+        stop_requested: once it returns True, the job gets SIGTERM; the head's grace lets it write a checkpoint.
     Returns:
-        the driver's exit code.
+        The driver's exit code.
     Raises:
         ClusterError: the job didn't start within `start_timeout` seconds, or the head or the driver is silent.
     """
@@ -310,8 +312,10 @@ def run_job(
 
 
 def _submit(client, deadline: float, **job: Any) -> str:
-    """Submit a job. Retries while the agent of a new head isn't ready yet, or when a busy head closes the connection; the job's id then
-    shows whether the head accepted it anyway.
+    """Submit a job and return its id.
+
+    Retries while the agent of a new head isn't ready, and when a busy head closes the connection; the job's id then shows whether the head
+    accepted it anyway.
     """
     dropped = False
     while True:
@@ -338,13 +342,13 @@ def _live_job(client, entrypoint: str, patience: _Patience) -> str | None:
 class _Patience:
     """Sends requests to a head that may be busy, and then closes connections, or stopped, and then never answers.
 
-    seconds: deadline of an answer.
+    seconds: deadline of an answer in seconds.
     """
 
     seconds: float
 
     def ask(self, question: Callable[[], Any], subject: str) -> Any:
-        """Raises ClusterError: no answer within the deadline."""
+        """Return the answer to a question. Raises ClusterError if there is none within the deadline."""
         deadline = time.monotonic() + self.seconds
         while True:
             try:
@@ -359,7 +363,7 @@ class _Patience:
 
 
 def _within(seconds: float, question: Callable[[], Any]) -> Any:
-    """Result of a call without a deadline of its own, made in a daemon thread.
+    """Return the result of a call that has no deadline of its own, made in a daemon thread.
 
     Raises:
         TimeoutError: no result within the deadline.
@@ -383,7 +387,7 @@ def _within(seconds: float, question: Callable[[], Any]) -> Any:
 
 
 class _Pulse:
-    """Whether a driver is alive, by a file that it changes regularly. Only changes count, so no clocks are compared."""
+    """Tells whether a driver is alive, by a file that it changes regularly. Only changes count, so no clocks are compared."""
 
     def __init__(self, path: Readable, seconds: float, start_seconds: float):
         self._path, self._seconds, self._start_seconds = path, seconds, start_seconds
@@ -391,7 +395,7 @@ class _Pulse:
         self._until = 0.0
 
     def is_silent(self) -> bool:
-        """Whether the file didn't change for the allowed seconds (a longer time after the first call). Called while the job runs."""
+        """Return whether the file hasn't changed for the allowed seconds, which are more at first. Call it while the job runs."""
         now = b""
         with contextlib.suppress(OSError):
             now = self._path.read_bytes()

@@ -1,4 +1,4 @@
-"""The GPUs of an RL job: reserved in one placement group, and given to its actors as its placement says."""
+"""Reserves the GPUs of an RL job in one placement group, and gives them to its actors as its placement says."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from rlhf_core.planning.placement import GpuPlacement, check_gpus
 
 
 def node_gpus() -> list[int]:
-    """GPUs of each node of the cluster that this job has joined."""
+    """Return the number of GPUs of each node of the cluster that this job has joined."""
     return [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
 
 
 class ReservedGpus:
-    """The GPUs of a placement. Without any, nothing is reserved.
+    """The reserved GPUs of a placement. If the placement has none, nothing is reserved.
 
     Args:
-        deadline: seconds to reserve them, and for a node's answer.
+        deadline: seconds in which they must be reserved, and in which a node must answer.
     Raises:
-        ValueError: the nodes don't have them, free or not.
-        RoleLost: no room within the deadline.
+        ValueError: the nodes don't have these GPUs, free or not.
+        RoleLost: the GPUs weren't free within the deadline.
     """
 
     def __init__(self, placement: GpuPlacement, *, deadline: float):
@@ -39,21 +39,21 @@ class ReservedGpus:
             self._bundles = {gpu: bundle for gpus, bundle in zip(placement.bundles, reserved, strict=True) for gpu in gpus}
 
     def of_ranks(self, group: int) -> list[Bundle] | None:
-        """The place of each rank of a group; None without GPUs."""
+        """Return the place of each rank of a group; None without GPUs."""
         if not self._bundles:
             return None
         share, wanted = self._placement.share, self._placement.per_rank
         return [Bundle(*self._bundles[gpu], share(gpu, wanted)) for gpu in self._placement.ranks[group]]
 
     def of_engines(self) -> list[Bundle] | None:
-        """The place of each rollout engine; None without GPUs. To be called before ranks are started."""
+        """Return the place of each rollout engine; None without GPUs. Call it before ranks are started."""
         if not self._bundles:
             return None
         ids = {first: self._ids(first) for first in dict.fromkeys(self._placement.engines) if self._needs_ids(first)}
         return [Bundle(*self._bundles[first], self._counted(first), ids.get(first, ())) for first in self._placement.engines]
 
     def _needs_ids(self, first: int) -> bool:
-        """Whether an engine on several GPUs shares them. Ray counts no part of several, so the engine gets their ids instead."""
+        """Return whether an engine on several GPUs shares them. Ray counts no parts of several, so the engine gets their ids instead."""
         return self._placement.tensor_parallel_size > 1 and not self._placement.is_alone(first)
 
     def _counted(self, first: int) -> float:
@@ -66,12 +66,12 @@ class ReservedGpus:
         return bundle_gpus("rollout", *self._bundles[first], self._placement.tensor_parallel_size, deadline=self._deadline)
 
     def check(self, ranks: Sequence[Mapping[str, Place]], engines: Mapping[str, Place] | None) -> None:
-        """Check that no two processes share a GPU that the placement gives to one.
+        """Check that each process has as many GPUs as planned and shares none that the placement gives to one process.
 
         Args:
-            ranks: where those of each group are, by their names. engines: None: they aren't looked at.
+            ranks: places of each group's ranks by their names. engines: places of the engines by their names; None: they aren't checked.
         Raises:
-            ValueError: two do, or one has more or fewer GPUs than planned.
+            ValueError: processes share a GPU that they shouldn't, or one has another number of GPUs.
         """
         if not self._bundles:
             return
@@ -90,13 +90,13 @@ def reserve_gpus(what: str, sizes: Sequence[int], *, cpus: int, deadline: float)
     """Reserve whole GPUs in one placement group.
 
     Args:
-        sizes: GPUs of each bundle, which are on one node.
-        cpus: beside each GPU.
+        sizes: number of GPUs of each bundle; a bundle's GPUs are on one node.
+        cpus: number of CPUs reserved with each GPU.
     Returns:
-        A bundle of each size. Of equally large ones, those of a node are adjacent.
+        A bundle for each size. Equally large bundles of one node are adjacent.
     Raises:
-        ValueError: the nodes don't have them, free or not.
-        RoleLost: no room within `deadline` seconds.
+        ValueError: the nodes don't have these GPUs, free or not.
+        RoleLost: the GPUs weren't free within `deadline` seconds.
     """
     nodes = [(node["NodeManagerHostname"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
     if not _have_room([int(min(has.get("GPU", 0), has.get("CPU", 0) // cpus)) for _, has in nodes], sizes):
@@ -112,7 +112,7 @@ def reserve_gpus(what: str, sizes: Sequence[int], *, cpus: int, deadline: float)
 
 
 def _have_room(nodes: list[int], sizes: Sequence[int]) -> bool:
-    """Whether so many GPUs of each node hold bundles of these sizes: each in turn, large ones first, on the node that has least room."""
+    """Return whether nodes with these numbers of GPUs hold bundles of these sizes: large ones first, on the node with least room."""
     free = list(nodes)
     for size in sorted(sizes, reverse=True):
         room = [node for node, left in enumerate(free) if left >= size]
@@ -128,7 +128,7 @@ def _listed(sizes: Sequence[int], cpus: int) -> str:
 
 
 def bundle_gpus(what: str, group: PlacementGroup, index: int, count: int, *, deadline: float) -> tuple[str, ...]:
-    """Ids of the GPUs of a bundle on its node, of which no actor has any yet.
+    """Return the ids of a bundle's GPUs on its node. No actor may have any of them yet.
 
     Raises:
         RoleLost: the node doesn't answer within `deadline` seconds.

@@ -1,4 +1,4 @@
-"""Keeper of a Ray head: starts it, and ends all its processes on SIGTERM or when its stage is gone.
+"""Keeps a Ray head: starts it, and ends all its processes on SIGTERM or when its stage is gone.
 
     python -m rlhf_core.engines.ray.head <folder> <pid of the stage> <command of the head>
 
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def _follow_parent() -> None:
-    """Request SIGTERM when the parent dies, and adopt orphaned descendants, so that this process can end them all."""
+    """Ask the kernel for SIGTERM when the parent dies, and adopt orphaned descendants, so that this process can end them all."""
     end_with_parent()
     if sys.platform == "linux":
         pr_set_child_subreaper = 36
@@ -55,7 +55,7 @@ def _follow_parent() -> None:
 
 
 def _end_descendants() -> None:
-    """Kill all processes without a grace: the job has already written its checkpoint, or the stage was killed."""
+    """Kill all descendants without a grace: the job has already written its checkpoint, or the stage was killed."""
     until = time.monotonic() + END_SECONDS
     while (children := psutil.Process().children(recursive=True)) and time.monotonic() < until:
         for child in children:

@@ -1,4 +1,4 @@
-"""The Ray cluster of a job: joined, its memory, and resources reserved for actors."""
+"""The Ray cluster of a job: joining it, its memory, and resources reserved for actors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger("rlhf")
 class RoleLost(RuntimeError):
     """An actor died, or didn't answer by its deadline. The message names role and rank.
 
-    ranks: the lost ones; empty if a call failed without losing a rank.
+    ranks: the lost ranks; empty if a call failed without losing one.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()):
@@ -42,9 +42,9 @@ class RoleLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Bundle:
-    """Where an actor is placed: a bundle of a placement group, and how much of the bundle's GPUs Ray counts for the actor.
+    """Where an actor is placed: a bundle of a placement group, and the number of GPUs that Ray counts for the actor.
 
-    visible: ids of the GPUs that the actor gets in place of that.
+    visible: ids of the GPUs that the actor sees if Ray counts none for it.
     """
 
     group: PlacementGroup
@@ -54,28 +54,29 @@ class Bundle:
 
 
 def join_cluster(*, output: bool = True) -> int:
-    """Connect to the cluster that this job runs on. Returns how many GPUs it has.
+    """Connect to the cluster that this job runs on, and return its number of GPUs.
 
     Args:
-        output: print what the job's actors print.
+        output: whether this process prints what the job's actors print.
     """
     ray.init(address="auto", logging_level="ERROR", log_to_driver=output)
     return int(ray.cluster_resources().get("GPU", 0))
 
 
 def node_cpus() -> list[int]:
-    """CPUs that each node of the cluster has for Ray's actors."""
+    """Return the number of CPUs that each node of the cluster has for Ray's actors."""
     return [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
 
 
 def check_cpus(rl: RlConfig, nodes: Sequence[int]) -> None:
-    """Check that each process of a rollout engine and each trainer rank of a cluster without GPUs gets a CPU, an engine's on one node; Ray
-    would wait for them without a word.
+    """Check that on a cluster without GPUs each trainer rank and each process of a rollout engine gets a CPU, an engine's on one node.
+
+    Without this check Ray would wait for CPUs silently.
 
     Args:
-        nodes: CPUs of each.
+        nodes: number of CPUs of each node.
     Raises:
-        ValueError: there are fewer.
+        ValueError: there are too few.
     """
     size, engines = rl.rollout.tensor_parallel_size, rl.rollout.engines
     if sum(nodes) < rl.cpus or sum(count // size for count in nodes) < engines:
@@ -88,7 +89,7 @@ def check_cpus(rl: RlConfig, nodes: Sequence[int]) -> None:
 
 
 def cluster_memory(timeout: float) -> list[Machine]:
-    """Memory of each node, and of the GPUs that it has for Ray's actors.
+    """Return each node's memory, and the memory of the GPUs that it has for Ray's actors.
 
     Raises:
         RoleLost: a node doesn't answer within `timeout` seconds.
@@ -100,11 +101,11 @@ def cluster_memory(timeout: float) -> list[Machine]:
 
 
 def check_nodes(files: JobFiles | None, interface: str | None, *, timeout: float) -> None:
-    """Check every node that actors may be placed on, before any is.
+    """Check every node on which actors may be placed, before any is.
 
     Args:
-        files: of the job, with the versions of packages that a node must have; None: the nodes see the project's folder.
-        interface: of the network, that a node must have; None: any.
+        files: the job's files, with the versions of packages that a node must have; None: the nodes see the project's folder.
+        interface: network interface that a node must have; None: any.
     Raises:
         ValueError: a node lacks a package, the interface or the storage, or has another version.
         RoleLost: a node doesn't answer within `timeout` seconds.
@@ -126,7 +127,7 @@ def check_nodes(files: JobFiles | None, interface: str | None, *, timeout: float
 
 
 def _looked_at(files: JobFiles | None) -> tuple[dict[str, str], list[str], str | None]:
-    """Packages and network interfaces of this node, and why it can't use the storage."""
+    """Return this node's packages and network interfaces, and why it can't use the storage (None: it can)."""
     versions, interfaces, no_storage = found_here(files.packages if files else ()), sorted(psutil.net_if_addrs()), None
     try:
         if files is not None:
@@ -137,7 +138,7 @@ def _looked_at(files: JobFiles | None) -> tuple[dict[str, str], list[str], str |
 
 
 def _of_nodes(nodes: Sequence[Mapping[str, Any]], look: Callable[[], Any], what: str, timeout: float) -> list[Any]:
-    """What `look` returns on each node.
+    """Return what `look` returns on each node.
 
     Raises:
         RoleLost: a node doesn't answer within `timeout` seconds.
@@ -151,8 +152,9 @@ def _of_nodes(nodes: Sequence[Mapping[str, Any]], look: Callable[[], Any], what:
 
 
 def use_node_interface() -> None:
-    """Have gloo listen at the address that Ray knows this node by, unless an interface is set. By itself it listens where the host's name
-    points, which is 127.0.1.1 on a stock Debian.
+    """Have gloo listen at the address by which Ray knows this node, unless an interface is set.
+
+    By default gloo listens at the address of the host's name, which is 127.0.1.1 on a stock Debian.
     """
     address = get_node_ip_address()
     names = [name for name, bound in psutil.net_if_addrs().items() if any(a.address == address for a in bound)]
@@ -168,7 +170,7 @@ def reserve(what: str, bundles: list[dict[str, float]], *, deadline: float, mean
     """Reserve resources for actors, close together.
 
     Args:
-        meanwhile: is called now and then while there is no room; what it raises ends the wait.
+        meanwhile: function that is called now and then while there is no room; an exception in it ends the wait.
     Raises:
         RoleLost: no room within `deadline` seconds.
     """
@@ -196,7 +198,7 @@ def _resources(bundle: Mapping[str, float]) -> str:
 
 
 def _room() -> str:
-    """What the cluster has of CPUs and GPUs, and what is free."""
+    """Return the cluster's CPUs and GPUs, in all and free, as text."""
     has, free = ray.cluster_resources(), ray.available_resources()
     nodes = number_of(sum(node["Alive"] for node in ray.nodes()), "node")
     return f"{nodes}: " + ", ".join(f"{has[name]:g} {name}, {free.get(name, 0.0):g} free" for name in ("CPU", "GPU") if name in has)

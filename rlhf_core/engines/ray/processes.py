@@ -1,4 +1,4 @@
-"""Processes of actors, on whichever node they are: where they are, their state, and their end."""
+"""Processes of actors on any node: where they are, their state, and their end."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Place:
 
 
 def place_of_process(_: Any) -> Place:
-    """To be called in an actor."""
+    """Return the place of this process, which is an actor's."""
     context = ray.get_runtime_context()
     gpus = context.get_accelerator_ids().get("GPU") or [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), tuple(gpus))
 
 
 def by_node(places: Mapping[str, Place]) -> list[str]:
-    """A line for each node: its address, its processes by their names, their ids, and their GPUs.
+    """Return a line for each node: its address, and the names, ids and GPUs of its processes.
 
     Args:
-        places: by the processes' names.
+        places: places of the processes by their names.
     """
     nodes: dict[str, list[str]] = {}
     for name, place in places.items():
@@ -48,7 +48,10 @@ def by_node(places: Mapping[str, Place]) -> list[str]:
 
 
 def on_nodes(look: Callable[[int], str], places: Sequence[Place | None]) -> list[str | None]:
-    """Result of `look` for the process at each place, at the same time; None: there is no place, or its node doesn't answer in time."""
+    """Call `look` for the process at each place, all at the same time, and return the results.
+
+    A result is None if there is no place, or its node doesn't answer in time.
+    """
     here, pending = ray.get_runtime_context().get_node_id(), {}
     for number, place in enumerate(places):
         if place is not None and place.node != here:
@@ -71,7 +74,7 @@ def process_state(pid: int) -> str:
 
 
 def kill_worker(pid: int) -> str:
-    """SIGKILL a process if it is a Ray worker, since its id may have been reused."""
+    """Send SIGKILL to a process if it is a Ray worker, since its id may have been reused, and return its state."""
     with suppress(psutil.NoSuchProcess, ProcessLookupError):
         if psutil.Process(pid).cmdline()[:1] and psutil.Process(pid).cmdline()[0].startswith("ray::"):
             os.kill(pid, signal.SIGKILL)

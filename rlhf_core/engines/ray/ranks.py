@@ -1,4 +1,4 @@
-"""Ranks that call one function within a process group, each in an actor of its own."""
+"""Ranks that call one function within a process group, each in its own actor."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _COLOUR = re.compile(r"\x1b\[\d+m")  # of a traceback by Ray
 class RankSettings:
     """Which ranks are started, and how long they may take.
 
-    gpus: whether each rank gets a GPU; without, each gets a CPU.
+    gpus: whether each rank gets a GPU; otherwise it gets a CPU.
     threads: OMP_NUM_THREADS of each rank.
     visible: names of environment variables that ranks may see.
     start_timeout: seconds for the cluster to have room for all ranks.
-    rank_timeout: seconds that a rank waits for others, also within a collective, and that it may take to answer.
+    rank_timeout: seconds that a rank waits for others, also within a collective, and in which it must answer.
     """
 
     size: int
@@ -56,21 +56,21 @@ class RankFailed(RuntimeError):
 
 
 class Rank:
-    """Hosted by the actor of a rank. `look` is called beside `run`, in another thread."""
+    """One rank, hosted by its actor. `look` is called while `run` runs, in another thread."""
 
     def __init__(self, rank: int, world_size: int, timeout: float):
         self._rank, self._world_size, self._timeout = rank, world_size, timeout
         self._stop, self._output, self._store = threading.Event(), _Output(), None
 
     def address(self) -> tuple[str, int]:
-        """Host and port of the store at which the ranks meet; called on rank 0."""
+        """Open the store at which the ranks meet, on rank 0, and return its host and port."""
         from rlhf_core.engines.rendezvous import open_store  # imports torch, which the driver doesn't need
 
         self._store = open_store(self._world_size, timeout=self._timeout)
         return self._store.host, self._store.port
 
     def run(self, address: tuple[str, int], function: str, argument: Any) -> Any:
-        """Join the other ranks, and call `function(argument, stop)`, whose second argument tells whether a stop is requested."""
+        """Join the other ranks, and return `function(argument, stop)`, where `stop()` tells whether a stop is requested."""
         from rlhf_core.engines.deepspeed_engine import join_world
         from rlhf_core.engines.rendezvous import join_store
 
@@ -85,10 +85,10 @@ class Rank:
             sys.stdout = sys.__stdout__
 
     def look(self, stop: bool) -> str:
-        """What rank 0 has printed since the last call.
+        """Return what rank 0 has printed since the last call; empty on other ranks.
 
         Args:
-            stop: request a stop.
+            stop: whether to request a stop.
         """
         if stop:
             self._stop.set()
@@ -96,7 +96,7 @@ class Rank:
 
 
 class _Output(io.TextIOBase):
-    """Keeps what is written until it is taken."""
+    """A text stream that keeps what is written until it is taken."""
 
     def __init__(self) -> None:
         self._lock, self._texts = threading.Lock(), []
@@ -116,11 +116,11 @@ class _Output(io.TextIOBase):
 
 
 def run_on_ranks(function: str, argument: Any, settings: RankSettings, stop: Stop) -> Any:
-    """Call a function on every rank of a process group, and print what rank 0 prints. To be called in a Ray job's driver.
+    """Call a function on every rank of a process group, and print what rank 0 prints. Call it in a Ray job's driver.
 
     Args:
         function: "module:name", called with `argument` and a function that returns whether rank 0 is to stop.
-        stop: before all ranks have started it ends them; then it is passed on to rank 0.
+        stop: a request before all ranks have started ends them; a later one is passed on to rank 0.
     Returns:
         The result of rank 0.
     Raises:
@@ -159,7 +159,7 @@ def run_on_ranks(function: str, argument: Any, settings: RankSettings, stop: Sto
 
 
 def _follow(actors: ActorGroup, calls: list[Pending], stop: Stop, timeout: float) -> Any:
-    """Wait for every rank. See `run_on_ranks`."""
+    """Wait for every rank, and return rank 0's result. Raises as `run_on_ranks` does."""
     watch = _Watch(actors, timeout)
     while True:
         done, _ = ray.wait(calls, num_returns=len(calls), timeout=POLL_SECONDS)
@@ -185,7 +185,7 @@ def _follow(actors: ActorGroup, calls: list[Pending], stop: Stop, timeout: float
 
 
 def _error_of(call: Pending) -> BaseException | None:
-    """The error of a call that has ended."""
+    """Return the error of a call that has ended, or None."""
     try:
         ray.get(call)
     except RayError as error:
@@ -194,7 +194,7 @@ def _error_of(call: Pending) -> BaseException | None:
 
 
 def _explains(errors: Mapping[int, BaseException]) -> bool:
-    """Whether one of these errors isn't the consequence of another rank's, as an error of communication may be."""
+    """Return whether one of these errors isn't just a consequence of another rank's, as an error of communication may be."""
     return any(_is_death(error) or not isinstance(_cause(error), RuntimeError) for error in errors.values())
 
 
@@ -207,7 +207,9 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def failure(actors: ActorGroup, errors: Mapping[int, BaseException]) -> Exception:
-    """What happened first, as far as the ranks' errors show it: a refusal, then a death, which makes other ranks fail, then any other."""
+    """Return the error that came first, as far as the ranks' errors show it: a refusal, else a death, which makes other ranks fail, else
+    another.
+    """
     own = {rank: error for rank, error in errors.items() if not _is_death(error)}
     refused = {rank: error for rank, error in own.items() if not isinstance(_cause(error), RuntimeError)}
     if not refused and len(own) < len(errors):
@@ -231,7 +233,7 @@ class _Watch:
         self._answered = dict.fromkeys(range(len(actors)), time.monotonic())
 
     def look(self, stop: bool) -> list[int]:
-        """Ask the ranks whose turn it is. Returns those that haven't answered in time."""
+        """Ask the ranks whose turn it is, and return those that haven't answered in time."""
         for rank, since in self._answered.items():
             if rank not in self._asked and (rank == 0 or time.monotonic() - since > LOOK_SECONDS):
                 self._asked[rank] = self._actors.look(rank, stop), time.monotonic()
@@ -247,12 +249,12 @@ class _Watch:
         return silent
 
     def unanswered(self, seconds: float) -> list[int]:
-        """The ranks that were asked so long ago and haven't answered."""
+        """Return the ranks that were asked more than `seconds` ago and haven't answered."""
         self.look(stop=False)
         return [rank for rank, (_, since) in self._asked.items() if time.monotonic() - since > seconds]
 
     def finish(self) -> None:
-        """Print what is left, unless rank 0 is gone or doesn't answer."""
+        """Print the rest of the output, unless rank 0 is gone or doesn't answer."""
         call = self._asked[0][0] if 0 in self._asked else self._actors.look(0, False)
         self._print(call)
         if 0 in self._asked:

@@ -25,7 +25,9 @@ def main() -> None:
 
 
 def without_client(parameters: Any, _head: bool) -> None:
-    """Hook that Ray calls with a node's parameters before it starts this node; not inherited by nodes that jobs start."""
+    """Keep a head from starting a server for Ray's client. Ray calls this hook with a node's parameters; nodes that jobs start don't
+    inherit it.
+    """
     del os.environ["RAY_START_HOOK"]
     parameters.ray_client_server_port = None
 

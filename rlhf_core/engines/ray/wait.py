@@ -1,6 +1,7 @@
 """Wait until a Ray cluster is complete: python -m rlhf_core.engines.ray.wait <dashboard's address> <nodes> <seconds>.
 
-Exit code 0: the cluster has at least so many nodes; 1: it hasn't by the deadline. Needs the cluster's token (docs/security.md).
+Exit code 0: the cluster has at least this many nodes; 1: it doesn't have them by the deadline. The command needs the cluster's token
+(docs/security.md).
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ ANSWER_SECONDS = 10
 
 
 def wait_for_nodes(address: str, count: int, timeout: float) -> list[NodeState]:
-    """The living nodes, once there are `count`.
+    """Wait until the cluster has `count` living nodes, and return them.
 
     Args:
-        address: of the dashboard, as in `cluster.address`. timeout: seconds.
+        address: the dashboard's address, as in `cluster.address`. timeout: seconds to wait.
     Raises:
         ClusterError: there are fewer by the deadline, the dashboard doesn't answer, or it refuses the token.
     """

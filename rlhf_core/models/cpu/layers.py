@@ -38,9 +38,9 @@ class Matrix:
 
     The gradient is that of the weight, or of the correction's factors if the weight is frozen.
 
-    weight: without the correction, if there is one.
-    trains: the weight's gradient is wanted; None: no gradient is.
-    gradients: of weight, left and right; None where not wanted.
+    weight: the matrix without the correction, if there is one.
+    trains: whether the weight's gradient is wanted; None: no gradient is wanted.
+    gradients: gradients of weight, left and right; None for one that isn't wanted.
     """
 
     def __init__(self, weight: torch.Tensor, left: torch.Tensor | None, right: torch.Tensor | None, *, trains: bool | None = None):
@@ -63,7 +63,7 @@ class Matrix:
         return found if self.correction is None else found.addmm_(inputs @ self.correction.right.t(), self.correction.left.t())
 
     def input_gradient(self, gradient: torch.Tensor, *, added: torch.Tensor | None = None) -> torch.Tensor:
-        """The gradient [N, in] of the inputs, given that of the output; it is added to `added` in place."""
+        """Return the gradient [N, in] of the inputs, given that of the output, added in place to `added` if that is given."""
         found = gradient @ self.weight if added is None else added.addmm_(gradient, self.weight)
         return found if self.correction is None else found.addmm_(gradient @ self.correction.left, self.correction.right)
 
@@ -71,7 +71,7 @@ class Matrix:
         """Add the gradient of a piece of rows.
 
         Args:
-            gradient: [N, out], of the output for the inputs [N, in].
+            gradient: [N, out], the gradient of the output for the inputs [N, in].
         """
         if self._wanted[0] is not None:
             self._add(0, gradient.t(), inputs)
@@ -93,7 +93,7 @@ def _is_half(x: torch.Tensor) -> bool:
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """The tensor in float32 at least; the tensor itself if it is."""
+    """Return the tensor in float32 at least: unchanged if it is already."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -123,12 +123,12 @@ def rotated_qkv(
     learns: bool,
     rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rotated queries and keys, and values, in their places; if `learns`, also the normalized rows and 1 / rms.
+    """Return rotated queries and keys, and values, in their places; if `learns`, also the normalized rows and 1 / rms.
 
     Args:
         sources: the row that each place copies; None: each row has one place.
     Returns:
-        The first two of the matrix's dtype.
+        [places, out], [N, H] and [N, 1]; the first two have the matrix's dtype.
     """
     (count, size), weight = hidden.shape, matrix.weight
     normalized, inverse = weight.new_empty([count if learns else 0, size]), hidden.new_empty([count, 1])
@@ -158,12 +158,12 @@ def rotated_qkv_backward(
     multiplied: Matrix,
     matrix: Matrix,
 ) -> torch.Tensor:
-    """The gradient of the hidden states in `rotated_qkv`.
+    """Return the gradient of the hidden states in `rotated_qkv`.
 
     Args:
-        grad: of each place; if `places` is None, of each row, and overwritten.
-        multiplied: as in the forward pass.
-        matrix: sums the gradients.
+        grad: gradient of each place; if `places` is None, of each row, and then it is overwritten.
+        multiplied: the matrix of the forward pass.
+        matrix: the matrix that sums the gradients.
     """
     hidden_grad = torch.empty(normalized.shape, dtype=inverse.dtype)
     for first in range(0, len(normalized), rows):
@@ -180,9 +180,9 @@ def rotated_qkv_backward(
 def swiglu(
     x: torch.Tensor, norm: torch.Tensor, gate: Matrix, up: Matrix, down: Matrix, eps: float, learns: bool, rows: int
 ) -> tuple[torch.Tensor, ...]:
-    """x + down(silu(gate(n)) * up(n)), n = norm * x / rms(x); if `learns`, also x / rms(x), 1 / rms, gate(n) and up(n).
+    """Return x + down(silu(gate(n)) * up(n)), n = norm * x / rms(x); if `learns`, also x / rms(x), 1 / rms, gate(n) and up(n).
 
-    The weights are multiplied by as they are: a copy of them, as of several in one, costs as much as some hundred rows.
+    The weights are used as they are: joining them in one matrix would need a copy, which costs as much as some hundred rows.
     """
     count, size = x.shape
     kept, width, dtype = count if learns else 0, len(gate.weight), norm.dtype
@@ -212,7 +212,7 @@ def swiglu_backward(
     ups: torch.Tensor,
     rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of x and of the norm's weight in `swiglu`; the matrices sum their own."""
+    """Return the gradients of x and of the norm's weight in `swiglu`; the matrices sum their own gradients."""
     x_grad, dtype, norm = torch.empty_like(grad), norm.dtype, widened(norm)
     norm_grad = torch.zeros_like(norm)
     for first in range(0, len(grad), rows):

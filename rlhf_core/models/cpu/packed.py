@@ -160,7 +160,7 @@ def _stacked(
     The correction is added to the matrix, except in bfloat16, where rounding the sum would lose a small one.
 
     Args:
-        linears: with each what it does to its rows.
+        linears: each layer, with the function that reorders its rows.
         norm: weight of the norm before them, which is multiplied in.
     """
     rows, lefts, rights = [], [], []
@@ -227,7 +227,7 @@ class _RotatedQkv(Function):
 
 
 def _multiplied(weight: torch.Tensor, left: torch.Tensor | None, right: torch.Tensor | None) -> Matrix:
-    """The result of `_stacked` as a factor."""
+    """Return the result of `_stacked` as a matrix."""
     return Matrix(weight, left, right) if weight.dtype == torch.bfloat16 else Matrix(weight, None, None)
 
 

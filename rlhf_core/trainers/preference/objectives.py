@@ -1,6 +1,6 @@
-"""From token ids to the losses of preference training: on pairs, and on single responses.
+"""Computes the losses of preference training from token ids: on pairs, and on single responses.
 
-A step's loss is the mean over its pairs, or responses, however they are cut into micro-batches. Quantities of the whole step (KTO's
+A step's loss is the mean over its pairs or responses, whatever the micro-batches. Quantities of the whole step (KTO's
 baseline, the number of chosen tokens) are computed before the first micro-batch.
 """
 
@@ -44,7 +44,7 @@ class Continuation(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """Equal for equal continuations."""
+        """A hash that is equal for equal continuations."""
         ids = array("i", (len(self.prompt_ids), *self.prompt_ids, *self.response_ids))
         return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
 
@@ -70,8 +70,8 @@ class Example(NamedTuple):
 class PromptGroup:
     """The responses of a batch to one prompt; each distinct response is computed once.
 
-    positions: of the items in the batch, ascending.
-    shares_prefix: compute the prompt once for all responses, where that pays.
+    positions: positions of the items in the batch, ascending.
+    shares_prefix: whether the prompt is computed once for all responses if that pays.
     """
 
     items: list[Continuation]
@@ -92,7 +92,7 @@ class PromptGroup:
 class Share(NamedTuple):
     """A micro-batch of a rank.
 
-    counts: False: its results aren't used; see `rlhf_core.data.batching.Part`.
+    counts: whether its results are used (`rlhf_core.data.batching.Part`).
     """
 
     groups: list[PromptGroup]
@@ -102,11 +102,11 @@ class Share(NamedTuple):
 def group_by_prompt(
     items: Sequence[Continuation], *, together: int, max_tokens: int, shares_prefix: bool, close_at: int | None = None
 ) -> list[PromptGroup]:
-    """Items grouped by prompt. A group that would exceed `close_at` tokens is closed, and another one of the same prompt begins.
+    """Group items by prompt. A group that would exceed `close_at` tokens is closed, and another group of the same prompt begins.
 
     Args:
-        max_tokens: of a row with a shared prompt; also `close_at`, if that is None.
-        together: each block of so many items, from the first item on, has one prompt and stays in one group: 2 for the sides of pairs.
+        max_tokens: limit of a row with a shared prompt; also of a group, if `close_at` is None.
+        together: size of the blocks, from the first item on, that have one prompt and stay in one group: 2 for the sides of pairs.
     """
     close_at = max_tokens if close_at is None else close_at
     open_groups: dict[tuple[int, ...], tuple[PromptGroup, int]] = {}
@@ -128,15 +128,19 @@ def group_by_prompt(
 
 @dataclass(frozen=True)
 class ResponseForward:
-    """The forward pass of responses. shares_prefix: whether a prompt may be computed once for all its responses."""
+    """Computes responses' log-probabilities.
+
+    shares_prefix: whether a prompt may be computed once for all its responses.
+    """
 
     pad_id: int
     shares_prefix: bool
     microbatch_tokens: int
 
     def microbatches(self, items: Sequence[Continuation], *, together: int = 1) -> list[Share]:
-        """This rank's share of the items' groups, similar lengths together, within the token budget; a larger group gets a micro-batch of
-        its own. With several data-parallel ranks groups are small enough for each rank to get some.
+        """Return this rank's share of the items' groups, similar lengths together, within the token budget.
+
+        A larger group gets its own micro-batch. With several data-parallel ranks groups are small enough for each rank to get some.
         """
         of_a_rank = sum(item.num_tokens for item in items) // data_parallel_size()
         groups = group_by_prompt(
@@ -151,7 +155,7 @@ class ResponseForward:
         return [Share([groups[i] for i in part.positions], part.counts) for part in parts]
 
     def logprobs(self, module: TrainEngine | nn.Module, part: list[PromptGroup]) -> torch.Tensor:
-        """Log-probability of each item's response, summed over its tokens: [items], group after group, on the module's device."""
+        """Return the log-probability of each item's response, summed over its tokens: [items], group after group, on the device."""
         rows = [row for group in part for row in group.rows]
         token_logprobs = module(collate_branches(rows, pad_id=self.pad_id, every_token=True).to(device())).logprobs
         lengths = torch.tensor([len(branch) for row in rows for branch in row.branches])
@@ -170,7 +174,7 @@ Reference = Callable[[TrainEngine, list[Share]], list[torch.Tensor]]
 
 
 def no_reference(engine: TrainEngine, shares: list[Share]) -> list[torch.Tensor]:
-    """Zeros, for losses that don't use the reference."""
+    """Return zeros, for losses that don't use the reference."""
     return [torch.zeros(sum(len(group.items) for group in share.groups), device=device()) for share in shares]
 
 
@@ -179,14 +183,14 @@ def no_reference(engine: TrainEngine, shares: list[Share]) -> list[torch.Tensor]
 
 @dataclass(frozen=True)
 class PairObjective:
-    """The mean of `config.loss` over pairs and, with `config.nll_coef`, the negative log-likelihood per chosen token."""
+    """The mean of `config.loss` over pairs, and with `config.nll_coef` the negative log-likelihood per chosen token."""
 
     config: DpoConfig
     forward: ResponseForward
     reference: Reference
 
     def train_batch(self, engine: TrainEngine, pairs: list[Pair]) -> Metrics:
-        """Forward and backward of one optimizer step."""
+        """Compute the forward and backward passes of one optimizer step, and return its metrics."""
         logprobs, losses, loss = self._pass(engine, pairs, learn=True)
         return {
             "loss": loss,
@@ -198,7 +202,7 @@ class PairObjective:
         }
 
     def evaluate(self, engine: TrainEngine, pairs: list[Pair]) -> Metrics:
-        """Loss, accuracy and margin on held-out pairs."""
+        """Return loss, accuracy and margin on held-out pairs, and with a reference the gain over the start (`beside_untrained`)."""
         logprobs, losses, loss = self._pass(engine, pairs, learn=False)
         margin = _mean_rewards(losses.chosen_rewards, losses.rejected_rewards)["reward_margin"]
         found = {"heldout_loss": loss, "heldout_accuracy": _accuracy(losses), "heldout_margin": margin}
@@ -215,7 +219,7 @@ class PairObjective:
         return PREFERENCE_LOSSES[config.loss](logprobs.per_token() if config.length_normalize else logprobs, beta=config.beta, **options)
 
     def _pass(self, engine: TrainEngine, pairs: list[Pair], *, learn: bool) -> tuple[PairLogprobs, PairLosses, float]:
-        """Log-probabilities and losses of all ranks' pairs, detached and in no particular order, and the step's loss."""
+        """Return log-probabilities and losses of all ranks' pairs, detached and in no particular order, and the step's loss."""
         config = self.config
         num_chosen_tokens = sum(len(pair.chosen.response_ids) for pair in pairs)
         results, positions, shares = [], [], []
@@ -241,9 +245,10 @@ class PairObjective:
 
 @dataclass(frozen=True)
 class ResponseObjective:
-    """The mean of `config.loss` over single responses. KTO's baseline is estimated on the step's prompts with each other's responses.
+    """The mean of `config.loss` over single responses. KTO's baseline is estimated on the step's prompts, each with another example's
+    response.
 
-    max_length: tokens to which a prompt with another prompt's response is cut.
+    max_length: number of tokens to which a prompt with another example's response is cut.
     """
 
     config: KtoConfig
@@ -252,7 +257,7 @@ class ResponseObjective:
     max_length: int
 
     def train_batch(self, engine: TrainEngine, examples: list[Example]) -> Metrics:
-        """Forward and backward of one optimizer step."""
+        """Compute the forward and backward passes of one optimizer step, and return its metrics."""
         kl = self._baseline(engine, mismatched(examples, self.config, shift=1, max_length=self.max_length))
         logprobs, losses, rewards, good, lengths = self._pass(engine, examples, kl, learn=True)
         return {
@@ -266,7 +271,7 @@ class ResponseObjective:
         }
 
     def evaluate(self, engine: TrainEngine, examples: list[Example]) -> Metrics:
-        """Loss, accuracy and margin on held-out responses."""
+        """Return loss, accuracy and margin on held-out responses, and the gain over the untrained policy (`beside_untrained`)."""
         kl = self._baseline(engine, mismatched(examples, self.config, shift=len(examples) // 2, max_length=self.max_length))
         logprobs, losses, rewards, good, _ = self._pass(engine, examples, kl, learn=False)
         margin = _mean_rewards(rewards[good], rewards[~good])["reward_margin"]
@@ -289,7 +294,7 @@ class ResponseObjective:
         return UNPAIRED_LOSSES[config.loss](logprobs, ref_logprobs, desirable, beta=config.beta, kl=kl, **weights)
 
     def _pass(self, engine: TrainEngine, examples: list[Example], kl: torch.Tensor, *, learn: bool) -> list[torch.Tensor]:
-        """Log-probabilities, losses, rewards, desirable and lengths of all ranks' examples, detached and in no particular order."""
+        """Return log-probabilities, losses, rewards, desirable and lengths of all ranks' examples, detached and in no particular order."""
         results, positions = [], []
         parts = self.forward.microbatches([e.continuation for e in examples])
         for (part, counts), ref_logprobs in zip(parts, self.reference(engine, parts), strict=True):
@@ -318,9 +323,10 @@ class ResponseObjective:
 
 
 def mismatched(examples: list[Example], config: KtoConfig, *, shift: int, max_length: int) -> list[Continuation]:
-    """The baseline's items: each prompt with the response `shift` examples later, cyclically, cut to `max_length` tokens.
+    """Return the baseline's items: each prompt with the response `shift` examples later, cyclically, cut to `max_length` tokens.
 
-    Empty for a loss without a baseline. On held-out data `shift` is half their number: neighbours often have the same prompt.
+    Empty for a loss without a baseline. On held-out data `shift` is half the number of examples, since neighbours often have the same
+    prompt.
     """
     if config.loss != "kto":
         return []
@@ -332,7 +338,7 @@ def mismatched(examples: list[Example], config: KtoConfig, *, shift: int, max_le
 
 
 def ordered_share(higher: torch.Tensor, lower: torch.Tensor) -> float:
-    """Share of all couples of a number from `higher` [N] and one from `lower` [M] in which the first is larger; ties count half.
+    """Return the share of couples of a number from `higher` [N] and one from `lower` [M] in which the first is larger; ties count half.
 
     NaN if there are no couples.
     """
@@ -342,26 +348,26 @@ def ordered_share(higher: torch.Tensor, lower: torch.Tensor) -> float:
 
 
 def _kept(columns: Sequence[torch.Tensor], counts: bool) -> list[torch.Tensor]:
-    """A micro-batch's columns [n], detached; without rows if it doesn't count."""
+    """Return a micro-batch's columns [n], detached; without rows if it doesn't count."""
     return [values.detach() if counts else values.detach()[:0] for values in columns]
 
 
 def _joined(parts: Sequence[Sequence[torch.Tensor]], positions: list[int], total: int) -> list[torch.Tensor]:
-    """The columns of all ranks' micro-batches, concatenated, on the CPU.
+    """Return the columns of all ranks' micro-batches, concatenated, on the CPU.
 
     Args:
-        positions: of this rank's rows among the `total` of all ranks.
+        positions: positions of this rank's rows among the `total` of all ranks.
     """
     return gathered([torch.cat(values) for values in zip(*parts, strict=True)], positions, total)
 
 
 def _accuracy(losses: PairLosses) -> float:
-    """Share of pairs whose chosen reward is the higher one; a tie counts half."""
+    """Return the share of pairs whose chosen reward is higher; a tie counts half."""
     chosen, rejected = losses.chosen_rewards, losses.rejected_rewards
     return float((chosen > rejected).sum() + 0.5 * (chosen == rejected).sum()) / len(chosen)
 
 
 def _mean_rewards(chosen: torch.Tensor, rejected: torch.Tensor) -> Metrics:
-    """NaN if there is no chosen or no rejected response."""
+    """Return the mean rewards and their margin; NaN if there is no chosen or no rejected response."""
     means = {"chosen_reward": float(chosen.mean()), "rejected_reward": float(rejected.mean())}
     return {"reward_margin": means["chosen_reward"] - means["rejected_reward"], **means}

@@ -1,4 +1,4 @@
-"""Direct alignment, from rows to a trained engine: the DPO family on pairs, KTO on single responses.
+"""Trains directly on preferences, from rows to a trained engine: the DPO family on pairs, KTO on single responses.
 
 `train_on_pairs` and `train_on_examples` encode rows, load policy and reference, and run the training loop of trainers.supervised.
 """
@@ -62,11 +62,11 @@ log = logging.getLogger("rlhf")
 class PreferenceRun:
     """One training run, apart from its rows and its section of params.yaml.
 
-    start: a Hugging Face folder with model and tokenizer: the policy starts there, and it is the reference.
-    scratch: a folder for these rows, start, steps and settings only. An interrupted run finds its checkpoint and the reference's
-        log-probabilities there.
-    loop: from `train_loop(run, config, COLUMNS, first_step=...)`.
-    steps: in place of the section's steps and epochs.
+    start: Hugging Face folder with model and tokenizer, which are the policy's start and the reference.
+    scratch: folder for these rows, start, steps and settings only, in which an interrupted run finds its checkpoint and the reference's
+        log-probabilities.
+    loop: result of `train_loop(run, config, COLUMNS, first_step=...)`.
+    steps: number of steps, in place of the section's steps and epochs.
     """
 
     start: Path
@@ -79,9 +79,9 @@ class PreferenceRun:
         return self.steps or config.steps_over(num_examples, per_step=config.batch_size)
 
     def batches(self, config: DpoConfig | KtoConfig, num_examples: int) -> list[list[int]]:
-        """The positions of each step's examples, as the training loop draws them."""
-        how = {"batch_size": config.batch_size, "num_examples": num_examples, "seed": self.loop.seed}
-        return [batch_indices(step, **how) for step in range(self.steps_over(config, num_examples))]
+        """Return the positions of each step's examples, as the training loop draws them."""
+        options = {"batch_size": config.batch_size, "num_examples": num_examples, "seed": self.loop.seed}
+        return [batch_indices(step, **options) for step in range(self.steps_over(config, num_examples))]
 
     def load_model(self) -> PreTrainedModel:
         return load_language_model(self.start, trust_remote_code=self.model.trust_remote_code, training_dtype=self.model.dtype)
@@ -90,8 +90,8 @@ class PreferenceRun:
 class Trained(NamedTuple):
     """The result of training.
 
-    model: as loaded, for `save_model`; the trained weights are `engine.state_dict()`.
-    metrics: loss (its name), pairs or examples, dropped_too_long, and those of `train_phase`.
+    model: the model as it was loaded, for `save_model`; the trained weights are `engine.state_dict()`.
+    metrics: loss (its name), pairs or examples, dropped_too_long, and the metrics of `train_phase`.
     """
 
     engine: TrainEngine
@@ -101,11 +101,11 @@ class Trained(NamedTuple):
 
 
 def train_on_pairs(train_rows: list[dict], heldout_rows: list[dict], config: DpoConfig, run: PreferenceRun) -> Trained:
-    """Train with a loss of PREFERENCE_LOSSES.
+    """Train on pairs with a loss of PREFERENCE_LOSSES.
 
     Args:
-        train_rows, heldout_rows: of the preference schema (messages, chosen, rejected); unpaired rows are left out. Without held-out rows
-            there is no evaluation.
+        train_rows, heldout_rows: rows of the preference schema (messages, chosen, rejected); unpaired rows are left out. Without held-out
+            rows there is no evaluation.
     Raises:
         Interrupted: a stop was requested, and the state is saved.
         ValueError: no pair is left to train on.
@@ -130,7 +130,7 @@ def train_on_pairs(train_rows: list[dict], heldout_rows: list[dict], config: Dpo
 
 
 def train_on_examples(train_rows: list[dict], heldout_rows: list[dict], config: KtoConfig, run: PreferenceRun) -> Trained:
-    """Train with a loss of UNPAIRED_LOSSES on single responses; a pair is two of them. Otherwise as `train_on_pairs`."""
+    """Train on single responses with a loss of UNPAIRED_LOSSES; a pair counts as two of them. The rest is as for `train_on_pairs`."""
     tokenizer = load_tokenizer(str(run.start), trust_remote_code=run.model.trust_remote_code)
     begun = [begin_examples(rows, tokenizer, max_length=run.model.max_length, begin=in_background) for rows in (train_rows, heldout_rows)]
     num_rows = len(train_rows)
@@ -189,12 +189,12 @@ def begin_examples(
 
 
 def _turns(row: dict) -> Iterator[tuple[list[Message], Message]]:
-    """A row's conversation with each of its responses."""
+    """Return a row's conversation with each of its responses."""
     return ((row["messages"], {"role": "assistant", "content": row[side]}) for side in SIDES if row[side] is not None)
 
 
 def _continuations(turns: EncodedTurns, *numbers: int) -> list[Continuation]:
-    """Of one prompt."""
+    """Return the continuations of some turns, which follow one prompt."""
     prompt = tuple(one_object_each(turns.tokens[turns.prompts[numbers[0]]]))
     return [Continuation(prompt, tuple(one_object_each(turns.tokens[turns.turns[i]]))) for i in numbers]
 
@@ -202,7 +202,7 @@ def _continuations(turns: EncodedTurns, *numbers: int) -> list[Continuation]:
 def example_items(
     train: Sequence[Example], heldout: Sequence[Example], batches: list[list[int]], config: KtoConfig, *, max_length: int
 ) -> Iterator[Continuation]:
-    """All items whose reference log-probabilities training on these batches, and evaluation, will need."""
+    """Yield all items whose reference log-probabilities are needed for training on these batches and for evaluation."""
     steps = (([train[i] for i in batch], 1) for batch in batches)
     for examples, shift in itertools.chain(steps, [(heldout, len(heldout) // 2)]):
         yield from (e.continuation for e in examples)
@@ -219,7 +219,7 @@ def _forward_and_reference(
     config: DpoConfig | KtoConfig,
     run: PreferenceRun,
 ) -> tuple[ResponseForward, Reference]:
-    """How responses go through the model to be trained, and the reference.
+    """Return how responses go through the model that will be trained, and the reference.
 
     Args:
         items: all items that the reference will be evaluated on.
@@ -243,7 +243,7 @@ def _forward_and_reference(
 
 
 def policy_reference(forward: ResponseForward) -> Reference:
-    """The policy without its adapters and dropout, which is the model that training starts from."""
+    """Return a reference that computes with the policy without its adapters and dropout, which is the model that training starts from."""
 
     @torch.no_grad()
     def logprobs(engine: TrainEngine, shares: list[Share]) -> list[torch.Tensor]:
@@ -254,7 +254,7 @@ def policy_reference(forward: ResponseForward) -> Reference:
 
 
 def live_reference(reference: FrozenModel, forward: ResponseForward) -> Reference:
-    """A forward pass for each micro-batch; weights on the host come to the device once for all of them."""
+    """Return a reference that computes a forward pass for each micro-batch. Weights on the host move to the device once for all of them."""
 
     @torch.no_grad()
     def logprobs(engine: TrainEngine, shares: list[Share]) -> list[torch.Tensor]:
@@ -267,12 +267,13 @@ def live_reference(reference: FrozenModel, forward: ResponseForward) -> Referenc
 def precomputed_reference(
     load: Callable[[], FrozenModel], items: Iterable[Continuation], forward: ResponseForward, *, path: Path
 ) -> Reference:
-    """Log-probabilities of all distinct items, computed once, spread over ranks, and kept in `path`; a file with the same items is read
-    instead.
+    """Return a reference that looks up log-probabilities of all distinct items, which are computed once by all ranks and kept in `path`.
+
+    A file with the same items is read instead.
 
     Args:
-        load: called only if there is something to compute; the model is freed then.
-        path: in a folder for one reference model only: the file identifies its items, not its model.
+        load: function that loads the model; called only if log-probabilities must be computed, after which the model is freed.
+        path: file in a folder for one reference model only, because the file identifies its items and not its model.
     """
     distinct: dict[bytes, Continuation] = {}
     for item in items:
@@ -309,7 +310,7 @@ def precomputed_reference(
 
 @torch.no_grad()
 def _compute(module: nn.Module, items: list[Continuation], forward: ResponseForward) -> torch.Tensor:
-    """Log-probabilities summed over response tokens, [items], on the CPU; on every rank those of all."""
+    """Return log-probabilities summed over response tokens, [items], on the CPU; on every rank those of all items."""
     sums = torch.zeros(len(items))
     with Bar("response of the reference", len(items)) as bar:
 
@@ -330,7 +331,7 @@ def _compute(module: nn.Module, items: list[Continuation], forward: ResponseForw
 def _train(
     model: PreTrainedModel, objective: PairObjective | ResponseObjective, train: Sequence[Any], heldout: list[Any], run: PreferenceRun
 ) -> tuple[TrainEngine, dict[str, float]]:
-    """The trained engine, and the metrics of `train_phase`."""
+    """Return the trained engine, and the metrics of `train_phase`."""
     config, seed = objective.config, run.loop.seed
     steps = run.steps_over(config, len(train))
     phase = Phase(

@@ -45,7 +45,7 @@ class ActorScorers(Scorers):
                 cpus=0,
                 threads=1,
                 start_deadline=job.rl.deadlines.start,
-                kwargs={"configs": by_text, "source_judges": job.source_judges},
+                kwargs={"configs": by_text, "source_judges": job.source_judges, "in_time": True},
             )
             self._text_scorers.wait_ready()
 
@@ -71,7 +71,7 @@ class ActorScorers(Scorers):
     def score_texts(self, config: ScorerConfig, items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:
         for can_retry in (True, False):
             try:
-                return self._text_scorers.call_only("score_items", config.name, items, deadline=config.timeout)
+                return self._text_scorers.call_only("score_items", config.name, items, deadline=config.deadline)
             except RoleLost as lost:
                 self._text_scorers.replace([0])
                 if can_retry and lost.ranks and self._replacements.allow(lost):

@@ -141,6 +141,23 @@ def test_whole_weights_go_to_a_reference_elsewhere_only(placement: str, changes:
         (scorer("function"), "path: expected a value for a scorer of kind function, got none; set it"),
         (scorer("regex"), "pattern: expected a value for a scorer of kind regex, got none; set it"),
         (scorer("length"), "target_length: expected a value for a scorer of kind length, got none; set it"),
+        (scorer("http"), "url: expected a value for a scorer of kind http, got none; set it"),
+        *(
+            (scorer("http", url=url), "url: expected http:// or https:// with a host, without a password or #, got")
+            for url in (
+                "ftp://a/b",
+                "http://",
+                "judge:80",
+                "http://a:x/",
+                "http://a/#b",
+                "http://a b/",
+                "http://[::1",
+                "//a",
+            )
+        ),
+        (scorer("http", url="http://a", api_key_env="A", api_key_file="/b"), "api_key_file: expected none with api_key_env=A, got '/b'"),
+        (scorer("http", url="http://a", api_key_file="key"), "api_key_file: expected an absolute path outside the project, got 'key'"),
+        (scorer("http", url="http://a", request_timeout=60.0), "request_timeout: expected less than timeout=60.0, got 60.0; lower it"),
         (scorer("judge", path="x"), "path: expected none for a scorer of kind judge, got 'x'; remove it"),
         (scorer("number", pattern="x"), "pattern: expected none for a scorer of kind number, got 'x'; remove it"),
         (scorer("regex", pattern="(a"), "pattern: expected a regular expression, got '(a'"),
@@ -163,13 +180,17 @@ def test_every_kind_of_scorer_is_accepted_with_what_it_needs():
         *(scorer(kind) for kind in ("exact_match", "number", "math", "judge")),
         scorer("regex", pattern="a+"),
         scorer("length", target_length=5, weight=-0.1),
+        scorer("code", seconds=0.5, memory_mib=128, reward="all"),
     ]
-    assert len(parse_params(changed("rl.reward.scorers", scorers)).rl.reward.scorers) == 8
+    assert len(parse_params(changed("rl.reward.scorers", scorers)).rl.reward.scorers) == 9
 
 
 @pytest.mark.parametrize("kind", get_args(ScorerConfig.model_fields["kind"].annotation))
 def test_every_kind_of_scorer_requires_its_own_fields_and_refuses_the_others(kind):
     values = {"path": "file.py:name", "label": 1, "pattern": "a+", "target_length": 5}
+    values |= {"seconds": 0.5, "memory_mib": 128, "reward": "all"}
+    values |= {"url": "http://judge:80/", "dialect": "openrlhf", "batch_size": 2, "concurrency": 2, "retries": 0, "request_timeout": 9.0}
+    values |= {"api_key_env": "KEY", "api_key_file": "/run/key"}
     assert set(values) == {field for known in KIND_FIELDS.values() for field in known}
     own = KIND_FIELDS.get(kind, {})
     required = {field: values[field] for field, needed in own.items() if needed}

@@ -200,16 +200,55 @@ def test_a_method_that_learns_from_data_asks_nothing_of_other_sections(method):
     others = {"rl.kl.placement": "loss", "rl.reward.scorers": [], "rl.rollout.max_new_tokens": 500, "gate.slices": ["source", "source"]}
     others |= {"rejection_sampling.sampling.max_new_tokens": 500, "rl.prompt_weights": {"nobody": 1.0}, "iterative.scorers": [JUDGE, JUDGE]}
     params = check(DEFAULT, NO_REWARD_MODEL | others | {"alignment.method": method})
-    assert params.evaluation_scorers == []
+    assert params.evaluation_scorers == ("rl.reward.scorers", [])
 
 
 def test_without_a_reward_model_the_evaluation_scores_by_the_scorers_that_are_left():
     reward_model = JUDGE | {"name": "reward_model", "kind": "reward_model"}
     scorers = [reward_model, reward_model | {"name": "other", "path": "a/folder"}, JUDGE]
     params = check(DEFAULT, NO_REWARD_MODEL | {"alignment.method": "dpo", "rl.reward.scorers": scorers})
-    assert [s.name for s in params.evaluation_scorers] == ["other", "judge"]
+    assert [s.name for s in params.evaluation_scorers[1]] == ["other", "judge"]
     params = check(DEFAULT, {"alignment.method": "dpo", "rl.reward.scorers": scorers})
-    assert [s.name for s in params.evaluation_scorers] == ["reward_model", "other", "judge"]
+    assert [s.name for s in params.evaluation_scorers[1]] == ["reward_model", "other", "judge"]
+
+
+def test_the_evaluation_may_have_its_own_scorers_engine_and_stop_and_is_else_like_rl():
+    likewise = check(DEFAULT, {"rl.rollout.stop": ["\n"]})
+    assert (likewise.evaluation_scorers, likewise.evaluation_backend) == (("rl.reward.scorers", likewise.rl.reward.scorers), "vllm")
+    assert likewise.evaluation_stop == ["\n"] and [*likewise.scorers_in_use] == ["rl.reward.scorers"]
+    own = {"evaluation.scorers": [JUDGE], "evaluation.backend": "pytorch", "evaluation.stop": []}
+    apart = check(DEFAULT, {"rl.rollout.stop": ["\n"], **own})
+    assert [s.name for s in apart.evaluation_scorers[1]] == ["judge"] and [*apart.scorers_in_use] == [
+        "evaluation.scorers",
+        "rl.reward.scorers",
+    ]
+    assert (apart.evaluation_backend, apart.evaluation_stop, apart.rl.rollout.backend) == ("pytorch", [], "vllm")
+
+
+def test_with_its_own_scorers_the_evaluation_of_another_method_reads_nothing_of_rl():
+    faulty = {"alignment.method": "dpo", "rl.reward.scorers": [JUDGE, JUDGE]}
+    assert [line.partition(": ")[2][:32] for line in refused(faulty)] == ["rl.reward.scorers: expected diffe"[:32]]
+    assert check(DEFAULT, faulty | {"evaluation.scorers": []}).evaluation_scorers == ("evaluation.scorers", [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"evaluation.scorers": [JUDGE, JUDGE]}, "evaluation.scorers: expected different names"),
+        (
+            NO_REWARD_MODEL | {"alignment.method": "dpo", "evaluation.scorers": [{"name": "own", "kind": "reward_model"}]},
+            "evaluation.scorers: expected none of kind reward_model without a path while reward.enabled is false",
+        ),
+        ({"evaluation.scorers": [{"name": "own", "kind": "reward_model", "members": 2}]}, "evaluation.scorers: expected members=1 of own"),
+        (
+            {"evaluation.backend": "pytorch", "cluster.inference_ranks_per_model": 2, "cluster.inference_ranks": 2},
+            "evaluation.backend: expected vllm with cluster.inference_ranks_per_model=2, got pytorch",
+        ),
+        ({"evaluation.stop": [""]}, "evaluation.stop.0"),
+    ],
+)
+def test_what_the_evaluation_can_not_use_is_refused(changes, message):
+    assert any(message in line for line in refused(changes)), refused(changes)
 
 
 def test_rl_without_anything_to_be_rewarded_is_refused():

@@ -135,11 +135,19 @@ def test_the_schema_of_a_deployments_form_knows_every_key_and_its_type():
     jsonschema.validate(defaults, schema)
     for key in defaults:  # a limit's name is anybody's
         assert key in schema["properties"] or key.startswith("rl.monitor."), key
-    for wrong in ({"rl.algoritm": "grpo"}, {"rl.algorithm": "sarsa"}, {"rl.steps": "60"}, {"rl.steps": 0}, {"rl": 3}):
+    for wrong in (
+        {"rl.algoritm": "grpo"},
+        {"rl.algorithm": "sarsa"},
+        {"rl.steps": "60"},
+        {"rl.steps": 0},
+        {"rl": 3},
+        {"evaluation.scorers": 1},
+    ):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema)
     jsonschema.validate({"rl.monitor.kl": None, "rl.monitor.kl.above": 2.0}, schema)
     jsonschema.validate({"data.sources.0.weight": 2.0, "model.path": "x", "rl.reward.scorers.0.weight": 0.0}, schema)
+    jsonschema.validate({"evaluation.scorers": [{"name": "brief"}], "evaluation.scorers.0.weight": 0.0, "evaluation.stop": ["."]}, schema)
     jsonschema.validate({"rl.reward.overlong": {"buffer": 8, "penalty": 1.0}, "rl.prompt_weights": {"clerk": 2.0}}, schema)
 
 

@@ -279,3 +279,14 @@ def test_an_origin_is_the_path_of_the_params(tmp_path, monkeypatch):
     monkeypatch.chdir(worktree)
     origins = [row["origin"] for row in load_source(source("sets"), seed=0).rows["preference"]]
     assert origins == ["sets/a.jsonl line 1", "sets/b/c.parquet row 1", "sets/b/c.parquet row 2"]
+
+
+def test_tests_of_programs_are_labels_in_json(tmp_path):
+    """As MBPP (a list of assert statements) and APPS (inputs and outputs) have them, in JSON lines and in Parquet."""
+    records = [{"text": f"Square {n}.", "tests": ["assert f(3) == 9", "assert f('é') is None"]} for n in range(2)]
+    columns = {"prompt": "text", "label": "tests"}
+    rows = load(tmp_path, *records, {"text": "Double.", "tests": {"inputs": ["1"]}}, format="prompt", uses=("prompt",), columns=columns)
+    assert [json.loads(row["label"]) for row in rows.rows["prompt"]] == [records[0]["tests"]] * 2 + [{"inputs": ["1"]}]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "d.parquet")
+    loaded = load_source(source(tmp_path / "d.parquet", "prompt", ("prompt",), columns=columns), seed=0)
+    assert [row["label"] for row in loaded.rows["prompt"]] == [row["label"] for row in rows.rows["prompt"]][:2]

@@ -1,4 +1,4 @@
-"""The evaluation has one model at a time: engine, reward model, then each policy, all in model.dtype."""
+"""The evaluation has one model at a time (engine, reward model, then each policy, in model.dtype), and scorers and an engine of its own."""
 
 from __future__ import annotations
 
@@ -71,3 +71,23 @@ def test_each_model_is_gone_before_the_next_is_loaded(params, monkeypatch):
     expected = ["LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaForCausalLM", "LlamaForCausalLM"]
     assert seen == [(name, outside, dtype) for name in expected]
     assert metrics["kl"]["sampled"] != 0.0
+
+
+@pytest.mark.parametrize("params", ["float32"], indirect=True)
+def test_after_dpo_the_evaluations_own_engine_scorers_and_stop_count(params):
+    """RL's section asks for vLLM, the reward model, which isn't there, and another stop string."""
+    from rlhf_core.evaluation.policy import answer_prompts
+
+    scorers = [{"name": "brief", "kind": "length", "target_length": 2}, {"name": "any", "kind": "regex", "pattern": ".", "weight": 0.0}]
+    tree = params.model_dump()
+    tree["alignment"]["method"], tree["reward"]["enabled"] = "dpo", False
+    tree["rl"]["rollout"] |= {"backend": "vllm", "stop": ["#"]}
+    tree["evaluation"] |= {"scorers": scorers, "backend": "pytorch", "stop": list("abcdefghijklmnopqrstuvwxyz")}
+    folders = {"sft": Path("models/sft"), "policy": Path("models/policy")}
+    where = {"reward_model": Path("models/absent"), "source_judges": {}, "gate_texts": set()}
+    answers = answer_prompts(parse_params(tree), read_rows(Path("data/prepared"), "prompt", "test"), folders, **where)
+    found = [answer for by_model in answers.values() for of_model in by_model.values() for answer in of_model]
+    assert len(found) == 16 and all(answer.components.keys() == {"brief", "any"} for answer in found)
+    assert all(answer.score == answer.components["brief"] for answer in found)
+    lower = [answer for answer in found if any(c.islower() and c.isascii() for c in answer.text)]
+    assert lower and all(answer.finished and len(answer.response_ids) <= 4 for answer in lower)

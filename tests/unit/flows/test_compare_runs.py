@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -155,8 +156,11 @@ def test_two_seeds_of_one_configuration_are_two_checkpoints():
 
 def test_scores_of_two_reward_models_are_not_called_better_or_worse():
     one, other = results(score=1.0), results(score=9.0, reward_model="b")
-    for label in ("Score, greedy (other reward)", "Win rate over its SFT model, greedy (other reward)"):
-        found = row(figures_that_count(one, other), label)
+    own = replace(one, params=PARAMS | {"evaluation": PARAMS["evaluation"] | {"scorers": [{"name": "length"}]}})
+    for label, (first, second) in product(
+        ("Score, greedy (other reward)", "Win rate over its SFT model, greedy (other reward)"), ((one, other), (one, own), (own, one))
+    ):
+        found = row(figures_that_count(first, second), label)
         assert found.first is not None and found.second is not None
         assert (found.change, found.low, found.high, found.p_value, found.tone) == (None, None, None, None, "")
     one, other = results(judge=False), results(score=9.0, reward_model="b", judge=False)

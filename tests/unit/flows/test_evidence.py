@@ -100,6 +100,7 @@ def test_a_rollback_to_a_version_whose_tag_lies_is_refused(root):
         ("params.alignment.method", "dpo", r"params\.yaml of its commit \w+ says, params\.alignment\.method: \"rl\", got \"dpo\""),
         ("gate.message", "passed: brilliantly", r"gate\.message: \"passed: it did\", got \"passed: brilliantly\""),
         ("decided.split", "train", r"the chain or the round of its commit \w+ says, decided\.split: \"test\", got \"train\""),
+        ("services", {"tone": {}}, r"metrics/check_model\.json of its commit \w+ says, services: null, got {\"tone\": {}}"),
         ("gate", None, r"metrics/gate\.json of its commit \w+ says, gate: "),
         ("path", "metrics/gate.json", r"the model that dvc\.yaml of its commit names, 'models/reward', got 'metrics/gate\.json'"),
         ("path", "rounds/1/policy", r"the model that dvc\.yaml of its commit names"),

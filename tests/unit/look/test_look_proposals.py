@@ -200,16 +200,11 @@ def test_a_cpu_lowers_the_micro_batch_before_it_recomputes():
 @pytest.mark.parametrize("amx", [False, True])
 def test_gpus_and_amx_train_in_bfloat16_and_tiny_models_generate_without_vllm(amx: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fit, "has_amx", lambda: amx)
-    assert device_settings(CHAT, machine_facts("h100", 1)) == {"model.dtype": "bfloat16"}
+    assert device_settings(CHAT, machine_facts("h100", 1), rl=True) == {"model.dtype": "bfloat16"}
     tiny = replace(CHAT, sizes=of_shape(ModelShape(5, 64, 172, 8, 4, 8, 512, tied=True)))
     cpu = replace(machine_facts(None, None), memory=Machine(16.0 * GIB))
-    assert device_settings(tiny, cpu) | {"cluster.threads": 0} == {
-        "model.dtype": "float32",
-        "rl.rollout.backend": "pytorch",
-        "cluster.threads": 0,
-    }
-    assert device_settings(CHAT, cpu) | {"cluster.threads": 0} == {
-        "model.dtype": "bfloat16" if amx else "float32",
-        "rl.rollout.backend": "vllm",
-        "cluster.threads": 0,
-    }
+    for rl, key in ((True, "rl.rollout.backend"), (False, "evaluation.backend")):
+        settings = {"model.dtype": "float32", key: "pytorch", "cluster.threads": 0}
+        assert device_settings(tiny, cpu, rl=rl) | {"cluster.threads": 0} == settings
+    dtype = "bfloat16" if amx else "float32"
+    assert device_settings(CHAT, cpu, rl=False) | {"cluster.threads": 0} == {"model.dtype": dtype, "cluster.threads": 0}

@@ -80,6 +80,23 @@ def test_modules_beside_the_file_and_on_pythonpath_count_and_installed_ones_do_n
     assert names(project, "../elsewhere/mine.py") == ["../elsewhere/beside.py", "../path/listed.py", "both.py"]
 
 
+@pytest.mark.parametrize(("method", "own", "trained", "evaluated"), [
+    ("rl", False, ["rl.reward.scorers.a"], ["rl.reward.scorers.a"]),
+    ("rl", True, ["rl.reward.scorers.a"], ["evaluation.scorers.b"]),
+    ("dpo", False, [], ["rl.reward.scorers.a"]),
+    ("dpo", True, [], ["evaluation.scorers.b"]),
+])  # fmt: skip
+def test_functions_that_only_evaluate_are_no_input_of_the_training(project, method, own, trained, evaluated):
+    tree = read_yaml(CLERK_PARAMS)
+    for name, section in (("a", tree["rl"]["reward"]), ("b", tree["evaluation"])):
+        write(project / f"{name}.py", "")
+        scorers = [{"name": name, "kind": "function", "path": f"{name}.py:score"}]
+        section["scorers"] = scorers if name == "a" or own else None
+    tree["alignment"]["method"] = method
+    found = read_inputs(parse_params(tree), project)
+    assert ([*found["scorers"]], [*found["evaluation_scorers"]]) == (trained, evaluated)
+
+
 def test_a_changed_helper_of_a_reward_function_is_a_changed_input(project):
     write(project / "scores/polite.py", "from scores.words import KIND\ndef polite(p, r, l, m): ...")
     helper = write(project / "scores/words.py", "KIND = {'please'}")

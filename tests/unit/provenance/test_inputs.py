@@ -199,6 +199,18 @@ def test_inputs_name_paths_as_params_do_and_come_out_the_same_in_a_worktree(proj
     assert read_inputs(given, project / "runs/a") == found
 
 
+def test_a_service_is_recorded_by_its_address_and_another_address_is_no_changed_input(project):
+    tree = read_yaml(CLERK_PARAMS)
+    tree["rl"]["reward"]["scorers"] = [{"name": "tone", "kind": "http", "url": "http://one/"}]
+    before = read_inputs(parse_params(tree), project)
+    assert before["scorers"] == {"rl.reward.scorers.tone": {"address": "http://one/"}}
+    assert summary(before) == "1 service without a hash"
+    lock = project / "dvc.lock"
+    lock.write_text(json.dumps({"stages": {"train_policy": {"params": {"data/inputs.json": {"scorers": before["scorers"]}}}}}))
+    tree["rl"]["reward"]["scorers"][0]["url"] = "http://two/"
+    assert changes_since(lock, read_inputs(parse_params(tree), project), project) == [], "DVC reports the change of params"
+
+
 def test_a_change_is_reported_with_sizes_and_hashes(project):
     folder = project.parent / "data"
     for name in ("a", "b"):

@@ -11,6 +11,7 @@ from flows.registry.state import Event, Registry, Version, why_not
 from rlhf_core.config import ConfigError, load_params
 from rlhf_core.provenance.lineage import (
     CRITIC_FROM_REWARD_MODEL,
+    evaluated_by_reward_model,
     history,
     learned_from_reward_model,
     lineage,
@@ -65,6 +66,19 @@ def test_lineage_of_a_reward_model_and_of_a_policy():
     assert policy["parents"] == {"models/sft": "s.dir", "models/reward": "r.dir"} and "train_policy" in policy["stages"]
 
 
+def test_the_lineage_of_a_policy_says_what_a_service_said_of_itself():
+    given = {"commit": "c", "run": "run/a", "params": {}, "lock": LOCK, "gate": None, "decided": None}
+    services = {"judge": {"url": "http://judge/", "name": "judge", "version": "7"}}
+    assert lineage("models/policy", **given, check={"services": services})["services"] == services
+    for path, check in (
+        ("models/policy", None),
+        ("models/policy", {"checks": {}}),
+        ("models/policy", []),
+        ("models/reward", {"services": services}),
+    ):
+        assert "services" not in lineage(path, **given, check=check)
+
+
 @pytest.mark.parametrize(
     ("used", "params"),
     [
@@ -102,6 +116,21 @@ def test_a_round_learned_from_its_own_scorers_and_from_the_policy_it_started_fro
     for start, scorer, used in (("sft", "reward_model", True), ("sft", "judge", False), ("policy", "judge", True)):
         params = chain | {"iterative": {"start": start, "scorers": [{"kind": scorer}]}}
         assert learned_from_reward_model({"path": "rounds/1/policy", "params": params}) == used
+
+
+@pytest.mark.parametrize(
+    ("own", "enabled", "used"),
+    [
+        (None, True, True),
+        (None, False, False),
+        ([], True, False),
+        ([{"kind": "judge"}], True, False),
+        ([{"kind": "reward_model"}], True, True),
+    ],
+)
+def test_the_evaluation_is_scored_by_its_own_scorers_or_those_of_rl(own, enabled, used):
+    params = {"rl": {"reward": {"scorers": [{"kind": "reward_model"}]}}, "evaluation": {"scorers": own}, "reward": {"enabled": enabled}}
+    assert evaluated_by_reward_model({"params": params}) is used
 
 
 def test_critics_that_start_from_the_reward_model_are_those_of_the_config():

@@ -30,7 +30,7 @@ def run(*, judge: bool = True, sft: float = 0.45, policy: float = 0.88, win: flo
             set_shares(result, mode, sft=sft, policy=policy)
         result["win_rate"][mode] = win_rate(round(400 * win), 0)
     config = load_params(CLERK_PARAMS)
-    scorers = [scorer.model_dump() for scorer in config.evaluation_scorers]
+    scorers = [scorer.model_dump() for scorer in config.evaluation_scorers[1]]
     params = config.model_dump()
     params["alignment"]["method"] = method
     empty = {name: pd.DataFrame(columns=columns) for name, columns in REQUIRED_COLUMNS.items() if name in ("lengths", "heldout", "samples")}

@@ -62,12 +62,22 @@ def test_the_report_has_all_params_and_the_hashes_of_sources_and_base_model(tmp_
         "sources": {"data.sources.pairs": {"path": "../pairs.jsonl", "size": 1, "sha256": "a" * 64}},
         "model": {"model.path": {"name": "some/model", "commit": "b" * 40}},
         "judges": {},
+        "scorers": {"rl.reward.scorers.tone": {"address": "https://judge/score"}},
     }
+    check = json.loads((workspace / "metrics/check_model.json").read_text())
+    services = {"tone": {"url": "https://judge/score", "name": "<i>", "version": "7"}, "other": {"url": "http://b/"}}
+    (workspace / "metrics/check_model.json").write_text(json.dumps(check | {"services": services}))
     stages = {name: {"outs": [], "params": {"data/inputs.json": inputs}} for name in ("prepare_data", "train_sft")}
     (workspace / "dvc.lock").write_text(json.dumps({"schema": "2.0", "stages": stages}))
     page = render_in(workspace, monkeypatch)
     rows = re.findall(r'<tr><th scope="row">([^<]*)</th><td>([^<]*)</td><td><code>([^<]*)</code></td></tr>', page)
-    assert rows == [("model.path", "some/model", "b" * 40), ("data.sources.pairs", "../pairs.jsonl", "a" * 64)]
+    assert rows == [
+        ("model.path", "some/model", "b" * 40),
+        ("rl.reward.scorers.tone", "https://judge/score", "no hash"),
+        ("data.sources.pairs", "../pairs.jsonl", "a" * 64),
+    ]
+    assert "Scores of tone come from https://judge/score, which has no hash and calls itself &lt;i&gt; 7.</p>" in page
+    assert "Scores of other come from http://b/, which has no hash.</p>" in page
     shown = re.search(r"All parameters</summary><pre>(.*?)</pre>", page, re.DOTALL)[1]
     assert json.loads(html.unescape(shown)).keys() == set(STAGE_SECTIONS["report"]) and "more characters" not in shown
 

@@ -102,6 +102,15 @@ def test_a_judge_that_scores_a_policy_of_pairs_was_no_part_of_its_reward():
         assert any("trained to satisfy it" in detail for detail in verdict.details) is printed
 
 
+@pytest.mark.parametrize(
+    ("scorers", "trained_on", "printed"),
+    [([REWARD_MODEL], [REWARD_MODEL | {"weight": 0.5}], True), ([REWARD_MODEL], [JUDGE], False), ([REWARD_MODEL], [], False)],
+)
+def test_the_policy_was_trained_to_maximise_only_what_it_was_trained_on(scorers, trained_on, printed):
+    verdict = outcome(with_results(sft=0, policy=0, win=ABOVE, judge=False), scorers, confidence=0.95, trained_on=trained_on)
+    assert ("trained to maximise it" in verdict.details[1]) is printed
+
+
 def test_prompts_that_the_gate_has_read_are_reported():
     results = with_results(sft=0.5, policy=0.9, win=ABOVE)
     printed = "12 of the prompts were also used by the gate"

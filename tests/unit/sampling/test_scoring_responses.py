@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,19 @@ def test_what_cannot_be_scored_is_nan_and_so_is_the_sum_it_counts_in(reward_fold
     without_weight = local_scorers(reward_folder, scorer("number", 0.0), scorer("regex", 1.0, pattern="4"))
     ((measured,),) = ResponseScorer(without_weight, tokenizer).score_groups(prompts, samples)
     assert math.isnan(measured.components["number"]) and measured.score == 1.0
+
+
+def test_a_program_is_scored_by_the_tests_in_its_prompts_label(reward_folder: Path, tokenizer):
+    """As evaluation and rejection sampling score: a right program, a wrong one, one that was cut off, and a prompt without tests."""
+    tested = replace(PROMPT, label="assert f(2) == 4\nassert f(3) == 9")
+    programs = [f"```python\ndef f(x):\n    return {value}\n```" for value in ("x * x", "4")]
+    scorers = local_scorers(reward_folder, scorer("code", 1.0))
+    samples = [
+        samples_of(tokenizer, *programs) + samples_of(tokenizer, programs[0][:-3], finished=False),
+        samples_of(tokenizer, programs[0]),
+    ]
+    scored = ResponseScorer(scorers, tokenizer).score_groups([tested, PROMPT], samples)
+    assert [response.score for response in scored[0]] == [1.0, 0.5, 0.0] and math.isnan(scored[1][0].score)
 
 
 def test_a_reward_model_sees_no_quality_that_the_policys_template_asks_for(reward_folder: Path, tokenizer):

@@ -29,7 +29,8 @@ STAGES = [(stage, None) for stage in read_yaml(ROOT / "dvc.yaml")["stages"]]
 ROUND_STAGES = [(f"{stage}@1", 1) for stage in read_yaml(ROOT / "rounds/dvc.yaml")["stages"]]
 # Sections of data/inputs.json, and the file or folder outside the project's own that each is of here.
 OUTSIDE = {"sources": "rows.jsonl", "judges": "judge.py", "model": "base", "chat_template": "chat.jinja"}
-OUTSIDE |= {"scorers": "scorer.py", "round_scorers": "round_scorer.py", "external": "pairs.jsonl"}
+OUTSIDE |= {"scorers": "scorer.py", "evaluation_scorers": "evaluation_scorer.py", "round_scorers": "round_scorer.py"}
+OUTSIDE |= {"external": "pairs.jsonl"}
 SOURCE = {"name": "mine", "kind": "file", "path": "rows.jsonl", "format": "prompt", "uses": ["prompt"], "weight": 1.0}
 SCORER = {"name": "own", "kind": "function", "weight": 1.0}
 OVERRIDES = {
@@ -37,6 +38,7 @@ OVERRIDES = {
     "model.path": "base",
     "model.chat_template": "chat.jinja",
     "rl.reward.scorers": [SCORER | {"path": "scorer.py:score"}],
+    "evaluation.scorers": [SCORER | {"path": "evaluation_scorer.py:score"}],
     "iterative.scorers": [SCORER | {"path": "round_scorer.py:score"}],
     "gate.external": [{"name": "others", "path": "pairs.jsonl", "format": "preference"}],
 }
@@ -117,9 +119,9 @@ def test_a_new_a_missing_and_an_unreadable_file_are_changes(project):
     Path("rlhf_core/models/new.py").write_text("")
     assert begun.changes().lines == ["code: rlhf_core/models/new.py new"]
     Path("rlhf_core/models/new.py").unlink()
-    Path("metrics/data_accepted.json").unlink()
-    assert "metrics/data_accepted.json: expected the output of an earlier stage, got nothing" in begun.changes().shown()
-    write(Path("metrics/data_accepted.json"))
+    Path("checks/data.json").unlink()
+    assert "checks/data.json: expected the output of an earlier stage, got nothing" in begun.changes().shown()
+    write(Path("checks/data.json"))
     Path("params.yaml").write_text("sft: {steps: ")
     assert "params or dependencies can't be read any more: params.yaml: expected YAML" in begun.changes().shown()
 

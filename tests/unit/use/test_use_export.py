@@ -87,13 +87,14 @@ def test_the_card_names_the_scorers_their_gate_and_the_hashes_of_sources(project
     own = {"name": "trained", "kind": "reward_model"}
     other = {"name": "mine", "kind": "function", "path": "my_rewards:mine", "weight": 0.5}
 
-    def card(*scorers: dict, name: str) -> str:
+    def card(*scorers: dict, name: str, evaluated: list | None = None) -> str:
         stages = {
             "train_policy": {"outs": [policy], "params": {"data/inputs.json": sources}},
             "gate_reward": {"deps": [reward], "outs": [made["metrics/gate.json"]]},
             "evaluate": {"deps": [policy, reward], "outs": [made["metrics/evaluate.json"]]},
         }
-        stages["evaluate"]["params"] = {"params.yaml": {"rl.reward.scorers": list(scorers), "reward.enabled": True}}
+        read = {"rl.reward.scorers": list(scorers), "reward.enabled": True, "evaluation": {"scorers": evaluated}}
+        stages["evaluate"]["params"] = {"params.yaml": read}
         write("dvc.lock", {"stages": stages})
         return (export(choose(), project / name) / "README.md").read_text()
 
@@ -104,6 +105,7 @@ def test_the_card_names_the_scorers_their_gate_and_the_hashes_of_sources(project
     assert "by: the reward model of this run, weight 1, mine (function), weight 0.5.\n" in card(own, other, name="b")
     text = card(other, name="c")
     assert "by: mine (function).\n" in text and "Gate of the reward model" not in text
+    assert "by: mine (function).\n" in card(own, name="e", evaluated=[other])
     write_card(Path("models/policy"), dataclasses.replace(FACTS, gate={"passed": True, "message": "passed: it", "override": None}))
     policy["md5"] = dvc_md5(project / "models/policy")
     assert card(own, name="d").count("Gate of the reward model") == 1

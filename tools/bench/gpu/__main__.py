@@ -1,6 +1,6 @@
 """Checks what works on this GPU, and how fast: python -m tools.bench.gpu [--parts default_job,turns,...] [--minutes M] [--again PART ...]
 
-Runs the parts that have no result in --out yet, the most useful first, so that the same line goes on where an earlier call stopped. Writes
+Runs the parts that have no result in --out yet, the most useful first, so the same command continues where an earlier call stopped. Writes
 results.json, gpu.md and logs.txt (all output) there, and the logs of Ray's processes of a job that failed. --write FOLDER ... puts the
 results of such folders into docs/gpu.md instead; the last folder that has a part counts. Exit code 1: a part failed, was stopped or
 didn't run.
@@ -59,7 +59,7 @@ def check(arguments: argparse.Namespace) -> list[Result]:
 
 
 def read_folders(folders: list[Path]) -> list[Result]:
-    """The newest result of each part in several folders; the last folder that has a part counts.
+    """Return the newest result of each part in several folders; the last folder that has a part counts.
 
     Raises:
         ValueError: a folder has no results.

@@ -1,4 +1,4 @@
-"""The device and the installed packages."""
+"""Describes the device and the installed packages."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def device_name() -> str:
 
 
 def device_memory() -> int | None:
-    """The total bytes of the GPU's memory; None without a GPU."""
+    """Return the total bytes of the GPU's memory, or None without a GPU."""
     return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
 
 
 def about() -> dict[str, str]:
-    """Date, device, driver and versions by their names in the table."""
+    """Return date, device, driver and versions by their names in the table."""
     memory = device_memory()
     found = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),

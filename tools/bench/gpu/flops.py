@@ -20,7 +20,7 @@ PEAKS: dict[str, float] = {
 class Passed:
     """The tokens that one optimizer step's forward passes put through a model.
 
-    tokens: without padding. padded: with it. sequences: tokens of all sequences, a shared prompt counted in each.
+    tokens: tokens without padding. padded: tokens with padding. sequences: tokens of all sequences, with a shared prompt counted in each.
     visible: pairs of a token and one it attends to. predicted: tokens with logits.
     """
 
@@ -35,7 +35,7 @@ class Passed:
 
 
 def step_flops(shape: ModelShape, passed: Passed, *, adapters: bool = False) -> float:
-    """The model FLOP of one optimizer step, forward and backward without recomputation.
+    """Return the model FLOP of one optimizer step, forward and backward without recomputation.
 
         forward = 2 M tokens + 4 layers width visible + 2 E predicted         M, E: matrix elements of trunk and head
         full training: 3 forward;  adapters: the frozen matrices have no weight gradient, 2 in place of 3 for M and E
@@ -50,7 +50,7 @@ def step_flops(shape: ModelShape, passed: Passed, *, adapters: bool = False) -> 
 
 
 def utilization(flops: float, seconds: float, device: str) -> float | None:
-    """The model FLOPs utilization in percent: FLOP per second over the device's peak; None for an unknown peak.
+    """Return the model FLOPs utilization in percent: FLOP per second over the device's peak; None if the peak is unknown.
 
     Source: Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, section 4.1
     """

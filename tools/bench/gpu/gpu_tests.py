@@ -41,7 +41,7 @@ class Outcomes:
 
 
 def run(record: Record, chosen: Sequence[str]) -> list[str]:
-    """Run the tests and record them, with whole tracebacks in the output. Returns the failures."""
+    """Run the tests and record them, with whole tracebacks in the output, and return the failures."""
     outcomes = Outcomes(record)
     which = list(chosen) if any("::" in name and not name.startswith("-") for name in chosen) else [str(ROOT / "tests" / "gpu"), *chosen]
     arguments = ["--rootdir", str(ROOT), "-p", "no:cacheprovider", "-vv", "--tb=long", f"--timeout={TEST_SECONDS}"]

@@ -50,8 +50,9 @@ FIRST_TESTS = (DEFAULT_JOB, IPC, LOGPROBS)
 class Part:
     """A part of the check.
 
-    module: program that takes arguments, --out FILE.json, --models FOLDER and --rehearse. needs, limit: seconds; the part isn't started
-    with less than `needs` left. head: whether it submits RL jobs. models: (shape, kind) of the models that it loads.
+    module: program that takes arguments, --out FILE.json, --models FOLDER and --rehearse. needs, limit: seconds; the part isn't started if
+    less than `needs` is left, and is killed at `limit`. head: whether it submits RL jobs. models: (shape, kind) of the models that it
+    loads.
     """
 
     name: str
@@ -88,7 +89,7 @@ PARTS = (
 class Result:
     """The result of a part.
 
-    outcome: ran, failed, stopped (at its limit), cut off (at the check's end) or not run, with a reason where there is one.
+    outcome: ran, failed, stopped (at its limit), cut off (at the check's end) or not run, with a reason if there is one.
     about: see tools/bench/gpu/device.py.
     """
 
@@ -120,7 +121,9 @@ class Check:
     until: float
 
     def earlier(self) -> dict[str, Result]:
-        """The folder's results by part, without those of another device, of other versions, or of a rehearsal where this is none."""
+        """Return the folder's results by part, without results of another device or other versions, and without a rehearsal's unless this
+        is one.
+        """
         found = read_results(self.out)
         mine = {**self.about, "date": ""}
         return {r.part: r for r in found if r.rehearsal == self.rehearse and {**r.about, "date": ""} == mine}
@@ -131,7 +134,7 @@ def write_results(out: Path, results: Sequence[Result]) -> None:
 
 
 def read_results(out: Path) -> list[Result]:
-    """The results that `write_results` wrote; empty if there are none."""
+    """Return the results that `write_results` wrote; empty if there are none."""
     if not (out / RESULTS).exists():
         return []
     rows = json.loads((out / RESULTS).read_text())
@@ -139,7 +142,7 @@ def read_results(out: Path) -> list[Result]:
 
 
 def run_parts(parts: Sequence[Part], check: Check, earlier: dict[str, Result]) -> Iterator[Result]:
-    """Yields each part's result; an earlier final one if there is one."""
+    """Yield each part's result; an earlier result if that is final."""
     adopt_orphans()
     with contextlib.ExitStack() as stack:
         wanted = [part for part in parts if not (part.name in earlier and earlier[part.name].is_final)]
@@ -188,7 +191,7 @@ class SharedHead:
         """The head's address; the first call starts it.
 
         Raises:
-            ClusterError: it didn't start.
+            ClusterError: the head didn't start.
         """
         if self._open is None:
             self._open = contextlib.ExitStack()
@@ -207,7 +210,10 @@ class SharedHead:
 
 
 def run_part(part: Part, check: Check, head: SharedHead, writer: subprocess.Popen | None) -> Result:
-    """Run one part and pass its output on. A part that loads models waits for all of them, so that nothing runs beside its measurements."""
+    """Run one part, pass its output on, and return its result.
+
+    A part that loads models waits for all of them, so that nothing else runs during its measurements.
+    """
     began, path = time.monotonic(), check.out / f"{part.name}.json"
     for old in (path, ray_logs(part, check)):
         old.unlink(missing_ok=True)
@@ -289,7 +295,7 @@ def keep_logs(head: Path, archive: Path) -> None:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a part.
+    """Return the environment of a part.
 
     vLLM's default sampler needs an optional package; without this setting vLLM would fail.
     """
@@ -340,7 +346,7 @@ def _children(spared: Sequence[subprocess.Popen], head: Path | None) -> list[psu
 
 
 def models_in_memory(needed: int) -> Path | None:
-    """A folder in memory if there is room for `needed` bytes and as many for everything else; None to use the disk."""
+    """Return a folder in memory if there is room for `needed` bytes and as many for everything else; None to use the disk."""
     memory = Path("/dev/shm")
     if memory.is_dir() and min(shutil.disk_usage(memory).free, psutil.virtual_memory().available // 2) > needed:
         return memory
@@ -348,7 +354,7 @@ def models_in_memory(needed: int) -> Path | None:
 
 
 def find_about(*, rehearse: bool) -> dict[str, str]:
-    """Device and packages, found by another process.
+    """Return device and packages, found by another process.
 
     Raises:
         RuntimeError: there is no GPU (except in a rehearsal), or the inspection failed.

@@ -1,6 +1,6 @@
 """Runs an RL job's driver with a clock and records all differences between engine and trainer: python -m tools.bench.gpu.job JOB.pkl
 
-It saves no last checkpoint and no policy, which would take longer than the steps.
+The job saves no last checkpoint and no policy, which would take longer than the steps.
 
 Writes seen.json into the job's folder: the times at which its steps ended, {"ends": [...]}, and of each step the sizes of the differences
 between the engine's and the trainer's log-probabilities of the sampled tokens, {"mismatch": [{"mean": ..., "p99": ..., ...}, ...]}.
@@ -62,7 +62,7 @@ def start(actors_class: type[Actors], ends: list[float], mismatch: dict[int, dic
 
 
 def sizes(differences: torch.Tensor) -> dict[str, float]:
-    """Mean, quantiles and maximum of the absolute differences [N], with N at least 1."""
+    """Return mean, quantiles and maximum of the absolute differences [N], with N at least 1."""
     ordered = differences.abs().double().sort().values
     at = {name: float(ordered[min(len(ordered) - 1, int(q * len(ordered)))]) for name, q in QUANTILES.items()}
     return {"mean": float(ordered.mean()), **at, "max": float(ordered[-1])}

@@ -1,10 +1,10 @@
 """Runs RL jobs with trainer and engine on one GPU: python -m tools.bench.gpu.jobs --out FILE.json [--rehearse] -- turns | ppo |
 tensor_parallel
 
-Each is the Ray job of the stage train_policy with its driver, actors, loop and weight sync. Weights are random, so that scores mean
-nothing. turns also runs GRPO by TRL with vLLM in its trainer's process: the same shape with the same weights, prompts, groups, length of
-responses, steps, reward, reference and optimizer settings. TRL's trainer has float32 weights and computes in bfloat16; this project's has
-bfloat16 weights and float32 masters. Both take one optimizer step per batch, without importance correction. Tokens are response tokens.
+Each job is the Ray job of the stage train_policy with its driver, actors, loop and weight sync. Weights are random, so scores mean nothing.
+turns also runs GRPO by TRL with vLLM in its trainer's process: the same shape with the same weights, prompts, groups, length of responses,
+steps, reward, reference and optimizer settings. TRL's trainer has float32 weights and computes in bfloat16; this project's has bfloat16
+weights and float32 masters. Both take one optimizer step per batch, without importance correction. Tokens are response tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REHEARSED = Case(
 
 
 def cases(base: Case, *, rehearse: bool) -> dict[str, Case]:
-    """The jobs by their names. In a rehearsal only PyTorch's engines take turns, since vLLM's CPU build can't sleep."""
+    """Return the jobs by their names. In a rehearsal only PyTorch's engines take turns, since vLLM's CPU build can't sleep."""
     by_turns = replace(base, turns=True, backend="pytorch" if rehearse else "vllm")
     ppo = replace(by_turns, algorithm="ppo", prompts=base.samples, group=1)
     return {"turns": by_turns, "ppo": ppo, "tensor_parallel": replace(base, tensor_parallel=GPUS)}

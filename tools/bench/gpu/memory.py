@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def measure(case: Case) -> Case:
-    """Runs in the child process. Returns the measured memory.
+    """Measure the memory of a case in the child process.
 
     Raises:
         RuntimeError: there is no GPU (except in a rehearsal).
@@ -70,7 +70,7 @@ def add_trainer(record: Record, name: str, case: Case, found: dict[str, Any]) ->
 
 
 def planned_parts(case: Case) -> dict[str, float]:
-    """The bytes that the planner predicts, by role and kind."""
+    """Return the bytes that the planner predicts, by role and kind."""
     shape, mean = SHAPES[case["shape"]], lambda span: sum(span) / 2
     work = Workload(
         policy=shape,

@@ -43,9 +43,9 @@ GONE_SECONDS = 30.0  # for a job's actors to end
 class Case:
     """The sizes of a job.
 
-    prompts: per step. group: responses per prompt. prompt: tokens, least and most. response: tokens.
-    warmup: first steps, which aren't timed. turns: trainer and engine take turns on the GPU.
-    transfer: rl.rollout.weight_transfer; None: auto. tensor_parallel: GPUs of the engine.
+    prompts: prompts per step. group: responses per prompt. prompt: tokens of a prompt, least and most. response: tokens of a response.
+    warmup: number of first steps that aren't timed. turns: whether trainer and engine take turns on the GPU.
+    transfer: value of rl.rollout.weight_transfer; None: auto. tensor_parallel: number of GPUs of the engine.
     """
 
     algorithm: Literal["grpo", "ppo"]
@@ -120,9 +120,9 @@ class Case:
 class Outcome:
     """The results of a job. Lists have a value per step.
 
-    start: seconds from its submission to its first step. seconds: of each step, and of its phases as seconds_<phase>.
-    memory: bytes in use on the GPU of engine and trainer after each switch between them, by turns; otherwise empty.
-    tokens: response tokens. entropy: of the policy, nats per token. mismatch: see tools.bench.gpu.job.
+    start: seconds from the job's submission to its first step. seconds: seconds of each step, and of its phases as seconds_<phase>.
+    memory: bytes that engine and trainer use on the GPU after each switch between them; empty unless they take turns.
+    tokens: response tokens. entropy: the policy's entropy in nats per token. mismatch: as in tools.bench.gpu.job.
     """
 
     start: float
@@ -134,18 +134,18 @@ class Outcome:
     memory: list[dict[str, float]]
 
     def speeds(self, case: Case) -> list[float]:
-        """Response tokens per second in each timed step."""
+        """Return the response tokens per second in each timed step."""
         steps = zip(self.tokens[case.warmup :], self.of("", warmup=case.warmup), strict=True)
         return [tokens / seconds for tokens, seconds in steps]
 
     def of(self, phase: str, *, warmup: int) -> list[float]:
-        """Seconds of a phase, or of whole steps if the name is empty."""
+        """Return the seconds of a phase, or of whole steps if the name is empty."""
         return [row[f"seconds_{phase}" if phase else "seconds"] for row in self.seconds[warmup:]]
 
 
 @contextlib.contextmanager
 def head(cpus: int) -> Iterator[str]:
-    """Context with the address of the Ray head that the check's parts share, or of a new one."""
+    """Yield the address of the Ray head that the check's parts share, or of a new one."""
     if HEAD in os.environ:
         yield os.environ[HEAD]
         return
@@ -212,5 +212,5 @@ def read(case: Case, job: RlJob, began: float, peaks: Peaks) -> Outcome:
 
 
 def weight_bytes(case: Case) -> int:
-    """Bytes of the policy's weights as they are sent to an engine, without biases."""
+    """Return the bytes of the policy's weights as they are sent to an engine, without biases."""
     return SHAPES[case.shape].parameters * {"bfloat16": 2, "float32": 4}[case.dtype]

@@ -35,7 +35,7 @@ ROLES = {"trainer": ("TrainerRank", "trainer."), "engine": ("RolloutActor", "rol
 
 
 def begin(description: str | None) -> argparse.Namespace:
-    """Set up a part's process. Returns its arguments with absolute paths, because jobs have other working directories."""
+    """Set up a part's process, and return its arguments with absolute paths, because jobs have other working directories."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the figures")
     parser.add_argument("--rehearse", action="store_true", help="a tiny shape, on whatever is there")
@@ -52,7 +52,7 @@ def begin(description: str | None) -> argparse.Namespace:
 
 
 def cores(most: int) -> int:
-    """The number of this machine's cores, at most `most`."""
+    """Return the number of this machine's cores, at most `most`."""
     return min(most, os.cpu_count() or 1)
 
 
@@ -70,7 +70,7 @@ class Budget:
 
 @contextlib.contextmanager
 def noted(record: Record, what: str, failures: list[str]) -> Iterator[None]:
-    """Context that records an error as a figure without a value and as a failure, and lets the part continue."""
+    """Record an error in the block as a figure without a value and as a failure, and let the part continue."""
     try:
         yield
     except (RuntimeError, ValueError, OSError) as error:
@@ -79,10 +79,10 @@ def noted(record: Record, what: str, failures: list[str]) -> Iterator[None]:
 
 
 def measure_apart(module: str, case: Case, *, seconds: float) -> Case:
-    """The result of `measure_here` in another process of the module, so that its memory is freed and a crash ends this case only.
+    """Return the result of `measure_here` in another process of the module, which frees its memory and whose crash ends this case only.
 
     Raises:
-        RuntimeError: it failed or exceeded its time; its output has the traceback.
+        RuntimeError: the process failed or exceeded its time; its output has the traceback.
     """
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         given, found = Path(folder) / "case.json", Path(folder) / "found.json"
@@ -98,7 +98,7 @@ def measure_apart(module: str, case: Case, *, seconds: float) -> Case:
 
 
 def measure_here(measure: Callable[[Case], Case]) -> bool:
-    """Whether this process was started by `measure_apart`; if so the case has been measured."""
+    """Measure the case if `measure_apart` started this process, and return whether it did."""
     if sys.argv[1:2] != [APART]:
         return False
     configure_process()
@@ -111,7 +111,7 @@ def measure_here(measure: Callable[[Case], Case]) -> bool:
 class Peaks:
     """Peak memory in bytes.
 
-    host: resident set by role. device: GPU memory by role. whole: all GPU memory in use.
+    host: peak resident set by role. device: peak GPU memory by role. whole: peak of all GPU memory in use.
     """
 
     host: dict[str, int] = field(default_factory=dict)
@@ -134,7 +134,7 @@ def watch_memory() -> Iterator[Peaks]:
 
 
 def actor_processes() -> dict[int, str]:
-    """The process id and role of each actor of the Ray head: this process's head, or its parent's if parts share one."""
+    """Return the process id and role of each actor of the Ray head: this process's head, or its parent's if parts share one."""
     found, own = {}, psutil.Process()
     for process in ((own.parent() or own) if HEAD in os.environ else own).children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -144,7 +144,7 @@ def actor_processes() -> dict[int, str]:
 
 
 def role_of(command: str) -> str | None:
-    """The role of a process with this command line; None if it isn't an actor of an RL job."""
+    """Return the role of a process with this command line, or None if it isn't an actor of an RL job."""
     if not command.startswith("ray::"):
         return None
     return next((role for role, names in ROLES.items() if any(name in command for name in names)), None)
@@ -169,7 +169,7 @@ class _Device:
 
     @classmethod
     def find(cls) -> _Device | None:
-        """The first GPU; None without a GPU or without the library."""
+        """Return the first GPU, or None without a GPU or without the library."""
         try:
             import pynvml
         except ImportError:
@@ -181,7 +181,7 @@ class _Device:
             return None
 
     def used(self) -> tuple[dict[int, int], int]:
-        """Bytes in use by process, as far as the driver reports them, and in total."""
+        """Return the bytes in use by process, as far as the driver reports them, and in total."""
         try:
             running = self.library.nvmlDeviceGetComputeRunningProcesses(self.handle)
             whole = int(self.library.nvmlDeviceGetMemoryInfo(self.handle).used)

@@ -15,8 +15,8 @@ from rlhf_core.files import replace_text
 class Figure:
     """A figure of a part.
 
-    what: description with shape, dtype and settings ("SFT, Qwen2.5-1.5B shape, bfloat16, flash-attn"). values: one per
-    repetition, in `unit`. note: for the reader, for example why there is no value.
+    what: description with shape, dtype and settings ("SFT, Qwen2.5-1.5B shape, bfloat16, flash-attn"). values: one value per repetition, in
+    `unit`. note: a remark for the reader, for example why there is no value.
     """
 
     what: str
@@ -33,7 +33,7 @@ class Record:
     """The figures of a part, kept in a JSON file.
 
     Args:
-        path: of the JSON file.
+        path: path of the JSON file.
     """
 
     def __init__(self, path: Path):

@@ -37,7 +37,7 @@ Bytes = dict[str, float]
 
 
 def measure_trainer(case: dict[str, Any]) -> dict[str, Any]:
-    """Memory of a trainer rank in a PPO step.
+    """Return the memory of a trainer rank in a PPO step.
 
     roles: tensor bytes by role and kind. phases: bytes before, after and at the peak of each phase, by step.
     stacks: code locations that hold most bytes when a backward pass begins.
@@ -115,7 +115,7 @@ def describe(case: dict[str, Any], language: Path, reward: Path) -> RlJob:
 
 
 def drawn(job: RlJob, case: dict[str, Any]) -> list[Rollout]:
-    """Random tokens instead of an engine's responses; sizes don't depend on them."""
+    """Return random tokens in place of an engine's responses; sizes don't depend on them."""
     tokenizer, draw = load_tokenizer(job.sft_model, trust_remote_code=False), random.Random(0)
     lengths = Lengths(tuple(case["prompt"]), tuple(case["response"]))
     made = []
@@ -220,7 +220,7 @@ class Watch:
 
 
 def now() -> float:
-    """Bytes allocated by torch on the GPU; without one the resident set."""
+    """Return the bytes that torch has allocated on the GPU; without a GPU the resident set."""
     return float(torch.cuda.memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss)
 
 
@@ -247,10 +247,10 @@ def _place(frames: list[dict[str, Any]]) -> str:
 
 
 def measure_engine(case: dict[str, Any]) -> dict[str, Any]:
-    """Memory of a rollout engine.
+    """Return the memory of a rollout engine.
 
-    bytes: peak while it starts and samples; held: afterwards; weights: of the folder's model; cache: keys and values, 0 where the engine
-    allocates them per batch; tokens: capacity of the cache.
+    bytes: peak while it starts and samples; held: bytes held afterwards; weights: bytes of the folder's model; cache: bytes of keys and
+    values, 0 if the engine allocates them per batch; tokens: capacity of the cache.
     """
     from rlhf_core.engines.requests import SamplingSettings, request_seeds
     from rlhf_core.models.build import kv_cache_bytes, read_state_dict
@@ -275,7 +275,7 @@ def measure_engine(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_here(backend: str, folder: str, *, sequences: int) -> Any:
-    """An engine in this process, so that its memory can be measured."""
+    """Open an engine in this process, so that its memory can be measured."""
     settings: dict[str, Any] = {
         "max_length": MAX_LENGTH,
         "dtype": "bfloat16",

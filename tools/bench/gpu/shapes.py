@@ -64,12 +64,12 @@ def models_folder(given: Path | None, *, within: Path | None = None) -> Iterator
 
 
 def model_folder(name: str, models: Path, kind: Kind = "language") -> Path:
-    """A Hugging Face folder with bfloat16 weights and a tokenizer; written if missing.
+    """Return a Hugging Face folder with bfloat16 weights and a tokenizer; it is written if missing.
 
     Another process writes it, so that nothing stays in this one or on the GPU.
 
     Args:
-        kind: language, or reward: the same trunk with a scalar head.
+        kind: language, or reward for the same trunk with a scalar head.
     Raises:
         RuntimeError: it could not be written in time.
     """
@@ -152,7 +152,7 @@ def norm_weight(hidden: int) -> float:
 
 
 def write(name: str, kind: Kind, models: Path) -> None:
-    """Write a model, created on the fastest device, and rename it when complete. A process that finds another one at it waits."""
+    """Create a model on the fastest device, write it, and rename it when complete. If another process is writing it, wait."""
     folder, aside = models / f"{name}-{kind}", models / f"{name}-{kind}.part"
     if kind == "reward":
         write(name, "language", models)

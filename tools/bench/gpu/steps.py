@@ -78,9 +78,9 @@ class Steps:
 class Measured:
     """The result of a measurement.
 
-    seconds: of a step, per window. passed: tokens of a step. attention: the model's implementation.
+    seconds: seconds of a step, per window. passed: tokens of a step. attention: the model's implementation of attention.
 
-    bytes: `peak_bytes` of the timed steps; load: of everything before.
+    bytes: `peak_bytes` of the timed steps; load: `peak_bytes` of everything before.
     """
 
     seconds: list[float]
@@ -95,7 +95,7 @@ class Enough(Exception):
 
 
 def measure_steps(steps: Steps) -> dict[str, Any]:
-    """Measure a method's steps. Returns `Measured` as a dict."""
+    """Measure a method's steps, and return `Measured` as a dict."""
     join_world()
     watch = Watch(steps)
     with tempfile.TemporaryDirectory() as folder, watch:
@@ -241,7 +241,7 @@ COLUMNS = {
 
 
 def total(steps: Steps) -> int:
-    """The number of optimizer steps: one more than timed, so that the last one, which saves, is never reached."""
+    """Return the number of optimizer steps: one more than timed, so that the last one, which saves, is never reached."""
     return WARMUP + steps.window * steps.repetitions + 1
 
 

@@ -63,7 +63,7 @@ def put_into(document: Path, results: Sequence[Result]) -> None:
     """Replace the text between a document's markers.
 
     Raises:
-        ValueError: a result is of a rehearsal, or the document has no markers.
+        ValueError: a result is from a rehearsal, or the document has no markers.
     """
     if rehearsed := [result.part for result in results if result.rehearsal]:
         raise ValueError(f"--write: expected results of a GPU, got a rehearsal's of {', '.join(rehearsed)}; give other folders")

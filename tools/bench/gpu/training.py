@@ -38,7 +38,7 @@ MODULE = "tools.bench.gpu.training"
 class Choice:
     """A measurement of a shape.
 
-    lora: the section of params.yaml. needs: a package that it requires.
+    lora: the section of params.yaml. needs: a package that the measurement requires.
     """
 
     method: str
@@ -58,7 +58,7 @@ class Choice:
 
     @property
     def planned(self) -> float:
-        """Bytes that the planner predicts."""
+        """Return the bytes that the planner predicts."""
         shape, tokens = SHAPES[self.shape], self.microbatch_tokens
         if self.lora is None:
             return trained_bytes(shape, tokens=tokens, scalar=self.method == "reward")
@@ -66,7 +66,7 @@ class Choice:
 
     @property
     def needed(self) -> float:
-        """Bytes that must be free for a start."""
+        """Return the bytes that must be free for a start."""
         stepping = step_bytes(SHAPES[self.shape], scalar=self.method == "reward") if self.lora is None else 0.0
         return max(self.planned, stepping)
 
@@ -105,7 +105,7 @@ def chosen(case: Case) -> Choice:
 
 
 def steps_of(case: Case):
-    """The steps to measure in a case, for both sides."""
+    """Return the steps to measure in a case, for both sides."""
     from tools.bench.gpu.steps import Steps
 
     return Steps(
@@ -119,7 +119,7 @@ def steps_of(case: Case):
 
 
 def measure(case: Case) -> Case:
-    """Runs in the child process. Returns `Measured` and the device's name, or the free memory if the planner needs more.
+    """Measure a case in the child process. Return `Measured` and the device's name, or the free memory if the planner needs more.
 
     Raises:
         RuntimeError: there is no GPU (except in a rehearsal).
@@ -174,10 +174,10 @@ def add_trl(record: Record, choice: Choice, ours: Case, theirs: Case) -> None:
 
 
 def trained_bytes(shape: ModelShape, *, tokens: int, scalar: bool = False) -> float:
-    """Bytes for full training in bfloat16 on one GPU: states, and a pass of `tokens`.
+    """Return the bytes of full training in bfloat16 on one GPU: states, and a pass of `tokens`.
 
     Args:
-        scalar: a reward model, without a vocabulary head and logits.
+        scalar: whether it is a reward model, without a vocabulary head and logits.
     """
     training = Training(zero_stage=ZERO_STAGE)
     states = training_states(shape.scalar_parameters if scalar else shape.parameters, training)

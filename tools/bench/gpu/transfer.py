@@ -59,8 +59,7 @@ def add(record: Record, name: str, found: Case) -> None:
 
 
 def measure(case: Case) -> Case:
-    """Runs in the child process. Returns the seconds and bytes of each sync, by how many bytes each process grew, and what the probe shows
-    at the end.
+    """Measure a case in the child process. Return seconds and bytes of each sync, each process's growth in bytes, and the probe at the end.
 
     Each sync sends other weights, by the calls of an RL job.
 
@@ -95,7 +94,7 @@ def measure(case: Case) -> Case:
 
 
 class PeerEngine(EngineApart):
-    """A rollout engine in a process of its own, as a trainer rank calls it: see `weight_sender.Peer`."""
+    """A rollout engine in its own process, as a trainer rank calls it: a `weight_sender.Peer`."""
 
     key = "engine"
 
@@ -150,13 +149,13 @@ def change(module: torch.nn.Module) -> None:
 
 
 def restart_peak(process: str) -> int:
-    """Let the peak of a process's resident set count from now on. Returns its bytes."""
+    """Reset the peak of a process's resident set, and return the bytes from which it counts."""
     Path(f"/proc/{process}/clear_refs").write_text("5")
     return memory(process, "VmRSS")
 
 
 def memory(process: str, name: str) -> int:
-    """Bytes by their name in a process's status."""
+    """Return the bytes of this name in a process's status."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 

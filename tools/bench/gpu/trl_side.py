@@ -36,7 +36,7 @@ def measure(case: Case) -> Case:
 def train_steps(case: Case) -> Case:
     """Train by TRL.
 
-    seconds: of each timed step. allocated: peak bytes on the GPU. rows: of a micro-batch. dtype: of the weights.
+    seconds: seconds of each timed step. allocated: peak bytes on the GPU. rows: rows of a micro-batch. dtype: dtype of the weights.
     """
     import datasets
     import torch
@@ -92,7 +92,7 @@ def train_steps(case: Case) -> Case:
 def train(case: Job, model: str) -> Case:
     """Train GRPO by TRL.
 
-    start: seconds to the first step. seconds: of each step. tokens: of each step's responses. note: for the reader.
+    start: seconds to the first step. seconds: seconds of each step. tokens: tokens of each step's responses. note: a remark for the reader.
     """
     import datasets
     import torch
@@ -133,7 +133,7 @@ def train(case: Job, model: str) -> Case:
 
 
 def arguments(case: Job) -> dict:
-    """The case in TRL's terms.
+    """Return TRL's arguments for the case.
 
     The model has float32 weights and computes in the case's dtype, as in TRL's scripts.
     """

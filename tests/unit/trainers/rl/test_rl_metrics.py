@@ -178,6 +178,8 @@ def test_columns_of_options_are_there_only_with_the_option():
         "rl.evaluation.every": (2, {"eval_score", "eval_model", "eval_short", "eval_seen"}),
         "rl.reward.scorers": ([*TWO_SCORERS, {**function, "normalization": "none"}], {"score_own", "failed_own", "scorer_metrics"}),
     }
+    programs = [*TWO_SCORERS, {"name": "tests", "kind": "code", "weight": 1.0, "normalization": "none"}]
+    assert set(curve_columns(config(**{"rl.reward.scorers": programs}))) - plain == {"score_tests", "failed_tests", "scorer_metrics"}
     for key, (value, columns) in options.items():
         assert set(curve_columns(config(**{key: value}))) - plain == columns
     ahead = config(**{"rl.rollout.max_lag": 1})

@@ -1,0 +1,1 @@
+"""The scorer `code`: a response's program against the tests of its prompt."""
