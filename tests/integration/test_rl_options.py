@@ -373,7 +373,8 @@ def ahead(chain, cluster, tmp_path_factory):
 def test_responses_drawn_ahead_are_of_the_policies_before(ahead):
     rows = ahead.curves
     assert list(rows["policy_lag_max"]) == [0, 1, *[2] * 38] and rows["policy_lag"].iloc[1:].between(1, 2).all()
-    assert rows["spans_per_response"].iloc[3:].gt(1).all() and rows["cut_off"].eq(0).all()
+    assert rows["spans_per_response"].between(1, 2).all() and rows["spans_per_response"].iloc[3:].mean() > 1.1
+    assert rows["cut_off"].eq(0).all()
     # The ratio is to the policy that sampled, which in step 1 is the trained one.
     assert rows["policy_ratio_max"].iloc[1:].gt(1.01).all() and abs(rows["policy_ratio_max"].iloc[0] - 1) < 1e-4
     assert rows["approx_kl"].iloc[1:].gt(rows["approx_kl"].iloc[0]).mean() > 0.5
