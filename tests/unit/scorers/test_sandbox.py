@@ -153,6 +153,7 @@ def test_each_program_begins_in_an_empty_folder_with_the_same_order_of_sets(sand
     assert first.stdout.startswith("['main.py'] ") and first == second
 
 
+@pytest.mark.long
 def test_a_run_takes_at_most_40_ms_more_than_python_alone(sandbox, tmp_path):
     """Median of 20, taken in turn since the machine may be busy."""
     (tmp_path / "main.py").write_text("print(6 * 7)")

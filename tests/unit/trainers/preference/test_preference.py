@@ -381,6 +381,7 @@ def test_the_policy_without_its_adapters_is_the_reference_that_a_second_copy_is(
         made.append((read_curves(tmp_path / name / "curves.csv"), trained.metrics, trained.engine.state_dict()))
     (curves, metrics, weights), (expected, expected_metrics, expected_weights) = made
     assert len(curves) == 4 and curves == [pytest.approx(row, abs=1e-6, rel=1e-6, nan_ok=True) for row in expected]
+    assert metrics.pop("untrained") == pytest.approx(expected_metrics.pop("untrained"), abs=1e-6)
     assert metrics == pytest.approx(expected_metrics, abs=1e-6)
     assert largest_difference(weights, expected_weights) < 1e-6
     assert abs(curves[-1]["reward_margin"]) > 1e-3  # the adapters have moved the policy away
