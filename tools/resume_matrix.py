@@ -166,7 +166,7 @@ def rl_cell(
     algorithm: str, ranks: int, zero: int, *, lora: bool = False, ahead: bool = False, one_step: bool = False, backend: str = "vllm"
 ) -> Cell:
     changes = RL | {"algorithm": algorithm, "trainer": {"ranks": ranks, "zero_stage": zero}, "lora": LORA if lora else None}
-    changes["rollout"] = {"one_step_off_policy": ahead, "backend": backend}
+    changes["rollout"] = {"max_lag": int(ahead), "backend": backend}
     if one_step:
         changes["minibatch_size"] = RL["samples_per_step"]
     name = f"{algorithm}, {ranks} rank{'s' * (ranks > 1)}, ZeRO {zero}{', LoRA' * lora}{', one step off policy' * ahead}"

@@ -17,6 +17,7 @@ RENAMED_KEYS = {
     "checkpoints.go_on_from": "checkpoints.resume_from",
     "rl.reward.mask_cut_off": "rl.reward.mask_truncated",
     "rl.monitor.cut_off": "rl.monitor.truncated",
+    "rl.rollout.one_step_off_policy": "rl.rollout.max_lag (1 for true, 0 for false)",
 }
 # Key whose old name has another meaning now -> what it is. Named in the message where the key is missing.
 MOVED_KEYS = {

@@ -30,7 +30,7 @@ def dead_settings(rl: RlConfig) -> Iterator[str]:
             if value is not None:
                 yield f"{key}: expected null, got {value}; remove it or lower minibatch_size, {on_policy}"
     if rl.rollout.recomputed_fraction < 1 and rl.old_logprobs_source(0) != "recompute":
-        where = "rollout engine" if rl.rollout.one_step_off_policy else "update, a batch's only optimizer step"
+        where = "rollout engine" if rl.rollout.max_lag else "update, a batch's only optimizer step"
         yield (
             f"rollout.recomputed_fraction: expected 1, got {rl.rollout.recomputed_fraction}; set it to 1, because all old "
             f"log-probabilities come from the {where}"
@@ -66,8 +66,11 @@ def _dead_in_few_steps(rl: RlConfig) -> Iterator[str]:
             f"{rl.algorithm}.critic_warmup_steps: expected less than steps={rl.steps}, got {rl.critic.critic_warmup_steps}; lower it, "
             "because the policy would never be trained"
         )
-    if rl.rollout.one_step_off_policy and rl.steps == 1:
-        yield "rollout.one_step_off_policy: expected false with steps=1, got true; change one, because the first step is on policy"
+    if rl.rollout.max_lag >= rl.steps:
+        yield (
+            f"rollout.max_lag: expected less than steps={rl.steps}, got {rl.rollout.max_lag}; change one, because the last step is only "
+            f"steps - 1 updates after the first"
+        )
     if (every := rl.kl.refresh_reference_every) is not None and every >= rl.steps:
         yield (
             f"kl.refresh_reference_every: expected less than steps={rl.steps}, got {every}; lower it or set it to null, because the "

@@ -196,10 +196,10 @@ class RlSettings(OptimizerConfig, LengthConfig):
         return on_gpu and self.rollout.backend == "vllm" and self.group_size > 1 and max_length - self.rollout.max_new_tokens > CACHE_BLOCK
 
     def dispatch(self, *, on_gpu: bool) -> Literal["equal", "dynamic"]:
-        """`rollout.dispatch` with auto resolved. One engine gets all prompts at once, and so do all one step off policy."""
+        """`rollout.dispatch` with auto resolved. One engine gets all prompts at once, and so do all with rollouts ahead."""
         rollout = self.rollout
         wanted = rollout.dispatch == "dynamic" or (rollout.dispatch == "auto" and on_gpu)
-        return "dynamic" if wanted and rollout.engines > 1 and not rollout.one_step_off_policy else "equal"
+        return "dynamic" if wanted and rollout.engines > 1 and not rollout.max_lag else "equal"
 
     @property
     def one_optimizer_step(self) -> bool:
@@ -228,14 +228,14 @@ class RlSettings(OptimizerConfig, LengthConfig):
     def old_logprobs_source(self, step: int) -> Literal["recompute", "from_update", "from_engine"]:
         """The source of the old log-probabilities in the policy loss of a step, counted from 0.
 
-        from_engine: from the rollout engine, where rollouts are one step old and not corrected: its policy is the one that sampled.
+        from_engine: from the rollout engine, where rollouts are ahead and not corrected: its policies are those that sampled.
         from_update: from the update, where a batch has one optimizer step, which starts from the policy that sampled, and nothing before
             the update needs log-probabilities.
         recompute: otherwise, from a forward pass of the trainer before the update, for rollout.recomputed_fraction of the samples; the
             others take the engine's.
         """
         corrected = self.correction.kind != "none"
-        if self.rollout.one_step_off_policy:
+        if self.rollout.max_lag:
             return "recompute" if corrected else "from_engine"
         needed_before = self.kl.in_reward or corrected or not self.rollout.samples_any_token
         return "from_update" if self.one_optimizer_step and self.trains_policy(step) and not needed_before else "recompute"
@@ -299,8 +299,12 @@ class RlSettings(OptimizerConfig, LengthConfig):
                 f"rollout.recomputed_fraction: expected 1 with a correction, got {self.rollout.recomputed_fraction}; set it to 1, "
                 "because a correction needs the trainer's log-probabilities of every sample"
             )
-        if self.rollout.one_step_off_policy:
-            yield from self._draw_ahead_conflicts()
+        if self.rollout.max_lag and self.old_logprobs_source(0) == "from_engine" and not self.rollout.samples_whole_distribution:
+            yield (
+                f"rollout.max_lag: expected 0 with top_p, top_k or min_new_tokens and without a correction, got {self.rollout.max_lag}; "
+                "set correction.kind, because the ratio would compare with the engine's probabilities, which are then those of another "
+                "distribution"
+            )
         if self.dynamic_sampling.enabled and self.group_size < 2:
             yield (
                 f"dynamic_sampling: expected {self.algorithm}.group_size of at least 2, got {self.group_size}; raise it, because a "
@@ -350,18 +354,6 @@ class RlSettings(OptimizerConfig, LengthConfig):
             yield (
                 f"{key} with several members of {ensembles}, got reward_model; a critic is one model, and the rewards are in units of all "
                 "members' scores together; reward_model_trunk starts from the first member's layers"
-            )
-
-    def _draw_ahead_conflicts(self) -> Iterator[str]:
-        key = "rollout.one_step_off_policy: expected false"
-        if self.dynamic_sampling.enabled:
-            yield f"{key} with dynamic_sampling, got true; the prompts of a step depend on its scores"
-        if self.spec.greedy_baseline:
-            yield f"{key} with {self.algorithm}, got true; baselines are greedy responses of the sampling policy, which has changed since"
-        if self.old_logprobs_source(0) == "from_engine" and not self.rollout.samples_whole_distribution:
-            yield (
-                f"{key} with top_p, top_k or min_new_tokens and without a correction, got true; set correction.kind, because "
-                "the ratio would compare with the engine's probabilities, which are then those of another distribution"
             )
 
     def _limit_conflicts(self) -> Iterator[str]:
@@ -425,7 +417,7 @@ def curve_columns(rl: RlConfig) -> tuple[str, ...]:
     columns += _UPDATE_COLUMNS
     columns += ["ptx_loss"] * (rl.ptx.coef > 0) + ["moe_aux_loss"] * (rl.moe_aux_coef > 0)
     columns += [] if rl.old_logprobs_source(0) == "from_engine" else _MISMATCH_COLUMNS
-    columns += ["policy_lag"] * rl.rollout.one_step_off_policy
+    columns += ["policy_lag", "policy_lag_max", "spans_per_response", "cut_off"] * (rl.rollout.max_lag > 0)
     if rl.dynamic_sampling.enabled:
         columns += ["dynamic_rounds", "dropped_groups", *(f"drawn_score_{name}" for name in ("mean", *names))]
     columns += ["eval_score", *(f"eval_{n}" for n in names)] * (rl.evaluation.every is not None)

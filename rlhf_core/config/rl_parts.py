@@ -109,10 +109,13 @@ class RolloutConfig(Section):
     bfloat16_mean_difference, bfloat16_p999_difference: with model.dtype bfloat16 these limits count instead, for the mean and the quantile
     0.999 over a step's tokens; both are about twice the measured values (docs/rl.md).
     recomputed_fraction: share of the samples whose log-probabilities the trainer computes before the update; the others keep the engine's.
+    max_lag: policy versions by which a token may be older than the policy that is trained on it; above 0 engines and trainer work at the
+    same time.
+    last_tokens: that a response may still get during the last update before its step, after which it is cut off; None: until it ends.
     dispatch: equal hands each engine its share of the prompts at once; dynamic hands prompts out as engines become free, so that their
     batches, and with them rounding, depend on time; auto: dynamic on GPUs.
     take_turns: engines free their memory while the trainer works, and trainer ranks theirs while engines work; auto: where an engine and a
-    rank share a GPU, except with one_step_off_policy.
+    rank share a GPU, except with max_lag.
     tensor_parallel_size: GPUs of one node that an engine's layers are divided over; gpus_per_engine is its share of each.
     prefix_caching: whether vLLM computes the common beginning of a group's samples, and of other prompts, once; auto: on GPUs, where groups
     have several samples and prompts may fill a block of the cache.
@@ -137,7 +140,8 @@ class RolloutConfig(Section):
     bfloat16_mean_difference: float = Field(default=0.08, gt=0)
     bfloat16_p999_difference: float = Field(default=0.8, gt=0)
     recomputed_fraction: float = Field(gt=0, le=1)
-    one_step_off_policy: bool
+    max_lag: int = Field(ge=0)
+    last_tokens: int | None = Field(default=None, gt=0)
     dispatch: Literal["auto", "equal", "dynamic"] = "auto"
     take_turns: Literal["auto"] | bool = "auto"
     tensor_parallel_size: int = Field(default=1, ge=1)
@@ -175,21 +179,26 @@ class RolloutConfig(Section):
                 f"recomputed_fraction: expected 1 with top_p, top_k or min_new_tokens, got {self.recomputed_fraction}; "
                 "set it to 1, because the engine then samples from another distribution than the policy's"
             )
-        if self.dispatch == "dynamic" and self.one_step_off_policy:
+        if self.dispatch == "dynamic" and self.max_lag:
             yield (
-                "dispatch: expected auto or equal with one_step_off_policy, got dynamic; change one, because the driver, which would hand "
-                "out prompts, waits for the update at that time"
+                f"dispatch: expected auto or equal with max_lag={self.max_lag}, got dynamic; change one, because the driver, which would "
+                "hand out prompts, waits for the update at that time"
             )
-        if self.take_turns is True and self.one_step_off_policy:
+        if self.take_turns is True and self.max_lag:
             yield (
-                "take_turns: expected auto or false with one_step_off_policy, got true; change one, because engines then work at the same "
-                "time as the trainer"
+                f"take_turns: expected auto or false with max_lag={self.max_lag}, got true; change one, because engines then work at the "
+                "same time as the trainer"
+            )
+        if self.last_tokens is not None and self.max_lag < 2:
+            yield (
+                f"last_tokens: expected null with max_lag={self.max_lag}, got {self.last_tokens}; remove it or raise max_lag, because "
+                "responses aren't in flight during several updates"
             )
         if self.weight_transfer in ("ipc", "nccl") and self.backend == "pytorch":
             yield f"weight_transfer: expected auto or gloo with backend pytorch, got {self.weight_transfer}; change one of them"
-        if self.weight_transfer == "ipc" and self.one_step_off_policy:
+        if self.weight_transfer == "ipc" and self.max_lag:
             yield (
-                "weight_transfer: expected auto, gloo or nccl with one_step_off_policy, got ipc; change one, because the weights for a "
+                f"weight_transfer: expected auto, gloo or nccl with max_lag={self.max_lag}, got ipc; change one, because the weights for a "
                 "replaced engine are kept on rank 0 only"
             )
         if self.min_new_tokens >= self.max_new_tokens:

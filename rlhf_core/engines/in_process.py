@@ -126,6 +126,10 @@ class RolloutActor:
         """As the engine does."""
         return self._engine.serve(*args, **kwargs)
 
+    def advance(self, *args: Any, **kwargs: Any) -> list[Sample]:
+        """As the engine does."""
+        return self._engine.advance(*args, **kwargs)
+
     def probe(self, ids: Sequence[int]) -> list[float]:
         """As the engine does."""
         return self._engine.probe(ids)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from rlhf_core.algorithms.logprobs import left_logits
 from rlhf_core.engines.gpu_memory import memory_in_use
 from rlhf_core.engines.offload import Offloaded, storages_of
-from rlhf_core.engines.requests import Sample, SamplingSettings
+from rlhf_core.engines.requests import Request, Sample, SamplingSettings, stop_finder
 from rlhf_core.engines.sleep import Awake
 from rlhf_core.models.build import frozen, kv_cache_bytes, load_language_model, read_state_dict, with_weights
 from rlhf_core.models.decoding import Decoder
@@ -22,6 +24,42 @@ from rlhf_core.progress import drawn
 
 PROMPT_TOKENS = 32_768  # of a batch's prompts, which are one forward pass
 COMPACTED = 0.8  # once this fraction of a batch's sequences or fewer still grow, the finished ones are dropped from the batch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B responses that are sampled at the same time.
+
+    prompts: of so many responses each, in order; with the tokens that these have already.    given: those tokens of each response.
+    limits: of the tokens that may follow.    numbers: [B, tokens] float64 in [0, 1), which decide the tokens.
+    due: sampling stops once the first so many responses have ended, but not before `least` tokens.
+    """
+
+    prompts: list[list[int]]
+    copies: int | list[int]
+    given: list[list[int]]
+    limits: list[int]
+    numbers: np.ndarray
+    due: int
+    least: int = 0
+
+    @classmethod
+    def of_prompts(
+        cls, prompts: list[list[int]], seeds: list[int], settings: SamplingSettings, *, group_size: int, max_length: int
+    ) -> Batch:
+        """`group_size` whole responses to each prompt."""
+        limits = [min(settings.max_new_tokens, max_length - len(p)) for p in prompts for _ in range(group_size)]
+        numbers = [np.random.default_rng(seed).random((group_size, settings.max_new_tokens)) for seed in seeds]
+        return cls(prompts, group_size, [[]] * len(limits), limits, np.concatenate(numbers), len(limits))
+
+    @classmethod
+    def of_requests(cls, requests: list[Request], settings: SamplingSettings, *, due: int, least: int) -> Batch:
+        """Prompts of requests in a row that have the same tokens are computed once."""
+        runs = [list(group) for _, group in groupby(request.ids for request in requests)]
+        copies = len(runs[0]) if len({*map(len, runs)}) == 1 else list(map(len, runs))
+        numbers = np.stack([np.random.default_rng(request.seed).random(settings.max_new_tokens) for request in requests])
+        given, limits = [request.given for request in requests], [request.limit for request in requests]
+        return cls([run[0] for run in runs], copies, given, limits, numbers, due, least)
 
 
 class PytorchEngine:
@@ -113,27 +151,61 @@ class PytorchEngine:
         found: dict[int, list[Sample]] = {}
         for start in range(0, len(prompts), size):
             chosen = by_length[start : start + size]
-            groups = generate(
-                self._decoder,
-                [prompts[i] for i in chosen],
-                [seeds[i] for i in chosen],
-                settings,
-                stop_ids=stop_ids,
-                group_size=group_size,
-                max_length=self._max_length,
-                stops=self._stops(settings.stop),
-                device=self._model.device,
-                version=self.version,
-            )
-            found.update(zip(chosen, groups, strict=True))
+            how = {"group_size": group_size, "max_length": self._max_length}
+            batch = Batch.of_prompts([prompts[i] for i in chosen], [seeds[i] for i in chosen], settings, **how)
+            samples = self._generate(batch, settings, stop_ids)
+            found.update({i: samples[k * group_size : (k + 1) * group_size] for k, i in enumerate(chosen)})
             drawn(len(chosen) * group_size)
-        if self._shares_gpu:
-            torch.cuda.empty_cache()
+        self._free_cached()
         return [found[i] for i in range(len(prompts))]
 
     def serve(self, numbers: list[int], *args: Any, leave: int, **kwargs: Any) -> dict[int, list[Sample]]:
         """`generate`, by the caller's numbers of the prompts. Responses can't join a running batch, so none is left."""
         return dict(zip(numbers, self.generate(*args, **kwargs), strict=True))
+
+    def advance(
+        self, requests: list[Request], settings: SamplingSettings, due: int, *, stop_ids: tuple[int, ...], least: int
+    ) -> list[Sample]:
+        """The next tokens of each response. Sampling stops once the first `due` responses have ended, but not before `least` tokens were
+        sampled one after the other; what hasn't ended then is cut there, and may have no token.
+
+        Raises:
+            RuntimeError: the engine is asleep.
+        """
+        self._awake.need("advance")
+        if not requests:  # there may be fewer than engines
+            return []
+        sizes = [len(request.ids) for request in requests]
+        order = sorted(range(len(requests)), key=lambda i: (i >= due, sizes[i]))
+        size = self._batch_size(max(sizes), max(request.limit for request in requests), 1)
+        found = [Sample([], [], False, self.version)] * len(requests)
+        for start in range(0, len(requests), size):
+            if start >= due and least <= 0:
+                break
+            chosen = order[start : start + size]
+            batch = Batch.of_requests([requests[i] for i in chosen], settings, due=max(0, due - start), least=least)
+            samples = self._generate(batch, settings, stop_ids)
+            least -= max(len(sample.response_ids) for sample in samples)
+            for i, sample in zip(chosen, samples, strict=True):
+                found[i] = sample
+        self._free_cached()
+        return found
+
+    def _free_cached(self) -> None:
+        if self._shares_gpu:
+            torch.cuda.empty_cache()
+
+    def _generate(self, batch: Batch, settings: SamplingSettings, stop_ids: Sequence[int]) -> list[Sample]:
+        return generate(
+            self._decoder,
+            batch,
+            settings,
+            stop_ids=stop_ids,
+            max_length=self._max_length,
+            stops=stop_finder(self._tokenizer, settings.stop) if settings.stop else None,
+            device=self._model.device,
+            version=self.version,
+        )
 
     @torch.inference_mode()
     def probe(self, ids: Sequence[int]) -> list[float]:
@@ -186,90 +258,81 @@ class PytorchEngine:
             return self._kv_cache_gib << 30
         return self._gpu_memory_fraction * torch.cuda.mem_get_info(self._model.device)[0]
 
-    def _stops(self, strings: Sequence[str]) -> Callable[[list[int], int], bool] | None:
-        """The argument `stops` of `generate`. As with vLLM a stop string may begin, but not end, before min_new_tokens."""
-
-        def text(ids: list[int]) -> str:
-            return self._tokenizer.decode(ids, skip_special_tokens=True)
-
-        def stops(ids: list[int], first: int) -> bool:
-            seen, before = text(ids), len(text(ids[:first]))
-            return any(s in seen[max(0, before - len(s) + 1) :] for s in strings)
-
-        return stops if strings else None
-
 
 @torch.inference_mode()
 def generate(
     decoder: Decoder,
-    prompts: Sequence[list[int]],
-    seeds: Sequence[int],
+    batch: Batch,
     settings: SamplingSettings,
     *,
     stop_ids: Sequence[int],
-    group_size: int,
     max_length: int,
     stops: Callable[[list[int], int], bool] | None,
     device: torch.device,
     version: int = 0,
-) -> list[list[Sample]]:
-    """`group_size` responses to each prompt, in order, all at the same time.
+) -> list[Sample]:
+    """The batch's responses, in order; what hasn't ended when sampling stops is cut there.
+
+    Rounding depends on the other responses of the batch.
 
     Args:
-        seeds: one for each prompt. They alone decide the responses, up to rounding, which depends on the other prompts of the batch.
         stop_ids: tokens of which each ends a response. None is sampled before `settings.min_new_tokens`, as with vLLM.
         max_length: tokens of prompt and response together.
         stops: whether a stop string ends in a response's ids after the first so many; None: there are no stop strings.
         version: of the decoder's weights.
     """
-    max_new_tokens = min(settings.max_new_tokens, max_length - min(map(len, prompts)))
-    limits = torch.tensor([max_length - len(p) for p in prompts]).clamp(max=max_new_tokens).repeat_interleave(group_size)
-    streams = [np.random.default_rng(seed).random((group_size, settings.max_new_tokens)) for seed in seeds]
-    uniforms = torch.from_numpy(np.concatenate(streams)).to(device)  # [prompts x group_size, tokens]
+    limits, given, had = torch.tensor(batch.limits), batch.given, torch.tensor([len(ids) for ids in batch.given])
+    max_new_tokens, uniforms = int(limits.max()), torch.from_numpy(batch.numbers).to(device)
     count = len(limits)
     all_ids, all_logprobs = torch.zeros(count, max_new_tokens, dtype=torch.long), torch.zeros(count, max_new_tokens)
     lengths, finished = limits.clone(), torch.zeros(count, dtype=torch.bool)
     ends = torch.tensor(stop_ids)
     rows, growing = torch.arange(count), torch.ones(count, dtype=torch.bool)  # of the current batch
-    logits = decoder.begin(list(prompts), copies=group_size, max_new_tokens=max_new_tokens, max_length=max_length)
+    awaited = rows < batch.due
+    logits = decoder.begin(batch.prompts, copies=batch.copies, max_new_tokens=max_new_tokens, max_length=max_length)
     for position in range(max_new_tokens):
-        forbidden = stop_ids if position < settings.min_new_tokens else ()
-        ids, logprobs = sample_tokens(logits, uniforms[rows.to(device), position], settings, forbidden=forbidden)
+        early = torch.zeros_like(growing)
+        if position < settings.min_new_tokens:
+            early = had[rows] + position < settings.min_new_tokens
+            logits = without_tokens(logits, stop_ids, early.to(device))
+        ids, logprobs = sample_tokens(logits, uniforms[rows.to(device), position], settings)
         all_ids[rows, position], all_logprobs[rows, position] = ids.cpu(), logprobs.cpu()
         ended = torch.isin(ids.cpu(), ends)
-        if stops is not None and position >= settings.min_new_tokens:
-            so_far, first = all_ids[rows, : position + 1].tolist(), settings.min_new_tokens
-            ended |= torch.tensor([g and stops(ids_, first) for g, ids_ in zip(growing.tolist(), so_far, strict=True)])
+        if stops is not None and not early.all():
+            so_far = [[*given[row], *all_ids[row, : position + 1].tolist()] for row in rows.tolist()]
+            may_stop = (growing & ~early).tolist()
+            ended |= torch.tensor([may and stops(ids_, settings.min_new_tokens) for may, ids_ in zip(may_stop, so_far, strict=True)])
         lengths[rows[growing & ended]] = position + 1
         finished[rows[growing & ended]] = True
         growing = growing & ~ended & (limits[rows] > position + 1)
-        if not growing.any():
+        if not ((growing & awaited).any() or (position + 1 < batch.least and growing.any())):
+            lengths[rows[growing]] = position + 1
             break
         if int(growing.sum()) <= COMPACTED * len(rows):
             chosen = growing.nonzero().squeeze(-1)
             decoder.keep(chosen.to(device))
-            rows, growing, ids = rows[chosen], growing[chosen], ids[chosen.to(device)]
+            rows, growing, awaited, ids = rows[chosen], growing[chosen], awaited[chosen], ids[chosen.to(device)]
         logits = decoder.step(ids)
     decoder.end()
     found = zip(all_ids.tolist(), all_logprobs.tolist(), lengths.tolist(), finished.tolist(), strict=True)
-    samples = [Sample(i[:n], p[:n], f, version) for i, p, n, f in found]
-    return [samples[k : k + group_size] for k in range(0, count, group_size)]
+    return [Sample(i[:n], p[:n], f, version) for i, p, n, f in found]
 
 
-def sample_tokens(
-    logits: torch.Tensor, uniforms: torch.Tensor, settings: SamplingSettings, *, forbidden: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def without_tokens(logits: torch.Tensor, forbidden: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
+    """Logits [B, V] that give these ids no probability in these rows, [B] bool."""
+    filled = logits.index_fill(-1, torch.tensor(tuple(forbidden), device=logits.device), -torch.inf)
+    return torch.where(rows[:, None], filled, logits)
+
+
+def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, settings: SamplingSettings) -> tuple[torch.Tensor, torch.Tensor]:
     """A token of each row, by the inverse of the cumulative distribution, and its log-probability in the distribution sampled from.
 
     Args:
         logits: [B, V].
         uniforms: [B] float64, in [0, 1).
-        forbidden: ids that have no probability.
     Returns:
         [B] int64; [B] float32.
     """
-    if forbidden:
-        logits = logits.index_fill(-1, torch.tensor(tuple(forbidden), device=logits.device), -torch.inf)
     left = left_logits(logits, temperature=settings.temperature or 1.0, top_k=settings.top_k, top_p=settings.top_p)
     logprobs = left.log_softmax(-1)
     if settings.temperature == 0:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,24 @@ class Sample:
     version: int = field(default=0, compare=False)
 
 
+@dataclass(frozen=True)
+class Request:
+    """A response that an engine continues.
+
+    given: its tokens so far.    seed: of the tokens that follow.    limit: so many may follow.
+    """
+
+    prompt_ids: list[int]
+    given: list[int]
+    seed: int
+    limit: int
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens so far."""
+        return [*self.prompt_ids, *self.given]
+
+
 def request_seeds(seed: int, step: int, count: int, *, turn: int = 0) -> list[int]:
     """A sampling seed for each of `count` requests of a step, independent of the engine that serves it.
 
@@ -52,3 +75,23 @@ def request_seeds(seed: int, step: int, count: int, *, turn: int = 0) -> list[in
     """
     entropy = [seed, step, 0, turn] if turn else [seed, step]
     return [int(s) for s in np.random.SeedSequence(entropy).generate_state(count, dtype=np.uint32)]
+
+
+def segment_seed(seed: int, given: int) -> int:
+    """The seed by which a response is continued after so many of its tokens: with the seed of an earlier part, that part's random numbers
+    would come again.
+    """
+    return int(np.random.SeedSequence([seed, given]).generate_state(1, dtype=np.uint32)[0])
+
+
+def stop_finder(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> Callable[[list[int], int], bool]:
+    """Whether a stop string ends in a response's ids after the first so many. As with vLLM it may begin, but not end, before."""
+
+    def text(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    def stops(ids: list[int], first: int) -> bool:
+        seen, before = text(ids), len(text(ids[:first]))
+        return any(s in seen[max(0, before - len(s) + 1) :] for s in strings)
+
+    return stops

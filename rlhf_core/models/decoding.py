@@ -14,10 +14,11 @@ from rlhf_core.models.probe import PROBE_ERRORS, agree, probing
 class Decoder(Protocol):
     """B sequences that grow by one token at a time, with a cache of their keys and values."""
 
-    def begin(self, prompts: list[list[int]], *, copies: int, max_new_tokens: int, max_length: int) -> torch.Tensor:
-        """Logits [B, V] of the first new token; B = prompts x copies, with the copies of a prompt next to each other.
+    def begin(self, prompts: list[list[int]], *, copies: int | list[int], max_new_tokens: int, max_length: int) -> torch.Tensor:
+        """Logits [B, V] of the first new token; B: each prompt's copies, next to each other.
 
         Args:
+            copies: of every prompt, or of each.
             max_length: tokens of a sequence; the logits of a longer one aren't used.
         """
 
@@ -45,12 +46,12 @@ class HuggingFaceDecoder:
         if not probed:
             self._probe()
 
-    def begin(self, prompts: list[list[int]], *, copies: int, max_new_tokens: int, max_length: int) -> torch.Tensor:
+    def begin(self, prompts: list[list[int]], *, copies: int | list[int], max_new_tokens: int, max_length: int) -> torch.Tensor:
         ids, real = left_padded(prompts, self._model.device)
         check_length(self._model.config, min(max_length, ids.shape[1] + max_new_tokens))
         self._cache, self._last = DynamicCache(config=self._model.config), max_length - 1
         logits = self._forward(ids, real, (real.cumsum(1) - 1).clamp(min=0))
-        rows = torch.arange(len(prompts), device=ids.device).repeat_interleave(copies)
+        rows = torch.arange(len(prompts)).repeat_interleave(torch.tensor(copies)).to(ids.device)
         self._cache.reorder_cache(rows)
         self._real, self._next = real[rows], real.sum(1)[rows]
         return logits[rows]

@@ -50,7 +50,7 @@ def _rl_rank(rl: RlConfig, roles: Sequence[str], config: ModelConfig, models: Mo
         model = known(found, "a reward model")
         one = frozen_pass(model, scored, dtype, scalar=True)
         host += add_frozen(parts, phases, f"reward model {number}", frozen_model(model.scalar_parameters, plain, offload=offload), one)
-    copies = 1 + rl.rollout.one_step_off_policy  # for the exported policy, and for a replaced rollout engine
+    copies = 1 + (rl.rollout.max_lag > 0)  # for the exported policy, and for a replaced rollout engine
     once = copies * setup.element * policy.parameters if on_gpu and "policy" in roles else 0.0
     name = "trainer rank" if len(rl.role_groups) == 1 else f"rank of {'+'.join(roles)}"
     return Process(f"train_policy: {name}", "rl.trainer", parts, phases, host=host, once=once, count=trainer.ranks)

@@ -88,7 +88,7 @@ class GpuPlacement:
         if rl.rollout.take_turns != "auto":
             return rl.rollout.take_turns
         beside = any(map(self.engines_beside_ranks, range(len(self.ranks))))
-        return beside and not rl.rollout.one_step_off_policy
+        return beside and not rl.rollout.max_lag
 
     def engine_share(self, rl: RlConfig) -> float:
         """Return the share of a GPU's memory of which an engine may take its fraction. By turns the engines of a GPU divide all of it."""
@@ -242,7 +242,7 @@ def transfer_ways(rl: RlConfig, placement: GpuPlacement) -> list[str]:
         # NCCL refuses two processes on one GPU, and only rank 0 sends. By ipc the engine reads the buffer of the rank on its GPU.
         possible = ["gloo"]
         if rl.rollout.backend == "vllm":
-            possible += ["ipc"] if set(gpus) <= set(ranks) and not rl.rollout.one_step_off_policy else []
+            possible += ["ipc"] if set(gpus) <= set(ranks) and not rl.rollout.max_lag else []
             possible += ["nccl"] if ranks[0] not in gpus else []
         if wanted not in ("auto", *possible):
             raise ValueError(

@@ -182,7 +182,7 @@ def _reward_model(inputs: ReportInputs) -> Iterator[Blame]:
 
 
 def _serving(curves: pd.DataFrame) -> Iterator[Blame]:
-    if "mismatch_kl" not in curves or "policy_lag" in curves:  # one step off policy, they differ by that step
+    if "mismatch_kl" not in curves or "policy_lag" in curves:  # with rollouts ahead they differ by what was learned since
         return
     worst = curves.loc[curves["mismatch_kl"].fillna(0.0).idxmax()]
     if worst["mismatch_kl"] > MISMATCH:

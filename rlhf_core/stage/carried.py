@@ -53,7 +53,7 @@ STATE = {
         "tracks": "histories of other limits",
         "warnings": "of limits",
         "stopped": "the limit that ended the run",
-        "ahead": "rollouts of the next step, with one_step_off_policy",
+        "ahead": "rollouts of later steps, with rollout.max_lag",
     },
 }
 RL_PHASE = "checkpoints"  # folder of RL's checkpoints
@@ -62,6 +62,7 @@ Fates = Mapping[str, str]  # field -> what becomes of it; one that isn't named i
 _WEIGHTS: Fates = {"weights": REFUSED}
 _SCALE: Fates = {"start": ANEW, "frontier": ANEW, "score_tracks": ANEW}  # what a score means, or whose scores are seen
 _SCORES: Fates = {**_SCALE, "best": ANEW, "best_loss": ANEW}
+_PROMPTS: Fates = {**_SCORES, "ahead": ANEW}
 _SCORER: Fates = {**_SCORES, "moments": REFUSED}
 _SAMPLES: Fates = {**_SCALE, "kl_tracks": ANEW, "tracks": ANEW, "ahead": ANEW}
 _SCHEDULE: Fates = {"scheduler": CONVERTED}
@@ -73,7 +74,7 @@ _RANKS: Fates = {"weights": CONVERTED, "optimizer": CONVERTED}
 CARRIED: dict[tuple[str, ...], Fates] = {
     ("seed", "model.trust_remote_code"): {},
     ("model.path", "model.revision", "model.architecture", "model.dtype", "data/inputs.json:model"): _WEIGHTS,
-    ("model.chat_template", "model.template_date", "model.template_options", "model.max_length"): _SCORES,
+    ("model.chat_template", "model.template_date", "model.template_options", "model.max_length"): _PROMPTS,
     # The optimizer. `_lacking` refuses an average that the checkpoint doesn't have, `_too_far` fewer steps than were done.
     ("training.learning_rate", "training.schedule", "training.min_learning_rate_fraction", "training.decay_fraction"): _SCHEDULE,
     ("training.warmup_fraction", "training.epochs", "training.steps", "rl.warmup_steps", "iterative.learning_rate"): _SCHEDULE,
@@ -122,13 +123,14 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("rl.reward.scorers.*.normalization",): {"score_tracks": ANEW, "moments": REFUSED},
     ("rl.reward.scorers.*.timeout", "rl.reward.normalization_samples", "rl.reward.max_unscored_fraction"): {},
     ("rl.reward.clip", "rl.reward.no_eos_penalty", "rl.reward.mask_truncated", "rl.reward.overlong"): {"score_tracks": ANEW},
-    ("rl.dynamic_sampling", "rl.prompt_weights"): _SCALE,
+    ("rl.dynamic_sampling",): _SCALE,
+    ("rl.prompt_weights",): {**_SCALE, "ahead": ANEW},
     ("rl.rollout.temperature", "rl.rollout.top_p", "rl.rollout.top_k"): _SAMPLES,
     ("rl.rollout.max_new_tokens", "rl.rollout.min_new_tokens", "rl.rollout.stop"): {**_SAMPLES, "best": ANEW},
     ("rl.rollout.backend", "rl.rollout.engines", "rl.rollout.gpus_per_engine", "rl.rollout.gpu_memory_fraction"): {},
     ("rl.rollout.kv_cache_gib", "rl.rollout.max_concurrent_sequences", "rl.rollout.max_logprob_difference"): {},
     ("rl.rollout.bfloat16_mean_difference", "rl.rollout.bfloat16_p999_difference", "rl.rollout.recomputed_fraction"): {},
-    ("rl.rollout.one_step_off_policy", "rl.rollout.dispatch", "rl.rollout.take_turns", "rl.rollout.tensor_parallel_size"): {},
+    ("rl.rollout.max_lag", "rl.rollout.last_tokens", "rl.rollout.dispatch", "rl.rollout.take_turns", "rl.rollout.tensor_parallel_size"): {},
     ("rl.rollout.prefix_caching", "rl.rollout.enforce_eager", "rl.rollout.weight_transfer"): {},
     # RL: evaluation, limits, processes
     ("rl.evaluation.metric",): {"best": ANEW},
@@ -142,7 +144,7 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("models/sft", "models/tokenizer", "models/promoted", "rounds/*/policy"): _WEIGHTS,
     ("models/reward", "data/inputs.json:judges", "data/inputs.json:scorers", "rewards"): _SCORER,
     ("data/inputs.json:round_scorers", "rounds/*/data", "rounds/*/metrics", "rounds/rounds.yaml:rounds"): {"best_loss": ANEW},
-    ("data/prepared",): _SCORES,
+    ("data/prepared",): _PROMPTS,
     ("metrics", "checks", "tasks", "rlhf_core"): {},
 }
 _ROWS = {name: fates for names, fates in CARRIED.items() for name in names}

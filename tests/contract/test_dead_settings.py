@@ -13,7 +13,7 @@ from rlhf_core.config import ConfigError, parse_params, read_yaml, set_key
 DEFAULTS = read_yaml(CLERK_PARAMS)
 JUDGE = {"name": "judge", "kind": "judge", "weight": 1.0}
 GRPO = {"rl.algorithm": "grpo"}
-ONE_STEP_OFF = {"rl.rollout.one_step_off_policy": True}
+AHEAD = {"rl.rollout.max_lag": 1}
 MINIBATCHES = {"rl.minibatch_size": 64}
 UNMEASURED = {"rl.kl.coef": 0.0, "rl.kl.measure": False, "rl.monitor": {"kl": None, "frontier": None, "token_kl": None}}
 
@@ -36,12 +36,12 @@ PAIRS = [
     Pair("rl.ppo.critic_warmup_steps", {"rl.ppo.critic_warmup_steps": 60}, {}, {"rl.steps": 61}),
     Pair("rl.ppo.critic_warmup_steps", {"rl.ppo.critic_warmup_steps": 80}, {}, GRPO),
     Pair("rl.max_approx_kl", {"rl.max_approx_kl": 0.1}, {}, MINIBATCHES),
-    Pair("rl.max_approx_kl", {"rl.max_approx_kl": 0.1}, ONE_STEP_OFF | {"rl.correction.kind": "tis"}, ONE_STEP_OFF),
+    Pair("rl.max_approx_kl", {"rl.max_approx_kl": 0.1}, AHEAD | {"rl.correction.kind": "tis"}, AHEAD),
     Pair("rl.dual_clip", {"rl.dual_clip": 3.0}, {}, {"rl.ppo_epochs": 2}),
     Pair("rl.rollout.recomputed_fraction", {"rl.rollout.recomputed_fraction": 0.5}, {"rl.kl.coef": 0.0}, {}),
-    Pair("rl.rollout.recomputed_fraction", {"rl.rollout.recomputed_fraction": 0.5}, ONE_STEP_OFF, MINIBATCHES),
+    Pair("rl.rollout.recomputed_fraction", {"rl.rollout.recomputed_fraction": 0.5}, AHEAD, MINIBATCHES),
     Pair("rl.rollout.dispatch", {"rl.rollout.dispatch": "dynamic"}, {"rl.rollout.engines": 1}, {}),
-    Pair("rl.rollout.one_step_off_policy", ONE_STEP_OFF, {"rl.steps": 1}, {"rl.steps": 2}),
+    Pair("rl.rollout.max_lag", AHEAD, {"rl.steps": 1}, {"rl.steps": 2}),
     Pair("rl.dynamic_sampling.max_rounds", {"rl.dynamic_sampling.max_rounds": 1}, GRPO | {"rl.dynamic_sampling.enabled": True}, GRPO),
     Pair("rl.kl.refresh_reference_every", {"rl.kl.refresh_reference_every": 60}, {}, {"rl.steps": 61}),
     Pair("rl.kl.refresh_reference_every", {"rl.kl.refresh_reference_every": 5}, {"rl.kl.coef": 0.0}, {}),
@@ -51,7 +51,7 @@ PAIRS = [
     Pair("rl.min_learning_rate_fraction", {"rl.min_learning_rate_fraction": 0.1}, {}, {"rl.schedule": "cosine"}),
     Pair("rl.trainer.offload_frozen", {"rl.trainer.offload_frozen": True}, UNMEASURED | GRPO | {"rl.reward.scorers": [JUDGE]}, {}),
     Pair("rl.monitor.mine.metric", limit(metric="clip_frac"), {}, MINIBATCHES),
-    Pair("rl.monitor.mine.metric", limit(metric="policy_ratio_min"), {}, ONE_STEP_OFF),
+    Pair("rl.monitor.mine.metric", limit(metric="policy_ratio_min"), {}, AHEAD),
     Pair("rl.monitor.mine.metric", limit(metric="explained_variance"), GRPO, {}),
     Pair("rl.monitor.mine.metric", limit(metric="stopped_early"), {}, MINIBATCHES | {"rl.max_approx_kl": 0.1}),
     Pair("rl.monitor.mine.metric", limit(metric="kl_coef"), {}, {"rl.kl.target": 6.0}),

@@ -27,6 +27,7 @@ from rlhf_core.process import configure_process
 from rlhf_core.trainers.rl.data import collate, pack
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch, check_logprobs
 from rlhf_core.types import Prompt, Rollout, Span
+from tests.continued import drawn_in_parts, span_differences
 from tools.clerk import clerk_params
 
 ROOT = Path(__file__).parents[2]
@@ -158,8 +159,22 @@ def look(folder: Path, tied: bool) -> dict:
     seen["replaced_as_reloaded"] = [sample() == changed, reload_as_vllm_does(engine, second.state_dict(), 9), sample() == changed]
     engine.load_weights(read_state_dict(folder), 10)  # from a file, in which a tied head has no entry
     seen["back"] = ids(sample()) == ids(hot)
+    seen |= over_versions(engine, [first, second, first])
     seen["compiled_graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return seen
+
+
+def over_versions(engine: VllmEngine, models: list[LlamaForCausalLM]) -> dict:
+    """Responses of which each part has other weights. More than the engine samples at a time wait."""
+    how = {"settings": SamplingSettings(24, 1.0), "stop_ids": (EOS,), "least": 7}
+    parts = drawn_in_parts(engine, models, PROMPTS * 3, **how)
+    return {
+        "parts": [[[span.version, len(span.ids)] for span in r.spans] for r in parts],
+        "parts_finished": [r.finished for r in parts],
+        "parts_differ": max(span_differences(models, parts)),
+        "parts_taken_for_others": max(span_differences([*models[1:], models[1]], parts)),
+        "parts_again": drawn_in_parts(engine, models, PROMPTS * 3, **how) == parts,
+    }
 
 
 def in_parts(engine: VllmEngine) -> list[list[Sample]]:

@@ -116,7 +116,7 @@ AHEAD = {
     "steps": 40,
     "checkpoint_every": 2,
     "rloo": {"group_size": 4},
-    "rollout": {"backend": "pytorch", "one_step_off_policy": True},
+    "rollout": {"backend": "pytorch", "max_lag": 2},
 }
 TIMED = {
     "algorithm": "rloo",
@@ -370,9 +370,11 @@ def ahead(chain, cluster, tmp_path_factory):
 
 
 @pytest.mark.long
-def test_responses_drawn_ahead_are_of_the_policy_before(ahead):
+def test_responses_drawn_ahead_are_of_the_policies_before(ahead):
     rows = ahead.curves
-    assert list(rows["policy_lag"]) == [0, *[1] * 39]
+    assert list(rows["policy_lag_max"]) == [0, 1, *[2] * 38] and rows["policy_lag"].iloc[1:].between(1, 2).all()
+    assert rows["spans_per_response"].between(1, 2).all() and rows["spans_per_response"].iloc[3:].mean() > 1.1
+    assert rows["cut_off"].eq(0).all()
     # The ratio is to the policy that sampled, which in step 1 is the trained one.
     assert rows["policy_ratio_max"].iloc[1:].gt(1.01).all() and abs(rows["policy_ratio_max"].iloc[0] - 1) < 1e-4
     assert rows["approx_kl"].iloc[1:].gt(rows["approx_kl"].iloc[0]).mean() > 0.5

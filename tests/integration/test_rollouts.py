@@ -57,6 +57,16 @@ def test_each_of_the_stop_tokens_ends_a_response_and_none_comes_before_the_fewes
     assert not any({*first} & ends for first in seen["late_ends"])
 
 
+def test_responses_in_flight_are_continued_with_new_weights(seen):
+    parts, finished = seen["parts"], seen["parts_finished"]
+    assert seen["parts_differ"] < BUDGET and seen["parts_again"]
+    assert seen["parts_taken_for_others"] > 0.1  # the comparison can tell
+    assert sum([version for version, _ in spans] == [0, 1, 2] for spans in parts) >= 8
+    assert all(size <= 7 for spans in parts for version, size in spans if version < 2)
+    assert all(done or sum(size for _, size in spans) == 24 for spans, done in zip(parts, finished, strict=True))
+    assert any(spans[0][0] > 0 for spans in parts)  # of 48 requests 32 have room
+
+
 def test_new_weights_replace_the_old_ones(seen):
     assert seen["version"] == [0, 7, 7]
     assert seen["synced"] < BUDGET

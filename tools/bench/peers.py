@@ -31,7 +31,7 @@ from tools.clerk import clerk_params
 ROOT = Path(__file__).parents[2]
 SIDES = ("ours", "theirs")
 # Generation one step ahead, for which TRL has no option. Responses may end early.
-AHEAD = {"rollout.one_step_off_policy": True, "rollout.engines": 1, "rollout.min_new_tokens": 0}
+AHEAD = {"rollout.max_lag": 1, "rollout.engines": 1, "rollout.min_new_tokens": 0}
 PYTORCH = {"rollout.backend": "pytorch", "trainer.ranks": 2}
 # RLOO has the KL in the reward and so needs old log-probabilities before the update: the engine's, an eighth of them compared with the
 # trainer's. That requires the whole distribution, so responses may end early, as on TRL's side.

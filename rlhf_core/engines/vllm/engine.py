@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from rlhf_core.engines.gpu_memory import cache_bytes, memory_in_use
-from rlhf_core.engines.requests import Sample, SamplingSettings
+from rlhf_core.engines.requests import Request, Sample, SamplingSettings
 from rlhf_core.engines.sleep import Awake
+from rlhf_core.engines.vllm.parameters import at_stop, continued_parameters, sample_of, sampling_parameters
 from rlhf_core.engines.vllm.refusals import refuse_without_reload, refuse_without_sleep, refusing_unsupported
 from rlhf_core.engines.weights import pack_experts_at_next_load, pack_tied_weights, replace_weights
 from rlhf_core.process import freeze_gc
 
 if TYPE_CHECKING:
     import torch
+    from vllm import CompletionOutput
 
 P, Result = ParamSpec("P"), TypeVar("Result")
 log = logging.getLogger("rlhf")
@@ -225,27 +227,7 @@ class VllmEngine:
             RuntimeError: the engine is asleep.
         """
         self._awake.need("generate")
-        from vllm import SamplingParams
-
-        parameters = [
-            SamplingParams(
-                n=group_size,
-                temperature=settings.temperature,
-                top_p=settings.top_p,
-                top_k=settings.top_k or 0,
-                max_tokens=settings.max_new_tokens,
-                min_tokens=settings.min_new_tokens,
-                stop_token_ids=list(stop_ids),
-                stop=list(settings.stop) or None,
-                include_stop_str_in_output=True,
-                seed=seed,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=bool(settings.stop),
-                skip_clone=True,  # each belongs to one request, so vLLM's deep copies aren't needed
-            )
-            for seed in seeds
-        ]
+        parameters = [sampling_parameters(settings, seed, stop_ids=stop_ids, n=group_size) for seed in seeds]
         if prompts:  # there may be fewer than engines
             ids = self._llm.enqueue([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
             # An output has the id's number without the suffix that vLLM adds.
@@ -254,9 +236,33 @@ class VllmEngine:
         while len(self._unfinished) > leave:
             for request in self._llm.llm_engine.step():
                 if request.finished:
-                    samples = [_sample(o, self.version) for o in sorted(request.outputs, key=lambda o: o.index)]
+                    samples = [sample_of(o, self.version) for o in sorted(request.outputs, key=lambda o: o.index)]
                     finished[self._unfinished.pop(request.request_id)] = samples
         return finished
+
+    @_needs_all_workers
+    def advance(
+        self, requests: list[Request], settings: SamplingSettings, due: int, *, stop_ids: tuple[int, ...], least: int
+    ) -> list[Sample]:
+        """As PyTorch's engine does; `least` counts the engine's steps, of which each samples a token of every response that has begun."""
+        self._awake.need("advance")
+        engine, ids = self._llm.llm_engine, [f"advance-{number}" for number in range(len(requests))]
+        for name, request in zip(ids, requests, strict=True):
+            engine.add_request(name, {"prompt_token_ids": request.ids}, continued_parameters(request, settings, stop_ids=stop_ids))
+        last: dict[str, CompletionOutput] = {}  # of each response that has begun, with all of its tokens
+        growing, awaited, steps = set(ids), set(ids[:due]), 0
+        while growing and (awaited or steps < least):
+            for output in engine.step():
+                (last[output.request_id],) = output.outputs
+                if output.finished:
+                    growing.discard(output.request_id)
+                    awaited.discard(output.request_id)
+            steps += 1
+        engine.abort_request(sorted(growing))
+        samples = [sample_of(last.get(name), self.version) for name in ids]
+        if not settings.stop:
+            return samples
+        return [at_stop(request, sample, settings, self._llm.get_tokenizer()) for request, sample in zip(requests, samples, strict=True)]
 
     @_needs_all_workers
     def probe(self, ids: Sequence[int]) -> list[float]:
@@ -373,10 +379,6 @@ def _transfer_settings(backend: str | None) -> dict[str, Any]:
 
     own = {"worker_extension_cls": "rlhf_core.engines.vllm.transfer.WorkerExtension"} if backend == "gloo" else {}
     return {"weight_transfer_config": WeightTransferConfig(backend=backend), **own}
-
-
-def _sample(output, version: int) -> Sample:
-    return Sample(list(output.token_ids), list(output.logprobs.logprobs), output.finish_reason == "stop", version)
 
 
 @contextmanager

@@ -57,7 +57,7 @@ class LlamaDecoder:
         return _Layer(*(w.t().contiguous() for w in (qkv, attention.o_proj.weight, gate_up, mlp.down_proj.weight)))
 
     @torch.inference_mode()
-    def begin(self, prompts: list[list[int]], *, copies: int, max_new_tokens: int, max_length: int) -> torch.Tensor:
+    def begin(self, prompts: list[list[int]], *, copies: int | list[int], max_new_tokens: int, max_length: int) -> torch.Tensor:
         ids, real = left_padded(prompts, self._embedding.device)
         count, width = ids.shape
         angles = torch.arange(width + max_new_tokens)[:, None] * self._frequencies
@@ -66,13 +66,14 @@ class LlamaDecoder:
         # A padding token sees itself: a softmax over nothing is NaN.
         visible = (real[:, None] & torch.ones(width, width, dtype=torch.bool).tril()) | torch.eye(width, dtype=torch.bool)
         logits = self._forward(ids, (real.cumsum(1) - 1).clamp(min=0), partial(self._attend_prompts, _added(visible)[:, None]))
+        self._of_prompt = torch.arange(count).repeat_interleave(torch.tensor(copies))
         self._copies, self._prompt_mask = copies, _added(real)
-        self._next = real.sum(1).repeat_interleave(copies)
-        self._own = [torch.empty(2, max_new_tokens, count * copies, self._kv_heads, self._size) for _ in self._layers]
+        self._next, rows = real.sum(1)[self._of_prompt], len(self._of_prompt)
+        self._own = [torch.empty(2, max_new_tokens, rows, self._kv_heads, self._size) for _ in self._layers]
         self._filled = 0
-        if copies == 1:
-            self._copy_prompts(torch.arange(count))
-        return logits.repeat_interleave(copies, 0)
+        if copies == 1 or isinstance(copies, list):  # prompts are multiplied together if each has as many copies
+            self._copy_prompts(torch.arange(rows))
+        return logits[self._of_prompt]
 
     @torch.inference_mode()
     def step(self, ids: torch.Tensor) -> torch.Tensor:
@@ -96,7 +97,7 @@ class LlamaDecoder:
 
     def _copy_prompts(self, rows: torch.Tensor) -> None:
         """Keep these sequences only, each with a copy of its prompt before its own tokens."""
-        prompts = rows // self._copies
+        prompts = self._of_prompt[rows]
         for number, own in enumerate(self._own):
             self._own[number] = torch.cat([self._prompts[number][:, prompts].permute(0, 3, 1, 2, 4), own[:, :, rows]], dim=1)
         mask = self._prompt_mask[prompts].t()

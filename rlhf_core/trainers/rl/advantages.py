@@ -117,7 +117,7 @@ def _length_penalties(finished: torch.Tensor, lengths: torch.Tensor, rl: RlConfi
 def sampling_logprobs(batch: RolloutBatch, old_logprobs: torch.Tensor | None, rl: RlConfig) -> torch.Tensor | None:
     """Log-probabilities [B, R] of the policy that sampled the responses, whose KL to the reference they estimate.
 
-    On policy these are the trainer's before the update. One step off policy another policy has sampled, q, and the current one is p: the
+    On policy these are the trainer's before the update. With rollouts ahead older policies have sampled, q, and the current one is p: the
     mean of log p - log ref over samples of q is KL(q || ref) - KL(q || p), of either sign. The mean of log q - log ref is KL(q || ref),
     which is never negative in expectation, and of the policy whose scores and lengths the step has too; it is policy_lag updates old.
     The engine's log q is that of the tokens that top-p and top-k leave. Their share is p's, which q's is close to.
@@ -125,7 +125,7 @@ def sampling_logprobs(batch: RolloutBatch, old_logprobs: torch.Tensor | None, rl
     Args:
         old_logprobs: of the policy before the update; None: the update will compute them.
     """
-    if not rl.rollout.one_step_off_policy:
+    if not rl.rollout.max_lag:
         return old_logprobs
     return batch.rollout_logprobs + (old_logprobs - batch.sampler_logprobs)
 

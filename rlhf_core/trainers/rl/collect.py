@@ -63,7 +63,7 @@ def collect_rollouts(
     if rl.dynamic_sampling.enabled:
 
         def sample_groups(start: int, count: int, turn: int) -> Scored:
-            rollouts = workers.rollouts.generate(prompts.take(start, count), step=step, turn=turn)
+            rollouts = workers.draw(prompts, start, count, step=step, turn=turn)
             clock.lap("generate")
             components = workers.score(rollouts, measured)
             clock.lap("score")
@@ -72,7 +72,7 @@ def collect_rollouts(
         (rollouts, components), prompts_drawn, metrics = resample_groups(sample_groups, rl, normalizer, start=prompts_drawn)
         rollouts = [replace(rollout, group_id=i // rl.group_size) for i, rollout in enumerate(rollouts)]
     else:
-        rollouts = workers.rollouts.generate(prompts.take(prompts_drawn, rl.rollout_batch_size), step=step)
+        rollouts = workers.draw(prompts, prompts_drawn, rl.rollout_batch_size, step=step)
         clock.lap("generate")
         workers.turns.trainers(forget=not rl.spec.greedy_baseline)
         scores = workers.submit_scores(rollouts)

@@ -157,7 +157,7 @@ class Actors:
 
     def _threads(self, *, among: int) -> int:
         """Threads of each of a role's actors. Without GPUs, engines and trainers that run at the same time share the cores."""
-        together = 2 if self._job.rl.rollout.one_step_off_policy and not self._placement.gpus else 1
+        together = 2 if self._job.rl.rollout.max_lag and not self._placement.gpus else 1
         return max(1, self._job.threads // together // among)
 
 

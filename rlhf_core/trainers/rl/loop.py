@@ -34,6 +34,7 @@ from rlhf_core.trainers.rl.metrics import (
     batch_metrics,
     check_scored,
     evaluation_metrics,
+    lag_metrics,
     progress_figures,
 )
 from rlhf_core.trainers.rl.minibatch import plan_update
@@ -162,9 +163,8 @@ def train_step(run: Run, progress: Progress, stop: Stop, clock: Clock) -> StepRe
     with stop.interrupts():
         place = {"step": step, "prompts_drawn": progress.prompts_drawn, "old_logprobs_source": source}
         collected = collect_rollouts(workers, run.prompts, rl, run.normalizer, **place, clock=clock)
-    if rl.rollout.one_step_off_policy:
-        following = run.prompts.take(collected.prompts_drawn, rl.rollout_batch_size) if step + 1 < rl.steps else []
-        workers.rollouts.prefetch(following, step=step + 1)
+    if rl.rollout.max_lag:
+        workers.ahead.begin(step=step)
     outputs = workers.collect_forward(collected.forward)
     clock.lap("forward")
     rollouts, sequences = collected.rollouts, collected.forward.sequences
@@ -182,7 +182,8 @@ def train_step(run: Run, progress: Progress, stop: Stop, clock: Clock) -> StepRe
     clock.lap("update")
     if source == "from_update":  # the policy's log-probabilities are known only now
         difference = check_logprobs(batch, update.old_logprobs, rl, step=step, dtype=run.job.model.dtype)
-    workers.rollouts.wait_prefetched()
+    if rl.rollout.max_lag:
+        workers.ahead.end()
     clock.lap("generate")
     workers.sync_weights(version=step + 1)
     clock.lap("sync")
@@ -192,14 +193,14 @@ def train_step(run: Run, progress: Progress, stop: Stop, clock: Clock) -> StepRe
 def check_engine(run: Run, batch: RolloutBatch, *, step: int) -> float:
     """Difference between the engine's and the trainer's log-probabilities before the update, see `check_logprobs`.
 
-    Rollouts that are one step old are of an older policy. In their place the engines' short responses are compared, which the current
-    policy generated; on the last step there are none, and the difference is the last weight sync's.
+    Rollouts ahead are of older policies, whose weights the trainer no longer has. In their place the engines' short responses are compared,
+    which the current policy sampled; on the last step there are none, and the difference is the last weight sync's.
     """
     rl, workers, dtype = run.job.rl, run.workers, run.job.model.dtype
-    if not rl.rollout.one_step_off_policy:
+    if not rl.rollout.max_lag:
         return check_logprobs(batch, batch.sampler_logprobs, rl, step=step, dtype=dtype)
     check_finite(batch, step=step)
-    rollouts = workers.rollouts.short_rollouts()
+    rollouts = workers.ahead.short_rollouts()
     if not rollouts:
         return workers.rollouts.sync_check.difference
     forward = workers.submit_forward(rollouts, recomputed_fraction=1.0)
@@ -221,8 +222,8 @@ def finish_step(run: Run, progress: Progress, result: StepResult) -> tuple[Progr
     }
     if batch.old_logprobs_source == "from_update":
         row |= correct(update.old_logprobs, batch.rollout_logprobs, result.trained, rl)[1]
-    if rl.rollout.one_step_off_policy:
-        row["policy_lag"] = progress.step - float(batch.policy_versions[batch.response_mask].double().mean())
+    if rl.rollout.max_lag:
+        row |= lag_metrics(result.collected.rollouts, version=progress.step, longest=rl.rollout.max_new_tokens)
     if result.collected.scorer_metrics:
         row["scorer_metrics"] = json.dumps(result.collected.scorer_metrics)
     progress = progress.after_step(rl, kl=row["kl_mean"], prompts_drawn=result.collected.prompts_drawn)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from rlhf_core.config import RlConfig, ScoreConfig
 from rlhf_core.sampling.scoring import weighted_score
 from rlhf_core.trainers.rl.minibatch import EXTREMES
-from rlhf_core.types import Components, RolloutBatch
+from rlhf_core.types import Components, Rollout, RolloutBatch
 
 Metrics = dict[str, float]
 REPETITION_N = 3  # tokens of an n-gram
@@ -50,6 +50,22 @@ def batch_metrics(batch: RolloutBatch, logprobs: torch.Tensor, config: ScoreConf
         **{f"distinct_{n}": distinct(batch.response_ids, mask, n=n) for n in (1, 2)},
         "truncated_fraction": float((~batch.finished).float().mean()),
         "unscored_fraction": float((~known).float().mean()),
+    }
+
+
+def lag_metrics(rollouts: Sequence[Rollout], *, version: int, longest: int) -> Metrics:
+    """How many weight updates before this version tokens were sampled, by how many policies, and how many responses were cut off.
+
+    Args:
+        longest: sampled tokens of a response that was truncated at its length. A shorter one that isn't finished was cut off before.
+    """
+    spans = [span for rollout in rollouts for span in rollout.spans if span.trained]
+    lags, tokens = [version - span.version for span in spans], [len(span.ids) for span in spans]
+    return {
+        "policy_lag": sum(lag * count for lag, count in zip(lags, tokens, strict=True)) / sum(tokens),
+        "policy_lag_max": max(lags),
+        "spans_per_response": len(spans) / len(rollouts),
+        "cut_off": sum(not r.finished and r.num_sampled < longest for r in rollouts),
     }
 
 

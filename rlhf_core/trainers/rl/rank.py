@@ -267,7 +267,7 @@ class TrainerRank:
         Args:
             ids: of the probe.
             engines_probe: engines compute the probe too.
-            kept: send what was sent last, of which one step off policy a copy is kept.
+            kept: send what was sent last, of which a copy is kept where rollouts are ahead.
         """
         sends, by_ipc = self._rank == 0, any(target.backend == "ipc" for target in targets)
         source = self._kept if kept else self._source
@@ -275,7 +275,7 @@ class TrainerRank:
         transfer = self._sender.begin(targets, source, version=version, ids=ids if engines_probe else []) if sends else None
         if not kept:
             self._kept = KeptSource(source)
-        keeps = sends and not kept and self._job.rl.rollout.one_step_off_policy
+        keeps = sends and not kept and self._job.rl.rollout.max_lag > 0
         shared = self._shared_buffer(specs) if by_ipc else None
         for layer in source.layers(needed=sends or by_ipc):
             update = None

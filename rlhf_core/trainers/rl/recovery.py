@@ -82,7 +82,7 @@ class RolloutRecovery:
         self._replacements, self._sync_check, self._transfer = replacements, sync_check, transfer
         self._turns, self._renew, self._check_trainers = turns, renew, check_trainers
         turns.start = self._start
-        self._deadline, self._one_step_off_policy = job.rl.deadlines.step, job.rl.rollout.one_step_off_policy
+        self._deadline, self._samples_ahead = job.rl.deadlines.step, job.rl.rollout.max_lag > 0
 
     def submit(self, method: str, per_rank: list[tuple], **kwargs: Any) -> EngineCall:
         """Call every engine, without waiting."""
@@ -178,10 +178,10 @@ class RolloutRecovery:
     def _load(self, ranks: Sequence[int]) -> dict[int, list[float]]:
         """Give new engines the weights that the other engines have. Returns their log-probabilities of the probe.
 
-        One step off policy the trainer's policy may be newer than the engines'.
+        With rollouts ahead the trainer's policy may be newer than the engines'.
         """
-        if self.loaded or not self._one_step_off_policy:
-            return self._send(ranks, version=self.version, kept=self._one_step_off_policy)[0]
+        if self.loaded or not self._samples_ahead:
+            return self._send(ranks, version=self.version, kept=self._samples_ahead)[0]
         found: dict[int, list[float]] = {}
         for rank in ranks:
             while rank not in found:

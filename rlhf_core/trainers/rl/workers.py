@@ -24,7 +24,8 @@ from rlhf_core.sampling.scoring import PendingScores, ResponseScorer, RewardNorm
 from rlhf_core.storage.node import job_storage
 from rlhf_core.trainers.rl.actor_scorers import ActorScorers
 from rlhf_core.trainers.rl.advantages import ValueUnits
-from rlhf_core.trainers.rl.data import pack
+from rlhf_core.trainers.rl.ahead import RolloutsAhead
+from rlhf_core.trainers.rl.data import PromptStream, pack
 from rlhf_core.trainers.rl.groups import TrainerGroup
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.metrics import update_metrics
@@ -68,7 +69,8 @@ class PendingForward:
 
 
 class Workers:
-    """The actors of an RL job, with a method for each step of the loop; `rollouts` has those of the rollout engines.
+    """The actors of an RL job, with a method for each step of the loop; `rollouts` has those of the rollout engines, and `ahead` those for
+    rl.rollout.max_lag above 0.
 
     A rollout engine or scorer that dies or misses a deadline is replaced, and its call repeated, at most rl.max_replacements times. Since
     responses depend on seeds and weights only, the run ends as if nothing had happened. A trainer rank has state that only a checkpoint
@@ -99,6 +101,7 @@ class Workers:
             check_trainers=lambda: self._trainers.check(),
             vocabulary=min(len(tokenizer), vocabulary_size(job.sft_model, trust_remote_code=job.model.trust_remote_code)),
         )
+        self.ahead = RolloutsAhead(job, self.rollouts)
 
     def __enter__(self) -> Workers:
         start, trainers = self._job.rl.deadlines.start, self._trainers
@@ -123,6 +126,17 @@ class Workers:
         self._scorers.close()
 
     # Before the update
+
+    def draw(self, stream: PromptStream, start: int, count: int, *, step: int, turn: int = 0) -> list[Rollout]:
+        """`group_size` rollouts of `count` prompts for a step, a prompt's adjacent.
+
+        Args:
+            start: position of the first prompt in the stream; of rollouts ahead, only where a run begins.
+            turn: of generation within the step.
+        """
+        if self._job.rl.rollout.max_lag:
+            return self.ahead.draw(stream, start, count, step=step, turn=turn)
+        return self.rollouts.generate(stream.take(start, count), step=step, turn=turn)
 
     def submit_scores(self, rollouts: Sequence[Rollout]) -> PendingScores:
         """Start the reward models on the trainer ranks, without waiting."""
@@ -266,7 +280,7 @@ class Workers:
                 )
             except RoleLost as lost:
                 raise save_lost(lost, folder) from lost
-            self.rollouts.save_prefetched(folder, step=progress.step)
+            self.ahead.save(folder, step=progress.step)
 
         self.store.write(progress, normalizer, save, score=score, ranks=ranks)
 
@@ -296,7 +310,8 @@ class Workers:
         return progress
 
     def _load_ranks(self, found: Found) -> None:
-        self.rollouts.load_prefetched(found.folder, step=found.manifest["step"])
+        if "ahead" not in found.begun_anew:
+            self.ahead.load(found.folder)
         self._load_trainers(found)
 
     def _load_trainers(self, found: Found) -> None:

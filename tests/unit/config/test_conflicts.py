@@ -65,28 +65,24 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
             "rl.rollout.recomputed_fraction: expected 1 with a correction, got 0.5",
         ),
         (
-            {"rl.rollout.one_step_off_policy": True, "rl.rollout.take_turns": True},
-            "rl.rollout.take_turns: expected auto or false with one_step_off_policy, got true",
+            {"rl.rollout.max_lag": 1, "rl.rollout.take_turns": True},
+            "rl.rollout.take_turns: expected auto or false with max_lag=1, got true",
         ),
         (
-            {"rl.rollout.one_step_off_policy": True, "rl.algorithm": "grpo", "rl.dynamic_sampling.enabled": True},
-            "rl.rollout.one_step_off_policy: expected false with dynamic_sampling, got true",
+            {"rl.rollout.max_lag": 2, "rl.rollout.top_k": 5},
+            "rl.rollout.max_lag: expected 0 with top_p, top_k or min_new_tokens and without a correction, got 2; set correction.kind",
         ),
         (
-            {"rl.rollout.one_step_off_policy": True, "rl.algorithm": "remax"},
-            "rl.rollout.one_step_off_policy: expected false with remax, got true",
-        ),
-        (
-            {"rl.rollout.one_step_off_policy": True, "rl.rollout.top_k": 5},
-            "rl.rollout.one_step_off_policy: expected false with top_p, top_k or min_new_tokens and without a correction, got true",
+            {"rl.rollout.max_lag": 1, "rl.rollout.last_tokens": 100},
+            "rl.rollout.last_tokens: expected null with max_lag=1, got 100; remove it or raise max_lag",
         ),
         (
             {"rl.rollout.weight_transfer": "nccl", "rl.rollout.backend": "pytorch"},
             "rl.rollout.weight_transfer: expected auto or gloo with backend pytorch, got nccl",
         ),
         (
-            {"rl.rollout.weight_transfer": "ipc", "rl.rollout.one_step_off_policy": True},
-            "rl.rollout.weight_transfer: expected auto, gloo or nccl with one_step_off_policy, got ipc",
+            {"rl.rollout.weight_transfer": "ipc", "rl.rollout.max_lag": 1},
+            "rl.rollout.weight_transfer: expected auto, gloo or nccl with max_lag=1, got ipc",
         ),
         ({"rl.rollout.min_new_tokens": 32}, "rl.rollout.min_new_tokens: expected less than max_new_tokens=32, got 32; lower it"),
         (

@@ -145,10 +145,11 @@ def test_every_section_refuses_to_offload_what_its_zero_stage_does_not_partition
         ("checkpoints.go_on_from", "checkpoints.resume_from"),
         ("rl.reward.mask_cut_off", "rl.reward.mask_truncated"),
         ("rl.monitor.cut_off", "rl.monitor.truncated"),
+        ("rl.rollout.one_step_off_policy", "rl.rollout.max_lag (1 for true, 0 for false)"),
     ],
 )
 def test_an_old_key_is_refused_with_its_new_name(key: str, new: str):
-    with pytest.raises(ConfigError, match=f"override {key}: expected {new}, got the key's old name; rename it"):
+    with pytest.raises(ConfigError, match=f"override {key}: expected {re.escape(new)}, got the key's old name; rename it"):
         check(DEFAULT, {key: None})
     tree = copy.deepcopy(read_yaml(DEFAULT))
     section, _, last = key.rpartition(".")

@@ -165,7 +165,7 @@ def actor(folder: Path) -> RolloutActor:
 def test_a_rank_sends_adapters_and_pytorchs_engines_compute_what_it_computes(model_folders, tokenizer, tmp_path: Path, family: str):
     """Also what was kept. The engine of qwen3_moe has one tensor for all experts, which is sent whole."""
     folder = folder_of(family, tmp_path, tokenizer)
-    overrides = {"rl.algorithm": "grpo", "rl.lora": LORA, "rl.rollout.backend": "pytorch", "rl.rollout.one_step_off_policy": True}
+    overrides = {"rl.algorithm": "grpo", "rl.lora": LORA, "rl.rollout.backend": "pytorch", "rl.rollout.max_lag": 1}
     overrides |= {"rl.kl.placement": "loss", "rl.kl.estimator": "k3"}
     trainer = TrainerRank(0, 1, rl_job(folder, model_folders[1], **overrides), ["policy", "reference"], adapters_alone=True)
     trainer.connect(None)

@@ -200,7 +200,7 @@ def test_temperature_zero_takes_the_most_likely_token(drawing):
 def test_of_logits_that_are_not_finite_the_log_probability_is_not_a_number(value, changes):
     logits = torch.zeros(2, 7)
     logits[0, 3] = value
-    ids, logprobs = sample_tokens(logits, torch.tensor([0.5, 0.5]).double(), replace(PLAIN, **changes), forbidden=())
+    ids, logprobs = sample_tokens(logits, torch.tensor([0.5, 0.5]).double(), replace(PLAIN, **changes))
     assert logprobs[0].isnan() and logprobs[1].isfinite() and (ids < 7).all()
 
 

@@ -274,9 +274,9 @@ def test_a_placement_leaves_out_roles_that_the_run_does_not_have():
 
 
 def turning(turns, **changes) -> RlConfig:
-    off_policy = changes.pop("one_step_off_policy", False)
+    max_lag = changes.pop("max_lag", 0)
     config = rl(**changes)
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"take_turns": turns, "one_step_off_policy": off_policy})})
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"take_turns": turns, "max_lag": max_lag})})
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def turning(turns, **changes) -> RlConfig:
         ({"ranks": 8, "engines": 8}, 8, True, 1.0),
         ({"engines": 3}, 2, False, 0.3333),  # on a GPU without a rank
         ({"ranks": 4, "engines": 4}, 8, False, 1.0),
-        ({"engines": 1, "one_step_off_policy": True}, 1, False, 0.4),
+        ({"engines": 1, "max_lag": 1}, 1, False, 0.4),
     ],
 )
 def test_engines_and_ranks_take_turns_where_they_share_a_gpu(changes, gpus, taken, share):
@@ -314,7 +314,7 @@ def test_weights_stay_on_a_gpu_or_go_to_another_one_or_through_the_host():
     assert ways((0, 1, 2), weight_transfer="gloo") == ["gloo"] * 3
     assert ways((1, 2), weight_transfer="nccl") == ["nccl"] * 2
     assert ways((0, 2), backend="pytorch") == ["gloo"] * 2
-    assert ways((0, 1, 2), one_step_off_policy=True) == ["gloo", "nccl", "nccl"]
+    assert ways((0, 1, 2), max_lag=1) == ["gloo", "nccl", "nccl"]
     assert ways((0, 2), tensor_parallel_size=2) == ["ipc", "nccl"]
     assert ways((0, 2), ranks=(0,), tensor_parallel_size=2) == ["gloo", "nccl"]  # the rank is on one of the engine's GPUs only
     assert transfer_ways(rl(), place(rl(), 0)) == ["gloo", "gloo"]

@@ -68,6 +68,7 @@ def test_what_means_the_same_is_kept(now: dict[str, Any]):
         ({"rl.kl.coef": 0.3}, {"kl_coef"}),
         ({"rl.rollout.temperature": 0.7}, {"ahead", "frontier", "kl_tracks", "score_tracks", "start", "tracks"}),
         ({"rl.dynamic_sampling.enabled": True}, {"frontier", "score_tracks", "start"}),
+        ({"model.max_length": 300}, OF_SCORES | {"ahead"}),
         ({"rl.reward.clip": None}, {"score_tracks"}),
     ],
     ids=lambda given: str(sorted(given)),  # the order of a set differs between processes
@@ -76,7 +77,7 @@ def test_what_means_something_else_begins_anew(now: dict[str, Any], fields: set[
     found = rl(now)
     assert found.refusals == [] and found.begun_anew == {field: [key.replace(".0.", ".reward_model.") for key in now] for field in fields}
     found = rl({}, **{"data/prepared/prompt.parquet": "other", "rlhf_core/trainers/rl/loop.py": "other"})
-    assert found == Carried([], {field: ["data/prepared/prompt.parquet"] for field in OF_SCORES})
+    assert found == Carried([], {field: ["data/prepared/prompt.parquet"] for field in OF_SCORES | {"ahead"}})
 
 
 def test_scorers_are_known_by_name_whatever_their_order():

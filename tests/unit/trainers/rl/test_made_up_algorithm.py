@@ -49,7 +49,6 @@ def main(sft: Path, reward: Path) -> None:
         ("rl.above_greedy.share", 1.5, "rl.above_greedy.share: expected less than or equal to 1"),
         ("rl.above_greedy.group_size", 1, "rl.above_greedy.group_size: expected greater than or equal to 2"),
         ("rl.above_greedy.gamma", 1.0, "rl.above_greedy.gamma"),
-        ("rl.rollout.one_step_off_policy", True, "with above_greedy, got true; baselines are greedy responses"),
     ):
         with pytest.raises(ConfigError, match=message):
             rl("above_greedy", **{key: value})

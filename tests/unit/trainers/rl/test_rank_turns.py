@@ -174,7 +174,7 @@ def test_who_is_not_at_turn_refuses_to_work(made):
     made.workers.turns.trainers()
     (engine,) = made.engines.actors
     with pytest.raises(RuntimeError, match="rollout engine: expected it to be awake for generate, got an engine that sleeps; call wake_up"):
-        engine.generate([[5, 6]], [0], made.workers.rollouts._sampling, stop_ids=(1,), group_size=1)
+        engine.generate([[5, 6]], [0], made.workers.rollouts.sampling, stop_ids=(1,), group_size=1)
     made.workers.turns.engines()
     with pytest.raises(RuntimeError, match="expected weights on the device, got nothing"):
         made.rank.forward(Sequences.of([[5, 6, 7]], [1]))

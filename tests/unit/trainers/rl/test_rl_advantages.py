@@ -318,9 +318,7 @@ def test_where_the_engines_log_probabilities_are_the_old_ones_nothing_is_compare
     """They are those of the policy that sampled, a step before the one that is trained."""
     engine = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]])
     same = {"rollout_logprobs": engine, "old_logprobs_source": "from_engine", "old_logprobs": engine, "sampler_logprobs": engine}
-    train, metrics = advantages_of(
-        rollouts([1.0, 2.0], [3, 3], groups=[0, 0], **same), rl("rloo", **{"rl.rollout.one_step_off_policy": True})
-    )
+    train, metrics = advantages_of(rollouts([1.0, 2.0], [3, 3], groups=[0, 0], **same), rl("rloo", **{"rl.rollout.max_lag": 1}))
     assert torch.equal(train.old_logprobs, engine) and torch.equal(train.importance_weights, torch.ones(2, 3))
     assert not [name for name in metrics if name.startswith(("mismatch", "ratio", "corrected"))]
 
@@ -344,7 +342,7 @@ def sampled(count: int, *, one_step_off: bool, top_k: int | None, corrected: boo
     how |= {"ref_logprobs": REFERENCE[tokens], "old_logprobs_source": "recompute" if trainer is CURRENT else "from_engine"}
     batch = rollouts([1.0] * count, [3] * count, groups=[0] * count, **how)
     probable = left(of).exp()
-    # log q of all tokens is log q of those that are left plus the log of their share; one step off policy the share is the policy's.
+    # log q of all tokens is log q of those that are left plus the log of their share; with rollouts ahead the share is the policy's.
     share = (CURRENT if one_step_off else of).exp()[probable > 0].sum().log()
     return batch, float((probable * (left(of).where(probable > 0, 0.0) + share - REFERENCE)).sum())
 
@@ -353,10 +351,10 @@ def sampled(count: int, *, one_step_off: bool, top_k: int | None, corrected: boo
 @pytest.mark.parametrize("one_step_off", [False, True], ids=["on policy", "one step off"])
 @pytest.mark.parametrize("top_k", [None, 3])
 def test_the_kl_is_that_of_the_policy_that_sampled(kind: str, one_step_off: bool, top_k: int | None):
-    """On policy the current one's; one step off policy, with every correction, the one's of the step before: KL(q || ref)."""
+    """On policy the current one's; with rollouts ahead, with every correction, the one's of the step before: KL(q || ref)."""
     if one_step_off and kind == "none" and top_k is not None:
         pytest.skip("refused: the engine's probabilities would be the old ones of another distribution")
-    changes = {"rl.rollout.one_step_off_policy": one_step_off, "rl.correction.kind": kind, "rl.rollout.top_k": top_k, "rl.kl.coef": 0.5}
+    changes = {"rl.rollout.max_lag": int(one_step_off), "rl.correction.kind": kind, "rl.rollout.top_k": top_k, "rl.kl.coef": 0.5}
     config = rl("rloo", **changes)
     batch, exact = sampled(20_000, one_step_off=one_step_off, top_k=top_k, corrected=kind != "none")
     row = batch_metrics(batch, sampling_logprobs(batch, batch.old_logprobs, config), config.reward)
@@ -370,9 +368,9 @@ def test_the_kl_is_that_of_the_policy_that_sampled(kind: str, one_step_off: bool
         assert float((batch.old_logprobs - batch.ref_logprobs).mean()) < 0 < exact
 
 
-def test_a_limit_on_the_kl_and_its_target_hold_one_step_off_policy_with_a_correction():
+def test_a_limit_on_the_kl_and_its_target_hold_with_rollouts_ahead_and_a_correction():
     limit = {"kl": {"metric": "kl_token_mean", "above": 0.3, "window": 1, "patience": 1, "action": "stop"}}
-    changes = {"rl.rollout.one_step_off_policy": True, "rl.correction.kind": "tis", "rl.monitor": limit, "rl.kl.target": 1.0}
+    changes = {"rl.rollout.max_lag": 1, "rl.correction.kind": "tis", "rl.monitor": limit, "rl.kl.target": 1.0}
     config = rl("rloo", **changes, **{"rl.kl.coef": 0.1})
     batch, _ = sampled(500, one_step_off=True, top_k=None, corrected=True)
     row = {"step": 1, **batch_metrics(batch, sampling_logprobs(batch, batch.old_logprobs, config), config.reward)}

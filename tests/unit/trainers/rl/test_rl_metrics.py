@@ -12,9 +12,9 @@ from tiny_models import tiny_params
 from rlhf_core.config import RlConfig, curve_columns
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl.advantages import compute_advantages
-from rlhf_core.trainers.rl.metrics import TooManyUnscored, batch_metrics, check_scored, evaluation_metrics, update_metrics
+from rlhf_core.trainers.rl.metrics import TooManyUnscored, batch_metrics, check_scored, evaluation_metrics, lag_metrics, update_metrics
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch, check_logprobs
-from rlhf_core.types import RolloutBatch, Sequences
+from rlhf_core.types import Prompt, Rollout, RolloutBatch, Sequences, Span
 
 NAN = math.nan
 TWO_SCORERS = [
@@ -182,9 +182,14 @@ def test_columns_of_options_are_there_only_with_the_option():
     assert set(curve_columns(config(**{"rl.reward.scorers": programs}))) - plain == {"score_tests", "failed_tests", "scorer_metrics"}
     for key, (value, columns) in options.items():
         assert set(curve_columns(config(**{key: value}))) - plain == columns
-    ahead = config(**{"rl.rollout.one_step_off_policy": True})
-    assert set(curve_columns(ahead)) - plain == {"policy_lag"} and "mismatch_kl" in plain - set(curve_columns(ahead))
-    assert "mismatch_kl" in curve_columns(config(**{"rl.rollout.one_step_off_policy": True, "rl.correction.kind": "tis"}))
+    ahead = config(**{"rl.rollout.max_lag": 1})
+    assert set(curve_columns(ahead)) - plain == {
+        "policy_lag",
+        "policy_lag_max",
+        "spans_per_response",
+        "cut_off",
+    } and "mismatch_kl" in plain - set(curve_columns(ahead))
+    assert "mismatch_kl" in curve_columns(config(**{"rl.rollout.max_lag": 1, "rl.correction.kind": "tis"}))
     dynamic = config(**{"rl.algorithm": "grpo", "rl.dynamic_sampling.enabled": True})
     assert set(curve_columns(dynamic)) - plain == {
         *("dynamic_rounds", "dropped_groups"),
@@ -215,3 +220,15 @@ def test_in_bfloat16_the_mean_and_the_quantile_count_and_a_single_token_does_not
     with pytest.raises(LogprobMismatch, match="nan"):
         compared(difference, config(), "bfloat16")
     assert compared(torch.zeros(1, 0), config(), "bfloat16") == 0.0
+
+
+def test_the_lag_is_that_of_sampled_tokens():
+    prompt = Prompt("p", "made", [], [5], None)
+    rollouts = [
+        Rollout(prompt, [Span([7, 8], [-1.0] * 2, 3), Span([90], [0.0], None, False), Span([9], [-1.0], 5)], True, 0),
+        Rollout(prompt, [Span([7, 8, 9], [-1.0] * 3, 4)], False, 0),  # cut off before its fourth token
+        Rollout(prompt, [Span([7, 8, 9, 10], [-1.0] * 4, 4)], False, 0),  # truncated
+    ]
+    # Lags at version 5: two tokens of 2, one of 0, seven of 1; four parts in three responses.
+    expected = {"policy_lag": 11 / 10, "policy_lag_max": 2, "spans_per_response": 4 / 3, "cut_off": 1}
+    assert lag_metrics(rollouts, version=5, longest=4) == pytest.approx(expected)

@@ -1,4 +1,4 @@
-"""Prefetched rollouts are in the checkpoint, and used for their step; engines that are lost are replaced."""
+"""Rollout engines that are lost are replaced."""
 
 from __future__ import annotations
 
@@ -13,22 +13,15 @@ from rlhf_core.engines.ray.actors import ActorGroup, RoleLost
 from rlhf_core.engines.weight_sender import Sent
 from rlhf_core.trainers.rl.mismatch import WeightSyncCheck
 from rlhf_core.trainers.rl.recovery import Replacements, RolloutRecovery
-from rlhf_core.trainers.rl.rollouts import PREFETCHED, Prefetched, RolloutEngines
+from rlhf_core.trainers.rl.rollouts import RolloutEngines
 from rlhf_core.trainers.rl.turns import Turns
-from rlhf_core.types import Prompt, Rollout, Span
 
-PROMPTS = [Prompt(f"p{i}", "made", [{"role": "user", "content": "Sort 21."}], [5, 6, 7 + i], None) for i in range(2)]
 TRAINER = [-1.0, -2.5, -0.25]  # of the probe
-ROLLOUTS = [
-    Rollout(prompt, [Span([8, 9], [-0.1 - 1e-17 * i, -2.0 / 3], 3), Span([7], [0.0], None, False), Span([1], [-1e-30], 4)], i == 0, i)
-    for i, prompt in enumerate(PROMPTS)
-    for _ in range(4)
-]
 
 
 def engines(folders: tuple[Path, Path], **changes) -> RolloutEngines:
     """Without an actor: no test here calls one."""
-    changes = {"rl.algorithm": "rloo", "rl.rollout.one_step_off_policy": True, **changes}
+    changes = {"rl.algorithm": "rloo", "rl.rollout.max_lag": 1, **changes}
     job = rl_job(*folders, **changes)
     turns = Turns(None, None, on=False, deadline=1.0)
     how = {"stop_ids": (1,), "replacements": Replacements(0), "transfer": None, "turns": turns, "renew": None, "vocabulary": 300}
@@ -36,36 +29,6 @@ def engines(folders: tuple[Path, Path], **changes) -> RolloutEngines:
     made = RolloutEngines(job, None, **how)
     made.sync_check.start([TRAINER], TRAINER)
     return made
-
-
-def kept(folders: tuple[Path, Path], folder: Path) -> None:
-    drawn = engines(folders)
-    drawn._prefetched = Prefetched(4, ROLLOUTS)
-    drawn.save_prefetched(folder, step=4)
-
-
-def test_they_come_back_as_they_were_for_the_same_prompts_of_their_step(model_folders: tuple[Path, Path], tmp_path: Path):
-    kept(model_folders, tmp_path)
-    again = engines(model_folders)
-    again.load_prefetched(tmp_path, step=4)
-    assert again.generate(PROMPTS, step=4) == ROLLOUTS
-
-
-def test_of_another_step_nothing_is_kept(model_folders: tuple[Path, Path], tmp_path: Path):
-    drawn = engines(model_folders)
-    drawn._prefetched = Prefetched(4, ROLLOUTS)
-    drawn.save_prefetched(tmp_path, step=5)
-    assert not (tmp_path / PREFETCHED).exists()
-
-
-@pytest.mark.parametrize(
-    "changes", [{"rl.rollout.temperature": 0.5}, {"rl.rollout.max_new_tokens": 7}, {"rl.rollout.one_step_off_policy": False}]
-)
-def test_a_run_that_samples_in_another_way_or_not_ahead_does_not_take_them(model_folders: tuple[Path, Path], tmp_path: Path, changes: dict):
-    kept(model_folders, tmp_path)
-    other = engines(model_folders, **changes)
-    other.load_prefetched(tmp_path, step=4)
-    assert other._prefetched is None
 
 
 class DyingActors:
@@ -102,7 +65,7 @@ def test_a_new_engine_that_dies_too_is_replaced_in_its_turn_up_to_the_limit(mode
         with pytest.raises(RoleLost, match="rollout rank 1: dead"):
             made.replace(RoleLost("rollout rank 1: dead", [1]))
     assert made.engines.started == made._replacements.count == min(deaths + 1, limit)
-    assert all(made.engines.kept)  # one step off policy the trainer's weights are newer
+    assert all(made.engines.kept)  # the trainer's weights are newer than what engines sample with
 
 
 def test_an_engine_is_not_replaced_if_a_trainer_rank_is_lost_too(model_folders: tuple[Path, Path]):

@@ -158,9 +158,9 @@ class RecordingWorkers:
         self.calls: list[str] = []
         self.rollouts, self.turns = self, Turns(None, None, on=False, deadline=1.0)
 
-    def generate(self, prompts: list[Prompt], **_) -> list[Rollout]:
+    def draw(self, stream: NumberedPrompts, start: int, count: int, **_) -> list[Rollout]:
         self.calls.append("generate")
-        return [Rollout(p, [Span([i], [-1.0], 0)], True, number) for number, p in enumerate(prompts) for i in range(2)]
+        return [Rollout(p, [Span([i], [-1.0], 0)], True, number) for number, p in enumerate(stream.take(start, count)) for i in range(2)]
 
     def generate_greedy(self, prompts: list[Prompt]) -> list[Rollout]:
         self.calls.append("greedy")
