@@ -38,7 +38,8 @@ class Job:
 
     launch: "module:name" of the function that the driver calls with the job, the cluster's number of GPUs and a `Stop`. It runs the job's
         processes and returns the driver's exit code.
-    function: "module:name" of the work, which each rank calls with a TrainRun and `arguments`, which are pickled.
+    function: "module:name" of the work; arguments: of it, pickled. With `launch_ranks` each rank calls it with a TrainRun and the
+        arguments; for RL the driver calls it once, with its actors.
     work: the stage's scratch folder, for checkpoints, curves and the trained model.
     threads: CPU cores of all ranks together.
     sequence_parallel: ranks that share each sequence.

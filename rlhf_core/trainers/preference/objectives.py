@@ -89,7 +89,7 @@ class PromptGroup:
         return continue_prefix(list(self.items[0].prompt_ids), [list(ids) for ids in self.responses], shared=self.shares_prefix)
 
 
-class Share(NamedTuple):
+class Microbatch(NamedTuple):
     """A micro-batch of a rank.
 
     counts: whether its results are used (`rlhf_core.data.batching.Part`).
@@ -137,7 +137,7 @@ class ResponseForward:
     shares_prefix: bool
     microbatch_tokens: int
 
-    def microbatches(self, items: Sequence[Continuation], *, together: int = 1) -> list[Share]:
+    def microbatches(self, items: Sequence[Continuation], *, together: int = 1) -> list[Microbatch]:
         """Return this rank's share of the items' groups, similar lengths together, within the token budget.
 
         A larger group gets its own micro-batch. With several data-parallel ranks groups are small enough for each rank to get some.
@@ -152,7 +152,7 @@ class ResponseForward:
         )
         lengths, rows = [max(map(len, group.rows)) for group in groups], [len(group.rows) for group in groups]
         parts = own_parts(lengths, max_tokens=self.microbatch_tokens, rows=rows)
-        return [Share([groups[i] for i in part.positions], part.counts) for part in parts]
+        return [Microbatch([groups[i] for i in part.positions], part.counts) for part in parts]
 
     def logprobs(self, module: TrainEngine | nn.Module, part: list[PromptGroup]) -> torch.Tensor:
         """Return the log-probability of each item's response, summed over its tokens: [items], group after group, on the device."""
@@ -170,12 +170,12 @@ class ResponseForward:
 
 # From the engine of the policy and a pass's micro-batches to the reference's log-probabilities [items] of each one's responses, summed over
 # their tokens.
-Reference = Callable[[TrainEngine, list[Share]], list[torch.Tensor]]
+Reference = Callable[[TrainEngine, list[Microbatch]], list[torch.Tensor]]
 
 
-def no_reference(engine: TrainEngine, shares: list[Share]) -> list[torch.Tensor]:
+def no_reference(engine: TrainEngine, microbatches: list[Microbatch]) -> list[torch.Tensor]:
     """Return zeros, for losses that don't use the reference."""
-    return [torch.zeros(sum(len(group.items) for group in share.groups), device=device()) for share in shares]
+    return [torch.zeros(sum(len(group.items) for group in part.groups), device=device()) for part in microbatches]
 
 
 # Objectives

@@ -35,12 +35,12 @@ from rlhf_core.trainers.encoding import Begin, at_once, in_background
 from rlhf_core.trainers.preference.objectives import (
     Continuation,
     Example,
+    Microbatch,
     Pair,
     PairObjective,
     Reference,
     ResponseForward,
     ResponseObjective,
-    Share,
     mismatched,
     no_reference,
 )
@@ -246,9 +246,9 @@ def policy_reference(forward: ResponseForward) -> Reference:
     """Return a reference that computes with the policy without its adapters and dropout, which is the model that training starts from."""
 
     @torch.no_grad()
-    def logprobs(engine: TrainEngine, shares: list[Share]) -> list[torch.Tensor]:
+    def logprobs(engine: TrainEngine, microbatches: list[Microbatch]) -> list[torch.Tensor]:
         with without_adapters(engine.module):
-            return [forward.logprobs(engine, share.groups) for share in shares]
+            return [forward.logprobs(engine, part.groups) for part in microbatches]
 
     return logprobs
 
@@ -257,9 +257,9 @@ def live_reference(reference: FrozenModel, forward: ResponseForward) -> Referenc
     """Return a reference that computes a forward pass for each micro-batch. Weights on the host move to the device once for all of them."""
 
     @torch.no_grad()
-    def logprobs(engine: TrainEngine, shares: list[Share]) -> list[torch.Tensor]:
+    def logprobs(engine: TrainEngine, microbatches: list[Microbatch]) -> list[torch.Tensor]:
         with reference.in_use() as module:
-            return [forward.logprobs(module, share.groups) for share in shares]
+            return [forward.logprobs(module, part.groups) for part in microbatches]
 
     return logprobs
 
@@ -301,8 +301,8 @@ def precomputed_reference(
     table = dict(zip(distinct, kept["logprobs"].tolist(), strict=True))
     del distinct  # the table's keys are all that is needed of it
 
-    def logprobs(engine: TrainEngine, shares: list[Share]) -> list[torch.Tensor]:
-        digests = ([item.digest for group in share.groups for item in group.items] for share in shares)
+    def logprobs(engine: TrainEngine, microbatches: list[Microbatch]) -> list[torch.Tensor]:
+        digests = ([item.digest for group in part.groups for item in group.items] for part in microbatches)
         return [torch.tensor([table[digest] for digest in of_share], device=device()) for of_share in digests]
 
     return logprobs
@@ -314,7 +314,7 @@ def _compute(module: nn.Module, items: list[Continuation], forward: ResponseForw
     sums = torch.zeros(len(items))
     with Bar("response of the reference", len(items)) as bar:
 
-        def forward_part(part: Share) -> None:
+        def forward_part(part: Microbatch) -> None:
             logprobs = forward.logprobs(module, part.groups).float().cpu()
             if part.counts:
                 positions = [i for group in part.groups for i in group.positions]
