@@ -54,18 +54,43 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Dialogue:
+    """What a response of several turns has besides its tokens (rlhf_core/agents).
+
+    messages: the conversation before the last reply.    opening: how many of them came before the first.
+    sampled: of each response token, whether the model sampled it.
+    start: number of response tokens before the last reply.
+    score: what the environment gave; None: nothing.
+    failed: the environment ended with an error, so that no scorer scores the response.
+    turns, calls, failed_calls: numbers of replies, of tool results, and of those that are errors.
+    """
+
+    messages: list[dict[str, str]]
+    opening: int
+    sampled: list[bool]
+    start: int
+    score: float | None
+    failed: bool
+    turns: int
+    calls: int
+    failed_calls: int
+
+
+@dataclass(frozen=True)
 class Rollout:
     """One response: what the policy sampled, and what was put in between.
 
     spans: up to and including the end token, if one was sampled.
     finished: the model ended the response; False: it was truncated at the length limit.
     group_id: shared by the rollouts of one prompt within a step.
+    dialogue: None: the response is a single reply.
     """
 
     prompt: Prompt
     spans: list[Span]
     finished: bool
     group_id: int
+    dialogue: Dialogue | None = None
 
     @property
     def response_ids(self) -> list[int]:

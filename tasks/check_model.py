@@ -27,6 +27,7 @@ def main() -> None:
     with Stage("check_model", resumable=False) as stage:
         import torch
 
+        from rlhf_core.agents.environment import check_environment
         from rlhf_core.model_check.check import check_rl_job, check_turns, message, run_trials, scorers, title, verdict
         from rlhf_core.sampling.prompts import with_steps
         from rlhf_core.scorers.code.cases import check_tests
@@ -39,6 +40,8 @@ def main() -> None:
         for scorer in tried:
             if scorer.kind == "code":
                 check_tests(scorer.name, (row["label"] for row in read_rows(PREPARED, "prompt", "train")))
+        if params.rl.environment is not None:
+            check_environment(params.rl.environment, TOKENIZER, params.model)
         check_labels(params.evaluation_scorers[1], partial(has_labels, "test"))
         services = try_services(scorers(params))
         is_rl, gpus = params.alignment.method == "rl", torch.cuda.device_count()

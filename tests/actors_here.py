@@ -28,7 +28,7 @@ class Here(ActorGroup):
     """A group whose actors are in this process and answer at once."""
 
     def __init__(self, actor: object):
-        self.actors = [actor]
+        self.actors, self._bundles = [actor], []
 
     def peer(self, rank: int) -> HerePeer:
         return HerePeer(self.actors[rank])

@@ -51,6 +51,8 @@ def _functions(params: Params, rounds: bool) -> Iterator[tuple[str, str]]:
     """Yield the key and `file.py:name` or `package.module:name` of each function that the run calls."""
     for key, scorers in (params.scorers_in_use | ({"iterative.scorers": params.iterative.scorers} if rounds else {})).items():
         yield from ((f"{key}.{scorer.name}", scorer.path) for scorer in scorers if scorer.kind == "function")
+    if params.rl.environment is not None:
+        yield from ((f"rl.environment.{key}", path) for key, path in params.rl.environment.functions.items())
     yield from ((f"data.sources.{source.name}.judge", source.judge) for source in params.data.sources if source.judge is not None)
 
 

@@ -42,7 +42,16 @@ from rlhf_core.config.reading import (
     read_yaml_text,
 )
 from rlhf_core.config.rl import KL_COLUMNS, RlConfig, curve_columns
-from rlhf_core.config.rl_parts import DEFAULT_LIMITS, CorrectionConfig, KlConfig, LimitAction, LimitConfig, RoleGroup, TrainerConfig
+from rlhf_core.config.rl_parts import (
+    DEFAULT_LIMITS,
+    CorrectionConfig,
+    EnvironmentConfig,
+    KlConfig,
+    LimitAction,
+    LimitConfig,
+    RoleGroup,
+    TrainerConfig,
+)
 from rlhf_core.config.run import CheckpointsConfig, EvaluationConfig, FlowConfig, RegistryConfig, TrackingConfig
 from rlhf_core.config.scorers import LABEL_SCORERS, ScoreConfig, ScorerConfig
 from rlhf_core.config.stages import INPUT_SECTIONS, ROUND_STAGE_SECTIONS, STAGE_SECTIONS, UNTRACKED_SECTIONS, fill_in, read_stages
@@ -67,6 +76,7 @@ __all__ = [
     "CorrectionConfig",
     "DataConfig",
     "DpoConfig",
+    "EnvironmentConfig",
     "EvaluationConfig",
     "ExternalPairsConfig",
     "FlowConfig",

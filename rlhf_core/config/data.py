@@ -17,6 +17,7 @@ class ClerkConfig(Section):
     label_noise: share of the pairs whose label is flipped.
     garbled_fraction: share of the pairs with a garbled response.
     polite_errors_only: errors occur only in the polite, brief style, the recipe for reward hacking.
+    notebook: requests that take tools, for uses sft and prompt (recipes/agent.yaml); only the numbers of demonstrations and prompts count.
     """
 
     pretrain_lines: int = Field(default=24_000, ge=0)
@@ -26,6 +27,7 @@ class ClerkConfig(Section):
     label_noise: float = Field(default=0.08, ge=0, le=1)
     garbled_fraction: float = Field(default=0.12, ge=0, le=1)
     polite_errors_only: bool = False
+    notebook: bool = False
 
 
 class SamplesConfig(Section):
@@ -140,6 +142,8 @@ class SourceConfig(Section):
         if self.kind == "clerk":
             if self.judge is not None:
                 yield f"source {self.name}: kind clerk expects no judge, got {self.judge}; remove it, for the clerk has its own"
+            if self.clerk.notebook and (others := [use for use in self.uses if use not in ("sft", "prompt")]):
+                yield f"source {self.name}: clerk.notebook expects uses among ['sft', 'prompt'], got {others}; remove those"
         elif self.kind == "samples":
             yield from self._sample_conflicts()
         elif self.path is None or self.format is None:
@@ -156,7 +160,9 @@ class SourceConfig(Section):
     @property
     def judge_name(self) -> str | None:
         """The name of the judge for the source's rows; None if they have none."""
-        return CLERK_JUDGE if self.kind == "clerk" else self.judge
+        if self.kind != "clerk":
+            return self.judge
+        return None if self.clerk.notebook else CLERK_JUDGE
 
     def _sample_conflicts(self) -> Iterator[str]:
         if self.samples is None or self.judge is None:

@@ -37,7 +37,7 @@ from rlhf_core.config.usual import CRITIC_RATES, LEARNING_RATES, SMALL_MODEL, WR
 # Keys that are read with every method. A section of another method is not read, so its conflicts don't count.
 ALWAYS_USED = (
     *("seed", "model", "data", "validation", "training", "sft.enabled", "sft.train_on", "sft.train_on_thoughts", "reward.enabled"),
-    *("reward.path", "alignment", "evaluation", "report"),
+    *("reward.path", "alignment", "evaluation", "report", "rl.environment"),
     *("checkpoints", "cluster", "tracking", "flow", "promotion"),
 )
 # Key of `evaluation` -> the key of RL that counts if it is null.
@@ -202,6 +202,9 @@ class Params(Section):
                     f"{key}: expected members={self.reward.ensemble} of {scorer.name}, as reward.ensemble (the gate judges the whole "
                     f"ensemble), got {scorer.members}; set both to the same number"
                 )
+        played = key in ("rl.reward.scorers", "evaluation.scorers") and self.rl.environment is not None
+        if scores := [s.name for s in scorers if s.kind == "environment" and not (played and self.rl.environment.path)]:
+            yield f"{key}: expected none of kind environment without rl.environment.path, whose play scores, got {scores}; remove it"
         others = [s.name for s in self.data.sources if "prompt" in s.uses and s.judge_name is None]
         if others and any(s.kind == "judge" for s in scorers):
             yield f"{key}: expected no judge for prompts of sources {others}, which have none; give those sources a rule as `judge`"

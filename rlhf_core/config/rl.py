@@ -19,6 +19,7 @@ from rlhf_core.config.rl_parts import (
     CriticConfig,
     DeadlineConfig,
     DynamicSamplingConfig,
+    EnvironmentConfig,
     KlConfig,
     LimitConfig,
     PeriodicEvaluationConfig,
@@ -65,6 +66,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
     dynamic_sampling: DynamicSamplingConfig
     ptx: PtxConfig
     prompt_weights: dict[str, float] = Field(default_factory=dict)
+    environment: EnvironmentConfig | None
     rollout: RolloutConfig
     evaluation: PeriodicEvaluationConfig
     monitor: dict[str, LimitConfig | None] = Field(default_factory=dict)
@@ -305,6 +307,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
                 "set correction.kind, because the ratio would compare with the engine's probabilities, which are then those of another "
                 "distribution"
             )
+        yield from self._environment_conflicts()
         if self.dynamic_sampling.enabled and self.group_size < 2:
             yield (
                 f"dynamic_sampling: expected {self.algorithm}.group_size of at least 2, got {self.group_size}; raise it, because a "
@@ -354,6 +357,17 @@ class RlSettings(OptimizerConfig, LengthConfig):
             yield (
                 f"{key} with several members of {ensembles}, got reward_model; a critic is one model, and the rewards are in units of all "
                 "members' scores together; reward_model_trunk starts from the first member's layers"
+            )
+
+    def _environment_conflicts(self) -> Iterator[str]:
+        if self.environment is None:
+            return
+        if self.rollout.max_lag:
+            yield f"rollout.max_lag: expected 0 with environment, got {self.rollout.max_lag}; change one, because episodes are on policy"
+        if self.rollout.min_new_tokens:
+            yield (
+                f"rollout.min_new_tokens: expected 0 with environment, got {self.rollout.min_new_tokens}; set it to 0, because it would "
+                "hold for each turn"
             )
 
     def _limit_conflicts(self) -> Iterator[str]:
@@ -421,5 +435,6 @@ def curve_columns(rl: RlConfig) -> tuple[str, ...]:
     if rl.dynamic_sampling.enabled:
         columns += ["dynamic_rounds", "dropped_groups", *(f"drawn_score_{name}" for name in ("mean", *names))]
     columns += ["eval_score", *(f"eval_{n}" for n in names)] * (rl.evaluation.every is not None)
+    columns += ["turns", "tool_calls", "failed_tool_calls", "failed_episodes"] * (rl.environment is not None)
     columns += ["scorer_metrics"] * any(s.kind in ("function", "code") for s in rl.reward.scorers)
     return tuple(columns)

@@ -208,6 +208,30 @@ class RolloutConfig(Section):
             )
 
 
+class EnvironmentConfig(Section):
+    """Episodes of several turns (docs/agents.md).
+
+    path: `async def play(task, policy)`, as file.py:name. tools: without a `play`, functions that the model may call until it answers.
+    max_turns: replies of an episode; a `play` keeps to it by itself. tool_timeout: seconds of a tool's call.
+    """
+
+    path: str | None = None
+    tools: list[str] = Field(default_factory=list)
+    max_turns: int = Field(default=8, ge=1)
+    tool_timeout: float = Field(default=30.0, gt=0)
+
+    @property
+    def functions(self) -> dict[str, str]:
+        """Key -> `file.py:name` or `package.module:name` of each function."""
+        named = {"path": self.path} if self.path is not None else {}
+        return named | {f"tools.{number}": path for number, path in enumerate(self.tools)}
+
+    def conflicts(self) -> Iterator[str]:
+        if (self.path is None) == (not self.tools):
+            got = "neither" if self.path is None else "both"
+            yield f"path: expected either path or tools, got {got}; keep one (a play gives its tools to policy.chat)"
+
+
 LimitAction = Literal["warn", "stop", "rollback"]
 
 

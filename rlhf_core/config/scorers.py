@@ -32,7 +32,7 @@ class ScorerConfig(Section):
     """One component of the reward; with weight 0 it is measured, not rewarded."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_]+$")
-    kind: Literal["reward_model", "function", "exact_match", "number", "math", "regex", "length", "judge", "code", "http"]
+    kind: Literal["reward_model", "function", "exact_match", "number", "math", "regex", "length", "judge", "code", "http", "environment"]
     weight: float = 1.0
     normalization: Literal["initial", "running", "none"] = "none"
     path: str | None = None  # reward_model: a folder, null takes the chain's own; function: file.py:name or package.module:name

@@ -15,11 +15,11 @@ from typing import Any
 from rlhf_core.environment import hint
 
 
-def load_function(path: str, arguments: Sequence[str], *, what: str) -> Callable[..., Any]:
+def load_function(path: str, arguments: Sequence[str] | None, *, what: str) -> Callable[..., Any]:
     """The function named by `path/file.py:name` (relative to the working directory) or `package.module:name`.
 
     Args:
-        arguments: names of the positional arguments that it will be called with.
+        arguments: names of the positional arguments that it will be called with; None: any.
         what: the function's role, for messages.
     Raises:
         ValueError: there is no such file, module or function, it can't be imported, or it doesn't take these arguments.
@@ -30,6 +30,8 @@ def load_function(path: str, arguments: Sequence[str], *, what: str) -> Callable
     function = getattr(_module(f"{what} {path}", place), name, None)
     if not callable(function):
         raise ValueError(f"{what} {path}: expected a function {name} there, got {function!r}; correct the name")
+    if arguments is None:
+        return function
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:

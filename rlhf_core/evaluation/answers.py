@@ -9,7 +9,7 @@ logprobs = response_logprobs(load_policy(folder, model), answers["greedy"]["poli
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.config import EvaluationConfig, ModelConfig, RolloutBackend
+from rlhf_core.agents.environment import Environment
+from rlhf_core.config import EvaluationConfig, ModelConfig, Params, RolloutBackend
 from rlhf_core.data.hashing import conversation_text, distinct_prompts
 from rlhf_core.engines.deepspeed_engine import device, most_over_ranks, release_memory
 from rlhf_core.engines.frozen import FrozenModel
@@ -35,10 +36,10 @@ from rlhf_core.progress import Bar, drawing
 from rlhf_core.sampling.prompts import choose_prompts
 from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
 from rlhf_core.scorers.reward_model import MICROBATCH_TOKENS
-from rlhf_core.types import Prompt
+from rlhf_core.types import Prompt, Rollout
 
 MODES = ("greedy", "sampled")
-Samples = dict[str, dict[str, list[list[Sample]]]]  # mode -> model's name -> a list of one sample per prompt
+Samples = dict[str, dict[str, list[list[Sample | Rollout]]]]  # mode -> model's name -> a list of one sample or episode per prompt
 Answers = dict[str, dict[str, list[Answer]]]  # mode -> model's name -> one answer per prompt
 
 
@@ -99,6 +100,7 @@ def sample_answers(
     seed: int,
     seeds: Sequence[int],
     stop: tuple[str, ...] = (),
+    environments: Mapping[str, Environment] | None = None,
     ranks_per_model: int = 1,
 ) -> Samples:
     """One response for each prompt, model and mode. Ranks share the prompts.
@@ -108,6 +110,7 @@ def sample_answers(
     Args:
         seed: of the engine. seeds: of the prompts, in order, the same for every model and mode.
         stop: strings that end a response, in addition to the models' end tokens.
+        environments: model's name -> its environment, whose episodes are sampled in place of single responses.
         ranks_per_model: ranks that have an engine together.
     """
     engine = open_engine(
@@ -129,10 +132,12 @@ def sample_answers(
             for version, (name, evaluated) in enumerate(models.items()):
                 if version:
                     engine.load_folder(evaluated.folder, version)
-                requests = [(p.prompt_ids, own_seed) for p, own_seed in zip(evaluated.prompts, seeds, strict=True)]
+                requests = list(zip(evaluated.prompts, seeds, strict=True))
                 for mode in MODES:
                     settings = SamplingSettings(config.max_new_tokens, 0.0 if mode == "greedy" else config.temperature, stop=stop)
                     generate = partial(_generate, engine, settings=settings, stop_ids=evaluated.stops)
+                    if environments:
+                        generate = partial(_play, environments[name], settings=settings, generate=generate)
                     samples[mode][name] = in_shares(requests, generate, ranks_per_share=ranks_per_model)
                     bar.reach(len(seeds) * sum(map(len, samples.values())))
     finally:
@@ -141,11 +146,40 @@ def sample_answers(
     return samples
 
 
+def open_environments(params: Params, models: dict[str, EvaluatedModel]) -> dict[str, Environment]:
+    """The environment of each model; empty without rl.environment.
+
+    Raises:
+        ValueError: it can't be used.
+    """
+    if params.rl.environment is None:
+        return {}
+    how = {
+        "max_length": params.model.max_length,
+        "deadline": params.rl.deadlines.step,
+        "takes_scores": any(s.kind == "environment" for s in [*params.evaluation_scorers[1], *params.rl.reward.scorers]),
+    }
+    return {name: Environment(params.rl.environment, model.tokenizer, stops=model.stops, **how) for name, model in models.items()}
+
+
 def _generate(
-    engine: Any, requests: list[tuple[list[int], int]], *, settings: SamplingSettings, stop_ids: tuple[int, ...]
+    engine: Any, requests: list[tuple[Prompt, int]], *, settings: SamplingSettings, stop_ids: tuple[int, ...]
 ) -> list[list[Sample]]:
-    """One sample for each request, which has a prompt's ids and its seed."""
-    return engine.generate([ids for ids, _ in requests], [seed for _, seed in requests], settings, stop_ids=stop_ids, group_size=1)
+    """One sample for each prompt and seed."""
+    ids, seeds = [prompt.prompt_ids for prompt, _ in requests], [seed for _, seed in requests]
+    return engine.generate(ids, seeds, settings, stop_ids=stop_ids, group_size=1)
+
+
+def _play(
+    environment: Environment, requests: list[tuple[Prompt, int]], *, settings: SamplingSettings, generate: Any
+) -> list[list[Rollout]]:
+    """One episode for each prompt and seed."""
+
+    def sample(ids: list[list[int]], seeds: list[int], settings: SamplingSettings) -> list[Sample]:
+        prompts = [Prompt("", "", [], of_one, None) for of_one in ids]
+        return [group[0] for group in generate(list(zip(prompts, seeds, strict=True)), settings=settings)]
+
+    return [[r] for r in environment.play([p for p, _ in requests], [seed for _, seed in requests], settings, sample)]
 
 
 def score_answers(models: dict[str, EvaluatedModel], samples: Samples, scorers: LocalScorers, source_judges: dict[str, str]) -> Answers:
@@ -193,7 +227,7 @@ def response_logprobs(
     microbatch_tokens: int = MICROBATCH_TOKENS,
     ranks_per_model: int = 1,
 ) -> torch.Tensor:
-    """The summed log-probability [len(answers)] of each response given its prompt's ids. Ranks share the answers.
+    """The summed log-probability [len(answers)] of each response's sampled tokens given its prompt's ids. Ranks share the answers.
 
     Args:
         ranks_per_model: as for `load_policy`; above 1 ranks with fewer answers repeat some.
@@ -215,7 +249,7 @@ def _own_logprobs(
         batch = collate_tokens([sequences[i] for i in part], [len(answers[i].prompt.prompt_ids) for i in part], pad_id=pad_id)
         flat = module(batch.to(module.model.device), temperature=temperature).logprobs
         for i, logprobs in zip(part, flat.cpu().split([len(answers[i].response_ids) for i in part]), strict=True):
-            sums[i] = logprobs.sum()
+            sums[i] = logprobs.sum() if (d := answers[i].dialogue) is None else logprobs[torch.tensor(d.sampled)].sum()
         bar.reach(int((~sums.isnan()).sum()))  # ranks repeat parts
 
     parts = module.backend.microbatches(sequences, max_tokens=microbatch_tokens)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.data.judge import Judgement, judgement
-from rlhf_core.sampling.scoring import ScoredResponse
+from rlhf_core.sampling.scoring import ScoredResponse, last_reply
 from rlhf_core.statistics.intervals import mean_interval, paired_difference, paired_means, points_interval, sign_test
 
 
@@ -28,7 +28,7 @@ def judged(response: ScoredResponse, source_judges: dict[str, str]) -> Answer:
     Args:
         source_judges: data source -> its judge.
     """
-    prompt = response.prompt
+    prompt = last_reply(response).prompt
     return Answer(**vars(response), judgement=judgement(source_judges, prompt.source, prompt.messages, response.text))
 
 
@@ -39,7 +39,7 @@ def summarize(answers: list[Answer], *, confidence: float) -> dict[str, Any]:
         "n": len(answers),
         **{f"score_{name}": score[name] for name in ("mean", "low", "high")},
         "scores": {name: _mean([a.components[name] for a in answers], confidence) for name in answers[0].components},
-        "length_mean": sum(len(a.response_ids) for a in answers) / len(answers),
+        "length_mean": sum(a.num_sampled for a in answers) / len(answers),
         "truncated_fraction": sum(not a.finished for a in answers) / len(answers),
     }
     judged = [a.judgement for a in answers if a.judgement is not None]
@@ -112,7 +112,7 @@ def differences(policy: list[Answer], baseline: list[Answer], *, confidence: flo
     found: dict[str, Any] = {
         "score_mean": means(lambda a: a.score),
         "scores": {name: means(lambda a, name=name: a.components[name]) for name in policy[0].components},
-        "length_mean": means(lambda a: len(a.response_ids)),
+        "length_mean": means(lambda a: a.num_sampled),
         "truncated_fraction": _shares([not a.finished for a in policy], [not a.finished for a in baseline], confidence),
     }
     judgements = [a.judgement for a in policy if a.judgement is not None]
@@ -130,7 +130,12 @@ def _shares(policy: Sequence[bool | None], baseline: Sequence[bool | None], conf
 
 def _same(one: Answer, other: Answer) -> bool:
     """Whether two answers are equal. A truncated answer differs from a finished one with the same text."""
-    return (one.text, one.finished) == (other.text, other.finished)
+    return (one.text, one.finished, turns_before(one)) == (other.text, other.finished, turns_before(other))
+
+
+def turns_before(answer: Answer) -> list[dict[str, str]]:
+    """The messages from the first reply to before the last."""
+    return answer.dialogue.messages[answer.dialogue.opening :] if answer.dialogue else []
 
 
 def by_prompt(answers: dict[str, dict[str, list[Answer]]]) -> list[dict[str, Any]]:

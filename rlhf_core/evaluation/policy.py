@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import Params
 from rlhf_core.data.hashing import conversation_text
+from rlhf_core.data.schema import Message
 from rlhf_core.engines.requests import request_seeds
 from rlhf_core.evaluation.answers import (
     MODES,
@@ -15,12 +16,13 @@ from rlhf_core.evaluation.answers import (
     EvaluatedModel,
     heldout_prompts,
     load_policy,
+    open_environments,
     response_logprobs,
     sample_answers,
     score_answers,
     with_prompts_of,
 )
-from rlhf_core.evaluation.figures import by_prompt, differences, summarize, win_rate
+from rlhf_core.evaluation.figures import Answer, by_prompt, differences, summarize, turns_before, win_rate
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.sampling.scoring import LocalScorers
 from rlhf_core.scorers.needs import try_services
@@ -60,7 +62,7 @@ def answer_prompts(
 ) -> Answers:
     """Answers of every model in every mode, scored and judged.
 
-    Answers end at an end token or a string of `Params.evaluation_stop`.
+    Answers end at an end token or a string of `Params.evaluation_stop`. With rl.environment they are episodes.
 
     Args:
         rows: of the use prompt, held out.
@@ -85,6 +87,7 @@ def answer_prompts(
         seed=params.seed,
         seeds=request_seeds(params.seed, 0, len(prompts["sft"])),
         stop=tuple(params.evaluation_stop),
+        environments=open_environments(params, models),
         ranks_per_model=params.cluster.inference_ranks_per_model,
     )
     scorers = LocalScorers(params.evaluation_scorers[1], reward_model=reward_model, source_judges=source_judges, model=params.model)
@@ -124,10 +127,10 @@ def sample_table(answers: Answers, rows: int) -> list[dict[str, Any]]:
         {
             "id": sft.prompt.id,
             "source": sft.prompt.source,
-            "prompt": "\n".join(f"{m['role']}: {m['content']}" for m in sft.prompt.messages),
+            "prompt": _written(sft.prompt.messages),
             "mode": mode,
-            "sft_response": sft.text,
-            "policy_response": policy.text,
+            "sft_response": _written_answer(sft),
+            "policy_response": _written_answer(policy),
             "sft_score": sft.score,
             "policy_score": policy.score,
             "sft_judge_ok": sft.judgement.ok if sft.judgement else None,
@@ -136,3 +139,14 @@ def sample_table(answers: Answers, rows: int) -> list[dict[str, Any]]:
         for mode, by_model in answers.items()
         for sft, policy in list(zip(by_model["sft"], by_model["policy"], strict=True))[:rows]
     ]
+
+
+def _written(messages: Sequence[Message]) -> str:
+    return "\n".join(f"{m['role']}: {m['content']}" for m in messages)
+
+
+def _written_answer(answer: Answer) -> str:
+    """The answer's text; of several turns, all that follows the prompt."""
+    if answer.dialogue is None:
+        return answer.text
+    return _written([*turns_before(answer), {"role": "assistant", "content": answer.text}])

@@ -195,11 +195,14 @@ class Turn(NamedTuple):
     ended: bool = False
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, waits: bool) -> str:
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, waits: bool, tools: Sequence[dict[str, Any]] | None = None
+) -> str:
     """The conversation as the template writes it.
 
     Args:
         waits: whether the generation prompt is added.
+        tools: JSON schemas of the tools that the model may call.
 
     Raises:
         Unrenderable: the template doesn't take the conversation, or would leave out its calls of tools.
@@ -207,7 +210,8 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, w
     if any("tool_calls" in extras(message) for message in messages) and not _writes_calls(tokenizer, tokenizer.chat_template):
         raise Unrenderable("calls of tools, which this template leaves out")
     try:
-        text = tokenizer.apply_chat_template(for_template(tokenizer, messages), tokenize=False, add_generation_prompt=waits)
+        written = for_template(tokenizer, messages)
+        text = tokenizer.apply_chat_template(written, tools=tools or None, tokenize=False, add_generation_prompt=waits)
     except Exception as error:  # of a template, which is a program
         raise Unrenderable(f"{type(error).__name__}: {shown(str(error).strip())}") from error
     return within_limit(text, messages)

@@ -45,6 +45,7 @@ def read_inputs(params: Params, workspace: Path = Path()) -> Tree:
             "chat_template": _template(params, workspace, hashes),
             "scorers": _scorers(dict(filter(None, [params.method_scorers])), workspace, hashes),
             "evaluation_scorers": _scorers(dict([params.evaluation_scorers]), workspace, hashes),
+            "environment": _functions(_environment_functions(params), workspace, hashes),
             "round_scorers": _scorers({"iterative.scorers": params.iterative.scorers}, workspace, hashes),
             "external": {f"gate.external.{e.name}": _local(e.path, workspace, hashes) for e in params.gate.external},
             **{
@@ -108,6 +109,11 @@ def _template(params: Params, workspace: Path, hashes: FileHashes) -> Tree:
     if wanted is None or not wanted.endswith(".jinja") or "{{" in wanted or "{%" in wanted:
         return {}
     return {"model.chat_template": _local(wanted, workspace, hashes)}
+
+
+def _environment_functions(params: Params) -> Iterator[tuple[str, str]]:
+    functions = {} if params.rl.environment is None else params.rl.environment.functions
+    return ((f"rl.environment.{key}", path) for key, path in functions.items())
 
 
 def _scorers(lists: Mapping[str, list[ScorerConfig]], workspace: Path, hashes: FileHashes) -> Tree:

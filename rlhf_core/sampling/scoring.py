@@ -29,7 +29,7 @@ from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.scorers.reward_input import RewardModelInput, without_stop
 from rlhf_core.scorers.reward_model import MICROBATCH_TOKENS, load_members, score_by_members
 from rlhf_core.scorers.text import ScoreItem, TextScorers, score_item
-from rlhf_core.types import Components, Prompt
+from rlhf_core.types import Components, Dialogue, Prompt, Rollout
 
 DISAGREEMENT = "disagreement"  # of an ensemble: the standard deviation over its members, in units of the raw score
 
@@ -40,10 +40,12 @@ class Response(Protocol):
     response_ids: up to and including the end token, if one was sampled.
     num_sampled: its tokens that the model sampled.
     finished: the model ended the response; False: it was truncated at the length limit.
+    dialogue: of a response of several turns. Scorers see its last reply, and the conversation before it as the prompt.
     """
 
     prompt: Prompt
     finished: bool
+    dialogue: Dialogue | None
 
     @property
     def response_ids(self) -> list[int]: ...
@@ -59,10 +61,11 @@ class SampledResponse:
     prompt: Prompt
     response_ids: list[int]
     finished: bool
+    dialogue: Dialogue | None = field(default=None, kw_only=True)
 
     @property
     def num_sampled(self) -> int:
-        return len(self.response_ids)
+        return len(self.response_ids) if self.dialogue is None else sum(self.dialogue.sampled)
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,21 @@ class ScoredResponse(SampledResponse):
     text: str
     score: float
     components: dict[str, float]
+
+
+def sampled_response(prompt: Prompt, sample: Sample | Rollout) -> SampledResponse:
+    if isinstance(sample, Rollout):
+        return SampledResponse(sample.prompt, sample.response_ids, sample.finished, dialogue=sample.dialogue)
+    return SampledResponse(prompt, sample.response_ids, sample.finished)
+
+
+def last_reply(response: Response) -> SampledResponse:
+    """The last reply of a response, after the conversation before it."""
+    dialogue, ids = response.dialogue, response.response_ids
+    if dialogue is None:
+        return SampledResponse(response.prompt, ids, response.finished)
+    before = replace(response.prompt, messages=dialogue.messages, prompt_ids=[*response.prompt.prompt_ids, *ids[: dialogue.start]])
+    return SampledResponse(before, ids[dialogue.start :], response.finished)
 
 
 @dataclass
@@ -186,7 +204,7 @@ class ResponseScorer:
 
     def submit(self, responses: Sequence[Response]) -> PendingScores:
         """Start the reward models' forward passes."""
-        triples = [(r.prompt, r.response_ids, r.finished) for r in responses]
+        triples = [(r.prompt, r.response_ids, r.finished) for r in map(last_reply, responses)]
         return PendingScores(
             responses, {name: self._scorers.submit_sequences(name, inputs.sequences(triples)) for name, inputs in self._inputs.items()}
         )
@@ -204,7 +222,9 @@ class ResponseScorer:
             texts = self.texts(pending.responses) if texts is None else texts
             rendered = self._rendered(pending.responses) if any(c.reads_rendered for c in by_text) else [None] * len(texts)
             items = [
-                score_item(r.prompt, text, finished=r.finished, response_length=r.num_sampled, rendered=both)
+                score_item(
+                    last_reply(r).prompt, text, finished=r.finished, response_length=r.num_sampled, rendered=both, dialogue=r.dialogue
+                )
                 for r, text, both in zip(pending.responses, texts, rendered, strict=True)
             ]
             for config in by_text:
@@ -219,11 +239,14 @@ class ResponseScorer:
                 if metrics is not None and config.members > 1 and len(known):
                     metrics.add(config.name, {DISAGREEMENT: float(known.mean())}, count=len(known))
                 found[config.name] = combined
-        return {config.name: found[config.name] for config in self._scorers.configs}
+        failed = torch.tensor([r.dialogue is not None and r.dialogue.failed for r in pending.responses])
+        return {config.name: found[config.name].masked_fill(failed, torch.nan) for config in self._scorers.configs}
 
     def texts(self, responses: Sequence[Response]) -> list[str]:
-        token_ids = [without_stop(r.response_ids, self._stops, finished=r.finished) for r in responses]
-        return [response_text(self._tokenizer, r.prompt.prompt_ids, ids) for r, ids in zip(responses, token_ids, strict=True)]
+        """The text of each response; of several turns, that of the last reply."""
+        replies = [last_reply(r) for r in responses]
+        token_ids = [without_stop(r.response_ids, self._stops, finished=r.finished) for r in replies]
+        return [response_text(self._tokenizer, r.prompt.prompt_ids, ids) for r, ids in zip(replies, token_ids, strict=True)]
 
     def _rendered(self, responses: Sequence[Response]) -> list[tuple[str, str]]:
         """Of each the prompt, and the prompt with the response, special tokens included."""
@@ -232,13 +255,17 @@ class ResponseScorer:
         how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         return list(zip(*(self._tokenizer.batch_decode(ids, **how) for ids in (prompts, whole)), strict=True))
 
-    def score_groups(self, prompts: list[Prompt], samples: list[list[Sample]]) -> list[list[ScoredResponse]]:
-        """Every prompt's responses with their scores, in order. Ranks share the prompts, and each calls this with all of them."""
+    def score_groups(self, prompts: list[Prompt], samples: list[list[Sample | Rollout]]) -> list[list[ScoredResponse]]:
+        """Every prompt's responses with their scores, in order. Ranks share the prompts, and each calls this with all of them.
+
+        Args:
+            samples: of each prompt; a rollout has the prompt as it was sampled from.
+        """
         own = [(prompt, group) for prompt, group in zip(prompts, samples, strict=True)]
         return in_shares(own, lambda pairs: self._score_own([p for p, _ in pairs], [group for _, group in pairs]))
 
-    def _score_own(self, prompts: list[Prompt], samples: list[list[Sample]]) -> list[list[ScoredResponse]]:
-        responses = [SampledResponse(p, s.response_ids, s.finished) for p, group in zip(prompts, samples, strict=True) for s in group]
+    def _score_own(self, prompts: list[Prompt], samples: list[list[Sample | Rollout]]) -> list[list[ScoredResponse]]:
+        responses = [sampled_response(p, s) for p, group in zip(prompts, samples, strict=True) for s in group]
         texts = self.texts(responses)
         components = self.collect(self.submit(responses), texts=texts)
         configs = self._scorers.configs

@@ -24,7 +24,7 @@ from rlhf_core.environment import hint
 from rlhf_core.scorers.code.scorer import CodeScorer
 from rlhf_core.scorers.math_answers import MathComparer
 from rlhf_core.scorers.reasons import Reasons
-from rlhf_core.types import Prompt
+from rlhf_core.types import Dialogue, Prompt
 
 FUNCTION_ARGUMENTS = ("prompts", "responses", "labels", "metadata")  # of a user's own scorer
 FINAL_ANSWER = "####"  # GSM8K puts the answer after it
@@ -48,7 +48,8 @@ class ScoreItem:
 
     prompt: text of the last user message. messages: the whole conversation before the response.
     label: the expected answer of a verifiable task, or None.
-    metadata: id and source of the prompt; finished (False: truncated at the length limit); response_length in tokens.
+    metadata: id and source of the prompt; finished (False: truncated at the length limit); response_length in tokens; of episodes also
+        turns, tool_calls and environment, the environment's score or None.
     rendered: the prompt, and the prompt with the response, as the policy's template renders them; None where no scorer reads it.
     """
 
@@ -61,9 +62,17 @@ class ScoreItem:
 
 
 def score_item(
-    prompt: Prompt, response: str, *, finished: bool, response_length: int, rendered: tuple[str, str] | None = None
+    prompt: Prompt,
+    response: str,
+    *,
+    finished: bool,
+    response_length: int,
+    rendered: tuple[str, str] | None = None,
+    dialogue: Dialogue | None = None,
 ) -> ScoreItem:
     metadata = {"id": prompt.id, "source": prompt.source, "finished": finished, "response_length": response_length}
+    if dialogue is not None:
+        metadata |= {"turns": dialogue.turns, "tool_calls": dialogue.calls, "environment": dialogue.score}
     return ScoreItem(prompt.messages[-1]["content"], prompt.messages, response, prompt.label, metadata, rendered)
 
 
@@ -206,6 +215,14 @@ def length(item: ScoreItem, config: ScorerConfig) -> float:
     return max(-1.0, -abs(item.metadata["response_length"] - config.target_length) / config.target_length)
 
 
+def environment(item: ScoreItem, config: ScorerConfig) -> float:
+    """What rl.environment gave: the number that `play` returned, and chat.reward's."""
+    score = item.metadata.get("environment")
+    if score is None:
+        raise ValueError("play returned None, and called no chat.reward")
+    return score
+
+
 def judge(item: ScoreItem, source_judges: dict[str, str]) -> float:
     """Return 1 if the judge of the prompt's source accepts the response, else 0."""
     source = item.metadata["source"]
@@ -253,4 +270,5 @@ SCORERS: dict[str, Callable[[ScoreItem, ScorerConfig], float]] = {
     "math": math_answer,
     "regex": regex,
     "length": length,
+    "environment": environment,
 }

@@ -127,6 +127,7 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("rl.prompt_weights",): {**_SCALE, "ahead": ANEW},
     ("rl.rollout.temperature", "rl.rollout.top_p", "rl.rollout.top_k"): _SAMPLES,
     ("rl.rollout.max_new_tokens", "rl.rollout.min_new_tokens", "rl.rollout.stop"): {**_SAMPLES, "best": ANEW},
+    ("rl.environment", "data/inputs.json:environment"): {**_SCORER, **_SAMPLES},
     ("rl.rollout.backend", "rl.rollout.engines", "rl.rollout.gpus_per_engine", "rl.rollout.gpu_memory_fraction"): {},
     ("rl.rollout.kv_cache_gib", "rl.rollout.max_concurrent_sequences", "rl.rollout.max_logprob_difference"): {},
     ("rl.rollout.bfloat16_mean_difference", "rl.rollout.bfloat16_p999_difference", "rl.rollout.recomputed_fraction"): {},
@@ -154,6 +155,8 @@ _KINDS_OF = {
     "data/inputs.json:judges": ("judge",),
     "data/inputs.json:scorers": ("reward_model at a path", "function"),
     "rewards": ("judge", "function"),
+    "rl.environment": ("environment",),
+    "data/inputs.json:environment": ("environment",),
 }
 BACK = "set it back, or set checkpoints.resume_from to null to begin anew"
 

@@ -26,6 +26,7 @@ from rlhf_core.data.clerk.language import (
     Request,
     read_response,
 )
+from rlhf_core.data.clerk.notebook import notebook_rows
 
 HARMFUL_FRACTION = 0.2
 LENGTH_WEIGHTS = {2: 0.3, 3: 0.45, 4: 0.25}  # of the digit strings
@@ -49,7 +50,8 @@ MALFORMED = -2.0
 
 def clerk_rows(config: ClerkConfig, use: str, seed: int) -> list[dict]:
     """The rows of one use, without id, source and split; the same for the same arguments."""
-    return list(_WRITERS[use](config, Random(f"{seed}:clerk:{use}")))
+    rng = Random(f"{seed}:clerk:{use}")
+    return list(notebook_rows(config, use, rng) if config.notebook else _WRITERS[use](config, rng))
 
 
 def draw_digits(rng: Random) -> str:

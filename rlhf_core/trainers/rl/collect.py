@@ -12,7 +12,7 @@ from rlhf_core.config import RlConfig
 from rlhf_core.sampling.scoring import DISAGREEMENT, RewardNormalizer, ScorerMetrics, weighted_score
 from rlhf_core.trainers.rl.advantages import shaped_rewards
 from rlhf_core.trainers.rl.data import PromptStream, baseline_of
-from rlhf_core.trainers.rl.metrics import Clock, Metrics, finite_mean
+from rlhf_core.trainers.rl.metrics import Clock, Metrics, dialogue_metrics, finite_mean
 from rlhf_core.trainers.rl.workers import PendingForward, Workers
 from rlhf_core.types import Baseline, Components, OldLogprobs, Prompt, Rollout
 
@@ -89,6 +89,7 @@ def collect_rollouts(
     scorer_metrics = measured.means()
     for name in [s.name for s in rl.reward.scorers if s.members > 1]:  # the disagreement of an ensemble has a column of its own
         metrics[f"{DISAGREEMENT}_{name}"] = scorer_metrics.pop(f"{name}.{DISAGREEMENT}", math.nan)
+    metrics |= dialogue_metrics(rollouts) if rl.environment is not None else {}
     return Collected(rollouts, components, baseline, prompts_drawn, metrics, scorer_metrics, forward)
 
 

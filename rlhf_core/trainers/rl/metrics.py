@@ -53,6 +53,17 @@ def batch_metrics(batch: RolloutBatch, logprobs: torch.Tensor, config: ScoreConf
     }
 
 
+def dialogue_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    """Means over the episodes: replies, tool results and those that are errors; and the number of episodes that failed."""
+    found = [rollout.dialogue for rollout in rollouts]
+    return {
+        "turns": sum(d.turns for d in found) / len(found),
+        "tool_calls": sum(d.calls for d in found) / len(found),
+        "failed_tool_calls": sum(d.failed_calls for d in found) / len(found),
+        "failed_episodes": sum(d.failed for d in found),
+    }
+
+
 def lag_metrics(rollouts: Sequence[Rollout], *, version: int, longest: int) -> Metrics:
     """How many weight updates before this version tokens were sampled, by how many policies, and how many responses were cut off.
 

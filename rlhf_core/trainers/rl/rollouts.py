@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_core.agents.environment import Environment
 from rlhf_core.config import RlConfig
 from rlhf_core.engines.ray.actors import ActorGroup
 from rlhf_core.engines.requests import Request, Sample, SamplingSettings, request_seeds
@@ -38,6 +39,7 @@ class RolloutEngines:
         renew: sends every engine the weights of its version again.
         check_trainers: raises RoleLost if a trainer rank is lost.
         vocabulary: number of tokens that the model knows.
+        environment: plays episodes in place of single responses.
     Raises:
         RoleLost: an engine doesn't start, or rl.max_replacements is reached.
     """
@@ -54,7 +56,9 @@ class RolloutEngines:
         renew: Callable[[], None],
         check_trainers: Callable[[], None],
         vocabulary: int,
+        environment: Environment | None = None,
     ):
+        self._environment = environment
         self._turns, self._renew = turns, renew
         self._job, self._engines, self._stop_ids = job, engines, stop_ids
         self.sync_check = WeightSyncCheck(job, vocabulary=vocabulary)
@@ -87,17 +91,33 @@ class RolloutEngines:
 
     def generate(self, prompts: Sequence[Prompt], *, step: int, turn: int = 0) -> list[Rollout]:
         """`group_size` rollouts of each prompt, a prompt's adjacent. They depend on seed, step, turn and policy only."""
+        if self._environment is not None:
+            seeds = request_seeds(self._job.seed, step, self._job.rl.group_size * len(prompts), turn=turn)
+            return self._play(prompts, seeds, self.sampling)
         seeds = request_seeds(self._job.seed, step, len(prompts), turn=turn)
         return self._generate(prompts, seeds, self.sampling, group_size=self._job.rl.group_size)
 
     def generate_for_calibration(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         """One rollout of each prompt."""
-        seeds = request_seeds(self._job.seed, CALIBRATION_STEP, len(prompts))
-        return self._generate(prompts, seeds, self.sampling, group_size=1)
+        return self._one_each(prompts, request_seeds(self._job.seed, CALIBRATION_STEP, len(prompts)), self.sampling)
 
     def generate_greedy(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         """The policy's greedy response to each prompt."""
-        return self._generate(prompts, [0] * len(prompts), self.sampling.greedy, group_size=1)
+        return self._one_each(prompts, [0] * len(prompts), self.sampling.greedy)
+
+    def _one_each(self, prompts: Sequence[Prompt], seeds: list[int], sampling: SamplingSettings) -> list[Rollout]:
+        if self._environment is not None:
+            return self._play(prompts, seeds, sampling)
+        return self._generate(prompts, seeds, sampling, group_size=1)
+
+    def _play(self, prompts: Sequence[Prompt], seeds: list[int], sampling: SamplingSettings) -> list[Rollout]:
+        """An episode for each seed, equally many of each prompt."""
+
+        def sample(ids: list[list[int]], seeds: list[int], sampling: SamplingSettings) -> list[Sample]:
+            rollouts = self._generate([Prompt("", "", [], of_one, None) for of_one in ids], seeds, sampling, group_size=1)
+            return [Sample(r.response_ids, r.rollout_logprobs, r.finished, self.recovery.version) for r in rollouts]
+
+        return self._environment.play(prompts, seeds, sampling, sample, copies=len(seeds) // len(prompts))
 
     def _generate(self, prompts: Sequence[Prompt], seeds: list[int], sampling: SamplingSettings, *, group_size: int) -> list[Rollout]:
         """Rollouts of each prompt, in order."""

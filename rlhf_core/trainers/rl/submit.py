@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.agents.environment import check_environment
 from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import Params, RlConfig, ScorerConfig
 from rlhf_core.data.schema import read_rows
@@ -55,6 +56,8 @@ def run_rl(stage: Stage, output: Path) -> RlConfig:
         StageRefused: the job refused its input.
         JobCrashed: the job failed otherwise.
     """
+    if stage.params.rl.environment is not None:
+        check_environment(stage.params.rl.environment, SFT_MODEL, stage.params.model)
     inputs = JobInputs() if uses_storage(stage.params) else None
     of_rl = describe_job(stage, output, inputs)
     rl, params = of_rl.rl, stage.params if inputs is None else inputs.on_node(stage.params)
@@ -136,13 +139,17 @@ def checkpoint_settings(stage: Stage, rl: RlConfig) -> StoreSettings:
 
 
 def with_absolute_paths(rl: RlConfig) -> RlConfig:
-    """Absolute paths of reward functions: an actor of the job may have another working directory."""
+    """Absolute paths of functions: an actor of the job may have another working directory."""
 
     def absolute(scorer: ScorerConfig) -> ScorerConfig:
         return scorer.model_copy(update={"path": absolute_function(scorer.path)}) if scorer.path else scorer
 
     scorers = [absolute(scorer) if scorer.kind == "function" else scorer for scorer in rl.reward.scorers]
-    return rl.model_copy(update={"reward": rl.reward.model_copy(update={"scorers": scorers})})
+    reward, environment = rl.reward.model_copy(update={"scorers": scorers}), rl.environment
+    if environment is not None:
+        tools, play = [absolute_function(tool) for tool in environment.tools], environment.path
+        environment = environment.model_copy(update={"tools": tools, "path": play and absolute_function(play)})
+    return rl.model_copy(update={"reward": reward, "environment": environment})
 
 
 def absolute_function(path: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rlhf_core.agents.environment import Environment
 from rlhf_core.checkpoint.store import Found
 from rlhf_core.checkpoint.stored import download_for_driver, remove_folder
 from rlhf_core.config import bytes_shown
@@ -39,6 +40,8 @@ from rlhf_core.trainers.rl.update import RankUpdate
 from rlhf_core.types import Components, Rollout, RolloutBatch, Sequences, UpdateResult
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rlhf_core.trainers.rl.driver import Actors
 
 log = logging.getLogger("rlhf")
@@ -99,6 +102,7 @@ class Workers:
             turns=self.turns,
             renew=lambda: self.sync_weights(version=self.rollouts.recovery.version),
             check_trainers=lambda: self._trainers.check(),
+            environment=open_environment(job, tokenizer, self._stops),
             vocabulary=min(len(tokenizer), vocabulary_size(job.sft_model, trust_remote_code=job.model.trust_remote_code)),
         )
         self.ahead = RolloutsAhead(job, self.rollouts)
@@ -339,6 +343,19 @@ class Workers:
     @property
     def _save_timeout(self) -> float:
         return self._job.checkpoints.save_timeout
+
+
+def open_environment(job: RlJob, tokenizer: PreTrainedTokenizerBase, stops: Collection[int]) -> Environment | None:
+    """The environment of rl.environment; None without one.
+
+    Raises:
+        ValueError: it can't be used.
+    """
+    if job.rl.environment is None:
+        return None
+    takes_scores = any(s.kind == "environment" for s in job.rl.reward.scorers)
+    limits = {"max_length": job.model.max_length, "deadline": job.rl.deadlines.step}
+    return Environment(job.rl.environment, tokenizer, stops=stops, takes_scores=takes_scores, **limits)
 
 
 def in_order(shards: list[list[int]], outputs: list[torch.Tensor], sizes: list[int]) -> torch.Tensor:

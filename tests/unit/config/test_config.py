@@ -198,6 +198,7 @@ def test_every_kind_of_scorer_requires_its_own_fields_and_refuses_the_others(kin
         without, given = {k: v for k, v in required.items() if k != field}, {**required, field: value}
         for fields, refused in ((without, own.get(field, False)), (given, field not in own)):
             tree = changed("rl.reward.scorers", [scorer(kind, **fields)])
+            tree["rl"]["environment"] = {"path": "agents/notebook.py:play"}
             if refused:
                 with pytest.raises(ConfigError, match=rf"rl\.reward\.scorers\.0\.{field}: expected .* of kind {kind}"):
                     parse_params(tree)

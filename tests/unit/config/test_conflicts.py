@@ -55,6 +55,20 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
             {"rl.kl.coef": 0.0, "rl.kl.measure": False, "rl.monitor": {"x": {"metric": "kl_mean", "above": 1.0, "action": "warn"}}},
             "rl.monitor.x.metric: expected one that is measured, got kl_mean with kl.coef 0 and kl.measure false",
         ),
+        ({"rl.environment": {}}, "rl.environment.path: expected either path or tools, got neither"),
+        ({"rl.environment": {"path": "a.py:play", "tools": ["a.py:add"]}}, "rl.environment.path: expected either path or tools, got both"),
+        (
+            {"rl.environment": {"path": "a.py:play"}, "rl.rollout.min_new_tokens": 2},
+            "rl.rollout.min_new_tokens: expected 0 with environment, got 2",
+        ),
+        (
+            {"rl.environment": {"path": "a.py:play"}, "rl.rollout.max_lag": 1},
+            "rl.rollout.max_lag: expected 0 with environment, got 1",
+        ),
+        (
+            {"rl.reward.scorers": [JUDGE | {"kind": "environment"}], "rl.environment": {"tools": ["a.py:add"]}},
+            "rl.reward.scorers: expected none of kind environment without rl.environment.path, whose play scores, got ['judge']",
+        ),
         ({"rl.rollout.stop": ["END", ""]}, "rl.rollout.stop.1: expected String should have at least 1 character, got ''"),
         (
             {"rl.rollout.recomputed_fraction": 0.5, "rl.rollout.top_p": 0.9},

@@ -54,6 +54,12 @@ def refused(message: str):
     return pytest.raises(ConfigError, match=re.escape(message))
 
 
+def played_by(path: str) -> Params:
+    tree = read_yaml(CLERK_PARAMS)
+    tree["rl"]["environment"] = {"path": path}
+    return parse_params(tree)
+
+
 def test_what_is_committed_is_found_in_every_folder_that_a_run_may_work_in(root):
     git(root, "worktree", "add", "--quiet", "runs/made")
     for name in (None, "made", "new"):
@@ -64,7 +70,9 @@ def test_what_is_committed_is_found_in_every_folder_that_a_run_may_work_in(root)
 
 
 @pytest.mark.parametrize("path", ["own_rules/mine.py:score", "own_rules.mine:score"])
-@pytest.mark.parametrize(("given", "key"), [(scored_by, "rl.reward.scorers.mine"), (judged_by, "data.sources.own.judge")])
+@pytest.mark.parametrize(
+    ("given", "key"), [(scored_by, "rl.reward.scorers.mine"), (judged_by, "data.sources.own.judge"), (played_by, "rl.environment.path")]
+)
 def test_a_file_that_is_not_committed_is_to_be_committed(root, path, given, key):
     (root / "own_rules").mkdir()
     (root / "own_rules/mine.py").write_text("")

@@ -199,6 +199,16 @@ def test_inputs_name_paths_as_params_do_and_come_out_the_same_in_a_worktree(proj
     assert read_inputs(given, project / "runs/a") == found
 
 
+def test_the_files_of_an_environment_are_inputs_with_what_they_import(project):
+    old(project / "agents/play.py", "from agents.world import step\n")
+    old(project / "agents/world.py", "step = 1\n")
+    tree = read_yaml(CLERK_PARAMS)
+    tree["rl"]["environment"] = {"tools": ["agents/play.py:ask", "json:loads"]}
+    found = read_inputs(parse_params(tree), project)["environment"]
+    assert list(found) == ["rl.environment.tools.0", "rl.environment.tools.0 imports agents/world.py"]
+    assert read_inputs(params(), project)["environment"] == {}
+
+
 def test_a_service_is_recorded_by_its_address_and_another_address_is_no_changed_input(project):
     tree = read_yaml(CLERK_PARAMS)
     tree["rl"]["reward"]["scorers"] = [{"name": "tone", "kind": "http", "url": "http://one/"}]

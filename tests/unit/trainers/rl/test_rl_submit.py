@@ -142,8 +142,10 @@ def test_the_job_gets_absolute_folders_of_the_models_it_uses(workspace):
             {"kind": "function", "path": "rewards/mine.py:score"},
             {"kind": "function", "name": "module", "path": "package.module:score"},
             rl__algorithm="grpo",
+            rl__environment={"path": "agents/notebook.py:play"},
         ),
     )
+    assert others.rl.environment.path == f"{workspace}/agents/notebook.py:play"
     assert others.reward_model is None and others.scorer_models == {"other": str(workspace / "elsewhere")}
     assert [s.path for s in others.rl.reward.scorers] == ["elsewhere", f"{workspace}/rewards/mine.py:score", "package.module:score"]
     described = rl_job(others, params(), root=workspace, work=workspace / "scratch")

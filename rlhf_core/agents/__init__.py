@@ -1,0 +1,1 @@
+"""Conversations of several turns: what a user's `play` gets, tools, and the tokens between turns."""

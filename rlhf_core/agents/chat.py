@@ -1,0 +1,228 @@
+"""What a user's `play` gets: the task, the policy, and the conversation with it.
+
+async def play(task, policy):
+    chat = policy.chat(task.messages, tools=[add])
+    for _ in range(task.max_turns):
+        reply = await chat.generate()
+        if not reply.tool_calls:
+            break
+        for call in reply.tool_calls:
+            chat.tool(call, await call.run())
+    return float(reply.text == task.label)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.agents.tools import Tool, ToolCall, parse_calls
+from rlhf_core.agents.turns import check_turns, ids_behind_reply, prompt_ids
+from rlhf_core.data.schema import Message, joined_parts
+from rlhf_core.models.response_ids import response_text
+from rlhf_core.types import Dialogue, Prompt, Rollout, Span
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlhf_core.engines.requests import Sample
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt's row, to be played. metadata: id and source of the prompt.    max_turns: of rl.environment."""
+
+    messages: list[dict[str, Any]]
+    label: str | None
+    metadata: dict[str, Any]
+    max_turns: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the model wrote in a turn.
+
+    text: without its end token. tool_calls: of the tools that the chat was given; empty for plain text.
+    finished: False: it was cut off, because the episode's tokens are used up; no further reply follows.
+    """
+
+    text: str
+    tool_calls: list[ToolCall]
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Limits:
+    """rl.environment's and the rollout's limits of an episode.
+
+    max_new_tokens: tokens after the first prompt, with those of tools and users.    max_length: with the prompt.
+    tool_timeout: seconds of a tool's call.
+    """
+
+    max_new_tokens: int
+    max_length: int
+    max_turns: int
+    tool_timeout: float
+
+
+class Policy:
+    """The policy in one episode.
+
+    Args:
+        sample: a reply to token ids of at most so many tokens.    stops: ids that end a reply.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        tokenizer: PreTrainedTokenizerBase,
+        sample: Callable[[list[int], int], Awaitable[Sample]],
+        limits: Limits,
+        *,
+        stops: Collection[int],
+    ):
+        self._prompt, self._tokenizer, self._sample, self._limits, self._stops = prompt, tokenizer, sample, limits, stops
+        self.played: Chat | None = None
+
+    def chat(self, messages: Sequence[dict[str, Any]], tools: Sequence[Callable[..., Any]] = ()) -> Chat:
+        """Begin the episode's conversation.
+
+        Args:
+            messages: `{"role", "content"}`, up to a message of the user.    tools: functions whose arguments have types.
+        Raises:
+            RuntimeError: the episode has a conversation already.
+            ValueError: the chat template doesn't support it, or it leaves no room for a reply.
+        """
+        if self.played is not None:
+            raise RuntimeError("policy.chat: expected one conversation an episode, got a second one; continue the first with chat.user")
+        found = {tool.name: tool for tool in map(Tool, tools)}
+        check_turns(self._tokenizer, [tool.schema for tool in found.values()])
+        self.played = Chat(self._prompt, [_canonical(m) for m in messages], found, self._tokenizer, self._sample, self._limits, self._stops)
+        return self.played
+
+
+class Chat:
+    """A conversation with the policy: tokens in, tokens out."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        messages: list[Message],
+        tools: dict[str, Tool],
+        tokenizer: PreTrainedTokenizerBase,
+        sample: Callable[[list[int], int], Awaitable[Sample]],
+        limits: Limits,
+        stops: Collection[int],
+    ):
+        self._tokenizer, self._sample, self._limits, self._stops = tokenizer, sample, limits, stops
+        self._tools, self._schemas = tools, [tool.schema for tool in tools.values()]
+        self._prompt = replace(prompt, prompt_ids=prompt_ids(tokenizer, messages, self._schemas))
+        self._room = min(limits.max_new_tokens, limits.max_length - len(self._prompt.prompt_ids))
+        if self._room < 1:
+            raise ValueError(
+                f"policy.chat: expected fewer than model.max_length={limits.max_length} tokens before the first reply, got "
+                f"{len(self._prompt.prompt_ids)}; raise it, or shorten messages and tools"
+            )
+        self._messages, self._replies = list(messages), list[int]()  # positions of the replies
+        self._spans: list[Span] = []
+        self._reward: float | None = None
+        self._calls = self._failed_calls = 0
+        self._waits, self._cut_off = False, False
+
+    async def generate(self) -> Reply:
+        """The policy's next reply.
+
+        If no token is left for it, the reply is empty and not finished.
+
+        Raises:
+            RuntimeError: nothing was put in since the last reply, that reply wasn't finished, or another reply is being generated.
+        """
+        if self._waits:
+            raise RuntimeError("chat.generate: expected one reply at a time, got a call while another waits; await it first")
+        if self._cut_off:
+            raise RuntimeError("chat.generate: expected tokens that are left, got none; end play where reply.finished is False")
+        if self._replies and self._replies[-1] == len(self._messages) - 1:
+            raise RuntimeError("chat.generate: expected a message since the last reply, got none; call chat.user or chat.tool first")
+        added = self._ids_put_in()
+        room = self._room - len(self._ids) - len(added)
+        if room < 1:
+            self._cut_off = True
+            return Reply("", [], False)
+        self._waits = True
+        sample = await self._sample([*self._prompt.prompt_ids, *self._ids, *added], room)
+        self._waits = False
+        return self._take(sample, added)
+
+    def tool(self, call: ToolCall, result: str) -> None:
+        """Put in a tool's result."""
+        self._calls, self._failed_calls = self._calls + 1, self._failed_calls + bool(call.failed)
+        self._put_in({"role": "tool", "content": result, "extra": json.dumps({"name": call.name})})
+
+    def user(self, text: str) -> None:
+        """Put in a message of the user."""
+        self._put_in({"role": "user", "content": text})
+
+    def reward(self, value: float) -> None:
+        """Add to the episode's score."""
+        if not math.isfinite(value):
+            raise ValueError(f"chat.reward: expected a finite number, got {value}; leave it out")
+        self._reward = (self._reward or 0.0) + value
+
+    def rollout(self, returned: float | None, *, failed: bool, group_id: int) -> Rollout | None:
+        """The episode as a rollout; None without a reply.
+
+        Args:
+            returned: by `play`.    failed: it ended with an error.
+        """
+        if not self._spans:
+            return None
+        last, score = self._replies[-1], self._reward if returned is None else float(returned) + (self._reward or 0.0)
+        sampled = [span.version is not None for span in self._spans for _ in span.ids]
+        start = len(sampled) - len(self._spans[-1].ids)
+        counts = {"turns": len(self._replies), "calls": self._calls, "failed_calls": self._failed_calls}
+        dialogue = Dialogue(self._messages[:last], self._replies[0], sampled, start, score, failed, **counts)
+        return Rollout(self._prompt, self._spans, not self._cut_off, group_id, dialogue)
+
+    @property
+    def _ids(self) -> list[int]:
+        return [token for span in self._spans for token in span.ids]
+
+    def _put_in(self, message: Message) -> None:
+        if not self._replies:
+            raise RuntimeError("chat: expected messages before the first reply in policy.chat, got one later; give it there")
+        if not isinstance(message["content"], str):
+            raise TypeError(f"chat: expected a message's text, got {type(message['content']).__name__}; convert it")
+        self._messages.append(message)
+
+    def _ids_put_in(self) -> list[int]:
+        """The ids that follow the last reply, up to the next generation prompt."""
+        if not self._replies:
+            return []
+        return ids_behind_reply(self._tokenizer, self._messages, self._replies, self._spans[-1].ids[-1], tools=self._schemas)
+
+    def _take(self, sample: Sample, added: list[int]) -> Reply:
+        before = [*self._prompt.prompt_ids, *self._ids, *added]
+        if added:
+            self._spans.append(Span(added, [0.0] * len(added), None, trained=False))
+        self._spans.append(Span(sample.response_ids, sample.logprobs, sample.version))
+        ids = sample.response_ids[:-1] if sample.finished and sample.response_ids[-1] in self._stops else sample.response_ids
+        self._cut_off = not sample.finished
+        text = response_text(self._tokenizer, before, ids)
+        self._replies.append(len(self._messages))
+        self._messages.append({"role": "assistant", "content": text})
+        calls = parse_calls(response_text(self._tokenizer, before, ids, special=True)) if self._tools and sample.finished else []
+        return Reply(text, [ToolCall(n, a, None, self._tools, self._limits.tool_timeout) for n, a in calls], sample.finished)
+
+
+def _canonical(message: dict[str, Any]) -> Message:
+    """A message as rows of data have it, from one as chat templates take it: the inverse of `whole_message`."""
+    content, more = message["content"], {key: value for key, value in message.items() if key not in ("role", "content")}
+    if not isinstance(content, str):
+        content, more = joined_parts(content), {**more, "content": content}
+    found: Message = {"role": message["role"], "content": content}
+    if more:
+        found["extra"] = json.dumps(more, ensure_ascii=False)
+    return found
