@@ -26,7 +26,7 @@ from small_chain import (
 from rlhf_core.checkpoint.digest import differences, read_digest
 from rlhf_core.stage.run import CRASHED
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]  # tests/unit/trainers/rl/test_rl_episodes.py has engines and ranks
 
 STEPS = 8
 PLAY = '''
@@ -107,7 +107,6 @@ def test_an_rl_job_and_the_evaluation_play_episodes(played):
     assert list(inputs["environment"]) == ["rl.environment.path"]
 
 
-@pytest.mark.long
 def test_a_job_that_is_killed_in_a_step_ends_with_the_same_bits(played, tmp_path):
     undisturbed, workspace = played, copy_chain(played, tmp_path / "killed")
     forget(workspace, "tasks.train_rl")

@@ -149,6 +149,7 @@ def test_each_way_to_the_policy_without_rl_trains_one_that_is_evaluated_and_repo
     assert METHOD_TITLES[method] in (workspace / "reports/report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_dpos_evaluation_with_its_own_scorers_reruns_alone_when_one_changes(chain, tmp_path):
     """RL's section asks for vLLM and the reward model, the evaluation for PyTorch, a length and a function outside rewards/."""
     workspace = copy_chain(chain.workspace, tmp_path / "own")

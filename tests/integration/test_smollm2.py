@@ -38,4 +38,4 @@ def test_a_chat_model_answers_questions_of_a_file(tmp_path):
     assert len(prompts) == 60 and prompts["label"].notna().all()
     evaluation = json.loads((workspace / "metrics/evaluate.json").read_text())
     assert {"brief", "right"} <= set(evaluation["sampled"]["policy"]["scores"])
-    assert all(0 < evaluation["greedy"][side]["scores"]["right"] <= 1 for side in ("sft", "policy"))
+    assert all(0 < evaluation["greedy"][side]["scores"]["right"]["mean"] <= 1 for side in ("sft", "policy"))
