@@ -32,7 +32,7 @@ def test_a_job_of_two_steps_asks_for_each_score_once_though_the_service_fails_be
         change_params(workspace, PYTORCH_ROLLOUTS, {"rl": rl})
         code, printed = run(workspace, "dvc", "repro")
         assert code != 0 and ran(printed) == ["check_model", "train_policy"], printed[-3000:]
-        assert f"the service answered 500 Internal Server Error: {service.url}, item " in printed
+        assert f"the service answered 500 Internal Server Error: {service.url}, item " in printed, printed[-3000:]
         assert "scorer characters: expected at most rl.reward.max_unscored_fraction=0.1 of the responses without a finite score" in printed
         assert service.scored.total() == TRIALS + CALIBRATION + OF_A_STEP
         broken[0] = False
