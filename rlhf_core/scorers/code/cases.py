@@ -61,7 +61,7 @@ class Opaque:
 
 
 @dataclass(frozen=True)
-class Dialogue:
+class InputOutput:
     """The program's output for an input. White space counts as by `same_text`."""
 
     stdin: str
@@ -106,7 +106,7 @@ class Asserts:
 
 
 @lru_cache(maxsize=128)
-def read_cases(label: str) -> tuple[Dialogue, ...] | Asserts:
+def read_cases(label: str) -> tuple[InputOutput, ...] | Asserts:
     """The tests of a label.
 
     Raises:
@@ -117,7 +117,7 @@ def read_cases(label: str) -> tuple[Dialogue, ...] | Asserts:
     except (ValueError, RecursionError):
         content = label
     if isinstance(content, dict):
-        return _dialogues(content)
+        return _inputs_outputs(content)
     if isinstance(content, list) and all(isinstance(line, str) for line in content):
         content = "\n".join(content)
     if not isinstance(content, str):
@@ -146,13 +146,13 @@ def check_tests(name: str, labels: Iterable[str | None]) -> None:
         log.warning("scorer %s: %d of %d prompts have no tests and get no score: %s", name, len(reasons), read + len(reasons), reasons[0])
 
 
-def _dialogues(content: dict[str, Any]) -> tuple[Dialogue, ...]:
+def _inputs_outputs(content: dict[str, Any]) -> tuple[InputOutput, ...]:
     inputs, outputs = content.get("inputs"), content.get("outputs")
     if "fn_name" in content:
         raise ValueError("expected inputs and outputs of a program, got those of a function (fn_name): write assert statements")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
         raise ValueError(f"expected as many inputs as outputs, at least one, got: {json.dumps(content)[:80]}")
-    return tuple(Dialogue(_text(given), _text(wanted)) for given, wanted in zip(inputs, outputs, strict=True))
+    return tuple(InputOutput(_text(given), _text(wanted)) for given, wanted in zip(inputs, outputs, strict=True))
 
 
 def _text(value: Any) -> str:

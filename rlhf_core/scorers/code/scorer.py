@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from rlhf_core.config import ScorerConfig
-from rlhf_core.scorers.code.cases import Asserts, Dialogue, decoded, read_cases
+from rlhf_core.scorers.code.cases import Asserts, InputOutput, decoded, read_cases
 from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.scorers.sandbox.box import Limits, Outcome, Sandbox, SandboxFailure, check_sandbox
 
@@ -108,7 +108,7 @@ class CodeScorer:
         finally:
             self._idle.put(sandbox)
 
-    def _verdict(self, program: str, cases: tuple[Dialogue, ...] | Asserts, sandbox: Sandbox, until: float) -> Verdict:
+    def _verdict(self, program: str, cases: tuple[InputOutput, ...] | Asserts, sandbox: Sandbox, until: float) -> Verdict:
         def run(files: dict[str, str], stdin: str = "") -> Outcome:
             left = until - time.monotonic()
             if left <= 0:
@@ -120,9 +120,9 @@ class CodeScorer:
                     raise TimeoutError from None
                 raise
 
-        return _by_asserts(program, cases, run) if isinstance(cases, Asserts) else self._by_dialogues(program, cases, run)
+        return _by_asserts(program, cases, run) if isinstance(cases, Asserts) else self._by_outputs(program, cases, run)
 
-    def _by_dialogues(self, program: str, cases: tuple[Dialogue, ...], run: Callable[..., Outcome]) -> Verdict:
+    def _by_outputs(self, program: str, cases: tuple[InputOutput, ...], run: Callable[..., Outcome]) -> Verdict:
         """One run for each input; after a run that takes too long the rest fail."""
         passed = 0
         for case in cases:
