@@ -23,9 +23,9 @@ import pyarrow.parquet as pq
 
 from flows.chain.worktree import worktree_path
 from rlhf_core.config import shown
-from rlhf_core.data.labels import KEY, LabelPair, decide, export_pairs, read_key, read_labels, sha256
 from rlhf_core.files import replace_text
 from rlhf_core.paths import LABELS, round_folder
+from rlhf_core.preparation.labels import KEY, LabelPair, decide, export_pairs, read_key, read_labels, sha256
 
 CONFIDENCE = 0.95
 

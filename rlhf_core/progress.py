@@ -20,6 +20,8 @@ from typing import TextIO, TypeVar
 
 from tqdm import tqdm
 
+from rlhf_core.config import shown
+
 LINE_SECONDS = 5.0  # between two lines without a terminal
 DRAW_SECONDS = 0.1  # between two drawings of a bar
 NARROW = 20  # minimum of a terminal's columns
@@ -238,3 +240,16 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+class Reasons:
+    """Logs each reason of one scorer once. Reasons are the same if their text up to the first colon is."""
+
+    def __init__(self, name: str):
+        self._name, self._said = name, set()
+
+    def __call__(self, reason: str, *, count: int) -> None:
+        kind = reason.partition(":")[0]
+        if kind not in self._said:
+            self._said.add(kind)
+            log.warning("scorer %s: expected a score for every response, got none for %d; %s", self._name, count, shown(reason, 1000))

@@ -11,9 +11,9 @@ import csv
 import logging
 import shutil
 
-from rlhf_core.data.prepare import LENGTH_COLUMNS, check_judges, length_histograms, prepare
 from rlhf_core.models.tokenizer import pretrained_tokenizer
 from rlhf_core.paths import MEASURED, METRICS, PLOTS, PREPARED, TOKENIZER
+from rlhf_core.preparation.prepare import LENGTH_COLUMNS, check_judges, length_histograms, prepare
 from rlhf_core.stage.files import publish, write_json
 from rlhf_core.stage.run import Stage, no_arguments
 

@@ -24,8 +24,8 @@ def main() -> None:
         gate = read_json(GATE_METRICS) if config.label_by == "scores" else None
         override = None if gate is None else check_gate(gate)
         from rlhf_core.models.tokenizer import load_tokenizer
-        from rlhf_core.trainers.conditional import asking_tokenizer, encode_with_levels, quality_levels, rated_responses
-        from rlhf_core.trainers.sft import finetune
+        from rlhf_core.trainers.sft.conditional import asking_tokenizer, encode_with_levels, quality_levels, rated_responses
+        from rlhf_core.trainers.sft.train import finetune
 
         stage.use_threads()
         tokenizer = load_tokenizer(str(SFT_MODEL), trust_remote_code=params.model.trust_remote_code)

@@ -18,7 +18,7 @@ def main() -> None:
 def train_dpo(run: TrainRun) -> dict[str, Any]:
     """Train by DPO on the prepared pairs. Every rank calls this."""
     from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_pairs
-    from rlhf_core.trainers.supervised import train_loop
+    from rlhf_core.trainers.supervised.loop import train_loop
 
     params = run.params
     loop = train_loop(run, params.dpo, COLUMNS, first_step=0)

@@ -18,7 +18,7 @@ def main() -> None:
 def train_kto(run: TrainRun) -> dict[str, Any]:
     """Train by KTO on the prepared responses. Every rank calls this."""
     from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_examples
-    from rlhf_core.trainers.supervised import train_loop
+    from rlhf_core.trainers.supervised.loop import train_loop
 
     params = run.params
     loop = train_loop(run, params.kto, COLUMNS, first_step=0)

@@ -17,9 +17,9 @@ def main() -> None:
         params, config = stage.params, stage.params.rejection_sampling
         override, gate = check_inputs(config.scorers)
         from rlhf_core.models.tokenizer import load_tokenizer
-        from rlhf_core.trainers.rejection_sampling import best_demonstrations, heldout_demonstrations, scored_responses
-        from rlhf_core.trainers.sft import finetune
-        from rlhf_core.trainers.supervised import hold_out
+        from rlhf_core.trainers.sft.rejection_sampling import best_demonstrations, heldout_demonstrations, scored_responses
+        from rlhf_core.trainers.sft.train import finetune
+        from rlhf_core.trainers.supervised.loop import hold_out
 
         stage.use_threads()
         tokenizer = load_tokenizer(str(SFT_MODEL), trust_remote_code=params.model.trust_remote_code)

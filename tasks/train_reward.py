@@ -40,8 +40,8 @@ def train_members(stage: Stage) -> None:
 def train_on_rank(run: TrainRun) -> dict[str, Any]:
     """Train the reward model, with all members of an ensemble. Every rank calls this."""
     from rlhf_core.models.tokenizer import load_tokenizer
-    from rlhf_core.trainers.ensemble import train_ensemble
-    from rlhf_core.trainers.supervised import train_loop
+    from rlhf_core.trainers.reward.ensemble import train_ensemble
+    from rlhf_core.trainers.supervised.loop import train_loop
 
     params = run.params
     metrics, heldout = train_ensemble(
@@ -62,7 +62,7 @@ def train_on_rank(run: TrainRun) -> dict[str, Any]:
 def take_given(stage: Stage) -> None:
     """Publish the model at `reward.path` as it is, so that a version of the registry keeps its hash; a card is added if it has none."""
     from rlhf_core.models.card import has_card, write_card
-    from rlhf_core.scorers.heldout import copy_ready_made, score_heldout_pairs
+    from rlhf_core.scorers.reward.heldout import copy_ready_made, score_heldout_pairs
 
     folder = stage.scratch / "model"
     copy_ready_made(stage.params.reward, folder)

@@ -31,7 +31,7 @@ def save_given(stage: Stage) -> None:
     from rlhf_core.models.folder import locate_model
     from rlhf_core.models.given import load_as_given
     from rlhf_core.models.tokenizer import load_tokenizer
-    from rlhf_core.trainers.sft import COLUMNS
+    from rlhf_core.trainers.sft.train import COLUMNS
 
     config = stage.params.model
     model = load_as_given(locate_model(config.path, config.revision), config)
@@ -44,11 +44,11 @@ def save_given(stage: Stage) -> None:
 
 def train_sft(run: TrainRun) -> dict[str, Any]:
     """Train by SFT on the prepared demonstrations. Every rank calls this."""
-    from rlhf_core.engines.deepspeed_engine import release_memory
+    from rlhf_core.engines.deepspeed.engine import release_memory
     from rlhf_core.models.build import new_language_model
     from rlhf_core.models.tokenizer import load_tokenizer
-    from rlhf_core.trainers.sft import COLUMNS, begin_demonstrations, pretrain, train_on_demonstrations
-    from rlhf_core.trainers.supervised import train_loop
+    from rlhf_core.trainers.sft.train import COLUMNS, begin_demonstrations, pretrain, train_on_demonstrations
+    from rlhf_core.trainers.supervised.loop import train_loop
 
     params, config = run.params, run.params.sft
     tokenizer = load_tokenizer(str(TOKENIZER), trust_remote_code=params.model.trust_remote_code)

@@ -22,8 +22,8 @@ def main() -> None:
         tables = open_tables(PREPARED)
         logging.getLogger("great_expectations").setLevel(logging.WARNING)
         # Imported late because it takes seconds: invalid params and unreadable files are refused first.
-        from rlhf_core.data.validation.tables import read_measured
-        from rlhf_core.data.validation.validate import summary, validate
+        from rlhf_core.preparation.validation.tables import read_measured
+        from rlhf_core.preparation.validation.validate import summary, validate
 
         params, docs = stage.params, stage.scratch / "data_docs"
         findings = validate(

@@ -78,7 +78,7 @@ def world() -> Iterator[None]:
     """DeepSpeed's world of one rank, in this process; DeepSpeed keeps its groups, so a process can leave it once only."""
     import torch.distributed as dist
 
-    from rlhf_core.engines.deepspeed_engine import join_world
+    from rlhf_core.engines.deepspeed.engine import join_world
 
     join_world()
     yield

@@ -16,9 +16,9 @@ from rank_processes import run_processes
 from tiny_models import tiny_params
 
 from rlhf_core.config import Params
-from rlhf_core.engines.deepspeed_engine import join_world
+from rlhf_core.engines.deepspeed.engine import join_world
+from rlhf_core.engines.deepspeed.ranks import in_shares, is_first, rank, wait_for_all, world_size
 from rlhf_core.engines.ports import free_ports
-from rlhf_core.engines.ranks import in_shares, is_first, rank, wait_for_all, world_size
 from rlhf_core.evaluation.answers import EvaluatedModel, Samples, load_policy, response_logprobs, sample_answers
 from rlhf_core.evaluation.figures import Answer
 from rlhf_core.gate.scoring import LoadedModel
@@ -27,8 +27,8 @@ from rlhf_core.process import Interrupted
 from rlhf_core.rounds.comparison import compare
 from rlhf_core.sampling.prompts import choose_prompts
 from rlhf_core.stage.training import TrainRun
-from rlhf_core.trainers.conditional import RatedResponse, score_splits
-from rlhf_core.trainers.rejection_sampling import sample_and_score
+from rlhf_core.trainers.sft.conditional import RatedResponse, score_splits
+from rlhf_core.trainers.sft.rejection_sampling import sample_and_score
 from rlhf_core.types import Prompt
 
 DEADLINE = 240  # seconds

@@ -10,7 +10,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 
 from rlhf_core.data.schema import open_tables, read_batches
-from rlhf_core.data.validation.measures import MeasuredWriter, measure, measure_table
+from rlhf_core.preparation.validation.measures import MeasuredWriter, measure, measure_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -74,7 +74,7 @@ def one_family(family: str, columns: list[str]) -> Cells:
 
     configure_process()
     from rlhf_core.config import LoraConfig
-    from rlhf_core.engines.deepspeed_engine import join_world
+    from rlhf_core.engines.deepspeed.engine import join_world
     from rlhf_core.model_check.miniature import random_model
     from rlhf_core.model_check.trial import Trial, TrialSettings
     from rlhf_core.models.build import load_language_model

@@ -11,7 +11,7 @@ from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.config import TrackingConfig
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_examples, train_on_pairs
-from rlhf_core.trainers.supervised import TrainLoop
+from rlhf_core.trainers.supervised.loop import TrainLoop
 
 QUESTIONS = ["Please sort 41.", "Quick, the largest of 309.", "Please sort 7.", "Quick, 9."]
 

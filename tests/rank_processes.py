@@ -11,11 +11,18 @@ CLEAN = multiprocessing.get_context("forkserver")
 # Modules of tests/ aren't found there. deepspeed_engine imports DeepSpeed, but for the optimizers of ZeRO, which import torch's compiler.
 CLEAN.set_forkserver_preload(
     [
-        *(f"rlhf_core.engines.{name}" for name in ("adapter_source", "deepspeed_engine", "gloo_transfer", "weight_sender")),
+        *(f"rlhf_core.engines.{name}" for name in ("deepspeed.engine", "transfer.adapter_source", "transfer.gloo", "transfer.sender")),
         *(f"deepspeed.runtime.zero.{name}" for name in ("muon.muon_optimizer", "stage_1_and_2", "stage3")),
         *("rlhf_core.models.build", "rlhf_core.trainers.rl.rank", "transformers.models.llama.modeling_llama", "pytest"),
-        *("dvc.cli", "dvc.commands.repro", "dvc.repo", "rlhf_core.gate.run", "rlhf_core.report.page", "rlhf_core.data.validation.validate"),
-        *("rlhf_core.stage.training", "rlhf_core.data.prepare", "rlhf_core.look.propose"),
+        *(
+            "dvc.cli",
+            "dvc.commands.repro",
+            "dvc.repo",
+            "rlhf_core.gate.run",
+            "rlhf_core.report.page",
+            "rlhf_core.preparation.validation.validate",
+        ),
+        *("rlhf_core.stage.training", "rlhf_core.preparation.prepare", "rlhf_core.look.propose"),
     ]
 )
 

@@ -14,7 +14,7 @@ import torch
 from tiny_models import rl_job, sequences
 
 from rlhf_core.config import RlConfig
-from rlhf_core.engines.ranks import all_gather, rank, world_size
+from rlhf_core.engines.deepspeed.ranks import all_gather, rank, world_size
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl.advantages import compute_advantages
 from rlhf_core.trainers.rl.data import DemonstrationStream, baseline_of, collate, pack

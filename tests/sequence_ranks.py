@@ -12,9 +12,9 @@ from model_families import FAMILIES, VOCABULARY
 from rank_processes import run_processes
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedModel
 
-from rlhf_core.engines.deepspeed_engine import join_world
+from rlhf_core.engines.deepspeed.engine import join_world
+from rlhf_core.engines.deepspeed.sequence_parallel import share_sequences, split_sequences
 from rlhf_core.engines.ports import free_ports
-from rlhf_core.engines.sequence_parallel import share_sequences, split_sequences
 from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, collate_tokens
 from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.probe import can_share_prefixes

@@ -20,19 +20,19 @@ from tiny_models import tiny_params
 
 from rlhf_core.checkpoint.digest import write_digest
 from rlhf_core.checkpoint.store import CheckpointStore, StoreSettings
-from rlhf_core.engines.deepspeed_engine import join_world
+from rlhf_core.engines.deepspeed.engine import join_world
+from rlhf_core.engines.deepspeed.rank_store import RankStore
+from rlhf_core.engines.deepspeed.ranks import is_first, rank, wait_for_all, world_size
+from rlhf_core.engines.deepspeed.sequence_parallel import share_sequences
 from rlhf_core.engines.ports import free_ports
-from rlhf_core.engines.rank_store import RankStore
-from rlhf_core.engines.ranks import is_first, rank, wait_for_all, world_size
-from rlhf_core.engines.sequence_parallel import share_sequences
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.process import Interrupted
-from rlhf_core.trainers import supervised
-from rlhf_core.trainers.ensemble import train_ensemble
 from rlhf_core.trainers.preference.train import PreferenceRun, train_on_examples, train_on_pairs
-from rlhf_core.trainers.sft import begin_demonstrations, train_on_demonstrations
-from rlhf_core.trainers.supervised import TrainLoop
+from rlhf_core.trainers.reward.ensemble import train_ensemble
+from rlhf_core.trainers.sft.train import begin_demonstrations, train_on_demonstrations
+from rlhf_core.trainers.supervised import loop as supervised
+from rlhf_core.trainers.supervised.loop import TrainLoop
 
 DEADLINE = 240  # seconds
 STEPS = 4

@@ -27,15 +27,15 @@ from transformers import (
 from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import Params, parse_params, read_yaml, set_key
 from rlhf_core.data.batching import microbatches
-from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, equal_count
+from rlhf_core.engines.deepspeed.engine import EngineSettings, TrainEngine, equal_count
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model, load_scalar_model, new_language_model, new_scalar_model, save_model, scalar_head
 from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import weight_units
 from rlhf_core.models.tokenizer import build_tokenizer
-from rlhf_core.trainers.demonstrations import Demonstration
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.minibatch import Minibatch
+from rlhf_core.trainers.supervised.demonstrations import Demonstration
 from rlhf_core.types import Sequences, TrainBatch
 
 torch.set_num_threads(1)

@@ -14,12 +14,12 @@ import torch
 from rank_processes import CLEAN
 from torch import nn
 
-from rlhf_core.engines.adapter_source import AdapterSource
-from rlhf_core.engines.gloo_transfer import GlooReceiver, completed, pack_layer, unpack_layer
 from rlhf_core.engines.ray.actors import PeerLost
-from rlhf_core.engines.rendezvous import open_store
-from rlhf_core.engines.weight_sender import Answer, Target, WeightSender
-from rlhf_core.engines.weight_source import PolicySource, WeightSource
+from rlhf_core.engines.ray.rendezvous import open_store
+from rlhf_core.engines.transfer.adapter_source import AdapterSource
+from rlhf_core.engines.transfer.gloo import GlooReceiver, completed, pack_layer, unpack_layer
+from rlhf_core.engines.transfer.sender import Answer, Target, WeightSender
+from rlhf_core.engines.transfer.source import PolicySource, WeightSource
 from rlhf_core.models.build import FolderWeights
 
 

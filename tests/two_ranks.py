@@ -14,9 +14,9 @@ from tiny_models import PAD, demonstrations, negative_logprob_step, policy_engin
 from transfers import at_an_engine, sent_bytes
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, gathered_weights, sum_over_ranks
-from rlhf_core.engines.frozen import FrozenModel
-from rlhf_core.engines.universal import convert_to_universal, is_sharded
+from rlhf_core.engines.deepspeed.engine import TrainEngine, equal_count, gathered_weights, sum_over_ranks
+from rlhf_core.engines.deepspeed.frozen import FrozenModel
+from rlhf_core.engines.deepspeed.universal import convert_to_universal, is_sharded
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.engines.ranks import is_first
+from rlhf_core.engines.deepspeed.ranks import is_first
 from rlhf_core.process import configure_process
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

@@ -379,8 +379,8 @@ def prepare(base: Path) -> Path:
         "pandas",
         "transformers",
         "rlhf_core.trainers.preference.train",
-        "rlhf_core.trainers.reward",
-        "rlhf_core.trainers.sft",
+        "rlhf_core.trainers.reward.train",
+        "rlhf_core.trainers.sft.train",
     ):
         importlib.import_module(name)
     return base

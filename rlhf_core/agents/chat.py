@@ -28,7 +28,7 @@ from rlhf_core.types import Dialogue, Prompt, Rollout, Span
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf_core.engines.requests import Sample
+    from rlhf_core.engines.rollout.requests import Sample
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from rlhf_core.agents.turns import check_turns
 from rlhf_core.config import EnvironmentConfig, ModelConfig, number_of, shown
 from rlhf_core.data.functions import load_function
 from rlhf_core.data.schema import whole_message
-from rlhf_core.engines.requests import Sample, SamplingSettings, segment_seed
+from rlhf_core.engines.rollout.requests import Sample, SamplingSettings, segment_seed
 from rlhf_core.environment import hint
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.types import Prompt, Rollout

@@ -22,11 +22,11 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.agents.environment import Environment
 from rlhf_core.config import EvaluationConfig, ModelConfig, Params, RolloutBackend
 from rlhf_core.data.hashing import conversation_text, distinct_prompts
-from rlhf_core.engines.deepspeed_engine import device, most_over_ranks, release_memory
-from rlhf_core.engines.frozen import FrozenModel
-from rlhf_core.engines.in_process import open_engine
-from rlhf_core.engines.ranks import in_shares, threads_of_rank, wait_for_all, world_size
-from rlhf_core.engines.requests import Sample, SamplingSettings
+from rlhf_core.engines.deepspeed.engine import device, most_over_ranks, release_memory
+from rlhf_core.engines.deepspeed.frozen import FrozenModel
+from rlhf_core.engines.deepspeed.ranks import in_shares, threads_of_rank, wait_for_all, world_size
+from rlhf_core.engines.rollout.in_process import open_engine
+from rlhf_core.engines.rollout.requests import Sample, SamplingSettings
 from rlhf_core.evaluation.figures import Answer, judged
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import frozen, load_language_model
@@ -35,7 +35,7 @@ from rlhf_core.models.tokenizer import encode_prompt, stop_ids
 from rlhf_core.progress import Bar, drawing
 from rlhf_core.sampling.prompts import choose_prompts
 from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
-from rlhf_core.scorers.reward_model import MICROBATCH_TOKENS
+from rlhf_core.scorers.reward.model import MICROBATCH_TOKENS
 from rlhf_core.types import Prompt, Rollout
 
 MODES = ("greedy", "sampled")

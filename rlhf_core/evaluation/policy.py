@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.config import Params
 from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.schema import Message
-from rlhf_core.engines.requests import request_seeds
+from rlhf_core.engines.rollout.requests import request_seeds
 from rlhf_core.evaluation.answers import (
     MODES,
     Answers,

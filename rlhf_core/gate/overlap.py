@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.data.hashing import text_hash
-from rlhf_core.data.normalised import normalised_text
+from rlhf_core.preparation.normalised import normalised_text
 
 KEPT = 4096  # hashes of a sketch
 WORDS = 8  # of a pair's responses, below which equal ones are chance

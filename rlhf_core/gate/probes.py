@@ -9,8 +9,8 @@ import torch
 
 from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.probe import can_share_prefixes
-from rlhf_core.scorers.loaded import LoadedModel, Text
-from rlhf_core.scorers.reward_model import MICROBATCH_TOKENS
+from rlhf_core.scorers.reward.loaded import LoadedModel, Text
+from rlhf_core.scorers.reward.model import MICROBATCH_TOKENS
 from rlhf_core.statistics.clusters import cluster_codes, mean_interval
 
 # Changes of a response's format that keep its content.

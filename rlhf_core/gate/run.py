@@ -56,10 +56,10 @@ def measure_models(run: TrainRun, test: Heldout, config: GateConfig, reward_mode
     """
     import torch
 
-    from rlhf_core.engines.ranks import threads_of_rank
+    from rlhf_core.engines.deepspeed.ranks import threads_of_rank
     from rlhf_core.gate.probes import format_shifts, invariance
     from rlhf_core.gate.scoring import compare_to_promoted, score_external
-    from rlhf_core.scorers.loaded import LoadedModel
+    from rlhf_core.scorers.reward.loaded import LoadedModel
 
     torch.set_num_threads(threads_of_rank(run.params.cluster.threads))
     about = run.params.model

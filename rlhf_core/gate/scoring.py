@@ -11,13 +11,13 @@ from rlhf_core.config import ExternalPairsConfig, IncumbentConfig
 from rlhf_core.config.gate import SUBSET
 from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.places import locate
-from rlhf_core.data.sources import load_source
-from rlhf_core.engines.ranks import on_rank_zero
+from rlhf_core.engines.deepspeed.ranks import on_rank_zero
 from rlhf_core.gate.heldout import Heldout
 from rlhf_core.gate.pairs import compare, pair_points
+from rlhf_core.preparation.sources import load_source
 from rlhf_core.provenance.dvc_cache import checkout
 from rlhf_core.provenance.file_hashes import FileHashes
-from rlhf_core.scorers.loaded import LoadedModel
+from rlhf_core.scorers.reward.loaded import LoadedModel
 from rlhf_core.statistics.clusters import cluster_codes, share_interval
 
 REPORTED = ("accuracy", "low", "high", "ties", "n")

@@ -18,11 +18,11 @@ from tqdm import tqdm
 
 from rlhf_core.config import ConfigError, Params, overridden, parse_params, read_recipe, read_text, read_yaml_text
 from rlhf_core.config.data import DataFormat
-from rlhf_core.data.sources import records_of
 from rlhf_core.look import page
 from rlhf_core.look.look import GUESSED_FROM, Guess, Inspection, TriedReading, guess, inspect_reading, place_of, sample_of
 from rlhf_core.look.recipe import recipe, recipe_lines, yaml_lines
 from rlhf_core.planning.hardware import GPUS
+from rlhf_core.preparation.sources import records_of
 from rlhf_core.process import configure_process, exit_with
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.data.values import BOOLEANS, SIGNS, YES_AND_NO
+from rlhf_core.preparation.values import BOOLEANS, SIGNS, YES_AND_NO
 
 MAX_DEPTH = 4  # of dotted paths
 MOSTLY = 0.6  # share of a column's values

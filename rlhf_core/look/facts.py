@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import Params, SourceConfig, number_of
-from rlhf_core.data.drops import DropCounts
-from rlhf_core.data.sources import read_source, records_of
 from rlhf_core.look.look import Inspection, TriedReading
 from rlhf_core.look.rows import UseCounts
 from rlhf_core.models.folder import has_weights, locate_model, read_settings
@@ -23,6 +21,8 @@ from rlhf_core.planning.machine import Gpu as GpuMemory
 from rlhf_core.planning.machine import Machine, here
 from rlhf_core.planning.models import Model, of_shape, read_model
 from rlhf_core.planning.structure import from_class
+from rlhf_core.preparation.drops import DropCounts
+from rlhf_core.preparation.sources import read_source, records_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,8 +16,8 @@ from typing import Any
 
 from rlhf_core.config import shown
 from rlhf_core.config.data import FORMATS
-from rlhf_core.data.verdicts import is_verdict
 from rlhf_core.look.columns import Column, kind_of, same_keys
+from rlhf_core.preparation.verdicts import is_verdict
 
 Columns = Mapping[str, Column]
 Mapped = dict[str, str | list[str]]

@@ -16,25 +16,25 @@ from pydantic import ValidationError
 from rlhf_core.config import ConfigError, Params, SourceConfig, shown
 from rlhf_core.config.data import FORMATS
 from rlhf_core.data.control import end_token, unwrapped
-from rlhf_core.data.drops import DropCounts, Dropped, Misfit
-from rlhf_core.data.files import files_of_split
-from rlhf_core.data.formats import convert
 from rlhf_core.data.hashing import split_of, split_text
-from rlhf_core.data.notation import beginning, check_signs, notation_of
 from rlhf_core.data.places import is_data_file, locate
 from rlhf_core.data.schema import SCHEMAS, TEXTS
-from rlhf_core.data.sources import read_source, records_of
-from rlhf_core.data.values import RawRecord
 from rlhf_core.look.columns import Column, columns_of
 from rlhf_core.look.guess import Reading, propose
 from rlhf_core.look.known import known_as
 from rlhf_core.look.resolve import resolve_readings, unread_answers, unread_columns, unread_marks, unreadable_marks
+from rlhf_core.preparation.drops import DropCounts, Dropped, Misfit
+from rlhf_core.preparation.files import files_of_split
+from rlhf_core.preparation.formats import convert
+from rlhf_core.preparation.notation import beginning, check_signs, notation_of
+from rlhf_core.preparation.sources import read_source, records_of
+from rlhf_core.preparation.values import RawRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf_core.data.near_duplicates import Compared
     from rlhf_core.look.rows import Sequence, UseCounts
+    from rlhf_core.preparation.near_duplicates import Compared
 
 GUESSED_FROM = 2000  # records of the sample, at most
 GUESSED_CHARACTERS = 2**27  # of the sample, at most

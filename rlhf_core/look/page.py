@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from rlhf_core.config import Params, number_of, shown
 from rlhf_core.config.data import DropKind
-from rlhf_core.data.drops import DropCounts
 from rlhf_core.look import repeats
 from rlhf_core.look.guess import columns_line
 from rlhf_core.look.look import Guess, Inspection, TriedReading
@@ -16,6 +15,7 @@ from rlhf_core.look.proposed import as_json as proposal_json
 from rlhf_core.look.proposed import costs, notes
 from rlhf_core.look.recipe import LIMITS, dropped_share, exceeds_limit, yaml_lines
 from rlhf_core.look.rows import Sequence, pieces
+from rlhf_core.preparation.drops import DropCounts
 
 if TYPE_CHECKING:
     from rlhf_core.look.propose import Proposal

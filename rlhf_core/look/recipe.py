@@ -11,8 +11,8 @@ from typing import Any, get_args
 
 from rlhf_core.config import Params, SourceConfig
 from rlhf_core.config.data import DropKind
-from rlhf_core.data.drops import Tally
 from rlhf_core.look.look import Inspection
+from rlhf_core.preparation.drops import Tally
 
 LIMITS = {
     "empty": "max_empty_fraction",

@@ -7,8 +7,8 @@ from typing import Any
 
 from rlhf_core.config import Params
 from rlhf_core.data.hashing import conversation_text, split_of, split_text, text_hash
-from rlhf_core.data.near_duplicates import Compared, Named, compare
 from rlhf_core.data.schema import SPLITS
+from rlhf_core.preparation.near_duplicates import Compared, Named, compare
 
 MAX_CONVERSATIONS = 100_000  # kept in memory
 LIMITS = {"near": "max_near_duplicate_fraction", "contained": "max_contained_fraction"}  # kind -> key of validation

@@ -17,7 +17,7 @@ from rlhf_core.data.hashing import text_hash
 from rlhf_core.models.response_ids import BACK, TORN
 from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, encode_scored
 from rlhf_core.scorers.text import final_number
-from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations, encode_texts
+from rlhf_core.trainers.supervised.demonstrations import Demonstration, encode_demonstrations, encode_texts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,8 +71,8 @@ class UseCounts:
 
     def add(self, rows: list[dict], tokenizer: PreTrainedTokenizerBase) -> None:
         """Count one row."""
-        from rlhf_core.data.validation.measures import measure
-        from rlhf_core.data.validation.texts import TEXT_COLUMNS
+        from rlhf_core.preparation.validation.measures import measure
+        from rlhf_core.preparation.validation.texts import TEXT_COLUMNS
 
         frame = measure(self.use, [{"id": "", "source": "", "split": "", **row} for row in rows], tokenizer)
         self.rows += len(frame)
@@ -101,7 +101,7 @@ class UseCounts:
         """Count the lengths of a pair. The shorter response follows the same prompt as the longer one, so its sequence is shorter by the
         difference.
         """
-        from rlhf_core.data.validation.texts import TEXT_COLUMNS
+        from rlhf_core.preparation.validation.texts import TEXT_COLUMNS
 
         longest = frame["tokens"].dropna()
         self.lengths.update(map(int, longest))
@@ -114,8 +114,8 @@ class UseCounts:
         self.tokens += float((longest * number).sum() - shorter.sum().sum())
 
     def _add_templates(self, frame: pd.DataFrame) -> None:
-        from rlhf_core.data.validation.texts import TEXT_COLUMNS
-        from rlhf_core.data.values import ROLE_ORDER
+        from rlhf_core.preparation.validation.texts import TEXT_COLUMNS
+        from rlhf_core.preparation.values import ROLE_ORDER
 
         self.found["roles out of order"] += int((~frame["roles"].str.match(ROLE_ORDER).eq(True)).sum())
         self.found["refused by the template"] += int(frame["template_error"].notna().sum())

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from rlhf_core.config import LoraConfig, ModelConfig, Params, RolloutBackend, ScorerConfig
-from rlhf_core.engines.deepspeed_engine import device, join_world
+from rlhf_core.engines.deepspeed.engine import device, join_world
 from rlhf_core.engines.vllm.refusals import refuse_without_sleep
 from rlhf_core.model_check.miniature import cut_config, random_model, smaller
 from rlhf_core.model_check.trial import Finding, Trial, TrialSettings, judged, largest, random_sequences, refused
@@ -23,9 +23,9 @@ from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.planning.models import base_model
 from rlhf_core.planning.placement import place, transfer_ways
 from rlhf_core.planning.shape import check_engine
-from rlhf_core.scorers.members import check_ready_made
 from rlhf_core.scorers.needs import ready_made_folder
-from rlhf_core.scorers.reward_model import score_sequences
+from rlhf_core.scorers.reward.members import check_ready_made
+from rlhf_core.scorers.reward.model import score_sequences
 
 SEED = 0  # of the copy's weights: the check is of the architecture and not of a run
 ENGINES = "rollout.backend: "  # prefix of an engine's own refusal

@@ -22,9 +22,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config import DpoConfig, LoraConfig, RolloutBackend, shown
-from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, device
-from rlhf_core.engines.in_process import open_engine
-from rlhf_core.engines.requests import SamplingSettings
+from rlhf_core.engines.deepspeed.engine import EngineSettings, TrainEngine, device
+from rlhf_core.engines.rollout.in_process import open_engine
+from rlhf_core.engines.rollout.requests import SamplingSettings
 from rlhf_core.models.attention import fix_frequencies
 from rlhf_core.models.batch import TokenBatch, collate_branches, collate_tokens, shared_row
 from rlhf_core.models.build import (
@@ -37,10 +37,10 @@ from rlhf_core.models.build import (
 from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.probe import PROBE_ERRORS, shares_prefixes
-from rlhf_core.trainers.demonstrations import Demonstration
 from rlhf_core.trainers.preference.objectives import Continuation, Pair, PairObjective, ResponseForward, no_reference
-from rlhf_core.trainers.reward import Comparison, reward_phase
-from rlhf_core.trainers.sft import sft_phase
+from rlhf_core.trainers.reward.train import Comparison, reward_phase
+from rlhf_core.trainers.sft.train import sft_phase
+from rlhf_core.trainers.supervised.demonstrations import Demonstration
 
 UPDATES = 2
 LIMIT = 1e-4  # nats, of a log-probability, or of a score, in float32

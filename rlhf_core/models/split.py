@@ -6,7 +6,7 @@
 
 Every rank of the group has the whole batch. Positions and masks are therefore known everywhere, and so is the token that follows a hidden
 state across the border between two parts. A rank computes the layers for its own columns. Only attention needs the others: the group's
-exchange (`rlhf_core.engines.sequence_parallel`) gives each rank all positions for a part of the heads.
+exchange (`rlhf_core.engines.deepspeed.sequence_parallel`) gives each rank all positions for a part of the heads.
 """
 
 from __future__ import annotations

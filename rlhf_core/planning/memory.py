@@ -9,7 +9,7 @@ from rlhf_core.planning.hardware import GIB
 from rlhf_core.planning.shape import ModelShape
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
-# A trained parameter: the moments, in float32, or of adamw_8bit in 8 bits with a scale for 256 (rlhf_core/engines/optimizers.py).
+# A trained parameter: the moments, in float32, or of adamw_8bit in 8 bits with a scale for 256 (rlhf_core/engines/deepspeed/optimizers.py).
 OPTIMIZER_BYTES = {"adamw": 8.0, "lion": 4.0, "adamw_8bit": 2 + 2 * 4 / 256}
 NF4_BYTES = 0.5 + 4 / 64  # a rounded number and its share of a block's float32 scale (rlhf_core/models/lora.py)
 
@@ -281,7 +281,7 @@ def adapter_parameters(shape: ModelShape, rank: int) -> int:
 
 # Rollout engines
 
-ENGINE_PROCESS = 1.5 * GIB  # CUDA's context, libraries' workspaces, captured graphs (rlhf_core/engines/gpu_memory.py)
+ENGINE_PROCESS = 1.5 * GIB  # CUDA's context, libraries' workspaces, captured graphs (rlhf_core/engines/memory/gpu_memory.py)
 ENGINE_LOGITS = 4  # float32 copies: logits, the sampler's, log-probabilities and noise
 
 
@@ -309,6 +309,6 @@ def kv_parts(shape: ModelShape, tensor_parallel: int) -> int:
 
 
 def engine_pass(shape: ModelShape, tokens: float, sequences: int, dtype: str, *, tensor_parallel: int = 1) -> float:
-    """Return the bytes of an engine's forward pass on each of its GPUs, as rlhf_core/engines/gpu_memory.py counts them."""
+    """Return the bytes of an engine's forward pass on each of its GPUs, as rlhf_core/engines/memory/gpu_memory.py counts them."""
     inner = 8 * shape.hidden + 3 * shape.active_experts * shape.intermediate / tensor_parallel
     return tokens * inner * element_bytes(dtype) + sequences * shape.vocab * 4 * ENGINE_LOGITS

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.config import Params
 from rlhf_core.data.hashing import distinct_prompts
 from rlhf_core.data.schema import write_rows
-from rlhf_core.engines.requests import request_seeds
+from rlhf_core.engines.rollout.requests import request_seeds
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, stop_ids
 from rlhf_core.rounds.data import Group, build_pairs
 from rlhf_core.rounds.pins import Round

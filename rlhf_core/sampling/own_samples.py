@@ -1,4 +1,4 @@
-"""Data written by the base model itself (rlhf_core.data.samples), with PyTorch's rollouts."""
+"""Data written by the base model itself (rlhf_core.preparation.samples), with PyTorch's rollouts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import ModelConfig, SamplesConfig
-from rlhf_core.data.samples import Written
 from rlhf_core.data.schema import Message
-from rlhf_core.engines.pytorch_engine import PytorchEngine
-from rlhf_core.engines.requests import Sample, SamplingSettings, request_seeds
+from rlhf_core.engines.rollout.pytorch_engine import PytorchEngine
+from rlhf_core.engines.rollout.requests import Sample, SamplingSettings, request_seeds
 from rlhf_core.models.tokenizer import encode_prompt, response_text, stop_ids
+from rlhf_core.preparation.samples import Written
 
 SEQUENCES = 512  # concurrent; more are no faster on a CPU
 GPU_MEMORY = 0.5

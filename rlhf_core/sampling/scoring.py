@@ -19,15 +19,15 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import ModelConfig, ScoreConfig, ScorerConfig
-from rlhf_core.engines.deepspeed_engine import device
-from rlhf_core.engines.ranks import in_shares
-from rlhf_core.engines.requests import Sample
+from rlhf_core.engines.deepspeed.engine import device
+from rlhf_core.engines.deepspeed.ranks import in_shares
+from rlhf_core.engines.rollout.requests import Sample
 from rlhf_core.models.tokenizer import load_tokenizer, response_text
-from rlhf_core.scorers.members import combine_members
+from rlhf_core.progress import Reasons
 from rlhf_core.scorers.needs import model_folders
-from rlhf_core.scorers.reasons import Reasons
-from rlhf_core.scorers.reward_input import RewardModelInput, without_stop
-from rlhf_core.scorers.reward_model import MICROBATCH_TOKENS, load_members, score_by_members
+from rlhf_core.scorers.reward.input import RewardModelInput, without_stop
+from rlhf_core.scorers.reward.members import combine_members
+from rlhf_core.scorers.reward.model import MICROBATCH_TOKENS, load_members, score_by_members
 from rlhf_core.scorers.text import ScoreItem, TextScorers, score_item
 from rlhf_core.types import Components, Dialogue, Prompt, Rollout
 

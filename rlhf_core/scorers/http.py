@@ -27,8 +27,8 @@ import aiohttp
 
 from rlhf_core.config import ScorerConfig, shown
 from rlhf_core.process import LOOPBACK
+from rlhf_core.progress import Reasons
 from rlhf_core.scorers.dialects import ANSWERS, REQUESTS, Answer, finite
-from rlhf_core.scorers.reasons import Reasons
 
 if TYPE_CHECKING:
     from rlhf_core.scorers.dialects import Named

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rlhf_core.config import LABEL_SCORERS, ScorerConfig
 from rlhf_core.data.places import locate
-from rlhf_core.scorers.members import check_ready_made, member_folders
-from rlhf_core.scorers.reasons import Reasons
+from rlhf_core.progress import Reasons
+from rlhf_core.scorers.reward.members import check_ready_made, member_folders
 from rlhf_core.scorers.text import ScoreItem, TextScorers
 
 TRIAL_SECONDS = 30.0  # of a service

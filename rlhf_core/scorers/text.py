@@ -21,9 +21,9 @@ from rlhf_core.data.functions import load_function
 from rlhf_core.data.judge import judgement
 from rlhf_core.data.schema import Message
 from rlhf_core.environment import hint
+from rlhf_core.progress import Reasons
 from rlhf_core.scorers.code.scorer import CodeScorer
 from rlhf_core.scorers.math_answers import MathComparer
-from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.types import Dialogue, Prompt
 
 FUNCTION_ARGUMENTS = ("prompts", "responses", "labels", "metadata")  # of a user's own scorer

@@ -1,7 +1,7 @@
 """Runs a stage's work, which trains or samples and scores, on any number of ranks: one in the stage's own process, several in a Ray job.
 
 Every rank calls the same function with a `TrainRun`. In training all ranks read the same rows and know each whole batch, and each computes
-its share of the micro-batches (rlhf_core/engines/ranks.py). Only rank 0 writes curves, models and results.
+its share of the micro-batches (rlhf_core/engines/deepspeed/ranks.py). Only rank 0 writes curves, models and results.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class TrainRun:
 
     def check_stop(self) -> None:
         """Raise Interrupted on every rank once the stage has received a signal to stop. With several ranks this is a collective."""
-        from rlhf_core.engines.ranks import on_any
+        from rlhf_core.engines.deepspeed.ranks import on_any
 
         if on_any(self.stop_requested()):
             raise Interrupted
 
     def save_model(self, model: PreTrainedModel, weights: dict[str, Any], tokenizer: PreTrainedTokenizerBase, part: str = "") -> None:
         """Write a trained model to the folder that the stage publishes, or to its subfolder `part`; on ranks other than 0 do nothing."""
-        from rlhf_core.engines.ranks import is_first
+        from rlhf_core.engines.deepspeed.ranks import is_first
         from rlhf_core.models.build import save_model
 
         if is_first():
@@ -91,7 +91,7 @@ def train(stage: Stage, config: TrainingConfig, function: Callable[..., Metrics]
 def infer(stage: Stage, function: Callable[..., Metrics], *arguments: Any) -> Metrics:
     """Call `function(run, *arguments)`, which samples or scores, on `cluster.inference_ranks` ranks.
 
-    Every rank calls the function with the same arguments; `in_shares` of rlhf_core/engines/ranks.py splits its work.
+    Every rank calls the function with the same arguments; `in_shares` of rlhf_core/engines/deepspeed/ranks.py splits its work.
 
     Returns:
         The result of rank 0, which JSON can hold.
@@ -111,8 +111,8 @@ def infer(stage: Stage, function: Callable[..., Metrics], *arguments: Any) -> Me
 def _join_alone(job: Job) -> None:
     import torch
 
-    from rlhf_core.engines.deepspeed_engine import join_world
-    from rlhf_core.engines.sequence_parallel import share_sequences
+    from rlhf_core.engines.deepspeed.engine import join_world
+    from rlhf_core.engines.deepspeed.sequence_parallel import share_sequences
 
     torch.set_num_threads(job.threads_of_rank)
     join_world()
@@ -191,8 +191,8 @@ def run_rank(job: Job, stop_requested: Callable[[], bool]) -> bool:
     """Run one rank of a job, whose process group exists. Return whether the work is done; after a stop there is no result."""
     import torch
 
-    from rlhf_core.engines.ranks import is_first
-    from rlhf_core.engines.sequence_parallel import share_sequences
+    from rlhf_core.engines.deepspeed.ranks import is_first
+    from rlhf_core.engines.deepspeed.sequence_parallel import share_sequences
 
     enter(job.root)
     configure_process()

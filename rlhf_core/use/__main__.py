@@ -121,7 +121,7 @@ def _chosen(options: argparse.Namespace):
 
 
 def _chat(options: argparse.Namespace) -> int:
-    from rlhf_core.engines.requests import SamplingSettings
+    from rlhf_core.engines.rollout.requests import SamplingSettings
     from rlhf_core.use.chat import Partner, chat, introduction, typed_lines
     from rlhf_core.use.choice import beside, check_language_model
 

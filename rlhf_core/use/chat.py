@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TextIO
 
-from rlhf_core.engines.requests import SamplingSettings, request_seeds
+from rlhf_core.engines.rollout.requests import SamplingSettings, request_seeds
 from rlhf_core.use.choice import Chosen, context_length, saved_dtype
 
 QUIT, RESET = "/quit", "/reset"
@@ -50,9 +50,9 @@ class Partner:
         threads: int,
         trust: bool,
     ):
-        from rlhf_core.engines.pytorch_engine import PytorchEngine
+        from rlhf_core.engines.rollout.pytorch_engine import PytorchEngine
         from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, response_text, stop_ids
-        from rlhf_core.scorers.reward_input import without_stop
+        from rlhf_core.scorers.reward.input import without_stop
 
         self.name, self.context = chosen.name, context_length(chosen, max_length, trust_remote_code=trust)
         self._tokenizer = load_tokenizer(str(chosen.folder), trust_remote_code=trust)

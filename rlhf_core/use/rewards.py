@@ -23,9 +23,9 @@ from rlhf_core.engines.vllm.server import ServerSettings
 from rlhf_core.models.tokenizer import Unrenderable, load_tokenizer, turn_end
 from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.scorers.dialects import VERSION
-from rlhf_core.scorers.loaded import LoadedModel
-from rlhf_core.scorers.reward_input import scored_ids
-from rlhf_core.scorers.reward_model import load_members
+from rlhf_core.scorers.reward.input import scored_ids
+from rlhf_core.scorers.reward.loaded import LoadedModel
+from rlhf_core.scorers.reward.model import load_members
 from rlhf_core.use.choice import Chosen
 
 MAX_BODY = 32 * 2**20  # bytes of a request

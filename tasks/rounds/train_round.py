@@ -45,7 +45,7 @@ def main() -> None:
 def train_round(run: TrainRun, folder: Path, start: Path) -> dict[str, Any]:
     """Train by DPO on the pairs in a round's folder. Every rank calls this."""
     from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_pairs
-    from rlhf_core.trainers.supervised import hold_out, train_loop
+    from rlhf_core.trainers.supervised.loop import hold_out, train_loop
 
     params = run.params
     own = {key: getattr(params.iterative, key) for key in ("epochs", "steps", "learning_rate")}

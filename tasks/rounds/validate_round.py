@@ -13,14 +13,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlhf_core.data.schema import open_rows
-from rlhf_core.data.validation.measures import measure_table
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.paths import PREPARED, TOKENIZER, round_folder
+from rlhf_core.preparation.validation.measures import measure_table
 from rlhf_core.stage.files import write_json
 from rlhf_core.stage.run import Stage, round_argument
 
 if TYPE_CHECKING:
-    from rlhf_core.data.validation.validate import Finding
+    from rlhf_core.preparation.validation.validate import Finding
 
 # Prompts are checked too, since a pair with a held-out prompt would be a leak.
 NEEDED = (("preference", "train"), ("prompt", "promotion"))
@@ -36,7 +36,7 @@ def main() -> None:
         pairs = open_rows(round_folder(number) / "data" / "preference.parquet")
         tables = {"preference": pairs, "prompt": open_rows(PREPARED / "prompt.parquet")}
         logging.getLogger("great_expectations").setLevel(logging.WARNING)
-        from rlhf_core.data.validation.validate import summary, validate  # takes seconds
+        from rlhf_core.preparation.validation.validate import summary, validate  # takes seconds
 
         params = stage.params
         config = params.validation.model_copy(update={"min_pairs": params.iterative.min_pairs})

@@ -1,4 +1,4 @@
-"""Imports go one way: flows -> tasks -> rlhf_core.trainers -> {engines, algorithms, scorers, models, data} -> {types, config}."""
+"""Imports go one way: flows -> tasks -> rlhf_core.{trainers, preparation} -> {engines, algorithms, scorers, models, data} -> {types, config}."""
 
 from __future__ import annotations
 
@@ -12,17 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from imports import OWN, ROOT, closure, foreign_imports, imported_names, own_imports, runtime_imports, sources
 
 VENDORS = {"ray", "vllm", "deepspeed"}
+ABOVE_DATA = tuple(f"rlhf_core.{part}" for part in ("trainers", "engines", "scorers", "algorithms"))
 CHECK = ROOT / "rlhf_core/stage/reach.py"  # started by flows, in a process of its own
 TENSORS = ROOT / "rlhf_core/checkpoint/torch_file.py"  # imports torch where a rank or a driver reads a checkpoint; flows read manifests
-# Imports that close a cycle of packages: `data` holds both the rows, which `models` reads, and their preparation, which renders and
-# tokenizes them with `models`; and the cache of hashes lies in `provenance`, which hashes models and data.
-UPWARDS = {
-    "rlhf_core/data/filters.py": {"rlhf_core/models"},
-    "rlhf_core/data/prepare.py": {"rlhf_core/models"},
-    "rlhf_core/data/validation/measures.py": {"rlhf_core/models"},
-    "rlhf_core/data/files.py": {"rlhf_core/provenance"},
-    "rlhf_core/data/tables.py": {"rlhf_core/provenance"},
-}
 # A command line that fetches a version of the registry by starting the command line that does.
 STARTED = {ROOT / "rlhf_core/use/choice.py": {"flows.promote"}}
 
@@ -70,8 +62,8 @@ def test_algorithms_import_torch_types_and_each_other():
     [
         ("rlhf_core", ("flows", "tasks")),
         ("tasks", ("flows",)),
-        *((f"rlhf_core/{part}", ("rlhf_core.trainers",)) for part in ("engines", "algorithms", "scorers", "models", "data", "report")),
-        ("rlhf_core/data", ("rlhf_core.engines", "rlhf_core.scorers", "rlhf_core.algorithms")),
+        *((f"rlhf_core/{part}", ("rlhf_core.trainers",)) for part in ("engines", "algorithms", "scorers", "models", "report")),
+        *((f"rlhf_core/{part}", ABOVE_DATA) for part in ("data", "preparation")),
         ("rlhf_core/models", ("rlhf_core.engines", "rlhf_core.scorers")),
         ("rlhf_core/planning", ("rlhf_core.trainers", "rlhf_core.engines", "rlhf_core.stage")),
         ("rlhf_core/types.py", ("rlhf_core.",)),
@@ -106,15 +98,11 @@ def test_no_cycle_among_modules_imports_inside_functions_included():
     assert on_cycles({name(path): {name(p) for p in runtime_imports(path)} for folder in OWN for path in sources(folder)}) == {}
 
 
-def test_no_cycle_among_packages_but_those_that_are_listed():
+def test_no_cycle_among_packages():
     graph: dict[str, set[str]] = {}
-    upwards = set()
     for path in (path for folder in OWN for path in sources(folder)):
-        needed = {package(p) for p in runtime_imports(path)}
-        upwards |= {(name(path), up) for up in needed & UPWARDS.get(name(path), set())}
-        graph.setdefault(package(path), set()).update(needed - UPWARDS.get(name(path), set()))
+        graph.setdefault(package(path), set()).update(package(p) for p in runtime_imports(path))
     assert on_cycles(graph) == {}
-    assert upwards == {(path, up) for path, packages in UPWARDS.items() for up in packages}, "no module imports that any more: delete it"
 
 
 def name(path: Path) -> str:

@@ -10,7 +10,7 @@ READERS = [p for folder in ("tasks", "flows", "rlhf_core") for p in sorted((ROOT
 # What writes and checks all rows, whatever their split.
 WHOLE_FILES = {
     *("tasks/validate_data.py", "tasks/rounds/validate_round.py", "rlhf_core/data/schema.py"),
-    *("rlhf_core/data/filters.py", "rlhf_core/data/prepare.py", "rlhf_core/data/sources.py"),
+    *("rlhf_core/preparation/filters.py", "rlhf_core/preparation/prepare.py", "rlhf_core/preparation/sources.py"),
 }
 
 

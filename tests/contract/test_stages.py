@@ -27,9 +27,9 @@ from rlhf_core.config import (
     load_params,
     read_stages,
 )
-from rlhf_core.data import files
 from rlhf_core.data.places import DATA_ENDINGS
 from rlhf_core.paths import ROUNDS_FILE, ROUNDS_PIPELINE
+from rlhf_core.preparation import files
 from rlhf_core.provenance.inputs import INPUTS, read_inputs
 from rlhf_core.rounds.pins import read_rounds
 

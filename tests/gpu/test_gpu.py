@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
 
 def engine(folder, dtype: str, **changes):
     from rlhf_core.algorithms.schedules import learning_rate_factor
-    from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, join_world
+    from rlhf_core.engines.deepspeed.engine import EngineSettings, TrainEngine, join_world
     from rlhf_core.models.build import load_language_model
     from rlhf_core.models.forward import PolicyModule
 
@@ -150,7 +150,7 @@ def test_gradient_checkpointing_takes_less_memory(folder):
 
 @pytest.mark.torch
 def test_an_offloaded_frozen_model_is_on_the_gpu_while_it_computes_only(folder):
-    from rlhf_core.engines.frozen import FrozenModel
+    from rlhf_core.engines.deepspeed.frozen import FrozenModel
     from rlhf_core.models.build import load_language_model
     from rlhf_core.models.forward import PolicyModule
 
@@ -171,7 +171,7 @@ def test_an_offloaded_frozen_model_is_on_the_gpu_while_it_computes_only(folder):
 
 @pytest.mark.torch
 def test_an_offloaded_live_reference_leaves_the_gpu_to_the_trained_model(folder):
-    from rlhf_core.engines.frozen import FrozenModel
+    from rlhf_core.engines.deepspeed.frozen import FrozenModel
     from rlhf_core.models.build import load_language_model
     from rlhf_core.models.forward import PolicyModule
     from rlhf_core.trainers.preference.objectives import Continuation, ResponseForward
@@ -205,8 +205,8 @@ def test_the_gpu_computes_the_log_probabilities_of_the_cpu(folder):
 
 @pytest.mark.parametrize("backend", [pytest.param("vllm", marks=pytest.mark.vllm), pytest.param("pytorch", marks=pytest.mark.torch)])
 def test_engine_and_trainer_agree_before_and_after_a_weight_sync(folder, backend):
-    from rlhf_core.engines.in_process import open_engine
-    from rlhf_core.engines.requests import SamplingSettings, request_seeds
+    from rlhf_core.engines.rollout.in_process import open_engine
+    from rlhf_core.engines.rollout.requests import SamplingSettings, request_seeds
     from rlhf_core.models.batch import collate_tokens
     from rlhf_core.models.build import checkpoint_names, load_language_model
     from rlhf_core.models.forward import PolicyModule
@@ -247,11 +247,11 @@ class ApartPeer:
 @pytest.mark.vllm
 @pytest.mark.parametrize("way", ["gloo", "ipc", "nccl"])
 def test_an_engine_computes_with_weights_that_were_sent_to_it(folder, way, monkeypatch):
-    from rlhf_core.engines.apart import EngineApart
-    from rlhf_core.engines.deepspeed_engine import join_world
-    from rlhf_core.engines.gpu_transfer import IpcBuffer
-    from rlhf_core.engines.in_process import RolloutActor
-    from rlhf_core.engines.weight_sender import Target
+    from rlhf_core.engines.deepspeed.engine import join_world
+    from rlhf_core.engines.rollout.apart import EngineApart
+    from rlhf_core.engines.rollout.in_process import RolloutActor
+    from rlhf_core.engines.transfer.gpu import IpcBuffer
+    from rlhf_core.engines.transfer.sender import Target
     from rlhf_core.models.build import checkpoint_names, load_language_model
 
     if way == "nccl" and torch.cuda.device_count() < 2:
@@ -281,8 +281,8 @@ def test_an_engine_computes_with_weights_that_were_sent_to_it(folder, way, monke
 @pytest.mark.vllm
 def test_an_engine_of_a_stage_gives_the_gpu_back_when_it_is_closed(folder):
     """vLLM runs in its own process: its memory is free again, and nothing of it is left in this process."""
-    from rlhf_core.engines.apart import EngineApart
-    from rlhf_core.engines.in_process import open_engine
+    from rlhf_core.engines.rollout.apart import EngineApart
+    from rlhf_core.engines.rollout.in_process import open_engine
     from rlhf_core.models.build import read_state_dict
 
     torch.cuda.empty_cache()
@@ -301,7 +301,7 @@ def test_a_model_of_a_class_that_vllm_has_compiled_can_be_made_here_afterwards(t
     """vLLM runs OLMo-2 by transformers' class, which its process marks for compiling."""
     from transformers import Olmo2Config, Olmo2ForCausalLM
 
-    from rlhf_core.engines.in_process import open_engine
+    from rlhf_core.engines.rollout.in_process import open_engine
     from rlhf_core.models.build import load_language_model
 
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 300}
@@ -318,8 +318,8 @@ def test_a_model_of_a_class_that_vllm_has_compiled_can_be_made_here_afterwards(t
 @pytest.mark.vllm
 def test_an_engine_that_shares_a_gpu_takes_its_share_and_no_more(folder):
     """Another process holds half of the GPU while the engine starts; the cache is computed, not measured."""
-    from rlhf_core.engines.apart import EngineApart
-    from rlhf_core.engines.in_process import open_here
+    from rlhf_core.engines.rollout.apart import EngineApart
+    from rlhf_core.engines.rollout.in_process import open_here
 
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
@@ -359,8 +359,8 @@ def test_nothing_of_a_training_engine_is_on_the_gpu_while_it_is_on_the_host(fold
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_sleeping_engine_gives_the_gpu_back_and_wakes_up_with_its_weights(folder, level):
     """In a process of its own: vLLM allows one engine that sleeps in a process, and its pool of memory may not outlive it."""
-    from rlhf_core.engines.apart import EngineApart
-    from rlhf_core.engines.in_process import open_here
+    from rlhf_core.engines.rollout.apart import EngineApart
+    from rlhf_core.engines.rollout.in_process import open_here
     from rlhf_core.models.build import read_state_dict
 
     how = {"dtype": "bfloat16", "gpu_memory_fraction": 0.3, "shares_gpu": True, "sleeps": True}
@@ -444,10 +444,10 @@ def test_the_default_job_runs_with_trainer_and_engines_on_one_gpu(folder, tmp_pa
 def test_pairs_are_learned_on_the_gpu_whatever_its_attention_takes(folder, tmp_path, dtype):
     """With and without flash attention, a precomputed reference, adapters."""
     from rlhf_core.config import LoraConfig
-    from rlhf_core.engines.deepspeed_engine import join_world
+    from rlhf_core.engines.deepspeed.engine import join_world
     from rlhf_core.tracking import MetricsLog
     from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_pairs
-    from rlhf_core.trainers.supervised import TrainLoop
+    from rlhf_core.trainers.supervised.loop import TrainLoop
 
     join_world()
     params = load_params(CLERK_PARAMS)

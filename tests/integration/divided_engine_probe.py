@@ -25,8 +25,8 @@ from transfers import adapters_of, new_sender, send, source_of
 from rlhf_core.config import LoraConfig
 from rlhf_core.engines.ray.actors import ActorGroup
 from rlhf_core.engines.ray.places import RoleLost
-from rlhf_core.engines.requests import SamplingSettings, request_seeds
-from rlhf_core.engines.weight_sender import Answer, Target, WeightSender
+from rlhf_core.engines.rollout.requests import SamplingSettings, request_seeds
+from rlhf_core.engines.transfer.sender import Answer, Target, WeightSender
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import checkpoint_names
 from rlhf_core.models.forward import PolicyModule
@@ -79,7 +79,7 @@ def start(folder: str) -> ActorGroup:
     }  # fmt: skip
     return ActorGroup(
         "rollout",
-        "rlhf_core.engines.in_process:RolloutActor",
+        "rlhf_core.engines.rollout.in_process:RolloutActor",
         1,
         cpus=1,
         threads=2,

@@ -26,10 +26,10 @@ from transformers import (
 )
 
 from rlhf_core.config import LoraConfig
-from rlhf_core.engines.in_process import RolloutActor
-from rlhf_core.engines.requests import SamplingSettings
+from rlhf_core.engines.rollout.in_process import RolloutActor
+from rlhf_core.engines.rollout.requests import SamplingSettings
+from rlhf_core.engines.transfer.sender import Target
 from rlhf_core.engines.vllm.engine import VllmEngine
-from rlhf_core.engines.weight_sender import Target
 from rlhf_core.models.build import checkpoint_names
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.process import configure_process

@@ -17,9 +17,9 @@ from unittest import mock
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_core.engines.requests import Sample, SamplingSettings, request_seeds
+from rlhf_core.engines.rollout.requests import Sample, SamplingSettings, request_seeds
+from rlhf_core.engines.transfer.weights import replace_weights
 from rlhf_core.engines.vllm.engine import VllmEngine
-from rlhf_core.engines.weights import replace_weights
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import read_state_dict
 from rlhf_core.models.forward import PolicyModule

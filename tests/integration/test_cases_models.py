@@ -21,14 +21,14 @@ from hostile import is_clear
 from small_workspace import ROOT
 from tiny_models import settings, tiny_params
 
-from rlhf_core.engines.deepspeed_engine import TrainEngine
+from rlhf_core.engines.deepspeed.engine import TrainEngine
 from rlhf_core.model_check.check import run_trials
 from rlhf_core.model_check.trial import plain_logprobs
 from rlhf_core.models.build import new_language_model, save_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.tokenizer import encode_conversation, load_tokenizer, pretrained_tokenizer
-from rlhf_core.trainers.demonstrations import Demonstration
-from rlhf_core.trainers.sft import sft_phase
+from rlhf_core.trainers.sft.train import sft_phase
+from rlhf_core.trainers.supervised.demonstrations import Demonstration
 
 CASES = ROOT.parent / "shared/cases/models"
 pytestmark = [

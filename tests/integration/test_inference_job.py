@@ -29,10 +29,10 @@ from pathlib import Path
 PROMPTS, SEEDS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]], [1, 2, 3]
 
 def sample(run, policy, engine_apart):
-    from rlhf_core.engines.apart import EngineApart
-    from rlhf_core.engines.in_process import open_here
-    from rlhf_core.engines.ranks import in_shares, all_gather, rank
-    from rlhf_core.engines.requests import SamplingSettings
+    from rlhf_core.engines.rollout.apart import EngineApart
+    from rlhf_core.engines.rollout.in_process import open_here
+    from rlhf_core.engines.deepspeed.ranks import in_shares, all_gather, rank
+    from rlhf_core.engines.rollout.requests import SamplingSettings
 
     how = dict(backend="pytorch", model_path=policy, max_length=run.params.model.max_length, dtype="float32", max_concurrent_sequences=4,
                threads=1, seed=0, trust_remote_code=False, gpu_memory_fraction=0.5)
@@ -49,7 +49,7 @@ def sample(run, policy, engine_apart):
     return {"samples": samples, "processes": all_gather((rank(), os.getpid()))}
 
 def refuse(run):
-    from rlhf_core.engines.ranks import in_shares, rank
+    from rlhf_core.engines.deepspeed.ranks import in_shares, rank
 
     def score(own):
         if rank() == 1:

@@ -31,7 +31,7 @@ from flows.registry.versions import fetch
 from rlhf_core.config import ConfigError, ScorerConfig, apply_overrides, load_params
 from rlhf_core.provenance.dvc_cache import sha256_of_files
 from rlhf_core.provenance.file_hashes import dvc_md5
-from rlhf_core.scorers.heldout import copy_ready_made
+from rlhf_core.scorers.reward.heldout import copy_ready_made
 
 NAME = "reward-model"
 

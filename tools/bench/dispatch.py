@@ -68,7 +68,7 @@ def measure(engines: int, prompts: int, rounds: int) -> None:
             "max_concurrent_sequences": AT_A_TIME, "trust_remote_code": False, "gpu_memory_fraction": 0.3,
         }  # fmt: skip
         group = ActorGroup(
-            "rollout", "rlhf_core.engines.in_process:RolloutActor", engines, cpus=1, threads=1, start_deadline=180,
+            "rollout", "rlhf_core.engines.rollout.in_process:RolloutActor", engines, cpus=1, threads=1, start_deadline=180,
             kwargs=settings, together=False,
         )  # fmt: skip
         try:
@@ -91,7 +91,7 @@ def save_model(folder: Path) -> None:
 
 def compare(engines, count: int, rounds: int) -> None:
     """Print the seconds of each round, and their ratio to the ideal."""
-    from rlhf_core.engines.requests import SamplingSettings, request_seeds
+    from rlhf_core.engines.rollout.requests import SamplingSettings, request_seeds
     from rlhf_core.trainers.rl.dispatch import Dispatcher, Requests
 
     def refuse(lost: Exception) -> None:

@@ -107,7 +107,7 @@ class BareEngines:
 def serve(connection: Connection, work: Work, part: int, engines: int, threads: int) -> None:
     """Run an engine's process: report that it has started, then generate on request."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    from rlhf_core.engines.requests import SamplingSettings, request_seeds
+    from rlhf_core.engines.rollout.requests import SamplingSettings, request_seeds
     from rlhf_core.engines.vllm.engine import VllmEngine
     from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, stop_ids
     from rlhf_core.process import collect_rarely, configure_process

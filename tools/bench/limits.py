@@ -149,7 +149,7 @@ def train(work: Work, arguments: argparse.Namespace) -> dict[str, float]:
     """Tokens per second of the stage's loop and of bare PyTorch, which has no engine, logs or curves."""
     import torch
 
-    from rlhf_core.engines.deepspeed_engine import join_world
+    from rlhf_core.engines.deepspeed.engine import join_world
     from tools.bench import ours
 
     torch.set_num_threads(arguments.threads)
@@ -184,7 +184,7 @@ class BareSft:
         from rlhf_core.models.build import load_language_model
         from rlhf_core.models.forward import PolicyModule
         from rlhf_core.models.tokenizer import load_tokenizer
-        from rlhf_core.trainers.demonstrations import encode_demonstrations
+        from rlhf_core.trainers.supervised.demonstrations import encode_demonstrations
 
         self._work, tokenizer = work, load_tokenizer(work.model, trust_remote_code=False)
         self._examples, _ = encode_demonstrations(work.read_rows(), tokenizer, max_length=work.params.model.max_length)

@@ -9,17 +9,17 @@ import torch
 
 from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.config import TrainingConfig
-from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, join_world
+from rlhf_core.engines.deepspeed.engine import EngineSettings, TrainEngine, join_world
 from rlhf_core.models.build import load_language_model, load_scalar_model
 from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.probe import can_share_prefixes
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.tracking import MetricsLog, Row
-from rlhf_core.trainers.demonstrations import encode_demonstrations
 from rlhf_core.trainers.preference.train import PreferenceRun, train_on_pairs
-from rlhf_core.trainers.reward import encode_comparisons, reward_phase
-from rlhf_core.trainers.sft import sft_phase
-from rlhf_core.trainers.supervised import TrainLoop, engine_settings, train_phase
+from rlhf_core.trainers.reward.train import encode_comparisons, reward_phase
+from rlhf_core.trainers.sft.train import sft_phase
+from rlhf_core.trainers.supervised.demonstrations import encode_demonstrations
+from rlhf_core.trainers.supervised.loop import TrainLoop, engine_settings, train_phase
 from tools.bench import ours_online
 from tools.bench.work import Run, Work
 

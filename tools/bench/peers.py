@@ -23,7 +23,7 @@ from typing import Any
 from rlhf_core.config import ArchitectureConfig, ClerkConfig, ExternalPairsConfig, ModelConfig
 from rlhf_core.data.clerk.generator import clerk_rows
 from rlhf_core.data.schema import Message
-from rlhf_core.data.sources import load_source
+from rlhf_core.preparation.sources import load_source
 from rlhf_core.process import configure_process
 from tools.bench.work import ONLINE, Run, Work, works_to_json, write_jsonl
 from tools.clerk import clerk_params

@@ -19,7 +19,7 @@ def rl_step(prompts: int) -> tuple[float, float, int]:
     """Median CPU seconds of an RLOO step of the benchmark's small model, peak resident set in GB, and number of responses."""
     import torch
 
-    from rlhf_core.engines.pytorch_engine import PytorchEngine
+    from rlhf_core.engines.rollout.pytorch_engine import PytorchEngine
     from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
     from rlhf_core.sampling.scoring import RewardNormalizer
     from rlhf_core.trainers.rl.advantages import compute_advantages

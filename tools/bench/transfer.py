@@ -68,9 +68,9 @@ def bandwidth(folder: str, rounds: int) -> dict[str, str]:
     """Median speeds in 10^6 bytes per second, to another process and of plain copies."""
     import torch
 
-    from rlhf_core.engines.gloo_transfer import GlooLink, pack_layer
-    from rlhf_core.engines.rendezvous import open_store
-    from rlhf_core.engines.weight_source import PolicySource
+    from rlhf_core.engines.ray.rendezvous import open_store
+    from rlhf_core.engines.transfer.gloo import GlooLink, pack_layer
+    from rlhf_core.engines.transfer.source import PolicySource
     from rlhf_core.models.build import checkpoint_names, load_language_model
 
     model = load_language_model(folder)
@@ -102,7 +102,7 @@ def bandwidth(folder: str, rounds: int) -> dict[str, str]:
 
 
 def receive(info: dict[str, Any], folder: str, rounds: int) -> None:
-    from rlhf_core.engines.gloo_transfer import GlooReceiver
+    from rlhf_core.engines.transfer.gloo import GlooReceiver
 
     receiver = GlooReceiver(info, worker=0, folder=folder)
     for number in list(range(len(receiver.specs))) * rounds:

@@ -20,7 +20,7 @@ from rlhf_core.process import PROCESS_ENVIRONMENT, configure_process
 from tools.memory.cases import LENGTH, RL, SHAPES, Case, params_of, predict
 
 if TYPE_CHECKING:
-    from rlhf_core.trainers.supervised import TrainLoop
+    from rlhf_core.trainers.supervised.loop import TrainLoop
 
 MIB = 2**20
 SECONDS = 900.0  # for a case
@@ -30,10 +30,10 @@ ENVIRONMENT = {**PROCESS_ENVIRONMENT, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": 
 MODULES = (
     "deepspeed",
     "transformers.models.llama.modeling_llama",
-    "rlhf_core.trainers.ensemble",
+    "rlhf_core.trainers.reward.ensemble",
     "rlhf_core.trainers.preference.train",
     "rlhf_core.trainers.rl.rank",
-    "rlhf_core.trainers.sft",
+    "rlhf_core.trainers.sft.train",
 )
 PROMPT = 8  # tokens of a prompt in RL
 WORDS = "one two three four five six seven eight nine ten"
@@ -98,9 +98,9 @@ def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any
 
 def peak(case: Case, work: Path, rank: int, port: int) -> float:
     """Train as the stage does, and return the bytes of the peak resident set beyond the set after the training of a tiny model."""
-    from rlhf_core.engines.deepspeed_engine import release_memory
-    from rlhf_core.engines.ranks import wait_for_all
-    from rlhf_core.engines.sequence_parallel import share_sequences
+    from rlhf_core.engines.deepspeed.engine import release_memory
+    from rlhf_core.engines.deepspeed.ranks import wait_for_all
+    from rlhf_core.engines.deepspeed.sequence_parallel import share_sequences
 
     join(rank, case.ranks, port)
     share_sequences(case.changes.get("sequence_parallel", 1))
@@ -120,7 +120,7 @@ def join(rank: int, ranks: int, port: int = 0) -> None:
     import torch
     import torch.distributed as dist
 
-    from rlhf_core.engines.deepspeed_engine import join_world
+    from rlhf_core.engines.deepspeed.engine import join_world
 
     torch.set_num_threads(1)
     store = None
@@ -151,12 +151,12 @@ def train(case: Case, work: Path) -> None:
 
 def train_supervised(case: Case, folder: Path, scratch: Path) -> None:
     """Train by the stage's own trainer on texts of LENGTH tokens."""
-    from rlhf_core.engines.ranks import is_first
+    from rlhf_core.engines.deepspeed.ranks import is_first
     from rlhf_core.models.build import load_language_model, save_model
     from rlhf_core.models.tokenizer import load_tokenizer
-    from rlhf_core.trainers.ensemble import train_ensemble
     from rlhf_core.trainers.preference.train import PreferenceRun, train_on_examples, train_on_pairs
-    from rlhf_core.trainers.sft import begin_demonstrations, train_on_demonstrations
+    from rlhf_core.trainers.reward.ensemble import train_ensemble
+    from rlhf_core.trainers.sft.train import begin_demonstrations, train_on_demonstrations
 
     params, tokenizer = params_of(case), load_tokenizer(str(folder), trust_remote_code=False)
     section, rows = getattr(params, case.stage), pairs(2 * case.all_rows, tokenizer)
@@ -186,10 +186,10 @@ def train_supervised(case: Case, folder: Path, scratch: Path) -> None:
 def training_loop(case: Case, scratch: Path) -> TrainLoop:
     from rlhf_core.checkpoint.store import CheckpointStore, StoreSettings
     from rlhf_core.config import TrackingConfig
-    from rlhf_core.engines.ranks import rank
+    from rlhf_core.engines.deepspeed.ranks import rank
     from rlhf_core.tracking import MetricsLog
     from rlhf_core.trainers.preference.train import COLUMNS
-    from rlhf_core.trainers.supervised import TrainLoop
+    from rlhf_core.trainers.supervised.loop import TrainLoop
 
     settings = StoreSettings(world_size=case.ranks, zero_stage=case.changes.get("zero_stage", 0))
     tracking = {"timings": None, "tracking": TrackingConfig(tensorboard_dir=None, wandb_project=None), "run_name": "memory"}
@@ -230,7 +230,7 @@ def train_rl(case: Case, folder: Path, scratch: Path) -> None:
     """Run a rank of an RL job as its driver does, with random responses."""
     import torch
 
-    from rlhf_core.engines.ranks import rank
+    from rlhf_core.engines.deepspeed.ranks import rank
     from rlhf_core.trainers.rl.rank import TrainerRank
     from rlhf_core.types import Sequences
 

@@ -93,7 +93,7 @@ def kept_and_peak(forward: Callable[[], Any], given: list[Any]) -> tuple[float, 
 
 def load_in_shards(folder: Path, dtype: str, rank: int, port: int) -> float:
     """Return the peak while weights of a dtype are loaded, sharded over ranks in bfloat16."""
-    from rlhf_core.engines.frozen import FrozenModel
+    from rlhf_core.engines.deepspeed.frozen import FrozenModel
     from rlhf_core.models.build import load_language_model
     from rlhf_core.models.forward import PolicyModule
 

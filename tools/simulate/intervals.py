@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 from scipy.special import expit
 
-from rlhf_core.data.labels import agreement
 from rlhf_core.gate.calibration import calibration_error
+from rlhf_core.preparation.labels import agreement
 from rlhf_core.report.differences import Results, figures_that_count, headline
 from rlhf_core.report.verdict import MODES, outcome
 from rlhf_core.statistics.intervals import (

@@ -64,15 +64,15 @@ class Rank:
 
     def address(self) -> tuple[str, int]:
         """Open the store at which the ranks meet, on rank 0, and return its host and port."""
-        from rlhf_core.engines.rendezvous import open_store  # imports torch, which the driver doesn't need
+        from rlhf_core.engines.ray.rendezvous import open_store  # imports torch, which the driver doesn't need
 
         self._store = open_store(self._world_size, timeout=self._timeout)
         return self._store.host, self._store.port
 
     def run(self, address: tuple[str, int], function: str, argument: Any) -> Any:
         """Join the other ranks, and return `function(argument, stop)`, where `stop()` tells whether a stop is requested."""
-        from rlhf_core.engines.deepspeed_engine import join_world
-        from rlhf_core.engines.rendezvous import join_store
+        from rlhf_core.engines.deepspeed.engine import join_world
+        from rlhf_core.engines.ray.rendezvous import join_store
 
         store = self._store or join_store(*address, self._world_size, timeout=self._timeout)
         join_world(rank=self._rank, world_size=self._world_size, store=store, timeout=self._timeout)

@@ -12,12 +12,12 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from rlhf_core.engines.gpu_memory import cache_bytes, memory_in_use
-from rlhf_core.engines.requests import Request, Sample, SamplingSettings
-from rlhf_core.engines.sleep import Awake
+from rlhf_core.engines.memory.gpu_memory import cache_bytes, memory_in_use
+from rlhf_core.engines.memory.sleep import Awake
+from rlhf_core.engines.rollout.requests import Request, Sample, SamplingSettings
+from rlhf_core.engines.transfer.weights import pack_experts_at_next_load, pack_tied_weights, replace_weights
 from rlhf_core.engines.vllm.parameters import at_stop, continued_parameters, sample_of, sampling_parameters
 from rlhf_core.engines.vllm.refusals import refuse_without_reload, refuse_without_sleep, refusing_unsupported
-from rlhf_core.engines.weights import pack_experts_at_next_load, pack_tied_weights, replace_weights
 from rlhf_core.process import freeze_gc
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.engines.requests import Request, Sample, SamplingSettings, stop_finder
+from rlhf_core.engines.rollout.requests import Request, Sample, SamplingSettings, stop_finder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,9 +13,9 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rlhf_core.engines.gloo_transfer import GlooReceiver
+from rlhf_core.engines.transfer.gloo import GlooReceiver
+from rlhf_core.engines.transfer.weights import Written, direct_writes, pack_experts_at_next_load, pack_tied_weights, write_weights
 from rlhf_core.engines.vllm import worker
-from rlhf_core.engines.weights import Written, direct_writes, pack_experts_at_next_load, pack_tied_weights, write_weights
 
 NAME = "gloo"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 
-from rlhf_core.engines.gpu_memory import memory_in_use
+from rlhf_core.engines.memory.gpu_memory import memory_in_use
 from rlhf_core.process import end_with_parent
 
 # The process ends with its engine's. vLLM notices that end too, but not while it loads a model or waits for another process of the engine.

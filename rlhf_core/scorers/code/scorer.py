@@ -16,8 +16,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from rlhf_core.config import ScorerConfig
+from rlhf_core.progress import Reasons
 from rlhf_core.scorers.code.cases import Asserts, InputOutput, decoded, read_cases
-from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.scorers.sandbox.box import Limits, Outcome, Sandbox, SandboxFailure, check_sandbox
 
 SECONDS = 2.0

@@ -26,10 +26,10 @@ from rlhf_core.algorithms.preference_losses import (
     kto_baseline,
 )
 from rlhf_core.config import DpoConfig, KtoConfig
-from rlhf_core.engines.deepspeed_engine import TrainEngine, device
-from rlhf_core.engines.ranks import data_parallel_size, gathered, own_parts, summed, total
+from rlhf_core.engines.deepspeed.engine import TrainEngine, device
+from rlhf_core.engines.deepspeed.ranks import data_parallel_size, gathered, own_parts, summed, total
 from rlhf_core.models.batch import Branches, collate_branches, continue_prefix
-from rlhf_core.trainers.supervised import Metrics, beside_untrained
+from rlhf_core.trainers.supervised.loop import Metrics, beside_untrained
 
 
 class Continuation(NamedTuple):

@@ -21,9 +21,9 @@ from rlhf_core.config import DpoConfig, KtoConfig, ModelConfig
 from rlhf_core.data.batching import batch_indices
 from rlhf_core.data.schema import Message
 from rlhf_core.data.tokens import EncodedTurns, Examples
-from rlhf_core.engines.deepspeed_engine import TrainEngine, device
-from rlhf_core.engines.frozen import FrozenModel
-from rlhf_core.engines.ranks import data_parallel_size, merged, on_rank_zero
+from rlhf_core.engines.deepspeed.engine import TrainEngine, device
+from rlhf_core.engines.deepspeed.frozen import FrozenModel
+from rlhf_core.engines.deepspeed.ranks import data_parallel_size, merged, on_rank_zero
 from rlhf_core.files import replacing
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
@@ -31,7 +31,6 @@ from rlhf_core.models.lora import add_adapters, quantize_base, without_adapters
 from rlhf_core.models.probe import shares_prefixes
 from rlhf_core.models.tokenizer import encode_turns, load_tokenizer, one_object_each
 from rlhf_core.progress import Bar
-from rlhf_core.trainers.encoding import Begin, at_once, in_background
 from rlhf_core.trainers.preference.objectives import (
     Continuation,
     Example,
@@ -44,7 +43,8 @@ from rlhf_core.trainers.preference.objectives import (
     mismatched,
     no_reference,
 )
-from rlhf_core.trainers.supervised import Phase, TrainLoop, engine_settings, train_phase
+from rlhf_core.trainers.supervised.encoding import Begin, at_once, in_background
+from rlhf_core.trainers.supervised.loop import Phase, TrainLoop, engine_settings, train_phase
 
 # Of the curves; kl is KTO's baseline.
 COLUMNS = (

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import RlConfig
-from rlhf_core.engines.requests import Request, Sample, request_seeds, segment_seed
+from rlhf_core.engines.rollout.requests import Request, Sample, request_seeds, segment_seed
 from rlhf_core.trainers.rl.data import PromptStream
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.rollouts import CALIBRATION_STEP, Dealt, RolloutEngines

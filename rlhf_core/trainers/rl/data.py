@@ -12,8 +12,8 @@ from rlhf_core.data.batching import batch_indices, stream_indices
 from rlhf_core.data.schema import Split, read_rows
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.sampling.prompts import fitting_prompts
-from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations
 from rlhf_core.trainers.rl.job import RlJob
+from rlhf_core.trainers.supervised.demonstrations import Demonstration, encode_demonstrations
 from rlhf_core.types import Baseline, Components, OldLogprobs, Prompt, Rollout, RolloutBatch, Sequences
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.engines.ray.actors import ActorGroup, Pending, RoleLost
-from rlhf_core.engines.requests import Sample
+from rlhf_core.engines.rollout.requests import Sample
 
 CALLS = 2  # of an engine: one that it works at, and the next
 PARTS = 4  # a call brings this part of an engine's share of what is left to hand out: few calls at first, an even end

@@ -12,8 +12,8 @@ import torch
 from rlhf_core.config import RlConfig
 from rlhf_core.data.batching import batch_indices, deal_out_groups
 from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, continue_prefix, group_by_prefix
-from rlhf_core.trainers.demonstrations import Demonstration
 from rlhf_core.trainers.rl.data import DemonstrationStream
+from rlhf_core.trainers.supervised.demonstrations import Demonstration
 from rlhf_core.types import Sequences, TrainBatch
 
 Totals = dict[str, float]

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from rlhf_core.checkpoint.parts import save_part
 from rlhf_core.checkpoint.stored import check_checkpoint, download_folder, upload_folder
 from rlhf_core.data.batching import even_microbatches
-from rlhf_core.engines.adapter_source import AdapterSource
-from rlhf_core.engines.deepspeed_engine import device, equal_count, join_world, most_over_ranks
-from rlhf_core.engines.gpu_memory import memory_in_use
-from rlhf_core.engines.offload import Stays
-from rlhf_core.engines.rendezvous import join_store, open_store
-from rlhf_core.engines.sequence_parallel import share_sequences
-from rlhf_core.engines.weight_sender import Sent, Target, WeightSender
-from rlhf_core.engines.weight_source import KeptSource, PolicySource, TensorSpec
-from rlhf_core.engines.weights import PackedTensor, pack, unpack
+from rlhf_core.engines.deepspeed.engine import device, equal_count, join_world, most_over_ranks
+from rlhf_core.engines.deepspeed.sequence_parallel import share_sequences
+from rlhf_core.engines.memory.gpu_memory import memory_in_use
+from rlhf_core.engines.memory.offload import Stays
+from rlhf_core.engines.ray.rendezvous import join_store, open_store
+from rlhf_core.engines.transfer.adapter_source import AdapterSource
+from rlhf_core.engines.transfer.sender import Sent, Target, WeightSender
+from rlhf_core.engines.transfer.source import KeptSource, PolicySource, TensorSpec
+from rlhf_core.engines.transfer.weights import PackedTensor, pack, unpack
 from rlhf_core.models.backend import Backend
 from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, collate_tokens
 from rlhf_core.models.build import checkpoint_names, save_model
@@ -34,18 +34,18 @@ from rlhf_core.models.forward import GENERAL, PolicyModule, ScalarModule, common
 from rlhf_core.models.lora import has_adapters, without_adapters
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.process import collect_by_default
-from rlhf_core.scorers.reward_model import score_sequences
+from rlhf_core.scorers.reward.model import score_sequences
 from rlhf_core.storage.node import job_storage
 from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.job import POLICY, RlJob
 from rlhf_core.trainers.rl.minibatch import Minibatch, before, prompt_rows
 from rlhf_core.trainers.rl.roles import HostedRoles
 from rlhf_core.trainers.rl.update import ForwardGraphs, RankUpdate, RlUpdate, policy_arguments
-from rlhf_core.trainers.supervised import seed_generators
+from rlhf_core.trainers.supervised.loop import seed_generators
 from rlhf_core.types import Sequences
 
 if TYPE_CHECKING:
-    from rlhf_core.engines.gpu_transfer import IpcBuffer
+    from rlhf_core.engines.transfer.gpu import IpcBuffer
 
 GIVE_UP = 3.0  # an engine that takes no weights is given up after this part of rl.deadlines.step, in which the rank must answer
 
@@ -295,7 +295,7 @@ class TrainerRank:
         return Sent(probe, answers, lost, transfer.nbytes)
 
     def _shared_buffer(self, specs: list[list[TensorSpec]]) -> IpcBuffer:
-        from rlhf_core.engines.gpu_transfer import IpcBuffer
+        from rlhf_core.engines.transfer.gpu import IpcBuffer
 
         if self._shared is None:
             self._shared = IpcBuffer(specs)

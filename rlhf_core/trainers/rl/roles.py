@@ -13,18 +13,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.algorithms.schedules import learning_rate_factor
 from rlhf_core.checkpoint.saving import without_crc32
 from rlhf_core.config import RlConfig
-from rlhf_core.engines.deepspeed_engine import EngineSettings, TrainEngine, device
-from rlhf_core.engines.frozen import FrozenModel
-from rlhf_core.engines.offload import Stays
-from rlhf_core.engines.universal import convert_engines, load_converted
+from rlhf_core.engines.deepspeed.engine import EngineSettings, TrainEngine, device
+from rlhf_core.engines.deepspeed.frozen import FrozenModel
+from rlhf_core.engines.deepspeed.universal import convert_engines, load_converted
+from rlhf_core.engines.memory.offload import Stays
 from rlhf_core.models.build import load_language_model, load_scalar_model, new_scalar_model, scalar_head
 from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.probe import shares_prefixes
-from rlhf_core.scorers.members import member_folders
-from rlhf_core.scorers.reward_model import load_member
+from rlhf_core.scorers.reward.members import member_folders
+from rlhf_core.scorers.reward.model import load_member
 from rlhf_core.trainers.rl.job import RlJob
-from rlhf_core.trainers.supervised import load_random_state, random_state_of, save_random_state
+from rlhf_core.trainers.supervised.loop import load_random_state, random_state_of, save_random_state
 
 REFERENCE = "reference.pt"  # in a checkpoint
 

@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_core.agents.environment import Environment
 from rlhf_core.config import RlConfig
 from rlhf_core.engines.ray.actors import ActorGroup
-from rlhf_core.engines.requests import Request, Sample, SamplingSettings, request_seeds
+from rlhf_core.engines.rollout.requests import Request, Sample, SamplingSettings, request_seeds
 from rlhf_core.trainers.rl.dispatch import Dispatcher, Requests
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch, WeightSyncCheck

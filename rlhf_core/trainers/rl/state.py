@@ -16,7 +16,7 @@ from rlhf_core.checkpoint.stored import check_checkpoint
 from rlhf_core.config import RlConfig
 from rlhf_core.sampling.scoring import Moments, RewardNormalizer
 from rlhf_core.trainers.rl.monitor import MonitorState, begun_anew, under_limits
-from rlhf_core.trainers.time_limit import out_of_time
+from rlhf_core.trainers.supervised.time_limit import out_of_time
 
 log = logging.getLogger("rlhf")
 

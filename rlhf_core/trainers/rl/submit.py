@@ -22,7 +22,7 @@ from rlhf_core.stage.setup import rl_setup
 from rlhf_core.stage.stored_job import uses_storage
 from rlhf_core.storage.work import OUTPUTS
 from rlhf_core.trainers.rl.job import PLACEMENT, POLICY, RlJob
-from rlhf_core.trainers.time_limit import ended_by_time
+from rlhf_core.trainers.supervised.time_limit import ended_by_time
 
 
 def check_rewards(rl: RlConfig, gate: dict) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlhf_core.engines.ray.actors import ActorGroup
 from rlhf_core.engines.ray.places import RoleLost
-from rlhf_core.engines.weight_sender import Sent, Target
+from rlhf_core.engines.transfer.sender import Sent, Target
 from rlhf_core.trainers.rl.groups import TrainerGroup
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from rlhf_core.engines.offload import Stays
+from rlhf_core.engines.memory.offload import Stays
 from rlhf_core.engines.ray.actors import ActorGroup
 from rlhf_core.engines.ray.places import RoleLost
 from rlhf_core.trainers.rl.groups import TrainerGroups

@@ -15,12 +15,11 @@ from rlhf_core.algorithms.kl import kl_loss_term
 from rlhf_core.algorithms.policy_losses import POLICY_LOSSES, aggregate, expert_counts, load_balancing_loss, value_loss
 from rlhf_core.config import RlConfig
 from rlhf_core.data.batching import microbatches
-from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count, sum_over_ranks
-from rlhf_core.engines.ranks import summed, total
+from rlhf_core.engines.deepspeed.engine import TrainEngine, equal_count, sum_over_ranks
+from rlhf_core.engines.deepspeed.ranks import summed, total
 from rlhf_core.models.backend import Backend
 from rlhf_core.models.batch import Branches, TokenBatch
 from rlhf_core.models.forward import PolicyOutput
-from rlhf_core.trainers.demonstrations import collate_demonstrations
 from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.minibatch import (
     Minibatch,
@@ -32,6 +31,7 @@ from rlhf_core.trainers.rl.minibatch import (
     token_batch,
     unflatten,
 )
+from rlhf_core.trainers.supervised.demonstrations import collate_demonstrations
 from rlhf_core.types import TrainBatch
 
 

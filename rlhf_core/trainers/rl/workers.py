@@ -17,8 +17,8 @@ from rlhf_core.checkpoint.store import Found
 from rlhf_core.checkpoint.stored import download_for_driver, remove_folder
 from rlhf_core.config import bytes_shown
 from rlhf_core.data.batching import deal_out_groups
+from rlhf_core.engines.deepspeed.universal import of_other_ranks
 from rlhf_core.engines.ray.actors import Pending, RoleLost
-from rlhf_core.engines.universal import of_other_ranks
 from rlhf_core.models.build import vocabulary_size
 from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
 from rlhf_core.sampling.scoring import PendingScores, ResponseScorer, RewardNormalizer, ScorerMetrics

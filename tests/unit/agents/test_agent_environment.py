@@ -14,7 +14,7 @@ from chat_templates import templated
 from rlhf_core.agents.environment import Environment, load_play
 from rlhf_core.agents.tools import Tool, ToolCall, parse_calls
 from rlhf_core.config import EnvironmentConfig
-from rlhf_core.engines.requests import Sample, SamplingSettings
+from rlhf_core.engines.rollout.requests import Sample, SamplingSettings
 from rlhf_core.models.tokenizer import encode_prompt, turn_end
 from rlhf_core.types import Prompt, Rollout
 

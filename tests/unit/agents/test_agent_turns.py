@@ -13,7 +13,7 @@ from rlhf_core.agents.environment import Environment
 from rlhf_core.agents.turns import MARKER, check_turns, ids_behind_reply, prompt_ids
 from rlhf_core.config import EnvironmentConfig
 from rlhf_core.data.schema import whole_message
-from rlhf_core.engines.requests import Sample, SamplingSettings
+from rlhf_core.engines.rollout.requests import Sample, SamplingSettings
 from rlhf_core.models.template import Unrenderable
 from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, turn_end
 from rlhf_core.types import Prompt

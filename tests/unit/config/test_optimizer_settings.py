@@ -10,9 +10,9 @@ from tiny_models import rl_job, tiny_params
 
 from rlhf_core.config import ConfigError, overridden
 from rlhf_core.config.model import LengthConfig
-from rlhf_core.engines.deepspeed_engine import EngineSettings
+from rlhf_core.engines.deepspeed.engine import EngineSettings
 from rlhf_core.trainers.rl.rank import TrainerRank
-from rlhf_core.trainers.supervised import engine_settings
+from rlhf_core.trainers.supervised.loop import engine_settings
 
 DEFAULT = CLERK_PARAMS
 

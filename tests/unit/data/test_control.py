@@ -15,17 +15,17 @@ from tokenizer_shapes import CHATS, shaped
 
 from rlhf_core.config import SourceConfig
 from rlhf_core.data.control import control_token, end_token, is_blank, is_filled, placeholder, unwrapped, without_end_tokens
-from rlhf_core.data.drops import Dropped, Misfit
-from rlhf_core.data.filters import row_fault
-from rlhf_core.data.formats import convert
 from rlhf_core.data.schema import open_tables, write_rows
-from rlhf_core.data.sources import load_source
-from rlhf_core.data.validation.validate import validate
 from rlhf_core.look.__main__ import main
 from rlhf_core.look.look import guess, place_of, sample_of
 from rlhf_core.look.rows import COMPOSED, UseCounts
 from rlhf_core.models.template import CONTINUATION, template_tokens
 from rlhf_core.models.tokenizer import encode_conversation
+from rlhf_core.preparation.drops import Dropped, Misfit
+from rlhf_core.preparation.filters import row_fault
+from rlhf_core.preparation.formats import convert
+from rlhf_core.preparation.sources import load_source
+from rlhf_core.preparation.validation.validate import validate
 
 QUESTION = [{"role": "user", "content": "Tell me about the fox."}]
 KIND = [{"role": "system", "content": "You are kind."}, *QUESTION]

@@ -13,7 +13,7 @@ from rlhf_core.agents.tools import parse_calls
 from rlhf_core.config import ClerkConfig, EnvironmentConfig
 from rlhf_core.data.clerk.generator import clerk_rows
 from rlhf_core.data.clerk.notebook import GUESSES, PAGES, call, notebook_rows, number_on
-from rlhf_core.engines.requests import Sample, SamplingSettings
+from rlhf_core.engines.rollout.requests import Sample, SamplingSettings
 from rlhf_core.models.tokenizer import build_tokenizer, encode_prompt
 from rlhf_core.types import Prompt
 

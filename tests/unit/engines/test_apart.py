@@ -14,9 +14,9 @@ import pytest
 from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import load_params
-from rlhf_core.engines.apart import EngineApart, EngineLost
-from rlhf_core.engines.in_process import open_here
-from rlhf_core.engines.requests import SamplingSettings
+from rlhf_core.engines.rollout.apart import EngineApart, EngineLost
+from rlhf_core.engines.rollout.in_process import open_here
+from rlhf_core.engines.rollout.requests import SamplingSettings
 from rlhf_core.models.build import new_language_model, read_state_dict, save_model
 from rlhf_core.models.tokenizer import build_tokenizer
 
@@ -76,7 +76,7 @@ def test_what_the_engine_refuses_is_refused_here_and_no_process_stays(tmp_path):
 HOLDER = """
 import time
 from types import SimpleNamespace
-from rlhf_core.engines.apart import EngineApart
+from rlhf_core.engines.rollout.apart import EngineApart
 if __name__ == "__main__":
     engine = EngineApart(SimpleNamespace)
     print(engine._process.pid, flush=True)
@@ -101,7 +101,7 @@ def test_the_engine_ends_with_a_stage_that_is_killed(tmp_path):
 
 FAILING = """
 from types import SimpleNamespace
-from rlhf_core.engines.apart import EngineApart
+from rlhf_core.engines.rollout.apart import EngineApart
 if __name__ == "__main__":
     engine = EngineApart(SimpleNamespace)
     raise SystemExit(3)

@@ -10,8 +10,8 @@ import torch
 from continued import drawn_in_parts, span_differences
 from transformers import PreTrainedModel
 
-from rlhf_core.engines.pytorch_engine import PytorchEngine
-from rlhf_core.engines.requests import Request, Sample, SamplingSettings, segment_seed
+from rlhf_core.engines.rollout.pytorch_engine import PytorchEngine
+from rlhf_core.engines.rollout.requests import Request, Sample, SamplingSettings, segment_seed
 from rlhf_core.engines.vllm.parameters import at_stop
 from rlhf_core.models.build import load_language_model
 from rlhf_core.types import Rollout

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import PAD, assert_weights_agree, largest_difference, negative_logprob_step, policy_engine, sequences, settings
 
-from rlhf_core.engines.deepspeed_engine import TrainEngine, equal_count
+from rlhf_core.engines.deepspeed.engine import TrainEngine, equal_count
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_core.engines.gpu_memory import OWN_BYTES, cache_bytes, pass_bytes
+from rlhf_core.engines.memory.gpu_memory import OWN_BYTES, cache_bytes, pass_bytes
 from rlhf_core.models.folder import count_parameters
 
 

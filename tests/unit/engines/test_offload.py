@@ -13,10 +13,10 @@ from tiny_models import PAD, largest_difference, negative_logprob_step, sequence
 from whole_matrix import cells
 
 from rlhf_core.config.model import LoraConfig
-from rlhf_core.engines import offload
-from rlhf_core.engines.deepspeed_engine import TrainEngine
-from rlhf_core.engines.frozen import FrozenModel
-from rlhf_core.engines.offload import Offloaded, storages_of
+from rlhf_core.engines.deepspeed.engine import TrainEngine
+from rlhf_core.engines.deepspeed.frozen import FrozenModel
+from rlhf_core.engines.memory import offload
+from rlhf_core.engines.memory.offload import Offloaded, storages_of
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule

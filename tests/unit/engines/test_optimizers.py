@@ -14,8 +14,8 @@ from whole_matrix import cells
 
 from rlhf_core.config import LoraConfig
 from rlhf_core.config.model import Optimizer
-from rlhf_core.engines.deepspeed_engine import TrainEngine
-from rlhf_core.engines.optimizers import _CHUNK, AVERAGE, OPTIMIZERS, Lion
+from rlhf_core.engines.deepspeed.engine import TrainEngine
+from rlhf_core.engines.deepspeed.optimizers import _CHUNK, AVERAGE, OPTIMIZERS, Lion
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule

@@ -19,8 +19,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rlhf_core.engines.pytorch_engine import PROMPT_TOKENS, PytorchEngine, sample_tokens
-from rlhf_core.engines.requests import Sample, SamplingSettings, request_seeds
+from rlhf_core.engines.rollout.pytorch_engine import PROMPT_TOKENS, PytorchEngine, sample_tokens
+from rlhf_core.engines.rollout.requests import Sample, SamplingSettings, request_seeds
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import checkpoint_names, load_language_model, read_state_dict, save_model, with_weights
 from rlhf_core.models.cpu.decoder import LlamaDecoder

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from ray.util import get_node_ip_address
 
-from rlhf_core.engines.rendezvous import join_store, open_store
+from rlhf_core.engines.ray.rendezvous import join_store, open_store
 
 
 def test_a_rank_joins_the_store_at_rays_address_of_the_node():

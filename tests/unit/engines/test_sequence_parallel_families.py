@@ -10,7 +10,7 @@ from sequence_ranks import run_families
 from transformers import LlamaConfig
 from whole_matrix import cells, is_chosen
 
-from rlhf_core.engines.sequence_parallel import check_heads
+from rlhf_core.engines.deepspeed.sequence_parallel import check_heads
 
 TOLERANCE = 1e-5  # of log-probabilities, absolute; of the gradient, relative to its norm
 QUICK = ("llama_tied", "gemma3", "mistral", "mixtral", "gpt2")  # every kind of attention and position

@@ -23,10 +23,10 @@ from transfers import at_an_engine, same_bits, whole_weights
 from whole_matrix import cells
 
 from rlhf_core.config import LoraConfig
-from rlhf_core.engines.adapter_source import AdapterSource
-from rlhf_core.engines.deepspeed_engine import TrainEngine
-from rlhf_core.engines.frozen import FrozenModel
-from rlhf_core.engines.weight_source import PolicySource
+from rlhf_core.engines.deepspeed.engine import TrainEngine
+from rlhf_core.engines.deepspeed.frozen import FrozenModel
+from rlhf_core.engines.transfer.adapter_source import AdapterSource
+from rlhf_core.engines.transfer.source import PolicySource
 from rlhf_core.models import head as heads
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import frozen, load_language_model, load_scalar_model, save_model

@@ -19,10 +19,10 @@ from torch import nn
 from transfers import ReceiverPeer, new_sender, send, source_of
 
 from rlhf_core.config import LoraConfig
-from rlhf_core.engines.gloo_transfer import pack_layer, unpack_layer
-from rlhf_core.engines.in_process import RolloutActor
-from rlhf_core.engines.weight_sender import END_SECONDS, Target
-from rlhf_core.engines.weight_source import by_size, layer_of, specs_of
+from rlhf_core.engines.rollout.in_process import RolloutActor
+from rlhf_core.engines.transfer.gloo import pack_layer, unpack_layer
+from rlhf_core.engines.transfer.sender import END_SECONDS, Target
+from rlhf_core.engines.transfer.source import by_size, layer_of, specs_of
 from rlhf_core.models.build import checkpoint_names, load_language_model
 from rlhf_core.models.lora import add_adapters, weight_units
 

@@ -7,7 +7,7 @@ import warnings
 
 import torch
 
-from rlhf_core.engines.weights import pack, unpack
+from rlhf_core.engines.transfer.weights import pack, unpack
 
 
 def weights() -> dict[str, torch.Tensor]:

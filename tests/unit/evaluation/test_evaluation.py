@@ -14,7 +14,7 @@ from tiny_models import sequences, tiny_params
 
 from rlhf_core.config import ScorerConfig
 from rlhf_core.data.judge import Judgement
-from rlhf_core.engines.requests import Sample
+from rlhf_core.engines.rollout.requests import Sample
 from rlhf_core.evaluation.answers import EvaluatedModel, response_logprobs, score_answers
 from rlhf_core.evaluation.figures import Answer, by_prompt, differences, judge_difference, judged, summarize, win_rate
 from rlhf_core.models.build import load_language_model
@@ -23,7 +23,7 @@ from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.tokenizer import encode_prompt
 from rlhf_core.sampling import scoring
 from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer, ScoredResponse
-from rlhf_core.scorers.reward_model import score_by_members
+from rlhf_core.scorers.reward.model import score_by_members
 from rlhf_core.types import Prompt
 
 PROMPT = Prompt("id", "clerk", [{"role": "user", "content": "Please sort 41."}], [5, 6], None)

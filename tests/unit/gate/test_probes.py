@@ -126,7 +126,7 @@ def test_shift_of_a_format_is_in_standard_deviations(model):
 
 
 def test_what_a_probe_makes_too_long_is_no_response_without_a_score(model, caplog):
-    from rlhf_core.scorers.reasons import Reasons
+    from rlhf_core.progress import Reasons
 
     tight = replace(model, max_length=max(len(model.encode(*text)) for text in TEXTS), report=Reasons("gate"))
     stored = tight.score_texts(TEXTS)

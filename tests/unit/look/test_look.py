@@ -14,14 +14,14 @@ from measured_rows import measured
 
 from rlhf_core.config import parse_params, parse_yaml, read_yaml
 from rlhf_core.data.schema import SCHEMAS, read_rows
-from rlhf_core.data.sources import load_source, mix
 from rlhf_core.look import page
 from rlhf_core.look.__main__ import main
 from rlhf_core.look.look import Inspection, guess, inspect_reading, place_of, sample_of
 from rlhf_core.look.rows import pieces
 from rlhf_core.models.tokenizer import encode_prompt, encode_scored, new_tokenizer
-from rlhf_core.trainers.demonstrations import collate_demonstrations, encode_demonstrations
+from rlhf_core.preparation.sources import load_source, mix
 from rlhf_core.trainers.preference.train import begin_examples, begin_pairs
+from rlhf_core.trainers.supervised.demonstrations import collate_demonstrations, encode_demonstrations
 from tests.chat_templates import templated
 from tests.tiny_models import DEFAULTS, tiny_params, tiny_tokenizer
 
@@ -284,7 +284,7 @@ def test_every_use_that_a_reading_has_is_a_use_of_the_schema(tmp_path):
 def test_objections_are_those_of_validate_data(tmp_path):
     """The same rows, validated: every expectation that counts rows finds as many."""
     from rlhf_core.data.schema import open_rows
-    from rlhf_core.data.validation.validate import validate
+    from rlhf_core.preparation.validation.validate import validate
 
     records = [
         *PAIRS,

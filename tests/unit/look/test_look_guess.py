@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.config import ConfigError
-from rlhf_core.data.values import RawRecord
 from rlhf_core.look import page
 from rlhf_core.look.guess import PROMPT
 from rlhf_core.look.look import Guess, Place, guess, inspect_reading, place_of, sample_of
+from rlhf_core.preparation.values import RawRecord
 from tests.tiny_models import tiny_params, tiny_tokenizer
 
 ASK = {"role": "user", "content": "What is 2 + 2?"}

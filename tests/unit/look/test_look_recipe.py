@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import load_overlaid, parse_yaml
-from rlhf_core.data.prepare import measure_rows
 from rlhf_core.data.schema import open_rows
-from rlhf_core.data.sources import mix
-from rlhf_core.data.validation.tables import read_measured
-from rlhf_core.data.validation.validate import validate
 from rlhf_core.look.__main__ import main
+from rlhf_core.preparation.prepare import measure_rows
+from rlhf_core.preparation.sources import mix
+from rlhf_core.preparation.validation.tables import read_measured
+from rlhf_core.preparation.validation.validate import validate
 from tests.tiny_models import DEFAULTS, tiny_tokenizer
 
 SOUND = [{"prompt": f"Sort {i}.", "chosen": "1 2 3"[: 3 + 2 * (i % 2)], "rejected": "3 2 1"[: 5 - 2 * (i % 2)]} for i in range(40)]

@@ -10,12 +10,12 @@ from classifiers import own_scores_alone, save_classifier, tiny_classifier
 from tiny_models import MAX_LENGTH, tiny_params
 from tokenizer_shapes import CHATS, SHAPES, shaped
 
-from rlhf_core.data.validation.measures import measure
 from rlhf_core.gate.scoring import LoadedModel
 from rlhf_core.look import page
 from rlhf_core.look.look import guess, inspect_reading, place_of, sample_of
 from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, encode_scored, response_text, turn_end
-from rlhf_core.scorers.reward_input import RewardModelInput
+from rlhf_core.preparation.validation.measures import measure
+from rlhf_core.scorers.reward.input import RewardModelInput
 from rlhf_core.trainers.preference.train import begin_pairs
 from rlhf_core.types import Prompt
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from whole_matrix import cells
 
 from rlhf_core.config import LoraConfig
-from rlhf_core.engines.deepspeed_engine import TrainEngine
+from rlhf_core.engines.deepspeed.engine import TrainEngine
 from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, collate_tokens
 from rlhf_core.models.build import load_language_model, load_scalar_model, new_scalar_model, save_model, scalar_head
 from rlhf_core.models.decoding import HuggingFaceDecoder

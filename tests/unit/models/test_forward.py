@@ -21,7 +21,7 @@ from rlhf_core.models.build import (
     trunk,
 )
 from rlhf_core.models.forward import PolicyModule, ScalarModule
-from rlhf_core.scorers.reward_model import score_sequences
+from rlhf_core.scorers.reward.model import score_sequences
 
 IDS = sequences(7, seed=3)
 STARTS = [1, 3, 2, 1, 2, 3, 1]

@@ -20,7 +20,7 @@ from tiny_models import (
 )
 
 from rlhf_core.config import LoraConfig
-from rlhf_core.engines.deepspeed_engine import TrainEngine
+from rlhf_core.engines.deepspeed.engine import TrainEngine
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import (
     checkpoint_names,

@@ -12,7 +12,7 @@ from tiny_models import PAD, largest_difference, merged_state_dict, negative_log
 from torch import nn
 
 from rlhf_core.config import LoraConfig
-from rlhf_core.engines.deepspeed_engine import TrainEngine
+from rlhf_core.engines.deepspeed.engine import TrainEngine
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model, load_scalar_model, save_model, scalar_head
 from rlhf_core.models.forward import PolicyModule

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlhf_core.models.batch import collate_branches, collate_tokens, shared_row
 from rlhf_core.models.build import load_language_model, load_scalar_model, new_scalar_model
 from rlhf_core.models.forward import ScalarModule
-from rlhf_core.scorers.reward_model import load_members, score_sequences
+from rlhf_core.scorers.reward.model import load_members, score_sequences
 
 CPU = torch.device("cpu")
 

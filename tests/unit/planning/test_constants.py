@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_core.engines import gpu_memory
+from rlhf_core.engines.memory import gpu_memory
 from rlhf_core.engines.vllm import engine
 from rlhf_core.models import head, lora
 from rlhf_core.planning import memory, stages
 from rlhf_core.planning.shape import SIZES
-from rlhf_core.scorers import reward_model
+from rlhf_core.scorers.reward import model as reward_model
 
 SHAPE = SIZES["llama3-8b"]
 

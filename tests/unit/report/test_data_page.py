@@ -13,8 +13,8 @@ import pytest
 
 from rlhf_core.config import SourceConfig, parse_yaml
 from rlhf_core.config.data import FORMATS
-from rlhf_core.data.sources import load_source
 from rlhf_core.look.look import guess, place_of, sample_of
+from rlhf_core.preparation.sources import load_source
 
 PAGE = (Path(__file__).parents[3] / "docs" / "tables" / "formats.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)

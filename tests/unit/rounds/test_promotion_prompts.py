@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tiny_models import tiny_params
 
-from rlhf_core.engines.requests import request_seeds
+from rlhf_core.engines.rollout.requests import request_seeds
 from rlhf_core.rounds.sample import promotion_prompts, promotion_seeds
 
 ROWS = [

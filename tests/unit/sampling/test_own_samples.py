@@ -12,10 +12,10 @@ import torch
 from tiny_models import save_tiny_models, tiny_params, tiny_tokenizer
 
 from rlhf_core.config import ModelConfig, SamplesConfig
-from rlhf_core.data.samples import Written
 from rlhf_core.data.schema import Message
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
+from rlhf_core.preparation.samples import Written
 from rlhf_core.sampling.own_samples import ModelWriter
 
 SAMPLES = SamplesConfig(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf_core.engines.requests import request_seeds
+from rlhf_core.engines.rollout.requests import request_seeds
 
 
 def test_seeds_are_the_same_again_and_differ_by_run_step_and_request():

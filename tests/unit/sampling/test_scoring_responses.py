@@ -11,12 +11,12 @@ import torch
 from tiny_models import tiny_params
 
 from rlhf_core.config import ScorerConfig
-from rlhf_core.engines.requests import Sample
+from rlhf_core.engines.rollout.requests import Sample
 from rlhf_core.models.build import load_scalar_model
 from rlhf_core.models.tokenizer import CHAT_TEMPLATE, encode_conversation, encode_prompt
 from rlhf_core.sampling.prompts import choose_prompts
 from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
-from rlhf_core.trainers.conditional import asking_tokenizer, with_quality
+from rlhf_core.trainers.sft.conditional import asking_tokenizer, with_quality
 from rlhf_core.types import Prompt
 
 ROWS = [

@@ -13,13 +13,13 @@ from tiny_models import MAX_LENGTH, tiny_params, tiny_tokenizer
 from transformers import BertTokenizer, PreTrainedTokenizerBase
 
 from rlhf_core.config import ScorerConfig
-from rlhf_core.engines.requests import Sample
+from rlhf_core.engines.rollout.requests import Sample
 from rlhf_core.gate.scoring import LoadedModel
 from rlhf_core.models.tokenizer import encode_prompt, encode_scored, load_tokenizer, turn_end
+from rlhf_core.progress import Reasons
 from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
-from rlhf_core.scorers.reasons import Reasons
-from rlhf_core.scorers.reward_input import RewardModelInput
-from rlhf_core.trainers.conditional import RatedResponse, reward_scores
+from rlhf_core.scorers.reward.input import RewardModelInput
+from rlhf_core.trainers.sft.conditional import RatedResponse, reward_scores
 from rlhf_core.types import Prompt
 
 QUESTION = [{"role": "user", "content": "Please sort 4172."}]

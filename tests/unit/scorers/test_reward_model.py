@@ -14,9 +14,9 @@ from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_scalar_model
 from rlhf_core.models.forward import ScalarModule
 from rlhf_core.models.tokenizer import PLAIN_TEMPLATE, encode_conversation, encode_prompt, load_tokenizer
-from rlhf_core.scorers.members import combine_members, member_folders
-from rlhf_core.scorers.reward_input import RewardModelInput
-from rlhf_core.scorers.reward_model import load_members, score_by_members, score_sequences
+from rlhf_core.scorers.reward.input import RewardModelInput
+from rlhf_core.scorers.reward.members import combine_members, member_folders
+from rlhf_core.scorers.reward.model import load_members, score_by_members, score_sequences
 from rlhf_core.types import Prompt
 
 QUESTION = [{"role": "user", "content": "Please sort 4172."}]

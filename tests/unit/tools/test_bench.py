@@ -10,8 +10,8 @@ import pytest
 from tiny_models import tiny_tokenizer
 
 from rlhf_core.config import load_params
-from rlhf_core.data.sources import load_source
 from rlhf_core.models.tokenizer import encode_prompt
+from rlhf_core.preparation.sources import load_source
 from tools.bench.growth import Point, make_workspace
 from tools.bench.growth import table as growth_table
 from tools.bench.limits import table

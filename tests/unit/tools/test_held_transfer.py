@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transfers import ReceiverPeer, new_sender, source_of
 
-from rlhf_core.engines.weight_sender import Target
+from rlhf_core.engines.transfer.sender import Target
 from tools.faults.transfer import held_transfer, settled_layer, unavailable
 
 

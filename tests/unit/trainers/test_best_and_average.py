@@ -18,13 +18,13 @@ from whole_matrix import cells
 
 from rlhf_core.checkpoint.store import CheckpointStore, Origin, StoreSettings, checkpoint_steps
 from rlhf_core.config import TrackingConfig
-from rlhf_core.engines.deepspeed_engine import TrainEngine
+from rlhf_core.engines.deepspeed.engine import TrainEngine
 from rlhf_core.process import Interrupted
 from rlhf_core.tracking import MetricsLog
-from rlhf_core.trainers import supervised
-from rlhf_core.trainers.demonstrations import Demonstration
-from rlhf_core.trainers.sft import sft_phase
-from rlhf_core.trainers.supervised import HELD_OUT, Metrics, Phase, TrainLoop, hold_out, train_phase
+from rlhf_core.trainers.sft.train import sft_phase
+from rlhf_core.trainers.supervised import loop as supervised
+from rlhf_core.trainers.supervised.demonstrations import Demonstration
+from rlhf_core.trainers.supervised.loop import HELD_OUT, Metrics, Phase, TrainLoop, hold_out, train_phase
 
 pytestmark = pytest.mark.usefixtures("world")
 TRAIN = [Demonstration(ids, 1) for ids in sequences(6, seed=0)]  # few, which training learns by heart

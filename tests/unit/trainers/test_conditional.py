@@ -14,7 +14,7 @@ from tiny_models import MAX_LENGTH
 from rlhf_core.models.build import load_scalar_model
 from rlhf_core.models.tokenizer import CHAT_TEMPLATE, PLAIN_TEMPLATE, encode_conversation, encode_prompt, load_tokenizer
 from rlhf_core.process import Interrupted
-from rlhf_core.trainers.conditional import (
+from rlhf_core.trainers.sft.conditional import (
     RatedResponse,
     asking_template,
     asking_tokenizer,

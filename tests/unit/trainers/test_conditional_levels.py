@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from tiny_models import MAX_LENGTH, tiny_params
 
-from rlhf_core.trainers.conditional import encode_with_levels, quality_levels, rated_responses, with_quality
-from rlhf_core.trainers.demonstrations import encode_demonstrations
-from rlhf_core.trainers.rejection_sampling import heldout_demonstrations
+from rlhf_core.trainers.sft.conditional import encode_with_levels, quality_levels, rated_responses, with_quality
+from rlhf_core.trainers.sft.rejection_sampling import heldout_demonstrations
+from rlhf_core.trainers.supervised.demonstrations import encode_demonstrations
 
 MESSAGES = [{"role": "user", "content": "Sort 41."}]
 

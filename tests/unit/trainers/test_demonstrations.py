@@ -9,7 +9,7 @@ import pytest
 from chat_templates import TEMPLATES, templated
 
 from rlhf_core.models.tokenizer import encode_conversation, turn_end
-from rlhf_core.trainers.demonstrations import Demonstration, collate_demonstrations, encode_demonstrations
+from rlhf_core.trainers.supervised.demonstrations import Demonstration, collate_demonstrations, encode_demonstrations
 
 CONVERSATION = [
     {"role": "user", "content": "Please sort 4172."},

@@ -12,7 +12,7 @@ from preference_runs import TRAIN, config, rows, run_of
 from tiny_models import PAD, policy_engine, rl_job, save_tiny_dropout, scalar_engine, sequences, settings, train_batch, whole
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_core.engines.deepspeed_engine import TrainEngine
+from rlhf_core.engines.deepspeed.engine import TrainEngine
 from rlhf_core.models.batch import TokenBatch, collate_tokens
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule

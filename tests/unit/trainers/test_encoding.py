@@ -15,7 +15,7 @@ from rlhf_core.data.tokens import EncodedTurns
 from rlhf_core.engines.ports import free_ports
 from rlhf_core.models import response_ids
 from rlhf_core.models.tokenizer import Unrenderable, encode_scored_turns, encode_turns
-from rlhf_core.trainers.encoding import in_background
+from rlhf_core.trainers.supervised.encoding import in_background
 
 PROMPT = [{"role": "user", "content": "Please sort 4172."}]
 LONGER = [*PROMPT, {"role": "assistant", "content": "<think>\nb\n</think>\n\n1247."}, {"role": "user", "content": "Sort 21."}]

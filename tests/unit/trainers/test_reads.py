@@ -23,12 +23,12 @@ from tiny_models import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf_core.engines.deepspeed_engine import TrainEngine
+from rlhf_core.engines.deepspeed.engine import TrainEngine
 from rlhf_core.trainers.preference.objectives import PairObjective, ResponseForward, no_reference
 from rlhf_core.trainers.preference.train import begin_pairs
-from rlhf_core.trainers.reward import Comparison, reward_phase
+from rlhf_core.trainers.reward.train import Comparison, reward_phase
 from rlhf_core.trainers.rl.rank import TrainerRank
-from rlhf_core.trainers.sft import sft_phase
+from rlhf_core.trainers.sft.train import sft_phase
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -16,9 +16,9 @@ from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_scalar_model, scalar_head
 from rlhf_core.models.forward import ScalarModule
 from rlhf_core.models.tokenizer import encode_conversation, load_tokenizer
-from rlhf_core.trainers.ensemble import train_ensemble
-from rlhf_core.trainers.reward import Comparison, encode_comparisons, reward_phase, score_heldout
-from rlhf_core.trainers.supervised import TrainLoop
+from rlhf_core.trainers.reward.ensemble import train_ensemble
+from rlhf_core.trainers.reward.train import Comparison, encode_comparisons, reward_phase, score_heldout
+from rlhf_core.trainers.supervised.loop import TrainLoop
 
 pytestmark = pytest.mark.usefixtures("world")
 PAIRS = [[(0, 1), (0, 2), (2, 1)], [(1, 0)], [(0, 3), (3, 1), (2, 0), (1, 2)], [(0, 1)], [(1, 0), (1, 0)], [(0, 0)]]

@@ -13,8 +13,8 @@ from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.tokenizer import encode_conversation
-from rlhf_core.trainers.demonstrations import Demonstration, encode_demonstrations, encode_texts
-from rlhf_core.trainers.sft import heldout_loss, sft_phase
+from rlhf_core.trainers.sft.train import heldout_loss, sft_phase
+from rlhf_core.trainers.supervised.demonstrations import Demonstration, encode_demonstrations, encode_texts
 
 pytestmark = pytest.mark.usefixtures("world")
 TRAIN = [

@@ -15,14 +15,14 @@ from tiny_models import PAD, largest_difference, sequences, settings, tiny_param
 
 from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.config import TrackingConfig
-from rlhf_core.engines.deepspeed_engine import TrainEngine
+from rlhf_core.engines.deepspeed.engine import TrainEngine
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.process import Interrupted
 from rlhf_core.tracking import MetricsLog
-from rlhf_core.trainers.demonstrations import Demonstration
-from rlhf_core.trainers.sft import sft_phase
-from rlhf_core.trainers.supervised import TrainLoop, engine_settings, load_random_state, save_random_state, train_phase
+from rlhf_core.trainers.sft.train import sft_phase
+from rlhf_core.trainers.supervised.demonstrations import Demonstration
+from rlhf_core.trainers.supervised.loop import TrainLoop, engine_settings, load_random_state, save_random_state, train_phase
 
 pytestmark = pytest.mark.usefixtures("world")
 TRAIN = [Demonstration(ids, 2) for ids in sequences(20, seed=0)]

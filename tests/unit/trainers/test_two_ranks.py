@@ -28,7 +28,7 @@ from two_ranks import (
 from whole_matrix import cells, is_chosen
 
 from rlhf_core.checkpoint.digest import DIGEST_FILE, differences, read_digest, write_digest
-from rlhf_core.engines.universal import convert_to_universal, is_sharded
+from rlhf_core.engines.deepspeed.universal import convert_to_universal, is_sharded
 from rlhf_core.trainers.rl.minibatch import EXTREMES
 
 pytestmark = pytest.mark.usefixtures("world")

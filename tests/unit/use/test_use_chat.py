@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf_core.engines.requests import SamplingSettings
+from rlhf_core.engines.rollout.requests import SamplingSettings
 from rlhf_core.use.chat import NoRoom, Partner, chat, introduction, plain
 from rlhf_core.use.choice import choose
 

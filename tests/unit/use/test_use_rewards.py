@@ -23,7 +23,7 @@ from test_use_serve import settings
 from tiny_models import save_tiny_models, tiny_params, tiny_tokenizer
 
 from rlhf_core.config import ScorerConfig
-from rlhf_core.engines.requests import Sample
+from rlhf_core.engines.rollout.requests import Sample
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.sampling.prompts import choose_prompts
 from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer

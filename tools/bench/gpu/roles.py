@@ -17,7 +17,7 @@ import torch
 
 from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import Params, parse_params, set_key
-from rlhf_core.engines.deepspeed_engine import TrainEngine, device
+from rlhf_core.engines.deepspeed.engine import TrainEngine, device
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl.advantages import compute_advantages
@@ -252,7 +252,7 @@ def measure_engine(case: dict[str, Any]) -> dict[str, Any]:
     bytes: peak while it starts and samples; held: bytes held afterwards; weights: bytes of the folder's model; cache: bytes of keys and
     values, 0 if the engine allocates them per batch; tokens: capacity of the cache.
     """
-    from rlhf_core.engines.requests import SamplingSettings, request_seeds
+    from rlhf_core.engines.rollout.requests import SamplingSettings, request_seeds
     from rlhf_core.models.build import kv_cache_bytes, read_state_dict
 
     folder = model_folder(case["shape"], Path(case["models"]))
@@ -286,7 +286,7 @@ def open_here(backend: str, folder: str, *, sequences: int) -> Any:
         "gpu_memory_fraction": 0.5,
     }
     if backend == "pytorch":
-        from rlhf_core.engines.pytorch_engine import PytorchEngine
+        from rlhf_core.engines.rollout.pytorch_engine import PytorchEngine
 
         return PytorchEngine(folder, **settings)
     from rlhf_core.engines.vllm.engine import VllmEngine

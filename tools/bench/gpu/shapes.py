@@ -168,7 +168,7 @@ def _write(name: str, kind: Kind, models: Path, aside: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from rlhf_core.engines.deepspeed_engine import device
+    from rlhf_core.engines.deepspeed.engine import device
     from rlhf_core.models.build import new_scalar_model, save_model
 
     torch.manual_seed(0)

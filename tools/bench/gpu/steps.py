@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.config import Params, TrackingConfig, parse_params, set_key
-from rlhf_core.engines.deepspeed_engine import TrainEngine, join_world
+from rlhf_core.engines.deepspeed.engine import TrainEngine, join_world
 from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.build import load_language_model, new_scalar_model
 from rlhf_core.models.forward import PolicyModule, ScalarModule
@@ -26,11 +26,11 @@ from rlhf_core.models.probe import can_share_prefixes
 from rlhf_core.models.score_head import probe_score_head
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.tracking import MetricsLog
-from rlhf_core.trainers.demonstrations import encode_demonstrations
 from rlhf_core.trainers.preference.train import PreferenceRun, train_on_pairs
-from rlhf_core.trainers.reward import encode_comparisons, reward_phase
-from rlhf_core.trainers.sft import sft_phase
-from rlhf_core.trainers.supervised import TrainLoop, engine_settings, train_phase
+from rlhf_core.trainers.reward.train import encode_comparisons, reward_phase
+from rlhf_core.trainers.sft.train import sft_phase
+from rlhf_core.trainers.supervised.demonstrations import encode_demonstrations
+from rlhf_core.trainers.supervised.loop import TrainLoop, engine_settings, train_phase
 from tools.bench.gpu.flops import Passed
 from tools.bench.gpu.shapes import MAX_LENGTH, Lengths, demonstrations, pairs
 from tools.bench.work import PLAIN

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rlhf_core.engines.apart import EngineApart
+from rlhf_core.engines.rollout.apart import EngineApart
 from rlhf_core.planning.hardware import GIB
 from tools.bench.gpu.jobs import GRPO, REHEARSED
 from tools.bench.gpu.processes import Case, begin, measure_apart, measure_here, noted
@@ -66,7 +66,7 @@ def measure(case: Case) -> Case:
     Raises:
         RuntimeError: there is no GPU (except in a rehearsal), or the weights didn't arrive.
     """
-    from rlhf_core.engines.weight_sender import Target
+    from rlhf_core.engines.transfer.sender import Target
     from tools.bench.gpu.device import require
     from tools.bench.gpu.job import sizes
     from tools.bench.gpu.steps import synchronize
@@ -99,7 +99,7 @@ class PeerEngine(EngineApart):
     key = "engine"
 
     def __init__(self, **settings: Any):
-        from rlhf_core.engines.in_process import RolloutActor
+        from rlhf_core.engines.rollout.in_process import RolloutActor
 
         self._calls = ThreadPoolExecutor(1)
         super().__init__(RolloutActor, rank=0, **settings)

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from whole_matrix import cells
 
 from rlhf_core.algorithms.preference_losses import PREFERENCE_LOSSES, PairLogprobs, kto
-from rlhf_core.engines.frozen import FrozenModel
+from rlhf_core.engines.deepspeed.frozen import FrozenModel
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule

@@ -39,7 +39,7 @@ def main(sft: Path, reward: Path) -> None:
     from tiny_models import largest_difference, whole
 
     from rlhf_core.config import ConfigError
-    from rlhf_core.engines.deepspeed_engine import join_world
+    from rlhf_core.engines.deepspeed.engine import join_world
     from rlhf_core.stage.carried import row_of
 
     config = rl("above_greedy", **{"rl.above_greedy.share": 0.25})

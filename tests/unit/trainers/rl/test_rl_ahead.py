@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rl_here import EnginesHere, RunHere, rl_job_here, running
 from tiny_models import rl_job, tiny_params
 
-from rlhf_core.engines.requests import Request, Sample, SamplingSettings
+from rlhf_core.engines.rollout.requests import Request, Sample, SamplingSettings
 from rlhf_core.models.build import load_language_model
 from rlhf_core.process import StepAbandoned
 from rlhf_core.trainers.rl.advantages import correct

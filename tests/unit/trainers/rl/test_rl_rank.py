@@ -14,7 +14,7 @@ from tiny_models import PAD, demonstrations, largest_difference, sequences, trai
 from whole_matrix import cells
 
 from rlhf_core.config import DEFAULT_LIMITS
-from rlhf_core.engines.deepspeed_engine import TrainEngine
+from rlhf_core.engines.deepspeed.engine import TrainEngine
 from rlhf_core.models.build import load_language_model, load_scalar_model, scalar_head, trunk
 from rlhf_core.trainers.rl.minibatch import add_totals, prompt_rows, real_tokens, token_batch
 from rlhf_core.types import Sequences, TrainBatch

@@ -10,7 +10,7 @@ import pytest
 from tiny_models import rl_job
 
 from rlhf_core.engines.ray.actors import ActorGroup, RoleLost
-from rlhf_core.engines.weight_sender import Sent
+from rlhf_core.engines.transfer.sender import Sent
 from rlhf_core.trainers.rl.mismatch import WeightSyncCheck
 from rlhf_core.trainers.rl.recovery import Replacements, RolloutRecovery
 from rlhf_core.trainers.rl.rollouts import RolloutEngines

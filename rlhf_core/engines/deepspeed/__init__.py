@@ -1,0 +1,1 @@
+"""Training with DeepSpeed, and the ranks that train together."""

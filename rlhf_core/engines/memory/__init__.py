@@ -1,0 +1,1 @@
+"""Memory of a GPU that several engines share."""

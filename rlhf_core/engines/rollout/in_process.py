@@ -1,0 +1,155 @@
+"""Open a rollout engine of either backend: in this process, in another one, or as an actor of a group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf_core.config import RolloutBackend
+    from rlhf_core.engines.rollout.apart import EngineApart, EngineElsewhere
+    from rlhf_core.engines.rollout.pytorch_engine import PytorchEngine
+    from rlhf_core.engines.rollout.requests import Sample
+    from rlhf_core.engines.vllm.engine import VllmEngine
+
+
+def open_engine(
+    backend: RolloutBackend, model_path: str, *, ranks_per_model: int = 1, **settings: Any
+) -> VllmEngine | PytorchEngine | EngineApart | EngineElsewhere:
+    """An engine for a stage with other models. Other arguments as for `open_here`.
+
+    vLLM gets a separate process on a GPU, and on one of several ranks, whose process group it would take for its own.
+
+    Args:
+        ranks_per_model: so many consecutive ranks have one engine over all their GPUs, which the first of them opens.
+    Raises:
+        ValueError: such ranks are on several nodes.
+    """
+    import torch
+
+    from rlhf_core.engines.deepspeed.ranks import rank, world_size
+
+    if ranks_per_model > 1:
+        from rlhf_core.engines.rollout.apart import EngineApart, EngineElsewhere
+
+        if (there := int(os.environ["LOCAL_WORLD_SIZE"])) % ranks_per_model:
+            raise ValueError(
+                f"cluster.inference_ranks_per_model: expected a divisor of each node's ranks, got {ranks_per_model} with {there} ranks on "
+                "one; change it or cluster.inference_ranks"
+            )
+        if rank() % ranks_per_model:
+            return EngineElsewhere()
+        divided = {"gpus": ranks_per_model, "tensor_parallel_size": ranks_per_model}
+        return EngineApart(open_here, backend=backend, model_path=model_path, **divided, **settings)
+    if backend == "vllm" and (torch.cuda.is_available() or world_size() > 1):
+        from rlhf_core.engines.rollout.apart import EngineApart
+
+        return EngineApart(open_here, backend=backend, model_path=model_path, **settings)
+    return open_here(backend, model_path, **settings)
+
+
+def open_here(
+    backend: RolloutBackend,
+    model_path: str,
+    *,
+    max_length: int,
+    dtype: str,
+    max_concurrent_sequences: int,
+    threads: int,
+    seed: int,
+    trust_remote_code: bool,
+    gpu_memory_fraction: float,
+    kv_cache_gib: int = 1,
+    shares_gpu: bool = False,
+    reads_text: bool = False,
+    sleeps: bool = False,
+    tensor_parallel_size: int = 1,
+    prefix_caching: bool = False,
+    enforce_eager: bool = False,
+    weight_transfer: str | None = None,
+) -> VllmEngine | PytorchEngine:
+    """An engine in this process. See the engines for the arguments; only vLLM uses `seed` and those after `reads_text`."""
+    shared = {
+        "max_length": max_length,
+        "dtype": dtype,
+        "kv_cache_gib": kv_cache_gib,
+        "max_concurrent_sequences": max_concurrent_sequences,
+        "threads": threads,
+        "trust_remote_code": trust_remote_code,
+        "gpu_memory_fraction": gpu_memory_fraction,
+        "shares_gpu": shares_gpu,
+        "reads_text": reads_text,
+    }
+    if backend == "pytorch":
+        from rlhf_core.engines.rollout.pytorch_engine import PytorchEngine
+
+        return PytorchEngine(model_path, **shared)
+    from rlhf_core.engines.vllm.engine import VllmEngine
+
+    own = {"sleeps": sleeps, "tensor_parallel_size": tensor_parallel_size, "prefix_caching": prefix_caching, "enforce_eager": enforce_eager}
+    return VllmEngine(model_path, **shared, seed=seed, **own, weight_transfer=weight_transfer)
+
+
+class RolloutActor:
+    """An engine as one actor of a group.
+
+    Args:
+        weight_transfer: how each engine of the group gets the trainer's weights.
+        settings: of `open_here`.
+    """
+
+    def __init__(self, rank: int, *, weight_transfer: Sequence[str] | None = None, **settings: Any):
+        self.rank = rank
+        self._engine: Any = open_here(**settings, weight_transfer=weight_transfer and weight_transfer[rank])
+        self._transfer = self._engine
+        if settings["backend"] == "pytorch":
+            from rlhf_core.engines.transfer.pytorch import PytorchTransfer
+
+            self._transfer = PytorchTransfer(self._engine)
+
+    def sleep(self, level: int) -> dict[str, int]:
+        """As the engine does. Returns the memory in use on its GPU afterwards."""
+        self._engine.sleep(level)
+        return self._engine.memory_in_use()
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> dict[str, int]:
+        """As the engine does. Returns the memory in use on its GPU afterwards."""
+        self._engine.wake_up(tags)
+        return self._engine.memory_in_use()
+
+    def generate(self, *args: Any, **kwargs: Any) -> list[list[Sample]]:
+        """As the engine does."""
+        return self._engine.generate(*args, **kwargs)
+
+    def serve(self, *args: Any, **kwargs: Any) -> dict[int, list[Sample]]:
+        """As the engine does."""
+        return self._engine.serve(*args, **kwargs)
+
+    def advance(self, *args: Any, **kwargs: Any) -> list[Sample]:
+        """As the engine does."""
+        return self._engine.advance(*args, **kwargs)
+
+    def probe(self, ids: Sequence[int]) -> list[float]:
+        """As the engine does."""
+        return self._engine.probe(ids)
+
+    def connect_weights(self, info: dict[str, Any]) -> None:
+        """As the engine does."""
+        self._transfer.connect_weights(info)
+
+    def receive_weights(self, updates: Sequence[dict[str, Any]], version: int, ids: Sequence[int]) -> tuple[int, list[float]]:
+        """As the engine does. Returns the version and log-probabilities of the ids, if any."""
+        return self._transfer.receive_weights(updates, version), self._engine.probe(ids) if ids else []
+
+    def start_weight_update(self) -> None:
+        """As the engine does."""
+        self._transfer.start_weight_update()
+
+    def update_weights(self, update: dict[str, Any]) -> None:
+        """As the engine does."""
+        self._transfer.update_weights(update)
+
+    def finish_weights(self, version: int, ids: Sequence[int]) -> tuple[int, list[float]]:
+        """As the engine does. Returns the version and log-probabilities of the ids, if any."""
+        return self._transfer.finish_weights(version), self._engine.probe(ids) if ids else []

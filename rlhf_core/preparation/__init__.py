@@ -1,0 +1,1 @@
+"""The preparation of data: formats, sources, filters, split and expectations."""

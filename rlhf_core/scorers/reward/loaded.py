@@ -1,0 +1,88 @@
+"""A reward model loaded from its folder, with its own tokenizer and template: scores of conversations and responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.data.schema import Message
+from rlhf_core.engines.deepspeed.ranks import in_shares
+from rlhf_core.models.forward import ScalarModule
+from rlhf_core.models.template import DEFAULT_DATE
+from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.progress import Reasons
+from rlhf_core.scorers.reward.input import fitting_ids
+from rlhf_core.scorers.reward.model import MICROBATCH_TOKENS, load_members, score_by_members
+
+Text = tuple[Sequence[Message], str]  # a conversation and a response to it
+
+
+def _unreported(reason: str, *, count: int) -> None:
+    """Ignore a refusal that a probe provokes; takes the place of a report."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """Every member of a reward model, with its tokenizer. Scores are the members' mean."""
+
+    members: list[ScalarModule]
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    device: torch.device
+    report: Reasons = field(default_factory=lambda: Reasons("reward model"))
+    _known: dict[tuple[int, ...], float] = field(default_factory=dict, init=False, repr=False)  # scores by token ids
+
+    @classmethod
+    def load(cls, folder: Path, *, max_length: int, trust_remote_code: bool, template_date: str = DEFAULT_DATE) -> LoadedModel:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        members = load_members(folder, device=device, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code, template_date=template_date, scores=True)
+        return cls(members, tokenizer, max_length, device)
+
+    def encode(self, messages: Sequence[Message], response: str, *, max_length: int | None = None) -> list[int] | None:
+        """Return token ids; None if there are more than the limit, or the template refuses the conversation."""
+        own = max_length is None  # another limit is a probe's, which provokes refusals
+        limit = self.max_length if own else max_length
+        return fitting_ids(self.tokenizer, [(messages, response)], max_length=limit, report=self.report if own else _unreported)[0]
+
+    def score(self, sequences: Sequence[list[int] | None], *, microbatch_tokens: int = MICROBATCH_TOKENS) -> np.ndarray:
+        """Return scores [len(sequences)]; NaN for a sequence that is None."""
+        return score_by_members(
+            self.members,
+            list(sequences),
+            pad_id=self.tokenizer.pad_token_id,
+            microbatch_tokens=microbatch_tokens,
+            device=self.device,
+        ).double().mean(1).numpy()  # fmt: skip
+
+    def score_texts(self, texts: Sequence[Text], *, reported: bool = True) -> np.ndarray:
+        """Return scores [len(texts)]. Each distinct text is scored once over all calls. Ranks share the texts; each rank passes all of
+        them.
+
+        Args:
+            reported: whether texts without ids are logged.
+        """
+        limit = None if reported else self.max_length
+        return self.score_once([self.encode(messages, response, max_length=limit) for messages, response in texts])
+
+    def score_pairs(self, rows: Sequence[dict]) -> tuple[np.ndarray, np.ndarray]:
+        """Return scores [len(rows)] of `chosen` and of `rejected`, computed together, since both have the same prompt."""
+        texts = [(row["messages"], row[side]) for side in ("chosen", "rejected") for row in rows]
+        chosen, rejected = self.score_texts(texts).reshape(2, -1)
+        return chosen, rejected
+
+    def score_once(self, sequences: Sequence[list[int] | None]) -> np.ndarray:
+        """Return scores [len(sequences)], computed in large batches and remembered for later calls; NaN for a sequence that is None.
+
+        Ranks share the sequences as in `score_texts`.
+        """
+        keys = [None if ids is None else tuple(ids) for ids in sequences]
+        new = [list(ids) for ids in dict.fromkeys(keys) if ids is not None and ids not in self._known]
+        scores = in_shares(new, lambda own: self.score(own).tolist())
+        self._known.update(zip(map(tuple, new), scores, strict=True))
+        return np.array([np.nan if ids is None else self._known[ids] for ids in keys])

@@ -1,0 +1,1 @@
+"""Training on demonstrations: given, sampled and selected, or marked by their scores."""

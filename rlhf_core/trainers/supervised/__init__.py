@@ -1,0 +1,1 @@
+"""What SFT, the reward model and preference optimization share."""
