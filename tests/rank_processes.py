@@ -8,7 +8,7 @@ from typing import Any
 
 # Processes that are forked from one that has the imports, and has sent nothing over gloo: a copy of one that has may hang.
 CLEAN = multiprocessing.get_context("forkserver")
-# Modules of tests/ aren't found there. deepspeed_engine imports DeepSpeed, but for the optimizers of ZeRO, which import torch's compiler.
+# Modules of tests/ aren't found there. The trainers' engine imports DeepSpeed but for ZeRO's optimizers, which import torch's compiler.
 CLEAN.set_forkserver_preload(
     [
         *(f"rlhf_core.engines.{name}" for name in ("deepspeed.engine", "transfer.adapter_source", "transfer.gloo", "transfer.sender")),

@@ -1,4 +1,4 @@
-"""Imports go one way: flows -> tasks -> rlhf_core.{trainers, preparation} -> {engines, algorithms, scorers, models, data} -> {types, config}."""
+"""Imports go one way: flows, tasks -> rlhf_core.trainers -> {engines, algorithms, scorers, models, data} -> {types, config}."""
 
 from __future__ import annotations
 

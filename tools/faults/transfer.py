@@ -134,7 +134,7 @@ def awaited_layer(engine: psutil.Process) -> int | None:
     if done.returncode:  # a stack that changed while it was read
         return None
     for frame in (frame for thread in json.loads(done.stdout) for frame in thread["frames"]):
-        if frame["filename"].endswith("gloo_transfer.py") and frame["name"].endswith("receive"):
+        if frame["filename"].endswith("transfer/gloo.py") and frame["name"].endswith("receive"):
             return int(next(local["repr"] for local in frame["locals"] or () if local["name"] == "number"))
     return None
 

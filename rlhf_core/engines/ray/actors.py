@@ -74,7 +74,7 @@ class PeerLost(RuntimeError):
 
 @dataclass(frozen=True)
 class RayPeer:
-    """An actor that another actor calls; a `weight_sender.Peer`."""
+    """An actor that another actor calls; a `transfer.sender.Peer`."""
 
     role: str
     actor: Any

@@ -94,7 +94,7 @@ def measure(case: Case) -> Case:
 
 
 class PeerEngine(EngineApart):
-    """A rollout engine in its own process, as a trainer rank calls it: a `weight_sender.Peer`."""
+    """A rollout engine in its own process, as a trainer rank calls it: a `transfer.sender.Peer`."""
 
     key = "engine"
 
