@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Where the old log-probabilities of the policy loss come from; `RlConfig.old_logprobs_source` decides it once per step.
 OldLogprobs = Literal["recompute", "from_update", "from_engine"]
-Components = dict[str, "torch.Tensor"]  # scorer's name -> [B] raw scores, NaN = not scored
+RewardComponents = dict[str, "torch.Tensor"]  # scorer's name -> [B] raw scores, NaN = not scored
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Baseline:
     old_logprobs, ref_logprobs: [B, G], from trainer and reference; zeros where no KL is in the reward.
     """
 
-    components: Components
+    components: RewardComponents
     finished: torch.Tensor
     lengths: torch.Tensor
     response_mask: torch.Tensor
@@ -205,7 +205,7 @@ class RolloutBatch:
     sampler_logprobs: torch.Tensor | None
     ref_logprobs: torch.Tensor | None
     values: torch.Tensor
-    components: Components
+    components: RewardComponents
     baseline: Baseline | None
     policy_versions: torch.Tensor
     group_ids: torch.Tensor

@@ -13,7 +13,7 @@ from actors_here import Here
 from tiny_models import rl_job
 
 from rlhf_core.data.schema import write_rows
-from rlhf_core.engines.rollout.in_process import RolloutActor
+from rlhf_core.engines.rollout.open import RolloutActor
 from rlhf_core.process import Stop
 from rlhf_core.trainers.rl.groups import TrainerGroups
 from rlhf_core.trainers.rl.job import RlJob

@@ -21,7 +21,7 @@ from rlhf_core.trainers.rl.data import DemonstrationStream, baseline_of, collate
 from rlhf_core.trainers.rl.metrics import update_metrics
 from rlhf_core.trainers.rl.minibatch import Totals, add_totals, plan_update
 from rlhf_core.trainers.rl.rank import TrainerRank
-from rlhf_core.types import Baseline, Components, Prompt, Rollout, Span
+from rlhf_core.types import Baseline, Prompt, RewardComponents, Rollout, Span
 
 ALGORITHMS = ("ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax")
 GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")  # that need several samples of a prompt
@@ -99,7 +99,7 @@ def forward(of_rank: TrainerRank, rollouts: list[Rollout], rl: RlConfig) -> Outp
     return {name: torch.cat([outputs[name] for outputs in found]) for name in found[0]}
 
 
-def score(of_rank: TrainerRank, rollouts: list[Rollout], rl: RlConfig) -> Components:
+def score(of_rank: TrainerRank, rollouts: list[Rollout], rl: RlConfig) -> RewardComponents:
     """By the reward model, which is sharded like the rest. The fourth response has no score."""
     ids: list[list[int] | None] = [*pack(rollouts).lists()]
     ids[3] = None

@@ -17,7 +17,7 @@ from rlhf_core.config import ConfigError, read_yaml
 from rlhf_core.files import replacing
 from rlhf_core.provenance.dvc_cache import cache_folder
 from rlhf_core.stage.reading import unlike_record
-from rlhf_core.stage.scratch import Work, md5_of
+from rlhf_core.stage.scratch import StageInputs, md5_of
 
 Tree = dict[str, Any]
 
@@ -55,7 +55,7 @@ def remove_unread(stage: str, workspace: Path, began: float) -> str | None:
     return "; ".join(differences)
 
 
-def _is_record_of(entry: Tree, read: Work) -> bool:
+def _is_record_of(entry: Tree, read: StageInputs) -> bool:
     """Return whether an entry of a lock file has the command, params and hashes that a stage has read."""
     params = {
         (key if file == "params.yaml" else f"{file}:{key}"): value

@@ -31,7 +31,7 @@ from rlhf_core.paths import RUNS
 from rlhf_core.process import PROCESS_ENVIRONMENT, bypass_proxies, end_with_parent, module_command, without_git_places
 from rlhf_core.progress import is_end, is_progress
 from rlhf_core.provenance.inputs import read_inputs, read_recorded
-from rlhf_core.stage.scratch import SHOWN, Work
+from rlhf_core.stage.scratch import SHOWN, StageInputs
 
 Stages = dict[str, dict[str, Any]]  # name -> its entry in dvc.yaml
 Outcome = Literal["ran", "cached", "restored"]
@@ -173,9 +173,9 @@ def stages_until(order: list[str], until: str | None) -> list[str]:
     return order if until is None else order[: order.index(until) + 1]
 
 
-def tracked_params(tree: dict[str, Any]) -> Work:
+def tracked_params(tree: dict[str, Any]) -> StageInputs:
     """Return the sections of params.yaml on which stages depend."""
-    return Work("", {section: values for section, values in tree.items() if section not in config.UNTRACKED_SECTIONS}, {})
+    return StageInputs("", {section: values for section, values in tree.items() if section not in config.UNTRACKED_SECTIONS}, {})
 
 
 def check_params(workspace: Path, stage: str, tree: dict[str, Any]) -> None:

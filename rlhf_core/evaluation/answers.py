@@ -25,7 +25,7 @@ from rlhf_core.data.hashing import conversation_text, distinct_prompts
 from rlhf_core.engines.deepspeed.engine import device, most_over_ranks, release_memory
 from rlhf_core.engines.deepspeed.frozen import FrozenModel
 from rlhf_core.engines.deepspeed.ranks import in_shares, threads_of_rank, wait_for_all, world_size
-from rlhf_core.engines.rollout.in_process import open_engine
+from rlhf_core.engines.rollout.open import open_engine
 from rlhf_core.engines.rollout.requests import Sample, SamplingSettings
 from rlhf_core.evaluation.figures import Answer, judged
 from rlhf_core.models.batch import collate_tokens

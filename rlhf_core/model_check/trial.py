@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from rlhf_core.config import DpoConfig, LoraConfig, RolloutBackend, shown
 from rlhf_core.engines.deepspeed.engine import EngineSettings, TrainEngine, device
-from rlhf_core.engines.rollout.in_process import open_engine
+from rlhf_core.engines.rollout.open import open_engine
 from rlhf_core.engines.rollout.requests import SamplingSettings
 from rlhf_core.models.attention import fix_frequencies
 from rlhf_core.models.batch import TokenBatch, collate_branches, collate_tokens, shared_row

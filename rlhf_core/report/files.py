@@ -16,7 +16,7 @@ from rlhf_core.provenance.lineage import external_inputs, named_inputs
 from rlhf_core.report.differences import Results
 from rlhf_core.report.inputs import ReportInputs, Stopped, sha256
 from rlhf_core.stage.files import read_json
-from rlhf_core.stage.scratch import SHOWN, Work
+from rlhf_core.stage.scratch import SHOWN, StageInputs
 
 # Stage -> input of the report -> file.
 FILES: dict[str, dict[str, Path]] = {
@@ -75,7 +75,7 @@ def check_recorded_params(stages: Iterable[str] = FILES) -> None:
     for stage in stages:
         then = ((locked.get(stage) or {}).get("params") or {}).get(str(PARAMS)) or {}
         now = {key: reduce(lambda node, part: node.get(part) if isinstance(node, dict) else None, key.split("."), tree) for key in then}
-        if changed := Work("", now, {}).value_differences(Work("", then, {})):
+        if changed := StageInputs("", now, {}).value_differences(StageInputs("", then, {})):
             raise ValueError(
                 f"{PARAMS}: expected the values that {stage} ran with, got others: {'; '.join(changed[:SHOWN])}; undo that, or run the "
                 f"chain or `dvc repro` again, which also runs {stage}"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from rlhf_core.config import ModelConfig, SamplingConfig
 from rlhf_core.engines.deepspeed.ranks import in_shares, threads_of_rank, wait_for_all, world_size
-from rlhf_core.engines.rollout.in_process import open_engine
+from rlhf_core.engines.rollout.open import open_engine
 from rlhf_core.engines.rollout.requests import Sample, SamplingSettings, request_seeds
 from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
 from rlhf_core.progress import drawing

@@ -29,7 +29,7 @@ from rlhf_core.scorers.reward.input import RewardModelInput, without_stop
 from rlhf_core.scorers.reward.members import combine_members
 from rlhf_core.scorers.reward.model import MICROBATCH_TOKENS, load_members, score_by_members
 from rlhf_core.scorers.text import ScoreItem, TextScorers, score_item
-from rlhf_core.types import Components, Dialogue, Prompt, Rollout
+from rlhf_core.types import Dialogue, Prompt, RewardComponents, Rollout
 
 DISAGREEMENT = "disagreement"  # of an ensemble: the standard deviation over its members, in units of the raw score
 
@@ -209,7 +209,7 @@ class ResponseScorer:
             responses, {name: self._scorers.submit_sequences(name, inputs.sequences(triples)) for name, inputs in self._inputs.items()}
         )
 
-    def collect(self, pending: PendingScores, metrics: ScorerMetrics | None = None, *, texts: list[str] | None = None) -> Components:
+    def collect(self, pending: PendingScores, metrics: ScorerMetrics | None = None, *, texts: list[str] | None = None) -> RewardComponents:
         """Run the scorers that read text, then wait for the reward models. The scores of text have 64 bits.
 
         Args:
@@ -217,7 +217,7 @@ class ResponseScorer:
             texts: `self.texts(responses)`, if the caller has it.
         """
         by_text = [config for config in self._scorers.configs if config.name not in self._inputs]
-        found: Components = {}
+        found: RewardComponents = {}
         if by_text:
             texts = self.texts(pending.responses) if texts is None else texts
             rendered = self._rendered(pending.responses) if any(c.reads_rendered for c in by_text) else [None] * len(texts)
@@ -336,7 +336,7 @@ class RewardNormalizer:
     def needs_calibration(self) -> bool:
         return any(s.normalization == "initial" for s in self._rewarded)
 
-    def calibrate(self, components: Components | None) -> None:
+    def calibrate(self, components: RewardComponents | None) -> None:
         """Set the moments of `initial` normalisation from the initial policy's scores, by scorer's name. None: nothing to set.
 
         Raises:
@@ -362,7 +362,7 @@ class RewardNormalizer:
         moments = self.moments[scorer.name]
         return moments.mean, max(moments.std, 1e-6)
 
-    def __call__(self, components: Components, *, learn: bool = True) -> torch.Tensor:
+    def __call__(self, components: RewardComponents, *, learn: bool = True) -> torch.Tensor:
         """Rewards [B], the sum clipped; NaN where a scorer with a weight has no finite score.
 
         Args:
@@ -381,7 +381,7 @@ class RewardNormalizer:
         return total if limit is None else total.clamp(-limit, limit)
 
 
-def weighted_score(components: Components, scorers: list[ScorerConfig]) -> torch.Tensor:
+def weighted_score(components: RewardComponents, scorers: list[ScorerConfig]) -> torch.Tensor:
     """Weighted sum [B] of raw scores, neither normalised nor clipped; NaN where a scorer with a weight has no finite score."""
     return sum(s.weight * _known(components[s.name].float()) for s in scorers if s.weight)
 

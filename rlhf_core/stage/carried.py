@@ -18,7 +18,7 @@ from rlhf_core.config.base import subsection, with_defaults
 from rlhf_core.config.usual import with_usual_rates
 
 if TYPE_CHECKING:
-    from rlhf_core.stage.scratch import Work
+    from rlhf_core.stage.scratch import StageInputs
 
 CONVERTED = "converted"  # it follows the present settings, in the trainer or when it is loaded
 ANEW = "begun anew"  # with a sentence in the log
@@ -173,18 +173,18 @@ class Carried:
     begun_anew: dict[str, list[str]]
 
 
-def carried(work: Work, older: Work, *, phase: str, step: int, files: Collection[str]) -> Carried:
+def carried(inputs: StageInputs, older: StageInputs, *, phase: str, step: int, files: Collection[str]) -> Carried:
     """Return which fields of an older work's state begin anew, and why it can't be resumed from if it can't.
 
     Args:
         phase, step: phase and step of the older work's newest checkpoint. files: names of the files in it.
     """
-    shared = work.params.keys() & older.params.keys()  # the others are of another version
-    now, before = (settings({name: params[name] for name in shared}) for params in (work.params, older.params))
+    shared = inputs.params.keys() & older.params.keys()  # the others are of another version
+    now, before = (settings({name: params[name] for name in shared}) for params in (inputs.params, older.params))
     fields = STATE["all"] | STATE["rl" if phase == RL_PHASE else "supervised"]
     differing = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     changes = {key: (json.dumps(before.get(key)), json.dumps(now.get(key))) for key in differing}
-    changed_files = {path for path in {*work.files, *older.files} if work.files.get(path) != older.files.get(path)}
+    changed_files = {path for path in {*inputs.files, *older.files} if inputs.files.get(path) != older.files.get(path)}
     changes |= {path: ("the same file", "another") for path in changed_files if not path.endswith(".md")}  # such as a model's card
     refused: dict[str | None, str] = {}  # by the row, since a row may stand for many keys or files
     begun_anew: dict[str, list[str]] = {}

@@ -19,7 +19,7 @@ from typing import Any
 from rlhf_core.config import ConfigError, parse_params, read_yaml
 from rlhf_core.paths import INPUTS, SCRATCH
 from rlhf_core.provenance.inputs import changed_inputs, input_files, read_recorded
-from rlhf_core.stage.scratch import SHOWN, Work, hash_work, read_definition, read_work, stage_files, write_record
+from rlhf_core.stage.scratch import SHOWN, StageInputs, hash_stage_inputs, read_definition, read_stage_inputs, stage_files, write_record
 
 WATCH_SECONDS = 15.0  # between two looks at the files of a running stage
 READ = "read.json"  # in the scratch folder of a stage: what its last successful run has read
@@ -55,7 +55,7 @@ class Reading:
     """The params and dependencies of a stage as they are when the object is made.
 
     Attributes:
-        params: all of params.yaml, checked. work: the stage's command, params and hashes of its dependencies.
+        params: all of params.yaml, checked. inputs: the stage's command, params and hashes of its dependencies.
         clean_until: time in ns up to which no file was written. The processes that wrote earlier checkpoints read the files as they were
             hashed; a later checkpoint may be from a process that was started afterwards and read other files.
     Raises:
@@ -69,28 +69,28 @@ class Reading:
         self.params = parse_params(tree, "params.yaml")
         definition = read_definition(stage, round_number, tree)
         self._looks = self._look()  # before the files are read
-        self.work = hash_work(definition, stage_files(definition, stage), tree)
-        if changed := changed_inputs(self._inputs):
+        self.inputs = hash_stage_inputs(definition, stage_files(definition, stage), tree)
+        if changed := changed_inputs(self._recorded):
             raise ConfigError(
                 f"{INPUTS}: expected the hashes of what this stage reads, got others for {'; '.join(changed[:SHOWN])}; it was edited after "
                 "stage hash_inputs: run the chain or `dvc repro` again"
             )
 
     @property
-    def _inputs(self) -> dict[str, Any]:
+    def _recorded(self) -> dict[str, Any]:
         prefix = f"{INPUTS}:"
-        return {name.removeprefix(prefix): value for name, value in self.work.params.items() if name.startswith(prefix)}
+        return {name.removeprefix(prefix): value for name, value in self.inputs.params.items() if name.startswith(prefix)}
 
     def changes(self) -> Changes:
         """Compare the params and dependencies with what is there. Files of unchanged size, time and inode aren't read again."""
         try:
-            now = read_work(self._stage, self._round_number)
+            now = read_stage_inputs(self._stage, self._round_number)
         except (ConfigError, OSError, ValueError, LookupError, TypeError) as error:  # half a file, or none
             return Changes([f"params or dependencies can't be read any more: {error}"], [], [])
-        files = now.file_differences(self.work) + changed_inputs(self._inputs)
-        looks = _looks_of([*map(Path, self.work.files), *input_files(self._inputs)])
+        files = now.file_differences(self.inputs) + changed_inputs(self._recorded)
+        looks = _looks_of([*map(Path, self.inputs.files), *input_files(self._recorded)])
         written = [] if files else [str(path) for path, look in looks.items() if self._looks.get(path) != look]
-        return Changes(now.value_differences(self.work), files, written)
+        return Changes(now.value_differences(self.inputs), files, written)
 
     def watch(self, done: threading.Event) -> None:
         """Warn of each change while the stage runs, until `done` is set."""
@@ -118,22 +118,22 @@ class Reading:
 
     def record(self) -> None:
         """Write down what the stage has read, which the flow compares with dvc.lock (flows/chain/recorded.py)."""
-        write_record(SCRATCH / self._stage / READ, asdict(self.work))
+        write_record(SCRATCH / self._stage / READ, asdict(self.inputs))
 
 
-def unlike_record(stage: str, round_number: int | None, root: Path) -> tuple[Work, list[str]] | None:
+def unlike_record(stage: str, round_number: int | None, root: Path) -> tuple[StageInputs, list[str]] | None:
     """Return what the last successful run of a stage has read, and how the workspace differs; None if there is no record or no difference.
 
     Args:
         root: the project's folder.
     """
     with suppress(OSError, ValueError, TypeError):
-        work = Work(**json.loads((root / SCRATCH / stage / READ).read_text(encoding="utf-8")))
+        read = StageInputs(**json.loads((root / SCRATCH / stage / READ).read_text(encoding="utf-8")))
         try:
-            differences = read_work(stage, round_number, root).differences(work)
+            differences = read_stage_inputs(stage, round_number, root).differences(read)
         except (ConfigError, OSError, ValueError, LookupError, TypeError) as error:
-            return work, [f"params or dependencies can't be read any more: {error}"]
-        return (work, differences) if differences else None
+            return read, [f"params or dependencies can't be read any more: {error}"]
+        return (read, differences) if differences else None
     return None
 
 

@@ -140,19 +140,19 @@ class Stage:
         try:
             self._reading = Reading(self.name, self._round_number)
             if DVC_STAGE in os.environ:  # a stage that is run by hand may follow others that are in no dvc.lock
-                check_dependencies(self._reading.work, self.name, self._round_number)
+                check_dependencies(self._reading.inputs, self.name, self._round_number)
         except ConfigError as error:
             self._exit(str(error))
         self.params: Params = self._reading.params
-        self.work = self._reading.work
+        self.inputs = self._reading.inputs
         self._hide_secrets()
         name_stage(self.name)
-        self.scratch = SCRATCH / self.name / self.work.folder_name
+        self.scratch = SCRATCH / self.name / self.inputs.folder_name
         self.scratch.parent.mkdir(parents=True, exist_ok=True)
         self._lock = (self.scratch.parent / "lock").open("a+")
         self._acquire()
         try:  # after the lock: its last holder may have removed the folder
-            self.resumed_from = prepare_scratch(self.scratch, self.work, self.params.checkpoints, self.name)
+            self.resumed_from = prepare_scratch(self.scratch, self.inputs, self.params.checkpoints, self.name)
         except ConfigError as error:
             self._exit(str(error))
         self._started = time.monotonic()
@@ -248,7 +248,7 @@ class Stage:
 
     @property
     def fingerprint(self) -> str:
-        return self.work.fingerprint
+        return self.inputs.fingerprint
 
     @property
     def lock_descriptor(self) -> int:
@@ -268,7 +268,7 @@ class Stage:
         return StoreSettings(
             keep_last=wanted.keep_last,
             keep_best=wanted.keep_best,
-            origin=self.work.origin,
+            origin=self.inputs.origin,
             accepted=accepted,
             begun_anew=tuple(tuple(entry.get("begun_anew", ())) for entry in self.resumed_from),
             world_size=world_size,
@@ -292,10 +292,10 @@ class Stage:
         """
         from rlhf_core.models.card import CardFacts
 
-        inputs = input_hashes(self.work, self.name, self._round_number)
+        inputs = input_hashes(self.inputs, self.name, self._round_number)
         if kind == "policy" and gate is None:
             inputs = {path: md5 for path, md5 in inputs.items() if path != REWARD_MODEL.as_posix()}
-        params = with_usual_rates({name: value for name, value in self.work.params.items() if ":" not in name})
+        params = with_usual_rates({name: value for name, value in self.inputs.params.items() if ":" not in name})
         if kind == "given":
             params |= {"sft": {"enabled": False}}
         elif kind == "reward" and (path := self.params.reward.path) is not None:

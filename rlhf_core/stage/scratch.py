@@ -42,8 +42,8 @@ log = logging.getLogger("rlhf")
 
 
 @dataclass(frozen=True)
-class Work:
-    """What determines a stage's results.
+class StageInputs:
+    """The inputs that determine a stage's results, and so identify its work.
 
     command: the stage's command. params: the params that dvc.yaml lists. files: md5 of each file of the dependencies by its path.
     """
@@ -66,11 +66,11 @@ class Work:
         data = {path: md5 for path, md5 in self.files.items() if not is_code(path)}
         return Origin(config=_hash([self.command, self.params]), data=_hash(data), code=_hash(code))
 
-    def differences(self, older: Work) -> list[str]:
+    def differences(self, older: StageInputs) -> list[str]:
         """Return the differences from `older`, one line each: params with both values, data files, code files."""
         return self.value_differences(older) + self.file_differences(older)
 
-    def value_differences(self, older: Work) -> list[str]:
+    def value_differences(self, older: StageInputs) -> list[str]:
         found = [] if self.command == older.command else [f"command: {older.command} -> {self.command}"]
         new, old = dict(_leaves(self.params)), dict(_leaves(older.params))
         for key in [*new, *(set(old) - set(new))]:
@@ -78,7 +78,7 @@ class Work:
                 found.append(f"{key}: {_value(old, key)} -> {_value(new, key)}")
         return found
 
-    def file_differences(self, older: Work) -> list[str]:
+    def file_differences(self, older: StageInputs) -> list[str]:
         found = []
         for path in sorted({*self.files, *older.files}, key=lambda p: (is_code(p), p)):
             before, now = older.files.get(path), self.files.get(path)
@@ -88,8 +88,8 @@ class Work:
         return found
 
 
-def read_work(stage: str, round_number: int | None = None, root: Path = Path()) -> Work:
-    """Read the work of a stage of dvc.yaml or, for a round, of rounds/dvc.yaml.
+def read_stage_inputs(stage: str, round_number: int | None = None, root: Path = Path()) -> StageInputs:
+    """Read the inputs of a stage of dvc.yaml or, for a round, of rounds/dvc.yaml.
 
     Args:
         root: the project's folder.
@@ -98,7 +98,7 @@ def read_work(stage: str, round_number: int | None = None, root: Path = Path()) 
     """
     tree = read_yaml(root / "params.yaml")
     definition = read_definition(stage, round_number, tree, root)
-    return hash_work(definition, stage_files(definition, stage, root), tree, root)
+    return hash_stage_inputs(definition, stage_files(definition, stage, root), tree, root)
 
 
 def read_definition(stage: str, round_number: int | None, tree: dict[str, Any], root: Path = Path()) -> dict[str, Any]:
@@ -112,31 +112,31 @@ def stage_files(definition: dict[str, Any], stage: str, root: Path = Path()) -> 
     return [path for dependency in definition["deps"] for path in _files(Path(dependency), stage, root)]
 
 
-def hash_work(definition: dict[str, Any], files: list[Path], tree: dict[str, Any], root: Path = Path()) -> Work:
+def hash_stage_inputs(definition: dict[str, Any], files: list[Path], tree: dict[str, Any], root: Path = Path()) -> StageInputs:
     hashes = FileHashes(root)
     md5s = hashes.md5s([root / path for path in files])
     hashes.keep()
-    return Work(definition["cmd"], dict(_tracked(definition["params"], tree, root)), dict(zip(map(str, files), md5s, strict=True)))
+    return StageInputs(definition["cmd"], dict(_tracked(definition["params"], tree, root)), dict(zip(map(str, files), md5s, strict=True)))
 
 
-def input_hashes(work: Work, stage: str, round_number: int | None = None, *, metrics: bool = False) -> dict[str, str]:
+def input_hashes(inputs: StageInputs, stage: str, round_number: int | None = None, *, metrics: bool = False) -> dict[str, str]:
     """Return the md5 of each data file and model that a stage depends on, as in dvc.lock. A file outside the project has its name as key.
 
     Args:
-        work: this stage's work. metrics: whether metrics and checks are included.
+        inputs: this stage's. metrics: whether metrics and checks are included.
     """
     definition = read_definition(stage, round_number, read_yaml(Path("params.yaml")))
-    inputs = [Path(d) for d in definition["deps"] if not is_code(d) and (metrics or not d.startswith(("metrics/", "checks/")))]
-    return {path.name if path.is_absolute() else path.as_posix(): md5_of(path, work.files) for path in inputs}
+    paths = [Path(d) for d in definition["deps"] if not is_code(d) and (metrics or not d.startswith(("metrics/", "checks/")))]
+    return {path.name if path.is_absolute() else path.as_posix(): md5_of(path, inputs.files) for path in paths}
 
 
-def check_dependencies(work: Work, stage: str, round_number: int | None = None) -> None:
+def check_dependencies(inputs: StageInputs, stage: str, round_number: int | None = None) -> None:
     """Check that each output of an earlier stage that a stage reads has the hash of dvc.lock.
 
     Raises:
-        ConfigError: an output has another hash in `work`.
+        ConfigError: an output has another hash in `inputs`.
     """
-    for path, md5 in input_hashes(work, stage, round_number, metrics=True).items():
+    for path, md5 in input_hashes(inputs, stage, round_number, metrics=True).items():
         check_locked(path, md5)
 
 
@@ -154,7 +154,7 @@ def metrics_path(stage: str, round_number: int | None) -> Path | None:
     return None if entry is None else Path(entry if isinstance(entry, str) else next(iter(entry)))
 
 
-def prepare_scratch(scratch: Path, work: Work, config: CheckpointsConfig, stage: str) -> list[dict[str, Any]]:
+def prepare_scratch(scratch: Path, inputs: StageInputs, config: CheckpointsConfig, stage: str) -> list[dict[str, Any]]:
     """Prepare the scratch folder of this work. The caller holds the stage's lock.
 
     Returns:
@@ -166,23 +166,23 @@ def prepare_scratch(scratch: Path, work: Work, config: CheckpointsConfig, stage:
     of, _, name = (config.resume_from or "").partition("/")
     chosen = scratch.parent / name if of == stage else None
     taken_over = resumed_from(scratch)
-    if taken_over and (chosen is None or taken_over[-1]["scratch"] != chosen.name) and not _has_own_checkpoint(scratch, work):
+    if taken_over and (chosen is None or taken_over[-1]["scratch"] != chosen.name) and not _has_own_checkpoint(scratch, inputs):
         log.info("%s: begins without the checkpoint of other work that an earlier start resumed from, since nothing came of it", stage)
         shutil.rmtree(scratch)
     if chosen is not None and chosen != scratch:
-        _resume_from(chosen, scratch, work)
+        _resume_from(chosen, scratch, inputs)
     elif older and checkpoint_of(scratch) is None:
-        _tell(older[0], work, stage)
+        _tell(older[0], inputs, stage)
     scratch.mkdir(exist_ok=True)
-    write_record(scratch / WORK, asdict(work))
+    write_record(scratch / WORK, asdict(inputs))
     _clear(scratch, older, config.keep_abandoned, spared=chosen)
     return resumed_from(scratch)
 
 
-def read_noted(scratch: Path) -> Work | None:
-    """Return the work recorded in a scratch folder, or None without a record."""
+def read_recorded_inputs(scratch: Path) -> StageInputs | None:
+    """Return the inputs of the work of a scratch folder, or None without a record of them."""
     try:
-        return Work(**json.loads((scratch / WORK).read_text(encoding="utf-8")))
+        return StageInputs(**json.loads((scratch / WORK).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -201,7 +201,7 @@ def checkpoint_of(scratch: Path) -> tuple[str, int] | None:
     return last.parent.name, int(last.name.removeprefix("step-"))
 
 
-def _resume_from(chosen: Path, scratch: Path, work: Work) -> None:
+def _resume_from(chosen: Path, scratch: Path, inputs: StageInputs) -> None:
     """Copy the older work's checkpoints and curves into this work's scratch folder, unless an earlier start did."""
     if any(entry["scratch"] == chosen.name for entry in resumed_from(scratch)):
         return
@@ -214,13 +214,13 @@ def _resume_from(chosen: Path, scratch: Path, work: Work) -> None:
             f"{key}: expected no checkpoint of this work itself, got one at {scratch}; set the key to null to resume from "
             "it, or remove the folder"
         )
-    older = read_noted(chosen)
+    older = read_recorded_inputs(chosen)
     if older is None:
         raise ConfigError(f"{key}: expected {WORK} with the record of that work, got no such file; set it to null to begin anew")
-    if older.command != work.command:
-        raise ConfigError(f"{key}: expected work of the same command, {work.command}, got {older.command}; set it to null to begin anew")
-    differences = work.differences(older)
-    state = carried(work, older, phase=found[0], step=found[1], files=_files_of(chosen / found[0] / f"step-{found[1]}"))
+    if older.command != inputs.command:
+        raise ConfigError(f"{key}: expected work of the same command, {inputs.command}, got {older.command}; set it to null to begin anew")
+    differences = inputs.differences(older)
+    state = carried(inputs, older, phase=found[0], step=found[1], files=_files_of(chosen / found[0] / f"step-{found[1]}"))
     if state.refusals:
         raise ConfigError("\n".join(state.refusals))
     entry = {"scratch": chosen.name, "step": found[1], "of": found[0], "origin": asdict(older.origin), "differences": differences}
@@ -249,14 +249,14 @@ def _changed(keys: list[str]) -> str:
     return f"{', '.join(keys[:3])}{more} changed"
 
 
-def _has_own_checkpoint(scratch: Path, work: Work) -> bool:
+def _has_own_checkpoint(scratch: Path, inputs: StageInputs) -> bool:
     """Return whether this work made a checkpoint in its scratch folder. With a storage, which alone may have one, it is assumed."""
     if stored_work(scratch) is not None:
         return True
     manifests = (p for p in scratch.glob(f"*/step-*/{MANIFEST}") if p.parent.name.removeprefix("step-").isdigit())
     for path in manifests:
         with contextlib.suppress(ValueError):  # a damaged one
-            if read_manifest(path.parent)["origin"] == asdict(work.origin):
+            if read_manifest(path.parent)["origin"] == asdict(inputs.origin):
                 return True
     return False
 
@@ -269,10 +269,10 @@ def _files_of(checkpoint: Path) -> list[str]:
         return []
 
 
-def _tell(older: Path, work: Work, stage: str) -> None:
+def _tell(older: Path, inputs: StageInputs, stage: str) -> None:
     store, step = checkpoint_of(older) or ("", 0)
-    noted = read_noted(older)
-    differences = [] if noted is None else work.differences(noted)
+    noted = read_recorded_inputs(older)
+    differences = [] if noted is None else inputs.differences(noted)
     log.warning(
         "%s: starts anew. %s has the checkpoint of step %d (%s) of other work; changes since then:\n%s\n"
         "  To resume from it anyway: checkpoints.resume_from=%s/%s",

@@ -46,7 +46,7 @@ class StoredJob:
         self._stage, self._cluster = stage, cluster
         known = stored_work(stage.scratch)
         if known is None or known["url"] != cluster.storage:
-            work = f"{stage.name.replace('@', '-')}/{stage.work.folder_name}-{secrets.token_hex(4)}"
+            work = f"{stage.name.replace('@', '-')}/{stage.inputs.folder_name}-{secrets.token_hex(4)}"
             known = write_stored_work(stage.scratch, url=cluster.storage, work=work, timeout=cluster.storage_timeout)
         self.work = JobStorage(Storage(cluster.storage, timeout=cluster.storage_timeout), known["work"], Path.cwd())
 
@@ -66,7 +66,7 @@ class StoredJob:
             StorageFailed: an input can't be written.
         """
         files = inputs.files | {description.as_posix(): description}
-        for path in self._stage.work.files:
+        for path in self._stage.inputs.files:
             if not is_code(path):
                 inputs.add(path)
         files |= inputs.files

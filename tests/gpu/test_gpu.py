@@ -205,7 +205,7 @@ def test_the_gpu_computes_the_log_probabilities_of_the_cpu(folder):
 
 @pytest.mark.parametrize("backend", [pytest.param("vllm", marks=pytest.mark.vllm), pytest.param("pytorch", marks=pytest.mark.torch)])
 def test_engine_and_trainer_agree_before_and_after_a_weight_sync(folder, backend):
-    from rlhf_core.engines.rollout.in_process import open_engine
+    from rlhf_core.engines.rollout.open import open_engine
     from rlhf_core.engines.rollout.requests import SamplingSettings, request_seeds
     from rlhf_core.models.batch import collate_tokens
     from rlhf_core.models.build import checkpoint_names, load_language_model
@@ -248,8 +248,8 @@ class ApartPeer:
 @pytest.mark.parametrize("way", ["gloo", "ipc", "nccl"])
 def test_an_engine_computes_with_weights_that_were_sent_to_it(folder, way, monkeypatch):
     from rlhf_core.engines.deepspeed.engine import join_world
-    from rlhf_core.engines.rollout.apart import EngineApart
-    from rlhf_core.engines.rollout.in_process import RolloutActor
+    from rlhf_core.engines.rollout.open import RolloutActor
+    from rlhf_core.engines.rollout.process import EngineProcess
     from rlhf_core.engines.transfer.gpu import IpcBuffer
     from rlhf_core.engines.transfer.sender import Target
     from rlhf_core.models.build import checkpoint_names, load_language_model
@@ -262,7 +262,7 @@ def test_an_engine_computes_with_weights_that_were_sent_to_it(folder, way, monke
     if way == "nccl":
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # of the engine; this process has its GPUs
     settings = {"backend": "vllm", "model_path": str(folder), "dtype": "float32", "gpu_memory_fraction": 0.3}
-    opened = EngineApart(RolloutActor, rank=0, weight_transfer=[way], **settings, **PLAIN)
+    opened = EngineProcess(RolloutActor, rank=0, weight_transfer=[way], **settings, **PLAIN)
     try:
         sender, target = new_sender(timeout=60.0), Target(0, ApartPeer(opened), way, 1)
         shared = IpcBuffer(source.specs) if way == "ipc" else None
@@ -281,14 +281,14 @@ def test_an_engine_computes_with_weights_that_were_sent_to_it(folder, way, monke
 @pytest.mark.vllm
 def test_an_engine_of_a_stage_gives_the_gpu_back_when_it_is_closed(folder):
     """vLLM runs in its own process: its memory is free again, and nothing of it is left in this process."""
-    from rlhf_core.engines.rollout.apart import EngineApart
-    from rlhf_core.engines.rollout.in_process import open_engine
+    from rlhf_core.engines.rollout.open import open_engine
+    from rlhf_core.engines.rollout.process import EngineProcess
     from rlhf_core.models.build import read_state_dict
 
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     opened = open_engine("vllm", str(folder), dtype="bfloat16", gpu_memory_fraction=0.3, **PLAIN)
-    assert isinstance(opened, EngineApart)
+    assert isinstance(opened, EngineProcess)
     taken = free - torch.cuda.mem_get_info()[0]
     assert opened.load_weights(read_state_dict(folder), 1) == 1 and len(opened.probe([5, 6, 7])) == 2
     opened.close()
@@ -301,7 +301,7 @@ def test_a_model_of_a_class_that_vllm_has_compiled_can_be_made_here_afterwards(t
     """vLLM runs OLMo-2 by transformers' class, which its process marks for compiling."""
     from transformers import Olmo2Config, Olmo2ForCausalLM
 
-    from rlhf_core.engines.rollout.in_process import open_engine
+    from rlhf_core.engines.rollout.open import open_engine
     from rlhf_core.models.build import load_language_model
 
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 300}
@@ -318,14 +318,14 @@ def test_a_model_of_a_class_that_vllm_has_compiled_can_be_made_here_afterwards(t
 @pytest.mark.vllm
 def test_an_engine_that_shares_a_gpu_takes_its_share_and_no_more(folder):
     """Another process holds half of the GPU while the engine starts; the cache is computed, not measured."""
-    from rlhf_core.engines.rollout.apart import EngineApart
-    from rlhf_core.engines.rollout.in_process import open_here
+    from rlhf_core.engines.rollout.open import open_here
+    from rlhf_core.engines.rollout.process import EngineProcess
 
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     others = torch.empty(int(0.5 * total), dtype=torch.uint8, device="cuda")
     how = {"dtype": "bfloat16", "gpu_memory_fraction": 0.3, "shares_gpu": True}
-    opened = EngineApart(open_here, backend="vllm", model_path=str(folder), **how, **PLAIN)
+    opened = EngineProcess(open_here, backend="vllm", model_path=str(folder), **how, **PLAIN)
     try:
         assert free - torch.cuda.mem_get_info()[0] < len(others) + 0.3 * total
         assert len(opened.probe([5, 6, 7])) == 2
@@ -359,12 +359,12 @@ def test_nothing_of_a_training_engine_is_on_the_gpu_while_it_is_on_the_host(fold
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_sleeping_engine_gives_the_gpu_back_and_wakes_up_with_its_weights(folder, level):
     """In a process of its own: vLLM allows one engine that sleeps in a process, and its pool of memory may not outlive it."""
-    from rlhf_core.engines.rollout.apart import EngineApart
-    from rlhf_core.engines.rollout.in_process import open_here
+    from rlhf_core.engines.rollout.open import open_here
+    from rlhf_core.engines.rollout.process import EngineProcess
     from rlhf_core.models.build import read_state_dict
 
     how = {"dtype": "bfloat16", "gpu_memory_fraction": 0.3, "shares_gpu": True, "sleeps": True}
-    opened = EngineApart(open_here, backend="vllm", model_path=str(folder), **how, **PLAIN)
+    opened = EngineProcess(open_here, backend="vllm", model_path=str(folder), **how, **PLAIN)
     try:
         expected, free = opened.probe([5, 6, 7]), torch.cuda.mem_get_info()[0]
         opened._call("sleep", level)

@@ -79,7 +79,7 @@ def start(folder: str) -> ActorGroup:
     }  # fmt: skip
     return ActorGroup(
         "rollout",
-        "rlhf_core.engines.rollout.in_process:RolloutActor",
+        "rlhf_core.engines.rollout.open:RolloutActor",
         1,
         cpus=1,
         threads=2,

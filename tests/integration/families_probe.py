@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from rlhf_core.config import LoraConfig
-from rlhf_core.engines.rollout.in_process import RolloutActor
+from rlhf_core.engines.rollout.open import RolloutActor
 from rlhf_core.engines.rollout.requests import SamplingSettings
 from rlhf_core.engines.transfer.sender import Target
 from rlhf_core.engines.vllm.engine import VllmEngine

@@ -29,14 +29,14 @@ from pathlib import Path
 PROMPTS, SEEDS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]], [1, 2, 3]
 
 def sample(run, policy, engine_apart):
-    from rlhf_core.engines.rollout.apart import EngineApart
-    from rlhf_core.engines.rollout.in_process import open_here
+    from rlhf_core.engines.rollout.process import EngineProcess
+    from rlhf_core.engines.rollout.open import open_here
     from rlhf_core.engines.deepspeed.ranks import in_shares, all_gather, rank
     from rlhf_core.engines.rollout.requests import SamplingSettings
 
     how = dict(backend="pytorch", model_path=policy, max_length=run.params.model.max_length, dtype="float32", max_concurrent_sequences=4,
                threads=1, seed=0, trust_remote_code=False, gpu_memory_fraction=0.5)
-    engine = EngineApart(open_here, **how) if engine_apart else open_here(**how)
+    engine = EngineProcess(open_here, **how) if engine_apart else open_here(**how)
     settings = SamplingSettings(9, 1.0)
 
     def draw(own):

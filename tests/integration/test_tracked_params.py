@@ -14,7 +14,7 @@ from clerk_params import CLERK_PARAMS
 from ruamel.yaml import YAML
 
 from rlhf_core.config import apply_overrides
-from rlhf_core.stage.scratch import read_work
+from rlhf_core.stage.scratch import read_stage_inputs
 
 ROOT = Path(__file__).parents[2]
 TRAINING = ("train_sft", "train_reward", "train_policy")  # the last one is DPO
@@ -60,7 +60,7 @@ def test_a_changed_shared_key_reruns_the_stages_that_take_it_over(
 ):
     project = shutil.copytree(tracked, tmp_path / "project")
     monkeypatch.chdir(project)
-    before = {stage: read_work(stage).fingerprint for stage in TRAINING}
+    before = {stage: read_stage_inputs(stage).fingerprint for stage in TRAINING}
     apply_overrides(project / "params.yaml", overrides)
     assert set(json.loads(dvc(project, "status", "--json"))) == expected
-    assert {stage for stage in TRAINING if read_work(stage).fingerprint != before[stage]} == expected & set(TRAINING)
+    assert {stage for stage in TRAINING if read_stage_inputs(stage).fingerprint != before[stage]} == expected & set(TRAINING)

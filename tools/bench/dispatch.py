@@ -68,7 +68,7 @@ def measure(engines: int, prompts: int, rounds: int) -> None:
             "max_concurrent_sequences": AT_A_TIME, "trust_remote_code": False, "gpu_memory_fraction": 0.3,
         }  # fmt: skip
         group = ActorGroup(
-            "rollout", "rlhf_core.engines.rollout.in_process:RolloutActor", engines, cpus=1, threads=1, start_deadline=180,
+            "rollout", "rlhf_core.engines.rollout.open:RolloutActor", engines, cpus=1, threads=1, start_deadline=180,
             kwargs=settings, together=False,
         )  # fmt: skip
         try:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_core.stage.job import Job, beat, pulse_file
 from rlhf_core.trainers.rl.job import RlJob
-from tools.bench.work import Work
+from tools.bench.workload import Workload
 
 if TYPE_CHECKING:
     from rlhf_core.trainers.rl.driver import Actors
@@ -40,7 +40,7 @@ def main() -> int:
     from rlhf_core.stage.driver import main as drive  # imports Ray, which a process must not do before it starts a head
     from rlhf_core.trainers.rl import driver
 
-    job, work = Job.read(arguments.job), Work(**json.loads(arguments.work.read_text()))
+    job, work = Job.read(arguments.job), Workload(**json.loads(arguments.work.read_text()))
     clock: dict[str, list[float]] = {"ends": [], "in_a_row": [], "in_turn": []}
     with beat(pulse_file(job.work)):
         engines = BareEngines(work, threads=job.threads) if arguments.bare_engines else None
@@ -77,7 +77,7 @@ def start_actors(actors_class: type[Actors], end_step: Callable[[], None], job: 
 class BareEngines:
     """As many vLLM engines as the job has, each in its own process with its share of threads and prompts."""
 
-    def __init__(self, work: Work, *, threads: int):
+    def __init__(self, work: Workload, *, threads: int):
         processes, self._connections = multiprocessing.get_context("spawn"), []
         engines = work.params.rl.rollout.engines
         for part in range(engines):
@@ -104,7 +104,7 @@ class BareEngines:
         connection.recv()
 
 
-def serve(connection: Connection, work: Work, part: int, engines: int, threads: int) -> None:
+def serve(connection: Connection, work: Workload, part: int, engines: int, threads: int) -> None:
     """Run an engine's process: report that it has started, then generate on request."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     from rlhf_core.engines.rollout.requests import SamplingSettings, request_seeds

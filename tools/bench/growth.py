@@ -31,7 +31,7 @@ from typing import Any
 
 from rlhf_core.config import set_key
 from rlhf_core.process import configure_process
-from tools.bench.work import write_jsonl
+from tools.bench.workload import write_jsonl
 from tools.clerk import clerk_params, clerk_tree
 
 ROOT = Path(__file__).parents[2]
@@ -175,9 +175,9 @@ def training_step(length: int, width: int) -> tuple[float, float, int]:
     from rlhf_core.models.build import new_language_model, save_model
     from rlhf_core.models.tokenizer import build_tokenizer
     from tools.bench import ours
-    from tools.bench.work import Run, Work
+    from tools.bench.workload import Run, Workload
 
-    class Longer(Work):
+    class Longer(Workload):
         @property
         def params(self):
             params = super().params

@@ -29,7 +29,7 @@ from typing import Any, get_args
 from rlhf_core.config import RolloutBackend
 from rlhf_core.process import configure_process
 from tools.bench.peers import MODELS, ROOT, Inputs, at_least_one, make_inputs
-from tools.bench.work import RESPONSE_TOKENS, Work
+from tools.bench.workload import RESPONSE_TOKENS, Workload
 
 WORKING_PHASES = ("generate", "score", "forward", "update")
 MATRIX = 768
@@ -41,7 +41,7 @@ def main() -> None:
     arguments = parse()
     configure_process()
     if arguments.measure:
-        work = Work(**json.loads(arguments.work)) if arguments.work else None
+        work = Workload(**json.loads(arguments.work)) if arguments.work else None
         print(json.dumps(MEASURES[arguments.measure](work, arguments)))
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +79,7 @@ def of_model(inputs: Inputs, model: str, arguments: argparse.Namespace) -> dict[
     return rounds
 
 
-def child(measure: str, work: Work | None, arguments: argparse.Namespace) -> Any:
+def child(measure: str, work: Workload | None, arguments: argparse.Namespace) -> Any:
     """Run a measure in its own process."""
     command = [sys.executable, "-m", "tools.bench.limits", "--measure", measure]
     if work is not None:
@@ -109,7 +109,7 @@ def matmul(_: None, arguments: argparse.Namespace) -> float:
     return 2 * MATRIX**3 / best / 1e9
 
 
-def step(work: Work, arguments: argparse.Namespace) -> dict[str, float]:
+def step(work: Workload, arguments: argparse.Namespace) -> dict[str, float]:
     """Return median seconds of a job's timed steps: the whole step, each phase, and bare engines' batches."""
     from tools.bench.ours_online import read_clock, timings
 
@@ -120,7 +120,7 @@ def step(work: Work, arguments: argparse.Namespace) -> dict[str, float]:
     return {name: statistics.median(values[arguments.warmup :]) for name, values in of.items()}
 
 
-def start(work: Work, arguments: argparse.Namespace) -> float:
+def start(work: Workload, arguments: argparse.Namespace) -> float:
     """Seconds from a process's start to the job's first step."""
     from tools.bench.ours_online import timings
 
@@ -130,7 +130,7 @@ def start(work: Work, arguments: argparse.Namespace) -> float:
         return (Path(folder) / "timings.csv").stat().st_mtime - began - first["seconds"]  # the row is written at the end of its step
 
 
-def bare_start(work: Work, arguments: argparse.Namespace) -> float:
+def bare_start(work: Workload, arguments: argparse.Namespace) -> float:
     """Seconds of Ray's head and an empty job, then of the job's engines to their first answer, beside a trainer's imports."""
     from tools.bench.driver import BareEngines
     from tools.bench.ours_online import submit
@@ -145,7 +145,7 @@ def bare_start(work: Work, arguments: argparse.Namespace) -> float:
         return time.perf_counter() - began
 
 
-def train(work: Work, arguments: argparse.Namespace) -> dict[str, float]:
+def train(work: Workload, arguments: argparse.Namespace) -> dict[str, float]:
     """Tokens per second of the stage's loop and of bare PyTorch, which has no engine, logs or curves."""
     import torch
 
@@ -178,7 +178,7 @@ def train(work: Work, arguments: argparse.Namespace) -> dict[str, float]:
 class BareSft:
     """The module, batches and optimizer of `tools.bench.ours.sft` in bare PyTorch."""
 
-    def __init__(self, work: Work):
+    def __init__(self, work: Workload):
         import torch
 
         from rlhf_core.models.build import load_language_model

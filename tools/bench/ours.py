@@ -21,13 +21,13 @@ from rlhf_core.trainers.sft.train import sft_phase
 from rlhf_core.trainers.supervised.demonstrations import encode_demonstrations
 from rlhf_core.trainers.supervised.loop import TrainLoop, engine_settings, train_phase
 from tools.bench import ours_online
-from tools.bench.work import Run, Work
+from tools.bench.workload import Run, Workload
 
 
 class Watch(MetricsLog):
     """Records a run's curves as they are written."""
 
-    def __init__(self, work: Work, folder: Path, run: Run):
+    def __init__(self, work: Workload, folder: Path, run: Run):
         super().__init__(
             folder / "curves.csv",
             COLUMNS,
@@ -46,7 +46,7 @@ class Watch(MetricsLog):
 COLUMNS = ("step", "phase", "loss", "learning_rate", "grad_norm")
 
 
-def train(work: Work, folder: Path) -> Run:
+def train(work: Workload, folder: Path) -> Run:
     if work.is_online:
         return ours_online.train(work, folder, threads=torch.get_num_threads())
     join_world()
@@ -61,7 +61,7 @@ def train(work: Work, folder: Path) -> Run:
     return run
 
 
-def loop(work: Work, folder: Path, run: Run, end_step: Callable[[], bool]) -> TrainLoop:
+def loop(work: Workload, folder: Path, run: Run, end_step: Callable[[], bool]) -> TrainLoop:
     """A loop of optimizer steps alone, without checkpoints and evaluation."""
     return TrainLoop(
         seed=work.params.seed,
@@ -74,7 +74,7 @@ def loop(work: Work, folder: Path, run: Run, end_step: Callable[[], bool]) -> Tr
     )
 
 
-def sft(work: Work, folder: Path, loop: TrainLoop) -> None:
+def sft(work: Workload, folder: Path, loop: TrainLoop) -> None:
     params = work.params
     tokenizer = load_tokenizer(work.model, trust_remote_code=False)
     train, dropped = encode_demonstrations(work.read_rows(), tokenizer, max_length=params.model.max_length)
@@ -84,7 +84,7 @@ def sft(work: Work, folder: Path, loop: TrainLoop) -> None:
     train_phase(engine, phase, loop)
 
 
-def reward(work: Work, folder: Path, loop: TrainLoop) -> None:
+def reward(work: Workload, folder: Path, loop: TrainLoop) -> None:
     params = work.params
     model = load_scalar_model(work.model)
     rows = [{"id": str(number), **row} for number, row in enumerate(work.read_rows())]
@@ -103,18 +103,18 @@ def reward(work: Work, folder: Path, loop: TrainLoop) -> None:
     train_phase(engine, phase, loop)
 
 
-def dpo(work: Work, folder: Path, loop: TrainLoop) -> None:
+def dpo(work: Workload, folder: Path, loop: TrainLoop) -> None:
     params = work.params
     run = PreferenceRun(start=Path(work.model), steps=work.steps, model=params.model, scratch=folder, loop=loop)
     trained = train_on_pairs(work.read_rows(), [], params.dpo, run)
     assert not trained.metrics["dropped_too_long"]
 
 
-def common(work: Work, section: TrainingConfig, pad_id: int) -> dict[str, int]:
+def common(work: Workload, section: TrainingConfig, pad_id: int) -> dict[str, int]:
     return {"steps": work.steps, "batch_size": work.batch_size, "pad_id": pad_id, "microbatch_tokens": section.microbatch_tokens}
 
 
-def settings(work: Work, section: TrainingConfig) -> EngineSettings:
+def settings(work: Workload, section: TrainingConfig) -> EngineSettings:
     params = work.params
     return engine_settings(section, steps=work.steps, learning_rate=section.learning_rate, dtype=params.model.dtype, seed=params.seed)
 

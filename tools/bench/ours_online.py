@@ -19,17 +19,17 @@ from rlhf_core.engines.ray.cluster import local_head, python_path, run_job
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.submit import rl_job
 from tools.bench.driver import CLOCK
-from tools.bench.work import Run, Work
+from tools.bench.workload import Run, Workload
 
 ROOT = Path(__file__).parents[2]
 
 
-def train(work: Work, folder: Path, *, threads: int) -> Run:
+def train(work: Workload, folder: Path, *, threads: int) -> Run:
     timings(work, folder, threads=threads)
     return Run(losses=[row["score_mean"] for row in read_csv(folder / "curves.csv", "score_mean")], ends=read_clock(folder)["ends"])
 
 
-def timings(work: Work, folder: Path, *options: str, threads: int) -> list[dict[str, float]]:
+def timings(work: Workload, folder: Path, *options: str, threads: int) -> list[dict[str, float]]:
     """Return the seconds of each step, and seconds_<phase> of its phases.
 
     options: options of tools.bench.driver.
@@ -43,7 +43,7 @@ def timings(work: Work, folder: Path, *options: str, threads: int) -> list[dict[
 
 
 @contextlib.contextmanager
-def submit(work: Work, folder: Path, driver: list[str], *, threads: int) -> Iterator[None]:
+def submit(work: Workload, folder: Path, driver: list[str], *, threads: int) -> Iterator[None]:
     """Run a driver as the stage does, on its own Ray head, which lives as long as the context.
 
     Raises:

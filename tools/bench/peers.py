@@ -1,6 +1,6 @@
 """Compares speed with TRL's: python -m tools.bench.peers [--cases ...] [--models small medium] [--rounds N] ...
 
-Both sides do the same work (work.py) in alternating fresh processes: ours, theirs, ours, theirs. The time counts from the end of the
+Both sides do the same work (workload.py) in alternating fresh processes: ours, theirs, ours, theirs. The time counts from the end of the
 warm-up to the end of the last step; loading, tokenizing and precomputed references are excluded. A round whose losses differ stops the run.
 A pretrained model takes --model FOLDER --pairs FILE, with smaller learning rates and responses of 48 tokens:
 --rounds 2 --steps 3 --warmup 1 --batch-size 4 --online-steps 2 --online-warmup 1 --samples 16 takes some minutes.
@@ -25,7 +25,7 @@ from rlhf_core.data.clerk.generator import clerk_rows
 from rlhf_core.data.schema import Message
 from rlhf_core.preparation.sources import load_source
 from rlhf_core.process import configure_process
-from tools.bench.work import ONLINE, Run, Work, works_to_json, write_jsonl
+from tools.bench.workload import ONLINE, Run, Workload, workloads_to_json, write_jsonl
 from tools.clerk import clerk_params
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +75,7 @@ class Inputs:
     pretrained: Path | None = None
     of_model: dict[str, Any] = field(default_factory=dict)
 
-    def work(self, case: str, model: str, *, steps: int, batch_size: int) -> Work:
+    def work(self, case: str, model: str, *, steps: int, batch_size: int) -> Workload:
         method, overrides = CASES[case]
         kind = "reward" if method == "reward" else "language"
         rows = "demonstrations" if method == "sft" else "pairs"
@@ -83,7 +83,7 @@ class Inputs:
         if self.pretrained is not None:
             overrides = (PRETRAINED_ONLINE if method in ONLINE else PRETRAINED) | overrides
             folder = folder if kind == "reward" else self.pretrained
-        return Work(method, str(folder), str(self.folder / f"{rows}.jsonl"), steps, batch_size, overrides, self.of_model)
+        return Workload(method, str(folder), str(self.folder / f"{rows}.jsonl"), steps, batch_size, overrides, self.of_model)
 
 
 def main() -> None:
@@ -133,7 +133,7 @@ def at_least_one(text: str) -> int:
     return int(text)
 
 
-def sized(inputs: Inputs, case: str, model: str, arguments: argparse.Namespace) -> tuple[Work, int]:
+def sized(inputs: Inputs, case: str, model: str, arguments: argparse.Namespace) -> tuple[Workload, int]:
     """A case's work and its number of warm-up steps."""
     if CASES[case][0] in ONLINE:
         steps, warmup, size = arguments.online_steps, arguments.online_warmup, arguments.samples
@@ -142,7 +142,7 @@ def sized(inputs: Inputs, case: str, model: str, arguments: argparse.Namespace) 
     return inputs.work(case, model, steps=warmup + steps, batch_size=size), warmup
 
 
-def tokens_per_sample(work: Work) -> float:
+def tokens_per_sample(work: Workload) -> float:
     """Return the mean number of tokens per sample over the rows.
 
     A pair's prompt counts with each response; online responses are as long as they may be.
@@ -217,7 +217,7 @@ def one_each(rows: list[dict[str, Any]], sides: tuple[str, ...]) -> list[dict[st
     return list(first.values())[:ROWS]
 
 
-def measure(work: Work, rounds: int, warmup: int, environment: dict[str, str]) -> dict[str, dict[str, list[float]]]:
+def measure(work: Workload, rounds: int, warmup: int, environment: dict[str, str]) -> dict[str, dict[str, list[float]]]:
     """Return samples (demonstrations or pairs) per second in each side's alternating runs, by wall clock and by CPU time.
 
     Raises:
@@ -239,10 +239,10 @@ def measure(work: Work, rounds: int, warmup: int, environment: dict[str, str]) -
     return {clock: sides for clock, sides in speeds.items() if all(sides.values())}
 
 
-def run(side: str, work: Work, environment: dict[str, str]) -> Run:
+def run(side: str, work: Workload, environment: dict[str, str]) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         works, runs = Path(folder) / "works.json", Path(folder) / "runs.json"
-        works.write_text(works_to_json([work]))
+        works.write_text(workloads_to_json([work]))
         command = [sys.executable, "-m", "tools.bench.side", side, str(works), str(runs)]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:

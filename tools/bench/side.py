@@ -25,12 +25,12 @@ def main() -> None:
     configure_process()
     import torch
 
-    from tools.bench.work import works_from_json
+    from tools.bench.workload import workloads_from_json
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     train = importlib.import_module(f"tools.bench.{arguments.side}").train
     runs = []
-    for work in works_from_json(arguments.works.read_text()):
+    for work in workloads_from_json(arguments.works.read_text()):
         with tempfile.TemporaryDirectory() as folder:
             runs.append(asdict(train(work, Path(folder))))
     arguments.runs.write_text(json.dumps(runs))

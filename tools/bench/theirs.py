@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from rlhf_core.models.build import load_language_model, load_scalar_model
 from rlhf_core.models.tokenizer import load_tokenizer
 from tools.bench.variety import of_texts
-from tools.bench.work import Run, Work
+from tools.bench.workload import Run, Workload
 
 datasets.disable_progress_bars()
 
@@ -31,7 +31,7 @@ class Watch(TrainerCallback):
         self._run.end_step()
 
 
-def train(work: Work, folder: Path) -> Run:
+def train(work: Workload, folder: Path) -> Run:
     if work.is_online:
         return train_online(work, folder)
     run = Run()
@@ -58,7 +58,7 @@ def train(work: Work, folder: Path) -> Run:
     return run
 
 
-def train_online(work: Work, folder: Path) -> Run:
+def train_online(work: Workload, folder: Path) -> Run:
     """Train online by TRL with its own generation, since its vLLM mode fails on a CPU (1.16: 'Parameter' object has no attribute
     'weight_loader').
     """
@@ -91,7 +91,7 @@ def train_online(work: Work, folder: Path) -> Run:
     return run
 
 
-def common(work: Work) -> dict[str, Any]:
+def common(work: Workload) -> dict[str, Any]:
     """Return TRL's arguments for this project's section."""
     section = getattr(work.params, work.method)
     return {
@@ -101,7 +101,7 @@ def common(work: Work) -> dict[str, Any]:
     }
 
 
-def optimization(work: Work, learning_rate: float, weight_decay: float, max_grad_norm: float) -> dict[str, Any]:
+def optimization(work: Workload, learning_rate: float, weight_decay: float, max_grad_norm: float) -> dict[str, Any]:
     """Return TRL's arguments for the same optimizer."""
     params = work.params
     return {

@@ -16,7 +16,7 @@ from rlhf_core.scorers.text import ScoreItem
 from rlhf_core.trainers.rl.groups import TrainerGroup
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.recovery import Replacements
-from rlhf_core.trainers.rl.turns import Turns
+from rlhf_core.trainers.rl.turns import GpuTimeSharing
 
 log = logging.getLogger("rlhf")
 
@@ -31,7 +31,7 @@ class ActorScorers(Scorers):
         RoleLost: a trainer rank fails. The run ends.
     """
 
-    def __init__(self, job: RlJob, ranks: TrainerGroup | None, replacements: Replacements, turns: Turns):
+    def __init__(self, job: RlJob, ranks: TrainerGroup | None, replacements: Replacements, turns: GpuTimeSharing):
         super().__init__(job.rl.reward.scorers, {name: Path(folder) for name, folder in job.scorer_models.items()}, job.model)
         self._ranks, self._replacements, self._deadline = ranks, replacements, job.rl.deadlines.step
         self._turns = turns

@@ -15,7 +15,7 @@ from rlhf_core.algorithms.corrections import importance_weights
 from rlhf_core.algorithms.kl import KL_ESTIMATORS
 from rlhf_core.config import RlConfig
 from rlhf_core.sampling.scoring import RewardNormalizer
-from rlhf_core.types import Baseline, Components, RolloutBatch, TrainBatch
+from rlhf_core.types import Baseline, RewardComponents, RolloutBatch, TrainBatch
 
 Metrics = dict[str, float]
 
@@ -93,7 +93,7 @@ def correct(
 
 
 def shaped_rewards(
-    components: Components, finished: torch.Tensor, lengths: torch.Tensor, rl: RlConfig, normalizer: RewardNormalizer
+    components: RewardComponents, finished: torch.Tensor, lengths: torch.Tensor, rl: RlConfig, normalizer: RewardNormalizer
 ) -> torch.Tensor:
     """Normalised and clipped rewards less the length penalties [B], before any KL; NaN = not trained on.
 

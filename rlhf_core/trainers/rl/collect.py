@@ -14,9 +14,9 @@ from rlhf_core.trainers.rl.advantages import shaped_rewards
 from rlhf_core.trainers.rl.data import PromptStream, baseline_of
 from rlhf_core.trainers.rl.metrics import Clock, Metrics, dialogue_metrics, finite_mean
 from rlhf_core.trainers.rl.workers import PendingForward, Workers
-from rlhf_core.types import Baseline, Components, OldLogprobs, Prompt, Rollout
+from rlhf_core.types import Baseline, OldLogprobs, Prompt, RewardComponents, Rollout
 
-Scored = tuple[list[Rollout], Components]  # a prompt's rollouts are adjacent
+Scored = tuple[list[Rollout], RewardComponents]  # a prompt's rollouts are adjacent
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Collected:
     """
 
     rollouts: list[Rollout]
-    components: Components
+    components: RewardComponents
     baseline: Baseline | None
     prompts_drawn: int
     metrics: Metrics
@@ -110,7 +110,7 @@ def resample_groups(
     """
     wanted, size, position = rl.rollout_batch_size, rl.group_size, start
     rollouts: list[Rollout] = []
-    rounds: list[Components] = []
+    rounds: list[RewardComponents] = []
     vary: list[bool] = []
     trial = normalizer.trial()
     while (missing := wanted - sum(vary)) and len(rounds) < rl.dynamic_sampling.max_rounds:
@@ -128,7 +128,7 @@ def resample_groups(
     return kept, position, {"dynamic_rounds": len(rounds), "dropped_groups": position - start - wanted, **means}
 
 
-def have_variance(rollouts: list[Rollout], components: Components, rl: RlConfig, normalizer: RewardNormalizer) -> list[bool]:
+def have_variance(rollouts: list[Rollout], components: RewardComponents, rl: RlConfig, normalizer: RewardNormalizer) -> list[bool]:
     """Whether at least two different responses of each group have different rewards; masked responses don't count.
 
     The rewards are normalised, clipped and less the length penalties, but not less the KL, which differs between almost any two responses.

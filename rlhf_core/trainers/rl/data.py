@@ -14,7 +14,7 @@ from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.sampling.prompts import fitting_prompts
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.supervised.demonstrations import Demonstration, encode_demonstrations
-from rlhf_core.types import Baseline, Components, OldLogprobs, Prompt, Rollout, RolloutBatch, Sequences
+from rlhf_core.types import Baseline, OldLogprobs, Prompt, RewardComponents, Rollout, RolloutBatch, Sequences
 
 
 def read_prompts(job: RlJob, split: Split) -> list[Prompt]:
@@ -127,7 +127,7 @@ class DemonstrationStream:
 def collate(
     rollouts: Sequence[Rollout],
     sequences: Sequences,
-    components: Components,
+    components: RewardComponents,
     outputs: dict[str, torch.Tensor],
     baseline: Baseline | None,
     *,
@@ -165,7 +165,7 @@ def collate(
     )
 
 
-def baseline_of(rollouts: Sequence[Rollout], components: Components, outputs: dict[str, torch.Tensor], *, copies: int) -> Baseline:
+def baseline_of(rollouts: Sequence[Rollout], components: RewardComponents, outputs: dict[str, torch.Tensor], *, copies: int) -> Baseline:
     """Greedy responses, one for each prompt, as the baseline of `copies` rows each.
 
     Args:

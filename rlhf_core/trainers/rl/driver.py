@@ -108,7 +108,7 @@ class Actors:
         threads = self._threads(among=rl.rollout.engines)
         return ActorGroup(
             "rollout",
-            "rlhf_core.engines.rollout.in_process:RolloutActor",
+            "rlhf_core.engines.rollout.open:RolloutActor",
             rl.rollout.engines,
             cpus=1 if placement.gpus else rl.rollout.tensor_parallel_size,  # a GPU's bundle has them for each of its processes
             bundles=self._reserved.of_engines(),

@@ -11,7 +11,7 @@ from rlhf_core.engines.ray.actors import ActorGroup, Pending, RoleLost
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.mismatch import WeightSyncCheck
 from rlhf_core.trainers.rl.transfer import WeightTransfer
-from rlhf_core.trainers.rl.turns import Turns
+from rlhf_core.trainers.rl.turns import GpuTimeSharing
 
 log = logging.getLogger("rlhf")
 
@@ -73,7 +73,7 @@ class RolloutRecovery:
         replacements: Replacements,
         sync_check: WeightSyncCheck,
         transfer: WeightTransfer,
-        turns: Turns,
+        turns: GpuTimeSharing,
         renew: Callable[[], None],
         check_trainers: Callable[[], None],
     ):

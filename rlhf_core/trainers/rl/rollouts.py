@@ -15,7 +15,7 @@ from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch, WeightSyncCheck
 from rlhf_core.trainers.rl.recovery import EngineCall, Replacements, RolloutRecovery
 from rlhf_core.trainers.rl.transfer import WeightTransfer
-from rlhf_core.trainers.rl.turns import Turns
+from rlhf_core.trainers.rl.turns import GpuTimeSharing
 from rlhf_core.types import Prompt, Rollout, Span
 
 CALIBRATION_STEP = 2**31 - 1  # step number for seeds of responses that belong to no step
@@ -52,7 +52,7 @@ class RolloutEngines:
         stop_ids: tuple[int, ...],
         replacements: Replacements,
         transfer: WeightTransfer,
-        turns: Turns,
+        turns: GpuTimeSharing,
         renew: Callable[[], None],
         check_trainers: Callable[[], None],
         vocabulary: int,

@@ -25,7 +25,7 @@ SWITCHES: tuple[Switch, ...] = ("sleep", "wake", "offload", "reload")
 SIZES: dict[Stays, int] = {"nothing": 0, "weights": 1, "all": 2}
 
 
-class Turns:
+class GpuTimeSharing:
     """Lets engines or trainer ranks have the GPUs; called before each of their calls.
 
     Args:

@@ -35,9 +35,9 @@ from rlhf_core.trainers.rl.recovery import Replacements
 from rlhf_core.trainers.rl.rollouts import RolloutEngines
 from rlhf_core.trainers.rl.state import Progress, RunStore
 from rlhf_core.trainers.rl.transfer import WeightTransfer
-from rlhf_core.trainers.rl.turns import Turns
+from rlhf_core.trainers.rl.turns import GpuTimeSharing
 from rlhf_core.trainers.rl.update import RankUpdate
-from rlhf_core.types import Components, Rollout, RolloutBatch, Sequences, UpdateResult
+from rlhf_core.types import RewardComponents, Rollout, RolloutBatch, Sequences, UpdateResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,7 +90,7 @@ class Workers:
         tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
         self._tokenizer, self._stops = tokenizer, stop_ids(tokenizer, job.sft_model)
         self.replacements = Replacements(job.rl.max_replacements)
-        self.turns = Turns(actors.rollouts, actors.trainers, on=actors.take_turns, deadline=job.rl.deadlines.step)
+        self.turns = GpuTimeSharing(actors.rollouts, actors.trainers, on=actors.take_turns, deadline=job.rl.deadlines.step)
         how = {"workers": job.rl.rollout.tensor_parallel_size, "deadline": job.rl.deadlines.step}
         self.transfer = WeightTransfer(self._trainers.policy, actors.rollouts, actors.ways, **how)
         self.rollouts = RolloutEngines(
@@ -146,7 +146,7 @@ class Workers:
         """Start the reward models on the trainer ranks, without waiting."""
         return self._scorer.submit(rollouts)
 
-    def collect_scores(self, pending: PendingScores, metrics: ScorerMetrics | None = None) -> Components:
+    def collect_scores(self, pending: PendingScores, metrics: ScorerMetrics | None = None) -> RewardComponents:
         """Run the other scorers, and wait for the reward models. Raw scores by every scorer.
 
         Args:
@@ -154,7 +154,7 @@ class Workers:
         """
         return {name: scores.float() for name, scores in self._scorer.collect(pending, metrics).items()}
 
-    def score(self, rollouts: Sequence[Rollout], metrics: ScorerMetrics | None = None) -> Components:
+    def score(self, rollouts: Sequence[Rollout], metrics: ScorerMetrics | None = None) -> RewardComponents:
         return self.collect_scores(self.submit_scores(rollouts), metrics)
 
     def submit_forward(self, rollouts: Sequence[Rollout], *, recomputed_fraction: float, keep_graphs: bool = False) -> PendingForward:

@@ -15,7 +15,7 @@ from torch import nn
 from transfers import ReceiverPeer, adapters_of, at_an_engine, new_sender, same_bits, send, sent_bytes, source_of, sum_of, whole_weights
 
 from rlhf_core.config import LoraConfig
-from rlhf_core.engines.rollout.in_process import RolloutActor
+from rlhf_core.engines.rollout.open import RolloutActor
 from rlhf_core.engines.transfer.sender import Target
 from rlhf_core.models import lora
 from rlhf_core.models.build import checkpoint_names, load_language_model, read_state_dict, save_model

@@ -19,7 +19,7 @@ from torch import nn
 from transfers import ReceiverPeer, new_sender, send, source_of
 
 from rlhf_core.config import LoraConfig
-from rlhf_core.engines.rollout.in_process import RolloutActor
+from rlhf_core.engines.rollout.open import RolloutActor
 from rlhf_core.engines.transfer.gloo import pack_layer, unpack_layer
 from rlhf_core.engines.transfer.sender import END_SECONDS, Target
 from rlhf_core.engines.transfer.source import by_size, layer_of, specs_of

@@ -28,7 +28,7 @@ from rlhf_core.report.rounds import draw, table
 from rlhf_core.rounds.pins import BudgetPin, Pin, read_round_stages, read_rounds, write_rounds
 from rlhf_core.rounds.promotion import check_budget, next_budget, verdict
 from rlhf_core.stage.files import write_json
-from rlhf_core.stage.scratch import read_work
+from rlhf_core.stage.scratch import read_stage_inputs
 
 ROOT = Path(__file__).parents[3]
 SFT = Path("models/sft")
@@ -190,12 +190,12 @@ def test_a_stage_of_a_round_knows_its_work_by_what_the_round_began_with(workspac
         (workspace / path).parent.mkdir(parents=True, exist_ok=True)
         if not (workspace / path).exists():
             (workspace / path).write_text("there")
-    first = read_work("train_round@1", 1).fingerprint
-    assert read_work("train_round@1", 1).fingerprint == first
+    first = read_stage_inputs("train_round@1", 1).fingerprint
+    assert read_stage_inputs("train_round@1", 1).fingerprint == first
     rounds = read_rounds()
     other = rounds[1].model_copy(update={"gate": Pin(path="metrics/gate.json", md5="0")})
     write_rounds({1: other})
-    assert read_work("train_round@1", 1).fingerprint != first
+    assert read_stage_inputs("train_round@1", 1).fingerprint != first
 
 
 def budgets() -> list[BudgetPin]:

@@ -16,7 +16,7 @@ from flows.chain.worktree import verify_remotes
 from rlhf_core.config import ConfigError
 from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.provenance.locked import check_locked, locked_hashes
-from rlhf_core.stage.scratch import check_dependencies, read_work
+from rlhf_core.stage.scratch import check_dependencies, read_stage_inputs
 
 WEIGHTS = b"the model's own weights"
 CHAIN = """
@@ -86,13 +86,13 @@ def test_a_model_replaced_in_the_cache_is_refused_by_stages_and_uses(project, mo
     with pytest.raises(ConfigError, match=message):
         check_locked("models/sft", root=project)
     monkeypatch.chdir(project)
-    work = read_work("train_policy")
+    work = read_stage_inputs("train_policy")
     with pytest.raises(ConfigError, match=message):
         check_dependencies(work, "train_policy")
     shutil.rmtree("models/sft")
     (project / ".dvc/cache/files/md5" / md5[:2] / md5[2:]).unlink()
     dvc(project, "pull")  # as the message says
-    check_dependencies(read_work("train_policy"), "train_policy")
+    check_dependencies(read_stage_inputs("train_policy"), "train_policy")
 
 
 def test_a_model_replaced_in_the_remote_is_not_pulled_once_remotes_are_verified(project):

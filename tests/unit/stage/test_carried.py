@@ -11,7 +11,7 @@ from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import read_yaml, set_key
 from rlhf_core.stage.carried import Carried, carried
-from rlhf_core.stage.scratch import Work
+from rlhf_core.stage.scratch import StageInputs
 
 DEFAULTS = read_yaml(CLERK_PARAMS)
 JUDGE = {"name": "judge", "kind": "judge", "weight": 0.0}
@@ -24,7 +24,7 @@ LORA = {"rank": 8, "alpha": 16.0, "dropout": 0.0, "target_modules": "all-linear"
 OF_SCORES = {"best", "frontier", "score_tracks", "start"}
 
 
-def work(sections: tuple[str, ...], changes: dict[str, Any], files: dict[str, str] | None = None) -> Work:
+def work(sections: tuple[str, ...], changes: dict[str, Any], files: dict[str, str] | None = None) -> StageInputs:
     tree = copy.deepcopy(DEFAULTS)
     for key, value in changes.items():
         set_key(tree, key, copy.deepcopy(value))
@@ -34,7 +34,7 @@ def work(sections: tuple[str, ...], changes: dict[str, Any], files: dict[str, st
         for part in name.split("."):
             node = node[part]
         params[name] = node
-    return Work("exec python -m tasks.train", params, FILES if files is None else files)
+    return StageInputs("exec python -m tasks.train", params, FILES if files is None else files)
 
 
 def rl(now: dict[str, Any], before: dict[str, Any] | None = None, *, files: list[str] | None = None, step: int = 4, **changed) -> Carried:

@@ -77,7 +77,7 @@ def test_an_edit_while_a_stage_runs_is_found_and_named(project, stage, number):
     assert begun.changes().shown() == ""
     params, inputs = Path("params.yaml").read_text(), INPUTS.read_text()
     edited = YAML(typ="safe", pure=True).load(params)
-    keys = [key for key in begun.work.params if ":" not in key]
+    keys = [key for key in begun.inputs.params if ":" not in key]
     for key in keys:
         *parents, last = key.split(".")
         section = reduce(getitem, parents, edited)
@@ -88,7 +88,7 @@ def test_an_edit_while_a_stage_runs_is_found_and_named(project, stage, number):
         assert any(line.startswith((f"{key}: ", f"{key}.")) for line in found), (key, found)
     Path("params.yaml").write_text(params)
     assert begun.changes().shown() == ""  # values were read once
-    files = {path: Path(path).stat() for path in begun.work.files}
+    files = {path: Path(path).stat() for path in begun.inputs.files}
     for path in files:
         Path(path).write_text("[]")
     assert sorted(line.partition(": ")[2] for line in begun.changes().lines) == sorted(f"{path} changed" for path in files)
@@ -97,7 +97,7 @@ def test_an_edit_while_a_stage_runs_is_found_and_named(project, stage, number):
     assert sorted(begun.changes().written) == sorted(files) and begun.changes().lines == []
     for path, before in files.items():
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    for section in OUTSIDE.keys() & {key.partition(":")[2] for key in begun.work.params if key.startswith(str(INPUTS))}:
+    for section in OUTSIDE.keys() & {key.partition(":")[2] for key in begun.inputs.params if key.startswith(str(INPUTS))}:
         place = Path(OUTSIDE[section])
         file = place / "config.json" if place.is_dir() else place
         before = file.stat()

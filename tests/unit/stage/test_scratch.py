@@ -17,14 +17,14 @@ import warm_python
 from rlhf_core.checkpoint.store import CheckpointStore, Origin, StoreSettings
 from rlhf_core.config import CheckpointsConfig, ConfigError, read_yaml
 from rlhf_core.provenance.file_hashes import dvc_folder_md5
-from rlhf_core.stage.scratch import RESUMED_FROM, WORK, Work, checkpoint_of, prepare_scratch, stage_files
+from rlhf_core.stage.scratch import RESUMED_FROM, WORK, StageInputs, checkpoint_of, prepare_scratch, stage_files
 
-BEFORE = Work(
+BEFORE = StageInputs(
     "exec python -m tasks.train_sft",
     {"seed": 0, "sft": {"steps": 20, "learning_rate": 1e-3, "extra": None, "sizes": [1, 2]}},
     {"data/prepared/sft.parquet": "a", "data/prepared/old.parquet": "b", "rlhf_core/models/build.py": "c", "work.py": "d"},
 )
-NOW = Work(
+NOW = StageInputs(
     BEFORE.command,
     {"seed": 0, "sft": {"steps": 20, "learning_rate": 2e-3, "extra": {"rank": 8}, "sizes": [1, 3]}},
     {"data/prepared/sft.parquet": "a2", "data/prepared/new.parquet": "b", "rlhf_core/models/build.py": "c2", "work.py": "d"},
@@ -41,7 +41,7 @@ DIFFERENCES = [
 ]
 
 
-def begun(top: Path, work: Work, *steps: int, phase: str = "sft") -> Path:
+def begun(top: Path, work: StageInputs, *steps: int, phase: str = "sft") -> Path:
     """The scratch folder of a work that has come so far."""
     folder = top / work.folder_name
     folder.parent.mkdir(parents=True, exist_ok=True)

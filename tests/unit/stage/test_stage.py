@@ -22,7 +22,7 @@ from rlhf_core.process import STOPPED_BY_SIGNAL
 from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.stage.files import publish, read_json, write_json
 from rlhf_core.stage.run import CRASHED, REFUSED, Stage
-from rlhf_core.stage.scratch import read_work
+from rlhf_core.stage.scratch import read_stage_inputs
 
 ROOT = Path(__file__).parents[3]
 DVC = """
@@ -100,7 +100,7 @@ def begin(how: str, *wrapper: str) -> subprocess.Popen[str]:
 
 
 def fingerprint(stage: str) -> str:
-    return read_work(stage).fingerprint
+    return read_stage_inputs(stage).fingerprint
 
 
 def change(path: Path, old: str, new: str) -> None:
@@ -372,7 +372,7 @@ def test_a_card_names_the_inputs_that_count_and_their_md5s(workspace):
         (workspace / name).parent.mkdir(parents=True)
         (workspace / name).write_text("{}")
     stage = Stage("train_policy")  # not entered: signals and environment are this process's
-    stage.params, stage.work, stage.resumed_from = load_params(), read_work("train_policy"), []
+    stage.params, stage.inputs, stage.resumed_from = load_params(), read_stage_inputs("train_policy"), []
     facts = stage.card("policy", "dpo", {"heldout_loss": 0.5, "heldout_pairs": 3, "loss": 0.4})
     requested = stage.card("policy", "rl (rloo)", {}, gate={"passed": True, "message": "good"})
     assert facts.inputs == {name: dvc_md5(workspace / name) for name in ("data/prepared", "inputs")}

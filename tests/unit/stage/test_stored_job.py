@@ -15,7 +15,7 @@ from clerk_params import CLERK_PARAMS
 from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.config import Params, load_params
 from rlhf_core.stage.job_inputs import JobInputs
-from rlhf_core.stage.scratch import Work, stored_work, write_record
+from rlhf_core.stage.scratch import StageInputs, stored_work, write_record
 from rlhf_core.stage.stored_job import StoredJob
 from rlhf_core.storage import node
 from rlhf_core.storage.address import StorageFailed
@@ -31,13 +31,13 @@ class Begun:
     """What of a stage in its `with` block the job's files need."""
 
     params: Params
-    work: Work
+    inputs: StageInputs
     resumed_from: list[dict[str, Any]] = field(default_factory=list)
     name: str = "train_sft"
 
     @property
     def scratch(self) -> Path:
-        return Path("scratch") / self.name / self.work.folder_name
+        return Path("scratch") / self.name / self.inputs.folder_name
 
 
 class Project:
@@ -60,7 +60,7 @@ class Project:
         self._monkeypatch.chdir(self.root)
 
     def stage(self, command: str = "train") -> Begun:
-        begun = Begun(self.params, Work(command, {}, {"data/rows": "md5", "rlhf_core/code.py": "md5"}))
+        begun = Begun(self.params, StageInputs(command, {}, {"data/rows": "md5", "rlhf_core/code.py": "md5"}))
         begun.scratch.mkdir(parents=True, exist_ok=True)
         (begun.scratch / DESCRIPTION).write_text(command)
         return begun

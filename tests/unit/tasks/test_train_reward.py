@@ -21,7 +21,7 @@ from rlhf_core.models.tokenizer import encode_prompt
 from rlhf_core.process import Interrupted
 from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.stage.run import Stage
-from rlhf_core.stage.scratch import Work
+from rlhf_core.stage.scratch import StageInputs
 from tasks.train_reward import COLUMNS, take_given, train_members
 
 ROOT = Path(__file__).parents[3]
@@ -38,7 +38,7 @@ class StoppedStage(Stage):
         changes = {"epochs": 1.0, "batch_size": 2, "checkpoint_every": 1, "eval_every": 100, "ensemble": 2, **changes}
         members = {"rl.reward.scorers.0.members": changes["ensemble"], "rl.ppo.critic_init": "sft"}
         self.params, self.scratch = tiny_params(**{f"reward.{k}": v for k, v in changes.items()}, **members), scratch
-        self.work, self.resumed_from = Work("", {}, {}), []
+        self.inputs, self.resumed_from = StageInputs("", {}, {}), []
         self._at = at
         scratch.mkdir(exist_ok=True)
 

@@ -16,11 +16,11 @@ from tools.bench.growth import Point, make_workspace
 from tools.bench.growth import table as growth_table
 from tools.bench.limits import table
 from tools.bench.peers import ROOT, draw, line, summary, tokens_per_sample
-from tools.bench.work import Work, write_jsonl
+from tools.bench.workload import Workload, write_jsonl
 
 
 def test_online_work_has_equal_lengths_one_optimizer_step_and_the_kl_where_trl_has_it():
-    grpo, rloo = (Work(method, "model", "rows", steps=3, batch_size=16).params.rl for method in ("grpo", "rloo"))
+    grpo, rloo = (Workload(method, "model", "rows", steps=3, batch_size=16).params.rl for method in ("grpo", "rloo"))
     assert (grpo.algorithm, grpo.steps, grpo.samples_per_step, grpo.minibatch_size) == ("grpo", 3, 16, 16)
     assert (grpo.rollout.min_new_tokens, grpo.rollout.max_new_tokens) == (23, 24)  # the last one may be the end token
     assert (grpo.kl.placement, grpo.kl.estimator, rloo.kl.placement, rloo.kl.estimator) == ("loss", "k3", "reward", "k1")
@@ -42,7 +42,7 @@ def test_tokens_of_a_sample_are_those_of_its_conversations_and_of_a_response_yet
 
     def measured(method: str, row: dict) -> float:
         rows = write_jsonl(tmp_path / "rows.jsonl", [{"messages": ask, **row}] * 2)
-        return tokens_per_sample(Work(method, str(tmp_path), rows, steps=1, batch_size=8))
+        return tokens_per_sample(Workload(method, str(tmp_path), rows, steps=1, batch_size=8))
 
     assert measured("sft", {"response": "yes"}) == prompt + brief + 1  # the end token
     assert measured("dpo", {"chosen": "yes", "rejected": "yes indeed, and more"}) == 2 * prompt + brief + long + 2
@@ -94,7 +94,7 @@ def test_shares_of_a_step_and_of_the_limits():
 
 def test_offline_work_knows_nothing_of_rollouts():
     with pytest.raises(ValueError, match="rollout"):
-        _ = Work("sft", "model", "rows", steps=3, batch_size=16, overrides={"rollout.max_new_tokens": 3}).params
+        _ = Workload("sft", "model", "rows", steps=3, batch_size=16, overrides={"rollout.max_new_tokens": 3}).params
 
 
 def test_growth_is_reported_as_an_exponent():

@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from tools.bench import ours
-from tools.bench.work import Run, Work, works_to_json, write_jsonl
+from tools.bench.workload import Run, Workload, workloads_to_json, write_jsonl
 
 ROOT = Path(__file__).parents[3]
 pytestmark = [
@@ -39,7 +39,7 @@ def question(number: int) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def works(sft_folder: Path, reward_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Work]:
+def works(sft_folder: Path, reward_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Workload]:
     folder = tmp_path_factory.mktemp("rows")
     demonstrations = [{"messages": question(k), "response": f"Certainly: {word(3 * k)}"} for k in range(ROWS)]
     pairs = [{"messages": question(k), "chosen": f"Certainly: {word(k)}", "rejected": f"No {word(2 * k + 1)}"} for k in range(ROWS)]
@@ -53,19 +53,19 @@ def works(sft_folder: Path, reward_folder: Path, tmp_path_factory: pytest.TempPa
         "apo_down": {},
     }
     return {
-        "sft": Work("sft", str(sft_folder), sft_rows, STEPS, BATCH, SHARED),
-        "reward": Work("reward", str(reward_folder), pair_rows, STEPS, BATCH, {**SHARED, "centering_coef": 0.05}),
+        "sft": Workload("sft", str(sft_folder), sft_rows, STEPS, BATCH, SHARED),
+        "reward": Workload("reward", str(reward_folder), pair_rows, STEPS, BATCH, {**SHARED, "centering_coef": 0.05}),
         **{
-            loss: Work("dpo", str(sft_folder), pair_rows, STEPS, BATCH, {**SHARED, "nll_coef": 0.0, "loss": loss, **options})
+            loss: Workload("dpo", str(sft_folder), pair_rows, STEPS, BATCH, {**SHARED, "nll_coef": 0.0, "loss": loss, **options})
             for loss, options in dpo.items()
         },
     }
 
 
 @pytest.fixture(scope="module")
-def theirs(works: dict[str, Work], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def theirs(works: dict[str, Workload], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("theirs")
-    (folder / "works.json").write_text(works_to_json(list(works.values())))
+    (folder / "works.json").write_text(workloads_to_json(list(works.values())))
     command = [sys.executable, "-m", "tools.bench.side", "theirs", str(folder / "works.json"), str(folder / "runs.json")]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     done = subprocess.run(command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=DEADLINE)
@@ -74,7 +74,7 @@ def theirs(works: dict[str, Work], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize("name", ["sft", "reward", "sigmoid", "ipo", "robust", "hinge", "apo_zero", "apo_down"])
-def test_the_loss_of_every_step_is_trls(name: str, works: dict[str, Work], theirs: dict[str, Run], tmp_path: Path):
+def test_the_loss_of_every_step_is_trls(name: str, works: dict[str, Workload], theirs: dict[str, Run], tmp_path: Path):
     losses = ours.train(works[name], tmp_path).losses
     assert len(losses) == len(theirs[name].losses) == STEPS
     difference = max(abs(a - b) for a, b in zip(losses, theirs[name].losses, strict=True))

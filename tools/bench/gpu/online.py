@@ -22,7 +22,7 @@ from tools.bench.gpu.job import SEEN
 from tools.bench.gpu.processes import HEAD, Budget, Peaks, actor_processes, watch_memory
 from tools.bench.gpu.shapes import SHAPES, Lengths, model_folder, prompts, shape_name
 from tools.bench.ours_online import ROOT, describe, read_csv
-from tools.bench.work import PLAIN_ONLINE
+from tools.bench.workload import PLAIN_ONLINE
 from tools.clerk import clerk_tree
 
 # Trainer and engine share a GPU; the engine has this share of its memory, TRL's too.

@@ -33,7 +33,7 @@ from rlhf_core.trainers.supervised.demonstrations import encode_demonstrations
 from rlhf_core.trainers.supervised.loop import TrainLoop, engine_settings, train_phase
 from tools.bench.gpu.flops import Passed
 from tools.bench.gpu.shapes import MAX_LENGTH, Lengths, demonstrations, pairs
-from tools.bench.work import PLAIN
+from tools.bench.workload import PLAIN
 from tools.clerk import clerk_tree
 
 NEVER = 10**9

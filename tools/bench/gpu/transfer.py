@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rlhf_core.engines.rollout.apart import EngineApart
+from rlhf_core.engines.rollout.process import EngineProcess
 from rlhf_core.planning.hardware import GIB
 from tools.bench.gpu.jobs import GRPO, REHEARSED
 from tools.bench.gpu.processes import Case, begin, measure_apart, measure_here, noted
@@ -93,13 +93,13 @@ def measure(case: Case) -> Case:
     return {"seconds": seconds, "bytes": sent.nbytes, "grown": grown, "apart": apart}
 
 
-class PeerEngine(EngineApart):
+class PeerEngine(EngineProcess):
     """A rollout engine in its own process, as a trainer rank calls it: a `transfer.sender.Peer`."""
 
     key = "engine"
 
     def __init__(self, **settings: Any):
-        from rlhf_core.engines.rollout.in_process import RolloutActor
+        from rlhf_core.engines.rollout.open import RolloutActor
 
         self._calls = ThreadPoolExecutor(1)
         super().__init__(RolloutActor, rank=0, **settings)

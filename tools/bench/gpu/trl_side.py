@@ -45,7 +45,7 @@ def train_steps(case: Case) -> Case:
     from rlhf_core.models.tokenizer import load_tokenizer
     from tools.bench.gpu.shapes import demonstrations, pairs
     from tools.bench.theirs import COLUMNS, TRAINERS, UNTIMED, Watch
-    from tools.bench.work import Run
+    from tools.bench.workload import Run
 
     method, steps, on_gpu, run = chosen(case).method, steps_of(case), torch.cuda.is_available(), Run()
     params, section, size = steps.params, getattr(steps.params, method), min(steps.rows, SIZES[method])
@@ -103,7 +103,7 @@ def train(case: Job, model: str) -> Case:
     from rlhf_core.models.tokenizer import load_tokenizer
     from tools.bench.theirs import Watch
     from tools.bench.variety import of_texts
-    from tools.bench.work import Run
+    from tools.bench.workload import Run
 
     note = ""
     if not torch.cuda.is_available():

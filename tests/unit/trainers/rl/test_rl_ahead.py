@@ -25,7 +25,7 @@ from rlhf_core.trainers.rl.data import PromptStream, collate, pack
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.recovery import Replacements
 from rlhf_core.trainers.rl.rollouts import RolloutEngines
-from rlhf_core.trainers.rl.turns import Turns
+from rlhf_core.trainers.rl.turns import GpuTimeSharing
 from rlhf_core.types import Prompt, Rollout, Span
 
 PROMPT = Prompt("p", "made", [], [5, 6], None)
@@ -96,7 +96,7 @@ class Scripted:
 
 
 def ahead_of(job: RlJob, actors: list[Scripted]) -> RolloutsAhead:
-    turns = Turns(None, None, on=False, deadline=1.0)
+    turns = GpuTimeSharing(None, None, on=False, deadline=1.0)
     how = {"stop_ids": (1,), "replacements": Replacements(0), "transfer": None, "turns": turns, "renew": None, "vocabulary": 300}
     return RolloutsAhead(job, RolloutEngines(job, EnginesHere(actors), check_trainers=lambda: None, **how))
 

@@ -12,7 +12,7 @@ from actors_here import Here
 from tiny_models import rl_job
 
 from rlhf_core.engines.ray.actors import RoleLost
-from rlhf_core.engines.rollout.in_process import RolloutActor
+from rlhf_core.engines.rollout.open import RolloutActor
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, write_ends
 from rlhf_core.trainers.rl.data import collate, pack
 from rlhf_core.trainers.rl.groups import TrainerGroups

@@ -14,7 +14,7 @@ from rlhf_core.engines.transfer.sender import Sent
 from rlhf_core.trainers.rl.mismatch import WeightSyncCheck
 from rlhf_core.trainers.rl.recovery import Replacements, RolloutRecovery
 from rlhf_core.trainers.rl.rollouts import RolloutEngines
-from rlhf_core.trainers.rl.turns import Turns
+from rlhf_core.trainers.rl.turns import GpuTimeSharing
 
 TRAINER = [-1.0, -2.5, -0.25]  # of the probe
 
@@ -23,7 +23,7 @@ def engines(folders: tuple[Path, Path], **changes) -> RolloutEngines:
     """Without an actor: no test here calls one."""
     changes = {"rl.algorithm": "rloo", "rl.rollout.max_lag": 1, **changes}
     job = rl_job(*folders, **changes)
-    turns = Turns(None, None, on=False, deadline=1.0)
+    turns = GpuTimeSharing(None, None, on=False, deadline=1.0)
     how = {"stop_ids": (1,), "replacements": Replacements(0), "transfer": None, "turns": turns, "renew": None, "vocabulary": 300}
     how["check_trainers"] = lambda: None
     made = RolloutEngines(job, None, **how)

@@ -12,8 +12,8 @@ from rlhf_core.config import RlConfig, curve_columns
 from rlhf_core.sampling.scoring import DISAGREEMENT, RewardNormalizer, ScorerMetrics
 from rlhf_core.trainers.rl.collect import Collected, Scored, collect_rollouts, have_variance, resample_groups
 from rlhf_core.trainers.rl.metrics import Clock
-from rlhf_core.trainers.rl.turns import Turns
-from rlhf_core.types import Components, Prompt, Rollout, Span
+from rlhf_core.trainers.rl.turns import GpuTimeSharing
+from rlhf_core.types import Prompt, RewardComponents, Rollout, Span
 
 NAN = math.nan
 SCORERS = [
@@ -156,7 +156,7 @@ class RecordingWorkers:
 
     def __init__(self):
         self.calls: list[str] = []
-        self.rollouts, self.turns = self, Turns(None, None, on=False, deadline=1.0)
+        self.rollouts, self.turns = self, GpuTimeSharing(None, None, on=False, deadline=1.0)
 
     def draw(self, stream: NumberedPrompts, start: int, count: int, **_) -> list[Rollout]:
         self.calls.append("generate")
@@ -178,14 +178,14 @@ class RecordingWorkers:
         self.calls.append("score")
         return rollouts
 
-    def collect_scores(self, rollouts: list[Rollout], metrics: ScorerMetrics | None = None) -> Components:
+    def collect_scores(self, rollouts: list[Rollout], metrics: ScorerMetrics | None = None) -> RewardComponents:
         self.calls.append("scored")
         if metrics is not None:
             metrics.add("right", {DISAGREEMENT: 0.25, "speed": 3.0}, count=len(rollouts))
         right = torch.tensor([float(r.prompt.id != "1" and r.response_ids[0]) for r in rollouts])
         return {"right": right, "watched": torch.zeros(len(rollouts))}
 
-    def score(self, rollouts: list[Rollout], metrics: ScorerMetrics | None = None) -> Components:
+    def score(self, rollouts: list[Rollout], metrics: ScorerMetrics | None = None) -> RewardComponents:
         return self.collect_scores(self.submit_scores(rollouts), metrics)
 
 

@@ -1,4 +1,4 @@
-"""Open a rollout engine of either backend: in this process, in another one, or as an actor of a group."""
+"""Opens a rollout engine of either backend: in this process, in another one, or as an actor of a group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlhf_core.config import RolloutBackend
-    from rlhf_core.engines.rollout.apart import EngineApart, EngineElsewhere
+    from rlhf_core.engines.rollout.process import EngineOfOtherRank, EngineProcess
     from rlhf_core.engines.rollout.pytorch_engine import PytorchEngine
     from rlhf_core.engines.rollout.requests import Sample
     from rlhf_core.engines.vllm.engine import VllmEngine
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def open_engine(
     backend: RolloutBackend, model_path: str, *, ranks_per_model: int = 1, **settings: Any
-) -> VllmEngine | PytorchEngine | EngineApart | EngineElsewhere:
+) -> VllmEngine | PytorchEngine | EngineProcess | EngineOfOtherRank:
     """An engine for a stage with other models. Other arguments as for `open_here`.
 
     vLLM gets a separate process on a GPU, and on one of several ranks, whose process group it would take for its own.
@@ -31,7 +31,7 @@ def open_engine(
     from rlhf_core.engines.deepspeed.ranks import rank, world_size
 
     if ranks_per_model > 1:
-        from rlhf_core.engines.rollout.apart import EngineApart, EngineElsewhere
+        from rlhf_core.engines.rollout.process import EngineOfOtherRank, EngineProcess
 
         if (there := int(os.environ["LOCAL_WORLD_SIZE"])) % ranks_per_model:
             raise ValueError(
@@ -39,13 +39,13 @@ def open_engine(
                 "one; change it or cluster.inference_ranks"
             )
         if rank() % ranks_per_model:
-            return EngineElsewhere()
+            return EngineOfOtherRank()
         divided = {"gpus": ranks_per_model, "tensor_parallel_size": ranks_per_model}
-        return EngineApart(open_here, backend=backend, model_path=model_path, **divided, **settings)
+        return EngineProcess(open_here, backend=backend, model_path=model_path, **divided, **settings)
     if backend == "vllm" and (torch.cuda.is_available() or world_size() > 1):
-        from rlhf_core.engines.rollout.apart import EngineApart
+        from rlhf_core.engines.rollout.process import EngineProcess
 
-        return EngineApart(open_here, backend=backend, model_path=model_path, **settings)
+        return EngineProcess(open_here, backend=backend, model_path=model_path, **settings)
     return open_here(backend, model_path, **settings)
 
 

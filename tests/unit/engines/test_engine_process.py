@@ -14,8 +14,8 @@ import pytest
 from clerk_params import CLERK_PARAMS
 
 from rlhf_core.config import load_params
-from rlhf_core.engines.rollout.apart import EngineApart, EngineLost
-from rlhf_core.engines.rollout.in_process import open_here
+from rlhf_core.engines.rollout.open import open_here
+from rlhf_core.engines.rollout.process import EngineLost, EngineProcess
 from rlhf_core.engines.rollout.requests import SamplingSettings
 from rlhf_core.models.build import new_language_model, read_state_dict, save_model
 from rlhf_core.models.tokenizer import build_tokenizer
@@ -41,7 +41,7 @@ def answers(engine) -> list:
 
 
 def test_an_engine_apart_answers_as_one_here_before_and_after_new_weights_and_its_death_is_an_error_and_not_a_wait(folders):
-    here, apart = open_here(model_path=str(folders[0]), **HOW), EngineApart(open_here, model_path=str(folders[0]), **HOW)
+    here, apart = open_here(model_path=str(folders[0]), **HOW), EngineProcess(open_here, model_path=str(folders[0]), **HOW)
     try:
         first = answers(here)
         assert answers(apart) == first
@@ -59,7 +59,7 @@ def test_an_engine_apart_answers_as_one_here_before_and_after_new_weights_and_it
 
 
 def test_an_engine_that_is_closed_leaves_no_process():
-    apart = EngineApart(SimpleNamespace)
+    apart = EngineProcess(SimpleNamespace)
     apart.close()
     assert not psutil.pid_exists(apart._process.pid)
 
@@ -68,7 +68,7 @@ def test_an_engine_that_is_closed_leaves_no_process():
 def test_what_the_engine_refuses_is_refused_here_and_no_process_stays(tmp_path):
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(ValueError, match=r"expected a config.json|expected a folder|config\.json"):
-        EngineApart(open_here, model_path=str(tmp_path), **HOW)
+        EngineProcess(open_here, model_path=str(tmp_path), **HOW)
     left = [p for p in psutil.Process().children(recursive=True) if p not in before and "resource_tracker" not in " ".join(p.cmdline())]
     assert left == []
 
@@ -76,9 +76,9 @@ def test_what_the_engine_refuses_is_refused_here_and_no_process_stays(tmp_path):
 HOLDER = """
 import time
 from types import SimpleNamespace
-from rlhf_core.engines.rollout.apart import EngineApart
+from rlhf_core.engines.rollout.process import EngineProcess
 if __name__ == "__main__":
-    engine = EngineApart(SimpleNamespace)
+    engine = EngineProcess(SimpleNamespace)
     print(engine._process.pid, flush=True)
     time.sleep(60)
 """
@@ -101,9 +101,9 @@ def test_the_engine_ends_with_a_stage_that_is_killed(tmp_path):
 
 FAILING = """
 from types import SimpleNamespace
-from rlhf_core.engines.rollout.apart import EngineApart
+from rlhf_core.engines.rollout.process import EngineProcess
 if __name__ == "__main__":
-    engine = EngineApart(SimpleNamespace)
+    engine = EngineProcess(SimpleNamespace)
     raise SystemExit(3)
 """
 

@@ -37,7 +37,7 @@ class EngineLost(RuntimeError):
     """The engine's process has exited or doesn't answer."""
 
 
-class EngineApart:
+class EngineProcess:
     """An engine that `open_here` opens in a process of its own, which ends with `close` or with this process.
 
     Args:
@@ -125,8 +125,8 @@ class EngineApart:
         return EngineLost(f"rollout engine: expected an answer, got {got}; see its output above")
 
 
-class EngineElsewhere:
-    """Stands for the engine of another rank, which also samples this rank's share."""
+class EngineOfOtherRank:
+    """Takes the place of an engine on a rank whose share the engine of another rank samples."""
 
     version = 0
 

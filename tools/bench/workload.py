@@ -41,7 +41,7 @@ KL = {"grpo": {"kl.placement": "loss", "kl.estimator": "k3"}, "rloo": {"kl.place
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """Optimizer steps of one method.
 
     model: folder of the language model (method reward: of the reward model) with its tokenizer.
@@ -111,7 +111,7 @@ class Run:
         self.cpu_ends.append(time.process_time())
 
 
-Side = Callable[[Work, Path], Run]  # the folder is for the side's files
+Side = Callable[[Workload, Path], Run]  # the folder is for the side's files
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -119,9 +119,9 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def works_to_json(works: list[Work]) -> str:
+def workloads_to_json(works: list[Workload]) -> str:
     return json.dumps([asdict(work) for work in works])
 
 
-def works_from_json(text: str) -> list[Work]:
-    return [Work(**work) for work in json.loads(text)]
+def workloads_from_json(text: str) -> list[Workload]:
+    return [Workload(**work) for work in json.loads(text)]
