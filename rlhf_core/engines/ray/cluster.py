@@ -171,7 +171,8 @@ def _wait_until_up(address: str, head: subprocess.Popen, output: Path, timeout: 
     while time.monotonic() < deadline and head.poll() is None:
         try:
             requests.get(f"{address}/api/version", timeout=ANSWER_SECONDS)  # Ray's client has no deadline
-            _within(max(0.0, deadline - time.monotonic()), lambda: JobSubmissionClient(address).list_jobs())
+            left = max(0.0, deadline - time.monotonic())
+            _within(left, lambda: JobSubmissionClient(address).list_jobs(), unless=lambda: head.poll() is not None)
             return
         except (OSError, RuntimeError):
             time.sleep(0.3)
@@ -362,11 +363,13 @@ class _Patience:
                 time.sleep(min(1.0, self.seconds))
 
 
-def _within(seconds: float, question: Callable[[], Any]) -> Any:
+def _within(seconds: float, question: Callable[[], Any], *, unless: Callable[[], bool] = lambda: False) -> Any:
     """Return the result of a call that has no deadline of its own, made in a daemon thread.
 
+    Args:
+        unless: function that returns True once waiting is useless, such as after the end of the process that was to answer.
     Raises:
-        TimeoutError: no result within the deadline.
+        TimeoutError: no result within the deadline, or before `unless` returned True.
     """
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
@@ -377,10 +380,14 @@ def _within(seconds: float, question: Callable[[], Any]) -> Any:
             answers.put((None, error))
 
     threading.Thread(target=ask, daemon=True).start()
-    try:
-        answer, error = answers.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError("no answer") from None
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            answer, error = answers.get(timeout=max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
+            break
+        except queue.Empty:
+            if time.monotonic() >= deadline or unless():
+                raise TimeoutError("no answer") from None
     if error is not None:
         raise error
     return answer

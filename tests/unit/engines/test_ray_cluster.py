@@ -148,6 +148,17 @@ def test_a_head_that_hangs_after_its_first_answer_has_the_deadline_of_its_start(
         server.shutdown()
 
 
+def test_a_head_that_exits_while_another_server_holds_its_port_is_not_waited_for(tmp_path):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hanging) as server, subprocess.Popen(["sh", "-c", "sleep 1; exit 3"]) as head:
+        server.daemon_threads, server.block_on_close = True, False
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        started = time.monotonic()
+        with pytest.raises(ClusterError, match="Ray head: expected it up within 45 s, got exit code 3"):
+            _wait_until_up(f"http://127.0.0.1:{server.server_port}", head, tmp_path / "head.log", 45.0)
+        assert time.monotonic() - started < 15
+        server.shutdown()
+
+
 def test_a_check_names_a_server_that_is_not_a_dashboard():
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
