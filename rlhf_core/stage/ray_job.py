@@ -8,9 +8,11 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_core.config import reordering_shown
+from rlhf_core.config import Params, reordering_shown
+from rlhf_core.config.run import ClusterConfig
 from rlhf_core.environment import passed_on
 from rlhf_core.process import PROCESS_ENVIRONMENT, STOPPED_BY_SIGNAL, Interrupted
 from rlhf_core.progress import STATUS
@@ -57,55 +59,32 @@ def submit_job(
         StorageRefused: there is no such storage.
         JobCrashed: the job failed otherwise, or the cluster or the storage failed.
     """
-    from rlhf_core.engines.ray.cluster import forget_other_clusters, local_head, python_path, run_job
-    from rlhf_core.models.folder import weight_files
+    from rlhf_core.engines.ray.cluster import forget_other_clusters, run_job
 
-    params = stage.params
+    cluster = stage.params.cluster
     job.write(description)
     for name in forget_other_clusters():
         log.warning("%s: ignored; jobs run on the cluster of cluster.address, and on a Ray head of their own where that is null", name)
     with _cluster_errors(), contextlib.ExitStack() as stack:
-        if params.cluster.address is not None:
+        if cluster.address is not None:
             _check_first_time(stage)
-        stored = StoredJob(stage) if uses_storage(params) else None
-        address = params.cluster.address
-        where = "on a Ray head of its own, which starts now" if address is None else f"on the Ray cluster at {address}"
-        log.info("%s: %s %s", stage.name, subject, where)
-        if address is None:
-            head = local_head(
-                cpus=max(cpus, params.cluster.threads),
-                start_timeout=params.cluster.start_timeout,
-                weights=0 if model is None else sum(path.stat().st_size for path in weight_files(model)),
-                stop_grace=params.flow.stop_grace - HEAD_GRACE,
-                keep_open=(stage.lock_descriptor,),
-            )
-            address = stack.enter_context(head)
+        stored = StoredJob(stage) if uses_storage(stage.params) else None
+        log.info("%s: %s %s", stage.name, subject, _where(cluster.address))
+        address = cluster.address or stack.enter_context(_own_head(stage, cpus, model))
         if stage.stop_requested:
             raise Interrupted
-        environment = {
-            "PYTHONUNBUFFERED": "1",
-            **{name: os.environ[name] for name in PROCESS_ENVIRONMENT if name in os.environ},  # a node of a cluster inherits nothing
-            **network(params.cluster.network_interface),
-            **passed_on(),
-        }
-        code_folder: Path | None = None
         if stored is None:
-            environment["PYTHONPATH"] = python_path(Path.cwd())
-            command = [sys.executable, "-m", DRIVER, str(description.resolve())]
-            entrypoint = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
+            start = _start_here(description)
         else:
-            inputs = inputs or JobInputs()
-            code_folder, files = stack.enter_context(stored.sent(inputs, description, job.params, engines))
-            environment |= files
-            entrypoint = f"exec python -m rlhf_core.stage.start_driver {shlex.join([stored.work.prefix, DRIVER, description.as_posix()])}"
+            start = stack.enter_context(_start_elsewhere(stored, inputs or JobInputs(), description, job.params, engines))
         code = run_job(
             address,
-            entrypoint,
+            start.entrypoint,
             name=stage.fingerprint[:12],
-            environment=environment,
-            code=code_folder,
-            start_timeout=params.cluster.start_timeout,
-            silence_timeout=params.cluster.silence_timeout,
+            environment=_environment(cluster) | start.environment,
+            code=start.code,
+            start_timeout=cluster.start_timeout,
+            silence_timeout=cluster.silence_timeout,
             pulse=pulse_file(stage.scratch) if stored is None else stored.pulse,
             on_output=print_output,
             stop_requested=lambda: stage.stop_requested,
@@ -114,6 +93,65 @@ def submit_job(
         if stored is not None:
             stored.take_back(results, complete=code == 0 and not stage.stop_requested)
             stage.at_success(stored.remove)
+    _check_end(stage, code, subject, stored)
+
+
+def _where(address: str | None) -> str:
+    return "on a Ray head of its own, which starts now" if address is None else f"on the Ray cluster at {address}"
+
+
+def _own_head(stage: Stage, cpus: int, model: Path | None) -> contextlib.AbstractContextManager[str]:
+    """Return the context of a Ray head on this machine, which yields its address. Arguments as for `submit_job`."""
+    from rlhf_core.engines.ray.cluster import local_head
+    from rlhf_core.models.folder import weight_files
+
+    cluster = stage.params.cluster
+    return local_head(
+        cpus=max(cpus, cluster.threads),
+        start_timeout=cluster.start_timeout,
+        weights=0 if model is None else sum(path.stat().st_size for path in weight_files(model)),
+        stop_grace=stage.params.flow.stop_grace - HEAD_GRACE,
+        keep_open=(stage.lock_descriptor,),
+    )
+
+
+@dataclass(frozen=True)
+class _Start:
+    """How Ray starts the job's driver.
+
+    entrypoint: a shell command. environment: of all of the job's processes. code: folder of the code that Ray brings to the nodes; None:
+        nodes see the project's folder.
+    """
+
+    entrypoint: str
+    environment: dict[str, str]
+    code: Path | None = None
+
+
+def _start_here(description: Path) -> _Start:
+    """Return how to start a driver in the project's folder."""
+    from rlhf_core.engines.ray.cluster import python_path
+
+    command = [sys.executable, "-m", DRIVER, str(description.resolve())]
+    return _Start(f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}", {"PYTHONPATH": python_path(Path.cwd())})
+
+
+@contextlib.contextmanager
+def _start_elsewhere(stored: StoredJob, inputs: JobInputs, description: Path, params: Params, engines: Sequence[str]) -> Iterator[_Start]:
+    """Write the job's inputs into the storage, and yield how to start a driver on a node that doesn't see the project's folder."""
+    with stored.sent(inputs, description, params, engines) as (code, environment):
+        arguments = [stored.work.prefix, DRIVER, description.as_posix()]
+        yield _Start(f"exec python -m rlhf_core.stage.start_driver {shlex.join(arguments)}", environment, code)
+
+
+def _environment(cluster: ClusterConfig) -> dict[str, str]:
+    """Return the environment of a job's processes: a node of a cluster inherits nothing from this process."""
+    inherited = {name: os.environ[name] for name in PROCESS_ENVIRONMENT if name in os.environ}
+    return {"PYTHONUNBUFFERED": "1", **inherited, **network(cluster.network_interface), **passed_on()}
+
+
+def _check_end(stage: Stage, code: int, subject: str, stored: StoredJob | None) -> None:
+    """Raise as `submit_job` does unless the job's driver exited with 0 and the stage wasn't told to stop."""
     if stage.stop_requested or code == STOPPED_BY_SIGNAL:
         raise Interrupted
     if code == REFUSED:
