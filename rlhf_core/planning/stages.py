@@ -34,7 +34,7 @@ from rlhf_core.planning.shape import ModelShape, check_engine
 TRAINER_HOST, ENGINE_HOST, RAY_HOST = 0.35 * GIB, 0.6 * GIB, 1.0 * GIB
 ALLOCATOR = 0.25 * GIB  # that glibc keeps of freed memory (MALLOC_TRIM_THRESHOLD_ in rlhf_core/process.py)
 TRAINER_GPU = 1.5 * GIB  # CUDA's context, NCCL's buffers and workspaces
-BATCHED_TOKENS = 8192  # of vLLM's forward pass (rlhf_core/engines/vllm/engine.py)
+BATCHED_TOKENS = 8192  # of vLLM's forward pass (rlhf_core/engines/vllm/start.py)
 SCORED_TOKENS = 8192  # of a reward model's outside training (rlhf_core/scorers/reward/model.py)
 BLOCK = 128  # tokens of the KV cache
 RANKS_KEY = "cluster.inference_ranks"

@@ -12,12 +12,22 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from rlhf_core.engines.memory.gpu_memory import cache_bytes, memory_in_use
+from rlhf_core.engines.memory.gpu_memory import memory_in_use
 from rlhf_core.engines.memory.sleep import Awake
 from rlhf_core.engines.rollout.requests import Request, Sample, SamplingSettings
 from rlhf_core.engines.transfer.weights import pack_experts_at_next_load, pack_tied_weights, replace_weights
 from rlhf_core.engines.vllm.parameters import at_stop, continued_parameters, sample_of, sampling_parameters
 from rlhf_core.engines.vllm.refusals import refuse_without_reload, refuse_without_sleep, refusing_unsupported
+from rlhf_core.engines.vllm.start import (
+    BATCHED_TOKENS,
+    COMMON,
+    cpu_cache,
+    division,
+    prepare_cpu,
+    set_environment,
+    shared_gpu_cache,
+    transfer_settings,
+)
 from rlhf_core.process import freeze_gc
 
 if TYPE_CHECKING:
@@ -28,12 +38,6 @@ P, Result = ParamSpec("P"), TypeVar("Result")
 log = logging.getLogger("rlhf")
 
 TRIAL_IDS = (0, 1, 0)  # which every vocabulary has
-
-# Environment of vLLM and Triton on a GPU; a user's settings take precedence. By default Triton, which computes vLLM's float32 attention,
-# uses TF32 with 10 bits of mantissa. FlashInfer's sampler returns no log-probabilities, which every request here needs, and requires a
-# CUDA compiler.
-ON_A_GPU = {"TRITON_F32_DEFAULT": "ieee", "VLLM_FLOAT32_MATMUL_PRECISION": "highest", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-BATCHED_TOKENS = 8192  # of a forward pass, or those of the longest sequence
 
 
 def _needs_all_workers(method: Callable[P, Result]) -> Callable[P, Result]:
@@ -95,75 +99,44 @@ class VllmEngine:
         weight_transfer: str | None = None,
     ):
         refuse_without_reload(model_path, trust_remote_code)
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        if tensor_parallel_size > 1:
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its processes are this one's
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, kv_cache_gib // tensor_parallel_size)))  # of each of its processes
-        os.environ["OMP_NUM_THREADS"] = str(max(1, threads // tensor_parallel_size))
-        for name, value in ON_A_GPU.items():
-            os.environ.setdefault(name, value)
-        logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)  # avoids a warning on CPUs, which have no Triton
+        set_environment(kv_cache_gib=kv_cache_gib, threads=threads, tensor_parallel_size=tensor_parallel_size)
         import torch
         from vllm import LLM
         from vllm.platforms import current_platform
 
         freeze_gc()  # vLLM collects garbage five times during its start
         self._set_num_threads = torch.set_num_threads  # on the CPU the engine replaces it by one that does nothing
-        on_cpu = current_platform.is_cpu()
-        if on_cpu and torch.cpu._is_amx_tile_supported():
-            torch.cpu._init_amx()  # Linux kills a process that uses AMX without asking; vLLM's attention in bfloat16 leaves it to oneDNN
+        self._on_cpu, self._is_divided, self._is_connected = current_platform.is_cpu(), tensor_parallel_size > 1, False
         if sleeps:
             refuse_without_sleep()
-        if on_cpu:
-            # Avoids compilation at the first generate. Set here since PyTorch has already read the environment variable.
-            torch._dynamo.config.disable = os.environ.setdefault("TORCH_COMPILE_DISABLE", "1") == "1"
-            with refusing_unsupported(model_path, trust_remote_code):  # some models' modules import packages that vLLM doesn't
-                inspect_here(model_path, trust_remote_code)
-            _spare_transformers_classes()
-
+        if self._on_cpu:
+            prepare_cpu(model_path, trust_remote_code)
         self.version = 0
-        self._on_cpu, self._is_divided, self._is_connected = on_cpu, tensor_parallel_size > 1, False
         self._unfinished: dict[str, int] = {}  # vLLM's id of a request -> the caller's number
         self._awake = Awake()
-        settings = dict(
+        sizes = {"max_length": max_length, "sequences": max_concurrent_sequences, "trust_remote_code": trust_remote_code}
+        settings = COMMON | dict(
             model=model_path,
             skip_tokenizer_init=not reads_text,
-            enforce_eager=on_cpu or enforce_eager,
+            enforce_eager=self._on_cpu or enforce_eager,
             dtype=dtype,
             enable_prefix_caching=prefix_caching,
-            generation_config="vllm",
             max_model_len=max_length,
             max_num_seqs=max_concurrent_sequences,
             max_num_batched_tokens=max(BATCHED_TOKENS, max_length),
-            logprobs_mode="processed_logprobs",
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
             seed=seed,
             trust_remote_code=trust_remote_code,
-            load_format="safetensors",  # or it would unpickle other files of the folder
             gpu_memory_utilization=gpu_memory_fraction,
-            **(_divided(tensor_parallel_size) | _transfer_settings(weight_transfer)),
+            **(division(tensor_parallel_size) | transfer_settings(weight_transfer)),
         )
-        if not on_cpu:
-            shared = {}
-            if shares_gpu:
-                total = current_platform.get_device_total_memory()
-                shared["kv_cache_memory_bytes"] = cache_bytes(
-                    model_path,
-                    share=int(gpu_memory_fraction * total),
-                    dtype=getattr(torch, dtype),
-                    max_length=max_length,
-                    sequences=max_concurrent_sequences,
-                    batched_tokens=settings["max_num_batched_tokens"],
-                    trust_remote_code=trust_remote_code,
-                    tensor_parallel_size=tensor_parallel_size,
-                )
-            self._llm = LLM(**settings, **shared, enable_sleep_mode=sleeps)
+        if not self._on_cpu:
+            how = {"fraction": gpu_memory_fraction, "dtype": dtype, "tensor_parallel_size": tensor_parallel_size}
+            cache = shared_gpu_cache(model_path, **how, **sizes) if shares_gpu else {}
+            self._llm = LLM(**settings, **cache, enable_sleep_mode=sleeps)
             return
         with refusing_unsupported(model_path, trust_remote_code):
-            cache = _cpu_cache(model_path, max_length, max_concurrent_sequences, kv_cache_gib, trust_remote_code)
             # A seeded request with a chunked prompt rewinds its generator, which PyTorch's CPU generator can't.
-            self._llm = LLM(**settings, **cache, enable_chunked_prefill=False)
+            self._llm = LLM(**settings, **cpu_cache(model_path, kv_cache_gib=kv_cache_gib, **sizes), enable_chunked_prefill=False)
             self.probe(TRIAL_IDS)  # only the first forward pass refuses some shapes
 
     @property
@@ -359,28 +332,6 @@ class VllmEngine:
         torch.set_num_threads = self._set_num_threads
 
 
-def _divided(size: int) -> dict[str, Any]:
-    """vLLM's settings for an engine on several GPUs of this node. Its workers are started anew (a process that has used CUDA can't be
-    forked), and as processes: inside a Ray placement group vLLM would choose Ray's.
-    """
-    if size == 1:
-        return {}
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # there may be fewer cores than processes
-    extension = "rlhf_core.engines.vllm.worker.WorkerExtension"
-    return {"tensor_parallel_size": size, "distributed_executor_backend": "mp", "worker_extension_cls": extension}
-
-
-def _transfer_settings(backend: str | None) -> dict[str, Any]:
-    """Arguments of `LLM` for weight transfer by this backend."""
-    if backend is None:
-        return {}
-    from vllm.config import WeightTransferConfig
-
-    own = {"worker_extension_cls": "rlhf_core.engines.vllm.transfer.WorkerExtension"} if backend == "gloo" else {}
-    return {"weight_transfer_config": WeightTransferConfig(backend=backend), **own}
-
-
 @contextmanager
 def _without_collections() -> Iterator[None]:
     """Skip the garbage collections of vLLM's shutdown, which would traverse all imported objects."""
@@ -389,44 +340,3 @@ def _without_collections() -> Iterator[None]:
         yield
     finally:
         gc.collect = collect
-
-
-def _spare_transformers_classes() -> None:
-    """Prevent vLLM from marking transformers' classes, which it uses for models without own code, for compilation: other instances in this
-    process would fail. Nothing is compiled on the CPU.
-    """
-    from vllm.model_executor.models.transformers.base import Base
-
-    Base._decorate_cls_for_torch_compile = lambda *_, **__: None
-
-
-def inspect_here(model_path: str, trust_remote_code: bool) -> None:
-    """Let vLLM inspect the model's class in this process. By default it starts another process for that, with all imports, to avoid
-    initializing a GPU; on the CPU that isn't needed.
-    """
-    from transformers import AutoConfig
-    from vllm import ModelRegistry
-
-    known = ModelRegistry.models
-    for name in AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code).architectures or []:
-        if name in known:
-            ModelRegistry.register_model(name, known[name].load_model_cls())
-
-
-def _cpu_cache(model_path: str, max_length: int, sequences: int, kv_cache_gib: int, trust_remote_code: bool) -> dict[str, int]:
-    """Settings for a cache no larger than all sequences can fill, since vLLM zeroes the whole cache at its start.
-
-    Empty for a model with several kinds of layers, whose blocks vLLM divides itself.
-    """
-    from transformers import AutoConfig
-
-    from rlhf_core.models.attention import layer_kinds
-    from rlhf_core.models.build import kv_cache_bytes
-
-    block = 128
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-    if len(layer_kinds(config.get_text_config())) > 1:
-        return {}
-    needed = sequences * -(-max_length // block) + 1
-    affordable = (kv_cache_gib << 30) // (kv_cache_bytes(config, element_bytes=4) * block)
-    return {"block_size": block, "num_gpu_blocks_override": needed} if needed < affordable else {}

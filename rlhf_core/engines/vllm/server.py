@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from rlhf_core.engines.vllm.engine import ON_A_GPU
+from rlhf_core.engines.vllm.start import ON_A_GPU
 from rlhf_core.process import end_with_parent
 
 MODULE = "vllm.entrypoints.openai.api_server"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rlhf_core.engines.memory import gpu_memory
-from rlhf_core.engines.vllm import engine
+from rlhf_core.engines.vllm import start
 from rlhf_core.models import head, lora
 from rlhf_core.planning import memory, stages
 from rlhf_core.planning.shape import SIZES
@@ -35,6 +35,6 @@ def test_deepspeeds_buffers_have_the_sizes_that_the_planner_counts():
 
 def test_engines_and_adapters_have_the_planners_numbers():
     assert memory.ENGINE_PROCESS == gpu_memory.OWN_BYTES and memory.ENGINE_LOGITS == gpu_memory.LOGIT_COPIES
-    assert (stages.BATCHED_TOKENS, stages.BLOCK) == (engine.BATCHED_TOKENS, gpu_memory.BLOCK)
+    assert (stages.BATCHED_TOKENS, stages.BLOCK) == (start.BATCHED_TOKENS, gpu_memory.BLOCK)
     assert stages.SCORED_TOKENS == reward_model.MICROBATCH_TOKENS
     assert memory.NF4_BYTES == 0.5 + 4 / lora.BLOCK

@@ -98,7 +98,7 @@ def train(case: Job, model: str) -> Case:
     import torch
     import trl
 
-    from rlhf_core.engines.vllm.engine import inspect_here
+    from rlhf_core.engines.vllm.start import inspect_here
     from rlhf_core.models.build import load_language_model
     from rlhf_core.models.tokenizer import load_tokenizer
     from tools.bench.theirs import Watch
