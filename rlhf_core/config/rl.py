@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import combinations
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, create_model, model_validator
@@ -428,6 +429,8 @@ def curve_columns(rl: RlConfig) -> tuple[str, ...]:
     columns = ["step", *_BATCH_COLUMNS, *(f"score_{n}" for n in names), *(f"failed_{n}" for n in names)]
     columns += [f"{kind}_{s.name}" for s in rl.reward.scorers if not s.weight for kind in ("gap", "agreement")]
     columns += [f"disagreement_{s.name}" for s in rl.reward.scorers if s.members > 1]
+    if len(rewarded := [s.name for s in rl.reward.rewarded]) > 1:
+        columns += [*(f"share_{name}" for name in rewarded), *(f"correlation_{a}.{b}" for a, b in combinations(rewarded, 2))]
     columns += _UPDATE_COLUMNS
     columns += ["ptx_loss"] * (rl.ptx.coef > 0) + ["moe_aux_loss"] * (rl.moe_aux_coef > 0)
     columns += [] if rl.old_logprobs_source(0) == "from_engine" else _MISMATCH_COLUMNS
