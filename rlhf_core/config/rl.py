@@ -28,6 +28,7 @@ from rlhf_core.config.rl_parts import (
     Role,
     RoleGroup,
     RolloutConfig,
+    SapoConfig,
     TrainerConfig,
     completed_limits,
     named_placement,
@@ -52,11 +53,12 @@ class RlSettings(OptimizerConfig, LengthConfig):
     schedule: Schedule = "constant"
     warmup_steps: int = Field(ge=0)
     min_learning_rate_fraction: float = Field(default=0.0, ge=0, le=1)
-    policy_loss: Literal["ppo_clip", "gspo", "cispo"]
+    policy_loss: Literal["ppo_clip", "gspo", "cispo", "dppo_tv", "dppo_kl", "sapo"]
     loss_aggregation: Literal["auto", "token_mean", "sequence_mean", "constant_horizon"]
     clip_low: float = Field(gt=0, lt=1)
     clip_high: float = Field(gt=0)
     dual_clip: float | None = Field(default=None, gt=1)
+    sapo: SapoConfig = Field(default_factory=SapoConfig)
     entropy_coef: float = Field(ge=0)
     moe_aux_coef: float = Field(default=0.0, ge=0)
     max_approx_kl: float | None = Field(gt=0)
@@ -183,10 +185,10 @@ class RlSettings(OptimizerConfig, LengthConfig):
 
     @property
     def aggregation(self) -> str:
-        """`loss_aggregation` with auto resolved: sequence_mean for GSPO, otherwise the algorithm's."""
+        """`loss_aggregation` with auto resolved: sequence_mean for GSPO and SAPO, otherwise the algorithm's."""
         if self.loss_aggregation != "auto":
             return self.loss_aggregation
-        return "sequence_mean" if self.policy_loss == "gspo" else self.spec.aggregation
+        return "sequence_mean" if self.policy_loss in ("gspo", "sapo") else self.spec.aggregation
 
     def caches_prefixes(self, max_length: int, *, on_gpu: bool) -> bool:
         """`rollout.prefix_caching` with auto resolved. A prompt can be shared if it fills a block of the cache.
