@@ -120,12 +120,67 @@ def grpo(
         [B, R], the response's advantage at each of its tokens, 0 where masked. A group of one and a group of equal rewards get 0.
     """
     groups = _Groups.of(rewards, group_ids, response_mask)
-    advantages = groups.centered
-    if normalize_std:
-        squares = torch.zeros_like(groups.count).index_add(0, groups.group, advantages.square())
-        std = (squares / (groups.count - 1).clamp(min=1)).sqrt()
-        advantages = advantages / std.clamp(min=std_floor)[groups.group]
+    advantages = groups.standardized(std_floor) if normalize_std else groups.centered
     return _per_token(advantages, rewards, response_mask)
+
+
+@torch.no_grad()
+def gdpo(
+    scores: torch.Tensor,
+    weights: torch.Tensor,
+    penalties: torch.Tensor,
+    group_ids: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    std_floor: float = 1e-4,
+) -> torch.Tensor:
+    """GDPO: each scorer's scores are normalised within the group before their sum, so that none is lost beside one that varies more.
+
+    A_i = S_i / max(std(S), std_floor),   S as of `decoupled_rewards`; std over the batch's responses, whose mean S is 0
+    Source: Liu et al. 2026, https://arxiv.org/abs/2601.05242.
+
+    Arguments as of `decoupled_rewards`.
+    Returns:
+        [B, R], the response's advantage at each of its tokens, 0 where masked. A group whose S are equal gets 0.
+    """
+    groups = _Groups.of(decoupled_rewards(scores, weights, penalties, group_ids, response_mask), group_ids, response_mask)
+    std = (groups.centered.square().sum() / (groups.counted.sum() - 1).clamp(min=1)).sqrt()
+    return _per_token(groups.centered / std.clamp(min=std_floor), penalties, response_mask)
+
+
+@torch.no_grad()
+def decoupled_rewards(
+    scores: torch.Tensor, weights: torch.Tensor, penalties: torch.Tensor, group_ids: torch.Tensor, response_mask: torch.Tensor
+) -> torch.Tensor:
+    """The weighted sum of scores that are normalised by scorer and group, less the penalties.
+
+    S_i = sum_k w_k (r_ik - mean(r_k)) / max(std(r_k), 1e-4) - (p_i - mean(p)),   means and unbiased stds over the group
+    The paper has no penalties. They aren't normalised: in a group with one truncated response their std would blow them up.
+
+    Args:
+        scores: [B, K], a column for each scorer. NaN: could not be scored; a response that lacks one of its scores is left out of all
+            statistics, because the missing part of its sum isn't 0.
+        weights: [K].
+        penalties: [B], of length and KL, in units of a normalised score.
+        group_ids, response_mask: as of `grpo`.
+    Returns:
+        [B] float64; NaN where a score is missing, or the row is masked.
+    """
+    counted = scores.isfinite().all(1) & response_mask.any(1)
+    mask = response_mask & counted[:, None]
+    total = score_deviations(scores, group_ids, mask, standardized=True) @ weights.double()
+    return (total - _Groups.of(penalties, group_ids, mask, warns=False).centered).where(counted, torch.nan)
+
+
+@torch.no_grad()
+def score_deviations(scores: torch.Tensor, group_ids: torch.Tensor, response_mask: torch.Tensor, *, standardized: bool) -> torch.Tensor:
+    """Each scorer's scores less their group's mean, and standardized over its std too: [B, K] float64; 0 where not counted.
+
+    Args:
+        scores: [B, K]; group_ids, response_mask: as of `grpo`.
+    """
+    by_scorer = [_Groups.of(of_one, group_ids, response_mask, warns=False) for of_one in scores.unbind(1)]
+    return torch.stack([groups.standardized(1e-4) if standardized else groups.centered for groups in by_scorer], 1)
 
 
 def dr_grpo(rewards: torch.Tensor, group_ids: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -246,8 +301,14 @@ class _Groups:
     count: torch.Tensor
     informative: torch.Tensor
 
+    def standardized(self, std_floor: float) -> torch.Tensor:
+        """`centered` over the group's unbiased std, which is at least std_floor."""
+        squares = torch.zeros_like(self.count).index_add(0, self.group, self.centered.square())
+        std = (squares / (self.count - 1).clamp(min=1)).sqrt()
+        return self.centered / std.clamp(min=std_floor)[self.group]
+
     @classmethod
-    def of(cls, rewards: torch.Tensor, group_ids: torch.Tensor, response_mask: torch.Tensor) -> _Groups:
+    def of(cls, rewards: torch.Tensor, group_ids: torch.Tensor, response_mask: torch.Tensor, *, warns: bool = True) -> _Groups:
         counted = rewards.isfinite() & response_mask.any(1)
         ids, group = group_ids.unique(return_inverse=True)
         known = rewards.double().where(counted, 0.0)
@@ -257,7 +318,7 @@ class _Groups:
         highest = zeros.scatter_reduce(0, group, known.where(counted, -torch.inf), "amax", include_self=False)
         lowest = zeros.scatter_reduce(0, group, known.where(counted, torch.inf), "amin", include_self=False)
         informative = highest > lowest
-        if counted.any() and not informative.all():
+        if warns and counted.any() and not informative.all():
             # A constant message, which Python shows once.
             warnings.warn("groups of equal rewards, or with fewer than two scored responses, get advantage 0", RuntimeWarning, stacklevel=1)
         centered = (known - mean[group]).where(counted & informative[group], 0.0)

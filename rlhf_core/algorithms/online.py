@@ -22,6 +22,7 @@ class Algorithm:
     settings: further keys of the section, arguments of the estimator, and their defaults: a bool is a switch, a float a share of 0 to 1.
     critic: a value model learns beside the policy; the section has the critic's keys too.
     greedy_baseline: the greedy response to each prompt is sampled and scored too.
+    decoupled: each scorer's scores are normalised within their group before they are summed.
     aggregation: of the loss, as in the paper, with `rl.loss_aggregation: auto`.
     """
 
@@ -31,7 +32,13 @@ class Algorithm:
     settings: Mapping[str, bool | float] = field(default_factory=dict)
     critic: bool = False
     greedy_baseline: bool = False
+    decoupled: bool = False
     aggregation: str = "token_mean"
+
+    @property
+    def compares_samples(self) -> bool:
+        """Whether the baseline is that of a prompt's own samples."""
+        return self.smallest_group > 1
 
     @property
     def estimate(self) -> Callable[..., Any]:
@@ -52,4 +59,5 @@ ALGORITHMS = {
     "reinforce_pp": Algorithm("rlhf_core.algorithms.advantages:reinforce_pp", group_size=1),
     "reinforce_pp_baseline": Algorithm("rlhf_core.algorithms.advantages:reinforce_pp_baseline", group_size=4, smallest_group=2),
     "remax": Algorithm("rlhf_core.algorithms.advantages:remax", group_size=1, greedy_baseline=True),
+    "gdpo": Algorithm("rlhf_core.algorithms.advantages:gdpo", group_size=8, smallest_group=2, decoupled=True),
 }

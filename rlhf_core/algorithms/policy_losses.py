@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+_LEAST = -50.0  # log-probability below which one of all other tokens counts as this
+
 
 def ppo_clip(
     logprobs: torch.Tensor,
@@ -99,6 +101,96 @@ def cispo(
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return -weight * advantages * logprobs, _statistics(log_ratio, ratio, (weight != ratio) & response_mask, response_mask)
+
+
+def dppo_tv(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """DPPO, negated, with a bound on the change of the token's probability: the binary total variation from the old policy.
+
+    -M * ratio * A,   M = 0 where A > 0 and p - p_old > clip_high, or A < 0 and p_old - p > clip_low, else 1;
+    p = exp(logprobs), ratio = p / p_old
+    Source: Qi et al. 2026, https://arxiv.org/abs/2602.04879, whose bounds are probabilities.
+
+    A rare token may get many times its probability, and a frequent one may not get 1.2 times its own: `ppo_clip` has it the other way
+    around. So ratios have no bound.
+
+    Arguments and result as of `ppo_clip`, with the masked tokens in clip_frac_sum.
+    """
+    change = (logprobs.detach().exp() - old_logprobs.exp()).where(response_mask, 0.0)
+    return _dppo(
+        logprobs, old_logprobs, advantages, response_mask, (advantages > 0) & (change > clip_high), (advantages < 0) & (change < -clip_low)
+    )
+
+
+def dppo_kl(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """DPPO, negated, with a bound on the binary KL divergence: of the old policy from the current one, each as this token or another.
+
+    -M * ratio * A,   D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p));
+    M = 0 where A > 0, p > p_old and D > clip_high, or A < 0, p < p_old and D > clip_low, else 1
+    Source: as of `dppo_tv`; the bounds are nats, and far narrower than those of ratios.
+
+    Arguments and result as of `dppo_tv`.
+    """
+    new, old = (x.detach().where(response_mask, -1.0).double() for x in (logprobs, old_logprobs))
+    others, old_others = (torch.log(-torch.expm1(x)).clamp(min=_LEAST) for x in (new, old))
+    divergence = old.exp() * (old - new) + old_others.exp() * (old_others - others)
+    high = (advantages > 0) & (new > old) & (divergence > clip_high)
+    return _dppo(logprobs, old_logprobs, advantages, response_mask, high, (advantages < 0) & (new < old) & (divergence > clip_low))
+
+
+def _dppo(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    too_high: torch.Tensor,
+    too_low: torch.Tensor,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and statistics without the tokens that have gone too far: [B, R] bool, upwards and downwards."""
+    _, log_ratio, advantages = _masked(logprobs, old_logprobs, advantages, response_mask)
+    held = (too_high | too_low) & response_mask
+    ratio = log_ratio.exp()
+    return (-advantages * ratio).masked_fill(held, 0.0), _statistics(log_ratio, ratio, held, response_mask)
+
+
+def sapo(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    positive_temperature: float,
+    negative_temperature: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """SAPO, negated: a gate that fades a token's gradient smoothly as its ratio leaves 1, in place of a bound.
+
+    -4 / tau * sigmoid(tau * (ratio - 1)) * A,   tau = positive_temperature where A > 0, else negative_temperature
+    Source: Gao et al. 2025, https://arxiv.org/abs/2511.20347, with 1 and 1.05.
+
+    The derivative by the ratio is A * sech^2(tau * (ratio - 1) / 2), which is A at ratio 1. At that point the loss is -2 A / tau.
+
+    Arguments and result as of `ppo_clip`; no token is clipped.
+    """
+    _, log_ratio, advantages = _masked(logprobs, old_logprobs, advantages, response_mask)
+    ratio = log_ratio.clamp(max=20.0).exp()  # the gate is flat there; an infinite ratio would have the gradient NaN
+    tau = torch.full_like(advantages, negative_temperature).masked_fill(advantages > 0, positive_temperature)
+    token_loss = -4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)) * advantages
+    return token_loss, _statistics(log_ratio, log_ratio.exp(), torch.zeros_like(response_mask), response_mask)
 
 
 def _masked(
@@ -220,4 +312,4 @@ def load_balancing_loss(router_logits: torch.Tensor, counts: torch.Tensor, *, to
 
 
 # By rl.policy_loss.
-POLICY_LOSSES = {"ppo_clip": ppo_clip, "gspo": gspo, "cispo": cispo}
+POLICY_LOSSES = {"ppo_clip": ppo_clip, "gspo": gspo, "cispo": cispo, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl, "sapo": sapo}

@@ -83,6 +83,7 @@ def _dead_limit(rl: RlConfig, key: str, limit: LimitConfig) -> Iterator[str]:
     constant = {
         "a critic": limit.metric in _OF_CRITIC and rl.critic is None,
         "several optimizer steps a batch": limit.metric in _OF_RATIO and not rl.ratio_moves,
+        "a loss that clips": limit.metric == "clip_frac" and rl.policy_loss == "sapo",
         "max_approx_kl": limit.metric == "stopped_early" and rl.max_approx_kl is None,
         "kl.target": limit.metric == "kl_coef" and rl.kl.target is None,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import combinations
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, create_model, model_validator
@@ -27,6 +28,7 @@ from rlhf_core.config.rl_parts import (
     Role,
     RoleGroup,
     RolloutConfig,
+    SapoConfig,
     TrainerConfig,
     completed_limits,
     named_placement,
@@ -51,11 +53,12 @@ class RlSettings(OptimizerConfig, LengthConfig):
     schedule: Schedule = "constant"
     warmup_steps: int = Field(ge=0)
     min_learning_rate_fraction: float = Field(default=0.0, ge=0, le=1)
-    policy_loss: Literal["ppo_clip", "gspo", "cispo"]
+    policy_loss: Literal["ppo_clip", "gspo", "cispo", "dppo_tv", "dppo_kl", "sapo"]
     loss_aggregation: Literal["auto", "token_mean", "sequence_mean", "constant_horizon"]
     clip_low: float = Field(gt=0, lt=1)
     clip_high: float = Field(gt=0)
     dual_clip: float | None = Field(default=None, gt=1)
+    sapo: SapoConfig = Field(default_factory=SapoConfig)
     entropy_coef: float = Field(ge=0)
     moe_aux_coef: float = Field(default=0.0, ge=0)
     max_approx_kl: float | None = Field(gt=0)
@@ -182,10 +185,10 @@ class RlSettings(OptimizerConfig, LengthConfig):
 
     @property
     def aggregation(self) -> str:
-        """`loss_aggregation` with auto resolved: sequence_mean for GSPO, otherwise the algorithm's."""
+        """`loss_aggregation` with auto resolved: sequence_mean for GSPO and SAPO, otherwise the algorithm's."""
         if self.loss_aggregation != "auto":
             return self.loss_aggregation
-        return "sequence_mean" if self.policy_loss == "gspo" else self.spec.aggregation
+        return "sequence_mean" if self.policy_loss in ("gspo", "sapo") else self.spec.aggregation
 
     def caches_prefixes(self, max_length: int, *, on_gpu: bool) -> bool:
         """`rollout.prefix_caching` with auto resolved. A prompt can be shared if it fills a block of the cache.
@@ -428,6 +431,8 @@ def curve_columns(rl: RlConfig) -> tuple[str, ...]:
     columns = ["step", *_BATCH_COLUMNS, *(f"score_{n}" for n in names), *(f"failed_{n}" for n in names)]
     columns += [f"{kind}_{s.name}" for s in rl.reward.scorers if not s.weight for kind in ("gap", "agreement")]
     columns += [f"disagreement_{s.name}" for s in rl.reward.scorers if s.members > 1]
+    if len(rewarded := [s.name for s in rl.reward.rewarded]) > 1:
+        columns += [*(f"share_{name}" for name in rewarded), *(f"correlation_{a}.{b}" for a, b in combinations(rewarded, 2))]
     columns += _UPDATE_COLUMNS
     columns += ["ptx_loss"] * (rl.ptx.coef > 0) + ["moe_aux_loss"] * (rl.moe_aux_coef > 0)
     columns += [] if rl.old_logprobs_source(0) == "from_engine" else _MISMATCH_COLUMNS

@@ -44,6 +44,13 @@ ALGORITHM_SECTIONS = {name: _algorithm_section(name, spec) for name, spec in ALG
 globals().update({section.__name__: section for section in ALGORITHM_SECTIONS.values()})  # where pickle looks for them
 
 
+class SapoConfig(Section):
+    """Temperatures of SAPO's gate, for tokens with an advantage above 0 and for the others; a higher one fades gradients sooner."""
+
+    positive_temperature: float = Field(default=1.0, gt=0)
+    negative_temperature: float = Field(default=1.05, gt=0)
+
+
 class KlConfig(Section):
     coef: float = Field(ge=0)
     placement: Literal["reward", "loss"]

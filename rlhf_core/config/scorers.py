@@ -151,9 +151,14 @@ class ScoreConfig(Section):
     max_unscored_fraction: float = Fraction
 
     @property
+    def rewarded(self) -> list[ScorerConfig]:
+        """The scorers with a weight."""
+        return [s for s in self.scorers if s.weight]
+
+    @property
     def own_reward_models(self) -> list[ScorerConfig]:
         """The rewarded scorers that are the chain's own reward model."""
-        return [s for s in self.scorers if s.weight and s.is_own_reward_model]
+        return [s for s in self.rewarded if s.is_own_reward_model]
 
     def conflicts(self) -> Iterator[str]:
         yield from name_conflicts(self.scorers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import pandas as pd
@@ -119,6 +120,7 @@ def _rl(rows: pd.DataFrame, rl: Mapping[str, Any], *, limit: float | None, start
         "rl_approx_kl": curves(rows, [Line("approx_kl", "change", PURPLE)], y_title="nats per token"),
         "rl_logprobs": _logprobs(rows, limit),
         **_scorers(rows, [s["name"] for s in need(rl, "reward", "scorers")]),
+        **_driving(rows),
     }
     if need(rl, "kl", "coef") > 0:  # otherwise it wasn't measured
         figures["rl_kl"] = curves(rows, [Line("kl_mean", f"KL to {start}", PURPLE)], y_title="nats per response")
@@ -136,6 +138,20 @@ def _scorers(rows: pd.DataFrame, names: Sequence[str]) -> dict[str, figure]:
     if len(names) == 1:
         return {}
     return {f"rl_score_{name}": curves(rows, _with_evaluation(rows, f"score_{name}", f"eval_{name}"), y_title="score") for name in names}
+
+
+def _driving(rows: pd.DataFrame) -> dict[str, figure]:
+    """Figures of each scorer's share of the advantages' variance, and of the scorers' correlations."""
+    figures = {}
+    for kind, y_title, percent in (("share", "share of the variance", True), ("correlation", "correlation", False)):
+        found = [column for column in rows if column.startswith(f"{kind}_") and rows[column].notna().any()]
+        colors = cycle((BLUE, ORANGE, GREEN, PURPLE, TEAL, RED))
+        lines = [
+            Line(c, c.removeprefix(f"{kind}_").replace("_", " ").replace(".", ", "), color) for c, color in zip(found, colors, strict=False)
+        ]
+        if lines:
+            figures[f"rl_{kind}s"] = curves(rows, lines, y_title=y_title, percent=percent)
+    return figures
 
 
 def _with_evaluation(rows: pd.DataFrame, column: str, evaluated: str) -> list[Line]:

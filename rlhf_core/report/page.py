@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from rlhf_core.config import reordering_shown
-from rlhf_core.report.blame import blame
+from rlhf_core.report.blame import EDGE, blame
 from rlhf_core.report.colors import DARK
 from rlhf_core.report.differences import Results, figures_that_count, headline, outs_that_differ, params_that_differ, read_as
 from rlhf_core.report.figures import Figures, all_figures, logprob_limit
@@ -27,6 +27,7 @@ from rlhf_core.report.inputs import ReportInputs, StageTime, need
 from rlhf_core.report.naming import start_name, told
 from rlhf_core.report.tables import (
     data_rows,
+    driving_rows,
     evaluation_rows,
     expectations,
     facts,
@@ -78,6 +79,8 @@ def render(inputs: ReportInputs) -> str:
         "start": start_name(inputs.params),
         "rewarder": rewarded_by(scorers),
         "scorers": scorers,
+        "driving": driving_rows(inputs.policy_curves, inputs.method_scorers) if inputs.method == "rl" else [],
+        "edge": EDGE,
         "method_scores": bool(inputs.method_scorers),
         "scored": inputs.evaluation is not None and is_scored(inputs.evaluation),
         "stopped": inputs.stopped,

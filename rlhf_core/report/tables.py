@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from rlhf_core.report.blame import EDGE
 from rlhf_core.report.inputs import ReportInputError, need
 from rlhf_core.report.naming import SFT
 from rlhf_core.report.texts import count, measured, number, share
@@ -273,6 +274,37 @@ def _scorer_rows(evaluation: Mapping[str, Any], scorers: Sequence[Mapping[str, A
         path = ("scores", scorer["name"])
         cells = _cells(evaluation, (*path, "mean"), path, more_is_better)
         yield {"label": scorer_name(scorer), "form": "score", "part": True, "cells": cells}
+
+
+def driving_rows(curves: pd.DataFrame | None, scorers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """How much of an RL run's update each rewarded scorer drove, and how far it agrees with the others; nothing with a single one.
+
+    shares: means of the advantages' variance over the first EDGE steps, the last EDGE and all. correlations: means over all steps, by
+    the other scorer's name; None: with itself, or never measured. The last row has what the scorers leave to penalties and clipping.
+    """
+    names = [s["name"] for s in scorers if s["weight"] and curves is not None and f"share_{s['name']}" in curves]
+    if len(names) < 2:
+        return []
+    by_name = {name: _edges(curves[f"share_{name}"]) for name in names}
+    rest = [None if None in column else 1 - sum(column) for column in zip(*by_name.values(), strict=True)]
+    rows = [
+        {"name": name.replace("_", " "), "shares": by_name[name], "correlations": [_correlation(curves, name, other) for other in names]}
+        for name in names
+    ]
+    return [*rows, {"name": "penalties, KL and clipping", "shares": rest, "correlations": [None] * len(names)}]
+
+
+def _edges(column: pd.Series) -> list[float | None]:
+    """Means over the first and the last EDGE values, and over all."""
+    known = column.dropna()
+    return [None if known.empty else float(part.mean()) for part in (known.head(EDGE), known.tail(EDGE), known)]
+
+
+def _correlation(curves: pd.DataFrame, first: str, second: str) -> float | None:
+    for pair in (f"correlation_{first}.{second}", f"correlation_{second}.{first}"):
+        if pair in curves and curves[pair].notna().any():
+            return float(curves[pair].mean())
+    return None
 
 
 def _cells(

@@ -37,7 +37,7 @@ def markdown_block(text: str) -> str:
 
 def share(value: float | None) -> str:
     """A share as a percentage; an en dash for None."""
-    return "–" if value is None else f"{value:.1%}"
+    return "–" if value is None else f"{value:.1%}".replace("-", "−")
 
 
 def number(value: float | None) -> str:

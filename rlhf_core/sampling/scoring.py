@@ -323,7 +323,7 @@ class RewardNormalizer:
 
     def __init__(self, config: ScoreConfig):
         self._config = config
-        self._rewarded = [s for s in config.scorers if s.weight]
+        self._rewarded = config.rewarded
         self.moments = {s.name: Moments() for s in self._rewarded if s.normalization != "none"}
 
     def trial(self) -> RewardNormalizer:
@@ -368,17 +368,17 @@ class RewardNormalizer:
         Args:
             learn: False: don't update running statistics.
         """
-        total = 0.0
         for scorer in self._rewarded:
-            scores = _known(components[scorer.name])
             if scorer.normalization == "running" and learn:
-                self.moments[scorer.name] = self.moments[scorer.name].merge(scores)
-            if scorer.normalization != "none":
-                mean, std = self.location_and_spread(scorer)
-                scores = (scores - mean) / std
-            total = total + scorer.weight * scores
+                self.moments[scorer.name] = self.moments[scorer.name].merge(components[scorer.name])
+        total = sum(scorer.weight * scores for scorer, scores in zip(self._rewarded, self.normalized(components), strict=True))
         limit = self._config.clip
         return total if limit is None else total.clamp(-limit, limit)
+
+    def normalized(self, components: RewardComponents) -> list[torch.Tensor]:
+        """Of each scorer with a weight its normalised scores [B], unweighted; NaN where it has no finite score."""
+        scaled = [(_known(components[s.name]), *self.location_and_spread(s), s) for s in self._rewarded]
+        return [scores if s.normalization == "none" else (scores - mean) / std for scores, mean, std, s in scaled]
 
 
 def weighted_score(components: RewardComponents, scorers: list[ScorerConfig]) -> torch.Tensor:

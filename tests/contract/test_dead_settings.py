@@ -52,6 +52,7 @@ PAIRS = [
     Pair("rl.trainer.offload_frozen", {"rl.trainer.offload_frozen": True}, UNMEASURED | GRPO | {"rl.reward.scorers": [JUDGE]}, {}),
     Pair("rl.monitor.mine.metric", limit(metric="clip_frac"), {}, MINIBATCHES),
     Pair("rl.monitor.mine.metric", limit(metric="policy_ratio_min"), {}, AHEAD),
+    Pair("rl.monitor.mine.metric", limit(metric="clip_frac"), MINIBATCHES | {"rl.policy_loss": "sapo"}, MINIBATCHES),
     Pair("rl.monitor.mine.metric", limit(metric="explained_variance"), GRPO, {}),
     Pair("rl.monitor.mine.metric", limit(metric="stopped_early"), {}, MINIBATCHES | {"rl.max_approx_kl": 0.1}),
     Pair("rl.monitor.mine.metric", limit(metric="kl_coef"), {}, {"rl.kl.target": 6.0}),

@@ -6,15 +6,18 @@ import functools
 import inspect
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from rlhf_core.algorithms.advantages import overlong_penalty, token_rewards
+from rlhf_core.algorithms.advantages import decoupled_rewards, overlong_penalty, token_rewards
 from rlhf_core.algorithms.corrections import importance_weights
 from rlhf_core.algorithms.kl import KL_ESTIMATORS
 from rlhf_core.config import RlConfig
 from rlhf_core.sampling.scoring import RewardNormalizer
+from rlhf_core.trainers.rl.shares import scorer_shares
 from rlhf_core.types import Baseline, RewardComponents, RolloutBatch, TrainBatch
 
 Metrics = dict[str, float]
@@ -26,7 +29,8 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
     """Advantages, and returns for the critic, by `rl.algorithm`.
 
     The estimator gets the quantities that its parameters name: rewards and baseline_rewards [B], token_rewards, values and response_mask
-    [B, R], group_ids [B], and the keys of its section of params.yaml.
+    [B, R], group_ids [B], and the keys of its section of params.yaml; scores [B, K] and weights [K] of the K rewarded scorers, and
+    penalties [B], of which rewards are the sum.
 
     A response without a finite reward is masked: neither policy nor critic learns from it, and no statistic counts it. A truncated
     response is masked too, with rl.reward.mask_truncated.
@@ -44,18 +48,22 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
         "values": batch.values,
         "response_mask": mask,
         "group_ids": batch.group_ids,
+        **_by_scorer(batch.components, rl, normalizer),
+        "penalties": _length_penalties(batch.finished, batch.lengths, rl) + kl_coef * kl.sum(1),
         "baseline_rewards": batch.baseline and baseline_rewards(batch.baseline, rl, normalizer, kl_coef=kl_coef),
         **rl.own.model_dump(),
     }
     estimator = rl.spec.estimate
-    estimate = estimator(**{name: quantities[name] for name in inspect.signature(estimator).parameters if name in quantities})
+    estimate = estimator(**_named(estimator, quantities))
     advantages, returns = estimate if isinstance(estimate, tuple) else (estimate, torch.zeros_like(estimate))
+    compared = decoupled_rewards(**_named(decoupled_rewards, quantities)) if rl.spec.decoupled else quantities["rewards"]
     learned, known = mask.any(1), quantities["rewards"].isfinite()
     if not learned.any():
         _tell_nothing_is_learned()
     metrics = {
         "reward_mean": float(quantities["rewards"][known].mean()),
         "advantage_zero_fraction": float((advantages[learned] == 0).all(1).float().mean()),
+        **scorer_shares(advantages, mask, quantities["scores"], compared, batch.group_ids, rl),
     }
     if rl.critic is not None:
         metrics["explained_variance"] = explained_variance(batch.values, returns, mask)
@@ -74,6 +82,11 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
         importance_weights=weights,
     )
     return train_batch, metrics
+
+
+def _named(function: Callable[..., Any], quantities: dict[str, Any]) -> dict[str, Any]:
+    """The quantities that a function's parameters name."""
+    return {name: quantities[name] for name in inspect.signature(function).parameters if name in quantities}
 
 
 @functools.cache  # once in a run
@@ -103,6 +116,36 @@ def shaped_rewards(
     if rl.reward.mask_truncated:
         components = {name: scores.where(finished, torch.nan) for name, scores in components.items()}
     return normalizer(components) - _length_penalties(finished, lengths, rl)
+
+
+def compared_rewards(
+    components: RewardComponents,
+    finished: torch.Tensor,
+    lengths: torch.Tensor,
+    group_ids: torch.Tensor,
+    rl: RlConfig,
+    normalizer: RewardNormalizer,
+) -> torch.Tensor:
+    """What the estimator compares [B], before any KL: `shaped_rewards`, or with gdpo those that are normalised by scorer and group.
+
+    Arguments as of `shaped_rewards`; group_ids: [B].
+    """
+    rewards = shaped_rewards(components, finished, lengths, rl, normalizer)
+    if not rl.spec.decoupled:
+        return rewards
+    quantities = {
+        "penalties": _length_penalties(finished, lengths, rl),
+        "group_ids": group_ids,
+        "response_mask": rewards.isfinite()[:, None],
+    }
+    decoupled = decoupled_rewards(**_by_scorer(components, rl, normalizer), **quantities)
+    return decoupled.round(decimals=6)  # scorers that cancel leave a rest of rounding
+
+
+def _by_scorer(components: RewardComponents, rl: RlConfig, normalizer: RewardNormalizer) -> dict[str, torch.Tensor]:
+    """Normalised scores [B, K] and weights [K] of the rewarded scorers."""
+    scores = [of_one.double() for of_one in normalizer.normalized(components)]
+    return {"scores": torch.stack(scores, 1), "weights": torch.tensor([s.weight for s in rl.reward.rewarded], dtype=torch.float64)}
 
 
 def _length_penalties(finished: torch.Tensor, lengths: torch.Tensor, rl: RlConfig) -> torch.Tensor:

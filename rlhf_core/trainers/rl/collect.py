@@ -10,7 +10,7 @@ import torch
 
 from rlhf_core.config import RlConfig
 from rlhf_core.sampling.scoring import DISAGREEMENT, RewardNormalizer, ScorerMetrics, weighted_score
-from rlhf_core.trainers.rl.advantages import shaped_rewards
+from rlhf_core.trainers.rl.advantages import compared_rewards
 from rlhf_core.trainers.rl.data import PromptStream, baseline_of
 from rlhf_core.trainers.rl.metrics import Clock, Metrics, dialogue_metrics, finite_mean
 from rlhf_core.trainers.rl.workers import PendingForward, Workers
@@ -135,7 +135,8 @@ def have_variance(rollouts: list[Rollout], components: RewardComponents, rl: RlC
     Equal responses count once: their scores may differ by rounding.
     """
     finished, lengths = torch.tensor([r.finished for r in rollouts]), torch.tensor([r.num_sampled for r in rollouts])
-    rewards = shaped_rewards(components, finished, lengths, rl, normalizer).tolist()
+    group_ids = torch.arange(len(rollouts)) // rl.group_size
+    rewards = compared_rewards(components, finished, lengths, group_ids, rl, normalizer).tolist()
     pairs = [(tuple(rollout.response_ids), reward) for rollout, reward in zip(rollouts, rewards, strict=True)]
     groups = [dict(pairs[i : i + rl.group_size]) for i in range(0, len(pairs), rl.group_size)]
     return [len(set(filter(math.isfinite, group.values()))) > 1 for group in groups]

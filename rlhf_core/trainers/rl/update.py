@@ -225,10 +225,7 @@ class RlUpdate:
         """A micro-batch's share of the step's policy loss, KL and entropy terms included; and sums over its tokens."""
         rl, mask = self.rl, batch.response_mask
         old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        bounds = {"clip_low": rl.clip_low, "clip_high": rl.clip_high}
-        if rl.policy_loss == "ppo_clip":
-            bounds["dual_clip"] = rl.dual_clip
-        token_loss, stats = POLICY_LOSSES[rl.policy_loss](logprobs, old_logprobs, batch.advantages, mask, **bounds)
+        token_loss, stats = POLICY_LOSSES[rl.policy_loss](logprobs, old_logprobs, batch.advantages, mask, **bounds(rl))
         token_loss = token_loss * batch.importance_weights.where(mask, 0.0)
         if rl.kl.placement == "loss" and self.kl_coef:
             kl = kl_loss_term(logprobs, old_logprobs, batch.ref_logprobs, mask, estimator=rl.kl.estimator)
@@ -307,6 +304,14 @@ class RlUpdate:
 
 def numbers(values: dict[str, torch.Tensor]) -> Totals:
     return {name: float(value) for name, value in values.items()}
+
+
+def bounds(rl: RlConfig) -> dict[str, float | None]:
+    """The arguments of the policy loss that say how far the policy may go from the old one."""
+    if rl.policy_loss == "sapo":
+        return rl.sapo.model_dump()
+    clip = {"clip_low": rl.clip_low, "clip_high": rl.clip_high}
+    return clip | {"dual_clip": rl.dual_clip} if rl.policy_loss == "ppo_clip" else clip
 
 
 def policy_arguments(rl: RlConfig) -> dict[str, Any]:

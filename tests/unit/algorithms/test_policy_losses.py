@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import pad
 
-from rlhf_core.algorithms.policy_losses import POLICY_LOSSES, aggregate, cispo, gspo, ppo_clip, value_loss
+from rlhf_core.algorithms.policy_losses import POLICY_LOSSES, aggregate, cispo, dppo_kl, dppo_tv, gspo, ppo_clip, sapo, value_loss
 
 NAN, INF = float("nan"), float("inf")
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}
@@ -189,9 +189,102 @@ def test_cispo_within_the_bounds_has_the_gradient_of_the_unclipped_surrogate(see
     same(a.grad, b.grad, atol=1e-13)
 
 
+def gated(*tensors: torch.Tensor, clip_low: float, clip_high: float):
+    """SAPO with its paper's temperatures; the bounds are the other losses'."""
+    return sapo(*tensors, positive_temperature=1.0, negative_temperature=1.05)
+
+
+def test_dppo_tv_by_hand_with_gradient():
+    # p_old, p; A; loss -p / p_old * A unless p has moved by more than 0.3 upwards (A > 0) or 0.2 downwards (A < 0)
+    # 0.001 -> 0.101, A 2: 101 times as likely, but by 0.1 only: -202.   0.5 -> 0.9, A 2: moved by 0.4: 0, where the ratio is only 1.8.
+    # 0.6 -> 0.3, A -2: moved down by 0.3: 0.   0.6 -> 0.45, A -2: by 0.15: 1.5.
+    # 0.6 -> 0.3, A 2 and 0.5 -> 0.9, A -2: the way back: -1, 3.6
+    old, new = row(0.001, 0.5, 0.6, 0.6, 0.6, 0.5).log(), row(0.101, 0.9, 0.3, 0.45, 0.3, 0.9).log().requires_grad_()
+    token_loss, stats = dppo_tv(new, old, row(2, 2, -2, -2, 2, -2), torch.ones(1, 6, dtype=torch.bool), **CLIP)
+    token_loss.sum().backward()
+    same(token_loss, row(-202, 0, 0, 1.5, -1, 3.6), atol=1e-12)
+    same(new.grad, row(-202, 0, 0, 1.5, -1, 3.6), atol=1e-12)
+    assert stats["clip_frac_sum"].item() == 2.0 and stats["ratio_max"].item() == pytest.approx(101, abs=1e-11)
+
+
+def test_dppo_kl_by_hand_with_gradient():
+    # D(0.5, 0.8) = 0.5 ln(0.5 / 0.8) + 0.5 ln(0.5 / 0.2) = 0.2231;  D(0.5, 0.9) = 0.5108;  D(0.001, 0.101) = 0.001 ln(1 / 101)
+    # + 0.999 ln(0.999 / 0.899) = 0.1008.  Bounds 0.2 downwards, 0.3 upwards.
+    old, new = row(0.5, 0.5, 0.001, 0.5, 0.5, 0.5).log(), row(0.8, 0.9, 0.101, 0.2, 0.4, 0.9).log().requires_grad_()
+    token_loss, stats = dppo_kl(new, old, row(2, 2, 2, -2, -2, -2), torch.ones(1, 6, dtype=torch.bool), **CLIP)
+    token_loss.sum().backward()
+    expected = row(-3.2, 0, -202, 0, 1.6, 3.6)  # the fourth has D(0.5, 0.2) = 0.2231 > 0.2, the last one is on its way back
+    same(token_loss, expected, atol=1e-12)
+    same(new.grad, expected, atol=1e-12)
+    assert stats["clip_frac_sum"].item() == 2.0
+
+
+def test_dppo_kl_of_a_certain_token_is_finite():
+    certain = torch.zeros(1, 2, requires_grad=True)
+    loss, _ = dppo_kl(certain, torch.tensor([[0.0, -0.5]]), torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), **CLIP)
+    loss.sum().backward()
+    assert loss.tolist() == [[-1.0, 0.0]] and certain.grad.tolist() == [[-1.0, 0.0]], "from 0.61 to 1 is D > 0.3"
+
+
+def test_sapo_by_hand_with_gradient():
+    # ratio 1, A 2, tau 1: loss -4 / 1 * 1/2 * 2 = -4, gradient -2.   Ratio 1 + ln 3, A 2: sigmoid(ln 3) = 3/4: loss -6,
+    # gradient -4 * 3/4 * 1/4 * 2 * ratio = -1.5 * ratio.   Ratio 1 + ln(3) / 2, A -1, tau 2: loss 4 / 2 * 3/4 = 1.5, gradient 0.75 * ratio
+    ratio = row(1.0, 1 + math.log(3), 1 + math.log(3) / 2)
+    logprobs = ratio.log().requires_grad_()
+    temperatures = {"positive_temperature": 1.0, "negative_temperature": 2.0}
+    token_loss, stats = sapo(logprobs, row(0, 0, 0), row(2, 2, -1), torch.ones(1, 3, dtype=torch.bool), **temperatures)
+    token_loss.sum().backward()
+    same(token_loss, row(-4, -6, 1.5))
+    same(logprobs.grad, row(-2, -1.5, 0.75) * torch.tensor([1.0, ratio[0, 1], ratio[0, 2]]))
+    assert stats["clip_frac_sum"].item() == 0.0
+
+
+def test_sapo_of_a_ratio_that_overflows_has_no_gradient():
+    logprobs = torch.tensor([[100.0, 0.0]], requires_grad=True)
+    loss, _ = gated(logprobs, torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), **CLIP)
+    loss.sum().backward()
+    assert loss.tolist() == [[-4.0, -2.0]] and logprobs.grad.tolist() == [[0.0, -1.0]]
+
+
+def loop_dppo(new: float, old: float, advantage: float, *, kl: bool) -> tuple[float, float]:
+    """Loss and gradient of a token."""
+    p, q = math.exp(new), math.exp(old)
+    moved = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)) if kl else abs(p - q)
+    away = (p > q and advantage > 0 and moved > 0.03) or (p < q and advantage < 0 and moved > 0.02)
+    loss = 0.0 if away else -p / q * advantage
+    return loss, loss
+
+
+def loop_sapo(new: float, old: float, advantage: float) -> tuple[float, float]:
+    ratio, tau = math.exp(new - old), 1.0 if advantage > 0 else 1.05
+    gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+    return -4 / tau * gate * advantage, -advantage * ratio / math.cosh(tau * (ratio - 1) / 2) ** 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("policy_loss", "loop"),
+    [(dppo_tv, partial(loop_dppo, kl=False)), (dppo_kl, partial(loop_dppo, kl=True)), (gated, loop_sapo)],
+    ids=["dppo_tv", "dppo_kl", "sapo"],
+)
+def test_losses_equal_loops_over_numbers(policy_loss, loop, seed: int):
+    a, b, c, kept = random_batch(seed)
+    logprobs, narrow = a.clone().requires_grad_(), {"clip_low": 0.02, "clip_high": 0.03}
+    token_loss, stats = policy_loss(logprobs, b, c, kept, **narrow)
+    token_loss.sum().backward()
+    pairs = [loop(*values) for values in zip(a[kept].tolist(), b[kept].tolist(), c[kept].tolist(), strict=True)]
+    losses, gradients = zip(*pairs, strict=True)
+    assert token_loss[kept].tolist() == pytest.approx(losses, abs=1e-12)
+    assert logprobs.grad[kept].tolist() == pytest.approx(gradients, abs=1e-12)
+    assert int(stats["clip_frac_sum"]) == sum(loss == 0 for loss in losses) and (
+        policy_loss is gated or 0 < losses.count(0.0) < len(losses)
+    )
+
+
 # Every policy loss
 
-ALL_LOSSES = [*POLICY_LOSSES.values(), partial(ppo_clip, dual_clip=1.5)]
+
+ALL_LOSSES = [*(gated if loss is sapo else loss for loss in POLICY_LOSSES.values()), partial(ppo_clip, dual_clip=1.5)]
 
 
 @pytest.mark.parametrize("policy_loss", ALL_LOSSES)
@@ -205,8 +298,8 @@ def test_every_policy_loss_has_the_policy_gradient_on_policy(policy_loss):
     assert stats["clip_frac_sum"] == 0 and stats["approx_kl_sum"] == 0 and stats["ratio_max"] == 1
 
 
-@pytest.mark.parametrize("policy_loss", [gspo, partial(ppo_clip, dual_clip=1.5)])
-def test_gradients_of_gspo_and_the_dual_clip_agree_with_finite_differences(policy_loss):
+@pytest.mark.parametrize("policy_loss", [gspo, partial(ppo_clip, dual_clip=1.5), gated, dppo_tv, dppo_kl])
+def test_gradients_of_the_losses_that_differentiate_the_ratio_agree_with_finite_differences(policy_loss):
     a, b, c, kept = random_batch(2)
     assert torch.autograd.gradcheck(lambda x: policy_loss(x, b, c, kept, **CLIP)[0], a.requires_grad_())
 

@@ -231,6 +231,8 @@ def test_dropout_is_off_where_two_distributions_are_compared_and_on_where_the_lo
         ({}, "token_mean"),
         ({"rl.algorithm": "dr_grpo"}, "constant_horizon"),
         ({"rl.policy_loss": "gspo"}, "sequence_mean"),
+        ({"rl.policy_loss": "sapo", "rl.algorithm": "grpo"}, "sequence_mean"),
+        ({"rl.policy_loss": "dppo_tv"}, "token_mean"),
         ({"rl.algorithm": "dr_grpo", "rl.policy_loss": "gspo"}, "sequence_mean"),
         ({"rl.algorithm": "dr_grpo", "rl.loss_aggregation": "token_mean"}, "token_mean"),
     ],

@@ -132,6 +132,7 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
             {"rl.policy_loss": "gspo", "rl.loss_aggregation": "token_mean"},
             "rl.loss_aggregation: expected sequence_mean or auto with policy_loss gspo, got token_mean",
         ),
+        ({"rl.policy_loss": "dppo_kl", "rl.dual_clip": 3.0}, "rl.dual_clip: expected null with policy_loss dppo_kl, got 3.0"),
         ({"rl.policy_loss": "cispo", "rl.dual_clip": 3.0}, "rl.dual_clip: expected null with policy_loss cispo, got 3.0"),
         ({"rl.lora": LORA | {"dropout": 0.1}}, "rl.lora.dropout: expected 0 in rl, got 0.1"),
         (

@@ -222,6 +222,34 @@ def test_several_scorers_each_have_curves_and_a_row(tmp_path, monkeypatch):
     assert re.findall(r"[+−\d.]+(?=\s*</td>)", row) == ["0.25", "0.75", "+0.50", "0.25", "0.25", "0.00"]
 
 
+def test_a_table_and_curves_say_which_scorer_drove_the_update(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    scorers = [REWARD_MODEL, JUDGE | {"name": "ok", "weight": 0.5}, JUDGE | {"name": "seen", "weight": 0.0}]
+    apply_overrides(workspace / "params.yaml", {"rl.reward.scorers": scorers, "evaluation.scorers": [REWARD_MODEL]})
+    curves = workspace / "plots/train_policy.csv"
+    rows = pd.read_csv(curves)
+    late = rows["step"] > rows["step"].max() - 10
+    shares = {"share_reward_model": late.map({True: -0.25, False: 0.5}), "share_ok": late.map({True: 1.0, False: 0.3})}
+    measured = rows.assign(score_ok=0.5, score_seen=0.5, **shares, **{"correlation_reward_model.ok": -0.5})
+    measured.loc[0, ["share_reward_model", "share_ok", "correlation_reward_model.ok"]] = float("nan")
+    measured.to_csv(curves, index=False)
+    page = render_in(workspace, monkeypatch)
+    assert 'data-figure="rl_shares"' in page and 'data-figure="rl_correlations"' in page
+    table = page.partition("Which scorer drove the update</h4>")[2].partition("</table>")[0]
+    cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in table.split("<tr>")[-3:]]
+    late_share = 10 / (len(rows) - 1)
+    of_all = [0.5 - 0.75 * late_share, 0.3 + 0.7 * late_share]
+    assert cells == [
+        ["50.0%", "−25.0%", f"{of_all[0]:.1%}", "–", "−0.5"],
+        ["30.0%", "100.0%", f"{of_all[1]:.1%}", "−0.5", "–"],
+        ["20.0%", "25.0%", f"{1 - sum(of_all):.1%}", "–", "–"],
+    ]
+    assert "seen" not in table
+    rows.assign(score_ok=0.5, score_seen=0.5).to_csv(curves, index=False)
+    older = render_in(workspace, monkeypatch)
+    assert "Which scorer drove" not in older and 'data-figure="rl_shares"' not in older
+
+
 def test_one_scorer_is_the_score_and_gets_no_row_of_its_own(tmp_path, monkeypatch):
     page = render_in(make_workspace(tmp_path), monkeypatch)
     assert 'data-figure="rl_kl"' in page and 'data-figure="rl_score"' in page and 'data-figure="rl_score_reward_model"' not in page

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.usefixtures("world")
 
 # The update
 
+LOW, HIGH = 0.0005, 0.001  # of probabilities, which are about 1 / 200
+
 
 def plain_losses(
     batch: TrainBatch, policy, critic, *, policy_loss: str, aggregation: str, dual_clip: float
@@ -46,8 +48,14 @@ def plain_losses(
         elif policy_loss == "gspo":
             ratio = (logprobs - old_logprobs).mean().exp()
             loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-        else:
+        elif policy_loss == "cispo":
             loss = -ratio.detach().clamp(0.8, 1.2) * advantages * logprobs
+        elif policy_loss == "sapo":
+            tau = torch.where(advantages > 0, 0.5, 1.05)
+            loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
+        else:
+            moved = (logprobs.exp() - old_logprobs.exp()) * advantages.sign()
+            loss = torch.where(moved > torch.where(advantages > 0, HIGH, LOW), 0.0, -ratio * advantages)
         held = old_values + (values - old_values).clamp(-0.2, 0.2)
         per_row.append((weights * loss, 0.5 * torch.maximum((values - returns) ** 2, (held - returns) ** 2)))
     if aggregation == "token_mean":
@@ -84,6 +92,8 @@ def stepped(model, loss: torch.Tensor, *, learning_rate: float) -> float:
         ("ppo_clip", "constant_horizon", 1.1),
         ("gspo", "sequence_mean", None),
         ("cispo", "token_mean", None),
+        ("sapo", "sequence_mean", None),
+        ("dppo_tv", "token_mean", None),
     ],
 )
 def test_an_update_equals_a_plain_step(
@@ -91,6 +101,7 @@ def test_an_update_equals_a_plain_step(
 ):
     """Row 3 could not be scored: its mask is empty, and it is in no denominator."""
     options = {"rl.policy_loss": policy_loss, "rl.loss_aggregation": aggregation, "rl.dual_clip": dual_clip}
+    options |= {"sapo": {"rl.sapo.positive_temperature": 0.5}, "dppo_tv": {"rl.clip_low": LOW, "rl.clip_high": HIGH}}.get(policy_loss, {})
     rank = connected(model_folders, **options, **{"rl.trainer.microbatch_tokens": 30, "rl.minibatch_size": 128})
     policy, critic = load_language_model(model_folders[0]), load_scalar_model(model_folders[1])
     batch = train_batch(8, unscored=(3,))
@@ -114,6 +125,7 @@ OPTIONS = {
     "sequence mean, demonstrations": {"rl.loss_aggregation": "sequence_mean", "rl.ptx.coef": 0.5},
     # With narrow bounds hardly a response has a gradient, and Adam makes large steps of the rounding of the smallest ones.
     "gspo": {"rl.policy_loss": "gspo", "rl.clip_low": 0.9, "rl.clip_high": 3.0},
+    "sapo": {"rl.policy_loss": "sapo"},
     "cispo with a constant horizon": {"rl.policy_loss": "cispo", "rl.loss_aggregation": "constant_horizon"},
 }
 
