@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.agents.tools import Tool, ToolCall, parse_calls
+from rlhf_core.agents.tools import OutsideTool, Tool, ToolCall, parse_calls
 from rlhf_core.agents.turns import check_turns, ids_behind_reply, prompt_ids
 from rlhf_core.data.schema import Message, joined_parts
 from rlhf_core.models.response_ids import response_text
@@ -87,18 +87,19 @@ class Policy:
         self._prompt, self._tokenizer, self._sample, self._limits, self._stops = prompt, tokenizer, sample, limits, stops
         self.played: Chat | None = None
 
-    def chat(self, messages: Sequence[dict[str, Any]], tools: Sequence[Callable[..., Any]] = ()) -> Chat:
+    def chat(self, messages: Sequence[dict[str, Any]], tools: Sequence[Callable[..., Any] | OutsideTool] = ()) -> Chat:
         """Begin the episode's conversation.
 
         Args:
-            messages: `{"role", "content"}`, up to a message of the user.    tools: functions whose arguments have types.
+            messages: `{"role", "content"}`, up to a message of the user.
+            tools: functions whose arguments have types, or tools of another process.
         Raises:
             RuntimeError: the episode has a conversation already.
             ValueError: the chat template doesn't support it, or it leaves no room for a reply.
         """
         if self.played is not None:
             raise RuntimeError("policy.chat: expected one conversation an episode, got a second one; continue the first with chat.user")
-        found = {tool.name: tool for tool in map(Tool, tools)}
+        found = {tool.name: tool for tool in (t if isinstance(t, OutsideTool) else Tool(t) for t in tools)}
         check_turns(self._tokenizer, [tool.schema for tool in found.values()])
         self.played = Chat(self._prompt, [_canonical(m) for m in messages], found, self._tokenizer, self._sample, self._limits, self._stops)
         return self.played
@@ -111,7 +112,7 @@ class Chat:
         self,
         prompt: Prompt,
         messages: list[Message],
-        tools: dict[str, Tool],
+        tools: dict[str, Tool | OutsideTool],
         tokenizer: PreTrainedTokenizerBase,
         sample: Callable[[list[int], int], Awaitable[Sample]],
         limits: Limits,
@@ -132,11 +133,13 @@ class Chat:
         self._calls = self._failed_calls = 0
         self._waits, self._cut_off = False, False
 
-    async def generate(self) -> Reply:
+    async def generate(self, limit: int | None = None) -> Reply:
         """The policy's next reply.
 
         If no token is left for it, the reply is empty and not finished.
 
+        Args:
+            limit: tokens of the reply, in addition to the limits of the episode.
         Raises:
             RuntimeError: nothing was put in since the last reply, that reply wasn't finished, or another reply is being generated.
         """
@@ -152,7 +155,7 @@ class Chat:
             self._cut_off = True
             return Reply("", [], False)
         self._waits = True
-        sample = await self._sample([*self._prompt.prompt_ids, *self._ids, *added], room)
+        sample = await self._sample([*self._prompt.prompt_ids, *self._ids, *added], room if limit is None else min(room, limit))
         self._waits = False
         return self._take(sample, added)
 
@@ -185,6 +188,12 @@ class Chat:
         counts = {"turns": len(self._replies), "calls": self._calls, "failed_calls": self._failed_calls}
         dialogue = Dialogue(self._messages[:last], self._replies[0], sampled, start, score, failed, **counts)
         return Rollout(self._prompt, self._spans, not self._cut_off, group_id, dialogue)
+
+    @property
+    def usage(self) -> tuple[int, int]:
+        """The number of tokens before the last reply, and of that reply."""
+        last = len(self._spans[-1].ids) if self._spans else 0
+        return len(self._prompt.prompt_ids) + len(self._ids) - last, last
 
     @property
     def _ids(self) -> list[int]:

@@ -12,17 +12,20 @@ import logging
 import math
 import queue
 import threading
+import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.agents.chat import Limits, Policy, Task
+from rlhf_core.agents.outside import Outside, try_command
 from rlhf_core.agents.tools import Tool
 from rlhf_core.agents.turns import check_turns
 from rlhf_core.config import EnvironmentConfig, ModelConfig, number_of, shown
 from rlhf_core.data.functions import load_function
-from rlhf_core.data.schema import whole_message
+from rlhf_core.data.schema import Message, whole_message
 from rlhf_core.engines.rollout.requests import Sample, SamplingSettings, segment_seed
 from rlhf_core.environment import hint
 from rlhf_core.models.tokenizer import load_tokenizer
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PLAY_ARGUMENTS = ("task", "policy")
+LOOK_SECONDS = 1.0  # between two looks at what plays beside
+CLOSE_SECONDS = 20.0  # for agents to end
 
 # Token ids and seeds of requests, and how they are sampled -> a sample of each.
 Generate = Callable[[list[list[int]], list[int], SamplingSettings], Sequence[Sample]]
@@ -70,14 +75,24 @@ def load_play(config: EnvironmentConfig) -> tuple[Play, list[Tool]]:
     return use_tools, tools
 
 
-def check_environment(config: EnvironmentConfig, tokenizer_folder: Path, model: ModelConfig) -> None:
+def check_environment(
+    config: EnvironmentConfig, tokenizer_folder: Path, model: ModelConfig, *, messages: Sequence[Message] | None = None
+) -> None:
     """Check what is known before the model: that functions can be loaded, and that the chat template supports several turns.
 
+    Args:
+        messages: of a prompt that a command plays once; None: it isn't tried.
     Raises:
-        ValueError: they can't, or it doesn't.
+        ValueError: they can't, or it doesn't, or the command asks for no reply.
     """
     tokenizer = load_tokenizer(str(tokenizer_folder), trust_remote_code=model.trust_remote_code)
-    check_turns(tokenizer, [tool.schema for tool in load_play(config)[1]])
+    if not config.command:
+        check_turns(tokenizer, [tool.schema for tool in load_play(config)[1]])
+        return
+    check_turns(tokenizer, [])
+    Outside(config)
+    if messages is not None:
+        try_command(config, tokenizer, messages, max_length=model.max_length)
 
 
 @dataclass(frozen=True)
@@ -113,11 +128,29 @@ class Environment:
     ):
         self._config, self._tokenizer, self._stops, self._max_length = config, tokenizer, stops, max_length
         self._deadline, self._takes_scores = deadline, takes_scores
-        self._play, tools = load_play(config)
+        self._outside = Outside(config) if config.command else None
+        self._play, tools = (self._outside.play, []) if self._outside else load_play(config)
         check_turns(tokenizer, [tool.schema for tool in tools])
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="environment", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="environment", daemon=True)
+        self._thread.start()
         self._said: set[str] = set()
+
+    def close(self) -> None:
+        """End the processes of agents."""
+        if self._outside and self._thread.is_alive():
+            with suppress(TimeoutError):  # they end with this process
+                asyncio.run_coroutine_threadsafe(self._outside.close(), self._loop).result(timeout=CLOSE_SECONDS)
+
+    def _look(self) -> None:
+        """
+        Raises:
+            RuntimeError: something that plays beside the caller's thread has ended.
+        """
+        if not self._thread.is_alive():
+            raise RuntimeError("rl.environment: expected the thread that plays episodes to go on, got its end; run the stage again")
+        if self._outside:
+            self._outside.look()
 
     def play(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], settings: SamplingSettings, generate: Generate, *, copies: int = 1
@@ -132,11 +165,11 @@ class Environment:
             TimeoutError: an episode neither ends nor asks for a reply.
         """
         limits = Limits(settings.max_new_tokens, self._max_length, self._config.max_turns, self._config.tool_timeout)
-        episodes = _Episodes(self._loop, len(seeds))
+        episodes = _Episodes(self._loop, len(seeds), at_once=self._config.at_once)
         plays = [self._one(prompts[i // copies], i, limits, episodes) for i in range(len(seeds))]
         started = [asyncio.run_coroutine_threadsafe(play, self._loop) for play in plays]
         try:
-            while batch := episodes.next(self._deadline):
+            while batch := episodes.next(self._deadline, self._look):
                 longest = replace(settings, max_new_tokens=max(request.room for request in batch))
                 given = [segment_seed(seeds[request.number], len(request.ids)) for request in batch]
                 samples = generate([request.ids for request in batch], given, longest)
@@ -151,12 +184,13 @@ class Environment:
         """The policy of an ended episode, and what `play` returned or raised."""
         task = Task([whole_message(m) for m in prompt.messages], prompt.label, {"id": prompt.id, "source": prompt.source}, limits.max_turns)
         policy = Policy(prompt, self._tokenizer, lambda ids, room: episodes.ask(number, ids, room), limits, stops=self._stops)
-        try:
-            return policy, _number(await self._play(task, policy))
-        except Exception as error:  # a user's code may raise anything
-            return policy, error
-        finally:
-            episodes.end(number)
+        async with episodes.slots:
+            try:
+                return policy, _number(await self._play(task, policy))
+            except Exception as error:  # a user's code may raise anything
+                return policy, error
+            finally:
+                episodes.end(number)
 
     def _rollout(self, policy: Policy, outcome: float | Exception | None, group_id: int) -> Rollout:
         failed = isinstance(outcome, Exception)
@@ -175,7 +209,7 @@ class Environment:
 
     @property
     def _subject(self) -> str:
-        return f"rl.environment {self._config.path or self._config.tools}"
+        return f"rl.environment {self._config.path or self._config.command or self._config.tools}"
 
     def _tell(self, error: Exception) -> None:
         """Log an error, once for each kind."""
@@ -185,10 +219,17 @@ class Environment:
 
 
 class _Episodes:
-    """The episodes of one call, between the event loop's thread and the caller's."""
+    """The episodes of one call, between the event loop's thread and the caller's.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, count: int):
-        self._loop, self._playing = loop, count
+    Args:
+        at_once: episodes in play at the same time; when one ends, the next one in order starts. None: all.
+
+    slots: of episodes in play.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, count: int, *, at_once: int | None):
+        self._loop, self._playing = loop, min(count, at_once or count)
+        self._later, self.slots = count - self._playing, asyncio.Semaphore(at_once or count or 1)
         self._waiting: list[_Request] = []
         self._ended: set[int] = set()
         self._batches: queue.SimpleQueue[list[_Request]] = queue.SimpleQueue()
@@ -203,33 +244,40 @@ class _Episodes:
 
     def end(self, number: int) -> None:
         """An episode has ended; nobody waits for a reply that it may still have asked for."""
-        self._playing -= 1
+        if self._later:
+            self._later -= 1  # the next one takes its place
+        else:
+            self._playing -= 1
         self._ended.add(number)
         self._waiting = [request for request in self._waiting if request.number != number]
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """Hand over the requests once every episode that hasn't ended waits for a reply; none once all have ended."""
+        """Hand over the requests once every episode in play waits for a reply; none once all have ended."""
         if len(self._waiting) == self._playing:
             batch, self._waiting = sorted(self._waiting, key=lambda request: request.number), []
             self._batches.put(batch)
 
     # In the caller's thread
 
-    def next(self, deadline: float) -> list[_Request]:
+    def next(self, deadline: float, look: Callable[[], None]) -> list[_Request]:
         """The next batch in the order of the rollouts; empty once all episodes have ended.
 
+        Args:
+            look: called every LOOK_SECONDS; raises an error that ends the wait.
         Raises:
             TimeoutError: an episode neither ends nor asks.
         """
-        try:
-            return self._batches.get(timeout=deadline)
-        except queue.Empty:
-            busy = number_of(self._playing - len(self._waiting), "episode")
-            raise TimeoutError(
-                f"rl.environment: expected each episode to ask for a reply or to end within rl.deadlines.step={deadline:g} s, got {busy} "
-                "that didn't; give what play awaits a timeout, and let it block nothing"
-            ) from None
+        until = time.monotonic() + deadline
+        while (left := until - time.monotonic()) > 0:
+            look()
+            with suppress(queue.Empty):
+                return self._batches.get(timeout=min(left, LOOK_SECONDS))
+        busy = number_of(self._playing - len(self._waiting), "episode")
+        raise TimeoutError(
+            f"rl.environment: expected each episode to ask for a reply or to end within rl.deadlines.step={deadline:g} s, got {busy} "
+            "that didn't; give what play awaits a timeout, and let it block nothing"
+        )
 
     def deliver(self, batch: list[_Request], samples: list[Sample]) -> None:
         def settle() -> None:

@@ -47,6 +47,20 @@ class Tool:
         return await (self._call(**arguments) if self._is_async else _in_thread(lambda: self._call(**arguments)))
 
 
+@dataclass(frozen=True)
+class OutsideTool:
+    """A tool that runs in another process, which sends its schema and its results."""
+
+    schema: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.schema["function"]["name"]
+
+    async def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        raise RuntimeError(f"{self.name} runs outside of this process")
+
+
 @dataclass
 class ToolCall:
     """A call in a reply.
@@ -57,7 +71,7 @@ class ToolCall:
     name: str
     arguments: dict[str, Any]
     failed: bool | None = None
-    _tools: Mapping[str, Tool] = field(default_factory=dict, repr=False)
+    _tools: Mapping[str, Tool | OutsideTool] = field(default_factory=dict, repr=False)
     _timeout: float = field(default=30.0, repr=False)
 
     async def run(self) -> str:
@@ -94,6 +108,11 @@ def parse_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
             return []
         found.append((call["name"], call["arguments"]))
     return found
+
+
+def without_calls(text: str) -> str:
+    """A reply's text around its calls."""
+    return _CALL.sub("", text).strip()
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:

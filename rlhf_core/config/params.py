@@ -203,8 +203,11 @@ class Params(Section):
                     f"ensemble), got {scorer.members}; set both to the same number"
                 )
         played = key in ("rl.reward.scorers", "evaluation.scorers") and self.rl.environment is not None
-        if scores := [s.name for s in scorers if s.kind == "environment" and not (played and self.rl.environment.path)]:
-            yield f"{key}: expected none of kind environment without rl.environment.path, whose play scores, got {scores}; remove it"
+        if scores := [s.name for s in scorers if s.kind == "environment" and not (played and self.rl.environment.scores)]:
+            yield (
+                f"{key}: expected none of kind environment without rl.environment.path or rl.environment.command, which score, got "
+                f"{scores}; remove it"
+            )
         others = [s.name for s in self.data.sources if "prompt" in s.uses and s.judge_name is None]
         if others and any(s.kind == "judge" for s in scorers):
             yield f"{key}: expected no judge for prompts of sources {others}, which have none; give those sources a rule as `judge`"

@@ -367,6 +367,11 @@ class RlSettings(OptimizerConfig, LengthConfig):
             return
         if self.rollout.max_lag:
             yield f"rollout.max_lag: expected 0 with environment, got {self.rollout.max_lag}; change one, because episodes are on policy"
+        if self.environment.command and self.environment.agent_timeout >= self.deadlines.step:
+            yield (
+                f"environment.agent_timeout: expected less than rl.deadlines.step={self.deadlines.step:g}, which ends the run, got "
+                f"{self.environment.agent_timeout:g}; lower it, or raise rl.deadlines.step"
+            )
         if self.rollout.min_new_tokens:
             yield (
                 f"rollout.min_new_tokens: expected 0 with environment, got {self.rollout.min_new_tokens}; set it to 0, because it would "

@@ -219,11 +219,18 @@ class EnvironmentConfig(Section):
     """Episodes of several turns (docs/agents.md).
 
     path: `async def play(task, policy)`, as file.py:name. tools: without a `play`, functions that the model may call until it answers.
-    max_turns: replies of an episode; a `play` keeps to it by itself. tool_timeout: seconds of a tool's call.
+    command: words of a command that plays episodes in other processes, by requests to an OpenAI-compatible endpoint.
+    processes: of the command at the same time. claims: episodes that a process claims at once, one after the other without end; null: each
+    process plays one episode. agent_timeout: seconds in which a command must ask for its next reply, or end.
+    max_turns: replies of an episode; a `play` and a command keep to it by themselves. tool_timeout: seconds of a tool's call.
     """
 
     path: str | None = None
     tools: list[str] = Field(default_factory=list)
+    command: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    processes: int = Field(default=16, ge=1)
+    claims: int | None = Field(default=None, ge=1)
+    agent_timeout: float = Field(default=120.0, gt=0)
     max_turns: int = Field(default=8, ge=1)
     tool_timeout: float = Field(default=30.0, gt=0)
 
@@ -233,10 +240,25 @@ class EnvironmentConfig(Section):
         named = {"path": self.path} if self.path is not None else {}
         return named | {f"tools.{number}": path for number, path in enumerate(self.tools)}
 
+    @property
+    def scores(self) -> bool:
+        """Whether a `play` or a command gives episodes a score."""
+        return self.path is not None or bool(self.command)
+
+    @property
+    def at_once(self) -> int | None:
+        """Episodes in play at the same time; None: all of a step."""
+        return self.processes * (self.claims or 1) if self.command else None
+
     def conflicts(self) -> Iterator[str]:
-        if (self.path is None) == (not self.tools):
-            got = "neither" if self.path is None else "both"
-            yield f"path: expected either path or tools, got {got}; keep one (a play gives its tools to policy.chat)"
+        given = [name for name in ("path", "tools", "command") if getattr(self, name)]
+        if len(given) != 1:
+            got = " and ".join(given) or "none"
+            yield f"path: expected one of path, tools and command, got {got}; keep one (a play gives its tools to policy.chat)"
+        if not self.command:
+            for name in ("processes", "claims", "agent_timeout"):
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    yield f"{name}: expected no value without command, got {value:g}; remove it"
 
 
 LimitAction = Literal["warn", "stop", "rollback"]

@@ -1,0 +1,83 @@
+"""A process of an agent's command: its input, the ends of its outputs, and its end together with all processes that it started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+KEEPER = Path(__file__).with_name("keeper.py")
+KEPT = 4096  # last bytes of each output
+SHOWN_LINES = 12  # of the error output, in messages
+END_SECONDS = 12.0  # for the keeper to end all processes
+
+
+class AgentProcess:
+    """A command under its keeper (keeper.py). As a context manager it ends all of the command's processes.
+
+    Args:
+        given: what it reads from its standard input.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, folder: Path, given: str = ""):
+        self._command, self._environment, self._folder, self._given = command, environment, folder, given
+        self._output, self._errors = bytearray(), bytearray()
+
+    async def __aenter__(self) -> AgentProcess:
+        keeper = [sys.executable, "-I", "-S", str(KEEPER), str(os.getpid())]
+        pipe = asyncio.subprocess.PIPE
+        how = {"stdin": pipe, "stdout": pipe, "stderr": pipe, "cwd": self._folder, "env": self._environment, "start_new_session": True}
+        self._process = await asyncio.create_subprocess_exec(*keeper, *self._command, **how)
+        reads = [_keep_end(self._process.stdout, self._output), _keep_end(self._process.stderr, self._errors)]
+        self._streams = [asyncio.ensure_future(work) for work in (*reads, self._give())]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Shielded: a cancelled episode's processes end too."""
+        await asyncio.shield(asyncio.ensure_future(self._end()))
+
+    async def wait(self) -> int:
+        """The exit code of the command, as a shell has it."""
+        code = await self._process.wait()
+        await asyncio.gather(*self._streams)
+        return code
+
+    @property
+    def last_line(self) -> str:
+        """The last line of the output that isn't empty; empty if there is none."""
+        lines = self._output.decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+    @property
+    def last_errors(self) -> str:
+        """The last lines of the error output."""
+        return "\n".join(self._errors.decode(errors="replace").rstrip().split("\n")[-SHOWN_LINES:])
+
+    async def _give(self) -> None:
+        stdin = self._process.stdin
+        with suppress(ConnectionError):  # the command doesn't read it
+            stdin.write(self._given.encode())
+            await stdin.drain()
+        stdin.close()
+
+    async def _end(self) -> None:
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), END_SECONDS)
+        with suppress(ProcessLookupError, PermissionError):  # where the keeper was killed
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for stream in self._streams:
+            stream.cancel()
+        await asyncio.gather(*self._streams, return_exceptions=True)
+
+
+async def _keep_end(stream: asyncio.StreamReader, kept: bytearray) -> None:
+    while part := await stream.read(1 << 16):
+        kept += part
+        del kept[:-KEPT]
