@@ -41,6 +41,9 @@ def _missing_functions(root: Path, name: str | None, folder: Path, params: Param
         candidates = [place] if place.endswith(".py") else _module_files(root, place)
         if candidates and not any(_will_be_there(root, folder, path) for path in candidates):
             yield _problem(key, wanted, next((path for path in candidates if (root / path).is_file()), None), root, name)
+    for number, word in enumerate(params.rl.environment.command if params.rl.environment else ()):
+        if (word.endswith(".py") or (root / word).is_file()) and not _will_be_there(root, folder, word):
+            yield _problem(f"rl.environment.command.{number}", word, word if (root / word).is_file() else None, root, name)
     template = params.model.chat_template or ""
     named = template.endswith(".jinja") and "{{" not in template and "{%" not in template
     if named and not (_will_be_there(root, folder, template) or (root / template).is_file()):  # either is read (`data.places.locate`)
@@ -94,7 +97,8 @@ def _problem(key: str, wanted: str, in_root: str | None, root: Path, name: str |
         return f"{key}: expected {shown(wanted)} {place}, got no such file; correct the path, relative to the project's folder"
     here = Path(os.path.normpath(root.absolute() / in_root))
     if not here.is_relative_to(root.absolute()):
-        absolute = shown(f"{here}:{wanted.rpartition(':')[2]}")
+        _, colon, function = wanted.rpartition(":")
+        absolute = shown(f"{here}{colon}{function if colon else ''}")
         return f"{key}: expected {shown(wanted)} {place}, got a path out of the project's folder; write it absolute, {absolute}"
     advice = "commit it: a named run's worktree starts from the last commit"
     if worktree_path(root, name).exists():

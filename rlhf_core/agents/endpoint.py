@@ -170,7 +170,7 @@ class Endpoint:
         Raises:
             Refused: nobody has the key.
         """
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        key = _sent_key(request)
         if key in self._sessions or key in self._workers:
             return key
         if key in self._ended:
@@ -236,7 +236,7 @@ class Endpoint:
 
     async def _finish(self, request: web.Request) -> web.StreamResponse:
         """The end of an episode. It may be told again."""
-        if request.headers.get("Authorization", "").removeprefix("Bearer ") in self._ended:
+        if _sent_key(request) in self._ended:
             return web.json_response({})
         session = self._session(request)
         told = _Finish.model_validate_json(await request.read())
@@ -244,3 +244,8 @@ class Endpoint:
             raise Refused(f"score: expected a finite number or null, got {told.score}")
         session.end(told.score if told.error is None else AgentFailed(f"it says: {shown(told.error, 600)}"))
         return web.json_response({})
+
+
+def _sent_key(request: web.Request) -> str:
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from rlhf_core.agents.chat import Reply
 from rlhf_core.agents.tools import without_calls
@@ -102,14 +102,18 @@ class MessageForm(_Form):
 
 
 class FunctionForm(_Form):
-    model_config = ConfigDict(frozen=True, extra="allow")
     name: str
 
 
 class ToolForm(_Form):
-    model_config = ConfigDict(frozen=True, extra="allow")
     type: Literal["function"]
     function: FunctionForm
+
+
+def _as_sent(tool: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema with its keys in the order in which templates write them."""
+    ToolForm.model_validate(tool)
+    return tool
 
 
 class StreamOptions(BaseModel):
@@ -122,7 +126,7 @@ class ChatRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
     model: str = MODEL
     messages: list[MessageForm] = Field(min_length=1)
-    tools: list[ToolForm] | None = None
+    tools: list[Annotated[dict[str, Any], AfterValidator(_as_sent)]] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     stream: bool | None = None
@@ -149,7 +153,7 @@ class ChatRequest(BaseModel):
     @property
     def schemas(self) -> list[dict[str, Any]]:
         """The tools' JSON schemas, as they were sent."""
-        return [tool.model_dump() for tool in self.tools or []]
+        return self.tools or []
 
     @property
     def ignored(self) -> list[str]:

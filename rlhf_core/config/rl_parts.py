@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, create_model
@@ -239,6 +240,18 @@ class EnvironmentConfig(Section):
         """Key -> `file.py:name` or `package.module:name` of each function."""
         named = {"path": self.path} if self.path is not None else {}
         return named | {f"tools.{number}": path for number, path in enumerate(self.tools)}
+
+    def files(self, folder: Path = Path()) -> dict[str, str]:
+        """Key -> path of each word of the command that is a file, but for a program's absolute path."""
+        words = [(number, word) for number, word in enumerate(self.command) if number or not Path(word).is_absolute()]
+        return {f"command.{number}": word for number, word in words if (folder / word).is_file()}
+
+    def on_files(self, function: Callable[[str], str], file: Callable[[str], str]) -> EnvironmentConfig:
+        """Itself with other names of functions, and other paths of the command's files."""
+        found = self.files()
+        command = [file(word) if f"command.{number}" in found else word for number, word in enumerate(self.command)]
+        tools = [function(tool) for tool in self.tools]
+        return self.model_copy(update={"path": self.path and function(self.path), "tools": tools, "command": command})
 
     @property
     def scores(self) -> bool:

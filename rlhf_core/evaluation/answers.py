@@ -141,6 +141,8 @@ def sample_answers(
                     samples[mode][name] = in_shares(requests, generate, ranks_per_share=ranks_per_model)
                     bar.reach(len(seeds) * sum(map(len, samples.values())))
     finally:
+        for environment in (environments or {}).values():
+            environment.close()
         engine.close()
     wait_for_all()  # an engine's GPUs are other ranks' too
     return samples

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config import Params, ScorerConfig, SourceConfig, number_of, read_yaml, shown
+from rlhf_core.config import EnvironmentConfig, Params, ScorerConfig, SourceConfig, number_of, read_yaml, shown
 from rlhf_core.data import places
 from rlhf_core.data.places import DATA_ENDINGS, exists, is_data_file, is_hub_name, locate
 from rlhf_core.paths import INPUTS, POLICY_MODEL, REWARD_MODEL, SFT_MODEL
@@ -45,7 +45,7 @@ def read_inputs(params: Params, workspace: Path = Path()) -> Tree:
             "chat_template": _template(params, workspace, hashes),
             "scorers": _scorers(dict(filter(None, [params.method_scorers])), workspace, hashes),
             "evaluation_scorers": _scorers(dict([params.evaluation_scorers]), workspace, hashes),
-            "environment": _functions(_environment_functions(params), workspace, hashes),
+            "environment": _environment(params.rl.environment, workspace, hashes),
             "round_scorers": _scorers({"iterative.scorers": params.iterative.scorers}, workspace, hashes),
             "external": {f"gate.external.{e.name}": _local(e.path, workspace, hashes) for e in params.gate.external},
             **{
@@ -111,9 +111,14 @@ def _template(params: Params, workspace: Path, hashes: FileHashes) -> Tree:
     return {"model.chat_template": _local(wanted, workspace, hashes)}
 
 
-def _environment_functions(params: Params) -> Iterator[tuple[str, str]]:
-    functions = {} if params.rl.environment is None else params.rl.environment.functions
-    return ((f"rl.environment.{key}", path) for key, path in functions.items())
+def _environment(environment: EnvironmentConfig | None, workspace: Path, hashes: FileHashes) -> Tree:
+    """Functions of an environment, and files of its command; of Python's the files that they import too."""
+    if environment is None:
+        return {}
+    files = {f"rl.environment.{key}": path for key, path in environment.files(workspace).items()}
+    named = {f"rl.environment.{key}": path for key, path in environment.functions.items()}
+    programs = {key: f"{path}:" for key, path in files.items() if path.endswith(".py")}
+    return {key: _local(path, workspace, hashes) for key, path in files.items()} | _functions((named | programs).items(), workspace, hashes)
 
 
 def _scorers(lists: Mapping[str, list[ScorerConfig]], workspace: Path, hashes: FileHashes) -> Tree:
@@ -134,7 +139,7 @@ def is_ready_made(scorer: ScorerConfig) -> bool:
     return scorer.kind == "reward_model" and scorer.path is not None and os.path.normpath(scorer.path) not in OWN_MODELS
 
 
-def _functions(named: Iterator[tuple[str, str | None]], workspace: Path, hashes: FileHashes) -> Tree:
+def _functions(named: Iterable[tuple[str, str | None]], workspace: Path, hashes: FileHashes) -> Tree:
     """Files of functions inside or next to the project's folder and the files that they import; installed packages aren't tracked."""
     found = {}
     for key, path in named:

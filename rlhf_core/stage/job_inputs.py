@@ -60,8 +60,7 @@ class JobInputs:
             path = self.add(locate(value.path)) if value.kind == "reward_model" else self.add_function(value.path)
             return value.model_copy(update={"path": path})
         if isinstance(value, EnvironmentConfig):
-            play, tools = value.path and self.add_function(value.path), [self.add_function(tool) for tool in value.tools]
-            return value.model_copy(update={"path": play, "tools": tools})
+            return value.on_files(self.add_function, self.add)
         if isinstance(value, ModelConfig) and value.path is not None:
             folder = Path(locate_model(value.path, value.revision))
             return value.model_copy(update={"path": self.add(folder)}) if folder.is_dir() else value

@@ -87,6 +87,11 @@ class RolloutEngines:
         self._turns.engines()
         self.sync_check.start(self.recovery.probes(), trainer_probe)
 
+    def close(self) -> None:
+        """End what plays episodes."""
+        if self._environment is not None:
+            self._environment.close()
+
     # Responses
 
     def generate(self, prompts: Sequence[Prompt], *, step: int, turn: int = 0) -> list[Rollout]:

@@ -147,8 +147,7 @@ def with_absolute_paths(rl: RlConfig) -> RlConfig:
     scorers = [absolute(scorer) if scorer.kind == "function" else scorer for scorer in rl.reward.scorers]
     reward, environment = rl.reward.model_copy(update={"scorers": scorers}), rl.environment
     if environment is not None:
-        tools, play = [absolute_function(tool) for tool in environment.tools], environment.path
-        environment = environment.model_copy(update={"tools": tools, "path": play and absolute_function(play)})
+        environment = environment.on_files(absolute_function, lambda file: str(Path(file).resolve()))
     return rl.model_copy(update={"reward": reward, "environment": environment})
 
 

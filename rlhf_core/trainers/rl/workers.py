@@ -126,6 +126,7 @@ class Workers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.rollouts.close()
         self.store.close(self._trainers.find_lost() if kind is not None else ())
         self._scorers.close()
 

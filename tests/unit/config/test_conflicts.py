@@ -55,8 +55,19 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
             {"rl.kl.coef": 0.0, "rl.kl.measure": False, "rl.monitor": {"x": {"metric": "kl_mean", "above": 1.0, "action": "warn"}}},
             "rl.monitor.x.metric: expected one that is measured, got kl_mean with kl.coef 0 and kl.measure false",
         ),
-        ({"rl.environment": {}}, "rl.environment.path: expected either path or tools, got neither"),
-        ({"rl.environment": {"path": "a.py:play", "tools": ["a.py:add"]}}, "rl.environment.path: expected either path or tools, got both"),
+        ({"rl.environment": {}}, "rl.environment.path: expected one of path, tools and command, got none; keep one"),
+        (
+            {"rl.environment": {"path": "a.py:play", "tools": ["a.py:add"]}},
+            "rl.environment.path: expected one of path, tools and command, got path and tools; keep one",
+        ),
+        (
+            {"rl.environment": {"tools": ["a.py:add"], "claims": 2}},
+            "rl.environment.claims: expected no value without command, got 2; remove it",
+        ),
+        (
+            {"rl.environment": {"command": ["node", "a.js"], "agent_timeout": 600.0}},
+            "rl.environment.agent_timeout: expected less than rl.deadlines.step=600, which ends the run, got 600; lower it",
+        ),
         (
             {"rl.environment": {"path": "a.py:play"}, "rl.rollout.min_new_tokens": 2},
             "rl.rollout.min_new_tokens: expected 0 with environment, got 2",
@@ -67,7 +78,7 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
         ),
         (
             {"rl.reward.scorers": [JUDGE | {"kind": "environment"}], "rl.environment": {"tools": ["a.py:add"]}},
-            "rl.reward.scorers: expected none of kind environment without rl.environment.path, whose play scores, got ['judge']",
+            "rl.reward.scorers: expected none of kind environment without rl.environment.path or rl.environment.command, which score, got",
         ),
         ({"rl.rollout.stop": ["END", ""]}, "rl.rollout.stop.1: expected String should have at least 1 character, got ''"),
         (
