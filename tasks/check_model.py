@@ -41,8 +41,8 @@ def main() -> None:
             if scorer.kind == "code":
                 check_tests(scorer.name, (row["label"] for row in read_rows(PREPARED, "prompt", "train")))
         if params.rl.environment is not None:
-            messages = read_rows(PREPARED, "prompt", "train")[0]["messages"]
-            check_environment(params.rl.environment, TOKENIZER, params.model, messages=messages)
+            row = read_rows(PREPARED, "prompt", "train")[0]
+            check_environment(params.rl.environment, TOKENIZER, params.model, row=row)
         check_labels(params.evaluation_scorers[1], partial(has_labels, "test"))
         services = try_services(scorers(params))
         is_rl, gpus = params.alignment.method == "rl", torch.cuda.device_count()

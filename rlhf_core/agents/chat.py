@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.agents.tools import OutsideTool, Tool, ToolCall, parse_calls
 from rlhf_core.agents.turns import check_turns, ids_behind_reply, prompt_ids
-from rlhf_core.data.schema import Message, joined_parts
+from rlhf_core.data.schema import Message, joined_parts, whole_message
 from rlhf_core.models.response_ids import response_text
 from rlhf_core.types import Dialogue, Prompt, Rollout, Span
 
@@ -39,6 +39,11 @@ class Task:
     label: str | None
     metadata: dict[str, Any]
     max_turns: int
+
+    @classmethod
+    def of(cls, prompt: Prompt, *, max_turns: int) -> Task:
+        messages = [whole_message(message) for message in prompt.messages]
+        return cls(messages, prompt.label, {"id": prompt.id, "source": prompt.source}, max_turns)
 
 
 @dataclass(frozen=True)

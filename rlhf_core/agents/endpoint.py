@@ -242,7 +242,7 @@ class Endpoint:
         told = _Finish.model_validate_json(await request.read())
         if told.score is not None and not math.isfinite(told.score):
             raise Refused(f"score: expected a finite number or null, got {told.score}")
-        session.end(told.score if told.error is None else AgentFailed(f"it says: {shown(told.error, 600)}"))
+        session.end(told.score if told.error is None else AgentFailed("it says that it failed", [shown(told.error, 600)]))
         return web.json_response({})
 
 

@@ -13,7 +13,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.agents.chat import Limits, Policy, Task
 from rlhf_core.agents.outside import Outside, try_command
+from rlhf_core.agents.session import AgentFailed
 from rlhf_core.agents.tools import Tool
 from rlhf_core.agents.turns import check_turns
 from rlhf_core.config import EnvironmentConfig, ModelConfig, number_of, shown
 from rlhf_core.data.functions import load_function
-from rlhf_core.data.schema import Message, whole_message
 from rlhf_core.engines.rollout.requests import Sample, SamplingSettings, segment_seed
 from rlhf_core.environment import hint
 from rlhf_core.models.tokenizer import load_tokenizer
@@ -76,12 +76,12 @@ def load_play(config: EnvironmentConfig) -> tuple[Play, list[Tool]]:
 
 
 def check_environment(
-    config: EnvironmentConfig, tokenizer_folder: Path, model: ModelConfig, *, messages: Sequence[Message] | None = None
+    config: EnvironmentConfig, tokenizer_folder: Path, model: ModelConfig, *, row: Mapping[str, Any] | None = None
 ) -> None:
     """Check what is known before the model: that functions can be loaded, and that the chat template supports several turns.
 
     Args:
-        messages: of a prompt that a command plays once; None: it isn't tried.
+        row: of the prepared prompts, which a command plays once; None: it isn't tried.
     Raises:
         ValueError: they can't, or it doesn't, or the command asks for no reply.
     """
@@ -91,8 +91,8 @@ def check_environment(
         return
     check_turns(tokenizer, [])
     Outside(config)
-    if messages is not None:
-        try_command(config, tokenizer, messages, max_length=model.max_length)
+    if row is not None:
+        try_command(config, tokenizer, row, max_length=model.max_length)
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Environment:
 
     async def _one(self, prompt: Prompt, number: int, limits: Limits, episodes: _Episodes) -> tuple[Policy, float | Exception | None]:
         """The policy of an ended episode, and what `play` returned or raised."""
-        task = Task([whole_message(m) for m in prompt.messages], prompt.label, {"id": prompt.id, "source": prompt.source}, limits.max_turns)
+        task = Task.of(prompt, max_turns=limits.max_turns)
         policy = Policy(prompt, self._tokenizer, lambda ids, room: episodes.ask(number, ids, room), limits, stops=self._stops)
         async with episodes.slots:
             try:
@@ -213,9 +213,11 @@ class Environment:
 
     def _tell(self, error: Exception) -> None:
         """Log an error, once for each kind."""
-        if (kind := type(error).__name__) not in self._said:
+        outside = isinstance(error, AgentFailed)
+        if (kind := str(error) if outside else type(error).__name__) not in self._said:
             self._said.add(kind)
-            log.warning("%s: expected episodes without an error, got %s; such episodes have no score", self._subject, _shown(error))
+            got = error.told if outside else _shown(error)
+            log.warning("%s: episodes with an error have no score; expected none, got %s", self._subject, got)
 
 
 class _Episodes:

@@ -13,16 +13,15 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.agents.chat import Limits, Policy, Task
 from rlhf_core.agents.endpoint import Endpoint, Worker
 from rlhf_core.agents.process import AgentProcess
 from rlhf_core.agents.session import AgentFailed, Session
 from rlhf_core.config import EnvironmentConfig, number_of, shown
-from rlhf_core.data.schema import Message, whole_message
 from rlhf_core.engines.requests import Sample
 from rlhf_core.environment import is_listed, named
 from rlhf_core.models.tokenizer import encode_prompt, turn_end
@@ -87,7 +86,7 @@ class Outside:
         if self._endpoint is not None and not self._endpoint.listens:
             self._ends = self._ends or "its endpoint no longer listens"
         if self._ends is not None:
-            raise RuntimeError(f"{self._subject}: expected agents to go on, got this: {self._ends}; correct it, and run the stage again")
+            raise RuntimeError(f"{self._subject}: expected agents to go on; correct what has ended, and run the stage again: {self._ends}")
 
     async def close(self) -> None:
         """End all processes, and the endpoint."""
@@ -124,7 +123,7 @@ class Outside:
         async with self._process(key, given=json.dumps(session.task_tree) + "\n") as process:
             code = await session.within_timeout(process.wait())
         if code:
-            raise AgentFailed(_exit(code, process))
+            raise AgentFailed(f"exit code {code}", process.last_errors)
         return _score(process.last_line)
 
     # Processes that claim
@@ -142,28 +141,34 @@ class Outside:
                 why = await _end_of(process, worker)
             self._endpoint.dismiss(key)
             left = MOST_STARTS if worker.has_claimed else left - 1
-            await self._hand_back(worker, why)
-        raise RuntimeError(f"its process ended {MOST_STARTS} times before it had claimed an episode, the last time with {why}")
+            await self._hand_back(worker, why, process.last_errors)
+        raise AgentFailed(f"a process ended {MOST_STARTS} times before it had claimed an episode, with {why}", process.last_errors)
 
-    async def _hand_back(self, worker: Worker, why: str) -> None:
+    async def _hand_back(self, worker: Worker, why: str, errors: Sequence[str]) -> None:
         """Let others claim the episodes of a process that has ended; each once."""
         if lost := worker.claimed:
-            log.warning("%s: expected a process to go on, got %s; it had %s", self._subject, why, number_of(len(lost), "episode"))
+            got = AgentFailed(f"{why}, which leaves {number_of(len(lost), 'episode')} to others", errors)
+            log.warning("%s: expected a process to go on, got %s", self._subject, got.told)
         for key, session in lost.items():
             if session.claims < MOST_CLAIMS:
                 await self._endpoint.offer(key, first=True)
             else:
-                session.end(AgentFailed(f"its process ended {MOST_CLAIMS} times, the last time with {why}"))
+                session.end(AgentFailed(f"{MOST_CLAIMS} processes ended that had claimed it, the last one with {why}", errors))
 
     def _keeper_ended(self, keeper: asyncio.Task[None]) -> None:
-        if not keeper.cancelled():
-            self._ends = str(keeper.exception())
-            self._endpoint.end_all(AgentFailed(self._ends))
+        if keeper.cancelled():
+            return
+        error = keeper.exception()
+        failed = error if isinstance(error, AgentFailed) else AgentFailed(f"an unexpected {type(error).__name__}: {error}")
+        self._ends = failed.told
+        self._endpoint.end_all(failed)
 
 
-def try_command(config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, max_length: int) -> None:
+def try_command(config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], *, max_length: int) -> None:
     """Let the command play one episode, in which the policy says nothing.
 
+    Args:
+        row: a prompt's, of the prepared data.
     Raises:
         ValueError: it asks for no reply.
     """
@@ -173,9 +178,10 @@ def try_command(config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase, m
         return Sample([end], [0.0], True)
 
     async def play() -> None:
-        prompt = Prompt("trial", "trial", list(messages), encode_prompt(tokenizer, messages), None)
+        messages = row["messages"]
+        prompt = Prompt(row["id"], row["source"], messages, encode_prompt(tokenizer, messages), row["label"])
         limits = Limits(max_length, max_length, config.max_turns, config.tool_timeout)
-        task = Task([whole_message(m) for m in messages], None, {"id": prompt.id, "source": prompt.source}, config.max_turns)
+        task = Task.of(prompt, max_turns=config.max_turns)
         try:
             await outside.play(task, Policy(prompt, tokenizer, say_nothing, limits, stops=(end,)))
         finally:
@@ -185,8 +191,8 @@ def try_command(config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase, m
         asyncio.run(play())
     except AgentFailed as error:
         if not error.asked:
-            raise ValueError(f"{outside._subject}: expected it to ask for a reply, got none: {error}; correct it") from error
-        log.warning("%s: a trial in which the model says nothing has no score: %s", outside._subject, error)
+            raise ValueError(f"{outside._subject}: expected it to ask for a reply, got none; correct it: {error.told}") from error
+        log.warning("%s: a trial in which the model says nothing has no score: %s", outside._subject, error.told)
 
 
 async def _end_of(process: AgentProcess, worker: Worker) -> str:
@@ -194,14 +200,10 @@ async def _end_of(process: AgentProcess, worker: Worker) -> str:
     ended, late = asyncio.ensure_future(process.wait()), asyncio.ensure_future(worker.late.wait())
     try:
         await asyncio.wait({ended, late}, return_when=asyncio.FIRST_COMPLETED)
-        return _exit(ended.result(), process) if ended.done() else "an episode in which it was silent for too long"
+        return f"exit code {ended.result()}" if ended.done() else "an episode in which it was silent for too long"
     finally:
         ended.cancel()
         late.cancel()
-
-
-def _exit(code: int, process: AgentProcess) -> str:
-    return f"exit code {code}; its error output ends with:\n{process.last_errors or '(nothing)'}"
 
 
 def _score(line: str) -> float | None:

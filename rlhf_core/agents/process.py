@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from rlhf_core.config import shown
+
 KEEPER = Path(__file__).with_name("keeper.py")
 KEPT = 4096  # last bytes of each output
 SHOWN_LINES = 12  # of the error output, in messages
@@ -53,9 +55,9 @@ class AgentProcess:
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     @property
-    def last_errors(self) -> str:
-        """The last lines of the error output."""
-        return "\n".join(self._errors.decode(errors="replace").rstrip().split("\n")[-SHOWN_LINES:])
+    def last_errors(self) -> list[str]:
+        """The last lines of the error output, as messages show them."""
+        return [shown(line) for line in self._errors.decode(errors="replace").rstrip().split("\n")[-SHOWN_LINES:] if line]
 
     async def _give(self) -> None:
         stdin = self._process.stdin

@@ -23,10 +23,20 @@ Value = TypeVar("Value")
 class AgentFailed(Exception):
     """An agent didn't play its episode to the end: the episode has no score.
 
+    Args:
+        lines: the last of its error output.
+
     asked: it had asked for a reply.
     """
 
-    asked = False
+    def __init__(self, reason: str, lines: Sequence[str] = ()):
+        super().__init__(reason)
+        self._lines, self.asked = lines, False
+
+    @property
+    def told(self) -> str:
+        """The reason, and the lines."""
+        return f"{self}; its error output ends with:\n" + "\n".join(f"    {line}" for line in self._lines) if self._lines else str(self)
 
 
 class Session:

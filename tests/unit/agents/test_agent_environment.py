@@ -249,7 +249,7 @@ async def no_number(task, policy):
 def test_an_error_after_a_reply_leaves_the_episode_without_a_score(function, why, caplog):
     rollouts = environment(function).play(prompts(2), [0, 1], SamplingSettings(40, 1.0), Script(*["word"] * 30))
     assert [rollout.dialogue.failed for rollout in rollouts] == [True, True]
-    assert why in caplog.text and caplog.text.count("such episodes have no score") == 1
+    assert why in caplog.text and caplog.text.count("episodes with an error have no score") == 1
 
 
 async def broken(task, policy):
