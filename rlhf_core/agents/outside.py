@@ -22,7 +22,7 @@ from rlhf_core.agents.endpoint import Endpoint, Worker
 from rlhf_core.agents.process import AgentProcess
 from rlhf_core.agents.session import AgentFailed, Session
 from rlhf_core.config import EnvironmentConfig, number_of, shown
-from rlhf_core.engines.requests import Sample
+from rlhf_core.engines.rollout.requests import Sample
 from rlhf_core.environment import is_listed, named
 from rlhf_core.models.tokenizer import encode_prompt, turn_end
 from rlhf_core.types import Prompt

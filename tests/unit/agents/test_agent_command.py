@@ -16,7 +16,7 @@ from chat_templates import templated
 from rlhf_core.agents.environment import Environment
 from rlhf_core.agents.outside import try_command
 from rlhf_core.config import EnvironmentConfig
-from rlhf_core.engines.requests import Sample, SamplingSettings
+from rlhf_core.engines.rollout.requests import Sample, SamplingSettings
 from rlhf_core.models.tokenizer import encode_prompt, turn_end
 from rlhf_core.types import Prompt, Rollout
 

@@ -23,7 +23,7 @@ from rlhf_core.agents.openai_forms import ChatRequest
 from rlhf_core.agents.session import AgentFailed, Session
 from rlhf_core.agents.tools import Tool
 from rlhf_core.config import EnvironmentConfig
-from rlhf_core.engines.requests import Sample, SamplingSettings
+from rlhf_core.engines.rollout.requests import Sample, SamplingSettings
 from rlhf_core.models.tokenizer import encode_prompt, turn_end
 from rlhf_core.types import Prompt, Rollout
 

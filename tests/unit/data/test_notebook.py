@@ -60,7 +60,16 @@ def test_what_the_notebook_does_not_have_is_refused():
     assert len({number_on(page) for page in PAGES}) > 40
 
 
-def test_an_episode_of_right_turns_is_right_and_a_guess_is_wrong():
+AGENTS = {
+    "function": {"path": f"{AGENT}:play"},
+    "claims": {"command": ["python", str(AGENT.with_name("notebook_client.py"))], "processes": 1, "claims": 4},
+    "processes": {"command": ["python", str(AGENT.with_name("notebook_client.py"))], "processes": 4},
+}
+
+
+@pytest.mark.parametrize("agent", ["function", "claims", pytest.param("processes", marks=pytest.mark.long)])
+def test_an_episode_of_right_turns_is_right_and_a_guess_is_wrong(agent, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(AGENT.parents[1]))
     rows = clerk_rows(CONFIG, "prompt", 0)[:4]
     tokenizer = build_tokenizer([m["content"] for row in rows for m in row["messages"]], vocab_size=300)
     end = tokenizer.eos_token_id
@@ -77,9 +86,9 @@ def test_an_episode_of_right_turns_is_right_and_a_guess_is_wrong():
             return f"It is {(seen or ['0'])[-1]}."
         return call("add", a=int(seen[0]), b=int(seen[1])) if len(seen) == 2 else call("read", page=int(pages[len(seen)]))
 
-    environment = Environment(
-        EnvironmentConfig(path=f"{AGENT}:play"), tokenizer, stops=(end,), max_length=600, deadline=60.0, takes_scores=True
-    )
+    how = {"stops": (end,), "max_length": 600, "deadline": 150.0, "takes_scores": True}
+    environment = Environment(EnvironmentConfig(**AGENTS[agent]), tokenizer, **how)
     rollouts = environment.play(prompts, [0, 1, 2, 3], SamplingSettings(500, 1.0), oracle)
+    environment.close()
     assert [r.dialogue.score for r in rollouts] == [0.0, 1.0, 1.0, 1.0]
     assert [r.dialogue.turns for r in rollouts] == [1, 4, 4, 4] and all(r.dialogue.failed_calls == 0 for r in rollouts)

@@ -60,6 +60,12 @@ def played_by(path: str) -> Params:
     return parse_params(tree)
 
 
+def commanded(path: str) -> Params:
+    tree = read_yaml(CLERK_PARAMS)
+    tree["rl"]["environment"] = {"command": ["python", path, "--fast"]}
+    return parse_params(tree)
+
+
 def test_what_is_committed_is_found_in_every_folder_that_a_run_may_work_in(root):
     git(root, "worktree", "add", "--quiet", "runs/made")
     for name in (None, "made", "new"):
@@ -87,6 +93,22 @@ def test_a_file_that_is_not_committed_is_to_be_committed(root, path, given, key)
     check_user_files(root, "new", given(path))
     with refused("; then choose another name, or remove this worktree with `git worktree remove --force runs/made`"):
         check_user_files(root, "made", given(path))
+
+
+def test_a_commands_file_is_to_be_committed_too(root):
+    key = "rl.environment.command.1: expected"
+    with refused(f"{key} mine.py in the project's folder, got no such file; correct the path"):
+        check_user_files(root, None, commanded("mine.py"))
+    for name in ("mine.py", "mine.sh"):
+        (root / name).write_text("")
+        check_user_files(root, None, commanded(name))
+        with refused(f"{key} {name} in the worktree runs/new, got the file only in the project's folder; commit it"):
+            check_user_files(root, "new", commanded(name))
+    (root.parent / "near.py").write_text("")
+    with refused(f"write it absolute, {root.parent / 'near.py'}"):
+        check_user_files(root, "new", commanded("../near.py"))
+    check_user_files(root, "new", commanded(str(root.parent / "near.py")))
+    check_user_files(root, "new", commanded("-m"))
 
 
 def test_a_worktree_that_was_removed_would_be_made_from_its_branch(root):

@@ -206,6 +206,12 @@ def test_the_files_of_an_environment_are_inputs_with_what_they_import(project):
     tree["rl"]["environment"] = {"tools": ["agents/play.py:ask", "json:loads"]}
     found = read_inputs(parse_params(tree), project)["environment"]
     assert list(found) == ["rl.environment.tools.0", "rl.environment.tools.0 imports agents/world.py"]
+    tree["rl"]["environment"] = {"command": ["python", "agents/play.py", "agents/run.sh", "--fast"]}
+    old(project / "agents/run.sh", "node agent.js\n")
+    found = read_inputs(parse_params(tree), project)["environment"]
+    first, second = "rl.environment.command.1", "rl.environment.command.2"
+    assert set(found) == {first, second, f"{first} imports agents/world.py"}
+    assert found[second]["path"] == "agents/run.sh"
     assert read_inputs(params(), project)["environment"] == {}
 
 

@@ -67,6 +67,15 @@ def test_params_name_models_scorers_and_functions_as_they_are_on_a_node(project)
     assert sorted(path.name for path in taken.files.values()) == ["config.json", "strict.py"]
 
 
+def test_the_files_of_a_command_are_brought_to_a_node(project):
+    Path("agent.py").write_text("")
+    taken = JobInputs()
+    there = taken.on_node(EnvironmentConfig(command=["python", "agent.py", "../judges/strict.py", "--fast", "missing.py"]))
+    assert there.command[:2] == ["python", "agent.py"] and there.command[3:] == ["--fast", "missing.py"]
+    assert there.command[2].startswith("outside/") and there.command[2].endswith("strict.py")
+    assert sorted(path.name for path in taken.files.values()) == ["agent.py", "strict.py"]
+
+
 def test_rows_that_look_like_paths_stay_as_they_are(project):
     rows = [{"prompt": "../judges/strict.py:judge"}]
     taken = JobInputs()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,9 @@ import torch
 from actors_here import Here
 from tiny_models import rl_job
 
+from rlhf_core.agents.environment import Environment
+from rlhf_core.agents.tools import Tool
+from rlhf_core.config import EnvironmentConfig
 from rlhf_core.engines.ray.actors import RoleLost
 from rlhf_core.engines.rollout.open import RolloutActor
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, write_ends
@@ -117,6 +121,43 @@ def test_the_same_step_has_the_same_episodes_and_another_one_others(workers: Wor
     greedy = workers.rollouts.generate_greedy(prompts)
     assert [r.group_id for r in greedy] == [0, 1, 2, 3] and workers.rollouts.generate_greedy(prompts) == greedy
     assert len(workers.rollouts.generate_for_calibration(prompts)) == 4
+
+
+TALK = """
+import http.client, json, os, sys, urllib.parse
+
+place, key = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"]), os.environ["OPENAI_API_KEY"]
+task = json.load(sys.stdin)
+messages, tools = task["messages"], [json.loads(sys.argv[1])]
+for turn in range(task["max_turns"]):
+    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=60)
+    body = json.dumps({"messages": messages, "tools": tools})
+    connection.request("POST", place.path + "/chat/completions", body, {"Authorization": "Bearer " + key})
+    choice = json.loads(connection.getresponse().read())["choices"][0]
+    text = choice["message"]["content"]
+    if choice["finish_reason"] == "length":
+        break
+    messages += [choice["message"], {"role": "user", "content": f"And {len(text) + turn}?"}]
+print(len(text))
+"""
+
+
+def test_an_agent_outside_has_the_bits_of_a_function(workers: Workers, prompts: list[Prompt], rollouts: list[Rollout], tmp_path: Path):
+    """Also where fewer episodes are in play at once: the tokens; another batch may round otherwise."""
+    (tmp_path / "talk.py").write_text(TALK)
+    command = ["python", "-S", "-E", str(tmp_path / "talk.py"), json.dumps(Tool(double).schema)]
+    inside, limits = workers.rollouts._environment, {"max_length": workers._job.model.max_length, "deadline": 120.0}
+    for processes in (len(rollouts), 5):
+        config = EnvironmentConfig(command=command, processes=processes, max_turns=4)
+        outside = Environment(config, workers._tokenizer, stops=workers._stops, takes_scores=True, **limits)
+        workers.rollouts._environment = outside
+        try:
+            found = workers.rollouts.generate(prompts, step=3)
+        finally:
+            workers.rollouts._environment = inside
+            outside.close()
+        assert [(r.response_ids, r.finished, r.dialogue) for r in found] == [(r.response_ids, r.finished, r.dialogue) for r in rollouts]
+        assert processes == 5 or found == rollouts
 
 
 def test_an_engine_that_is_lost_in_an_episode_changes_nothing(workers: Workers, prompts: list[Prompt], rollouts: list[Rollout]):
