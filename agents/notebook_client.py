@@ -9,9 +9,10 @@ import asyncio
 import json
 import os
 import sys
+from contextlib import suppress
 
 import httpx
-from openai import AsyncOpenAI
+from openai import APIStatusError, AsyncOpenAI
 
 from rlhf_core.data.clerk.notebook import number_on
 
@@ -55,8 +56,12 @@ async def claim(client: AsyncOpenAI) -> None:
             continue
         episode = claimed.json()
         own = client.with_options(api_key=episode["key"])
-        end = {"score": await play(episode["task"], own)}
-        await own.post("/episodes/finish", cast_to=httpx.Response, body=end)
+        try:
+            end = {"score": await play(episode["task"], own)}
+        except Exception as error:  # this episode has no score; the others go on
+            end = {"error": f"{type(error).__name__}: {error}"}
+        with suppress(APIStatusError):  # the run has ended the episode
+            await own.post("/episodes/finish", cast_to=httpx.Response, body=end)
 
 
 async def main() -> None:

@@ -25,6 +25,7 @@ from rlhf_core.config import EnvironmentConfig, number_of, shown
 from rlhf_core.engines.rollout.requests import Sample
 from rlhf_core.environment import is_listed, named
 from rlhf_core.models.tokenizer import encode_prompt, turn_end
+from rlhf_core.process import bypass_proxies
 from rlhf_core.types import Prompt
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Outside:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         seen = [name for name in os.environ if (is_listed(name) and not name.startswith(OWN)) or name in named()]
         self._variables = {name: os.environ[name] for name in seen} | {"PATH": path}
+        bypass_proxies(self._variables)
         if shutil.which(config.command[0], path=path) is None:
             raise ValueError(f"{self._subject}: expected a program, got none of the name {config.command[0]}; correct it, or install it")
         self._endpoint: Endpoint | None = None

@@ -90,7 +90,7 @@ class Session:
         for task in self._answers.values():
             task.cancel()
         if self.ended.done():
-            self.ended.exception()  # else Python logs one that nobody has taken
+            self.ended.exception()  # as in `_continue`
 
     async def answer(self, request: ChatRequest) -> Answer:
         """The next reply, or the recorded one.
@@ -150,7 +150,8 @@ class Session:
         else:
             self._begin(request)
         self._said += [message.said for message in messages]
-        self._answers[len(self._said)] = self._loop.create_task(self._reply(request.limit))
+        self._answers[len(self._said)] = task = self._loop.create_task(self._reply(request.limit))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # else Python logs one that nobody has taken
 
     def _begin(self, request: ChatRequest) -> None:
         try:

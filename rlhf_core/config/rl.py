@@ -367,9 +367,9 @@ class RlSettings(OptimizerConfig, LengthConfig):
             return
         if self.rollout.max_lag:
             yield f"rollout.max_lag: expected 0 with environment, got {self.rollout.max_lag}; change one, because episodes are on policy"
-        if self.environment.command and self.environment.agent_timeout >= self.deadlines.step:
+        if self.environment.command and 2 * self.environment.agent_timeout >= self.deadlines.step:  # an episode's, and its successor's
             yield (
-                f"environment.agent_timeout: expected less than rl.deadlines.step={self.deadlines.step:g}, which ends the run, got "
+                f"environment.agent_timeout: expected less than half of rl.deadlines.step={self.deadlines.step:g}, which ends the run, got "
                 f"{self.environment.agent_timeout:g}; lower it, or raise rl.deadlines.step"
             )
         if self.rollout.min_new_tokens:

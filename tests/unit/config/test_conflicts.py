@@ -65,8 +65,8 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
             "rl.environment.claims: expected no value without command, got 2; remove it",
         ),
         (
-            {"rl.environment": {"command": ["node", "a.js"], "agent_timeout": 600.0}},
-            "rl.environment.agent_timeout: expected less than rl.deadlines.step=600, which ends the run, got 600; lower it",
+            {"rl.environment": {"command": ["node", "a.js"], "agent_timeout": 300.0}},
+            "rl.environment.agent_timeout: expected less than half of rl.deadlines.step=600, which ends the run, got 300; lower it",
         ),
         (
             {"rl.environment": {"path": "a.py:play"}, "rl.rollout.min_new_tokens": 2},
