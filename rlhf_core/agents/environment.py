@@ -174,6 +174,7 @@ class Environment:
                 given = [segment_seed(seeds[request.number], len(request.ids)) for request in batch]
                 samples = generate([request.ids for request in batch], given, longest)
                 episodes.deliver(batch, [_cut(sample, request.room) for request, sample in zip(batch, samples, strict=True)])
+            self._look()  # where all episodes have ended because of what has ended
             ended = [future.result(timeout=self._deadline) for future in started]
         finally:
             for future in started:
