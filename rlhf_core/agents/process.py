@@ -45,6 +45,7 @@ class AgentProcess:
     async def wait(self) -> int:
         """The exit code of the command, as a shell has it."""
         code = await self._process.wait()
+        self._end_group()
         await asyncio.gather(*self._streams)
         return code
 
@@ -72,11 +73,16 @@ class AgentProcess:
                 self._process.terminate()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), END_SECONDS)
-        with suppress(ProcessLookupError, PermissionError):  # where the keeper was killed
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._end_group()
         for stream in self._streams:
             stream.cancel()
         await asyncio.gather(*self._streams, return_exceptions=True)
+
+    def _end_group(self) -> None:
+        """Kill what a keeper that was killed has left; another one has ended everything."""
+        if self._process.returncode is None or self._process.returncode < 0:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 async def _keep_end(stream: asyncio.StreamReader, kept: bytearray) -> None:

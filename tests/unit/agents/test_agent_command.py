@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -15,6 +17,7 @@ from chat_templates import templated
 
 from rlhf_core.agents.environment import Environment
 from rlhf_core.agents.outside import try_command
+from rlhf_core.agents.process import AgentProcess
 from rlhf_core.config import EnvironmentConfig
 from rlhf_core.engines.rollout.requests import Sample, SamplingSettings
 from rlhf_core.models.tokenizer import encode_prompt, turn_end
@@ -247,6 +250,19 @@ def test_a_task_that_keeps_processes_and_fails_ends_the_run_by_name(commands):
     with pytest.raises(RuntimeError, match="an unexpected KeyError: 'a defect'"):
         environment.play(prompts(4), [0, 1, 2, 3], SamplingSettings(300, 1.0), engine)
     assert time.monotonic() - began < 8
+
+
+def test_a_command_does_not_outlive_its_keeper(commands):
+    async def killed() -> int:
+        command = ["sh", "-c", f"sleep 300; : {commands.file}"]
+        async with AgentProcess(command, dict(os.environ), folder=ROOT) as process:
+            while len(commands.left()) < 2:
+                await asyncio.sleep(0.05)
+            os.kill(process._process.pid, signal.SIGKILL)
+            return await asyncio.wait_for(process.wait(), 5)
+
+    assert asyncio.run(killed()) == -signal.SIGKILL
+    commands.wait_for_end()
 
 
 DRIVER = """
