@@ -26,13 +26,11 @@ def main() -> int:
     starter, command = int(sys.argv[1]), sys.argv[2:]
     signal.signal(signal.SIGTERM, stop)
     try:
-        follow(starter)
-        return wait_for(os.posix_spawnp(command[0], command, os.environ))
+        follow(starter, signal.SIGTERM)
+        adopt_orphans()
+        return wait_for(begin(command))
     except Stopped:
         return 128 + signal.SIGTERM
-    except OSError as error:
-        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
-        return NOT_STARTED
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         end_descendants()
@@ -42,14 +40,31 @@ def stop(*_: object) -> None:
     raise Stopped
 
 
-def follow(starter: int) -> None:
-    """Ask the kernel for SIGTERM when the starter ends, and for orphaned descendants."""
+def follow(parent: int, number: int) -> None:
+    """Ask the kernel for a signal when the parent ends."""
     if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    if os.getppid() != starter:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
         raise Stopped
+
+
+def adopt_orphans() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def begin(command: list[str]) -> int:
+    """Start the command, which is killed should this process be. Returns its process id."""
+    keeper = os.getpid()
+    if child := os.fork():
+        return child
+    try:
+        follow(keeper, signal.SIGKILL)
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+    finally:
+        os._exit(NOT_STARTED)
 
 
 def wait_for(command: int) -> int:

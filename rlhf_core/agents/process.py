@@ -13,6 +13,7 @@ from pathlib import Path
 from rlhf_core.config import shown
 
 KEEPER = Path(__file__).with_name("keeper.py")
+READ = 1 << 16  # bytes of an output at a time
 KEPT = 4096  # last bytes of each output
 SHOWN_LINES = 12  # of the error output, in messages
 END_SECONDS = 12.0  # for the keeper to end all processes
@@ -33,7 +34,9 @@ class AgentProcess:
         keeper = [sys.executable, "-I", "-S", str(KEEPER), str(os.getpid())]
         pipe = asyncio.subprocess.PIPE
         how = {"stdin": pipe, "stdout": pipe, "stderr": pipe, "cwd": self._folder, "env": self._environment, "start_new_session": True}
-        self._process = await asyncio.create_subprocess_exec(*keeper, *self._command, **how)
+        loop = asyncio.get_running_loop()
+        transport, protocol = await loop.subprocess_exec(lambda: _Streams(loop), *keeper, *self._command, **how)
+        self._process, self._exited = asyncio.subprocess.Process(transport, protocol, loop), protocol.exited
         reads = [_keep_end(self._process.stdout, self._output), _keep_end(self._process.stderr, self._errors)]
         self._streams = [asyncio.ensure_future(work) for work in (*reads, self._give())]
         return self
@@ -44,10 +47,10 @@ class AgentProcess:
 
     async def wait(self) -> int:
         """The exit code of the command, as a shell has it."""
-        code = await self._process.wait()
+        await self._exited.wait()
         self._end_group()
         await asyncio.gather(*self._streams)
-        return code
+        return self._process.returncode
 
     @property
     def last_line(self) -> str:
@@ -72,7 +75,7 @@ class AgentProcess:
             with suppress(ProcessLookupError):
                 self._process.terminate()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), END_SECONDS)
+                await asyncio.wait_for(self._exited.wait(), END_SECONDS)
         self._end_group()
         for stream in self._streams:
             stream.cancel()
@@ -85,7 +88,19 @@ class AgentProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
+class _Streams(asyncio.subprocess.SubprocessStreamProtocol):
+    """Tells when the process has exited; asyncio's own wait goes on until nobody else has its outputs either."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        super().__init__(limit=READ, loop=loop)
+        self.exited = asyncio.Event()
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        self.exited.set()
+
+
 async def _keep_end(stream: asyncio.StreamReader, kept: bytearray) -> None:
-    while part := await stream.read(1 << 16):
+    while part := await stream.read(READ):
         kept += part
         del kept[:-KEPT]

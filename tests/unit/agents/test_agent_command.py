@@ -126,8 +126,8 @@ class Commands:
 
     def left(self) -> list[str]:
         """Command lines of processes of the agent."""
-        found = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-        return [" ".join(line) for line in found if str(self.file) in line]
+        found = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+        return [line for line in found if str(self.file) in line]
 
     def wait_for_end(self, seconds: float = 5.0) -> None:
         until = time.monotonic() + seconds
