@@ -179,7 +179,7 @@ def test_a_process_sees_no_secrets_but_those_that_params_name(commands, monkeypa
 def test_agents_that_crash_or_are_silent_leave_their_episodes_without_a_score(commands, caplog):
     """2, 3: exit; 4, 5: silent; 6, 7: no number. The even ones before the first reply, the odd ones after it."""
     began = time.monotonic()
-    found = commands.play(8, "all", agent_timeout=5.0)
+    found = commands.play(8, "all", agent_timeout=4.0)
     assert time.monotonic() - began < 25
     assert [r.dialogue.failed for r in found] == [False, False] + [True] * 6
     assert [r.dialogue.score for r in found] == [5.0, 6.0] + [None] * 6
@@ -276,7 +276,7 @@ commands.play(4, "late", **{config!r})
 """
 
 
-@pytest.mark.parametrize("config", [{}, {"processes": 2, "claims": 2}], ids=["each", "claims"])
+@pytest.mark.parametrize("config", [{}, pytest.param({"processes": 2, "claims": 2}, marks=pytest.mark.long)], ids=["each", "claims"])
 def test_no_process_outlives_a_driver_that_is_killed(tmp_path, config):
     unit = str(Path(__file__).parent)
     text = DRIVER.format(root=str(ROOT), tests=str(ROOT / "tests"), unit=unit, folder=str(tmp_path), config=config)
