@@ -40,7 +40,7 @@ MAX_PAIRS = 4096  # of one record, whose good and bad completions are all paired
 
 
 def convert(values: Mapping[str, Any], source: SourceConfig, notation: Notation = PLAIN) -> Rows:
-    """The rows of one record. If the source names slices, rows of the use preference also have a key `slices`.
+    """Return the rows of one record. If the source names slices, rows of the use preference also have a key `slices`.
 
     Args:
         notation: of the source's first records.
@@ -59,7 +59,7 @@ def convert(values: Mapping[str, Any], source: SourceConfig, notation: Notation 
 
 
 def _check_pictures(values: Mapping[str, Any], source: SourceConfig) -> None:
-    """Raises: Misfit: a column that the source doesn't name has pictures, video or sound."""
+    """Check that no column that the source doesn't name has pictures, video or sound. Raises Misfit if one has."""
     filled = [column for column in PICTURES if is_filled(values.get(column))]
     named = [*source.columns.values(), *source.slices.values()] if filled else []
     paths = {path.split(".")[0] for theirs in named for path in ([theirs] if isinstance(theirs, str) else theirs)}
@@ -68,7 +68,7 @@ def _check_pictures(values: Mapping[str, Any], source: SourceConfig) -> None:
 
 
 def _check_placeholders(rows: Rows) -> None:
-    """Raises: Misfit: a text holds a place for a picture, video or sound."""
+    """Check that no text holds a place for a picture, video or sound. Raises Misfit if one does."""
     for row in (row for use, of_use in rows.items() if use != "pretrain" for row in of_use):
         texts = [*(m["content"] for m in row["messages"]), *(row[name] for name in TEXTS if row.get(name))]
         if found := next(filter(None, map(placeholder, texts)), None):
@@ -102,7 +102,7 @@ def _preference(record: Record) -> Rows:
 
 
 def _pair_with_shared_prefix(record: Record, chosen: str, rejected: str) -> Rows:
-    """Two texts whose common beginning, up to the last whole word, is the prompt."""
+    """Convert two texts whose common beginning, up to the last whole word, is the prompt."""
     length = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
     shared = chosen[:length]
     inside_a_word = any(text[len(shared) : len(shared) + 1].strip() for text in (chosen, rejected))
@@ -116,7 +116,9 @@ def _pair_with_shared_prefix(record: Record, chosen: str, rejected: str) -> Rows
 
 
 def _hh(record: Record) -> Rows:
-    """Anthropic-HH transcripts. Consecutive turns of one speaker are joined, after the turns before the last are compared one by one."""
+    """Convert Anthropic-HH transcripts. Consecutive turns of one speaker are joined, after the turns before the last are compared one by
+    one.
+    """
     chosen, rejected = hh_turns(record.text("chosen")), hh_turns(record.text("rejected"))
     if chosen[:-1] != rejected[:-1]:
         raise Dropped("the prompts of chosen and rejected differ")
@@ -124,7 +126,7 @@ def _hh(record: Record) -> Rows:
 
 
 def _compared(record: Record) -> Rows:
-    """Two responses, and which one is better: a number below or above 0, a winner's name, or a score of each."""
+    """Convert two responses of which one is better by a number below or above 0, a winner's name, or a score of each."""
     sign = _sign(record)
     if sign == 0:
         raise Dropped("neither response is preferred")
@@ -140,14 +142,14 @@ def _compared(record: Record) -> Rows:
 
 
 def _verdict(record: Record) -> tuple[str, ...]:
-    """The columns that say which answer is better: those that the source maps, or else those that the record has."""
+    """Return the columns that say which answer is better: those that the source maps, or else those that the record has."""
     choices = VERDICTS[record.source.format or ""]
     mapped = [names for names in choices if names[0] in record.source.columns]
     return (mapped or [names for names in choices if all(map(record.has, names))] or list(choices))[0]
 
 
 def _sign(record: Record) -> float:
-    """Below 0: the first response is better; above 0: the second one; 0: neither."""
+    """Return which response is better: below 0 the first, above 0 the second; 0: neither."""
     names = _verdict(record)
     if names == ("winner",):
         first, second = (str(record.source.columns.get(side, side)) for side in ("first", "second"))
@@ -157,7 +159,7 @@ def _sign(record: Record) -> float:
 
 
 def _ranked(record: Record) -> Rows:
-    """The best completion against every worse one: that of the lowest rank or the highest score."""
+    """Pair the best completion, that of the lowest rank or the highest score, with every worse one."""
     items = record.get("completions")
     if not isinstance(items, list) or not items:
         message = f"column 'completions': expected a list of completions, got {kind(items)}; map another column"
@@ -179,7 +181,7 @@ def _ranked(record: Record) -> Rows:
 
 
 def _graded(record: Record) -> Rows:
-    """Every good completion against every bad one; completions are several columns, or one that holds a list."""
+    """Pair every good completion with every bad one; completions are several columns, or one that holds a list."""
     columns = record.source.columns.get("completions", "completions")
     graded = [record.at(c, wanted_for="completions") for c in columns] if isinstance(columns, list) else record.get("completions")
     if not isinstance(graded, list) or not all(isinstance(item, Mapping) for item in graded):
@@ -194,7 +196,7 @@ def _graded(record: Record) -> Rows:
 
 
 def _graded_rows(record: Record, messages: list[Message], good: list[str], bad: list[str]) -> Rows:
-    """Every good completion against every bad one."""
+    """Return the rows of every good completion paired with every bad one."""
     too_many = len(good) * len(bad) > MAX_PAIRS
     if too_many and "preference" in record.source.uses:
         raise Dropped(f"more than {MAX_PAIRS} pairs of good and bad completions")
@@ -213,7 +215,7 @@ def _unpaired(record: Record) -> Rows:
 
 
 def _instruction(record: Record) -> Rows:
-    """An instruction, followed by the text of `input`, after the turns of `history`: a list of [question, answer]."""
+    """Convert an instruction, followed by the text of `input`, after the turns of `history`: a list of [question, answer]."""
     question = record.text("instruction")
     context = record.optional("input")
     if context is not None and not is_blank(more := read_text(context, "input")) and not is_blank(question):
@@ -235,7 +237,7 @@ def _one_conversation(record: Record) -> Rows:
 
 
 def _tree(record: Record) -> Rows:
-    """Every reply of the assistant that has a rank against the best one; the best one, or the only one, is a demonstration."""
+    """Pair the best reply with every other reply of the assistant that has a rank; the best one, or the only one, is a demonstration."""
     names = {name: str(record.source.columns.get(name, name)) for name in ("text", "replies", "rank")}
     rows: Rows = {"sft": [], "preference": [], "prompt": []}
     for messages, replies, ranks, learned in branchings(record.get("tree"), **names):
@@ -292,7 +294,7 @@ def _pair_rows(messages: list[Message], chosen: str, rejected: str) -> Rows:
 
 
 def _split_answers(record: Record, prompt: list[Message], sides: list[list[Message]]) -> tuple[list[Message], list[str]]:
-    """The conversation before the answers, and the answers' texts.
+    """Return the conversation before the answers, and the answers' texts.
 
     Args:
         prompt: the record's prompt; if empty, the turns of the sides before their answers are the prompt.
@@ -317,7 +319,7 @@ def _split_answers(record: Record, prompt: list[Message], sides: list[list[Messa
 
 
 def _contains(turns: list[Message], prompt: list[Message]) -> bool:
-    """Whether the prompt is the beginning of a conversation, or its first or last message of the user."""
+    """Return whether the prompt is the beginning of a conversation, or its first or last message of the user."""
     own = turns[1:] if turns[0]["role"] == "system" and prompt[0]["role"] != "system" else turns
     if _starts_with(own, prompt):
         return True
@@ -326,7 +328,7 @@ def _contains(turns: list[Message], prompt: list[Message]) -> bool:
 
 
 def _starts_with(turns: list[Message], prompt: list[Message]) -> bool:
-    """Whether the first turns have all that the prompt has."""
+    """Return whether the first turns have everything that the prompt's messages have."""
     return len(turns) >= len(prompt) and all(
         (own["role"], own["content"].strip()) == (wanted["role"], wanted["content"].strip())
         and wanted.get("extra") in (None, own.get("extra"))
@@ -335,13 +337,13 @@ def _starts_with(turns: list[Message], prompt: list[Message]) -> bool:
 
 
 def _are_same(turns: list[Message], others: list[Message]) -> bool:
-    """Whether two conversations differ at most by white space at the edges of their texts."""
+    """Return whether two conversations differ at most by white space at the edges of their texts."""
     edgeless = ([{**turn, "content": turn["content"].strip()} for turn in of] for of in (turns, others))
     return turns == others or next(edgeless) == next(edgeless)
 
 
 def _answerable(record: Record, messages: list[Message]) -> list[Message]:
-    """A conversation that waits for an answer, after the text of the column `system`."""
+    """Return a conversation that waits for an answer, after the text of the column `system`."""
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise Dropped("the prompt doesn't end with a message of the user or of a tool")
     system = record.mapped("system")
@@ -356,7 +358,7 @@ def _answerable(record: Record, messages: list[Message]) -> list[Message]:
 
 
 def _answer_text(last: Message) -> str:
-    """The text of the message that is learned or judged."""
+    """Return the text of the message that is learned or judged."""
     if last["role"] != "assistant":
         raise Dropped("the last message is not the assistant's")
     more = extras(last) if "extra" in last else {}

@@ -30,7 +30,7 @@ class Record:
         self._templated = False
 
     def inside(self, values: Mapping[str, Any]) -> Record:
-        """A part of this record, such as a completion in a list."""
+        """Return a part of this record, such as a completion in a list."""
         return Record(values, self.source, self.notation, self.start)
 
     @property
@@ -42,11 +42,11 @@ class Record:
         return self._start
 
     def has(self, name: str) -> bool:
-        """Whether the mapping names one of our columns, or the record has it under our name."""
+        """Return whether the mapping names one of our columns, or the record has it under our name."""
         return name in self.source.columns or name in self.values
 
     def get(self, name: str) -> Any:
-        """The value of one of our columns.
+        """Return the value of one of our columns.
 
         Raises:
             Misfit: the record doesn't have that column.
@@ -54,22 +54,22 @@ class Record:
         return self.at(self.source.columns.get(name, name), wanted_for=name)
 
     def optional(self, name: str) -> Any:
-        """The value of a column that may be missing unless the mapping names it."""
+        """Return the value of a column that may be missing unless the mapping names it."""
         return self.get(name) if name in self.source.columns else self.values.get(name)
 
     def mapped(self, name: str) -> Any:
-        """The value of a column that is read only if the mapping names it."""
+        """Return the value of a column that is read only if the mapping names it."""
         return self.get(name) if name in self.source.columns else None
 
     def text(self, name: str) -> str:
         return read_text(self.get(name), self.source.columns.get(name, name))
 
     def messages(self, name: str) -> list[Message]:
-        """A completion, as text or as messages of which the last one is the assistant's."""
+        """Return a completion, as text or as messages of which the last one is the assistant's."""
         return self.completion(self.get(name), name)
 
     def completion(self, value: Any, name: str) -> list[Message]:
-        """The same, of a value.
+        """Return a completion that is this value, as `messages` returns that of a column.
 
         Raises:
             Dropped: the text doesn't begin with the prompt, as those of other records do.
@@ -86,14 +86,14 @@ class Record:
         return [as_message("assistant", answer.removeprefix(" ").strip("\n") if self.notation.transcripts else answer)]
 
     def prompt(self) -> list[Message]:
-        """The prompt, as text or as messages; never empty."""
+        """Return the prompt, as text or as messages; never empty."""
         value = self.get("prompt")
         if isinstance(value, list | Mapping):
             return read_messages(value, "prompt")
         return self.question(read_text(value, "prompt"), "prompt")
 
     def question(self, text: str, name: str) -> list[Message]:
-        """The user's message with a text, or the messages of a chat template that has written it. Then answers lose its end tokens."""
+        """Return the user's message with a text, or the messages of a chat template that has written it. Then answers lose its end tokens."""
         if is_blank(text):
             raise Dropped(f"{name} is empty")
         messages = unwrapped(text)
@@ -101,11 +101,11 @@ class Record:
         return messages if self._templated else prompt_messages(text, transcripts=self.notation.transcripts)
 
     def answer(self, text: str) -> str:
-        """An answer's text, without end tokens at its end if they are to be stripped."""
+        """Return an answer's text, without end tokens at its end if they are to be stripped."""
         return without_end_tokens(text) if self.source.strip_end_tokens or self._templated else text
 
     def label(self) -> str | None:
-        """The expected answer, stripped; extracted by `label_pattern` where the source has one. A list or a mapping is JSON.
+        """Return the expected answer, stripped; extracted by `label_pattern` where the source has one. A list or a mapping is JSON.
 
         Raises:
             Dropped: the pattern doesn't match.
@@ -137,7 +137,7 @@ class Record:
 
 
 def written_conversation(text: str) -> list[Message] | None:
-    """The messages of a text that a chat template has written, if the last one is an answer."""
+    """Return the messages of a text that a chat template has written, if the last one is an answer."""
     messages = unwrapped(text)
     return messages if messages and messages[-1]["role"] == "assistant" else None
 
