@@ -97,6 +97,11 @@ class Rollout:
         return [token for span in self.spans for token in span.ids]
 
     @property
+    def ids(self) -> list[int]:
+        """Of prompt and response."""
+        return [*self.prompt.prompt_ids, *self.response_ids]
+
+    @property
     def rollout_logprobs(self) -> list[float]:
         """Of each response token."""
         return [logprob for span in self.spans for logprob in span.logprobs]
