@@ -365,8 +365,11 @@ class RlSettings(OptimizerConfig, LengthConfig):
     def _environment_conflicts(self) -> Iterator[str]:
         if self.environment is None:
             return
-        if self.rollout.max_lag:
-            yield f"rollout.max_lag: expected 0 with environment, got {self.rollout.max_lag}; change one, because episodes are on policy"
+        if self.rollout.last_tokens is not None:
+            yield (
+                f"rollout.last_tokens: expected null with environment, got {self.rollout.last_tokens}; remove it, because an episode would "
+                "end in the middle of a turn"
+            )
         if self.rollout.min_new_tokens:
             yield (
                 f"rollout.min_new_tokens: expected 0 with environment, got {self.rollout.min_new_tokens}; set it to 0, because it would "
