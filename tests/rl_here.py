@@ -136,7 +136,7 @@ def whole(job: RlJob, steps: int, **how) -> RunHere:
 
 @torch.no_grad()
 def differences(run: RunHere, rollouts: list[Rollout]) -> list[float]:
-    """the largest difference from the log-probabilities of the trainer's weights at its version, by plain transformers."""
+    """Of each sampled span: the largest difference from the log-probabilities of the weights of its version, by transformers."""
     model, found = load_language_model(run.job.sft_model), []
     for rollout in rollouts:
         start = len(rollout.prompt.prompt_ids)

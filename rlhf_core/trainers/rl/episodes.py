@@ -1,12 +1,13 @@
 """Episodes ahead of the trainer: those of several steps are played at the same time, while it trains (ahead.py says which ones).
 
 Between two weight updates the engines are called several times. A call has every reply that is asked for by then, and ends once those of
-the step that is due have; a later step's reply that hasn't ended is cut, and continued in the next call, after an update with new weights.
+the step that is due have ended, and after twice the tokens of a mean reply; a later step's reply that hasn't ended then is cut, and is
+continued in the next call, after an update with new weights.
 
 Tools run while the engines sample and the trainer trains. What an episode does after a reply is awaited at a counted place, whatever the
-clock says: before the next call but one (ANSWER_CALLS), or where that call would be empty, before the next one; and what was not awaited
-before an update is, before the first call after it. So what a call has depends on seeds, weights and what environments answer, not on how
-long they take, and a run has the same bits each time. An interrupted run plays its episodes again, from the replies that they had.
+clock says: before the next call but one; if there is nothing to call the engines for, before the next one; and what hasn't been awaited at
+an update, before the first call after it. So calls depend on seeds, weights and what environments answer, not on how long they take, and a
+run has the same bits each time. An interrupted run plays its episodes again, with the replies that they had.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 from rlhf_core.agents.chat import Sampled
@@ -28,6 +28,8 @@ from rlhf_core.trainers.rl.data import PromptStream
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.rollouts import Dealt, RolloutEngines
 from rlhf_core.types import Rollout
+
+REPLIES = 2  # a call of the engines is as long as so many replies of the mean length, or as those that are due
 
 log = logging.getLogger("rlhf")
 
@@ -59,7 +61,7 @@ class EpisodesAhead(RolloutsAhead):
         trained, dealt, drawn = self._drawn.rollouts[step], self._short[1], self._drawn
         # Episodes that are in flight during max_lag updates then end in time for theirs, if they have no more turns than these.
         calls = math.ceil(max(r.dialogue.turns for r in trained) / self._rl.rollout.max_lag)
-        tokens = max(map(longest_reply, trained))
+        tokens = math.ceil(REPLIES * sum(r.num_sampled for r in trained) / sum(r.dialogue.turns for r in trained))
 
         def work() -> Admitted:
             settle(self._compared, lambda: self._engines.wait_segments(dealt))
@@ -179,12 +181,6 @@ def _resumed(before: Rollout, now: Rollout) -> Rollout:
             "these, and the run won't end with the bits of one that was not interrupted"
         )
     return now
-
-
-def longest_reply(rollout: Rollout) -> int:
-    """The tokens of an episode's longest reply."""
-    replies = groupby(rollout.spans, key=lambda span: span.version is not None)
-    return max(sum(len(span.ids) for span in spans) for was_sampled, spans in replies if was_sampled)
 
 
 def settle(future: Future[Any], work: Callable[[], Any]) -> None:
