@@ -138,6 +138,7 @@ class Chat:
         self._messages, self._replies = list(messages), list[int]()  # positions of the replies
         self._spans: list[Span] = []
         self._reward: float | None = None
+        self._rewards: list[float] = []  # of each reply
         self._calls = self._failed_calls = 0
         self._start = 0  # number of tokens before the last reply
         self._waits, self._cut_off = False, False
@@ -180,10 +181,12 @@ class Chat:
         self._put_in({"role": "user", "content": text})
 
     def reward(self, value: float) -> None:
-        """Add to the episode's score."""
+        """Add to the episode's score. With rl.environment.credit `turn` it belongs to the last reply, and to those before."""
         if not math.isfinite(value):
             raise ValueError(f"chat.reward: expected a finite number, got {value}; leave it out")
         self._reward = (self._reward or 0.0) + value
+        if self._rewards:
+            self._rewards[-1] += value
 
     def rollout(self, returned: float | None, *, failed: bool, group_id: int) -> Rollout | None:
         """The episode as a rollout; None without a reply.
@@ -196,7 +199,7 @@ class Chat:
         last, score = self._replies[-1], self._reward if returned is None else float(returned) + (self._reward or 0.0)
         sampled = [span.version is not None for span in self._spans for _ in span.ids]
         counts = {"turns": len(self._replies), "calls": self._calls, "failed_calls": self._failed_calls}
-        dialogue = Dialogue(self._messages[:last], self._replies[0], sampled, self._start, score, failed, **counts)
+        dialogue = Dialogue(self._messages[:last], self._replies[0], sampled, self._start, score, self._rewards, failed, **counts)
         return Rollout(self._prompt, self._spans, not self._cut_off, group_id, dialogue)
 
     @property
@@ -225,6 +228,7 @@ class Chat:
         self._cut_off = not sampled.finished
         text = response_text(self._tokenizer, before, ids)
         self._replies.append(len(self._messages))
+        self._rewards.append(0.0)
         self._messages.append({"role": "assistant", "content": text})
         calls = parse_calls(response_text(self._tokenizer, before, ids, special=True)) if self._tools and sampled.finished else []
         return Reply(text, [ToolCall(n, a, None, self._tools, self._limits.tool_timeout) for n, a in calls], sampled.finished)

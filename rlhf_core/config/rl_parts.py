@@ -220,12 +220,14 @@ class EnvironmentConfig(Section):
 
     path: `async def play(task, policy)`, as file.py:name. tools: without a `play`, functions that the model may call until it answers.
     max_turns: replies of an episode; a `play` keeps to it by itself. tool_timeout: seconds of a tool's call.
+    credit: what a reward of `chat.reward` belongs to: the whole episode, or the turn that it follows and those before.
     """
 
     path: str | None = None
     tools: list[str] = Field(default_factory=list)
     max_turns: int = Field(default=8, ge=1)
     tool_timeout: float = Field(default=30.0, gt=0)
+    credit: Literal["episode", "turn"] = "episode"
 
     @property
     def functions(self) -> dict[str, str]:
