@@ -37,7 +37,7 @@ def batch_of(components: dict[str, list[float]], *, width: int = 2, finished: li
         old_logprobs_source="recompute", old_logprobs=zeros,
         sampler_logprobs=zeros, ref_logprobs=zeros, values=zeros, components={n: torch.tensor(s) for n, s in components.items()},
         baseline=None, group_ids=torch.arange(rows), finished=torch.tensor(finished or [True] * rows),
-        policy_versions=torch.zeros_like(ids), lengths=torch.full((rows,), width),
+        policy_versions=torch.zeros_like(ids), turns=torch.zeros_like(ids), turn_rewards=zeros, lengths=torch.full((rows,), width),
     )  # fmt: skip
 
 
