@@ -21,7 +21,7 @@ from rlhf_core.trainers.rl.episodes import EpisodesAhead
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.recovery import Replacements
 from rlhf_core.trainers.rl.rollouts import RolloutEngines
-from rlhf_core.trainers.rl.turns import Turns
+from rlhf_core.trainers.rl.turns import GpuTimeSharing
 from rlhf_core.types import Prompt, Rollout
 
 STEPS = 8
@@ -117,7 +117,7 @@ def played(
     job = job.model_copy(update={"rl": job.rl.model_copy(update={"samples_per_step": 16, "steps": steps})})
     environment = Environment(job.rl.environment, TOKENIZER, stops=(END,), max_length=600, deadline=60.0, takes_scores=False)
     how = {"stop_ids": (END,), "replacements": Replacements(0), "transfer": None, "renew": None, "vocabulary": 300}
-    turns = Turns(None, None, on=False, deadline=1.0)
+    turns = GpuTimeSharing(None, None, on=False, deadline=1.0)
     engine, found, times = Scripted(token), [], []
     engines = RolloutEngines(job, EnginesHere([engine]), check_trainers=lambda: None, turns=turns, environment=environment, **how)
     ahead = EpisodesAhead(job, engines, environment)
