@@ -88,14 +88,13 @@ class EpisodesAhead(RolloutsAhead):
         asked: dict[Place, Asked] = {}
         while True:
             asked |= table.wait(awaited)
-            if not asked and calls <= 0:  # the others' tools needn't be awaited if this is the end
-                asked |= table.wait([place for place in late if place[0] == due])
-                late = [place for place in late if place[0] != due]
-            if calls <= 0 and not table.playing(due):
-                return table.admitted(complete=due)
-            if not asked:
+            if not asked and calls <= 0:  # if this is the end, tools of other steps needn't be awaited
+                asked = table.wait([place for place in late if place[0] == due])
+                late = [place for place in late if place[0] != due] if table.playing(due) else []
+                asked, late = asked | table.wait(late), []
+            elif not asked:
                 asked, late = table.wait(late), []
-            if not asked:
+            if not asked or (calls <= 0 and not table.playing(due)):
                 return table.admitted(complete=due)
             answered = table.call(asked, due=due, tokens=tokens)
             asked = {place: one for place, one in asked.items() if place not in answered}
