@@ -43,10 +43,9 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
     rewards = shaped_rewards(batch.components, batch.finished, batch.lengths, rl, normalizer)
     mask = batch.response_mask & rewards.isfinite()[:, None]
     kl = token_kl(sampling_logprobs(batch, batch.old_logprobs, rl), batch.ref_logprobs, mask, rl)
-    early = early_rewards(batch, mask, rl, normalizer) if rl.by_turn else torch.zeros(mask.shape)
     quantities = {
         "rewards": rewards - kl_coef * kl.sum(1),
-        "token_rewards": token_rewards(rewards - early.sum(1), kl, mask, kl_coef=kl_coef) + early,
+        "token_rewards": token_rewards(rewards, kl, mask, kl_coef=kl_coef),
         "turns": batch.turns,
         "values": batch.values,
         "response_mask": mask,
@@ -56,6 +55,9 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
         "baseline_rewards": batch.baseline and baseline_rewards(batch.baseline, rl, normalizer, kl_coef=kl_coef),
         **rl.own.model_dump(),
     }
+    if rl.by_turn:
+        early = early_rewards(batch, mask, rl, normalizer)
+        quantities["token_rewards"] = token_rewards(rewards - early.sum(1), kl, mask, kl_coef=kl_coef) + early
     estimator = rl.spec.estimate(by_turn=rl.by_turn)
     estimate = estimator(**_named(estimator, quantities))
     advantages, returns = estimate if isinstance(estimate, tuple) else (estimate, torch.zeros_like(estimate))
