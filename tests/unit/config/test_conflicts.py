@@ -62,8 +62,8 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
             "rl.rollout.min_new_tokens: expected 0 with environment, got 2",
         ),
         (
-            {"rl.environment": {"path": "a.py:play"}, "rl.rollout.max_lag": 1},
-            "rl.rollout.max_lag: expected 0 with environment, got 1",
+            {"rl.environment": {"path": "a.py:play"}, "rl.rollout.max_lag": 2, "rl.rollout.last_tokens": 9},
+            "rl.rollout.last_tokens: expected null with environment, got 9",
         ),
         (
             {"rl.reward.scorers": [JUDGE | {"kind": "environment"}], "rl.environment": {"tools": ["a.py:add"]}},

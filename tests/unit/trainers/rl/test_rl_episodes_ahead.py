@@ -41,16 +41,17 @@ async def talk(task, policy):
         reply = await chat.generate()
         if not reply.finished or (len(reply.text) + len(task.messages[0]["content"])) % 4 == turn:
             break
-        chat.user(f"{await sleep(f'{turn} {reply.text}')}?")
+        chat.user(await sleep(f"{turn} {reply.text}"))
 
 
 # Stop strings make replies of 1 to 40 tokens of the tiny model.
 EPISODES = {
     "rl.environment": {"path": f"{__file__}:talk", "max_turns": 4},
     "rl.rollout.max_lag": 2,
-    "rl.rollout.max_new_tokens": 90,
+    "rl.rollout.max_new_tokens": 60,
+    "rl.reward.max_unscored_fraction": 0.9,  # the reward model has 64 positions
     "rl.rollout.stop": ["o", "s", "i"],
-    "model.max_length": 256,
+    "model.max_length": 128,
 }
 
 
