@@ -171,7 +171,7 @@ def test_every_span_is_of_the_policy_of_its_version_and_no_episode_is_dropped(mo
     rollouts = [r for result in run.results for r in result.collected.rollouts]
     assert max(differences(run, rollouts)) < 1e-4
     weights = run.rank.weights
-    assert max(float((weights[0][name] - weights[STEPS][name]).abs().max()) for name in weights[0]) > 0.01  # the comparison can tell
+    assert max(float((weights[0][name] - weights[STEPS][name]).abs().max()) for name in weights[0]) > 0.005  # the comparison can tell
     assert [row["policy_lag_max"] for row in run.rows] == [min(step, max_lag) for step in range(STEPS)]
     assert all(row["cut_off"] == row["failed_episodes"] == 0 and row["logprob_difference"] < 1e-4 for row in run.rows)
     assert [r.prompt.id for r in rollouts[::2]] == [p.id for p in run.run.prompts.take(0, 4 * STEPS)]  # each once, in the stream's order
