@@ -141,6 +141,7 @@ def played(
     return (times[-1] - times[begun]) / (steps - 1 - begun), found, engine.calls
 
 
+@pytest.mark.long
 def test_tools_that_sleep_cost_less_than_half_of_lock_step(model_folders: tuple[Path, Path]):
     """A token takes 3 ms and an update 100 ms, on another device than the engine's."""
     SLOWER[0] = 1.0
