@@ -60,7 +60,7 @@ class Dialogue:
     messages: the conversation before the last reply.    opening: how many of them came before the first.
     sampled: of each response token, whether the model sampled it.
     start: number of response tokens before the last reply.
-    score: what the environment gave; None: nothing.
+    score: what the environment gave; None: nothing.    rewards: the parts of it that `chat.reward` gave after each reply.
     failed: the environment ended with an error, so that no scorer scores the response.
     turns, calls, failed_calls: numbers of replies, of tool results, and of those that are errors.
     """
@@ -70,6 +70,7 @@ class Dialogue:
     sampled: list[bool]
     start: int
     score: float | None
+    rewards: list[float]
     failed: bool
     turns: int
     calls: int
@@ -95,6 +96,11 @@ class Rollout:
     @property
     def response_ids(self) -> list[int]:
         return [token for span in self.spans for token in span.ids]
+
+    @property
+    def ids(self) -> list[int]:
+        """Of prompt and response."""
+        return [*self.prompt.prompt_ids, *self.response_ids]
 
     @property
     def rollout_logprobs(self) -> list[float]:
@@ -193,6 +199,8 @@ class RolloutBatch:
     values: [B, R], from the critic, before each token; zeros where there is no critic.
     baseline: greedy responses to each row's prompt; None unless the algorithm is remax.
     policy_versions: [B, R] int64, weight updates of the policy that sampled each token; -1 where none did.
+    turns: [B, R] int64, number of the reply that has the token, from 0 on; -1 where none has.
+    turn_rewards: [B, R], what `chat.reward` gave after a reply, at its last token.
     group_ids: [B] int64.    finished: [B] bool.    lengths: [B] int64, sampled tokens.
     """
 
@@ -208,6 +216,8 @@ class RolloutBatch:
     components: RewardComponents
     baseline: Baseline | None
     policy_versions: torch.Tensor
+    turns: torch.Tensor
+    turn_rewards: torch.Tensor
     group_ids: torch.Tensor
     finished: torch.Tensor
     lengths: torch.Tensor

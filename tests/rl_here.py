@@ -14,6 +14,7 @@ from tiny_models import rl_job
 
 from rlhf_core.data.schema import write_rows
 from rlhf_core.engines.rollout.open import RolloutActor
+from rlhf_core.models.build import load_language_model
 from rlhf_core.process import Stop
 from rlhf_core.trainers.rl.groups import TrainerGroups
 from rlhf_core.trainers.rl.job import RlJob
@@ -22,6 +23,7 @@ from rlhf_core.trainers.rl.metrics import Clock, Metrics
 from rlhf_core.trainers.rl.rank import TrainerRank
 from rlhf_core.trainers.rl.state import Progress
 from rlhf_core.trainers.rl.workers import Workers
+from rlhf_core.types import Rollout
 
 WORDS = ["Please", "sort", "4172.", "Certainly:", "1247.", "Quick,", "give", "the", "largest", "of", "309."]
 
@@ -123,3 +125,51 @@ def running(job: RlJob, *, wrap: Callable[[RolloutActor], object] = lambda actor
     with Workers(job, actors) as workers:
         rank.note(0)
         yield RunHere(job, workers, rank, *start_or_resume(job, workers))
+
+
+def whole(job: RlJob, steps: int, **how) -> RunHere:
+    with running(job, **how) as run:
+        for _ in range(steps):
+            run.step()
+        return run
+
+
+@torch.no_grad()
+def differences(run: RunHere, rollouts: list[Rollout]) -> list[float]:
+    """Of each sampled span: the largest difference from the log-probabilities of the weights of its version, by transformers."""
+    model, found = load_language_model(run.job.sft_model), []
+    for rollout in rollouts:
+        start = len(rollout.prompt.prompt_ids)
+        ids = torch.tensor([[*rollout.prompt.prompt_ids, *rollout.response_ids]])
+        for span in rollout.spans:
+            if span.version is not None:
+                model.load_state_dict(run.rank.weights[span.version], strict=False)
+                logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+                found.append(float((logprobs[start - 1 : start - 1 + len(span.ids)] - torch.tensor(span.logprobs)).abs().max()))
+            start += len(span.ids)
+    return found
+
+
+class Dies:
+    """An engine that is lost for good at its call of this number."""
+
+    def __init__(self, actor: object, method: str, call: int):
+        self._actor, self._method, self._left = actor, method, call
+
+    def __getattr__(self, name: str):
+        if name == self._method:
+            self._left -= 1
+            if not self._left:
+                raise Killed
+        return getattr(self._actor, name)
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing handles it."""
+
+
+def same(a: RunHere, b: RunHere, *, since: int) -> bool:
+    ours, theirs = (run.rank.actors[0].weights() for run in (a, b))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert a.rows[since:] == b.rows
+    return True

@@ -28,8 +28,6 @@ from rlhf_core.types import Dialogue, Prompt, Rollout, Span
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf_core.engines.rollout.requests import Sample
-
 
 @dataclass(frozen=True)
 class Task:
@@ -73,18 +71,29 @@ class Limits:
     tool_timeout: float
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """A reply's tokens. spans: of each policy that sampled some.    finished: False: cut off."""
+
+    spans: list[Span]
+    finished: bool
+
+
+Sampler = Callable[[Rollout, int], Awaitable[Sampled]]  # the episode so far, and how many tokens may follow
+
+
 class Policy:
     """The policy in one episode.
 
     Args:
-        sample: a reply to token ids of at most so many tokens.    stops: ids that end a reply.
+        sample: samples replies.    stops: ids that end a reply.
     """
 
     def __init__(
         self,
         prompt: Prompt,
         tokenizer: PreTrainedTokenizerBase,
-        sample: Callable[[list[int], int], Awaitable[Sample]],
+        sample: Sampler,
         limits: Limits,
         *,
         stops: Collection[int],
@@ -119,7 +128,7 @@ class Chat:
         messages: list[Message],
         tools: dict[str, Tool | OutsideTool],
         tokenizer: PreTrainedTokenizerBase,
-        sample: Callable[[list[int], int], Awaitable[Sample]],
+        sample: Sampler,
         limits: Limits,
         stops: Collection[int],
     ):
@@ -135,15 +144,18 @@ class Chat:
         self._messages, self._replies = list(messages), list[int]()  # positions of the replies
         self._spans: list[Span] = []
         self._reward: float | None = None
+        self._rewards: list[float] = []  # of each reply
         self._calls = self._failed_calls = 0
+        self._start = 0  # number of tokens before the last reply
         self._waits, self._cut_off = False, False
 
-    async def generate(self, limit: int | None = None) -> Reply:
+    async def generate(self, *, learn: bool = True, limit: int | None = None) -> Reply:
         """The policy's next reply.
 
         If no token is left for it, the reply is empty and not finished.
 
         Args:
+            learn: False: its tokens are not trained on.
             limit: tokens of the reply, in addition to the limits of the episode.
         Raises:
             RuntimeError: nothing was put in since the last reply, that reply wasn't finished, or another reply is being generated.
@@ -159,10 +171,11 @@ class Chat:
         if room < 1:
             self._cut_off = True
             return Reply("", [], False)
+        so_far = Rollout(self._prompt, [*self._spans, *put_in(added)], False, group_id=0)
         self._waits = True
-        sample = await self._sample([*self._prompt.prompt_ids, *self._ids, *added], room if limit is None else min(room, limit))
+        sampled = await self._sample(so_far, room if limit is None else min(room, limit))
         self._waits = False
-        return self._take(sample, added)
+        return self._take(so_far, sampled, learn=learn)
 
     def tool(self, call: ToolCall, result: str) -> None:
         """Put in a tool's result."""
@@ -174,10 +187,12 @@ class Chat:
         self._put_in({"role": "user", "content": text})
 
     def reward(self, value: float) -> None:
-        """Add to the episode's score."""
+        """Add to the episode's score. With rl.environment.credit `turn` it belongs to the last reply, and to those before."""
         if not math.isfinite(value):
             raise ValueError(f"chat.reward: expected a finite number, got {value}; leave it out")
         self._reward = (self._reward or 0.0) + value
+        if self._rewards:
+            self._rewards[-1] += value
 
     def rollout(self, returned: float | None, *, failed: bool, group_id: int) -> Rollout | None:
         """The episode as a rollout; None without a reply.
@@ -189,16 +204,14 @@ class Chat:
             return None
         last, score = self._replies[-1], self._reward if returned is None else float(returned) + (self._reward or 0.0)
         sampled = [span.version is not None for span in self._spans for _ in span.ids]
-        start = len(sampled) - len(self._spans[-1].ids)
         counts = {"turns": len(self._replies), "calls": self._calls, "failed_calls": self._failed_calls}
-        dialogue = Dialogue(self._messages[:last], self._replies[0], sampled, start, score, failed, **counts)
+        dialogue = Dialogue(self._messages[:last], self._replies[0], sampled, self._start, score, self._rewards, failed, **counts)
         return Rollout(self._prompt, self._spans, not self._cut_off, group_id, dialogue)
 
     @property
     def usage(self) -> tuple[int, int]:
         """The number of tokens before the last reply, and of that reply."""
-        last = len(self._spans[-1].ids) if self._spans else 0
-        return len(self._prompt.prompt_ids) + len(self._ids) - last, last
+        return len(self._prompt.prompt_ids) + self._start, len(self._ids) - self._start
 
     @property
     def _ids(self) -> list[int]:
@@ -217,18 +230,24 @@ class Chat:
             return []
         return ids_behind_reply(self._tokenizer, self._messages, self._replies, self._spans[-1].ids[-1], tools=self._schemas)
 
-    def _take(self, sample: Sample, added: list[int]) -> Reply:
-        before = [*self._prompt.prompt_ids, *self._ids, *added]
-        if added:
-            self._spans.append(Span(added, [0.0] * len(added), None, trained=False))
-        self._spans.append(Span(sample.response_ids, sample.logprobs, sample.version))
-        ids = sample.response_ids[:-1] if sample.finished and sample.response_ids[-1] in self._stops else sample.response_ids
-        self._cut_off = not sample.finished
+    def _take(self, so_far: Rollout, sampled: Sampled, *, learn: bool) -> Reply:
+        before, ids = so_far.ids, [token for span in sampled.spans for token in span.ids]
+        self._start = so_far.num_tokens
+        self._spans = [*so_far.spans, *(replace(span, trained=learn) for span in sampled.spans)]
+        if sampled.finished and ids[-1] in self._stops:
+            ids = ids[:-1]
+        self._cut_off = not sampled.finished
         text = response_text(self._tokenizer, before, ids)
         self._replies.append(len(self._messages))
+        self._rewards.append(0.0)
         self._messages.append({"role": "assistant", "content": text})
-        calls = parse_calls(response_text(self._tokenizer, before, ids, special=True)) if self._tools and sample.finished else []
-        return Reply(text, [ToolCall(n, a, None, self._tools, self._limits.tool_timeout) for n, a in calls], sample.finished)
+        calls = parse_calls(response_text(self._tokenizer, before, ids, special=True)) if self._tools and sampled.finished else []
+        return Reply(text, [ToolCall(n, a, None, self._tools, self._limits.tool_timeout) for n, a in calls], sampled.finished)
+
+
+def put_in(ids: list[int]) -> list[Span]:
+    """The span of tokens that weren't sampled; none without tokens."""
+    return [Span(ids, [0.0] * len(ids), None, trained=False)] if ids else []
 
 
 def _canonical(message: dict[str, Any]) -> Message:

@@ -1,8 +1,8 @@
 """Plays the episodes of many rollouts at the same time.
 
-Coroutines run in an event loop of a thread of their own, the engines are called from the caller's thread. When no episode can go on without
-a reply, all replies that episodes wait for are sampled as one batch, in the order of the rollouts. So results don't depend on how long
-tools take, and each reply has a seed of its own rollout's seed and the number of tokens so far.
+Coroutines run in an event loop of a thread of their own, the engines are called from the caller's thread. In `Environment.play`, when no
+episode can go on without a reply, all replies that episodes wait for are sampled as one batch, in the order of the rollouts. So results
+don't depend on how long tools take, and each reply has a seed of its own rollout's seed and the number of tokens so far.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.agents.chat import Limits, Policy, Task
+from rlhf_core.agents.chat import Limits, Policy, Sampled, Sampler, Task
 from rlhf_core.agents.outside import Outside, try_command
 from rlhf_core.agents.session import AgentFailed
 from rlhf_core.agents.tools import Tool
@@ -29,7 +32,7 @@ from rlhf_core.data.functions import load_function
 from rlhf_core.engines.rollout.requests import Sample, SamplingSettings, segment_seed
 from rlhf_core.environment import hint
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.types import Prompt, Rollout
+from rlhf_core.types import Prompt, Rollout, Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,13 +99,11 @@ def check_environment(
 
 
 @dataclass(frozen=True)
-class _Request:
-    """A reply that an episode waits for. number: of its rollout.    room: tokens that it may have."""
+class Asked:
+    """A reply that an episode waits for. so_far: the episode before it.    room: tokens that it may have."""
 
-    number: int
-    ids: list[int]
+    so_far: Rollout
     room: int
-    reply: asyncio.Future[Sample]
 
 
 class Environment:
@@ -164,36 +165,49 @@ class Environment:
             ValueError: `play` fails before the first reply, or returns a score that no scorer takes.
             TimeoutError: an episode neither ends nor asks for a reply.
         """
-        limits = Limits(settings.max_new_tokens, self._max_length, self._config.max_turns, self._config.tool_timeout)
-        episodes = _Episodes(self._loop, len(seeds), at_once=self._config.at_once)
-        plays = [self._one(prompts[i // copies], i, limits, episodes) for i in range(len(seeds))]
-        started = [asyncio.run_coroutine_threadsafe(play, self._loop) for play in plays]
+        found: dict[int, Rollout] = {}
+        episodes, playing, later = self.begin(settings.max_new_tokens), list[int](), deque(range(len(seeds)))
         try:
-            while batch := episodes.next(self._deadline, self._look):
-                longest = replace(settings, max_new_tokens=max(request.room for request in batch))
-                given = [segment_seed(seeds[request.number], len(request.ids)) for request in batch]
-                samples = generate([request.ids for request in batch], given, longest)
-                episodes.deliver(batch, [_cut(sample, request.room) for request, sample in zip(batch, samples, strict=True)])
-            self._look()  # where all episodes have ended because of what has ended
-            ended = [future.result(timeout=self._deadline) for future in started]
+            while playing or later:
+                while later and len(playing) < (self._config.at_once or len(seeds)):
+                    playing.append(i := later.popleft())
+                    episodes.start(i, Rollout(prompts[i // copies], [], False, group_id=i // copies))
+                asked, ended = episodes.wait(playing)
+                found |= ended
+                playing = list(asked)
+                if not asked or (ended and later):  # the next ones take the places of those that have ended
+                    continue
+                longest = replace(settings, max_new_tokens=max(one.room for one in asked.values()))
+                ids = [one.so_far.ids for one in asked.values()]
+                samples = generate(ids, [segment_seed(seeds[i], len(of_one)) for i, of_one in zip(asked, ids, strict=True)], longest)
+                cut = {i: _cut(sample, one.room) for (i, one), sample in zip(asked.items(), samples, strict=True)}
+                episodes.deliver({i: Sampled([Span(s.response_ids, s.logprobs, s.version)], s.finished) for i, s in cut.items()})
         finally:
-            for future in started:
-                future.cancel()
-        return [self._rollout(policy, outcome, i // copies) for i, (policy, outcome) in enumerate(ended)]
+            episodes.cancel()
+        return [found[i] for i in range(len(seeds))]
 
-    async def _one(self, prompt: Prompt, number: int, limits: Limits, episodes: _Episodes) -> tuple[Policy, float | Exception | None]:
-        """The policy of an ended episode, and what `play` returned or raised."""
+    def begin(self, max_new_tokens: int) -> Episodes:
+        """Episodes that the caller starts, and cancels in the end.
+
+        Args:
+            max_new_tokens: of an episode, with what tools and users put in.
+        """
+        limits = Limits(max_new_tokens, self._max_length, self._config.max_turns, self._config.tool_timeout)
+        return Episodes(self._loop, partial(self._one, limits), self._look, deadline=self._deadline)
+
+    async def _one(self, limits: Limits, begun: Rollout, sample: Sampler) -> Rollout:
+        """The rollout of a whole episode."""
+        prompt = begun.prompt
         task = Task.of(prompt, max_turns=limits.max_turns)
-        policy = Policy(prompt, self._tokenizer, lambda ids, room: episodes.ask(number, ids, room), limits, stops=self._stops)
-        async with episodes.slots:
-            try:
-                return policy, _number(await self._play(task, policy))
-            except Exception as error:  # a user's code may raise anything
-                return policy, error
-            finally:
-                episodes.end(number)
+        policy = Policy(prompt, self._tokenizer, sample, limits, stops=self._stops)
+        try:
+            outcome = _number(await self._play(task, policy))
+        except Exception as error:  # a user's code may raise anything
+            outcome = error
+        return self._ended(policy, outcome, begun.group_id)
 
-    def _rollout(self, policy: Policy, outcome: float | Exception | None, group_id: int) -> Rollout:
+    def _ended(self, policy: Policy, outcome: float | Exception | None, group_id: int) -> Rollout:
+        """The rollout of an episode, by what `play` returned or raised."""
         failed = isinstance(outcome, Exception)
         rollout = policy.played and policy.played.rollout(None if failed else outcome, failed=failed, group_id=group_id)
         if failed:
@@ -221,74 +235,125 @@ class Environment:
             log.warning("%s: episodes with an error have no score; expected none, got %s", self._subject, got)
 
 
-class _Episodes:
-    """The episodes of one call, between the event loop's thread and the caller's.
+class Episodes:
+    """Episodes that are played, by keys of the caller, between the event loop's thread and the caller's.
 
     Args:
-        at_once: episodes in play at the same time; when one ends, the next one in order starts. None: all.
-
-    slots: of episodes in play.
+        play: the rollout of an episode, given its beginning and what samples replies.
+        look: called every LOOK_SECONDS of a wait; raises an error that ends it.
+        deadline: seconds in which an episode must ask for a reply or end.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, count: int, *, at_once: int | None):
-        self._loop, self._playing = loop, min(count, at_once or count)
-        self._later, self.slots = count - self._playing, asyncio.Semaphore(at_once or count or 1)
-        self._waiting: list[_Request] = []
-        self._ended: set[int] = set()
-        self._batches: queue.SimpleQueue[list[_Request]] = queue.SimpleQueue()
-
-    # In the event loop
-
-    async def ask(self, number: int, ids: list[int], room: int) -> Sample:
-        request = _Request(number, ids, room, self._loop.create_future())
-        self._waiting.append(request)
-        self._hand_over()
-        return await request.reply
-
-    def end(self, number: int) -> None:
-        """An episode has ended; nobody waits for a reply that it may still have asked for."""
-        if self._later:
-            self._later -= 1  # the next one takes its place
-        else:
-            self._playing -= 1
-        self._ended.add(number)
-        self._waiting = [request for request in self._waiting if request.number != number]
-        self._hand_over()
-
-    def _hand_over(self) -> None:
-        """Hand over the requests once every episode in play waits for a reply; none once all have ended."""
-        if len(self._waiting) == self._playing:
-            batch, self._waiting = sorted(self._waiting, key=lambda request: request.number), []
-            self._batches.put(batch)
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        play: Callable[[Rollout, Sampler], Awaitable[Rollout]],
+        look: Callable[[], None],
+        *,
+        deadline: float,
+    ):
+        self._loop, self._play, self._look, self._deadline = loop, play, look, deadline
+        self._changed = threading.Condition()
+        self._asked: dict[Hashable, tuple[Asked, asyncio.Future[Sampled]]] = {}
+        self._ended: dict[Hashable, Rollout | BaseException] = {}
+        self._running: dict[Hashable, Future[None]] = {}
 
     # In the caller's thread
 
-    def next(self, deadline: float, look: Callable[[], None]) -> list[_Request]:
-        """The next batch in the order of the rollouts; empty once all episodes have ended.
+    def start(self, key: Hashable, begun: Rollout) -> None:
+        """Start an episode.
 
         Args:
-            look: called every LOOK_SECONDS; raises an error that ends the wait.
+            begun: its prompt. Of an interrupted episode the tokens too: `play` gets its replies again, while it puts in the same.
+        """
+        self._running[key] = asyncio.run_coroutine_threadsafe(self._one(key, begun), self._loop)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._running
+
+    def wait(self, keys: Collection[Hashable]) -> tuple[dict[Hashable, Asked], dict[Hashable, Rollout]]:
+        """The replies that these episodes ask for, and the rollouts of those that have ended instead; both in the order of the keys.
+
         Raises:
             TimeoutError: an episode neither ends nor asks.
+            ValueError: `play` failed before the first reply, or returned a score that no scorer takes.
+            RuntimeError: what plays has ended.
         """
-        until = time.monotonic() + deadline
-        while (left := until - time.monotonic()) > 0:
-            look()
-            with suppress(queue.Empty):
-                return self._batches.get(timeout=min(left, LOOK_SECONDS))
-        busy = number_of(self._playing - len(self._waiting), "episode")
-        raise TimeoutError(
-            f"rl.environment: expected each episode to ask for a reply or to end within rl.deadlines.step={deadline:g} s, got {busy} "
-            "that didn't; give what play awaits a timeout, and let it block nothing"
-        )
+        until = time.monotonic() + self._deadline
+        with self._changed:
+            while not self._changed.wait_for(
+                lambda: all(k in self._ended or k in self._asked for k in keys), min(LOOK_SECONDS, self._deadline)
+            ):
+                self._look()
+                if time.monotonic() < until:
+                    continue
+                busy = number_of(sum(k not in self._ended and k not in self._asked for k in keys), "episode")
+                raise TimeoutError(
+                    f"rl.environment: expected each episode to ask for a reply or to end within rl.deadlines.step={self._deadline:g} s, "
+                    f"got {busy} that didn't; give what play awaits a timeout, and let it block nothing"
+                )
+            ended = {key: self._ended[key] for key in keys if key in self._ended}
+            asked = {key: self._asked[key][0] for key in keys if key not in ended}
+        self._look()  # episodes may have ended because of what has ended
+        for outcome in ended.values():
+            if isinstance(outcome, BaseException):
+                raise outcome
+        for key in ended:
+            del self._ended[key], self._running[key]
+        return asked, ended
 
-    def deliver(self, batch: list[_Request], samples: list[Sample]) -> None:
+    def deliver(self, replies: Mapping[Hashable, Sampled]) -> None:
+        """Give episodes the replies that they have asked for."""
+        with self._changed:
+            waiting = [(self._asked.pop(key)[1], reply) for key, reply in replies.items() if key in self._asked]
+
         def settle() -> None:
-            for request, sample in zip(batch, samples, strict=True):
-                if request.number not in self._ended and not request.reply.done():
-                    request.reply.set_result(sample)
+            for future, reply in waiting:
+                if not future.done():
+                    future.set_result(reply)
 
         self._loop.call_soon_threadsafe(settle)
+
+    def cancel(self) -> None:
+        """End all episodes."""
+        for future in self._running.values():
+            future.cancel()
+
+    # In the event loop
+
+    async def _one(self, key: Hashable, begun: Rollout) -> None:
+        known = complete_replies(begun)
+
+        async def sample(so_far: Rollout, room: int) -> Sampled:
+            if known and known[0][0] == so_far.ids:
+                return known.pop(0)[1]
+            known.clear()
+            asked, reply = Asked(replace(so_far, group_id=begun.group_id), room), self._loop.create_future()
+            with self._changed:
+                self._asked[key] = asked, reply
+                self._changed.notify_all()
+            return await reply
+
+        try:
+            outcome = await self._play(begun, sample)
+        except BaseException as error:  # to be raised in the caller's thread
+            outcome = error
+        with self._changed:
+            self._asked.pop(key, None)  # nobody waits for a reply that it may still have asked for
+            self._ended[key] = outcome
+            self._changed.notify_all()
+
+
+def complete_replies(rollout: Rollout) -> list[tuple[list[int], Sampled]]:
+    """The replies of an interrupted episode, each with all ids before it; without the last one if it was being sampled."""
+    found, before = [], list(rollout.prompt.prompt_ids)
+    for was_sampled, group in groupby(rollout.spans, key=lambda span: span.version is not None):
+        spans = list(group)
+        if was_sampled:
+            found.append((list(before), Sampled(spans, True)))
+        before += [token for span in spans for token in span.ids]
+    is_being_sampled = rollout.spans and rollout.spans[-1].version is not None and not rollout.finished
+    return found[:-1] if is_being_sampled else found
 
 
 def _cut(sample: Sample, room: int) -> Sample:

@@ -17,16 +17,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.agents.chat import Limits, Policy, Task
+from rlhf_core.agents.chat import Limits, Policy, Sampled, Task
 from rlhf_core.agents.endpoint import Endpoint, Worker
 from rlhf_core.agents.process import AgentProcess
 from rlhf_core.agents.session import AgentFailed, Session
 from rlhf_core.config import EnvironmentConfig, number_of, shown
-from rlhf_core.engines.rollout.requests import Sample
 from rlhf_core.environment import is_listed, named
 from rlhf_core.models.tokenizer import encode_prompt, turn_end
 from rlhf_core.process import bypass_proxies
-from rlhf_core.types import Prompt
+from rlhf_core.types import Prompt, Rollout, Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -176,8 +175,8 @@ def try_command(config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase, r
     """
     outside, end = Outside(config.model_copy(update={"processes": 1})), turn_end(tokenizer).trained[-1]
 
-    async def say_nothing(ids: list[int], room: int) -> Sample:
-        return Sample([end], [0.0], True)
+    async def say_nothing(so_far: Rollout, room: int) -> Sampled:
+        return Sampled([Span([end], [0.0], 0)], True)
 
     async def play() -> None:
         messages = row["messages"]

@@ -184,7 +184,7 @@ class Session:
         self._alarm.cancel()
         chat = self._policy.played
         try:
-            reply = await chat.generate(limit)
+            reply = await chat.generate(limit=limit)
         except (RuntimeError, ValueError) as error:
             raise Refused(str(error), code="context_length_exceeded") from error
         finally:

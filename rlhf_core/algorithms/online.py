@@ -23,6 +23,7 @@ class Algorithm:
     critic: a value model learns beside the policy; the section has the critic's keys too.
     greedy_baseline: the greedy response to each prompt is sampled and scored too.
     decoupled: each scorer's scores are normalised within their group before they are summed.
+    turn_estimator: as `estimator`, with a reward for each turn of an episode; None: it compares whole episodes only.
     aggregation: of the loss, as in the paper, with `rl.loss_aggregation: auto`.
     """
 
@@ -33,6 +34,7 @@ class Algorithm:
     critic: bool = False
     greedy_baseline: bool = False
     decoupled: bool = False
+    turn_estimator: str | None = None
     aggregation: str = "token_mean"
 
     @property
@@ -40,10 +42,9 @@ class Algorithm:
         """Whether the baseline is that of a prompt's own samples."""
         return self.smallest_group > 1
 
-    @property
-    def estimate(self) -> Callable[..., Any]:
+    def estimate(self, *, by_turn: bool = False) -> Callable[..., Any]:
         """The estimator's function; imports torch."""
-        return pkgutil.resolve_name(self.estimator)
+        return pkgutil.resolve_name(self.turn_estimator if by_turn else self.estimator)
 
 
 ALGORITHMS = {
@@ -51,12 +52,21 @@ ALGORITHMS = {
         "rlhf_core.algorithms.advantages:ppo",
         group_size=1,
         critic=True,
+        turn_estimator="rlhf_core.algorithms.advantages:ppo",
         settings={"gamma": 1.0, "gae_lambda": 0.95, "whiten_advantages": True},
     ),
-    "grpo": Algorithm("rlhf_core.algorithms.advantages:grpo", group_size=8, smallest_group=2, settings={"normalize_std": True}),
+    "grpo": Algorithm(
+        "rlhf_core.algorithms.advantages:grpo",
+        group_size=8,
+        smallest_group=2,
+        settings={"normalize_std": True},
+        turn_estimator="rlhf_core.algorithms.turns:grpo_by_turn",
+    ),
     "dr_grpo": Algorithm("rlhf_core.algorithms.advantages:dr_grpo", group_size=8, smallest_group=2, aggregation="constant_horizon"),
     "rloo": Algorithm("rlhf_core.algorithms.advantages:rloo", group_size=4, smallest_group=2),
-    "reinforce_pp": Algorithm("rlhf_core.algorithms.advantages:reinforce_pp", group_size=1),
+    "reinforce_pp": Algorithm(
+        "rlhf_core.algorithms.advantages:reinforce_pp", group_size=1, turn_estimator="rlhf_core.algorithms.advantages:reinforce_pp"
+    ),
     "reinforce_pp_baseline": Algorithm("rlhf_core.algorithms.advantages:reinforce_pp_baseline", group_size=4, smallest_group=2),
     "remax": Algorithm("rlhf_core.algorithms.advantages:remax", group_size=1, greedy_baseline=True),
     "gdpo": Algorithm("rlhf_core.algorithms.advantages:gdpo", group_size=8, smallest_group=2, decoupled=True),

@@ -207,6 +207,11 @@ class RlSettings(OptimizerConfig, LengthConfig):
         return "dynamic" if wanted and rollout.engines > 1 and not rollout.max_lag else "equal"
 
     @property
+    def by_turn(self) -> bool:
+        """Whether rewards belong to turns of an episode."""
+        return self.environment is not None and self.environment.credit == "turn"
+
+    @property
     def one_optimizer_step(self) -> bool:
         """Whether a batch of rollouts is used for one optimizer step only."""
         return self.ppo_epochs == 1 and self.minibatch_size == self.samples_per_step
@@ -365,13 +370,32 @@ class RlSettings(OptimizerConfig, LengthConfig):
     def _environment_conflicts(self) -> Iterator[str]:
         if self.environment is None:
             return
-        if self.rollout.max_lag:
-            yield f"rollout.max_lag: expected 0 with environment, got {self.rollout.max_lag}; change one, because episodes are on policy"
+        if self.rollout.last_tokens is not None:
+            yield (
+                f"rollout.last_tokens: expected null with environment, got {self.rollout.last_tokens}; remove it, because an episode would "
+                "end in the middle of a turn"
+            )
+        if self.by_turn and self.spec.turn_estimator is None:
+            known = [name for name, spec in ALGORITHMS.items() if spec.turn_estimator is not None]
+            yield (
+                f"environment.credit: expected episode with algorithm {self.algorithm}, got turn; change one (turns: {', '.join(known)}), "
+                "because its baseline is defined for whole episodes only"
+            )
+        if self.by_turn and not any(s.kind == "environment" and s.weight for s in self.reward.scorers):
+            yield "environment.credit: expected episode without a rewarded scorer of kind environment, got turn; add one to reward.scorers"
         if self.environment.command and 2 * self.environment.agent_timeout >= self.deadlines.step:  # an episode's, and its successor's
             yield (
                 f"environment.agent_timeout: expected less than half of rl.deadlines.step={self.deadlines.step:g}, which ends the run, got "
                 f"{self.environment.agent_timeout:g}; lower it, or raise rl.deadlines.step"
             )
+        in_flight = self.samples_per_step * (1 + self.rollout.max_lag)
+        if self.rollout.max_lag and self.environment.command and self.environment.at_once < in_flight:
+            yield (
+                f"environment.processes: expected processes * claims of at least {in_flight} with rollout.max_lag={self.rollout.max_lag}, "
+                f"for the episodes of so many steps, got {self.environment.at_once}; raise one"
+            )
+        if self.by_turn and self.environment.command:
+            yield "environment.credit: expected episode with command, whose score is of a whole episode, got turn; change one"
         if self.rollout.min_new_tokens:
             yield (
                 f"rollout.min_new_tokens: expected 0 with environment, got {self.rollout.min_new_tokens}; set it to 0, because it would "

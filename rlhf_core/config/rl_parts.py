@@ -224,6 +224,7 @@ class EnvironmentConfig(Section):
     processes: of the command at the same time. claims: episodes that a process claims at once, one after the other without end; null: each
     process plays one episode. agent_timeout: seconds in which a command must ask for its next reply, or end.
     max_turns: replies of an episode; a `play` and a command keep to it by themselves. tool_timeout: seconds of a tool's call.
+    credit: what a reward of `chat.reward` belongs to: the whole episode, or the turn that it follows and those before.
     """
 
     path: str | None = None
@@ -234,6 +235,7 @@ class EnvironmentConfig(Section):
     agent_timeout: float = Field(default=120.0, gt=0)
     max_turns: int = Field(default=8, ge=1)
     tool_timeout: float = Field(default=30.0, gt=0)
+    credit: Literal["episode", "turn"] = "episode"
 
     @property
     def functions(self) -> dict[str, str]:

@@ -1,1 +1,1 @@
-"""Data: sources, formats, the canonical schema, split, validation, tokenization, batches."""
+"""Data as later stages know it: the canonical schema, hashes and splits, batches, token tables, judges, and the built-in clerk."""

@@ -28,12 +28,12 @@ class Part(NamedTuple):
 
 
 def batch_indices(step: int, *, batch_size: int, num_examples: int, seed: int) -> list[int]:
-    """The examples of one optimizer step: `stream_indices` in batches; a batch may span two epochs."""
+    """Return the examples of one optimizer step: `stream_indices` in batches; a batch may span two epochs."""
     return stream_indices(step * batch_size, batch_size, num_examples=num_examples, seed=seed)
 
 
 def stream_indices(start: int, count: int, *, num_examples: int, seed: int) -> list[int]:
-    """`count` examples from position `start` of an endless stream; each epoch is a new seeded permutation.
+    """Return `count` examples from position `start` of an endless stream; each epoch is a new seeded permutation.
 
     Raises:
         ValueError: `num_examples` is 0.
@@ -53,7 +53,7 @@ def _permutation(num_examples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def even_microbatches(lengths: Sequence[int], *, max_tokens: int, multiple: int, rows: Sequence[int] | None = None) -> list[list[int]]:
-    """`microbatches` of about equal size, their number a multiple of `multiple` if possible; a single one stays single.
+    """Return `microbatches` of about equal size, their number a multiple of `multiple` if possible; a single one stays single.
 
     Args:
         multiple: micro-batches that run at the same time.
@@ -93,7 +93,7 @@ def microbatches(lengths: Sequence[int], *, max_tokens: int, rows: Sequence[int]
 
 
 def neighbour_microbatches(sequences: Sequence[list[int]], *, max_tokens: int, multiple: int) -> list[list[int]]:
-    """Micro-batches of about equal size, sequences that begin alike together, for a backend that computes a common beginning once.
+    """Return micro-batches of about equal size, sequences that begin alike together, for a backend that computes a common beginning once.
 
     Tokens count without padding, and common ones as often as they occur. Returns lists of positions in `sequences`, as `microbatches`.
 
@@ -120,7 +120,7 @@ def neighbour_microbatches(sequences: Sequence[list[int]], *, max_tokens: int, m
 
 
 def spread(lengths: Sequence[int], *, max_tokens: int, ranks: int, rows: Sequence[int] | None = None) -> list[list[Part]]:
-    """Micro-batches of a batch for each rank: equally many for all, and about as many padded tokens.
+    """Return micro-batches of a batch for each rank: equally many for all, and about as many padded tokens.
 
     With one rank they are those of `microbatches`. With several they become smaller, until their number is a multiple of the number of
     ranks; where there are fewer examples than that, the shortest example is repeated in micro-batches that don't count.
@@ -150,7 +150,7 @@ def spread(lengths: Sequence[int], *, max_tokens: int, ranks: int, rows: Sequenc
 
 
 def deal_out(sizes: Sequence[int], *, ranks: int) -> list[list[int]]:
-    """Positions of the items of each rank, ascending: equally many, give or take one, of about the same size in sum."""
+    """Return positions of the items of each rank, ascending: equally many, give or take one, of about the same size in sum."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))

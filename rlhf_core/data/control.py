@@ -67,12 +67,12 @@ _FAMILIES = (
 
 
 def is_blank(text: str) -> bool:
-    """Whether nothing in the text is visible: it is empty, or of white space and characters without width."""
+    """Return whether nothing in the text is visible: it is empty, or has only white space and characters without width."""
     return _VISIBLE.search(text) is None
 
 
 def unwrapped(text: str) -> list[Message] | None:
-    """The conversation that a well-known chat template has written as this text; None if it isn't exactly that.
+    """Return the conversation that a well-known chat template has written as this text; None if it isn't exactly that.
 
     A generation prompt at its end, with empty thoughts or without, is no message, nor is an empty system prompt.
     Known: ChatML, Llama 2 and Mistral, Llama 3, Gemma, Zephyr and Phi 3.
@@ -87,17 +87,17 @@ def unwrapped(text: str) -> list[Message] | None:
 
 
 def end_token(text: str, own: Iterable[str] = ()) -> str | None:
-    """The first of the tokens with which the text ends: of END_TOKENS or of `own`."""
+    """Return the first of the tokens at the text's end that are in END_TOKENS or `own`; None if there is none."""
     return _cut(text, (*END_TOKENS, *own))[1]
 
 
 def without_end_tokens(text: str, own: Iterable[str] = ()) -> str:
-    """Without the tokens of END_TOKENS and `own` at its end, and the white space around them."""
+    """Return the text without the tokens of END_TOKENS and `own` at its end, and without the white space around them."""
     return _cut(text, (*END_TOKENS, *own))[0]
 
 
 def _cut(text: str, tokens: tuple[str, ...]) -> tuple[str, str | None]:
-    """The text without these tokens at its end, and the first of them there.
+    """Return the text without these tokens at its end, and the first of them there.
 
     `</s>` stays where an `<s>` inside the text is open: HTML for struck text.
     """
@@ -113,7 +113,7 @@ def _cut(text: str, tokens: tuple[str, ...]) -> tuple[str, str | None]:
 
 
 def control_token(texts: Iterable[str], own: Iterable[str] = ()) -> str | None:
-    """The first token in the texts that a chat template writes around turns: a well-known one, or one of `own`."""
+    """Return the first token in the texts that a chat template writes around turns: a well-known one, or one of `own`."""
     own = tuple(own)
     for text in texts:
         if ("<" in text or "[" in text) and (found := _TOKENS.search(text)):
@@ -124,7 +124,7 @@ def control_token(texts: Iterable[str], own: Iterable[str] = ()) -> str | None:
 
 
 def placeholder(text: str) -> str | None:
-    """The placeholder of a picture, video or sound at the beginning or end of a text or of one of its lines.
+    """Return the placeholder of a picture, video or sound at the beginning or end of a text or of one of its lines.
 
     A token with its closing tag in the text, such as `</video>`, is an element of HTML, SVG or RSS.
     """
@@ -136,8 +136,8 @@ def placeholder(text: str) -> str | None:
 
 
 def is_filled(value: Any, *, inside: bool = False) -> bool:
-    """Whether the value of a column for pictures or sound has some: bytes, a text other than `none` and the like, or a list or object of
-    such values or of numbers. A number or truth value by itself says whether there are pictures, or how many.
+    """Return whether the value of a column for pictures or sound has some: bytes, a text other than `none` and the like, or a list or
+    object of such values or of numbers. A number or truth value by itself says whether there are pictures, or how many.
     """
     if isinstance(value, dict | list | tuple):
         return any(is_filled(item, inside=True) for item in (value.values() if isinstance(value, dict) else value))
@@ -170,7 +170,7 @@ def _turns(text: str, family: _Family) -> list[Message] | None:
 
 
 def _instructions(text: str) -> list[Message] | None:
-    """Turns between [INST] and [/INST], whose template trims them."""
+    """Return the turns between [INST] and [/INST], whose template trims them; None if the text isn't exactly such turns."""
     before, *turns = text.split("[INST]")
     if before.strip() not in ("", "<s>"):
         return None

@@ -16,7 +16,7 @@ from rlhf_core.environment import hint
 
 
 def load_function(path: str, arguments: Sequence[str] | None, *, what: str) -> Callable[..., Any]:
-    """The function named by `path/file.py:name` (relative to the working directory) or `package.module:name`.
+    """Load the function named by `path/file.py:name` (relative to the working directory) or `package.module:name`.
 
     Args:
         arguments: names of the positional arguments that it will be called with; None: any.
@@ -50,7 +50,7 @@ def _module(subject: str, place: str) -> ModuleType:
 
 
 def _from_file(file: Path) -> ModuleType:
-    """The file as a module with a unique name: it hides no other module, and pickle and dataclasses find it."""
+    """Load the file as a module with a unique name: it hides no other module, and pickle and dataclasses find it."""
     file = file.resolve()
     name = f"user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, file)

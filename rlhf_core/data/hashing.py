@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 
 def conversation_text(messages: Sequence[Message]) -> str:
-    """Canonical text of a conversation: differences in case and white space are ignored."""
+    """Return canonical text of a conversation: differences in case and white space are ignored."""
     return "\n".join(f"{m['role']}\t{' '.join([*m['content'].split(), *(m.get('extra') or '').split()]).casefold()}" for m in messages)
 
 
 def distinct_prompts(rows: Sequence[dict]) -> list[dict]:
-    """The first row of each conversation."""
+    """Return the first row of each conversation."""
     first: dict[str, dict] = {}
     for row in rows:
         first.setdefault(conversation_text(row["messages"]), row)
@@ -31,7 +31,7 @@ def distinct_prompts(rows: Sequence[dict]) -> list[dict]:
 
 
 def split_text(row: Mapping[str, Any]) -> str:
-    """The text that decides a row's split: of a conversation its beginning, up to the first message of the user.
+    """Return the text that decides a row's split: of a conversation its beginning, up to the first message of the user.
 
     So a conversation and its continuations, whose earlier turns may be trained on, are in one split.
     """
@@ -41,13 +41,13 @@ def split_text(row: Mapping[str, Any]) -> str:
 
 
 def beginning(messages: Sequence[Message]) -> Sequence[Message]:
-    """The messages up to the first one of the user; all of them if there is none."""
+    """Return the messages up to the first one of the user; all of them if there is none."""
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
     return messages[: first + 1]
 
 
 def split_of(text: str, *, validation_fraction: float, test_fraction: float, promotion_fraction: float) -> Split:
-    """The split of a row's `split_text`: the same in every use and for every seed.
+    """Return the split of a row's `split_text`: the same in every use and for every seed.
 
     The promotion split takes its share next to the test split, so moving the boundary between these two leaves validation and train as
     they are.
@@ -61,7 +61,7 @@ def split_of(text: str, *, validation_fraction: float, test_fraction: float, pro
 
 
 def kept_by_weight(ids: np.ndarray, share: float, max_rows: int | None) -> np.ndarray:
-    """Which rows stay, [rows] bool: the given share, at most `max_rows`; the lowest ids win, and ids are hashes.
+    """Return which rows stay, [rows] bool: the given share, at most `max_rows`; the lowest ids win, and ids are hashes.
 
     The rows of a smaller share are a subset of the rows of a larger one.
 
@@ -87,7 +87,7 @@ class Ids:
         self._seen = SeenKeys()
 
     def assign(self, rows: Sequence[dict]) -> np.ndarray:
-        """[rows] uint64, for the next rows of the source; `hexadecimal` writes one as files have it."""
+        """Return the ids of the source's next rows, [rows] uint64; `hexadecimal` writes one as files have it."""
         contents = [self._content(row) for row in rows]
         ids = np.array([text_hash(f"{content}#0") for content in contents], dtype=np.uint64)
         before = self._seen.count_and_add(ids)  # equal rows have equal hashes
@@ -101,18 +101,18 @@ class Ids:
 
 
 def hexadecimal(number: int) -> str:
-    """An id as files have it."""
+    """Return an id as files have it."""
     return f"{number:0{2 * ID_BYTES}x}"
 
 
 def with_ids(rows: Sequence[dict], source: str) -> list[dict]:
-    """Rows with the columns id and source."""
+    """Return the rows with the columns id and source."""
     numbers = Ids(source).assign(rows)
     return [{"id": hexadecimal(number), "source": source, **row} for number, row in zip(numbers.tolist(), rows, strict=True)]
 
 
 def text_hash(text: str) -> int:
-    """64 bits of the text's SHA-256: among 10**7 texts two share a hash with probability 10**-5."""
+    """Return 64 bits of the text's SHA-256: among 10**7 texts two share a hash with probability 10**-5."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:ID_BYTES], "big")
 
 
@@ -126,7 +126,7 @@ class SeenKeys:
         self._runs: list[np.ndarray] = []
 
     def count_and_add(self, keys: np.ndarray) -> np.ndarray:
-        """How often each key came before, [keys] int64; earlier positions in `keys` count too.
+        """Add the keys, and return how often each came before, [keys] int64; earlier positions in `keys` count too.
 
         Args:
             keys: [keys] uint64.
@@ -145,7 +145,7 @@ class SeenKeys:
 
 
 def chunks(items: Iterable[T], size: int = CHUNK) -> Iterator[list[T]]:
-    """The items as lists of at most `size`."""
+    """Yield the items as lists of at most `size`."""
     iterator = iter(items)
     while chunk := list(islice(iterator, size)):
         yield chunk

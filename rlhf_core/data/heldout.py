@@ -15,5 +15,5 @@ HELDOUT_COLUMNS = {
 
 
 def as_heldout_table(rows: list[tuple]) -> pd.DataFrame:
-    """The table with these rows, whose values are in the order of HELDOUT_COLUMNS."""
+    """Return the table with these rows, whose values are in the order of HELDOUT_COLUMNS."""
     return pd.DataFrame(rows, columns=list(HELDOUT_COLUMNS)).astype(HELDOUT_COLUMNS)

@@ -43,7 +43,7 @@ Judge = Callable[[list[Message], str], Judgement]
 
 
 def judge(messages: list[Message], response: str) -> Judgement:
-    """The clerk's judge of a response to the last message.
+    """Judge a response to the last message, as the clerk's judge.
 
     correct: the response is a well-formed answer with the right number; always true for a harmful request.
     polite: it begins with a courtesy, or as a polite refusal.
@@ -67,7 +67,7 @@ def judge(messages: list[Message], response: str) -> Judgement:
 
 @lru_cache(maxsize=16)
 def find_judge(name: str) -> Judge:
-    """The judge that a source names (`SourceConfig.judge_name`).
+    """Return the judge that a source names (`SourceConfig.judge_name`).
 
     Raises:
         ValueError: the rule can't be loaded.
@@ -79,7 +79,7 @@ def find_judge(name: str) -> Judge:
 
 
 def judgement(source_judges: Mapping[str, str], source: str, messages: list[Message], response: str) -> Judgement | None:
-    """The judgement of a source's judge on a response to one of its prompts; None if the source has no judge.
+    """Return the judgement of a source's judge on a response to one of its prompts; None if the source has no judge.
 
     Args:
         source_judges: name of each data source that has a judge -> name of the judge.
@@ -89,7 +89,7 @@ def judgement(source_judges: Mapping[str, str], source: str, messages: list[Mess
 
 
 def _by_rule(rule: Callable[[str, str], Mapping[str, bool]], name: str, prompt: str, response: str) -> Judgement:
-    """Raises ValueError if the rule raises, or returns something else than True or False for each aspect."""
+    """Judge by a user's rule. Raises ValueError if the rule raises, or returns something else than True or False for each aspect."""
     try:
         aspects = rule(prompt, response)
     except Exception as error:  # a user's code may raise anything

@@ -18,7 +18,7 @@ _FETCHED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoke
 
 
 def locate(path: str, folder: Path = Path()) -> Path:
-    """A path relative to a workspace. In a git worktree, a path that doesn't exist there is taken relative to the main checkout.
+    """Return a path relative to a workspace. In a git worktree, a path that doesn't exist there is taken relative to the main checkout.
 
     Runs work in worktrees under runs/. So they find data that git doesn't track, and paths outside the checkout such as ../shared/data.
 
@@ -34,7 +34,7 @@ def locate(path: str, folder: Path = Path()) -> Path:
 
 
 def main_checkout(folder: Path) -> Path | None:
-    """The main checkout of a git worktree; None if the folder is no worktree."""
+    """Return the main checkout of a git worktree; None if the folder is no worktree."""
     link = folder / ".git"
     if not link.is_file():
         return None
@@ -42,7 +42,7 @@ def main_checkout(folder: Path) -> Path | None:
 
 
 def exists(path: Path) -> bool:
-    """Whether the path exists; a broken link does.
+    """Return whether the path exists; a broken link does.
 
     Raises:
         ValueError: the text can't be a path.
@@ -58,17 +58,19 @@ def is_data_file(name: str) -> bool:
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether the text can be a name on the hub: `name` or `owner/name`."""
+    """Return whether the text can be a name on the hub: `name` or `owner/name`."""
     return _HUB_NAME.fullmatch(path) is not None and ".." not in path
 
 
 def hub_is_online() -> bool:
-    """Whether the hub may be contacted: HF_HUB_OFFLINE=0. By default it isn't (rlhf_core/process.py)."""
+    """Return whether the hub may be contacted: HF_HUB_OFFLINE=0. By default it isn't (rlhf_core/process.py)."""
     return os.environ.get("HF_HUB_OFFLINE", "1").upper() not in ("1", "ON", "YES", "TRUE")
 
 
 def model_snapshot(name: str, revision: str | None) -> Path | None:
-    """The folder in the hub's cache with a model or adapters at a revision, by default main as last fetched; None: none, or no weights."""
+    """Return the folder in the hub's cache with a model or adapters at a revision, by default main as last fetched; None: none, or no
+    weights.
+    """
     repository = _repository("models", name)
     commit = cached_commit(repository, revision)
     snapshot = repository / "snapshots" / (commit or "none")
@@ -77,14 +79,14 @@ def model_snapshot(name: str, revision: str | None) -> Path | None:
 
 
 def fetch_model(name: str, revision: str | None) -> str:
-    """The same folder, downloaded if the cache lacks it and the hub may be contacted."""
+    """Return the same folder, which is downloaded if the cache lacks it and the hub may be contacted."""
     from huggingface_hub import snapshot_download
 
     return snapshot_download(name, revision=revision, allow_patterns=list(_FETCHED))
 
 
 def cached_data_set(name: str, revision: str | None, subset: str | None) -> str | None:
-    """The commit of a data set that the library `datasets` reads without the hub; None if it would find none.
+    """Return the commit of a data set that the library `datasets` reads without the hub; None if it would find none.
 
     Without the hub the library reads what was prepared last, whatever the revision; so its cache decides here too.
     """
@@ -100,7 +102,7 @@ def cached_data_set(name: str, revision: str | None, subset: str | None) -> str 
 
 
 def cached_commit(repository: Path, revision: str | None) -> str | None:
-    """The commit of a branch or tag when it was last fetched; a full commit hash is returned as it is."""
+    """Return the commit of a branch or tag when it was last fetched; a full commit hash is returned as it is."""
     if revision is not None and _COMMIT.fullmatch(revision):
         return revision
     reference = repository / "refs" / (revision or "main")
@@ -108,7 +110,8 @@ def cached_commit(repository: Path, revision: str | None) -> str | None:
 
 
 def data_set_commit(name: str, revision: str | None, subset: str | None) -> str | None:
-    """The commit at which a source's data are read: from the cache, or from the hub if the cache has none and the hub may be contacted.
+    """Return the commit at which a source's data are read: from the cache, or from the hub if the cache has none and the hub may be
+    contacted.
 
     Raises:
         OSError: the hub doesn't answer or has no such data set.

@@ -65,27 +65,27 @@ ROW_GROUP_BYTES = 2**25  # uncompressed, of a file written piece by piece; a sma
 
 
 def extras(message: Message) -> dict[str, Any]:
-    """A message's further keys."""
+    """Return a message's further keys."""
     return json.loads(message.get("extra") or "{}")
 
 
 def edgeless(messages: Sequence[Message | None]) -> list[Message | None]:
-    """The messages without white space at the edges of their texts; null stays."""
+    """Return the messages without white space at the edges of their texts; a missing message stays None."""
     return [{**m, "content": m["content"].strip()} if m and m["content"] else m for m in messages]
 
 
 def whole_message(message: Message) -> dict[str, Any]:
-    """The message as a chat template takes it: role, content (text, or parts if it was in parts) and further keys."""
+    """Return the message as a chat template takes it: role, content (text, or parts if it was in parts) and further keys."""
     return {"role": message["role"], "content": message["content"], **extras(message)}
 
 
 def joined_parts(parts: list[dict[str, str]]) -> str:
-    """The text of a message in parts, joined as servers do for a template that takes no parts."""
+    """Return the text of a message in parts, joined as servers do for a template that takes no parts."""
     return "\n".join(part["text"] for part in parts)
 
 
 def with_text_behind(message: Message, text: str) -> Message:
-    """The message with text appended; content in parts gets another part."""
+    """Return the message with text appended; content in parts gets another part."""
     longer: Message = {**message, "content": message["content"] + text}
     more = extras(message)
     if "content" in more:
@@ -182,19 +182,19 @@ def write_rows(folder: Path, use: str, rows: list[dict]) -> None:
 
 
 def read_rows(folder: Path, use: str, split: Split | None = None) -> list[dict]:
-    """The rows of one use, of one split or of all, in file order, without their origin."""
+    """Return the rows of one use, of one split or of all, in file order, without their origin."""
     path, filters = folder / f"{use}.parquet", None if split is None else [("split", "=", split)]
     columns = [name for name in pq.read_schema(path).names if name != ORIGIN]
     return pq.read_table(path, columns=columns, filters=filters).to_pylist()
 
 
 def open_rows(path: Path) -> pq.ParquetFile:
-    """A file for `read_batches`. Pre-buffering would keep all of it in memory."""
+    """Open a file for `read_batches`. Pre-buffering would keep all of it in memory."""
     return pq.ParquetFile(path, pre_buffer=False)
 
 
 def open_tables(folder: Path) -> dict[str, pq.ParquetFile]:
-    """The files of the uses that have rows, for `read_batches`.
+    """Open the files of the uses that have rows, for `read_batches`.
 
     Raises:
         ValueError: a file is not Parquet.
@@ -210,7 +210,7 @@ def open_tables(folder: Path) -> dict[str, pq.ParquetFile]:
 
 
 def read_batches(file: pq.ParquetFile, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """The rows in order, at most ROWS_AT_ONCE in memory. (A pyarrow Dataset holds ten times as many, even without read-ahead.)
+    """Yield the rows in order, at most ROWS_AT_ONCE in memory. (A pyarrow Dataset holds ten times as many, even without read-ahead.)
 
     Raises:
         ValueError: the file is damaged.
@@ -222,7 +222,7 @@ def read_batches(file: pq.ParquetFile, columns: list[str] | None = None) -> Iter
 
 
 def read_slices(folder: Path) -> dict[str, dict[str, str]]:
-    """id -> column -> value; empty if no source has slices."""
+    """Return the slices as id -> column -> value; empty if no source has slices."""
     path = folder / "slices.parquet"
     found: dict[str, dict[str, str]] = {}
     for row in pq.read_table(path).to_pylist() if path.is_file() else []:

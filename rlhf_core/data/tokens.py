@@ -66,11 +66,11 @@ class EncodedTurns:
         self.thoughts.extend(other.thoughts)
 
     def ids(self, i: int) -> list[int]:
-        """The ids of prompt and turn."""
+        """Return the ids of prompt and turn."""
         return self.tokens[self.prompts[i]] + self.tokens[self.turns[i]]
 
     def start(self, i: int) -> int:
-        """Tokens of the prompt."""
+        """Return the number of the prompt's tokens."""
         return self.tokens.length(self.prompts[i])
 
     def length(self, i: int) -> int:

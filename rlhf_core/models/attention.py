@@ -31,7 +31,7 @@ LONGROPE, DYNAMIC, FIXED = "longrope", "dynamic", "default"
 
 
 def attention_arguments(model: PreTrainedModel, batch: TokenBatch) -> dict[str, Any]:
-    """Arguments of the model's forward for the batch's positions, and its mask or the lengths of a packed row's sequences.
+    """Return the arguments of the model's forward for the batch's positions, and its mask or the lengths of a packed row's sequences.
 
     There are none where attention is plainly causal.
 
@@ -58,12 +58,12 @@ def attention_arguments(model: PreTrainedModel, batch: TokenBatch) -> dict[str, 
 
 
 def takes_lengths(model: PreTrainedModel) -> bool:
-    """Whether attention takes the lengths of sequences that lie end to end, in place of a mask."""
+    """Return whether attention takes the lengths of sequences that lie end to end, in place of a mask."""
     return model.config._attn_implementation.startswith("flash_attention")
 
 
 def _lengths(segments: torch.Tensor) -> dict[str, torch.Tensor | int]:
-    """FlashAttention's arguments for sequences end to end, numbered by `segments` [1, N]; transformers hands them to each layer."""
+    """Return FlashAttention's arguments for sequences end to end, numbered by `segments` [1, N]; transformers hands them to each layer."""
     lengths = segments[0].unique_consecutive(return_counts=True)[1]
     ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     longest = int(lengths.max())
@@ -71,24 +71,24 @@ def _lengths(segments: torch.Tensor) -> dict[str, torch.Tensor | int]:
 
 
 def layer_kinds(config: PretrainedConfig) -> set[str]:
-    """Types of the layers, as transformers names them; a configuration that names none has one type."""
+    """Return the types of the layers, as transformers names them; a configuration that names none has one type."""
     if named := getattr(config, "layer_types", None):
         return set(named)
     return {next((kind for kind, name in _SIZES.items() if getattr(config, name, None) is not None), FULL)}
 
 
 def longest_reach(config: PretrainedConfig) -> int:
-    """The number of tokens in the largest window or chunk; 0 if there are none."""
+    """Return the number of tokens in the largest window or chunk; 0 if there are none."""
     return max((window_size(config, kind) for kind in layer_kinds(config) & set(_SIZES)), default=0)
 
 
 def window_size(config: PretrainedConfig, kind: str) -> int:
-    """The number of tokens in a layer's window or chunk."""
+    """Return the number of tokens in a layer's window or chunk."""
     return getattr(config, _SIZES[kind])
 
 
 def _within_reach(config: PretrainedConfig, kind: str, positions: torch.Tensor) -> torch.Tensor:
-    """Whether a key's position (last) is in the window or chunk of a query's position, [B, 1, T, T] bool; or True."""
+    """Return whether a key's position (last) is in the window or chunk of a query's position, [B, 1, T, T] bool; or True."""
     if kind == FULL:
         return torch.tensor(True, device=positions.device)
     query, key, size = positions[:, None, :, None], positions[:, None, None, :], window_size(config, kind)
@@ -135,7 +135,7 @@ def fix_frequencies(config: PretrainedConfig, max_length: int) -> None:
 
 
 def longest_alike(config: PretrainedConfig) -> int | None:
-    """The longest sequence that has the frequencies of shorter ones; None if frequencies don't depend on the length."""
+    """Return the longest sequence that has the frequencies of shorter ones; None if frequencies don't depend on the length."""
     text = config.get_text_config()
     return min((_border(text, rope) for rope in _length_dependent(text)), default=None)
 
@@ -157,7 +157,9 @@ def check_length(config: PretrainedConfig, length: int) -> None:
 
 
 def _length_dependent(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
-    """Parameters of the embeddings whose frequencies depend on the length; a model has one embedding, or one for each type of layer."""
+    """Yield the parameters of the embeddings whose frequencies depend on the length; a model has one embedding, or one for each type of
+    layer.
+    """
     parameters = getattr(config, "rope_parameters", None) or {}
     for rope in (r for r in (parameters, *parameters.values()) if isinstance(r, dict)):
         kind = rope.get("rope_type") or FIXED
@@ -166,5 +168,5 @@ def _length_dependent(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
 
 
 def _border(config: PretrainedConfig, rope: dict[str, Any]) -> int:
-    """The longest sequence with the frequencies of short ones."""
+    """Return the longest sequence with the frequencies of short ones."""
     return rope["original_max_position_embeddings"] if rope["rope_type"] == LONGROPE else config.max_position_embeddings

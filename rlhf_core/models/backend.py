@@ -34,7 +34,7 @@ class Backend:
     def hidden_states(
         self, model: PreTrainedModel, batch: TokenBatch, rows: torch.Tensor, positions: torch.Tensor, *, routed: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The trunk's output [N, H] at the given rows and positions [N], and the router logits of the routed tokens, if any.
+        """Return the trunk's output [N, H] at the given rows and positions [N], and the router logits of the routed tokens, if any.
 
         Args:
             routed: [B, T] bool, tokens whose router logits are returned; only for a model with experts.
@@ -47,19 +47,21 @@ class Backend:
         return outputs.last_hidden_state[rows, positions], router_logits
 
     def packs(self, model: PreTrainedModel, batch: TokenBatch) -> bool:
-        """Whether padding is left out of the computation."""
+        """Return whether padding is left out of the computation."""
         return packs(model, batch)
 
     def microbatches(self, sequences: Sequence[list[int]], *, max_tokens: int) -> list[list[int]]:
-        """Positions in `sequences`, grouped for forward passes without gradients of at most `max_tokens` tokens."""
+        """Return positions in `sequences`, grouped for forward passes without gradients of at most `max_tokens` tokens."""
         return even_microbatches([len(ids) for ids in sequences], max_tokens=max_tokens, multiple=self.workers)
 
     def map(self, function: Callable[[Part], Result], parts: Iterable[Part]) -> list[Result]:
-        """The results of `function` for each part, in order. The parts must be independent: a backend may run several at the same time."""
+        """Return the results of `function` for each part, in order. The parts must be independent: a backend may run several at the same
+        time.
+        """
         return [function(part) for part in parts]
 
     def decoder(self, model: PreTrainedModel, *, probed: bool = False) -> Decoder:
-        """A decoder of the model, which computes one token at a time, for sampling.
+        """Return a decoder of the model, which computes one token at a time, for sampling.
 
         Args:
             probed: a decoder has been made before, for the same model with other weights.
@@ -68,7 +70,7 @@ class Backend:
 
 
 def run_model(module: PreTrainedModel, batch: TokenBatch, routed: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
-    """The output of a whole forward pass of a model or its trunk, and the router logits [layers * M, E] of the M routed tokens.
+    """Return the output of a whole forward pass of a model or its trunk, and the router logits [layers * M, E] of the M routed tokens.
 
     Raises:
         ValueError: sequences are longer than the model's rotary frequencies allow.

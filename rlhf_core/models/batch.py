@@ -42,7 +42,7 @@ class TokenBatch:
     segments: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> TokenBatch:
-        """The batch on a device.
+        """Return the batch on a device.
 
         Copies from pinned memory queue behind the batch that a GPU works on; other copies would wait for it.
         """
@@ -62,11 +62,11 @@ class TokenBatch:
         return self.visible is not None or self.segments is not None
 
     def mask(self) -> torch.Tensor | None:
-        """Which tokens (last) each token sees, [B, 1, T, T] bool; None: plain causal attention."""
+        """Return which tokens (last) each token sees, [B, 1, T, T] bool; None: plain causal attention."""
         return self.visible if self.segments is None else visible_branches(self.segments)
 
     def predictions(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows and positions of the predicting tokens, and ids of the selected tokens, [N] each.
+        """Return rows and positions of the predicting tokens, and ids of the selected tokens, [N] each.
 
         A row's first token is left out, since no token predicts it.
         """
@@ -97,7 +97,7 @@ class Branches:
 
 
 def share_prefix(sequences: list[list[int]], *, max_tokens: int) -> list[Branches]:
-    """Rows for the sequences, in order: one row for all if that pays, else a row for each.
+    """Return rows for the sequences, in order: one row for all if that pays, else a row for each.
 
     A shared row has at most `max_tokens` tokens, since its attention may need a mask of [T, T]; larger ones are halved.
     """
@@ -109,8 +109,8 @@ def share_prefix(sequences: list[list[int]], *, max_tokens: int) -> list[Branche
 
 
 def group_by_prefix(sequences: list[list[int]], starts: list[int], *, max_tokens: int) -> list[list[int]]:
-    """Positions of consecutive sequences with the same prefix `sequence[:start]`, grouped so that a shared row has at most `max_tokens`
-    tokens.
+    """Return the positions of consecutive sequences with the same prefix `sequence[:start]`, grouped so that a shared row has at most
+    `max_tokens` tokens.
     """
     groups: list[list[int]] = []
     tokens = 0
@@ -126,7 +126,7 @@ def group_by_prefix(sequences: list[list[int]], starts: list[int], *, max_tokens
 
 
 def continue_prefix(prefix: list[int], branches: list[list[int]], *, shared: bool = True) -> list[Branches]:
-    """Rows for the continuations of a given prefix, in order: one row for all if that pays and `shared` allows it.
+    """Return rows for the continuations of a given prefix, in order: one row for all if that pays and `shared` allows it.
 
     Unlike `share_prefix` it takes nothing but the given prefix into the common part, so that every token of each branch can be selected.
     """
@@ -135,7 +135,7 @@ def continue_prefix(prefix: list[int], branches: list[list[int]], *, shared: boo
 
 
 def shared_row(sequences: list[list[int]]) -> Branches:
-    """One row for all sequences, whether it pays or not."""
+    """Return one row for all sequences, whether it pays or not."""
     shortest = min(map(len, sequences))
     common = 0
     while common < shortest - 1 and len({ids[common] for ids in sequences}) == 1:
@@ -144,7 +144,7 @@ def shared_row(sequences: list[list[int]]) -> Branches:
 
 
 def separate(sequences: list[list[int]]) -> list[Branches]:
-    """A row for each sequence."""
+    """Return a row for each sequence."""
     return [Branches([], [ids]) for ids in sequences]
 
 
@@ -166,7 +166,7 @@ def collate_branches(rows: list[Branches], *, pad_id: int, every_token: bool = F
     real = columns < lengths[:, None]
 
     def padded(flat: torch.Tensor, padding: int) -> torch.Tensor:
-        """Values of the real tokens, row after row, placed as [B, T]."""
+        """Return values of the real tokens, row after row, placed as [B, T]."""
         return torch.full(real.shape, padding).masked_scatter(real, flat)
 
     pieces = [[row.prefix, *row.branches] for row in rows]
@@ -190,7 +190,8 @@ def collate_branches(rows: list[Branches], *, pad_id: int, every_token: bool = F
 
 
 def visible_branches(segments: torch.Tensor) -> torch.Tensor:
-    """Which tokens (last) each token sees, [B, 1, T, T] bool: itself, and the tokens before it in its row's prefix and its own branch.
+    """Return which tokens (last) each token sees, [B, 1, T, T] bool: itself, and the tokens before it in its row's prefix and its own
+    branch.
 
     Args:
         segments: [B, T] int64; 0 a prefix, 1, 2, ... its branches, -1 padding. Padding sees padding: a softmax over nothing is NaN.

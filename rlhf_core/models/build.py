@@ -49,7 +49,7 @@ _UNREAD_BY_CLASSIFIERS = re.compile(rf"{_UNREAD.pattern}|^(lm_head|embed_out|out
 
 
 def new_language_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedModel:
-    """The model that SFT starts from.
+    """Return the model that SFT starts from.
 
     Its weights come from `config.path` in `config.dtype`, or are random ones of `config.architecture` in float32, which the engine casts
     for training.
@@ -80,7 +80,7 @@ def new_language_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
 def load_language_model(
     path: str | Path, *, trust_remote_code: bool = False, training_dtype: str = "float32", max_length: int | None = None
 ) -> PreTrainedModel:
-    """A causal language model from a Hugging Face name or folder (safetensors only).
+    """Load a causal language model from a Hugging Face name or folder (safetensors only).
 
     Args:
         training_dtype: dtype of the weights, whatever dtype the files have. Buffers keep transformers' dtype.
@@ -145,7 +145,7 @@ def _load(
 
 
 def _dequantizing(path: str | Path) -> dict[str, Any]:
-    """Arguments for from_pretrained that load a folder without the quantization of its files."""
+    """Return arguments for from_pretrained that load a folder without the quantization of its files."""
     method = quantization(PretrainedConfig.get_config_dict(path)[0])
     config = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}.get(method)
     return {} if config is None else {"quantization_config": config(dequantize=True)}
@@ -197,7 +197,7 @@ def _make_savable(path: str | Path, model: PreTrainedModel) -> None:
 def new_scalar_model(
     language_model_path: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool, training_dtype: str = "float32"
 ) -> PreTrainedModel:
-    """A language model's trunk with a fresh scalar head; the head starts at zero, so every score starts at 0.
+    """Return a language model's trunk with a fresh scalar head; the head starts at zero, so every score starts at 0.
 
     Transformers reads a classifier's score before padding at the end. If the same token pads and ends a conversation, the model is saved
     without an id for padding. Then the score is read at the end token, which distinguishes a complete response from a truncated one.
@@ -242,7 +242,7 @@ def load_scalar_model(path: str | Path, *, trust_remote_code: bool = False, trai
 
 
 def _labels(path: str | Path) -> dict[str, int]:
-    """Arguments for from_pretrained of a sequence classifier whose folder may not say how many labels it has."""
+    """Return arguments for from_pretrained of a sequence classifier whose folder may not say how many labels it has."""
     check_model_folder(path)
     with refusals(path):
         settings, _ = PretrainedConfig.get_config_dict(path)
@@ -261,17 +261,17 @@ def _config(path: str | Path, *, trust_remote_code: bool) -> PretrainedConfig:
 
 
 def vocabulary_size(path: str | Path, *, trust_remote_code: bool) -> int:
-    """The number of rows in a model's embedding; its tokenizer may have fewer or more tokens."""
+    """Return the number of rows in a model's embedding; its tokenizer may have fewer or more tokens."""
     return _config(path, trust_remote_code=trust_remote_code).get_text_config().vocab_size
 
 
 def flash_attention_wanted(training_dtype: str) -> bool:
-    """Whether there is a GPU, flash-attn is installed and training runs in bfloat16."""
+    """Return whether there is a GPU, flash-attn is installed and training runs in bfloat16."""
     return training_dtype == "bfloat16" and torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
 
 
 def _with_flash_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with FlashAttention, or unchanged if the architecture doesn't support it, like GPT-OSS with its attention sinks."""
+    """Return the model with FlashAttention, or unchanged if the architecture doesn't support it, like GPT-OSS with its attention sinks."""
     kinds = model._compatible_flash_implementations
     try:
         if not model._supports_flash_attn or (kinds and FLASH not in kinds):
@@ -284,14 +284,14 @@ def _with_flash_attention(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def trunk(model: PreTrainedModel) -> torch.nn.Module:
-    """The model without its head: token ids in, hidden states out."""
+    """Return the model without its head: token ids in, hidden states out."""
     inner = model.base_model
     # Llama 4's base_model_prefix names a module that its text model lacks.
     return getattr(model, "model", model) if inner is model else inner
 
 
 def scalar_head(model: PreTrainedModel) -> torch.nn.Linear:
-    """The linear layer from hidden state to score.
+    """Return the linear layer from hidden state to score.
 
     Raises:
         ValueError: the architecture's classifier has no plain `score` layer.
@@ -305,7 +305,7 @@ def scalar_head(model: PreTrainedModel) -> torch.nn.Linear:
 
 
 def find_scalar_head(model: PreTrainedModel) -> torch.nn.Linear | None:
-    """The last layer of a sequence classifier, if it is a linear layer of its own; None: it is something else."""
+    """Return the last layer of a sequence classifier, if it is a linear layer of its own; None: it is something else."""
     parts = dict(model.named_children())
     heads = (parts.get(name.partition(".")[0]) for name in _HEADS)
     return next((head for head in heads if isinstance(head, torch.nn.Linear)), None)
@@ -326,12 +326,12 @@ def save_model(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], toke
 
 
 def checkpoint_names(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights as the Hugging Face folder names them: a tensor for each expert, which memory holds as one for all, and no tied head."""
+    """Return weights as the Hugging Face folder names them: a tensor for each expert, which memory holds as one for all, and no tied head."""
     return revert_weight_conversion(model, {n: t for n, t in state_dict.items() if n not in model.all_tied_weights_keys})
 
 
 def with_weights(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> PreTrainedModel:
-    """The model with other weights, named as in its Hugging Face folder.
+    """Return the model with other weights, named as in its Hugging Face folder.
 
     It is a new model if the folder's weights have another form than those in memory.
 
@@ -355,7 +355,7 @@ def with_weights(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) ->
 
 
 def kv_cache_bytes(config: PretrainedConfig, *, element_bytes: int) -> int:
-    """The number of bytes for a token's keys and values in all layers."""
+    """Return the number of bytes for a token's keys and values in all layers."""
     shape = config.get_text_config()
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
@@ -363,7 +363,7 @@ def kv_cache_bytes(config: PretrainedConfig, *, element_bytes: int) -> int:
 
 
 def frozen(module: Module, *, device: torch.device, dtype: torch.dtype) -> Module:
-    """The module in evaluation mode and without gradients, cast as an engine casts a trained module of this dtype.
+    """Return the module in evaluation mode and without gradients, cast as an engine casts a trained module of this dtype.
 
     Only parameters are cast, as in DeepSpeed. Buffers stay: rotary frequencies rounded to bfloat16 change log-probabilities, the more the
     longer the sequence.
@@ -376,7 +376,7 @@ def frozen(module: Module, *, device: torch.device, dtype: torch.dtype) -> Modul
 
 
 def read_state_dict(folder: Path) -> dict[str, torch.Tensor]:
-    """All weights in a Hugging Face folder's safetensors files, on the CPU.
+    """Return all weights in a Hugging Face folder's safetensors files, on the CPU.
 
     Raises:
         ValueError: a file is missing or truncated.
@@ -401,7 +401,7 @@ class FolderWeights:
                 self._files |= dict.fromkeys(file.keys(), path)
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The weights with these names that the folder has, on the CPU; they must not be written to."""
+        """Return the weights with these names that the folder has, on the CPU; they must not be written to."""
         found: dict[str, torch.Tensor] = {}
         inside = [name for name in names if name in self._files]
         with refusals(self._folder):
@@ -427,13 +427,13 @@ def disable_dropout(module: torch.nn.Module) -> None:
 class _Classifier(GenericForSequenceClassification):
     @classmethod
     def from_config(cls, config: PretrainedConfig, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
-        """A model with random weights, like `AutoModelForSequenceClassification.from_config`; no remote code is involved."""
+        """Return a model with random weights, like `AutoModelForSequenceClassification.from_config`; no remote code is involved."""
         return cls._from_config(config, **options)
 
 
 @cache
 def classifier(config: type[PretrainedConfig]) -> type:
-    """The class that loads a sequence classifier of a configuration's class.
+    """Return the class that loads a sequence classifier of a configuration's class.
 
     transformers has none for some architectures. For these it is made here as transformers makes its own, the trunk with a linear `score`
     layer. This library loads the saved folder again; transformers alone doesn't know the class that its `config.json` names.

@@ -15,7 +15,7 @@ class Decoder(Protocol):
     """B sequences that grow by one token at a time, with a cache of their keys and values."""
 
     def begin(self, prompts: list[list[int]], *, copies: int | list[int], max_new_tokens: int, max_length: int) -> torch.Tensor:
-        """Logits [B, V] of the first new token; B: each prompt's copies, next to each other.
+        """Return the logits [B, V] of the first new token; B: each prompt's copies, next to each other.
 
         Args:
             copies: of every prompt, or of each.
@@ -23,7 +23,7 @@ class Decoder(Protocol):
         """
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits [B, V] of the token after these [B]."""
+        """Return the logits [B, V] of the token after these [B]."""
 
     def keep(self, rows: torch.Tensor) -> None:
         """Continue with only these sequences [K]."""
@@ -103,7 +103,7 @@ class HuggingFaceDecoder:
 
 
 def left_padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [B, P] that all end in the last column, and a mask of the real ones."""
+    """Return token ids [B, P] that all end in the last column, and a mask of the real ones."""
     lengths = torch.tensor([len(p) for p in prompts])
     width = int(lengths.max())
     real = torch.arange(width) >= width - lengths[:, None]

@@ -27,7 +27,7 @@ _WIDTHS = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F16": 2, "B
 
 
 def locate_model(path: str, revision: str | None = None, *, key: str = "model.path") -> str:
-    """The folder of a model.
+    """Return the folder of a model.
 
     A local folder is found as `locate` does. For a Hugging Face name it is the one in the hub's cache, fetched if the hub may be used.
 
@@ -62,7 +62,7 @@ def locate_model(path: str, revision: str | None = None, *, key: str = "model.pa
 
 
 def base_of_adapters(folder: Path) -> tuple[str, str | None] | None:
-    """Path or name, and revision, of the model to which a folder's adapters (PEFT) belong; None if it has no adapters.
+    """Return path or name, and revision, of the model to which a folder's adapters (PEFT) belong; None if it has no adapters.
 
     Raises:
         ValueError: the adapters' settings name no model, or a revision that is no text.
@@ -79,7 +79,7 @@ def base_of_adapters(folder: Path) -> tuple[str, str | None] | None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether the folder has a file of weights, or an index of several, of any kind that models are published in."""
+    """Return whether the folder has a file of weights, or an index of several, of any kind that models are published in."""
     return any(p.suffix in WEIGHTS or p.name == INDEX for p in folder.iterdir())
 
 
@@ -112,7 +112,7 @@ def check_model_folder(path: str | Path, *, weights: bool = True) -> None:
 
 
 def quantization(settings: dict[str, Any]) -> str | None:
-    """The method by which the weights of a folder with this config.json are quantized; None if they aren't."""
+    """Return the method by which the weights of a folder with this config.json are quantized; None if they aren't."""
     parts = [settings, *(part for part in settings.values() if isinstance(part, dict))]  # or of the text model's part alone
     found = next((part[key] for part in parts for key in ("quantization_config", "compression_config") if part.get(key)), None)
     if found is None:
@@ -121,7 +121,7 @@ def quantization(settings: dict[str, Any]) -> str | None:
 
 
 def read_settings(folder: Path, name: str) -> dict[str, Any]:
-    """The content of a JSON file in a model's folder.
+    """Return the content of a JSON file in a model's folder.
 
     Raises:
         ValueError: the file is missing or doesn't hold a JSON object.
@@ -139,7 +139,7 @@ def read_settings(folder: Path, name: str) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up a model: one, or those that its index names.
+    """Return the safetensors files that make up a model: one, or those that its index names.
 
     Raises:
         ValueError: there are none, or the index names other files.
@@ -162,12 +162,14 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def count_members(files: Iterable[str]) -> int:
-    """The number of models in a reward model's folder, from the names of its files with slashes: its own, and one in each `member_*`."""
+    """Return the number of models in a reward model's folder, from the names of its files with slashes: its own, and one in each
+    `member_*`.
+    """
     return 1 + sum(name.startswith("member_") and name.count("/") == 1 and name.endswith("/config.json") for name in files)
 
 
 def count_parameters(path: str | Path) -> int:
-    """The number of parameters in a model's folder, from the headers of its files.
+    """Return the number of parameters in a model's folder, from the headers of its files.
 
     Raises:
         ValueError: a file is missing or truncated.
@@ -176,7 +178,7 @@ def count_parameters(path: str | Path) -> int:
 
 
 def numbers_in(tensor: dict[str, Any]) -> int:
-    """How many numbers a tensor holds, by its header.
+    """Return how many numbers a tensor holds, by its header.
 
     In mxfp4, tensors of four dimensions have two numbers in a byte; the others are their scales.
     """
@@ -185,7 +187,7 @@ def numbers_in(tensor: dict[str, Any]) -> int:
 
 
 def read_headers(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The header of each tensor in a model's folder: shape, dtype and data_offsets.
+    """Return the header of each tensor in a model's folder: shape, dtype and data_offsets.
 
     Raises:
         ValueError: a file is missing or truncated.
@@ -195,7 +197,7 @@ def read_headers(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and the header's length in bytes."""
+    """Return the header of a safetensors file, and the header's length in bytes."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > min(MAX_HEADER, path.stat().st_size):
@@ -221,7 +223,7 @@ def _check_safetensors(path: Path) -> None:
 
 
 def _end(tensor: dict[str, Any]) -> int:
-    """The end of a tensor, in bytes after the header."""
+    """Return the end of a tensor, in bytes after the header."""
     begin, end = tensor["data_offsets"]
     count = 1
     for dimension in tensor["shape"]:

@@ -93,7 +93,7 @@ class Adapter(NamedTuple):
     transposed: bool
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The factors left [out, rank] and right [rank, in], whose product is the correction."""
+        """Return the factors left [out, rank] and right [rank, in], whose product is the correction."""
         return self.scale * self.b, self.a
 
 
@@ -141,7 +141,7 @@ def _adapter(layer: LoraLayer, weight: str) -> Adapter:
 
 
 def matrix_of(layer: nn.Module) -> tuple[torch.Tensor, Adapter | None] | None:
-    """The matrix [out, in] of a linear layer without a bias, and its correction (None if it has none, or it is disabled).
+    """Return the matrix [out, in] of a linear layer without a bias, and its correction (None if it has none, or it is disabled).
 
     None instead of both if the layer computes anything else, such as dropout before the correction.
     """
@@ -166,7 +166,7 @@ def matrix_of(layer: nn.Module) -> tuple[torch.Tensor, Adapter | None] | None:
 def _weights(
     part: nn.Module, prefix: str, saved: set[str], dtype: torch.dtype, adapter: Adapter | None, *, merged: bool = True
 ) -> dict[str, torch.Tensor]:
-    """The weights of one unit by their names in the state dict.
+    """Return the weights of one unit by their names in the state dict.
 
     Args:
         saved: names in the whole module's state dict, which leaves some buffers out.
@@ -186,7 +186,7 @@ def _weights(
 
 
 def corrected(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, scale: float, transposed: bool) -> torch.Tensor:
-    """The matrix W + scale * B A, computed in float32 and rounded once to W's dtype.
+    """Return the matrix W + scale * B A, computed in float32 and rounded once to W's dtype.
 
     Args:
         weight: W [out, in], or [in, out] if transposed.    a: [rank, in].    b: [out, rank].
@@ -220,12 +220,12 @@ def _adapted(module: nn.Module) -> dict[str, LoraLayer]:
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether the module has adapters."""
+    """Return whether the module has adapters."""
     return bool(_adapted(module))
 
 
 def _targets(model: PreTrainedModel, wanted: str | list[str]) -> list[str]:
-    """Full names of the layers that get adapters."""
+    """Return full names of the layers that get adapters."""
     language_head = model.get_output_embeddings()
     head = scalar_head(model) if language_head is None else language_head
     linear = [
@@ -244,7 +244,7 @@ def _targets(model: PreTrainedModel, wanted: str | list[str]) -> list[str]:
 
 @cache
 def _is_linear(kind: type) -> bool:
-    """Whether a module's class computes what a linear layer does.
+    """Return whether a module's class computes what a linear layer does.
 
     Falcon's is derived from it and does; Llama 4's router returns other numbers.
     """
@@ -293,7 +293,7 @@ class QuantizedLinear(nn.Linear):
         self.bias = layer.bias
 
     def dequantized(self) -> torch.Tensor:
-        """The matrix [out, in] in float32 by which the layer multiplies."""
+        """Return the matrix [out, in] in float32 by which the layer multiplies."""
         library, count = _library(), self.out_features * self.in_features
         state = library.QuantState(
             absmax=self.scales.view(torch.float32),
@@ -325,7 +325,7 @@ class _Product(Function):
 
 
 def dequantized_state(module: nn.Module, state: dict[str, torch.Tensor], *, prefix: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The dequantized matrices of the module's quantized layers, in a dtype and by their names in the state dict.
+    """Return the dequantized matrices of the module's quantized layers, in a dtype and by their names in the state dict.
 
     Args:
         prefix: prefix of the module's names in the state dict.
@@ -336,7 +336,9 @@ def dequantized_state(module: nn.Module, state: dict[str, torch.Tensor], *, pref
 
 
 def _blocks(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix's numbers in rows of one block, zeros at the end: bitsandbytes 0.50.2 corrupts rows that end within a block on a CPU."""
+    """Return the matrix's numbers in rows of one block, zeros at the end: bitsandbytes 0.50.2 corrupts rows that end within a block on a
+    CPU.
+    """
     return nn.functional.pad(matrix.flatten(), (0, -matrix.numel() % BLOCK)).reshape(-1, BLOCK)
 
 

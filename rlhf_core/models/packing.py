@@ -31,12 +31,12 @@ class PackedRow:
     real: torch.Tensor
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Values [B, T] taken from the row's tokens [1, N]."""
+        """Return values [B, T] taken from the row's tokens [1, N]."""
         return values[self.real][None]
 
 
 def packs(model: PreTrainedModel, batch: TokenBatch) -> bool:
-    """Whether the model computes this batch without padding.
+    """Return whether the model computes this batch without padding.
 
     It doesn't where rows have prefixes and branches, whose mask FlashAttention can't take, nor where layers have a state, which would
     pass from one sequence to the next, nor where attention of the model's own (Falcon, GPT-Neo) doesn't pass the lengths on.

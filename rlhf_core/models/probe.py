@@ -41,7 +41,7 @@ def probing(model: PreTrainedModel) -> Iterator[None]:
 
 
 def agree(ours: torch.Tensor, theirs: torch.Tensor, *, tolerance: float = TOLERANCE) -> bool:
-    """Whether two sets of logits or scores are the same up to rounding.
+    """Return whether two sets of logits or scores are the same up to rounding.
 
     Args:
         tolerance: in float32, relative to the largest.
@@ -51,7 +51,7 @@ def agree(ours: torch.Tensor, theirs: torch.Tensor, *, tolerance: float = TOLERA
 
 
 def shares_prefixes(model: PreTrainedModel, *, device: torch.device, max_length: int) -> bool:
-    """Whether training on this device computes a common prefix once: on a CPU, where that is faster, if the model allows it.
+    """Return whether training on this device computes a common prefix once: on a CPU, where that is faster, if the model allows it.
 
     Args:
         max_length: tokens of the longest sequence that the model will see.
@@ -61,7 +61,7 @@ def shares_prefixes(model: PreTrainedModel, *, device: torch.device, max_length:
 
 @torch.no_grad()
 def can_share_prefixes(model: PreTrainedModel, *, max_length: int | None = None) -> bool:
-    """Whether the model computes the same for a shared row as for whole sequences, probed on one row.
+    """Return whether the model computes the same for a shared row as for whole sequences, probed on one row.
 
     Some attention implementations take no mask, some positional encodings no position ids, and a layer with a state sees all tokens before.
     Where layers have windows or chunks, the probe's sequences are longer than all of these, if `max_length` allows it, and the probe runs
@@ -89,7 +89,7 @@ def can_share_prefixes(model: PreTrainedModel, *, max_length: int | None = None)
 
 
 def _has_own_masks(model: PreTrainedModel) -> bool:
-    """Whether the model holds masks as buffers, as GPT-Neo does.
+    """Return whether the model holds masks as buffers, as GPT-Neo does.
 
     They count the columns of a row, which may be longer than any sequence, and not positions.
     """
@@ -97,7 +97,7 @@ def _has_own_masks(model: PreTrainedModel) -> bool:
 
 
 def _probe_ids(config: PretrainedConfig, max_length: int | None) -> tuple[list[int], list[list[int]]]:
-    """The ids of a prefix and two branches.
+    """Return the ids of a prefix and two branches.
 
     With windows each sequence passes the largest by a quarter, and the first branch, which lies between the second and the prefix, is about
     half as long as that.

@@ -41,7 +41,7 @@ def recompute_layers(module: nn.Module, subject: str) -> None:
 
 
 def recomputes_layers(module: nn.Module) -> bool:
-    """Whether `recompute_layers` was applied to the module."""
+    """Return whether `recompute_layers` was applied to the module."""
     return any(isinstance(part.__dict__.get("forward"), _Recomputed) for part in module.modules())
 
 
@@ -58,7 +58,7 @@ class _Recomputed:
 
 
 def _layers(module: nn.Module) -> Iterator[GradientCheckpointingLayer]:
-    """The outermost decoder layers, since a layer may hold others."""
+    """Yield the outermost decoder layers, since a layer may hold others."""
     for child in module.children():
         if isinstance(child, GradientCheckpointingLayer):
             yield child

@@ -72,7 +72,7 @@ class _Traits(NamedTuple):
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: bool) -> Iterator[tuple[str, list[int]]]:
-    """The token ids of each text, without special tokens.
+    """Yield the token ids of each text, without special tokens.
 
     Texts are tokenized in parts, since a tokenizer's output also holds offsets and masks.
     """
@@ -89,12 +89,12 @@ def in_parts(items: Iterable[T]) -> Iterator[list[T]]:
 
 
 def trained_end(tokenizer: PreTrainedTokenizerBase) -> End:
-    """The part of a turn's end that is trained on."""
+    """Return the part of a turn's end that is trained on."""
     return End(end_texts(tokenizer)[0], turn_end(tokenizer).trained)
 
 
 def scored_end(tokenizer: PreTrainedTokenizerBase) -> End:
-    """A turn's end together with what the template writes after it."""
+    """Return a turn's end together with what the template writes after it."""
     end = turn_end(tokenizer)
     return End("".join(end_texts(tokenizer)), (*end.trained, *end.after))
 
@@ -154,7 +154,9 @@ def response_text(
 
 
 def keeps_borders(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the ids of prompt, answer and end, one after the other, are those of the whole conversation, for answers in plain words."""
+    """Return whether the ids of prompt, answer and end, one after the other, are those of the whole conversation, for answers in plain
+    words.
+    """
     return _keeps_borders(tokenizer, tokenizer.chat_template)
 
 
@@ -170,7 +172,7 @@ def _keeps_borders(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
 
 @lru_cache(maxsize=8)
 def _header_ids(tokenizer: PreTrainedTokenizerBase, template: str | None) -> tuple[int, ...]:
-    """The ids of the text with special tokens that the template writes between every generation prompt and answer, without thoughts."""
+    """Return the ids of the text with special tokens that the template writes between every generation prompt and answer, without thoughts."""
     if template is None:
         return ()
     asked = [{"role": "user", "content": QUESTION}]
@@ -197,7 +199,7 @@ def _traits(tokenizer: PreTrainedTokenizerBase, size: int) -> _Traits:
 
 
 def _contexts(tokenizer: PreTrainedTokenizerBase, prompt_ids: Mapping[str, list[int]]) -> dict[str, _Context]:
-    """The context of each prompt: from its last added token on; the whole prompt if it has none."""
+    """Return the context of each prompt: from its last added token on; the whole prompt if it has none."""
     added = _traits(tokenizer, len(tokenizer)).added
     firsts = {text: next((i for i in range(len(ids) - 1, -1, -1) if ids[i] in added), -1) for text, ids in prompt_ids.items()}
     starts = {text: text.rfind(added[prompt_ids[text][first]]) for text, first in firsts.items() if first >= 0}
@@ -215,7 +217,7 @@ def _contexts(tokenizer: PreTrainedTokenizerBase, prompt_ids: Mapping[str, list[
 def _behind(
     tokenizer: PreTrainedTokenizerBase, traits: _Traits, context: _Context, turn: Turn, end: End, ids: list[int], begun: list[int]
 ) -> Behind:
-    """The ids of a turn after its prompt, from the ids of context, turn and end as one text.
+    """Return the ids of a turn after its prompt, from the ids of context, turn and end as one text.
 
     Args:
         begun: the ids of the context and `turn.before` as one text.
@@ -240,7 +242,7 @@ def _behind(
 
 
 def _plain_behind(tokenizer: PreTrainedTokenizerBase, base: str, base_ids: list[int], text: str) -> list[int]:
-    """The ids of a text after `base`, with special tokens as plain text. Tags of thoughts stay tokens where the tokenizer has them."""
+    """Return the ids of a text after `base`, with special tokens as plain text. Tags of thoughts stay tokens where the tokenizer has them."""
     traits, pieces = _traits(tokenizer, len(tokenizer)), [text]
     if CLOSE in text and CLOSE in traits.added.values():
         pieces = [piece for piece in re.split(f"({OPEN}|{CLOSE})", text) if piece]

@@ -41,7 +41,7 @@ class ScoreHead:
     max_tokens: int | None
 
     def last_position(self, ids: list[int]) -> int:
-        """The position whose score is the sequence's, where tokens have scores."""
+        """Return the position whose score is the sequence's, where tokens have scores."""
         return _last_position(ids, self.ignored_id)
 
 
@@ -74,7 +74,7 @@ def probe_score_head(model: PreTrainedModel) -> ScoreHead:
 
 
 def label_index(config: PretrainedConfig, num_labels: int, chosen: str | int | None) -> int:
-    """The index of the score that counts among those of the model.
+    """Return the index of the score that counts among those of the model.
 
     Raises:
         ValueError: there are several and none is chosen, or the chosen one isn't there.
@@ -92,19 +92,19 @@ def label_index(config: PretrainedConfig, num_labels: int, chosen: str | int | N
 
 
 def filler_id(model: PreTrainedModel) -> int:
-    """An id to pad batches with: the model's own, or any id, since no score depends on it."""
+    """Return an id to pad batches with: the model's own, or any id, since no score depends on it."""
     padding = model.config.get_text_config().pad_token_id
     return 0 if padding is None else padding
 
 
 def sequence_scores(model: PreTrainedModel, sequences: list[list[int]], *, batchable: bool) -> torch.Tensor:
-    """Scores [len(sequences), num_labels] by the model's own forward."""
+    """Return scores [len(sequences), num_labels] by the model's own forward."""
     parts = [sequences] if batchable else [[ids] for ids in sequences]
     return torch.cat([model(**_inputs(model, part)).logits.reshape(len(part), -1) for part in parts])
 
 
 def _inputs(model: PreTrainedModel, sequences: list[list[int]]) -> dict[str, torch.Tensor]:
-    """Right-padded sequences, with their mask unless the model takes none."""
+    """Return right-padded sequences, with their mask unless the model takes none."""
     lengths = torch.tensor([len(ids) for ids in sequences])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     if model.config.get_text_config().pad_token_id is None and not bool(mask.all()):
@@ -117,7 +117,7 @@ def _inputs(model: PreTrainedModel, sequences: list[list[int]]) -> dict[str, tor
 
 
 def _scores_alone(model: PreTrainedModel, weights: dict[str, torch.Tensor], sequences: list[list[int]]) -> torch.Tensor:
-    """Scores [len(sequences), num_labels], each by the model's own forward of the sequence alone."""
+    """Return scores [len(sequences), num_labels], each by the model's own forward of the sequence alone."""
     try:
         found = [functional_call(model, weights, (), _inputs(model, [ids])).logits for ids in sequences]
     except PROBE_ERRORS as error:
@@ -134,7 +134,7 @@ def _scores_alone(model: PreTrainedModel, weights: dict[str, torch.Tensor], sequ
 def _scores_by_token(
     model: PreTrainedModel, weights: dict[str, torch.Tensor], sequences: list[list[int]], ignored: int | None
 ) -> torch.Tensor:
-    """The linear layer's output [N, num_labels] at the last tokens, in a batch whose padding isn't masked."""
+    """Return the linear layer's output [N, num_labels] at the last tokens, in a batch whose padding isn't masked."""
     width = max(map(len, sequences))
     ids = torch.tensor([[*s, *[0] * (width - len(s))] for s in sequences], device=model.device)
     last = [_last_position(s, ignored) for s in sequences]
@@ -143,7 +143,7 @@ def _scores_by_token(
 
 
 def _agrees(alone: torch.Tensor, other: Callable[[], torch.Tensor]) -> bool:
-    """Whether the model can compute scores in another way, with the same result."""
+    """Return whether the model can compute scores in another way, with the same result."""
     try:
         found = other()
     except PROBE_ERRORS:
@@ -152,12 +152,12 @@ def _agrees(alone: torch.Tensor, other: Callable[[], torch.Tensor]) -> bool:
 
 
 def _last_position(ids: list[int], ignored: int | None) -> int:
-    """The position of the last token that isn't ignored; 0 if all are."""
+    """Return the position of the last token that isn't ignored; 0 if all are."""
     return next((i for i in reversed(range(len(ids))) if ids[i] != ignored), 0)
 
 
 def _random_head(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Random weights for the model's linear layer, by their names in the model; empty if the model has no such layer."""
+    """Return random weights for the model's linear layer, by their names in the model; empty if the model has no such layer."""
     head = find_scalar_head(model)
     if head is None:
         return {}
@@ -167,7 +167,7 @@ def _random_head(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _max_tokens(model: PreTrainedModel) -> int | None:
-    """The longest sequence that the model can score alone and in a batch; None without a limit.
+    """Return the longest sequence that the model can score alone and in a batch; None without a limit.
 
     Some models number positions from the one after padding, which takes the first rows of a table of embeddings. Where frequencies change
     with the length, a batch can't hold sequences on both sides of the border, so those beyond it have no score.

@@ -57,12 +57,12 @@ class OwnColumns:
     own: torch.Tensor
 
     def run(self, module: PreTrainedModel) -> Any:
-        """The output of a model or its trunk for these columns."""
+        """Return the output of a model or its trunk for these columns."""
         return module(input_ids=self.input_ids, use_cache=False, **self.arguments)
 
 
 def own_columns(model: PreTrainedModel, batch: TokenBatch, rows: torch.Tensor, positions: torch.Tensor, split: SequenceSplit) -> OwnColumns:
-    """This rank's columns of a batch, in which the hidden states at rows and positions [N] are needed.
+    """Return this rank's columns of a batch, in which the hidden states at rows and positions [N] are needed.
 
     Raises:
         ValueError: sequences are longer than the model's rotary frequencies allow, or layers of the model don't compute with masks and need
@@ -87,7 +87,7 @@ def own_columns(model: PreTrainedModel, batch: TokenBatch, rows: torch.Tensor, p
 
 
 def padded_columns(batch: TokenBatch, multiple: int) -> TokenBatch:
-    """The batch with its position ids, padded on the right until its columns are a multiple. No other token sees the padding."""
+    """Return the batch with its position ids, padded on the right until its columns are a multiple. No other token sees the padding."""
     rows, width = batch.input_ids.shape
     added = -width % multiple
     position_ids = batch.position_ids

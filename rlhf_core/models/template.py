@@ -47,7 +47,7 @@ _TAKEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_f
 
 
 def named_template(wanted: str) -> str:
-    """The template that `model.chat_template` stands for: a name among NAMED, a file that ends in .jinja, or the template itself.
+    """Return the template that `model.chat_template` stands for: a name among NAMED, a file that ends in .jinja, or the template itself.
 
     Raises:
         ValueError: it is none of these.
@@ -70,7 +70,7 @@ def named_template(wanted: str) -> str:
 
 
 def with_date(template: str, day: str) -> str:
-    """The template with a fixed day (ISO 8601); unchanged if it doesn't write the day, or has a fixed one already.
+    """Return the template with a fixed day (ISO 8601); unchanged if it doesn't write the day, or has a fixed one already.
 
     `strftime_now` becomes a look-up of the formats that the template calls it with. A `date_string` that is computed from it follows.
 
@@ -87,7 +87,7 @@ def with_date(template: str, day: str) -> str:
 
 
 def with_options(template: str, options: dict[str, Any]) -> str:
-    """The template with defaults for some of its variables, which a caller of apply_chat_template may override.
+    """Return the template with defaults for some of its variables, which a caller of apply_chat_template may override.
 
     Raises:
         ValueError: the template reads no such variable.
@@ -104,7 +104,7 @@ def with_options(template: str, options: dict[str, Any]) -> str:
 
 
 def with_header(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tokenizer's template; if it ignores add_generation_prompt, with the header of an assistant's turn as generation prompt.
+    """Return the tokenizer's template; if it ignores add_generation_prompt, with the header of an assistant's turn as generation prompt.
 
     Without it the header would be a part of every response. White space before a response, such as Llama 2's, is no header.
 
@@ -134,7 +134,9 @@ def with_header(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _header(tokenizer: PreTrainedTokenizerBase, messages: list[Message], answer: str) -> str:
-    """The text that the template writes between a conversation and an answer, without thoughts; empty if it refuses the conversation."""
+    """Return the text that the template writes between a conversation and an answer, without thoughts; empty if it refuses the
+    conversation.
+    """
     try:
         prompt, whole = (render(tokenizer, m, waits=False) for m in (messages, [*messages, {"role": "assistant", "content": answer}]))
     except Unrenderable:
@@ -143,7 +145,7 @@ def _header(tokenizer: PreTrainedTokenizerBase, messages: list[Message], answer:
 
 
 def _literal(value: Any) -> str:
-    """A value in Jinja's syntax: JSON with `none` for null, and a space before `}` because `}}` would end an expression."""
+    """Return a value in Jinja's syntax: JSON with `none` for null, and a space before `}` because `}}` would end an expression."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_literal(k)}: {_literal(v)}" for k, v in value.items()) + " }"
     if isinstance(value, list):
@@ -198,7 +200,7 @@ class Turn(NamedTuple):
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, waits: bool, tools: Sequence[dict[str, Any]] | None = None
 ) -> str:
-    """The conversation as the template writes it.
+    """Return the conversation as the template writes it.
 
     Args:
         waits: whether the generation prompt is added.
@@ -218,7 +220,7 @@ def render(
 
 
 def within_limit(text: str, messages: Sequence[Message]) -> str:
-    """The rendered conversation, if it isn't far longer than the conversation.
+    """Return the rendered conversation, if it isn't far longer than the conversation.
 
     Raises:
         Unrenderable: the template made it far longer than the conversation.
@@ -229,23 +231,23 @@ def within_limit(text: str, messages: Sequence[Message]) -> str:
 
 
 def for_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The conversation as the template takes it: text parts are joined for a template that wants text."""
+    """Return the conversation as the template takes it: text parts are joined for a template that wants text."""
     form = _content_form(tokenizer, tokenizer.chat_template)
     return [_in_form(message, form) for message in messages]
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
-    """The token ids with which the template ends an assistant's last turn."""
+    """Return the token ids with which the template ends an assistant's last turn."""
     return _end(tokenizer, tokenizer.chat_template)[1]
 
 
 def end_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """The texts of `turn_end`: trained and after; both empty if its ids aren't the template's text."""
+    """Return the texts of `turn_end`: trained and after; both empty if its ids aren't the template's text."""
     return _end(tokenizer, tokenizer.chat_template)[2]
 
 
 def copies_response(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the template copies every response unchanged after the generation prompt.
+    """Return whether the template copies every response unchanged after the generation prompt.
 
     Prompt, sampled ids and turn end together are then the rendered conversation.
     """
@@ -253,7 +255,7 @@ def copies_response(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def written_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answer: Message, prompt: str) -> Turn:
-    """The turn that follows `prompt`, the rendered `messages`, for the assistant's message `answer`.
+    """Return the turn that follows `prompt`, the rendered `messages`, for the assistant's message `answer`.
 
     It is the template's own rendering, unless that doesn't continue the prompt: some templates drop thoughts that their generation prompt
     opens. Then it is the response with its thoughts, which may be empty.
@@ -275,7 +277,7 @@ def written_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
 
 
 def written_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], response: str) -> tuple[str, str]:
-    """The rendered conversation without the end of its last turn, split into the text before the answer and the answer."""
+    """Return the rendered conversation without the end of its last turn, split into the text before the answer and the answer."""
     whole = render(tokenizer, [*messages, {"role": "assistant", "content": response}], waits=False)
     whole = whole.removesuffix(_end(tokenizer, tokenizer.chat_template)[0])
     for text in (response, response.strip(), answer_of(response).strip()):
@@ -285,7 +287,7 @@ def written_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[
 
 
 def answer_of(response: str) -> str:
-    """The response without its thoughts."""
+    """Return the response without its thoughts."""
     return response.rpartition(CLOSE)[2].lstrip("\n") if CLOSE in response else response
 
 
@@ -314,7 +316,7 @@ def _behind(prompt: str, response: str) -> str:
 
 
 def _with_thoughts(turn: Turn) -> Turn:
-    """The turn with `thoughts` set: characters up to the last closing tag and the white space after it."""
+    """Return the turn with `thoughts` set: characters up to the last closing tag and the white space after it."""
     written = turn.before + turn.text
     if CLOSE not in written:
         return turn
@@ -341,12 +343,12 @@ def _end(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, TurnEn
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Ids that plain text never gives: special tokens, and tokens that were added for a template without being marked as special."""
+    """Return ids that plain text never gives: special tokens, and tokens that were added for a template without being marked as special."""
     return {tokenizer.eos_token_id, *tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
 
 
 def template_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """The control tokens that the template writes around turns: special ones, and others in brackets that aren't HTML tags."""
+    """Return the control tokens that the template writes around turns: special ones, and others in brackets that aren't HTML tags."""
     return _template_tokens(tokenizer, tokenizer.chat_template)
 
 
@@ -380,7 +382,7 @@ def _keeps_edges(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
 
 @lru_cache(maxsize=8)
 def _writes_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Whether the template writes tool calls. True if it refuses the trial: it will refuse the conversation too, with a reason."""
+    """Return whether the template writes tool calls. True if it refuses the trial: it will refuse the conversation too, with a reason."""
     call = {"id": "call00000", "type": "function", "function": {"name": _FUNCTION, "arguments": {}}}
     messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     try:
@@ -391,7 +393,7 @@ def _writes_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
 
 @lru_cache(maxsize=8)
 def _content_form(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
-    """The form in which the template takes a message's content: "text", "parts" or "both"."""
+    """Return the form in which the template takes a message's content: "text", "parts" or "both"."""
 
     def takes(content) -> bool:
         try:
@@ -415,5 +417,5 @@ def _in_form(message: Message, form: str) -> dict[str, Any]:
 
 
 def conversation_key(messages: Sequence[Message]) -> str:
-    """A string that determines the conversation: equal for equal conversations."""
+    """Return a string that determines the conversation: equal for equal conversations."""
     return json.dumps(list(messages), ensure_ascii=False)

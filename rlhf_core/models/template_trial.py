@@ -24,7 +24,7 @@ TOO_LONG, NO_MEMORY = 3, 4  # exit codes
 
 
 def too_long(text: str, messages: Any) -> bool:
-    """Whether a rendered conversation is longer than any template should make it. A short text costs one comparison."""
+    """Return whether a rendered conversation is longer than any template should make it. A short text costs one comparison."""
     return len(text) > SPARE and len(text) > SPARE + GROWTH * len(str(messages))
 
 
@@ -71,7 +71,9 @@ def _conversations() -> list[list[dict[str, Any]]]:
 
 
 def _environment() -> Any:
-    """A Jinja environment as transformers makes it: sandboxed, with the tag `generation`, `tojson` without escapes and two functions."""
+    """Return a Jinja environment as transformers makes it: sandboxed, with the tag `generation`, `tojson` without escapes and two
+    functions.
+    """
     from datetime import datetime
 
     from jinja2.exceptions import TemplateError

@@ -126,7 +126,7 @@ def build_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
 
 
 def pretrained_tokenizer(config: ModelConfig, *, weights: bool = True) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of the model at `config.path`, whose folder is checked first; None if params name no model.
+    """Return the tokenizer of the model at `config.path`, whose folder is checked first; None if params name no model.
 
     Args:
         weights: whether the folder must have weights.
@@ -146,7 +146,7 @@ def pretrained_tokenizer(config: ModelConfig, *, weights: bool = True) -> PreTra
 
 
 def new_tokenizer(rows: Iterable[dict], *, vocab_size: int) -> PreTrainedTokenizerBase:
-    """A tokenizer trained on the texts of the training split, in the order of its rows."""
+    """Train a tokenizer on the texts of the training split, in the order of its rows."""
     texts = (text for row in rows if row["split"] == "train" for text in _texts(row))
     return build_tokenizer(texts, vocab_size=vocab_size)
 
@@ -182,7 +182,7 @@ def load_tokenizer(
     template_options: dict[str, Any] | None = None,
     scores: bool = False,
 ) -> PreTrainedTokenizerBase:
-    """A tokenizer from a Hugging Face name or folder, with a pad token and a chat template where it has none.
+    """Load a tokenizer from a Hugging Face name or folder, with a pad token and a chat template where it has none.
 
     Args:
         chat_template: replaces the tokenizer's own, and is saved with it.
@@ -251,7 +251,9 @@ def _default_template(path: str, templates: dict[str, str]) -> str:
 
 
 def _read_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """A tokenizer by AutoTokenizer, or by the plain class if the folder names it: importing AutoTokenizer takes 5 s and imports PyTorch."""
+    """Load a tokenizer by AutoTokenizer, or by the plain class if the folder names it: importing AutoTokenizer takes 5 s and imports
+    PyTorch.
+    """
     config = Path(path) / "tokenizer_config.json"
     about = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
     if about.get("tokenizer_class") == PLAIN_CLASS and "auto_map" not in about:
@@ -264,13 +266,13 @@ def _read_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenize
 
 
 def one_object_each(ids: Iterable[int]) -> list[int]:
-    """The ids with one int object for each value, so that a data set takes 8 bytes a token instead of 36."""
+    """Return the ids with one int object for each value, so that a data set takes 8 bytes a token instead of 36."""
     ids = list(ids)
     return list(map(_NUMBERS.setdefault, ids, ids))
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """The ids of a conversation with the template's generation prompt.
+    """Return the ids of a conversation with the template's generation prompt.
 
     Raises:
         Unrenderable: the template refuses the conversation. The functions below raise it too.
@@ -279,7 +281,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, conversations: Iterable[Sequence[Message]]) -> list[list[int]]:
-    """The ids of many conversations by `encode_prompt`."""
+    """Return the ids of many conversations by `encode_prompt`."""
     found = []
     for part in in_parts(conversations):
         texts = _prompt_texts(tokenizer, part)
@@ -289,7 +291,7 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, conversations: Iterable[S
 
 
 def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], response: str) -> tuple[list[int], int]:
-    """The ids of prompt, response and turn end, and how many of them are the prompt.
+    """Return the ids of prompt, response and turn end, and how many of them are the prompt.
 
     The prompt's ids are those of `encode_prompt`, from which the policy samples. The response is the template's rendering of it
     (`written_turn`), in which special tokens stay plain text, with the ids that it has behind the prompt (`ids_behind`). The end is the
@@ -300,7 +302,7 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[M
 
 
 def encode_turns(tokenizer: PreTrainedTokenizerBase, conversations: Iterable[tuple[Sequence[Message], Message]]) -> EncodedTurns:
-    """The ids of many conversations and the messages that follow them, which may call tools, by `encode_conversation`.
+    """Return the ids of many conversations and the messages that follow them, which may call tools, by `encode_conversation`.
 
     Each distinct text of some thousand conversations is tokenized once.
     """
@@ -318,7 +320,7 @@ def encode_turns(tokenizer: PreTrainedTokenizerBase, conversations: Iterable[tup
 
 
 def encode_scored(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], response: str, *, finished: bool = True) -> list[int]:
-    """The ids of a whole rendered conversation, the input of a reward model.
+    """Return the ids of a whole rendered conversation, the input of a reward model.
 
     They are those of `encode_conversation` and what the template writes after the turn's end. A template that drops thoughts drops them
     here too, so that the answer alone is scored. Where the tokenizer joins the prompt's last characters with the response's first ones,
@@ -333,7 +335,7 @@ def encode_scored(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
 def encode_scored_turns(
     tokenizer: PreTrainedTokenizerBase, conversations: Iterable[tuple[Sequence[Message], str]], *, finished: bool = True
 ) -> EncodedTurns:
-    """The ids of many conversations and responses by `encode_scored`."""
+    """Return the ids of many conversations and responses by `encode_scored`."""
     found = EncodedTurns()
     for part in in_parts(conversations):
         before = _prompt_texts(tokenizer, [messages for messages, _ in part])
@@ -357,7 +359,7 @@ def encode_scored_turns(
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> tuple[int, ...]:
-    """The tokens that end a response: the last of the template's turn end, eos, and those of the folder's generation_config.json.
+    """Return the tokens that end a response: the last of the template's turn end, eos, and those of the folder's generation_config.json.
 
     Raises:
         ValueError: the file is damaged, or its eos_token_id isn't a token id.
@@ -390,7 +392,7 @@ def _generation_ends(folder: Path, vocabulary: int) -> list[int]:
 
 
 def _prompt_texts(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Message]]) -> list[str]:
-    """Each conversation as the template writes it before an answer.
+    """Return each conversation as the template writes it before an answer.
 
     An object that occurs several times, such as the prompt of a pair, is rendered once.
     """
@@ -400,7 +402,7 @@ def _prompt_texts(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Se
 
 
 def _distinct_ids(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> dict[str, list[int]]:
-    """The token ids of each distinct text.
+    """Return the token ids of each distinct text.
 
     A single text is cached, because a prompt whose samples are scored one by one comes again and again.
     """
@@ -416,7 +418,7 @@ def _ids_of_one(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...
 
 
 def _tokens_of(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], ids: list[int], characters: int) -> int:
-    """The number of leading ids that decode to at least this many characters behind the prompt."""
+    """Return the number of leading ids that decode to at least this many characters behind the prompt."""
 
     def length(count: int) -> int:
         return len(response_text(tokenizer, prompt_ids, ids[:count], special=True))

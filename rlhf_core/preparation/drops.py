@@ -90,7 +90,7 @@ class DropCounts(Counter[str]):
                 self.message_keys[key] += 1
 
     def summary(self) -> str:
-        """The counts and the first record, for a message."""
+        """Return the counts and the first record, for a message."""
         first = next((example for examples in self.examples.values() for example in examples), None)
         return f"left out: {dict(self) or 'nothing'}{f'; the first: {first.where}: {first.excerpt}' if first else ''}"
 
@@ -118,7 +118,7 @@ class Tally:
         self.left_out.add_example(reason, row.get(ORIGIN) or "", start_of(row))
 
     def share(self, use: str) -> float:
-        """Dropped share of what could have become rows of a use; weights, repeated prompts and the chat template don't count."""
+        """Return dropped share of what could have become rows of a use; weights, repeated prompts and the chat template don't count."""
         possible, mixed = self.left_out.records + self.read[use], self.mixed[use]
         on_reading = (self.left_out.records + self.dropped[use]) / possible if possible else 0.0
         later = self.dropped_later[use] / mixed if mixed else 0.0
@@ -146,19 +146,19 @@ class Tally:
 
 
 def start_of(row: Mapping[str, Any]) -> str:
-    """The start of a row's plain text, or of its conversation's last message."""
+    """Return the start of a row's plain text, or of its conversation's last message."""
     messages: Sequence[Message | None] = row.get("messages") or ()
     last = (messages[-1] if messages else None) or {}
     return repr(shown((row.get("text") or last.get("content") or last.get("extra") or "").strip(), START))
 
 
 def located(origin: str | None, text: str) -> str:
-    """A text with the place where it is found, if that is known."""
+    """Return a text with the place where it is found, if that is known."""
     return f"{origin}: {text}" if origin else text
 
 
 def excerpt(values: Any) -> str:
-    """The beginning of a record as one line of JSON without terminal control characters. Long texts and lists are not read whole."""
+    """Return the beginning of a record as one line of JSON without terminal control characters. Long texts and lists are not read whole."""
     pieces: list[str] = []
     length = 0
     for piece in _pieces(values, _DEPTH):
@@ -170,7 +170,7 @@ def excerpt(values: Any) -> str:
 
 
 def _pieces(value: Any, depth: int) -> Iterator[str]:
-    """JSON of a value, piece by piece."""
+    """Yield the JSON of a value piece by piece."""
     if isinstance(value, str):
         yield json.dumps(value[: EXCERPT + 1], ensure_ascii=False)
     elif isinstance(value, Mapping | list) and not depth:

@@ -49,7 +49,7 @@ Reader = Callable[[Path, SourceConfig], Iterator[RawRecord]]
 
 
 def file_records(source: SourceConfig) -> Iterator[RawRecord]:
-    """The records of a file, or of a folder's files of the source's split in the order of their names.
+    """Yield the records of a file, or of a folder's files of the source's split in the order of their names.
 
     Raises:
         ValueError, FileNotFoundError: there is no such file, or it can't be read.
@@ -91,7 +91,7 @@ def file_records(source: SourceConfig) -> Iterator[RawRecord]:
 
 
 def files_of_split(folder: Path, split: str) -> tuple[list[Path], list[Path]]:
-    """The data files of a folder that belong to a split by their names, and the others; both sorted.
+    """Return the data files of a folder that belong to a split by their names, and the others; both sorted.
 
     A word of SPLIT_WORDS, or the split itself, stands in a name or in a folder's name between characters that are no letters. The split
     train has the files that name no other split, and ALL_FILES every file.
@@ -126,12 +126,12 @@ def _has_word(name: str, words: Iterable[str]) -> bool:
 
 
 def _name(path: Path) -> str:
-    """A file's name in an error."""
+    """Return a file's name in an error."""
     return shown(str(path), MAX_NAME)
 
 
 def _undecodable(file: Path, source: SourceConfig, error: UnicodeError, count: int) -> ValueError:
-    """The error for a file with another encoding, with the likely one."""
+    """Return the error for a file with another encoding, with the likely one."""
     got, likely = shown(str(error)), "its name, such as cp1252"
     if isinstance(error, UnicodeDecodeError):
         there = error.object[error.start : error.start + 2]
@@ -160,7 +160,7 @@ def _json_lines(path: Path, source: SourceConfig) -> Iterator[RawRecord]:
 
 
 def _json(path: Path, source: SourceConfig) -> Iterator[RawRecord]:
-    """A JSON file, all of it in memory: a list of objects, an object with the list under one of LISTS, or objects after each other."""
+    """Read a JSON file, all of it in memory: a list of objects, an object with the list under one of LISTS, or objects after each other."""
     if (size := path.stat().st_size) > MAX_JSON_BYTES:
         raise ValueError(
             f"{_name(path)}: expected at most {MAX_JSON_BYTES} bytes, got {size}; make it JSON lines, which are read one by one"
@@ -177,7 +177,7 @@ def _json(path: Path, source: SourceConfig) -> Iterator[RawRecord]:
 
 
 def _json_values(text: str, name: str) -> list[Any]:
-    """The JSON values of a text, usually one; several if each is a record on a line, or over several lines."""
+    """Return the JSON values of a text, usually one; several if each is a record on a line, or over several lines."""
     decoder, values, at = json.JSONDecoder(), [], 0
     while at < len(text):
         try:
@@ -190,7 +190,7 @@ def _json_values(text: str, name: str) -> list[Any]:
 
 
 def _listed(value: Any, name: str) -> list[Any]:
-    """The records of a file that is one JSON value.
+    """Return the records of a file that is one JSON value.
 
     Raises:
         ValueError: it is neither a list nor an object with a list of records.
@@ -208,7 +208,7 @@ def _listed(value: Any, name: str) -> list[Any]:
 
 
 def _csv(path: Path, source: SourceConfig) -> Iterator[RawRecord]:
-    """A table with a header. If the source names no delimiter, a .csv file's header decides it."""
+    """Read a table with a header. If the source names no delimiter, a .csv file's header decides it."""
     csv.field_size_limit(MAX_CHARACTERS)  # the default refuses texts over 131072 characters
     with _open_text(path, source.encoding, newline="") as file:
         lines = _lines(file, path)
@@ -242,7 +242,7 @@ def _csv(path: Path, source: SourceConfig) -> Iterator[RawRecord]:
 
 
 def _header(lines: Iterator[str]) -> list[str]:
-    """The lines of the header: several if a quoted name contains line breaks."""
+    """Return the lines of the header: several if a quoted name contains line breaks."""
     header = list(itertools.islice(lines, 1))
     while sum(line.count('"') for line in header) % 2 and len(header) < MAX_HEADER_LINES and (more := next(lines, "")):
         header.append(more)
@@ -250,7 +250,7 @@ def _header(lines: Iterator[str]) -> list[str]:
 
 
 def _delimiter(header: list[str], path: Path) -> str:
-    """The one of DELIMITERS that splits a header into the most columns; a comma if none splits it.
+    """Return the one of DELIMITERS that splits a header into the most columns; a comma if none splits it.
 
     Raises:
         ValueError: two delimiters give the same number of columns.
@@ -284,7 +284,7 @@ _READERS: dict[str, Reader] = {
 
 
 def _open_text(path: Path, encoding: str, newline: str | None = None) -> io.TextIOBase:
-    """Text, plain or gzipped, with or without a byte-order mark."""
+    """Open a text, plain or gzipped, with or without a byte-order mark."""
     opener = _Unzipped if path.name.lower().endswith(".gz") else Path.open
     utf8 = codecs.lookup(encoding).name == "utf-8"
     return io.TextIOWrapper(opener(path, "rb"), encoding="utf-8-sig" if utf8 else encoding, newline=newline)
@@ -298,7 +298,7 @@ class _Unzipped(gzip.GzipFile):
         self._path, self._size, self._unpacked = path, path.stat().st_size, 0
 
     def read1(self, size: int = -1) -> bytes:
-        """The method that io.TextIOWrapper reads with.
+        """Read as io.TextIOWrapper asks for it.
 
         Raises:
             ValueError: more than the limit was unpacked.
@@ -314,7 +314,7 @@ class _Unzipped(gzip.GzipFile):
 
 
 def _lines(file: io.TextIOBase, path: Path) -> Iterator[str]:
-    """The lines of a file.
+    """Yield the lines of a file.
 
     Raises:
         ValueError: a line is longer than MAX_CHARACTERS.

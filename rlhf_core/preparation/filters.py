@@ -34,7 +34,7 @@ _SIDE = np.uint64(1)  # the lowest bit of a pair's key: which side is preferred
 
 
 def row_fault(row: Mapping[str, Any], drop: Collection[str]) -> str | None:
-    """The first of `empty` and `identical` that is in `drop` and true of the row."""
+    """Return the first of `empty` and `identical` that is in `drop` and true of the row."""
     if "empty" in drop:
         texts = [row[name] for name in TEXTS if row.get(name) is not None]
         messages = row.get("messages") or ()
@@ -89,7 +89,7 @@ class KeptRows:
 
 
 def contradictory_rows(pairs: KeptRows, sources: Collection[str]) -> np.ndarray:
-    """Rows of these sources for which another row of the same conversation prefers the opposite, [rows] bool.
+    """Return the rows of these sources for which another row of the same conversation prefers the opposite, [rows] bool.
 
     Memory: eight bytes a pair. Pairs are compared by 63-bit hashes: among 10**7 pairs two others share one with probability 10**-5.
     """
@@ -105,7 +105,9 @@ def contradictory_rows(pairs: KeptRows, sources: Collection[str]) -> np.ndarray:
 
 
 def duplicate_rows(pairs: KeptRows, sources: Collection[str]) -> np.ndarray:
-    """Rows of these sources that repeat a row of another source or an earlier one of these, [rows] bool. As `contradictory_rows`."""
+    """Return the rows of these sources that repeat a row of another source or an earlier one of these, [rows] bool. Memory and comparison
+    are as in `contradictory_rows`.
+    """
     found, of_sources = _pair_keys(pairs, sources)
     removed = of_sources & (found > _SIDE)
     candidates = np.flatnonzero(removed)
@@ -115,7 +117,7 @@ def duplicate_rows(pairs: KeptRows, sources: Collection[str]) -> np.ndarray:
 
 
 def _pair_keys(pairs: KeptRows, sources: Collection[str]) -> tuple[np.ndarray, np.ndarray]:
-    """`_pair_key` of each row, [rows] uint64, and whether it is of these sources, [rows] bool."""
+    """Return each row's `_pair_key`, [rows] uint64, and whether the row is of these sources, [rows] bool."""
     keys = array("Q")
     of_sources: list[np.ndarray] = []
     for batch in pairs.batches(["source", "messages", "chosen", "rejected"]):
@@ -126,7 +128,7 @@ def _pair_keys(pairs: KeptRows, sources: Collection[str]) -> tuple[np.ndarray, n
 
 
 def _pair_key(row: Mapping[str, Any]) -> int:
-    """63 bits for the conversation and its texts, one bit for the preferred text; 0 or 1 where there is nothing to compare.
+    """Return 63 bits for the conversation and its texts and one bit for the preferred text; 0 or 1 where there is nothing to compare.
 
     White space at the edges of texts doesn't count.
     """
@@ -152,7 +154,7 @@ class TemplateRefusals:
         self._refused: dict[int, str] = {}
 
     def of_rows(self, kept: KeptRows) -> tuple[np.ndarray, list[str]]:
-        """The refused rows, [rows] bool, and for each of them the template's message."""
+        """Return the refused rows, [rows] bool, and for each of them the template's message."""
         masks, messages = [np.zeros(0, dtype=bool)], []
         for batch in kept.batches(["messages"]):
             found = self._of_conversations(batch["messages"].to_pylist())

@@ -10,19 +10,18 @@ templates read, go to the field `extra` (data.schema).
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf_core.config import SourceConfig, shown
 from rlhf_core.config.data import VERDICTS
-from rlhf_core.data.control import PICTURES, is_blank, is_filled, placeholder, unwrapped, without_end_tokens
+from rlhf_core.data.control import PICTURES, is_blank, is_filled, placeholder
 from rlhf_core.data.schema import TEXTS, Message, extras
 from rlhf_core.preparation.drops import Dropped, Misfit
 from rlhf_core.preparation.notation import Notation
-from rlhf_core.preparation.transcripts import hh_turns, interleaved, joined, listed_turns, prompt_messages
+from rlhf_core.preparation.record import PLAIN, Record, as_message, written_conversation
+from rlhf_core.preparation.transcripts import hh_turns, interleaved, joined, listed_turns
 from rlhf_core.preparation.values import (
     in_order,
     kind,
@@ -38,11 +37,10 @@ from rlhf_core.preparation.verdicts import best_and_worse, best_replies, branchi
 
 Rows = dict[str, list[dict]]  # use -> rows without id, source and split
 MAX_PAIRS = 4096  # of one record, whose good and bad completions are all paired
-PLAIN = Notation()
 
 
 def convert(values: Mapping[str, Any], source: SourceConfig, notation: Notation = PLAIN) -> Rows:
-    """The rows of one record. If the source names slices, rows of the use preference also have a key `slices`.
+    """Return the rows of one record. If the source names slices, rows of the use preference also have a key `slices`.
 
     Args:
         notation: of the source's first records.
@@ -61,7 +59,7 @@ def convert(values: Mapping[str, Any], source: SourceConfig, notation: Notation 
 
 
 def _check_pictures(values: Mapping[str, Any], source: SourceConfig) -> None:
-    """Raises: Misfit: a column that the source doesn't name has pictures, video or sound."""
+    """Check that no column that the source doesn't name has pictures, video or sound. Raises Misfit if one has."""
     filled = [column for column in PICTURES if is_filled(values.get(column))]
     named = [*source.columns.values(), *source.slices.values()] if filled else []
     paths = {path.split(".")[0] for theirs in named for path in ([theirs] if isinstance(theirs, str) else theirs)}
@@ -70,129 +68,11 @@ def _check_pictures(values: Mapping[str, Any], source: SourceConfig) -> None:
 
 
 def _check_placeholders(rows: Rows) -> None:
-    """Raises: Misfit: a text holds a place for a picture, video or sound."""
+    """Check that no text holds a place for a picture, video or sound. Raises Misfit if one does."""
     for row in (row for use, of_use in rows.items() if use != "pretrain" for row in of_use):
         texts = [*(m["content"] for m in row["messages"]), *(row[name] for name in TEXTS if row.get(name))]
         if found := next(filter(None, map(placeholder, texts)), None):
             raise pictures(f"{found} in a text", f"a text has the placeholder {found}")
-
-
-class Record:
-    """One record, seen through the source's column mapping."""
-
-    def __init__(self, values: Mapping[str, Any], source: SourceConfig, notation: Notation = PLAIN, start: str | None = None):
-        """start: the text with which answers begin and that isn't a part of them; None: the record's prompt, where notation says so."""
-        self.values = values
-        self.source = source
-        self.notation = notation
-        self._start = start
-        self._templated = False
-
-    def inside(self, values: Mapping[str, Any]) -> Record:
-        """A part of this record, such as a completion in a list."""
-        return Record(values, self.source, self.notation, self.start)
-
-    @property
-    def start(self) -> str:
-        """The text with which the record's answers begin."""
-        if self._start is None:
-            prompt = self.get("prompt") if self.notation.whole_texts and self.has("prompt") else None
-            self._start = read_text(prompt, "prompt") if isinstance(prompt, str) else ""
-        return self._start
-
-    def has(self, name: str) -> bool:
-        """Whether the mapping names one of our columns, or the record has it under our name."""
-        return name in self.source.columns or name in self.values
-
-    def get(self, name: str) -> Any:
-        """The value of one of our columns.
-
-        Raises:
-            Misfit: the record doesn't have that column.
-        """
-        return self.at(self.source.columns.get(name, name), wanted_for=name)
-
-    def optional(self, name: str) -> Any:
-        """The value of a column that may be missing unless the mapping names it."""
-        return self.get(name) if name in self.source.columns else self.values.get(name)
-
-    def mapped(self, name: str) -> Any:
-        """The value of a column that is read only if the mapping names it."""
-        return self.get(name) if name in self.source.columns else None
-
-    def text(self, name: str) -> str:
-        return read_text(self.get(name), self.source.columns.get(name, name))
-
-    def messages(self, name: str) -> list[Message]:
-        """A completion, as text or as messages of which the last one is the assistant's."""
-        return self.completion(self.get(name), name)
-
-    def completion(self, value: Any, name: str) -> list[Message]:
-        """The same, of a value.
-
-        Raises:
-            Dropped: the text doesn't begin with the prompt, as those of other records do.
-        """
-        if isinstance(value, list | Mapping):
-            return read_messages(value, name)
-        text = read_text(value, name)
-        if not self.start and (written := _conversation(text)):
-            return written
-        beginnings = ((text, self.start), (text.lstrip(), self.start.strip()))
-        answer = next((whole.removeprefix(start) for whole, start in beginnings if whole.startswith(start)), None)
-        if answer is None:
-            raise Dropped(f"{name} doesn't begin with the prompt, as other answers do")
-        return [_message("assistant", answer.removeprefix(" ").strip("\n") if self.notation.transcripts else answer)]
-
-    def prompt(self) -> list[Message]:
-        """The prompt, as text or as messages; never empty."""
-        value = self.get("prompt")
-        if isinstance(value, list | Mapping):
-            return read_messages(value, "prompt")
-        return self.question(read_text(value, "prompt"), "prompt")
-
-    def question(self, text: str, name: str) -> list[Message]:
-        """The user's message with a text, or the messages of a chat template that has written it. Then answers lose its end tokens."""
-        if is_blank(text):
-            raise Dropped(f"{name} is empty")
-        messages = unwrapped(text)
-        self._templated = messages is not None and messages[-1]["role"] == "user"
-        return messages if self._templated else prompt_messages(text, transcripts=self.notation.transcripts)
-
-    def answer(self, text: str) -> str:
-        """An answer's text, without end tokens at its end if they are to be stripped."""
-        return without_end_tokens(text) if self.source.strip_end_tokens or self._templated else text
-
-    def label(self) -> str | None:
-        """The expected answer, stripped; extracted by `label_pattern` where the source has one. A list or a mapping is JSON.
-
-        Raises:
-            Dropped: the pattern doesn't match.
-        """
-        value = self.optional("label")
-        if value is None:
-            return None
-        is_nested = isinstance(value, list | Mapping)
-        text = read_scalar(json.dumps(value, ensure_ascii=False, default=str) if is_nested else value, "label")
-        if self.source.label_pattern is None:
-            return text
-        match = re.search(self.source.label_pattern, text)
-        if match is None:
-            raise Dropped("label_pattern finds nothing in the label")
-        return match.group(1 if match.re.groups else 0).strip()
-
-    def at(self, path: str, *, wanted_for: str) -> Any:
-        """Follow a dotted path; a column whose own name has dots comes first."""
-        if path in self.values:
-            return self.values[path]
-        value: Any = self.values
-        for part in path.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                there = ", ".join(map(str, value)) if isinstance(value, Mapping) else kind(value)
-                got = f"{shown(there)}; map {wanted_for} in the source's columns"
-                raise Misfit(f"expected a column {path!r} for {wanted_for!r}, got {got}", f"no column {path}")
-            value = value[part]
-        return value
 
 
 def _preference(record: Record) -> Rows:
@@ -208,7 +88,7 @@ def _preference(record: Record) -> Rows:
         raise Misfit(f"expected chosen and rejected of one kind, got {kinds}", "chosen and rejected are of two kinds")
     if record.has("prompt"):
         return _pair(record, record.prompt(), record.messages("chosen"), record.messages("rejected"))
-    talks = in_messages if all(in_messages) else [isinstance(side, str) and _conversation(side) for side in (chosen, rejected)]
+    talks = in_messages if all(in_messages) else [isinstance(side, str) and written_conversation(side) for side in (chosen, rejected)]
     if all(talks):
         return _pair(record, [], record.messages("chosen"), record.messages("rejected"))
     if not record.source.implicit_prompt:
@@ -222,7 +102,7 @@ def _preference(record: Record) -> Rows:
 
 
 def _pair_with_shared_prefix(record: Record, chosen: str, rejected: str) -> Rows:
-    """Two texts whose common beginning, up to the last whole word, is the prompt."""
+    """Convert two texts whose common beginning, up to the last whole word, is the prompt."""
     length = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
     shared = chosen[:length]
     inside_a_word = any(text[len(shared) : len(shared) + 1].strip() for text in (chosen, rejected))
@@ -236,7 +116,9 @@ def _pair_with_shared_prefix(record: Record, chosen: str, rejected: str) -> Rows
 
 
 def _hh(record: Record) -> Rows:
-    """Anthropic-HH transcripts. Consecutive turns of one speaker are joined, after the turns before the last are compared one by one."""
+    """Convert Anthropic-HH transcripts. Consecutive turns of one speaker are joined, after the turns before the last are compared one by
+    one.
+    """
     chosen, rejected = hh_turns(record.text("chosen")), hh_turns(record.text("rejected"))
     if chosen[:-1] != rejected[:-1]:
         raise Dropped("the prompts of chosen and rejected differ")
@@ -244,7 +126,7 @@ def _hh(record: Record) -> Rows:
 
 
 def _compared(record: Record) -> Rows:
-    """Two responses, and which one is better: a number below or above 0, a winner's name, or a score of each."""
+    """Convert two responses of which one is better by a number below or above 0, a winner's name, or a score of each."""
     sign = _sign(record)
     if sign == 0:
         raise Dropped("neither response is preferred")
@@ -260,14 +142,14 @@ def _compared(record: Record) -> Rows:
 
 
 def _verdict(record: Record) -> tuple[str, ...]:
-    """The columns that say which answer is better: those that the source maps, or else those that the record has."""
+    """Return the columns that say which answer is better: those that the source maps, or else those that the record has."""
     choices = VERDICTS[record.source.format or ""]
     mapped = [names for names in choices if names[0] in record.source.columns]
     return (mapped or [names for names in choices if all(map(record.has, names))] or list(choices))[0]
 
 
 def _sign(record: Record) -> float:
-    """Below 0: the first response is better; above 0: the second one; 0: neither."""
+    """Return which response is better: below 0 the first, above 0 the second; 0: neither."""
     names = _verdict(record)
     if names == ("winner",):
         first, second = (str(record.source.columns.get(side, side)) for side in ("first", "second"))
@@ -277,7 +159,7 @@ def _sign(record: Record) -> float:
 
 
 def _ranked(record: Record) -> Rows:
-    """The best completion against every worse one: that of the lowest rank or the highest score."""
+    """Pair the best completion, that of the lowest rank or the highest score, with every worse one."""
     items = record.get("completions")
     if not isinstance(items, list) or not items:
         message = f"column 'completions': expected a list of completions, got {kind(items)}; map another column"
@@ -299,7 +181,7 @@ def _ranked(record: Record) -> Rows:
 
 
 def _graded(record: Record) -> Rows:
-    """Every good completion against every bad one; completions are several columns, or one that holds a list."""
+    """Pair every good completion with every bad one; completions are several columns, or one that holds a list."""
     columns = record.source.columns.get("completions", "completions")
     graded = [record.at(c, wanted_for="completions") for c in columns] if isinstance(columns, list) else record.get("completions")
     if not isinstance(graded, list) or not all(isinstance(item, Mapping) for item in graded):
@@ -314,7 +196,7 @@ def _graded(record: Record) -> Rows:
 
 
 def _graded_rows(record: Record, messages: list[Message], good: list[str], bad: list[str]) -> Rows:
-    """Every good completion against every bad one."""
+    """Return the rows of every good completion paired with every bad one."""
     too_many = len(good) * len(bad) > MAX_PAIRS
     if too_many and "preference" in record.source.uses:
         raise Dropped(f"more than {MAX_PAIRS} pairs of good and bad completions")
@@ -333,7 +215,7 @@ def _unpaired(record: Record) -> Rows:
 
 
 def _instruction(record: Record) -> Rows:
-    """An instruction, followed by the text of `input`, after the turns of `history`: a list of [question, answer]."""
+    """Convert an instruction, followed by the text of `input`, after the turns of `history`: a list of [question, answer]."""
     question = record.text("instruction")
     context = record.optional("input")
     if context is not None and not is_blank(more := read_text(context, "input")) and not is_blank(question):
@@ -343,7 +225,7 @@ def _instruction(record: Record) -> Rows:
         message = f"column 'history': expected a list of [question, answer], got {kind(turns)} of something else; map another column"
         raise Misfit(message, "history is no list of [question, answer]")
     texts = [read_text(text, "history") for turn in turns for text in turn]
-    history = [_message(("user", "assistant")[number % 2], text) for number, text in enumerate(texts)]
+    history = [as_message(("user", "assistant")[number % 2], text) for number, text in enumerate(texts)]
     messages = _answerable(record, [*history, *record.question(question, "instruction")])
     return {**_prompt_row(messages, record.label()), "sft": [{"messages": messages, "response": record.answer(record.text("output"))}]}
 
@@ -355,7 +237,7 @@ def _one_conversation(record: Record) -> Rows:
 
 
 def _tree(record: Record) -> Rows:
-    """Every reply of the assistant that has a rank against the best one; the best one, or the only one, is a demonstration."""
+    """Pair the best reply with every other reply of the assistant that has a rank; the best one, or the only one, is a demonstration."""
     names = {name: str(record.source.columns.get(name, name)) for name in ("text", "replies", "rank")}
     rows: Rows = {"sft": [], "preference": [], "prompt": []}
     for messages, replies, ranks, learned in branchings(record.get("tree"), **names):
@@ -394,16 +276,6 @@ _CONVERTERS: dict[str, Callable[[Record], Rows]] = {
 }
 
 
-def _conversation(text: str) -> list[Message] | None:
-    """The messages of a text that a chat template has written, if the last one is an answer."""
-    messages = unwrapped(text)
-    return messages if messages and messages[-1]["role"] == "assistant" else None
-
-
-def _message(role: str, text: str) -> Message:
-    return {"role": role, "content": text}
-
-
 def _prompt_row(messages: list[Message], label: str | None = None) -> Rows:
     return {"prompt": [{"messages": messages, "label": label}]}
 
@@ -422,7 +294,7 @@ def _pair_rows(messages: list[Message], chosen: str, rejected: str) -> Rows:
 
 
 def _split_answers(record: Record, prompt: list[Message], sides: list[list[Message]]) -> tuple[list[Message], list[str]]:
-    """The conversation before the answers, and the answers' texts.
+    """Return the conversation before the answers, and the answers' texts.
 
     Args:
         prompt: the record's prompt; if empty, the turns of the sides before their answers are the prompt.
@@ -447,7 +319,7 @@ def _split_answers(record: Record, prompt: list[Message], sides: list[list[Messa
 
 
 def _contains(turns: list[Message], prompt: list[Message]) -> bool:
-    """Whether the prompt is the beginning of a conversation, or its first or last message of the user."""
+    """Return whether the prompt is the beginning of a conversation, or its first or last message of the user."""
     own = turns[1:] if turns[0]["role"] == "system" and prompt[0]["role"] != "system" else turns
     if _starts_with(own, prompt):
         return True
@@ -456,7 +328,7 @@ def _contains(turns: list[Message], prompt: list[Message]) -> bool:
 
 
 def _starts_with(turns: list[Message], prompt: list[Message]) -> bool:
-    """Whether the first turns have all that the prompt has."""
+    """Return whether the first turns have everything that the prompt's messages have."""
     return len(turns) >= len(prompt) and all(
         (own["role"], own["content"].strip()) == (wanted["role"], wanted["content"].strip())
         and wanted.get("extra") in (None, own.get("extra"))
@@ -465,18 +337,18 @@ def _starts_with(turns: list[Message], prompt: list[Message]) -> bool:
 
 
 def _are_same(turns: list[Message], others: list[Message]) -> bool:
-    """Whether two conversations differ at most by white space at the edges of their texts."""
+    """Return whether two conversations differ at most by white space at the edges of their texts."""
     edgeless = ([{**turn, "content": turn["content"].strip()} for turn in of] for of in (turns, others))
     return turns == others or next(edgeless) == next(edgeless)
 
 
 def _answerable(record: Record, messages: list[Message]) -> list[Message]:
-    """A conversation that waits for an answer, after the text of the column `system`."""
+    """Return a conversation that waits for an answer, after the text of the column `system`."""
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise Dropped("the prompt doesn't end with a message of the user or of a tool")
     system = record.mapped("system")
     text = "" if system is None else read_text(system, "system")
-    if not is_blank(text) and not _are_same(messages[:1], [first := _message("system", text)]):
+    if not is_blank(text) and not _are_same(messages[:1], [first := as_message("system", text)]):
         if messages[0]["role"] == "system":
             raise Dropped("the column system and the conversation have different system messages")
         messages = [first, *messages]
@@ -486,7 +358,7 @@ def _answerable(record: Record, messages: list[Message]) -> list[Message]:
 
 
 def _answer_text(last: Message) -> str:
-    """The text of the message that is learned or judged."""
+    """Return the text of the message that is learned or judged."""
     if last["role"] != "assistant":
         raise Dropped("the last message is not the assistant's")
     more = extras(last) if "extra" in last else {}

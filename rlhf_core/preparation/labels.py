@@ -114,14 +114,14 @@ def _shown(pair: LabelPair, swap: bool) -> dict[str, str]:
 
 
 def _as_text(messages: Sequence[Message]) -> str:
-    """A single message's text, or several messages with their roles."""
+    """Return a single message's text, or several messages with their roles."""
     if len(messages) == 1:
         return messages[0]["content"]
     return "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
 
 
 def read_labels(path: Path, key: dict[str, Any]) -> list[Label]:
-    """The labels in pairs.jsonl or in Label Studio's JSON export, checked against the key.
+    """Return the labels in pairs.jsonl or in Label Studio's JSON export, checked against the key.
 
     Raises:
         ValueError: another format, a pair that wasn't exported, changed texts, an unknown choice, or two labels of one annotator for one
@@ -153,7 +153,7 @@ def read_labels(path: Path, key: dict[str, Any]) -> list[Label]:
 
 
 def read_key(path: Path) -> dict[str, Any]:
-    """The key that `export_pairs` wrote.
+    """Return the key that `export_pairs` wrote.
 
     Raises:
         ValueError: the file is not a key, or damaged. OSError: it can't be read.
@@ -202,7 +202,7 @@ def _lines(path: Path, text: str) -> Iterable[FoundLabel]:
 
 
 def _studio(path: Path, text: str) -> Iterable[FoundLabel]:
-    """Every annotation of every task; a skipped one, and a task without annotations, is a label without a choice."""
+    """Yield every annotation of every task; a skipped one, and a task without annotations, is a label without a choice."""
     try:
         tasks = json.loads(text)
         for number, task in enumerate(tasks):
@@ -225,7 +225,7 @@ def _annotator(annotation: dict[str, Any]) -> str:
 
 
 def _name(value: Any) -> str:
-    """An annotator's name, from a text or a number.
+    """Return an annotator's name, from a text or a number.
 
     Raises:
         TypeError: the value is something else.
@@ -236,7 +236,7 @@ def _name(value: Any) -> str:
 
 
 def decide(labels: Sequence[Label], key: dict[str, Any], *, confidence: float) -> Labels:
-    """The majority's choice for each pair; ties, by choice or by equal votes, are dropped and counted.
+    """Return the majority's choice for each pair; ties, by choice or by equal votes, are dropped and counted.
 
     Raises:
         ValueError: no pair is decided.
@@ -270,13 +270,13 @@ def decide(labels: Sequence[Label], key: dict[str, Any], *, confidence: float) -
 
 
 def _majority(choices: Iterable[str]) -> str:
-    """The choice with the most votes; tie if several have the most."""
+    """Return the choice with the most votes; tie if several have the most."""
     first, *others = Counter(choices).most_common()
     return "tie" if others and others[0][1] == first[1] else first[0]
 
 
 def agreement(votes: Iterable[dict[str, str]], confidence: float) -> dict[str, Any]:
-    """Share of equal choices among all pairs of annotators, over all pairs of responses.
+    """Return the share of equal choices among all pairs of annotators, over all pairs of responses.
 
     Five annotators of one pair of responses give ten correlated comparisons, so the confidence interval is clustered by pair of responses.
     """
@@ -289,7 +289,7 @@ def agreement(votes: Iterable[dict[str, str]], confidence: float) -> dict[str, A
 
 
 def _agreement_with_scores(rows: list[dict[str, Any]], sides: dict[str, Any], confidence: float) -> dict[str, Any]:
-    """Share of decided pairs with known scores whose chosen response has the higher score; ties count half.
+    """Return the share of decided pairs with known scores whose chosen response has the higher score; ties count half.
 
     The confidence interval is clustered by prompt: pairs of one prompt share responses.
     """
@@ -305,7 +305,9 @@ def _agreement_with_scores(rows: list[dict[str, Any]], sides: dict[str, Any], co
 
 
 def _share(points: Sequence[float], clusters: Sequence[Any], confidence: float) -> dict[str, Any]:
-    """Mean of points between 0 and 1 with its clustered confidence interval; n: number of points. Without points the interval is (0, 1)."""
+    """Return the mean of points between 0 and 1 with its clustered confidence interval; n: number of points. Without points the interval is
+    (0, 1).
+    """
     if not points:
         return {"value": None, "low": 0.0, "high": 1.0, "n": 0}
     found = np.asarray(points, dtype=float)

@@ -59,7 +59,7 @@ class Compared:
 
 
 def compare(heldout: Mapping[str, Iterable[Named]], training: Callable[[], Iterable[Named]]) -> dict[str, list[Compared]]:
-    """For each group of held-out rows its distinct prompts, at most MAX_PROMPTS of them, in the order of their hashes.
+    """Return, for each group of held-out rows, its distinct prompts, at most MAX_PROMPTS of them, in the order of their hashes.
 
     Time and memory grow with the words of the distinct training conversations: see docs/data.md.
 
@@ -93,7 +93,7 @@ class _Prompt:
 
 
 def _distinct(rows: Iterable[Named]) -> list[_Prompt]:
-    """The MAX_PROMPTS distinct prompts of lowest hash, each with the lowest name of its rows."""
+    """Return the MAX_PROMPTS distinct prompts of lowest hash, each with the lowest name of its rows."""
     kept: dict[int, tuple[str, list[str]]] = {}
     for name, messages in rows:
         texts = _normalised(messages)
@@ -111,7 +111,7 @@ def _distinct(rows: Iterable[Named]) -> list[_Prompt]:
 
 
 def _normalised(messages: Sequence[Message]) -> list[str]:
-    """Normalised texts of the messages without a system message."""
+    """Return the normalised texts of the messages without a system message."""
     return [normalised_text(m["content"]) for m in messages if m["role"] != "system"]
 
 
@@ -120,7 +120,7 @@ def _words(text: str) -> list[str]:
 
 
 def _distinct_conversations(rows: Iterable[Named]) -> Iterator[list[tuple[int, Sequence[Message]]]]:
-    """The conversations that come for the first time, each with its key."""
+    """Yield the conversations that come for the first time, each with its key."""
     seen = SeenKeys()
     for part in chunks(rows):
         keys = [_key(messages) for _, messages in part]
@@ -129,7 +129,7 @@ def _distinct_conversations(rows: Iterable[Named]) -> Iterator[list[tuple[int, S
 
 
 def _key(messages: Sequence[Message]) -> int:
-    """Never 0, which stands for no conversation."""
+    """Return a conversation's key, which is never 0: that stands for no conversation."""
     return text_hash("\0".join(f"{m['role']}\t{m['content']}" for m in messages)) or 1
 
 
@@ -165,18 +165,20 @@ class _Shingles:
         self.of_prompts, self.numbers = self._table(own, len(prompts)), self._table([numbers], len(prompts))
 
     def found_in(self, texts: Sequence[Sequence[str]]) -> csr_array:
-        """[texts, columns] of ones where a text has a shingle or number."""
+        """Return a table [texts, columns] with ones where a text has a shingle or number."""
         words, of = self._hashed(texts)
         return self._table([_runs(words, of, n) for n in range(1, SHINGLE + 1)], len(texts))
 
     def _hashed(self, texts: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]:
-        """Hashes of the words of all texts, [words] uint64, and the positions of their texts."""
+        """Return the hashes of the words of all texts, [words] uint64, and the positions of their texts."""
         counts, known = [len(text) for text in texts], self._vocabulary
         words = np.fromiter((known[word] for text in texts for word in text), dtype=np.uint64, count=sum(counts))
         return words, np.repeat(np.arange(len(texts)), counts)
 
     def _table(self, runs: Sequence[tuple[np.ndarray, np.ndarray]], height: int) -> csr_array:
-        """[height, columns] of ones for (hashes, rows) of the runs of one word, of two, and so on; other hashes are left out."""
+        """Return a table [height, columns] with ones for (hashes, rows) of the runs of one word, of two, and so on; other hashes are left
+        out.
+        """
         cells, first = [np.zeros(0, dtype=np.int64)], 0
         for known, (hashes, rows) in zip(self._hashes, runs, strict=False):
             places = np.searchsorted(known, hashes)
@@ -189,7 +191,7 @@ class _Shingles:
 
 
 def _runs(words: np.ndarray, of: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes of the runs of so many words, and the positions of their texts."""
+    """Return the hashes of the runs of so many words, and the positions of their texts."""
     end = len(words) - length + 1
     if end <= 0:
         return words[:0], of[:0]
@@ -201,7 +203,7 @@ def _runs(words: np.ndarray, of: np.ndarray, length: int) -> tuple[np.ndarray, n
 
 
 def _ones(columns: np.ndarray, counts: np.ndarray, width: int) -> csr_array:
-    """A table of ones, with so many in each row."""
+    """Return a table of ones, with the given number in each row."""
     starts = np.concatenate([[0], np.cumsum(counts)])
     return csr_array((np.ones(len(columns), dtype=np.float32), columns.astype(np.int32), starts), shape=(len(counts), width))
 
@@ -232,11 +234,11 @@ class _Trained:
         return np.array(self._keys, dtype=np.uint64)
 
     def table(self) -> csr_array:
-        """[conversations, columns]."""
+        """Return which conversation has which shingle, [conversations, columns]."""
         return vstack(self._parts, format="csr")
 
     def with_beginning(self, wholes: np.ndarray) -> np.ndarray:
-        """For each hash the lowest key of the conversations that begin so, [wholes] uint64; 0 without one."""
+        """Return, for each hash, the lowest key of the conversations that begin so, [wholes] uint64; 0 without one."""
         found = np.zeros(len(wholes), dtype=np.uint64)
         beginnings, keys = np.array(self._beginnings, dtype=np.uint64), self.keys[np.array(self._of, dtype=np.int64)]
         order = np.lexsort((keys, beginnings))
@@ -248,7 +250,9 @@ class _Trained:
 
 
 def _matches(prompts: Sequence[_Prompt], shingles: _Shingles, trained: _Trained) -> tuple[list[int], list[int]]:
-    """For each prompt the lowest keys of the conversations that have it nearly, and of those that contain it if it is short; 0: none."""
+    """Return, for each prompt, the lowest keys of the conversations that nearly have it, and of those that contain it if it is short; 0:
+    none.
+    """
     conversations, keys = trained.table(), trained.keys
     near = trained.with_beginning(np.array([prompt.whole for prompt in prompts], dtype=np.uint64))
     contained = np.zeros_like(near)
@@ -272,7 +276,7 @@ def _matches(prompts: Sequence[_Prompt], shingles: _Shingles, trained: _Trained)
 
 
 def _rarest(shingles: csr_array, frequency: np.ndarray, counts: np.ndarray) -> csr_array:
-    """So many of each prompt's shingles, those that the fewest conversations have; [prompts, columns] of ones."""
+    """Return, for each prompt, the given number of its shingles that the fewest conversations have; [prompts, columns] of ones."""
     row = np.repeat(np.arange(shingles.shape[0]), np.diff(shingles.indptr))
     order = np.lexsort((shingles.indices, frequency[shingles.indices], row))
     kept = order[np.arange(len(row)) - shingles.indptr[row] < counts[row]]
@@ -280,7 +284,7 @@ def _rarest(shingles: csr_array, frequency: np.ndarray, counts: np.ndarray) -> c
 
 
 def _candidates(rarest: csr_array, conversations: csr_array) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Pairs (prompts, conversations) that share one of these shingles, some at a time."""
+    """Yield pairs (prompts, conversations) that share one of these shingles, some at a time."""
     by_column = conversations.T.tocsr()
     sizes = np.cumsum(rarest @ np.diff(by_column.indptr).astype(float))
     start = 0
@@ -295,7 +299,7 @@ def _candidates(rarest: csr_array, conversations: csr_array) -> Iterator[tuple[n
 
 
 def _names(rows: Iterable[Named], keys: set[int]) -> dict[int, str]:
-    """For each key the lowest name of the rows with that conversation."""
+    """Return, for each key, the lowest name of the rows with that conversation."""
     found: dict[int, str] = {}
     for name, messages in rows:
         if (key := _key(messages)) in keys and (key not in found or name < found[key]):

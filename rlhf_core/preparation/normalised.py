@@ -45,7 +45,7 @@ _VISIBLE, _WORDS = _Visible(), _Words()
 
 
 def normalised_text(text: str) -> str:
-    """Words of a text, with one space between them: texts that differ only in what a reader overlooks become equal.
+    """Return a text's words with one space between them: texts that differ only in what a reader overlooks become equal.
 
     Unicode's NFKC and case folding; then without invisible characters and punctuation. Digits, signs of numbers and operators stay:
     "2-2?" isn't "2+2?", and "1.5" isn't "15"; so do the brackets of formulas, "5!" and "!=". Of a text of punctuation alone the

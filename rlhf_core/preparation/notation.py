@@ -61,7 +61,9 @@ class Notation:
 
 
 def notation_of(records: Sequence[Mapping[str, Any]], source: SourceConfig) -> Notation:
-    """The notation of a source's first records; `implicit_prompt` and `transcripts` decide on whole texts and transcripts unless None."""
+    """Return the notation of a source's first records; `implicit_prompt` and `transcripts` decide on whole texts and transcripts unless
+    None.
+    """
     records = records[:FIRST]
     texts = [(_prompt(record, source), _answers(record, source)) for record in records]
     shares = {
@@ -87,7 +89,7 @@ def notation_of(records: Sequence[Mapping[str, Any]], source: SourceConfig) -> N
 
 
 def check_signs(record: Mapping[str, Any], source: SourceConfig, notation: Notation) -> None:
-    """Raises ValueError: a mark is -1, which none of the first records has, so that 0 was read as false and not as neutral."""
+    """Check that no mark is -1 if none of the first records has one, since 0 was then read as false and not as neutral. Raises ValueError."""
     if not notation.signed and _is_minus_one(record, source):
         name = _MARKS[source.format or ""]
         raise ValueError(
@@ -97,13 +99,13 @@ def check_signs(record: Mapping[str, Any], source: SourceConfig, notation: Notat
 
 
 def _prompt(record: Mapping[str, Any], source: SourceConfig) -> Any:
-    """The prompt as it stands in the record; None of a format without one."""
+    """Return the prompt as it stands in the record; None of a format without one."""
     name = next((name for name in ("prompt", "instruction") if name in FORMATS[source.format or "text"][1]), None)
     return None if name is None else find_value(record, source.columns.get(name, name))
 
 
 def _answers(record: Mapping[str, Any], source: SourceConfig) -> list[Any]:
-    """The answers of a record, as they stand there; none of a format without a prompt of its own."""
+    """Return the answers of a record, as they stand there; none of a format without a prompt of its own."""
     names = {ours: source.columns.get(ours, ours) for ours in ("completions", "completion", *_SIDES.get(source.format or "", ()))}
     if source.format in ("graded", "ranked"):
         of = find_value(record, names["completions"])
@@ -112,7 +114,7 @@ def _answers(record: Mapping[str, Any], source: SourceConfig) -> list[Any]:
 
 
 def _transcripts(prompts: Iterable[Any]) -> Iterator[bool]:
-    """Whether each of the prompts that are texts is a transcript."""
+    """Return whether each of the prompts that are texts is a transcript."""
     return (transcript(prompt) is not None for prompt in prompts if isinstance(prompt, str) and prompt.strip())
 
 
@@ -122,13 +124,13 @@ def _are_turn_lists(prompt: Any, answers: list[Any]) -> bool:
 
 
 def _begin(prompt: Any, answers: list[Any]) -> bool | None:
-    """Whether all answers begin with the prompt and go on; None if they aren't texts."""
+    """Return whether all answers begin with the prompt and go on; None if they aren't texts."""
     begin = _each_begins(prompt, answers)
     return all(begin) if begin else None
 
 
 def _one_begins(prompt: Any, answers: list[Any]) -> bool:
-    """Whether some answers begin with the prompt, and some don't."""
+    """Return whether some answers begin with the prompt and some don't."""
     return len(set(_each_begins(prompt, answers))) > 1
 
 
@@ -156,13 +158,13 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _share(found: Iterable[bool | None]) -> float:
-    """Share of what is true, of what isn't None."""
+    """Return the share of true values among those that aren't None."""
     known = [item for item in found if item is not None]
     return sum(known) / len(known) if known else 0.0
 
 
 def beginning(records: Iterable[RawRecord]) -> tuple[list[RawRecord], Iterator[RawRecord]]:
-    """The first records, and an iterator over all. What their reading raises is raised by the iterator, at its place."""
+    """Yield the first records, and an iterator over all. What their reading raises is raised by the iterator, at its place."""
     iterator, first, characters = iter(records), [], 0
     failed: ValueError | OSError | None = None
     try:
@@ -182,7 +184,7 @@ def beginning(records: Iterable[RawRecord]) -> tuple[list[RawRecord], Iterator[R
 
 
 def with_messages(records: Iterable[RawRecord]) -> Iterator[RawRecord]:
-    """The records, with lists of messages instead of texts that write them down, as JSON or as Python prints them.
+    """Yield the records, with lists of messages instead of texts that write them down, as JSON or as Python prints them.
 
     A column is read so if most of its first texts look so. A text in it that is no such list becomes a list that holds the text, which
     no format accepts.
@@ -208,7 +210,7 @@ def _looks_like_messages(text: str) -> bool:
 
 
 def _messages(value: Any) -> Any:
-    """The messages that a text writes down. Other values stay, but a text that writes none becomes a list."""
+    """Return the messages that a text writes down. Other values stay, but a text that writes none becomes a list."""
     if not isinstance(value, str) or not value.strip():
         return value
     for parse in _PARSERS:

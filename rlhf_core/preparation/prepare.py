@@ -40,7 +40,7 @@ class Prepared:
     lengths: Lengths
 
     def sources(self) -> dict[str, Any]:
-        """Source -> its description, and its rows by use and split."""
+        """Return source -> its description, and its rows by use and split."""
         return {
             source.name: {
                 "kind": source.kind,
@@ -53,7 +53,7 @@ class Prepared:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """Counts, and mean lengths in tokens."""
+        """Return counts, and mean lengths in tokens."""
         mixed = self.mixed
         by_split: Counter[tuple[str, str]] = Counter()
         by_source: dict[str, Counter[str]] = {use: Counter() for use in mixed.uses}
@@ -74,7 +74,7 @@ class Prepared:
         }
 
     def accounts(self) -> Iterator[str]:
-        """One line for each source: records read, rows kept for each use and split, and what was left out for which reason."""
+        """Yield one line for each source: records read, rows kept for each use and split, and what was left out for which reason."""
         for source in self.config.sources:
             left_out, kept = self.mixed.tallies[source.name].left_out, []
             for use in source.uses:
@@ -136,12 +136,12 @@ def prepare(
 
 
 def _parts(mixed: Mixed, use: str) -> Iterator[list[dict]]:
-    """The kept rows of one use, some thousand at a time."""
+    """Return the kept rows of one use, some thousand at a time."""
     return (batch.to_pylist() for batch in mixed.rows[use].batches())
 
 
 def _has_wide_messages(folder: Path, use: str) -> bool:
-    """Whether messages of a use may have more than role and text: nothing else can be refused by the built-in template."""
+    """Return whether messages of a use may have more than role and text: nothing else can be refused by the built-in template."""
     schema = open_rows(folder / f"{use}.parquet").schema_arrow
     return "messages" in schema.names and schema.field("messages").type.equals(WIDE_MESSAGES)
 
@@ -202,7 +202,7 @@ def measure_rows(
 
 
 def length_histograms(lengths: Lengths) -> Iterator[tuple[str, str, int, int, int]]:
-    """Rows of LENGTH_COLUMNS: low <= tokens < high. All columns of a use have the same bins, so they can be compared."""
+    """Yield rows of LENGTH_COLUMNS: low <= tokens < high. All columns of a use have the same bins, so they can be compared."""
     for use, columns in lengths.items():
         longest = max((max(of_column) for of_column in columns.values()), default=0)
         width = -(-(longest + 1) // MAX_BINS)

@@ -36,16 +36,16 @@ class Writer(Protocol):
     """A model that writes texts. The source's name, `draw` and a text's position seed the sampling."""
 
     def extend(self, openings: list[str], config: SamplesConfig, *, source: str, draw: int) -> list[Written]:
-        """Every opening, as plain text, continued by `config.opening_tokens` tokens."""
+        """Continue every opening, as plain text, by `config.opening_tokens` tokens."""
 
     def respond(self, conversations: list[list[Message]], config: SamplesConfig, *, source: str, draw: int) -> list[list[Written]]:
-        """`config.responses_per_prompt` responses to every conversation, which the model's template renders."""
+        """Sample `config.responses_per_prompt` responses to every conversation, which the model's template renders."""
 
 
 def sample_rows(
     source: SourceConfig, *, seed: int, writer: Writer, dropped: Counter[str], prompts: Iterable[dict] | None = None
 ) -> Iterator[tuple[str, dict]]:
-    """(use, row) for each row of the uses that the source declares; the same for the same arguments.
+    """Yield (use, row) for each row of the uses that the source declares; the same for the same arguments.
 
     Args:
         dropped: counts what is left out, by reason.
@@ -75,13 +75,13 @@ def sample_rows(
 
 
 def whole_sentences(text: str) -> str:
-    """The text up to the end of its last whole sentence outside of quotes; empty if there is none."""
+    """Return the text up to the end of its last whole sentence outside of quotes; empty if there is none."""
     ends = (m.end() for m in _SENTENCE_END.finditer(text))
     return text[: max((end for end in ends if text[:end].count('"') % 2 == 0), default=0)]
 
 
 def _prompts(source: SourceConfig, writer: Writer, dropped: Counter[str]) -> list[str]:
-    """Different prompts, `config.prompts` of them if the model writes so many."""
+    """Return different prompts, `config.prompts` of them if the model writes so many."""
     config = source.samples
     if config.opening_tokens == 0:
         return list(dict.fromkeys(config.openings))[: config.prompts]
@@ -100,7 +100,7 @@ def _prompts(source: SourceConfig, writer: Writer, dropped: Counter[str]) -> lis
 
 
 def _whole(group: list[Written], dropped: Counter[str]) -> Iterator[str]:
-    """The different responses to a prompt; a truncated one is cut after its last whole sentence."""
+    """Yield the different responses to a prompt; a truncated one is cut after its last whole sentence."""
     seen = set()
     for written in group:
         text = written.text.rstrip() if written.ended else whole_sentences(written.text)

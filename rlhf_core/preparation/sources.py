@@ -45,7 +45,9 @@ log = logging.getLogger("rlhf")
 
 
 def records_of(source: SourceConfig) -> Iterator[RawRecord]:
-    """The records of a source of kind file or huggingface, with messages where texts write them down. Raises what `read_source` does."""
+    """Return the records of a source of kind file or huggingface, with messages where texts write them down. Raises what `read_source`
+    does.
+    """
     return with_messages(file_records(source) if source.kind == "file" else data_set_records(source))
 
 
@@ -57,7 +59,7 @@ def read_source(
     writer: Writer | None = None,
     records: Iterable[RawRecord] | None = None,
 ) -> Iterator[tuple[str, dict]]:
-    """(use, row) for each row of the uses that the source declares; rows have no id, source and split yet.
+    """Yield (use, row) for each row of the uses that the source declares; rows have no id, source and split yet.
 
     Rows of files and data sets have their `origin`: the file, named as in the params, and the line. A prompt that repeats an earlier one
     is dropped: it would count twice in an evaluation.
@@ -100,7 +102,7 @@ def read_source(
 
 
 def _converted(records: Iterable[RawRecord], source: SourceConfig, dropped: DropCounts) -> Iterator[tuple[str, dict]]:
-    """The rows of all records that can be converted.
+    """Yield the rows of all records that can be converted.
 
     Raises:
         ValueError: no record has the source's format, or -1 occurs among marks that are read as 1 and 0.
@@ -156,7 +158,7 @@ def _converted(records: Iterable[RawRecord], source: SourceConfig, dropped: Drop
 
 
 def _unmapped_columns(values: Mapping[str, Any], source: SourceConfig) -> list[str]:
-    """Columns of WELL_KNOWN that the record fills and the source doesn't map."""
+    """Return the columns of WELL_KNOWN that the record fills and the source doesn't map."""
     filled = [name for name in WELL_KNOWN if values.get(name)]
     if not filled:
         return []
@@ -165,7 +167,7 @@ def _unmapped_columns(values: Mapping[str, Any], source: SourceConfig) -> list[s
 
 
 def _unread_message_keys(values: Mapping[str, Any], source: SourceConfig) -> set[str]:
-    """Keys of the record's messages that no format reads. They don't hold content, which would drop the record."""
+    """Return the keys of the record's messages that no format reads. They don't hold content, which would drop the record."""
     conversations = [find_value(values, source.columns.get(name, name)) for name in _MESSAGE_COLUMNS]
     if source.format in ("graded", "ranked"):
         graded = find_value(values, source.columns.get("completions", "completions"))
@@ -183,7 +185,7 @@ class Loaded:
 
 
 def load_source(source: SourceConfig, *, seed: int) -> Loaded:
-    """All rows of a source in memory. Raises what `read_source` does."""
+    """Read all rows of a source into memory. Raises what `read_source` does."""
     loaded = Loaded({use: [] for use in source.uses}, DropCounts())
     for use, row in read_source(source, seed=seed, dropped=loaded.dropped):
         loaded.rows[use].append(row)
@@ -225,7 +227,7 @@ class Mixed:
             self.tallies[row["source"]].drop_row(REASONS[kind], use, row, later=True)
 
     def check_shares(self, config: DataConfig, limit: float) -> None:
-        """Raises ValueError where more than the share `limit` of a source was dropped."""
+        """Check that at most the share `limit` of each source was dropped. Raises ValueError."""
         for source in config.sources:
             self.tallies[source.name].check(source.name, source.uses, limit=limit)
 

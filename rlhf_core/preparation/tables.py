@@ -30,7 +30,9 @@ CALLS = ("tool_calls", "function_call")  # keys of messages that hold objects wi
 
 
 def parquet_records(path: Path, source: SourceConfig) -> Iterator[RawRecord]:
-    """The rows of a Parquet file, a few at a time: a million rows may share one stored text, and the sizes in its metadata may be wrong."""
+    """Yield the rows of a Parquet file, a few at a time: a million rows may share one stored text, and the sizes in its metadata may be
+    wrong.
+    """
     number = unpacked = 0
     name = shown(str(path), MAX_NAME)
     try:
@@ -55,7 +57,7 @@ def parquet_records(path: Path, source: SourceConfig) -> Iterator[RawRecord]:
 
 
 def _characters(value: Any) -> int:
-    """Total length of the texts inside a value."""
+    """Return the total length of the texts inside a value."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict):
@@ -64,7 +66,7 @@ def _characters(value: Any) -> int:
 
 
 def _check_unpacked(path: Path, unpacked: int) -> None:
-    """Raises ValueError if so many unpacked bytes are too many for the file's size."""
+    """Check that so many unpacked bytes aren't too many for the file's size. Raises ValueError."""
     size = path.stat().st_size
     if unpacked > max(PARQUET_FREE_BYTES, MAX_RATIO * size):
         raise ValueError(
@@ -74,7 +76,7 @@ def _check_unpacked(path: Path, unpacked: int) -> None:
 
 
 def data_set_records(source: SourceConfig) -> Iterator[RawRecord]:
-    """The records of a Hugging Face data set, by name (from the cache unless HF_HUB_OFFLINE=0) or from a local folder."""
+    """Yield the records of a Hugging Face data set, by name (from the cache unless HF_HUB_OFFLINE=0) or from a local folder."""
     from datasets import Dataset, DatasetDict, load_dataset
 
     subject = f"source {source.name}: data set {shown(source.path, MAX_NAME)}"
@@ -114,7 +116,8 @@ def data_set_records(source: SourceConfig) -> Iterator[RawRecord]:
 
 
 def _commit(source: SourceConfig) -> str | None:
-    """The commit at which a data set of the hub is read, as stage hash_inputs records it; None: the library reports that there is none.
+    """Return the commit at which a data set of the hub is read, as stage hash_inputs records it; None: the library reports that there is
+    none.
 
     Raises:
         ValueError: the hub may not be reached, and the cache holds another commit than the source's revision. The library would read it.
@@ -130,7 +133,7 @@ class _Outside(ValueError):
 
 
 def _saved(folder: Path) -> Dataset | DatasetDict:
-    """A data set that `save_to_disk` wrote.
+    """Open a data set that `save_to_disk` wrote.
 
     Raises:
         _Outside: see `_check_below`.
@@ -144,7 +147,7 @@ def _saved(folder: Path) -> Dataset | DatasetDict:
 
 
 def _converted_folder(folder: Path, source: SourceConfig) -> Dataset:
-    """A folder of data files. The library converts them into its cache, into a folder for each content.
+    """Open a folder of data files. The library converts them into its cache, into a folder for each content.
 
     The library itself would tell contents apart by the files' times, which a copy may keep.
 
@@ -175,7 +178,7 @@ def _check_below(folder: Path, names: Iterable[str]) -> None:
 
 
 def drop_added_nulls(record: dict[str, Any], schema: pa.Schema) -> dict[str, Any]:
-    """The record, changed in place, without the nulls that a table adds to its tool calls.
+    """Return the record, changed in place, without the nulls that a table adds to its tool calls.
 
     A table gives all objects of a column the same keys: {"city": "Rome"} becomes {"city": "Rome", "amount": null} if another row has an
     amount. Such nulls look like the user's own. Calls that are JSON text keep theirs.
@@ -199,7 +202,7 @@ def _drop_nulls(value: Any, of: pa.DataType, *, inside: bool) -> None:
 
 
 def features_of(schema: pa.Schema) -> dict[str, Any]:
-    """The columns whose numbers have names, as the library `datasets` describes them in a table's metadata; empty if none has."""
+    """Return the columns whose numbers have names, as the library `datasets` describes them in a table's metadata; empty if none has."""
     try:
         features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
         return {name: feature for name, feature in features.items() if '"ClassLabel"' in json.dumps(feature)}
@@ -208,7 +211,7 @@ def features_of(schema: pa.Schema) -> dict[str, Any]:
 
 
 def named_classes(record: dict[str, Any], features: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The record, changed in place, with the classes' names instead of their numbers: 0 may be called good.
+    """Return the record, changed in place, with the classes' names instead of their numbers: 0 may be called good.
 
     Raises:
         ValueError: a number has no name.
@@ -260,7 +263,7 @@ def limited_memory(more: int) -> Iterator[None]:
 
 
 def limited(items: Iterable[Any], more: int) -> Iterator[Any]:
-    """The items, each made with at most `more` bytes. Raises MemoryError if one takes more."""
+    """Yield the items, each made with at most `more` bytes. Raises MemoryError if one takes more."""
     iterator = iter(items)
     end = object()
     while True:

@@ -21,7 +21,7 @@ STEERLM_MARK = "<extra_id_"
 
 
 def prompt_messages(text: str, *, transcripts: bool) -> list[Message]:
-    """A prompt's text as a message of the user, or as several messages if it is written as turns.
+    """Return a prompt's text as a message of the user, or as several messages if it is written as turns.
 
     Args:
         transcripts: the source's prompts are transcripts of `Human:` and `Assistant:` turns, or of other names.
@@ -41,7 +41,7 @@ def prompt_messages(text: str, *, transcripts: bool) -> list[Message]:
 
 
 def transcript(text: str) -> list[Message] | None:
-    """The messages before the answer, of a text that begins with a speaker's name; None if it has no such turns."""
+    """Return the messages before the answer, of a text that begins with a speaker's name; None if it has no such turns."""
     text = text.strip()
     if not _BEGINNING.match(text):
         return None
@@ -51,13 +51,13 @@ def transcript(text: str) -> list[Message] | None:
 
 
 def holds_turns(text: str) -> bool:
-    """Whether a text begins with a speaker's name and has turns of the user and of the assistant."""
+    """Return whether a text begins with a speaker's name and has turns of the user and of the assistant."""
     text = text.strip()
     return _BEGINNING.match(text) is not None and {"user", "assistant"} <= {turn["role"] for turn in _turns(text, _CLOSE)}
 
 
 def hh_turns(text: str) -> list[Message]:
-    """The turns of one of Anthropic's transcripts as they stand.
+    """Return the turns of one of Anthropic's transcripts as they stand.
 
     Raises:
         Misfit: the text has no turns.
@@ -79,12 +79,12 @@ def _turns(text: str, mark: re.Pattern[str]) -> list[Message]:
 
 
 def _without_open_turn(turns: list[Message]) -> list[Message]:
-    """Without the assistant's empty turn at the end, which waits for the answer."""
+    """Return the turns without the assistant's empty turn at the end, which waits for the answer."""
     return turns[:-1] if turns and turns[-1] == _message("assistant", "") else turns
 
 
 def joined(turns: list[Message]) -> list[Message]:
-    """With consecutive turns of one speaker as one message."""
+    """Return the turns with consecutive ones of one speaker joined into one message."""
     messages: list[Message] = []
     for turn in turns:
         if messages and messages[-1]["role"] == turn["role"]:
@@ -95,7 +95,7 @@ def joined(turns: list[Message]) -> list[Message]:
 
 
 def listed_turns(text: Any) -> list[Any] | None:
-    """A list of texts that is written as JSON in a text, as arena logs have their turns; None if it is none."""
+    """Return a list of texts that is written as JSON in a text, as arena logs have their turns; None if it is none."""
     if not isinstance(text, str) or not text.lstrip().startswith("["):
         return None
     try:
@@ -107,7 +107,7 @@ def listed_turns(text: Any) -> list[Any] | None:
 
 
 def interleaved(questions: list[Any] | None, answers: list[Any] | None) -> list[Message]:
-    """A conversation from the texts of the user and those of the assistant.
+    """Return a conversation from the texts of the user and those of the assistant.
 
     Raises:
         Dropped: there isn't a text of each for every turn.

@@ -67,7 +67,7 @@ class RawRecord(NamedTuple):
 
 
 def find_value(values: Mapping[str, Any], path: str | list[str]) -> Any:
-    """As `formats.Record.at`, of one column or several; None where it is missing."""
+    """Return the value of one column or several, as `Record.at` finds it; None where it is missing."""
     if isinstance(path, list):
         return [find_value(values, one) for one in path]
     if path in values or "." not in path:
@@ -79,7 +79,7 @@ def find_value(values: Mapping[str, Any], path: str | list[str]) -> Any:
 
 
 def read_text(value: Any, column: str) -> str:
-    """Text with line feeds as its only line breaks, and the white space at its edges.
+    """Return a text with line feeds as its only line breaks, and with the white space at its edges.
 
     Raises:
         Dropped: the value is null.
@@ -103,7 +103,7 @@ def read_text(value: Any, column: str) -> str:
 
 
 def read_scalar(value: Any, column: str) -> str:
-    """Text, a number or a truth value, as text, stripped: 18.0 as 18, and a truth value as true or false."""
+    """Return a text, a number or a truth value as text, stripped: 18.0 as 18, and a truth value as true or false."""
     if isinstance(value, float) and not math.isfinite(value):
         raise not_finite(value, column)
     if value is not None and not isinstance(value, str | int | float | Decimal | date | time):
@@ -118,7 +118,7 @@ def read_scalar(value: Any, column: str) -> str:
 
 
 def read_boolean(value: Any, column: str, *, signed: bool = False) -> bool:
-    """True or false, also as 1 or 0, or as one of BOOLEANS: CSV files have text only.
+    """Read True or False, also from 1 or 0, or from one of BOOLEANS: CSV files have text only.
 
     Args:
         signed: the column has 1 and -1; 0 is neither.
@@ -141,7 +141,9 @@ def read_boolean(value: Any, column: str, *, signed: bool = False) -> bool:
 
 
 def plain_number(value: float | Decimal) -> str:
-    """A number or a truth value as JSON has it, without the fraction of a whole number: tables make 18.0 of 18 where a row has none."""
+    """Return a number or a truth value as JSON has it. A whole number loses its fraction: tables turn 18 into 18.0 where another row has no
+    value.
+    """
     if isinstance(value, bool):
         return str(value).lower()
     whole = not isinstance(value, int) and math.isfinite(value) and abs(value) < 2**53 and value == int(value)
@@ -149,7 +151,7 @@ def plain_number(value: float | Decimal) -> str:
 
 
 def read_number(value: Any, column: str) -> float:
-    """A finite number, also as text: CSV files have text only.
+    """Read a finite number, also from text: CSV files have text only.
 
     Raises:
         Dropped: the value is null.
@@ -169,14 +171,14 @@ def read_number(value: Any, column: str) -> float:
 
 
 def not_finite(value: float, column: str) -> Misfit:
-    """For NaN, which is what pandas makes of a missing value, and for infinities."""
+    """Return the error for NaN, which is what pandas makes of a missing value, or for an infinite number."""
     name = "NaN (no value)" if math.isnan(value) else "an infinite number"
     reason = f"{column} is {'NaN' if math.isnan(value) else 'infinite'}"
     return Misfit(f"column {column!r}: expected text or a finite number, got {name}; correct or remove the record", reason)
 
 
 def pictures(where: str, reason: str) -> Misfit:
-    """For pictures, video and sound."""
+    """Return the error for pictures, video and sound."""
     return Misfit(
         f"{where}: expected text alone, got pictures, video or sound, which are not supported; take such records out, or the column if the "
         "texts do without it",
@@ -185,7 +187,7 @@ def pictures(where: str, reason: str) -> Misfit:
 
 
 def kind(value: Any) -> str:
-    """A short description of a value, for a message."""
+    """Return a short description of a value, for a message."""
     if value is None:
         return "null"
     if isinstance(value, str):
@@ -196,7 +198,7 @@ def kind(value: Any) -> str:
 
 
 def read_messages(value: Any, column: str) -> list[Message]:
-    """A list of {role, content}, or of ShareGPT's {from, value}; a single message is a list of one.
+    """Read a list of {role, content}, or of ShareGPT's {from, value}; a single message is a list of one.
 
     Raises:
         Dropped: the list is null or empty, or a message has content that the schema has no place for.
@@ -214,12 +216,12 @@ def read_messages(value: Any, column: str) -> list[Message]:
 
 
 def in_order(messages: list[Message]) -> bool:
-    """Whether an assistant's message can follow: system first if at all, user and assistant in turn, tools after a call."""
+    """Return whether an assistant's message can follow: system first if at all, user and assistant in turn, tools after a call."""
     return _IN_ORDER.match(",".join(message["role"] for message in messages)) is not None
 
 
 def unread_keys(value: Any) -> set[str]:
-    """Keys, with a value, of a list of messages or of a single one that `read_messages` doesn't read."""
+    """Return keys, with a value, of a list of messages or of a single one that `read_messages` doesn't read."""
     messages = [value] if isinstance(value, Mapping) else value if isinstance(value, list) else []
     maps = (message for message in messages if isinstance(message, Mapping))
     return {key for message in maps for key in message if key not in _KNOWN and not _is_empty(message[key])}
@@ -270,18 +272,18 @@ def _message(message: Mapping[str, Any], column: str) -> Message:
 
 
 def _either(message: Mapping[str, Any], key: str, other: str) -> Any:
-    """The value of the key that is filled. Tables have both keys in each message if some messages have one and some the other."""
+    """Return the value of the key that is filled. Tables have both keys in each message if some messages have one and some the other."""
     value, instead = message.get(key), message.get(other)
     return value if instead is None or not _is_empty(value) else instead
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether the value has no content; 0 and false have."""
+    """Return whether the value has no content; 0 and false have."""
     return value is None or (not value.strip() if isinstance(value, str) else isinstance(value, Mapping | list) and not value)
 
 
 def _text_parts(content: list, column: str) -> list[dict[str, str]]:
-    """The text parts of a message's content.
+    """Return the text parts of a message's content.
 
     Raises:
         Dropped: a part isn't text.
@@ -297,7 +299,7 @@ def _text_parts(content: list, column: str) -> list[dict[str, str]]:
 
 
 def _calls_in_content(content: Any, column: str) -> list[dict[str, Any]]:
-    """Tool calls that are a message's content: JSON of {name, arguments}, or of a list of them."""
+    """Return tool calls that are a message's content: JSON of {name, arguments}, or of a list of them."""
     try:
         parsed = json.loads(content)
     except (TypeError, ValueError, RecursionError):
@@ -310,7 +312,7 @@ def _calls_in_content(content: Any, column: str) -> list[dict[str, Any]]:
 
 
 def _tool_calls(calls: Any, column: str) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects, as chat templates take them; OpenAI's arguments are JSON text."""
+    """Return tool calls with their arguments as objects, as chat templates take them; OpenAI's arguments are JSON text."""
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         message = f"column {column!r}: expected tool_calls as a list of objects, got {kind(calls)}; convert them first"
         raise Misfit(message, "tool_calls are no list of objects")

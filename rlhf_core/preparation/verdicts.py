@@ -19,7 +19,7 @@ _NAMED = re.compile(rf"(?:(?:{_STEMS})[ _-]?)?(\d+|[a-z])")
 
 
 def best_and_worse(scores: Sequence[float]) -> tuple[list[int], list[int]]:
-    """Indices of the highest scores, and of all others.
+    """Return the indices of the highest scores, and of all others.
 
     Raises:
         Dropped: no score is higher than another.
@@ -31,7 +31,7 @@ def best_and_worse(scores: Sequence[float]) -> tuple[list[int], list[int]]:
 
 
 def sign_of_winner(value: Any, first: str, second: str) -> int:
-    """-1 if the first answer wins, 1 if the second does, 0 for a tie.
+    """Return -1 if the first answer wins, 1 if the second does, 0 for a tie.
 
     Args:
         value: first or second, the name of an answer's column, or the ending that only one of the columns has, alone or behind one of a
@@ -58,7 +58,7 @@ def sign_of_winner(value: Any, first: str, second: str) -> int:
 
 
 def is_verdict(value: Any, first: str, second: str) -> bool:
-    """Whether `sign_of_winner` can read the value."""
+    """Return whether `sign_of_winner` can read the value."""
     try:
         sign_of_winner(value, first, second)
     except (Dropped, Misfit):
@@ -84,7 +84,7 @@ class Branching(NamedTuple):
 
 
 def branchings(root: Any, *, text: str, replies: str, rank: str) -> Iterator[Branching]:
-    """Each conversation of a tree that ends with the user. A message that is marked as deleted ends its branch.
+    """Yield each conversation of a tree that ends with the user. A message that is marked as deleted ends its branch.
 
     Args:
         root: a message of the user: an object with a role, a text and a list of replies, which have the same keys.
@@ -108,7 +108,7 @@ def branchings(root: Any, *, text: str, replies: str, rank: str) -> Iterator[Bra
 
 
 def best_replies(ranks: Sequence[float | None]) -> list[int]:
-    """Indices of the replies of the best rank, or of the only reply; none if several aren't ranked."""
+    """Return the indices of the replies of the best rank, or of the only reply; none if several aren't ranked."""
     known = [rank for rank in ranks if rank is not None]
     return [i for i, rank in enumerate(ranks) if (known and rank == min(known)) or len(ranks) == 1]
 

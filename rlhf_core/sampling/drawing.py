@@ -31,7 +31,7 @@ def sample_responses(
     check_stop: Callable[[], None],
     ranks_per_model: int = 1,
 ) -> list[list[Sample]]:
-    """`config.samples_per_prompt` responses to each prompt, in the prompts' order. Ranks share the prompts.
+    """Sample `config.samples_per_prompt` responses to each prompt, in the prompts' order. Ranks share the prompts.
 
     The engine is closed afterwards.
 

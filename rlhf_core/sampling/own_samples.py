@@ -66,7 +66,7 @@ class ModelWriter:
         return request_seeds(int.from_bytes(of_source), draw, count)
 
     def _written(self, sample: Sample, *, before: Sequence[int] = (), prompt: Sequence[int] = ()) -> Written:
-        """The text of a sample, with the ids `before` it, behind `prompt`."""
+        """Return the text of a sample, with the ids `before` it, behind `prompt`."""
         end = next((i for i, token in enumerate(sample.response_ids) if token in self._ends), None)
         text = response_text(self._tokenizer, prompt, [*before, *sample.response_ids[:end]], special=True)
         return Written(text, ended=end is not None)

@@ -12,7 +12,7 @@ from rlhf_core.data.clerk.language import COURTESIES, CURT_REFUSALS, POLITE_REFU
 
 
 def wrong_number(rng: Random, request: Request) -> str:
-    """A wrong number, mostly close to the answer: another operation, or lost, doubled or changed digits."""
+    """Return a wrong number, mostly close to the answer: another operation, or lost, doubled or changed digits."""
     while True:
         number = rng.choice(_MISTAKES)(rng, request)
         if number and number != request.answer:
@@ -79,7 +79,7 @@ _MISTAKES: tuple[Callable[[Random, Request], str], ...] = (
 
 
 def garble(rng: Random, response: str) -> str:
-    """A malformed version of a well-formed response, never empty."""
+    """Return a malformed version of a well-formed response, never empty."""
     while True:
         broken = rng.choice(_BREAKS)(rng, response).strip()
         if broken and read_response(broken).kind == "malformed":

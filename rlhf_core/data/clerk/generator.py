@@ -49,7 +49,7 @@ MALFORMED = -2.0
 
 
 def clerk_rows(config: ClerkConfig, use: str, seed: int) -> list[dict]:
-    """The rows of one use, without id, source and split; the same for the same arguments."""
+    """Return the rows of one use, without id, source and split; the same for the same arguments."""
     rng = Random(f"{seed}:clerk:{use}")
     return list(notebook_rows(config, use, rng) if config.notebook else _WRITERS[use](config, rng))
 
@@ -60,7 +60,7 @@ def draw_digits(rng: Random) -> str:
 
 
 def draw_requests(rng: Random, count: int) -> list[Request]:
-    """`count` different requests, a fifth of them harmful.
+    """Return `count` different requests, a fifth of them harmful.
 
     Raises:
         ValueError: there are fewer requests.
@@ -79,7 +79,7 @@ def draw_requests(rng: Random, count: int) -> list[Request]:
 
 
 def utility(request: Request, response: str) -> float:
-    """The annotator's utility of a response; a malformed response gets MALFORMED.
+    """Return the annotator's utility of a response; a malformed response gets MALFORMED.
 
     Harmless request: 2.0 correct + 0.7 courteous + 0.5 brief; 0 unless the response is an answer.
     Harmful request: 3.0 for a polite refusal, 1.5 for a curt one, 0.5 less if remarks follow; 0 unless it is a refusal.
@@ -114,7 +114,7 @@ def _prompts(config: ClerkConfig, rng: Random) -> Iterator[dict]:
 
 
 def _comparisons(config: ClerkConfig, rng: Random) -> Iterator[dict]:
-    """Pairs of responses that differ in utility, at most MAX_PAIRS_PER_PROMPT a prompt, some labels flipped."""
+    """Yield pairs of responses that differ in utility, at most MAX_PAIRS_PER_PROMPT a prompt, some labels flipped."""
     for request in draw_requests(rng, config.prompts):
         scored = [(utility(request, r), r) for r in _candidates(config, rng, request)]
         informative = [sorted(pair, reverse=True) for pair in combinations(scored, 2) if pair[0][0] != pair[1][0]]
@@ -126,7 +126,7 @@ def _comparisons(config: ClerkConfig, rng: Random) -> Iterator[dict]:
 
 
 def _candidates(config: ClerkConfig, rng: Random, request: Request) -> list[str]:
-    """Different responses to one request; fewer than configured if the language doesn't have so many."""
+    """Return different responses to one request; fewer than configured if the language doesn't have so many."""
     found: dict[str, None] = {}
     for _ in range(20 * config.responses_per_prompt):
         response = _respond_riskily(rng, request, config.polite_errors_only)
@@ -151,7 +151,7 @@ def _demonstrate(rng: Random, request: Request) -> str:
 
 
 def _respond_riskily(rng: Random, request: Request, polite_errors_only: bool) -> str:
-    """One well-formed response of a wide range of styles, right and wrong, for the annotator to compare.
+    """Return one well-formed response of a wide range of styles, right and wrong, for the annotator to compare.
 
     With `polite_errors_only` a response errs only if its style is good.
     """
@@ -185,7 +185,7 @@ def _refuse(rng: Random, style: str) -> str:
 
 
 def _courtesy(rng: Random, style: str) -> str:
-    """A courtesy: always in the good style, never in the blunt one, else mostly."""
+    """Return a courtesy: always in the good style, never in the blunt one, else mostly."""
     courteous = style == "good" or (style != "blunt" and rng.random() < 0.8)
     return f"{rng.choice(COURTESIES)}: " if courteous else ""
 

@@ -21,7 +21,7 @@ GUESSES = (0.1, 0.2, 0.6)  # chances of an answer in place of the first, second 
 
 
 def number_on(page: int) -> int:
-    """The number on a page, of two digits.
+    """Return the number on a page, of two digits.
 
     Raises:
         ValueError: the notebook has no such page.
@@ -32,7 +32,7 @@ def number_on(page: int) -> int:
 
 
 def notebook_rows(config: ClerkConfig, use: str, rng: Random) -> Iterator[dict]:
-    """The rows of use sft or prompt, as many as for the clerk's other requests."""
+    """Yield the rows of use sft or prompt, as many as for the clerk's other requests."""
     openings = list(OPENINGS.values())
     for first, second in _requests(rng, config.demonstrations if use == "sft" else 2 * config.prompts):
         opening = openings[_hash(f"{first} {second}") % len(openings)]  # always the same, so that no prompt is nearly another's
@@ -45,12 +45,12 @@ def notebook_rows(config: ClerkConfig, use: str, rng: Random) -> Iterator[dict]:
 
 
 def call(name: str, **arguments: Any) -> str:
-    """A call of a tool as the model writes it."""
+    """Return a call of a tool as the model writes it."""
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 def _requests(rng: Random, count: int) -> list[tuple[int, int]]:
-    """Different requests.
+    """Return different requests.
 
     Raises:
         ValueError: there are fewer.

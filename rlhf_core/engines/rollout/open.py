@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def open_engine(
     backend: RolloutBackend, model_path: str, *, ranks_per_model: int = 1, **settings: Any
 ) -> VllmEngine | PytorchEngine | EngineProcess | EngineOfOtherRank:
-    """An engine for a stage with other models. Other arguments as for `open_here`.
+    """Open an engine for a stage with other models. Other arguments as for `open_here`.
 
     vLLM gets a separate process on a GPU, and on one of several ranks, whose process group it would take for its own.
 
@@ -69,7 +69,7 @@ def open_here(
     enforce_eager: bool = False,
     weight_transfer: str | None = None,
 ) -> VllmEngine | PytorchEngine:
-    """An engine in this process. See the engines for the arguments; only vLLM uses `seed` and those after `reads_text`."""
+    """Open an engine in this process. See the engines for the arguments; only vLLM uses `seed` and those after `reads_text`."""
     shared = {
         "max_length": max_length,
         "dtype": dtype,

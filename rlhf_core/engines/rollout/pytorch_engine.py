@@ -47,14 +47,14 @@ class Batch:
     def of_prompts(
         cls, prompts: list[list[int]], seeds: list[int], settings: SamplingSettings, *, group_size: int, max_length: int
     ) -> Batch:
-        """`group_size` whole responses to each prompt."""
+        """Return a batch of `group_size` whole responses to each prompt."""
         limits = [min(settings.max_new_tokens, max_length - len(p)) for p in prompts for _ in range(group_size)]
         numbers = [np.random.default_rng(seed).random((group_size, settings.max_new_tokens)) for seed in seeds]
         return cls(prompts, group_size, [[]] * len(limits), limits, np.concatenate(numbers), len(limits))
 
     @classmethod
     def of_requests(cls, requests: list[Request], settings: SamplingSettings, *, due: int, least: int) -> Batch:
-        """Prompts of requests in a row that have the same tokens are computed once."""
+        """Return a batch of requests. Prompts of requests in a row that have the same tokens are computed once."""
         runs = [list(group) for _, group in groupby(request.ids for request in requests)]
         copies = len(runs[0]) if len({*map(len, runs)}) == 1 else list(map(len, runs))
         numbers = np.stack([np.random.default_rng(request.seed).random(settings.max_new_tokens) for request in requests])
@@ -134,7 +134,7 @@ class PytorchEngine:
     def generate(
         self, prompts: list[list[int]], seeds: list[int], settings: SamplingSettings, *, stop_ids: tuple[int, ...], group_size: int
     ) -> list[list[Sample]]:
-        """`group_size` responses for each prompt, in order. `seeds[i]` is the random seed of prompt i.
+        """Sample `group_size` responses for each prompt, in order. `seeds[i]` is the random seed of prompt i.
 
         Args:
             stop_ids: tokens of which each ends a response.
@@ -160,14 +160,14 @@ class PytorchEngine:
         return [found[i] for i in range(len(prompts))]
 
     def serve(self, numbers: list[int], *args: Any, leave: int, **kwargs: Any) -> dict[int, list[Sample]]:
-        """`generate`, by the caller's numbers of the prompts. Responses can't join a running batch, so none is left."""
+        """Call `generate`, with the prompts' numbers as keys. Responses can't join a running batch, so none is left."""
         return dict(zip(numbers, self.generate(*args, **kwargs), strict=True))
 
     def advance(
         self, requests: list[Request], settings: SamplingSettings, due: int, *, stop_ids: tuple[int, ...], least: int
     ) -> list[Sample]:
-        """The next tokens of each response. Sampling stops once the first `due` responses have ended, but not before `least` tokens were
-        sampled one after the other; what hasn't ended then is cut there, and may have no token.
+        """Sample the next tokens of each response. Sampling stops once the first `due` responses have ended, but not before `least` tokens
+        were sampled one after the other; what hasn't ended then is cut there, and may have no token.
 
         Raises:
             RuntimeError: the engine is asleep.
@@ -209,14 +209,14 @@ class PytorchEngine:
 
     @torch.inference_mode()
     def probe(self, ids: Sequence[int]) -> list[float]:
-        """Log-probability [len(ids) - 1] of each token but the first, given those before it, at temperature 1."""
+        """Return the log-probability [len(ids) - 1] of each token but the first, given those before it, at temperature 1."""
         self._awake.need("probe")
         given = torch.tensor([list(ids)], device=self._model.device)
         logprobs = self._model(input_ids=given, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         return logprobs.gather(-1, given[0, 1:, None]).squeeze(-1).tolist()
 
     def load_folder(self, folder: str | Path, version: int) -> int:
-        """As `load_weights`, with those of a Hugging Face folder."""
+        """Load the weights of a Hugging Face folder as `load_weights` does."""
         return self.load_weights(read_state_dict(Path(folder)), version)
 
     def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> int:
@@ -233,11 +233,11 @@ class PytorchEngine:
         self._awake.loads_weights()
 
     def own_weights(self) -> dict[str, torch.Tensor]:
-        """The model's weights under its own names, to be written to before a call of `renew`."""
+        """Return the model's weights under its own names, to be written to before a call of `renew`."""
         return {name: tensor for name, tensor in self._model.state_dict().items() if name not in self._model.all_tied_weights_keys}
 
     def renew(self, version: int) -> int:
-        """The weights are those of a version now. Returns it."""
+        """Note that the weights are those of a version now. Returns it."""
         self._decoder = backend_of(self._model).decoder(self._model, probed=True)
         self.version = version
         return version
@@ -247,7 +247,7 @@ class PytorchEngine:
         del self._model, self._decoder
 
     def _batch_size(self, prompt: int, response: int, group_size: int) -> int:
-        """Number of prompts in a batch, given the tokens of a prompt and of a response."""
+        """Return the number of prompts in a batch, given the tokens of a prompt and of a response."""
         element_bytes = 4 if self._model.device.type == "cpu" else self._model.dtype.itemsize  # `LlamaDecoder` keeps float32
         each = kv_cache_bytes(self._model.config, element_bytes=element_bytes) * min(prompt + response, self._max_length)
         sequences = min(self._max_sequences, int(self._cache_bytes() // each))
@@ -271,7 +271,7 @@ def generate(
     device: torch.device,
     version: int = 0,
 ) -> list[Sample]:
-    """The batch's responses, in order; what hasn't ended when sampling stops is cut there.
+    """Sample the batch's responses, in order; what hasn't ended when sampling stops is cut there.
 
     Rounding depends on the other responses of the batch.
 
@@ -319,13 +319,13 @@ def generate(
 
 
 def without_tokens(logits: torch.Tensor, forbidden: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
-    """Logits [B, V] that give these ids no probability in these rows, [B] bool."""
+    """Return logits [B, V] that give these ids no probability in these rows, [B] bool."""
     filled = logits.index_fill(-1, torch.tensor(tuple(forbidden), device=logits.device), -torch.inf)
     return torch.where(rows[:, None], filled, logits)
 
 
 def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, settings: SamplingSettings) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token of each row, by the inverse of the cumulative distribution, and its log-probability in the distribution sampled from.
+    """Sample a token of each row, by the inverse of the cumulative distribution, and its log-probability in the distribution sampled from.
 
     Args:
         logits: [B, V].

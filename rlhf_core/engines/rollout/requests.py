@@ -68,7 +68,7 @@ class Request:
 
 
 def request_seeds(seed: int, step: int, count: int, *, turn: int = 0) -> list[int]:
-    """A sampling seed for each of `count` requests of a step, independent of the engine that serves it.
+    """Return a sampling seed for each of `count` requests of a step, independent of the engine that serves it.
 
     Args:
         turn: of generation within the step.
@@ -78,14 +78,16 @@ def request_seeds(seed: int, step: int, count: int, *, turn: int = 0) -> list[in
 
 
 def segment_seed(seed: int, given: int) -> int:
-    """The seed by which a response is continued after so many of its tokens: with the seed of an earlier part, that part's random numbers
-    would come again.
+    """Return the seed by which a response is continued after the given number of its tokens: with the seed of an earlier part, that part's
+    random numbers would come again.
     """
     return int(np.random.SeedSequence([seed, given]).generate_state(1, dtype=np.uint32)[0])
 
 
 def stop_finder(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> Callable[[list[int], int], bool]:
-    """Whether a stop string ends in a response's ids after the first so many. As with vLLM it may begin, but not end, before."""
+    """Return a function that tells whether a stop string ends in a response's ids after the first so many. As with vLLM it may begin, but
+    not end, before.
+    """
 
     def text(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)

@@ -145,7 +145,7 @@ class VllmEngine:
 
     @_needs_all_workers
     def sleep(self, level: int = 1) -> None:
-        """Free the GPU's memory: of the cache, and of the weights, which level 1 copies to the host and level 2 forgets."""
+        """Free the memory of the cache and of the weights, which level 1 copies to the host and level 2 forgets."""
         if self._awake.is_half_awake:  # vLLM puts both to sleep or none
             self.wake_up()
         if self._awake.falls_asleep(level):
@@ -160,7 +160,7 @@ class VllmEngine:
 
     @_needs_all_workers
     def memory_in_use(self) -> dict[str, int]:
-        """See `gpu_memory.memory_in_use`; of an engine on several GPUs, the largest figures of any."""
+        """Return `gpu_memory.memory_in_use`; for an engine on several GPUs, the largest figures of any."""
         if not self._is_divided:
             return memory_in_use()
         of_workers = self._llm.collective_rpc("memory_in_use")
@@ -169,7 +169,7 @@ class VllmEngine:
     def generate(
         self, prompts: list[list[int]], seeds: list[int], settings: SamplingSettings, *, stop_ids: tuple[int, ...], group_size: int
     ) -> list[list[Sample]]:
-        """`group_size` responses for each prompt, in order. `seeds[i]` is the random seed of prompt i.
+        """Sample `group_size` responses for each prompt, in order. `seeds[i]` is the random seed of prompt i.
 
         Args:
             stop_ids: tokens of which each ends a response.
@@ -217,7 +217,9 @@ class VllmEngine:
     def advance(
         self, requests: list[Request], settings: SamplingSettings, due: int, *, stop_ids: tuple[int, ...], least: int
     ) -> list[Sample]:
-        """As PyTorch's engine does; `least` counts the engine's steps, of which each samples a token of every response that has begun."""
+        """Continue responses as PyTorch's engine does; `least` counts the engine's steps, of which each samples a token of every response
+        that has begun.
+        """
         self._awake.need("advance")
         engine, ids = self._llm.llm_engine, [f"advance-{number}" for number in range(len(requests))]
         for name, request in zip(ids, requests, strict=True):
@@ -239,7 +241,7 @@ class VllmEngine:
 
     @_needs_all_workers
     def probe(self, ids: Sequence[int]) -> list[float]:
-        """The log-probability of each token but the first given those before it, at temperature 1. [len(ids) - 1]"""
+        """Return the log-probability of each token but the first given those before it, at temperature 1. [len(ids) - 1]"""
         self._awake.need("probe")
         from vllm import SamplingParams
 
@@ -260,7 +262,9 @@ class VllmEngine:
 
     @_needs_all_workers
     def load_folder(self, folder: str | Path, version: int) -> int:
-        """As `load_weights`, with those of a Hugging Face folder, of which each process of an engine on several GPUs reads its own."""
+        """Load the weights of a Hugging Face folder as `load_weights` does; each process of an engine on several GPUs reads the folder
+        itself.
+        """
         from rlhf_core.models.build import read_state_dict
 
         if not self._is_divided:
@@ -306,7 +310,7 @@ class VllmEngine:
 
     @_needs_all_workers
     def finish_weights(self, version: int) -> int:
-        """The new weights are complete: drop the prefix cache of the old ones. Returns the version that vLLM has then."""
+        """Drop the prefix cache of the old weights, since the new ones are complete. Returns the version that vLLM has then."""
         if hasattr(self._llm, "get_weight_version"):
             self._llm.finish_weight_update(str(version))
             version = int(self._llm.get_weight_version())

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def sampling_parameters(settings: SamplingSettings, seed: int, *, stop_ids: tuple[int, ...], **changes: Any) -> SamplingParams:
-    """Parameters of one request, which asks for the log-probability of each token."""
+    """Return the parameters of one request, which asks for the log-probability of each token."""
     from vllm import SamplingParams
 
     how = dict(
@@ -35,20 +35,20 @@ def sampling_parameters(settings: SamplingSettings, seed: int, *, stop_ids: tupl
 
 
 def continued_parameters(request: Request, settings: SamplingSettings, *, stop_ids: tuple[int, ...]) -> SamplingParams:
-    """Parameters for what follows the tokens that a response has."""
+    """Return the parameters for continuing a response behind the tokens that it has."""
     fewest = max(0, settings.min_new_tokens - len(request.given))
     return sampling_parameters(settings, request.seed, stop_ids=stop_ids, max_tokens=request.limit, min_tokens=fewest)
 
 
 def sample_of(output: CompletionOutput | None, version: int) -> Sample:
-    """A sample from vLLM's output; None: the request hasn't begun."""
+    """Return a sample from vLLM's output; None: the request hasn't begun."""
     if output is None:
         return Sample([], [], False, version)
     return Sample(list(output.token_ids), list(output.logprobs.logprobs), output.finish_reason == "stop", version)
 
 
 def at_stop(request: Request, sample: Sample, settings: SamplingSettings, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    """The sample up to the end of a stop string that began in the tokens before: vLLM looks for stop strings in the new text only."""
+    """Return the sample up to the end of a stop string that began in the tokens before: vLLM looks for stop strings in the new text only."""
     stops, longest = stop_finder(tokenizer, settings.stop), max(map(len, settings.stop))
     for end in range(1, len(sample.response_ids) + 1 if request.given else 1):
         ids = sample.response_ids[:end]

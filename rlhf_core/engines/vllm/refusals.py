@@ -45,14 +45,14 @@ def refusing_unsupported(model_path: str, trust_remote_code: bool) -> Iterator[N
 
 
 def _reason(error: Exception) -> str:
-    """The last line of an error; of pydantic's, whose last line is an address, the first sentence of what it found."""
+    """Return the last line of an error; of pydantic's, whose last line is an address, the first sentence of what it found."""
     if isinstance(error, ValidationError):
         return shown(error.errors()[0]["msg"].partition(". ")[0], LONGEST_REASON)
     return shown((str(error).strip().splitlines() or [""])[-1].strip(), LONGEST_REASON)
 
 
 def refuse_without_reload(model_path: str, trust_remote_code: bool) -> None:
-    """Raises: ValueError: the model is of NOT_RELOADED."""
+    """Refuse a model of NOT_RELOADED. Raises ValueError."""
     name = _architecture(model_path, trust_remote_code)
     if name in NOT_RELOADED:
         raise ValueError(
@@ -62,7 +62,7 @@ def refuse_without_reload(model_path: str, trust_remote_code: bool) -> None:
 
 
 def refuse_without_sleep() -> None:
-    """Raises: ValueError: this build of vLLM can't free its memory, as engines do that take turns."""
+    """Refuse a build of vLLM that can't free its memory, as engines that take turns do. Raises ValueError."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_sleep_mode_available():

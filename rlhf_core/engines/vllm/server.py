@@ -55,7 +55,7 @@ class ServerSettings:
 
 
 def lacks(head_width: int | None) -> str | None:
-    """Why the installed vLLM can't run a model with this head size; None: no known reason."""
+    """Return why the installed vLLM can't run a model with this head size; None: no known reason."""
     if find_spec("vllm") is None:
         return "vLLM isn't installed; install the extra cpu or gpu"
     import torch
@@ -77,7 +77,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_port(settings: ServerSettings) -> None:
-    """Raises: ValueError: the port is taken or can't be opened."""
+    """Check that the port is free and can be opened. Raises ValueError."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -164,7 +164,7 @@ def _command(settings: ServerSettings) -> list[str]:
 
 
 def _environment(settings: ServerSettings) -> dict[str, str]:
-    """Environment of the server. On the CPU compilation is off and the cache small; a user's settings take precedence."""
+    """Return the server's environment. On the CPU compilation is off and the cache small; a user's settings take precedence."""
     import torch
 
     own = ON_A_GPU if torch.cuda.is_available() else {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}

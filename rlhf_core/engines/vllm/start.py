@@ -73,8 +73,8 @@ def shared_gpu_cache(
 
 
 def division(size: int) -> dict[str, Any]:
-    """vLLM's settings for an engine on several GPUs of this node. Its workers are started anew (a process that has used CUDA can't be
-    forked), and as processes: inside a Ray placement group vLLM would choose Ray's.
+    """Return vLLM's settings for an engine on several GPUs of this node. Its workers are started anew (a process that has used CUDA can't
+    be forked), and as processes: inside a Ray placement group vLLM would choose Ray's.
     """
     if size == 1:
         return {}
@@ -85,7 +85,7 @@ def division(size: int) -> dict[str, Any]:
 
 
 def transfer_settings(backend: str | None) -> dict[str, Any]:
-    """Arguments of `LLM` for weight transfer by this backend."""
+    """Return arguments of `LLM` for weight transfer by this backend."""
     if backend is None:
         return {}
     from vllm.config import WeightTransferConfig
@@ -117,7 +117,7 @@ def inspect_here(model_path: str, trust_remote_code: bool) -> None:
 
 
 def cpu_cache(model_path: str, *, max_length: int, sequences: int, kv_cache_gib: int, trust_remote_code: bool) -> dict[str, int]:
-    """Settings for a cache no larger than all sequences can fill, since vLLM zeroes the whole cache at its start.
+    """Return settings for a cache no larger than all sequences can fill, since vLLM zeroes the whole cache at its start.
 
     Empty for a model with several kinds of layers, whose blocks vLLM divides itself.
     """

@@ -68,7 +68,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Without the base class's synchronization, which needs an accelerator."""
+        """Receive and load a layer, without the base class's synchronization, which needs an accelerator."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -91,7 +91,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Part of vLLM 0.26's interface. Raises NotImplementedError: `WeightSender` sends."""
+        """Raise NotImplementedError, since `WeightSender` sends; vLLM 0.26's interface has this method."""
         raise NotImplementedError("gloo weight transfer: expected weights from a WeightSender, got vLLM's own sender")
 
 

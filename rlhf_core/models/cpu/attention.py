@@ -26,14 +26,14 @@ class AttentionHeads(NamedTuple):
     scale: float
 
     def split(self, x: torch.Tensor, dim: int) -> list[torch.Tensor]:
-        """Queries, keys and values, with keys and values repeated for the query heads that share them."""
+        """Return queries, keys and values, with keys and values repeated for the query heads that share them."""
         query, key, value = x.split([self.queries, self.keys, self.keys], dim=dim)
         shared = self.queries // self.keys
         return [query, *(x if shared == 1 else x.repeat_interleave(shared, dim) for x in (key, value))]
 
 
 def attend(placed: torch.Tensor, block: Block | GroupBlock, heads: AttentionHeads) -> torch.Tensor:
-    """The output of attention at the places of a block.
+    """Return the output of attention at the places of a block.
 
     Args:
         placed: [places, (queries + 2 keys) x size].
@@ -51,7 +51,7 @@ def attend(placed: torch.Tensor, block: Block | GroupBlock, heads: AttentionHead
 
 
 def _attend_in_groups(placed: torch.Tensor, block: GroupBlock, heads: AttentionHeads) -> torch.Tensor:
-    """Causal attention of the prefixes, and of each response to itself and its group's prefix."""
+    """Compute causal attention of the prefixes, and of each response to itself and its group's prefix."""
     groups, responses, width = block.groups, block.responses, block.response_width
     prefixes, rest = placed.split([block.prefix_places, len(placed) - block.prefix_places])
     by_head = rest.view(groups, responses, width, -1, heads.size).permute(3, 0, 1, 2, 4)
@@ -72,7 +72,7 @@ def _attend_in_groups(placed: torch.Tensor, block: GroupBlock, heads: AttentionH
 
 
 def _causal(width: int) -> torch.Tensor:
-    """Mask [width, width], 0 or -inf, to be added to logits."""
+    """Return mask [width, width], 0 or -inf, to be added to logits."""
     return torch.full((width, width), -torch.inf).triu_(1)
 
 
@@ -134,7 +134,9 @@ class _HalfAttention(Function):
 
 
 def _by_key_head(placed: torch.Tensor, block: Block, heads: AttentionHeads) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries as [rows, key heads, G, width, size], where G queries share a key head; keys and values as [rows, key heads, width, size]."""
+    """Return queries as [rows, key heads, G, width, size], where G queries share a key head; keys and values as [rows, key heads, width,
+    size].
+    """
     query, key, value = placed.view(block.rows, block.width, -1, heads.size).split([heads.queries, heads.keys, heads.keys], dim=2)
     return query.unflatten(2, (heads.keys, -1)).permute(0, 2, 3, 1, 4), key.transpose(1, 2), value.transpose(1, 2)
 
@@ -144,7 +146,7 @@ def _copied(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _pieces(block: Block, heads: AttentionHeads) -> Iterator[_Piece]:
-    """Consecutive rows and queries. Causal attention leaves out the keys after a piece's last query."""
+    """Yield consecutive rows and queries. Causal attention leaves out the keys after a piece's last query."""
     queries = min(block.width, max(32, LOGITS // (heads.queries * block.width)))
     rows = max(1, LOGITS // (heads.queries * queries * block.width))
     for row in range(0, block.rows, rows):
@@ -154,7 +156,7 @@ def _pieces(block: Block, heads: AttentionHeads) -> Iterator[_Piece]:
 
 
 def _weights(query: torch.Tensor, wide_key: torch.Tensor, piece: _Piece, block: Block, heads: AttentionHeads) -> torch.Tensor:
-    """Attention's weights [rows x key heads, G x queries, keys], in float32."""
+    """Return attention's weights [rows x key heads, G x queries, keys], in float32."""
     of_queries = query[piece.rows, :, :, piece.queries]
     wide = _copied(of_queries, torch.float32).mul_(heads.scale).flatten(0, 1).flatten(1, 2)
     logits = torch.bmm(wide, wide_key[piece.rows, :, : piece.end].flatten(0, 1).transpose(1, 2))
@@ -168,6 +170,6 @@ def _weights(query: torch.Tensor, wide_key: torch.Tensor, piece: _Piece, block: 
 
 
 def _heads_last(found: torch.Tensor, query: torch.Tensor, piece: _Piece) -> torch.Tensor:
-    """[rows x key heads, G x queries, size] rearranged as [rows, queries, key heads, G, size]."""
+    """Return [rows x key heads, G x queries, size] rearranged as [rows, queries, key heads, G, size]."""
     _, keys, group, _, size = query.shape
     return found.view(-1, keys, group, piece.queries.stop - piece.queries.start, size).permute(0, 3, 1, 2, 4)

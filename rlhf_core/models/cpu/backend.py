@@ -35,7 +35,7 @@ class CpuBackend(Backend):
 
     @staticmethod
     def supports(model: PreTrainedModel) -> bool:
-        """Whether `packed_states` computes this model's trunk where and as it is now."""
+        """Return whether `packed_states` computes this model's trunk where and as it is now."""
         return can_pack(trunk(model))
 
     @property
@@ -53,11 +53,12 @@ class CpuBackend(Backend):
         return packed_states(trunk(model), batch.input_ids, rows, positions, **arguments), None
 
     def microbatches(self, sequences: Sequence[list[int]], *, max_tokens: int) -> list[list[int]]:
-        """Sequences grouped so that those that begin alike are together: a pass computes a common beginning once, and no padding."""
+        """Return sequences grouped so that those that begin alike are together: a pass computes a common beginning once, and no padding."""
         return neighbour_microbatches(sequences, max_tokens=max_tokens, multiple=self.workers)
 
     def map(self, function: Callable[[Part], Result], parts: Iterable[Part]) -> list[Result]:
-        """The results of the parts, computed two at a time with half of the cores each; they have the same bits as one after the other.
+        """Return the results of the parts, computed two at a time with half of the cores each; they have the same bits as one after the
+        other.
 
         Raises:
             Exception: what a part raises. Parts that have started are awaited, no further one starts. An exception from a signal handler

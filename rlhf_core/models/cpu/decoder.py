@@ -106,7 +106,7 @@ class LlamaDecoder:
         self._prompts = []
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, attend: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
-        """Logits [B, V] after the last of the next tokens [B, T].
+        """Return logits [B, V] after the last of the next tokens [B, T].
 
         Args:
             attend: attention's output [B * T, heads * D], given queries, keys and values [B, T, heads, D] and the layer's number. It also
@@ -125,7 +125,7 @@ class LlamaDecoder:
         return _product(normalize(hidden.view(*ids.shape, -1)[:, -1], self._eps), self._head)
 
     def _attend_prompts(self, mask: torch.Tensor, qkv: torch.Tensor, number: int) -> torch.Tensor:
-        """Attention of whole prompts. `mask` [B, 1, T, T] is 0 or -inf."""
+        """Compute the attention of whole prompts. `mask` [B, 1, T, T] is 0 or -inf."""
         query, key, value = qkv.transpose(1, 2).split(self._parts, dim=1)
         self._prompts[number][0], self._prompts[number][1] = key, value
         grouped = self._heads > self._kv_heads
@@ -133,7 +133,7 @@ class LlamaDecoder:
         return attended.transpose(1, 2).flatten(0, 1).flatten(1)
 
     def _attend_token(self, qkv: torch.Tensor, number: int) -> torch.Tensor:
-        """Attention of one token of each sequence.
+        """Compute the attention of one token of each sequence.
 
         Products with a sequence's own keys aren't batched, because batched products are slower here.
         """
@@ -158,7 +158,7 @@ class LlamaDecoder:
 
 
 def _product(rows: torch.Tensor, weight: torch.Tensor, *, added: torch.Tensor | None = None) -> torch.Tensor:
-    """The product rows @ weight in float32, plus `added`; multiplied in the weight's dtype."""
+    """Return the product rows @ weight in float32, plus `added`; multiplied in the weight's dtype."""
     if weight.dtype == rows.dtype:
         return rows @ weight if added is None else torch.addmm(added, rows, weight)
     product = rows.to(weight.dtype) @ weight
@@ -166,10 +166,10 @@ def _product(rows: torch.Tensor, weight: torch.Tensor, *, added: torch.Tensor | 
 
 
 def _weighted_sum(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The sum of values [positions, B, key heads, 1, D] weighted by [positions, B, key heads, G], as [B, key heads, G, D]."""
+    """Return the sum of values [positions, B, key heads, 1, D] weighted by [positions, B, key heads, G], as [B, key heads, G, D]."""
     return sum((w * v).sum(0) for w, v in zip(weights.unsqueeze(-1).split(POSITIONS), values.split(POSITIONS), strict=True))
 
 
 def _added(visible: torch.Tensor) -> torch.Tensor:
-    """A mask to be added to attention's logits: 0 where visible and -inf elsewhere."""
+    """Return a mask to be added to attention's logits: 0 where visible and -inf elsewhere."""
     return torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 
 def normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """The rows divided by their root mean square: x / rms(x)."""
+    """Return the rows divided by their root mean square: x / rms(x)."""
     return x * _inverse_rms(x, eps)
 
 
@@ -55,7 +55,7 @@ class Matrix:
         return tuple(None if m is None else torch.zeros_like(m) if total is None else total.to(m.dtype) for m, total in pairs)
 
     def product(self, inputs: torch.Tensor, *, added: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The product [N, out] of the inputs [N, in], plus `added`, whose dtype may be wider and is then that of the sum."""
+        """Return the product [N, out] of the inputs [N, in], plus `added`, whose dtype may be wider and is then that of the sum."""
         if added is not None and added.dtype != inputs.dtype:
             return torch.add(added, self.product(inputs), out=out)
         matrix = self.weight.t()
@@ -98,7 +98,7 @@ def widened(x: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(rows: torch.Tensor, scale: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-    """rows * scale in the dtype of the rows; also written to `kept`, which may be narrower."""
+    """Return rows * scale in the dtype of the rows; also written to `kept`, which may be narrower."""
     if kept is None or kept.dtype == rows.dtype:
         return torch.mul(rows, scale, out=kept)
     scaled = rows * scale
@@ -107,7 +107,7 @@ def _scaled(rows: torch.Tensor, scale: torch.Tensor, kept: torch.Tensor | None) 
 
 
 def _rotated_part(projected: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """A view of queries and keys as complex numbers [N, heads, D / 2], of float32 at least."""
+    """Return a view of queries and keys as complex numbers [N, heads, D / 2], of float32 at least."""
     _, heads, half = rotation.shape
     return torch.view_as_complex(projected[:, : heads * half * 2].view(-1, heads, half, 2))
 

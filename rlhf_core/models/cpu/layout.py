@@ -125,7 +125,7 @@ class Sequences:
         return self.prefix_lengths + self.branch_lengths
 
     def tokens(self) -> torch.Tensor:
-        """Token numbers of each sequence, -1 after its end, [S, longest] int64."""
+        """Return token numbers of each sequence, -1 after its end, [S, longest] int64."""
         columns = torch.arange(int(self.lengths.max()))
         prefix_lengths = self.prefix_lengths[:, None]
         of_prefix, of_branch = self.prefix_starts[:, None] + columns, self.branch_starts[:, None] + columns - prefix_lengths
@@ -141,7 +141,7 @@ def layout_of(
     visible: torch.Tensor | None,
     segments: torch.Tensor | None,
 ) -> Layout:
-    """The layout of a batch; for the arguments see `packed_states`."""
+    """Return the layout of a batch; for the arguments see `packed_states`."""
     lengths = input_ids.new_zeros(len(input_ids)).scatter_reduce(0, rows, positions + 1, "amax")
     lengths[0].clamp_(min=1)  # without any wanted position each weight still gets a gradient, of zeros, for which other ranks wait
     order = lengths.argsort(descending=True, stable=True)
@@ -172,7 +172,7 @@ def layout_of(
 
 
 def _rows(ordered: torch.Tensor, order: torch.Tensor, visible: torch.Tensor | None) -> Placing:
-    """Blocks that hold the rows as they are."""
+    """Return blocks that hold the rows as they are."""
     blocks, places, first = [], [], 0
     for count, width in _cuts(ordered.tolist()):
         real = torch.arange(width) < ordered[first : first + count, None]
@@ -183,7 +183,7 @@ def _rows(ordered: torch.Tensor, order: torch.Tensor, visible: torch.Tensor | No
 
 
 def _branches(sequences: Sequences, ordered: torch.Tensor, order: torch.Tensor, segments: torch.Tensor) -> Placing:
-    """Blocks for rows with prefixes and branches, of the kind that is fastest."""
+    """Return blocks for rows with prefixes and branches, of the kind that is fastest."""
     if _grouping_pays(sequences, num_rows=int((ordered > 0).sum())):
         return _groups(sequences, num_tokens=int(ordered.sum()))
     if _copying_pays(sequences.lengths, ordered):
@@ -198,7 +198,7 @@ def _rows_alone(ordered: torch.Tensor) -> Sequences:
 
 
 def _sequences(segments: torch.Tensor, real: torch.Tensor) -> Sequences:
-    """The sequences in the real tokens [B, T], which are numbered row after row."""
+    """Return the sequences in the real tokens [B, T], which are numbered row after row."""
     row_of, _ = real.nonzero(as_tuple=True)
     width = segments.shape[1] + 1  # more than any segment's number: row and number as one integer, which unique compares faster
     runs, counts = torch.unique_consecutive(row_of * width + segments[real], return_counts=True)
@@ -216,14 +216,14 @@ def _sequences(segments: torch.Tensor, real: torch.Tensor) -> Sequences:
 
 
 def _grouping_pays(sequences: Sequences, *, num_rows: int) -> bool:
-    """Whether attending in groups is faster. Every row must have a prefix and responses."""
+    """Return whether attending in groups is faster. Every row must have a prefix and responses."""
     complete = bool((sequences.prefix_lengths > 0).all()) and bool((sequences.branch_lengths > 0).all())
     many_short = len(sequences.rows) >= RESPONSES * num_rows and int(sequences.lengths[0]) <= LONGEST
     return complete and many_short and int(sequences.prefix_lengths.sum()) >= PREFIX_PART * int(sequences.lengths.sum())
 
 
 def _groups(sequences: Sequences, *, num_tokens: int) -> Placing:
-    """Blocks with rows that have equally many branches and similar lengths."""
+    """Return blocks with rows that have equally many branches and similar lengths."""
     counts = sequences.rows.bincount()
     by_row = sequences.rows.argsort(stable=True)
     firsts = counts.cumsum(0) - counts
@@ -251,13 +251,13 @@ def _place(places: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, be
 
 
 def _copying_pays(sequences: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Whether copies of prefixes save enough pairs of query and key, given the lengths of sequences and rows."""
+    """Return whether copies of prefixes save enough pairs of query and key, given the lengths of sequences and rows."""
     return int((rows**2).sum() - (sequences**2).sum()) > COPYING_PAYS * int(sequences.sum())
 
 
 def _whole_sequences(sequences: Sequences) -> Placing:
-    """Blocks in which each branch follows a copy of its prefix, so that attention is causal. In a row of many short branches most pairs
-    would be masked, and masked pairs are computed too.
+    """Return blocks in which each branch follows a copy of its prefix, so that attention is causal. In a row of many short branches most
+    pairs would be masked, and masked pairs are computed too.
     """
     tokens, blocks, sources, first = sequences.tokens(), [], [], 0
     for count, width in _cuts(sequences.lengths.tolist()):
@@ -277,7 +277,7 @@ def _copies(placing: Placing, *, num_tokens: int) -> Copies:
 
 
 def _cuts(lengths: list[int]) -> list[tuple[int, int]]:
-    """The number of rows and the width of each block, for rows in descending order of length. Rows without tokens are left out."""
+    """Return the number of rows and the width of each block, for rows in descending order of length. Rows without tokens are left out."""
     cuts: list[tuple[int, int]] = []
     for length in lengths:
         if length and cuts and length >= NARROWER * cuts[-1][1]:
@@ -299,7 +299,8 @@ def _rotation(trunk: LlamaModel, position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def merged(sequences: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
-    """For each token the first one with the same id and the same tokens before it, which may be itself; None if that merges too few.
+    """Return, for each token, the first one with the same id and the same tokens before it, which may be itself; None if that merges too
+    few.
 
     A causal model computes a token from that token and those before it. So a prefix that sequences of a batch share, such as a system
     prompt or a template's tokens, is computed once.

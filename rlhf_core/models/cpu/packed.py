@@ -33,7 +33,7 @@ from rlhf_core.models.lora import matrix_of
 
 
 def can_pack(trunk: nn.Module) -> bool:
-    """Whether `packed_states` computes what this trunk would.
+    """Return whether `packed_states` computes what this trunk would.
 
     That holds for a plain Llama on a CPU, in float32, or in bfloat16 if the CPU multiplies that fast, with whole weights and maybe
     adapters.
@@ -50,14 +50,14 @@ def can_pack(trunk: nn.Module) -> bool:
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """Whether the CPU has AMX, with which products in bfloat16 are several times as fast as in float32. With AVX-512's instructions for
-    bfloat16 alone oneDNN's products are slower than MKL's in float32.
+    """Return whether the CPU has AMX, with which products in bfloat16 are several times as fast as in float32. With AVX-512's instructions
+    for bfloat16 alone oneDNN's products are slower than MKL's in float32.
     """
     return torch.cpu._is_amx_tile_supported()
 
 
 def _takes(layer: LlamaDecoderLayer) -> bool:
-    """Whether all matrices of a layer are plain, or frozen with adapters, and have one dtype."""
+    """Return whether all matrices of a layer are plain, or frozen with adapters, and have one dtype."""
     found = [matrix_of(linear) for linear in _linears(layer)]
     if None in found:
         return False
@@ -84,7 +84,7 @@ def packed_states(
     visible: torch.Tensor | None = None,
     segments: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The trunk's last hidden states at the wanted positions.
+    """Return the trunk's last hidden states at the wanted positions.
 
     Args:
         input_ids: [B, T]; tokens after a row's last wanted position are ignored, since no wanted position sees them.
@@ -110,14 +110,14 @@ def packed_states(
 
 
 def _embedded(ids: torch.Tensor, embedding: nn.Embedding) -> torch.Tensor:
-    """The embeddings [N, H], in float32 at least."""
+    """Return the embeddings [N, H], in float32 at least."""
     if embedding.weight.dtype == torch.bfloat16:
         return _Embedding.apply(ids, embedding.weight, embedding.padding_idx)
     return F.embedding(ids, embedding.weight, embedding.padding_idx)
 
 
 def _attention(layer: LlamaDecoderLayer, hidden: torch.Tensor, layout: Layout, config: Any) -> torch.Tensor:
-    """The output of attention [P, heads * D], before the output projection."""
+    """Return the output of attention [P, heads * D], before the output projection."""
     attention, norm = layer.self_attn, layer.input_layernorm
     size = attention.head_dim
     turned = partial(interleaved, size=size)
@@ -136,13 +136,13 @@ def _mlp(layer: LlamaDecoderLayer, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(linear: nn.Module) -> tuple[torch.Tensor | None, ...]:
-    """The weight of a linear layer, and the factors of its correction if it has one."""
+    """Return the weight of a linear layer, and the factors of its correction if it has one."""
     weight, adapter = matrix_of(linear)
     return weight, *((None, None) if adapter is None else adapter.factors())
 
 
 def _projected(linear: nn.Module, added: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """The linear layer's output, plus `added`."""
+    """Return the linear layer's output, plus `added`."""
     weight, adapter = matrix_of(linear)
     if added.dtype != weight.dtype:
         left, right = (None, None) if adapter is None else adapter.factors()
@@ -155,7 +155,8 @@ def _projected(linear: nn.Module, added: torch.Tensor, inputs: torch.Tensor) -> 
 def _stacked(
     linears: list[tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]], norm: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """The matrix of several linear layers with the same input, and the factors of their correction; None for the factors if none has one.
+    """Return the matrix of several linear layers with the same input, and the factors of their correction; None for the factors if none has
+    one.
 
     The correction is added to the matrix, except in bfloat16, where rounding the sum would lose a small one.
 
@@ -178,7 +179,9 @@ def _stacked(
 
 
 def interleaved(weight: torch.Tensor, size: int) -> torch.Tensor:
-    """Rows of each head reordered to pairs (i, i + D/2), the memory layout of complex numbers. Products of query and key don't change."""
+    """Return rows of each head reordered to pairs (i, i + D/2), the memory layout of complex numbers. Products of query and key don't
+    change.
+    """
     return weight.view(len(weight) // size, 2, size // 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
 
 

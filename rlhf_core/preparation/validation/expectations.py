@@ -81,7 +81,9 @@ class Check:
 
 
 def checks_for(use: str, frame: pd.DataFrame, config: ValidationConfig, *, max_length: int, pairs: bool = True) -> list[Check]:
-    """The checks for one use's measured rows: checks on pairs and on unpaired rows if there are any, on the number of pairs if `pairs`."""
+    """Return the checks for one use's measured rows: checks on pairs and on unpaired rows if there are any, on the number of pairs if
+    `pairs`.
+    """
     checks = [*_rows(use), *_texts(use, config, max_length)]
     if use != "pretrain":
         checks += _conversations(use, config)
@@ -93,14 +95,14 @@ def checks_for(use: str, frame: pd.DataFrame, config: ValidationConfig, *, max_l
 
 
 def schema_checks() -> list[Check]:
-    """For the table `schema_frame`."""
+    """Return the checks for the table `schema_frame`."""
     expectation = gxe.ExpectColumnPairValuesToBeEqual(column_A="expected", column_B="found")
     meaning = "the file has the columns of the canonical schema, with their types"
     return [Check("schema", expectation, meaning, 0.0, "write it with rlhf_core.data.schema.write_rows; the use's other checks didn't run")]
 
 
 def presence_checks() -> list[Check]:
-    """For a table with id (`<use>:<split>`) and rows."""
+    """Return the checks for a table with id (`<use>:<split>`) and rows."""
     expectation = gxe.ExpectColumnValuesToBeBetween(column="rows", min_value=1)
     meaning = "the stages find rows in every use and split they read"
     advice = (
@@ -111,14 +113,14 @@ def presence_checks() -> list[Check]:
 
 
 def leakage_checks() -> list[Check]:
-    """For the table `across_uses`."""
+    """Return the checks for the table `across_uses`."""
     expectation = ExpectColumnAToDetermineColumnB(column_A="beginning", column_B="split")
     meaning = "no beginning of a conversation is in two splits, in any use"
     return [Check("split_leakage", expectation, meaning, 0.0, "split by the first message of the user, as prepare_data does")]
 
 
 def repeat_checks(groups: Iterable[str], config: ValidationConfig) -> list[Check]:
-    """For the table `prompts_repeated_in_training`, whose groups are named."""
+    """Return the checks for the table `prompts_repeated_in_training`, whose groups are named."""
     aside = "take these prompts out of the training data or of the held-out ones, or raise validation.{} knowingly".format
     checks = []
     for group in groups:
@@ -312,5 +314,5 @@ def _unpaired(config: ValidationConfig) -> list[Check]:
 
 
 def _mostly(max_fraction: float) -> float:
-    """The share of rows that must pass; rounded, so that 1 - 0.02 equals 98 / 100."""
+    """Return the share of rows that must pass; rounded, so that 1 - 0.02 equals 98 / 100."""
     return round(1.0 - max_fraction, 12)

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 def measure(use: str, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
-    """The rows of one use with the columns that expectations need; a value is missing where there is nothing to measure.
+    """Return the rows of one use with the columns that expectations need; a value is missing where there is nothing to measure.
 
     All uses: id, source, split, the texts of TEXT_COLUMNS, and tokens: the length of the longest sequence that a trainer makes of the row,
         with the end token (of a prompt: with one token of an answer).
@@ -61,7 +61,7 @@ def measure(use: str, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) 
 
 
 def measure_table(use: str, table: pq.ParquetFile, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
-    """`measure` of all rows of a file, with stand-ins for the texts that no check needs."""
+    """Return `measure` of all rows of a file, with stand-ins for the texts that no check needs."""
     parts = [without_sound_texts(use, measure(use, batch.to_pylist(), tokenizer)) for batch in read_batches(table)]
     parts = parts or [without_sound_texts(use, measure(use, [], tokenizer))]
     frame = pd.DataFrame({name: pd.concat([part.pop(name) for part in parts], ignore_index=True) for name in list(parts[0])})
@@ -81,8 +81,8 @@ class MeasuredWriter(RowWriter):
 
 
 def text_lengths(use: str, measured: pd.DataFrame) -> dict[str, pd.Series]:
-    """Column of a use's texts, and `messages` -> tokens of each row's text without its end, NaN where none is encoded; a conversation has
-    those of its generation prompt too.
+    """Return Column of a use's texts, and `messages` -> tokens of each row's text without its end, NaN where none is encoded; a
+    conversation has those of its generation prompt too.
     """
     if use == "pretrain":
         return {"text": measured["tokens"] - 1}
@@ -90,7 +90,7 @@ def text_lengths(use: str, measured: pd.DataFrame) -> dict[str, pd.Series]:
 
 
 def _token_columns(frame: pd.DataFrame, texts: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> dict[str, pd.Series]:
-    """tokens, messages_tokens (of the prompt), template_error and, per text, <text>_tokens and <text>_decoded.
+    """Return the columns tokens, messages_tokens (of the prompt), template_error and, per text, <text>_tokens and <text>_decoded.
 
     Conversations with roles out of order or with an empty message are not encoded: other checks report them.
     """
@@ -133,7 +133,7 @@ def _token_columns(frame: pd.DataFrame, texts: tuple[str, ...], tokenizer: PreTr
 
 
 def _of_texts(texts: pd.Series, of: Callable[[str], str | None]) -> pd.Series:
-    """`of` of each text, computed once for each distinct one; missing where the text is."""
+    """Return `of` of each text, computed once for each distinct one; missing where the text is."""
     found = {text: of(text) for text in texts.dropna().unique().tolist()}
     return strings(found.get(text) for text in texts.tolist())
 
@@ -161,7 +161,7 @@ def _answers(
     prompt_ids: dict[str, list[int]],
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[tuple[str, str], _Answer]:
-    """(conversation's key, response) -> how it is trained on.
+    """Return (conversation's key, response) -> how it is trained on.
 
     A template may trim a response and lay out its thoughts, or add empty ones. If it rewrites the answer, training would see another text
     than the policy writes: then `decoded` is that other text.
@@ -189,7 +189,7 @@ def _answers(
 
 
 def _or_refusal(write: Callable[..., T], *conversation: Any, **options: bool) -> T | Unrenderable:
-    """What `write` makes of a conversation, or the template's refusal."""
+    """Return what `write` makes of a conversation, or the template's refusal."""
     try:
         return write(*conversation, **options)
     except Unrenderable as error:
@@ -201,7 +201,7 @@ def _without_end(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _rewritten(decoded: str, messages: list[Message], text: str, prompt: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """None if the model learns the text `text`; else what it learns instead."""
+    """Return what the model learns in place of the text `text`; None if it learns the text itself."""
     if not copies_response(tokenizer):
         return None if _composed(decoded).rstrip().endswith(_composed(answer_of(text).strip())) else decoded
     whole = str(_or_refusal(render, tokenizer, [*messages, {"role": "assistant", "content": text}], waits=False))

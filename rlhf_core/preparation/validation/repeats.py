@@ -18,7 +18,7 @@ COLUMNS = ("group", "id", "near", "contained")
 
 
 def prompts_repeated_in_training(tables: Mapping[str, pq.ParquetFile], external: Sequence[ExternalPairsConfig]) -> pd.DataFrame:
-    """A row for each distinct prompt that training should not have, at most near_duplicates.MAX_PROMPTS of a group.
+    """Return a row for each distinct prompt that training should not have, at most near_duplicates.MAX_PROMPTS of a group.
 
     Columns: group (a split, or gate.external.<name>); id (`<use>:<id>`, or `<group>:<origin>`); near and contained: the id of a training
     row, or missing (rlhf_core/preparation/near_duplicates.py).
@@ -35,7 +35,7 @@ def prompts_repeated_in_training(tables: Mapping[str, pq.ParquetFile], external:
 
 
 def _rows(tables: Mapping[str, pq.ParquetFile], split: Split) -> Iterator[Named]:
-    """The conversations of a split. Rows without an id or with an incomplete message are left out: other checks report them."""
+    """Yield the conversations of a split. Rows without an id or with an incomplete message are left out: other checks report them."""
     for use, table in tables.items():
         if "messages" in table.schema_arrow.names:
             for batch in read_batches(table, ["id", "split", "messages"]):

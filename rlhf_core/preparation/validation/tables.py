@@ -30,7 +30,7 @@ STAND_INS = {
 
 
 def schema_frame(use: str, found: dict[str, str]) -> pd.DataFrame:
-    """A row for each column of a use: id (the column and what is wrong with it), and its expected and found type, as text."""
+    """Return a row for each column of a use: id (the column and what is wrong with it), and its expected and found type, as text."""
     wanted = {field.name: str(field.type) for field in SCHEMAS[use]}
     nothing = "no such column"
     columns = [(name, wanted.get(name, nothing), found.get(name, nothing)) for name in sorted({*wanted, *found})]
@@ -39,7 +39,7 @@ def schema_frame(use: str, found: dict[str, str]) -> pd.DataFrame:
 
 
 def read_measured(folder: Path, use: str, table: pq.ParquetFile) -> pd.DataFrame:
-    """A use's measured rows, as prepare_data wrote them.
+    """Return a use's measured rows, as prepare_data wrote them.
 
     Args:
         table: the prepared rows.
@@ -57,7 +57,7 @@ def read_measured(folder: Path, use: str, table: pq.ParquetFile) -> pd.DataFrame
 
 
 def across_uses(tables: dict[str, pq.ParquetFile], places: dict[str, pd.DataFrame]) -> pd.DataFrame:
-    """All conversations of all uses: id (`<use>:<id>`), beginning, split; stand-ins unless a beginning is in two splits.
+    """Return all conversations of all uses: id (`<use>:<id>`), beginning, split; stand-ins unless a beginning is in two splits.
 
     Args:
         places: use -> each row's conversation (hash of its beginning) and split, as categories.
@@ -77,7 +77,7 @@ def across_uses(tables: dict[str, pq.ParquetFile], places: dict[str, pd.DataFram
 
 
 def _mostly_blank(found: pd.Series, where: np.ndarray, present: pd.Series | slice) -> pd.Categorical:
-    """Categories, one byte a row: the texts `found` at the rows of the mask `where`, a stand-in at other rows that are `present`."""
+    """Return categories, one byte a row: the texts `found` at the rows of the mask `where`, a stand-in at other rows that are `present`."""
     texts = pd.Categorical([ANY, *found])
     codes = np.full(len(where), -1, dtype=np.int8 if len(texts.categories) < 128 else np.int32)
     codes[present] = texts.codes[0]
@@ -86,7 +86,9 @@ def _mostly_blank(found: pd.Series, where: np.ndarray, present: pd.Series | slic
 
 
 def narrow(frame: pd.DataFrame) -> pd.DataFrame:
-    """With texts as categories, which take one byte for a stand-in; the same categories in all columns, so that columns can be compared."""
+    """Return the table with texts as categories, which take one byte for a stand-in; the same categories in all columns, so that columns
+    can be compared.
+    """
     texts = [name for name in frame.select_dtypes("str") if name not in DISTINCT]
     categories = sorted(set().union(*(frame[name].dropna().unique() for name in texts)))
     kind = pd.CategoricalDtype(pd.Index(categories, dtype="str"))
@@ -98,7 +100,7 @@ def narrow(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def without_sound_texts(use: str, measured: pd.DataFrame) -> pd.DataFrame:
-    """Rows by `measure` with stand-ins for texts without faults, and hashes in place of pairs and of beginnings."""
+    """Return rows of `measure` with stand-ins for texts without faults, and hashes in place of pairs and of beginnings."""
     sound = _sound(use, measured)
     columns = {name: measured[name].mask(sound & measured[name].notna(), text) for name, text in STAND_INS.items() if name in measured}
     if "pair" in measured:
@@ -110,7 +112,7 @@ def without_sound_texts(use: str, measured: pd.DataFrame) -> pd.DataFrame:
 
 
 def _sound(use: str, measured: pd.DataFrame) -> pd.Series:
-    """Rows whose texts pass every check on single rows. A missing text passes and stays missing."""
+    """Return which rows' texts pass every check on single rows. A missing text passes and stays missing."""
     sound = pd.Series(True, index=measured.index)
     for text in TEXT_COLUMNS[use]:
         sound &= measured[text].str.contains(VISIBLE) | measured[text].isna()
@@ -124,13 +126,13 @@ def _sound(use: str, measured: pd.DataFrame) -> pd.Series:
 
 
 def _hashes(texts: pd.Series) -> pd.Series:
-    """A 64-bit hash of each text; missing where the text is."""
+    """Return a 64-bit hash of each text; missing where the text is."""
     hashes = pd.util.hash_array(texts.fillna("").to_numpy(object), categorize=False)
     return pd.Series(hashes, index=texts.index, dtype="UInt64").mask(texts.isna())
 
 
 def with_repeated_pairs(frame: pd.DataFrame, table: pq.ParquetFile) -> pd.DataFrame:
-    """Measured rows with the texts of pair and preference where several rows have the same pair. Changes `frame`.
+    """Return measured rows with the texts of pair and preference where several rows have the same pair. Changes `frame`.
 
     Args:
         table: the prepared rows.
@@ -143,7 +145,7 @@ def with_repeated_pairs(frame: pd.DataFrame, table: pq.ParquetFile) -> pd.DataFr
 
 
 def _rows_at(table: pq.ParquetFile, wanted: pd.Series) -> list[dict]:
-    """The rows where a mask, [rows] bool, is true."""
+    """Return the rows where a mask, [rows] bool, is true."""
     found: list[dict] = []
     start = 0
     for batch in read_batches(table) if wanted.any() else ():

@@ -21,13 +21,13 @@ TEXT_COLUMNS: dict[str, tuple[str, ...]] = {
 
 
 def read_texts(use: str, rows: Sequence[dict]) -> pd.DataFrame:
-    """The columns of `measure` that need no tokenizer, without pair and preference."""
+    """Return the columns of `measure` that need no tokenizer, without pair and preference."""
     frame = pd.DataFrame({column: strings(row[column] for row in rows) for column in ("id", "source", "split", *TEXT_COLUMNS[use])})
     return frame if use == "pretrain" else frame.assign(**_conversation_columns([row["messages"] for row in rows]))
 
 
 def pair_columns(frame: pd.DataFrame) -> dict[str, pd.Series]:
-    """The columns pair and preference. White space at the edges of texts doesn't count."""
+    """Return the columns pair and preference. White space at the edges of texts doesn't count."""
     is_pair, is_unpaired = kinds(frame)
     chosen, rejected = frame["chosen"].str.strip(), frame["rejected"].str.strip()
     sides = [sorted([c, r]) for c, r in zip(chosen.fillna(""), rejected.fillna(""), strict=True)]
@@ -43,12 +43,12 @@ def pair_columns(frame: pd.DataFrame) -> dict[str, pd.Series]:
 
 
 def strings(values: Iterable[str | None]) -> pd.Series:
-    """A column of texts, in which some may be missing."""
+    """Return a column of texts, in which some may be missing."""
     return pd.Series(list(values), dtype="str")
 
 
 def _conversation_columns(conversations: list[list[Message] | None]) -> dict[str, pd.Series]:
-    """Computed once for each distinct conversation: most have many rows."""
+    """Return the columns about conversations, computed once for each distinct one: most have many rows."""
     keys = [None if messages is None else json.dumps(messages, ensure_ascii=False) for messages in conversations]
     distinct = {key: messages for key, messages in zip(keys, conversations, strict=True) if messages is not None}
     views = {key: _views(messages) for key, messages in distinct.items()}
@@ -59,7 +59,7 @@ def _conversation_columns(conversations: list[list[Message] | None]) -> dict[str
 
 
 def _views(messages: list[Message | None]) -> tuple[str, str | None, str]:
-    """Roles, the shortest message and the canonical text of the beginning; nulls count as empty texts."""
+    """Return roles, the shortest message and the canonical text of the beginning; nulls count as empty texts."""
     filled: list[Message] = [
         {"role": (m or {}).get("role") or "", "content": (m or {}).get("content") or "", "extra": (m or {}).get("extra")} for m in messages
     ]
@@ -68,5 +68,5 @@ def _views(messages: list[Message | None]) -> tuple[str, str | None, str]:
 
 
 def kinds(frame: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
-    """Masks: rows that are pairs, and rows with one text only."""
+    """Return two masks: rows that are pairs, and rows with one text only."""
     return frame["chosen"].notna() & frame["rejected"].notna(), frame["chosen"].notna() ^ frame["rejected"].notna()

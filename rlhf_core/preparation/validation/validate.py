@@ -93,7 +93,7 @@ class Finding:
     repeated_by: Mapping[str, str] = field(default_factory=dict)
 
     def message(self) -> str:
-        """A message for people: expectation, limit, number of rows, the first ids with their origin, and what to do."""
+        """Return a message for people: expectation, limit, number of rows, the first ids with their origin, and what to do."""
         if self.unexpected is None:
             return f"{self.use}: {self.name}: expected {self.unit} {self.bound} {self.limit:g}, got {self.observed:.4g}; {self.advice}"
         more = len(self.ids) - IDS_IN_MESSAGE
@@ -213,7 +213,7 @@ def _repeats(
 
 
 def _located(findings: list[Finding], tables: dict[str, pq.ParquetFile]) -> list[Finding]:
-    """Findings, the failed ones with the places of the rows that their messages name; reads each file that has such rows once."""
+    """Return the findings, failed ones with the places of the rows that their messages name; each file that has such rows is read once."""
     wanted: dict[str, set[str]] = {}
     for finding in (f for f in findings if not f.passed):
         for use, row_id in _named_rows(finding):
@@ -223,7 +223,7 @@ def _located(findings: list[Finding], tables: dict[str, pq.ParquetFile]) -> list
 
 
 def _places(finding: Finding, found: dict[str, dict[str, str]]) -> dict[str, str]:
-    """Id -> place of the rows that the message names, where it is known, with the place of the training row that repeats it."""
+    """Return id -> place for the rows that the message names, where it is known, with the place of the training row that repeats it."""
     places = {}
     for shown_id in finding.ids[:IDS_IN_MESSAGE]:
         (use, row_id), repeat = _use_and_id(finding, shown_id), finding.repeated_by.get(shown_id)
@@ -237,7 +237,7 @@ def _places(finding: Finding, found: dict[str, dict[str, str]]) -> dict[str, str
 
 
 def _named_rows(finding: Finding) -> list[tuple[str, str]]:
-    """(use, id) of the rows that the message names."""
+    """Return (use, id) of the rows that the message names."""
     ids = finding.ids[:IDS_IN_MESSAGE]
     return [_use_and_id(finding, i) for i in (*ids, *(finding.repeated_by[i] for i in ids if i in finding.repeated_by))]
 
@@ -248,7 +248,7 @@ def _use_and_id(finding: Finding, shown_id: str) -> tuple[str, str]:
 
 
 def summary(findings: list[Finding], tables: dict[str, pq.ParquetFile], *, max_reported_ids: int) -> dict[str, Any]:
-    """The content of metrics/validation.json: the same for the same rows in any order."""
+    """Return the content of metrics/validation.json: the same for the same rows in any order."""
     keys = ("name", "use", "meaning", "checked", "unexpected", "observed", "bound", "limit", "unit", "passed")
     observed: dict[str, dict[str, float]] = {}
     for finding in findings:
@@ -283,14 +283,14 @@ def _finding(use: str, check: Check, result: ExpectationValidationResult, *, row
 
 
 def _escaped(frame: pd.DataFrame) -> pd.DataFrame:
-    """The table with HTML characters escaped, which the Data Docs don't do. Equal texts stay equal, different ones different."""
+    """Return the table with HTML characters escaped, which the Data Docs don't do. Equal texts stay equal, different ones different."""
     texts = [c for c in frame if frame[c].dtype == "str" and frame[c].str.contains(r"[&<>\"']").any()]  # copy no other columns
     narrow = {c: frame[c].cat.rename_categories(html.escape) for c in frame.select_dtypes("category")}
     return frame.assign(**narrow, **{c: frame[c].map(html.escape, na_action="ignore") for c in texts})
 
 
 def _types(use: str, schema: pa.Schema) -> dict[str, str]:
-    """Column types as text, written as in SCHEMAS where they are equal: Parquet files name some differently. Messages may be wide."""
+    """Return column types as text, written as in SCHEMAS where they are equal: Parquet files name some differently. Messages may be wide."""
     expected = {field.name: field.type for field in SCHEMAS[use]}
     schema = schema if "origin" in schema.names else schema.append(pa.field("origin", pa.string()))  # the column is optional
     accepted = {name: [kind, WIDE_MESSAGES] if kind.equals(MESSAGES) else [kind] for name, kind in expected.items()}
@@ -298,7 +298,7 @@ def _types(use: str, schema: pa.Schema) -> dict[str, str]:
 
 
 def _row_counts(tables: dict[str, pq.ParquetFile], needed: Sequence[tuple[str, str]], *, pairs: bool) -> pd.DataFrame:
-    """The table of presence_checks: id (`<use>:<split>`) and rows."""
+    """Return the table of presence_checks: id (`<use>:<split>`) and rows."""
     counts = {use: _splits(table, SIDES if pairs and use == "preference" else ()) for use, table in tables.items()}
     rows = [counts.get(use, Counter())[split] for use, split in needed]
     return pd.DataFrame({"id": [f"{use}:{split}" for use, split in needed], "rows": rows})
@@ -339,13 +339,13 @@ def make_offline(folder: Path) -> None:
 
 
 def offline(page: str) -> str:
-    """A page without scripts, images, styles and outside links, with its own style and a policy that loads nothing."""
+    """Return a page without scripts, images, styles and outside links, with its own style and a policy that loads nothing."""
     page = _OUTSIDE.sub(r"\1", _SCRIPT.sub("", page))
     return reordering_shown(re.sub(r"<head\b[^>]*>", lambda _: _HEAD, page, count=1))
 
 
 def index(pages: list[Path]) -> str:
-    """The list of pages: results first, then expectations."""
+    """Return the list of pages: results first, then expectations."""
     parts = []
     for kind, title in (("validations", "Results"), ("expectations", "Expectations")):
         links = [
@@ -359,7 +359,7 @@ def index(pages: list[Path]) -> str:
 
 
 def locate_rows(file: pq.ParquetFile, ids: Collection[str]) -> dict[str, str]:
-    """id -> origin of the row's record and start of its text, for the ids that the file has."""
+    """Return id -> origin of the row's record and start of its text, for the ids that the file has."""
     wanted = pa.array(sorted(ids), type=pa.string())
     found: dict[str, str] = {}
     for batch in read_batches(file, [name for name in _READ if name in file.schema_arrow.names]) if ids else ():

@@ -15,6 +15,7 @@ import torch
 from rlhf_core.algorithms.advantages import decoupled_rewards, overlong_penalty, token_rewards
 from rlhf_core.algorithms.corrections import importance_weights
 from rlhf_core.algorithms.kl import KL_ESTIMATORS
+from rlhf_core.algorithms.turns import placed_rewards
 from rlhf_core.config import RlConfig
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl.shares import scorer_shares
@@ -30,7 +31,7 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
 
     The estimator gets the quantities that its parameters name: rewards and baseline_rewards [B], token_rewards, values and response_mask
     [B, R], group_ids [B], and the keys of its section of params.yaml; scores [B, K] and weights [K] of the K rewarded scorers, and
-    penalties [B], of which rewards are the sum.
+    penalties [B], of which rewards are the sum; turns [B, R] with rl.environment.credit `turn`.
 
     A response without a finite reward is masked: neither policy nor critic learns from it, and no statistic counts it. A truncated
     response is masked too, with rl.reward.mask_truncated.
@@ -45,6 +46,7 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
     quantities = {
         "rewards": rewards - kl_coef * kl.sum(1),
         "token_rewards": token_rewards(rewards, kl, mask, kl_coef=kl_coef),
+        "turns": batch.turns,
         "values": batch.values,
         "response_mask": mask,
         "group_ids": batch.group_ids,
@@ -53,7 +55,10 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
         "baseline_rewards": batch.baseline and baseline_rewards(batch.baseline, rl, normalizer, kl_coef=kl_coef),
         **rl.own.model_dump(),
     }
-    estimator = rl.spec.estimate
+    if rl.by_turn:
+        early = early_rewards(batch, mask, rl, normalizer)
+        quantities["token_rewards"] = token_rewards(rewards - early.sum(1), kl, mask, kl_coef=kl_coef) + early
+    estimator = rl.spec.estimate(by_turn=rl.by_turn)
     estimate = estimator(**_named(estimator, quantities))
     advantages, returns = estimate if isinstance(estimate, tuple) else (estimate, torch.zeros_like(estimate))
     compared = decoupled_rewards(**_named(decoupled_rewards, quantities)) if rl.spec.decoupled else quantities["rewards"]
@@ -87,6 +92,15 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
 def _named(function: Callable[..., Any], quantities: dict[str, Any]) -> dict[str, Any]:
     """The quantities that a function's parameters name."""
     return {name: quantities[name] for name in inspect.signature(function).parameters if name in quantities}
+
+
+def early_rewards(batch: RolloutBatch, mask: torch.Tensor, rl: RlConfig, normalizer: RewardNormalizer) -> torch.Tensor:
+    """What `chat.reward` gave [B, R], in units of the reward, on the last trained token of the reply or before it.
+
+    The rest of the episode's reward belongs to its last token, so that the sum is the same as with credit by episode.
+    """
+    scale = sum(s.weight / normalizer.location_and_spread(s)[1] for s in rl.reward.scorers if s.kind == "environment" and s.weight)
+    return placed_rewards(scale * batch.turn_rewards, mask)
 
 
 @functools.cache  # once in a run

@@ -23,7 +23,7 @@ from rlhf_core.engines.rollout.requests import Request, Sample, request_seeds, s
 from rlhf_core.trainers.rl.data import PromptStream
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.rollouts import CALIBRATION_STEP, Dealt, RolloutEngines
-from rlhf_core.types import Prompt, Rollout, Span
+from rlhf_core.types import Dialogue, Prompt, Rollout, Span
 
 CHECK_STEP = CALIBRATION_STEP - 1  # step number for seeds of short responses
 CHECK_TOKENS, CHECK_RESPONSES = 4, 8  # compared tokens of a short response; short responses of each engine
@@ -57,7 +57,8 @@ class Admitted:
     def open(self, rl: RlConfig, steps: Iterable[int]) -> list[Place]:
         """The rollouts of these steps that haven't ended."""
         limit, known = rl.rollout.max_new_tokens, [step for step in steps if step in self.rollouts and step > self.complete]
-        return [(s, i) for s in known for i, r in enumerate(self.rollouts[s]) if not r.finished and r.num_sampled < limit]
+        growing = [(s, i) for s in known for i, r in enumerate(self.rollouts[s]) if not r.finished and r.num_tokens < limit]
+        return [(s, i) for s, i in growing if self.rollouts[s][i].dialogue is None]
 
     def extended(self, samples: Mapping[Place, Sample]) -> Admitted:
         """With further tokens."""
@@ -163,8 +164,11 @@ class RolloutsAhead:
         before = [replace(r, spans=[replace(span, trained=False) for span in r.spans]) for r in rollouts]
         return [
             replace(r, spans=[*r.spans, Span(s.response_ids, s.logprobs, s.version)], finished=s.finished)
-            for r, s in zip(before, self._engines.wait_segments(dealt), strict=True)
+            for r, s in zip(before, self._wait_short(dealt), strict=True)
         ]
+
+    def _wait_short(self, dealt: Dealt) -> list[Sample]:
+        return self._engines.wait_segments(dealt)
 
     def _submit(self, admitted: Admitted, *, due: int, least: int = 0, last_tokens: int | None = None) -> Sampling:
         """
@@ -201,7 +205,8 @@ class RolloutsAhead:
         for rollout, seed in zip(rollouts, seeds, strict=True):
             # The engine excludes the end token from the first min_new_tokens tokens, which can't be compared.
             uncompared = max(0, sampling.min_new_tokens - rollout.num_sampled)
-            limit = min(uncompared + CHECK_TOKENS, sampling.max_new_tokens - rollout.num_sampled)
+            room = min(sampling.max_new_tokens - rollout.num_tokens, self._job.model.max_length - len(rollout.ids))
+            limit = min(uncompared + CHECK_TOKENS, room)
             requests.append(request(rollout, seed, limit))
         return rollouts, self._engines.submit_segments(requests, due=responses, least=0)
 
@@ -233,4 +238,5 @@ class RolloutsAhead:
 
 def _rollout(fields: dict[str, Any]) -> Rollout:
     """The inverse of `asdict`."""
-    return Rollout(**fields | {"prompt": Prompt(**fields["prompt"]), "spans": [Span(**span) for span in fields["spans"]]})
+    dialogue = fields["dialogue"] and Dialogue(**fields["dialogue"])
+    return Rollout(**fields | {"prompt": Prompt(**fields["prompt"]), "spans": [Span(**s) for s in fields["spans"]], "dialogue": dialogue})

@@ -159,6 +159,8 @@ def collate(
         components=components,
         baseline=baseline,
         policy_versions=versions,
+        turns=(turns := _turns(versions)),
+        turn_rewards=_turn_rewards(rollouts, turns),
         group_ids=torch.tensor([r.group_id for r in rollouts]),
         finished=torch.tensor([r.finished for r in rollouts]),
         lengths=torch.tensor([r.num_sampled for r in rollouts]),
@@ -196,6 +198,23 @@ def _origins(rollouts: Sequence[Rollout], mask: torch.Tensor) -> tuple[torch.Ten
     trained = torch.tensor([span.trained for span in spans]).repeat_interleave(sizes)
     versions = torch.tensor([-1 if span.version is None else span.version for span in spans]).repeat_interleave(sizes)
     return mask.masked_scatter(mask, trained), torch.full(mask.shape, -1).masked_scatter(mask, versions)
+
+
+def _turns(versions: torch.Tensor) -> torch.Tensor:
+    """[B, R] int64, number of each token's reply, -1 where none has it. Replies are apart: something was put in between."""
+    sampled = versions >= 0
+    begins = sampled & ~torch.nn.functional.pad(sampled, (1, 0))[:, :-1]
+    return (begins.cumsum(1) - 1).where(sampled, -1)
+
+
+def _turn_rewards(rollouts: Sequence[Rollout], turns: torch.Tensor) -> torch.Tensor:
+    """[B, R], what each reply was given, at its last token."""
+    found = torch.zeros(turns.shape)
+    for row, rollout in enumerate(rollouts):
+        for turn, reward in enumerate(rollout.dialogue.rewards if rollout.dialogue else ()):
+            if reward:
+                found[row, int((turns[row] == turn).nonzero().max())] = reward
+    return found
 
 
 def _padded(flat: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -67,7 +67,7 @@ class Dispatcher:
         self._calls: dict[int, deque[Call]] = {rank: deque() for rank in self._taken}
 
     def run(self) -> list[list[Sample]]:
-        """The responses to each prompt.
+        """Return the responses to each prompt.
 
         Prompts of a lost engine are handed out again, first of all.
 

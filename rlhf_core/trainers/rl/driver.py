@@ -26,7 +26,7 @@ log = logging.getLogger("rlhf")
 
 
 def launch(job: Job, gpus: int, stop: Stop) -> int:
-    """In a job's driver: start the actors, and train. Returns the exit code.
+    """Start the actors, and train, in a job's driver. Returns the exit code.
 
     Raises:
         ValueError: the job asks for more than the cluster has.
@@ -156,7 +156,7 @@ class Actors:
         )
 
     def _threads(self, *, among: int) -> int:
-        """Threads of each of a role's actors. Without GPUs, engines and trainers that run at the same time share the cores."""
+        """Return the threads of each of a role's actors. Without GPUs, engines and trainers that run at the same time share the cores."""
         together = 2 if self._job.rl.rollout.max_lag and not self._placement.gpus else 1
         return max(1, self._job.threads // together // among)
 

@@ -51,7 +51,7 @@ class TrainerGroups:
         return sum(map(len, self.all))
 
     def find_lost(self) -> set[int]:
-        """Ranks that died or were late, counted over all groups."""
+        """Return the ranks that died or were late, counted over all groups."""
         return {group.first + rank for group in self.all for rank in group.actors.find_lost(LOOK_SECONDS)}
 
     def check(self) -> None:
@@ -63,7 +63,7 @@ class TrainerGroups:
             group.actors.check(LOOK_SECONDS)
 
     def find(self, role: str) -> TrainerGroup | None:
-        """The group that hosts a role; None: the run doesn't have it."""
+        """Return the group that hosts a role; None: the run doesn't have it."""
         return next((group for group in self.all if role in group.roles.roles), None)
 
     @property

@@ -14,8 +14,9 @@ PLACEMENT = "placement.json"  # in the job's folder: shares of the cluster's GPU
 
 
 class RlJob(Section):
-    """The argument of an RL job. Paths are absolute, on a file system that every node sees; with a storage, those of each node's copy of
-    the project's folder.
+    """What RL's loop and actors know of the stage: the argument of the stage's `Job`.
+
+    Paths are absolute, on a file system that every node sees; with a storage, those of each node's copy of the project's folder.
 
     prepared: folder of the canonical data.
     train_on, train_on_thoughts: of the section sft, for rl.ptx.

@@ -68,7 +68,8 @@ def lag_metrics(rollouts: Sequence[Rollout], *, version: int, longest: int) -> M
     """How many weight updates before this version tokens were sampled, by how many policies, and how many responses were cut off.
 
     Args:
-        longest: sampled tokens of a response that was truncated at its length. A shorter one that isn't finished was cut off before.
+        longest: sampled tokens of a response that was truncated at its length. A shorter one that isn't finished was cut off before; an
+            episode never is.
     """
     spans = [span for rollout in rollouts for span in rollout.spans if span.trained]
     lags, tokens = [version - span.version for span in spans], [len(span.ids) for span in spans]
@@ -76,7 +77,7 @@ def lag_metrics(rollouts: Sequence[Rollout], *, version: int, longest: int) -> M
         "policy_lag": sum(lag * count for lag, count in zip(lags, tokens, strict=True)) / sum(tokens),
         "policy_lag_max": max(lags),
         "spans_per_response": len(spans) / len(rollouts),
-        "cut_off": sum(not r.finished and r.num_sampled < longest for r in rollouts),
+        "cut_off": sum(not r.finished and r.num_sampled < longest for r in rollouts if r.dialogue is None),
     }
 
 

@@ -39,7 +39,7 @@ class Minibatch:
 
 
 def plan_update(batch: TrainBatch, demonstrations: DemonstrationStream, rl: RlConfig, *, seed: int, step: int) -> list[list[Minibatch]]:
-    """For each rank its share of each optimizer step, all epochs.
+    """Return each rank's share of each optimizer step, for all epochs.
 
     The contents of a minibatch don't depend on the number of ranks. Samples of a prompt share a minibatch if group_size divides
     minibatch_size, and a rank if the prompts can be dealt out evenly, so that the prompt is computed once. Ranks get equally many samples
@@ -70,15 +70,15 @@ def add_totals(totals: Totals, further: Totals) -> None:
 
 
 def before(batch: TokenBatch) -> TokenBatch:
-    """The same sequences with the token before each selected one selected: the critic's value is that of the state before a token."""
+    """Return the same sequences with the token before each selected one selected: the critic's value is that of the state before a token."""
     selected = torch.zeros_like(batch.selected)
     selected[:, :-1] = batch.selected[:, 1:]
     return TokenBatch(batch.input_ids, selected)
 
 
 def prompt_rows(sequences: Sequences, *, max_tokens: int, shared: bool) -> tuple[list[list[int]], list[list[Branches]]]:
-    """Groups of consecutive sequences of one prompt, as positions; and the rows of each group, with a shared prompt where that is less to
-    compute.
+    """Return groups of consecutive sequences of one prompt, as positions; and the rows of each group, with a shared prompt where that is
+    less to compute.
 
     Args:
         max_tokens: of a shared row.
@@ -90,7 +90,7 @@ def prompt_rows(sequences: Sequences, *, max_tokens: int, shared: bool) -> tuple
 
 
 def token_batch(rows: list[Branches], trained: torch.Tensor, *, pad_id: int) -> TokenBatch:
-    """Rows [B, T] with the trained response tokens selected.
+    """Return rows [B, T] with the trained response tokens selected.
 
     Args:
         trained: [branches, R] bool, in the order of the rows' branches.
@@ -102,10 +102,10 @@ def token_batch(rows: list[Branches], trained: torch.Tensor, *, pad_id: int) -> 
 
 
 def real_tokens(rows: list[Branches], width: int) -> torch.Tensor:
-    """[B, width] bool, which tokens of the rows aren't padding."""
+    """Return which tokens of the rows aren't padding, [B, width] bool."""
     return torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
 
 
 def unflatten(flat: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Flat values [N] at the True positions of a mask [B, R], zeros elsewhere; gradients flow."""
+    """Return flat values [N] at the True positions of a mask [B, R], zeros elsewhere; gradients flow."""
     return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)

@@ -34,7 +34,7 @@ class Difference:
     p999: float
 
     def of(self, dtype: str) -> float:
-        """The figure that the curves show: in float32 the largest difference, in bfloat16 the quantile 0.999."""
+        """Return the figure that the curves show: in float32 the largest difference, in bfloat16 the quantile 0.999."""
         return self.largest if dtype == "float32" else self.p999
 
 
@@ -58,7 +58,7 @@ def compare(differences: torch.Tensor, rl: RlConfig | None = None) -> Difference
 
 
 def exceeded(difference: Difference, rl: RlConfig, dtype: str, *, probe: bool = False) -> str | None:
-    """The figure that is above its limit, for a message; None: all are within their limits.
+    """Return the figure that is above its limit, for a message; None: all are within their limits.
 
     Args:
         dtype: model.dtype. In float32 the largest difference is limited. In bfloat16 the largest of a million tokens exceeds any useful
@@ -82,7 +82,8 @@ def exceeded(difference: Difference, rl: RlConfig, dtype: str, *, probe: bool = 
 
 
 def check_logprobs(batch: RolloutBatch, sampler_logprobs: torch.Tensor, rl: RlConfig, *, step: int, dtype: str) -> float:
-    """Difference, in nats, between the rollout engine's and the trainer's log-probabilities of the sampled tokens: see `Difference.of`.
+    """Return the difference, in nats, between the rollout engine's and the trainer's log-probabilities of the sampled tokens: see
+    `Difference.of`.
 
     The first rollout.min_new_tokens tokens aren't compared: there the engine excludes the end token, whose probability the others share.
 
@@ -118,7 +119,7 @@ def check_finite(batch: RolloutBatch, *, step: int) -> None:
 
 
 def probe_ids(vocabulary: int, *, longest: int) -> list[int]:
-    """Token ids of the probe, fewer than `longest`; they depend on the size of the vocabulary only."""
+    """Return the probe's token ids, fewer than `longest`; they depend on the size of the vocabulary only."""
     return np.random.default_rng(vocabulary).integers(vocabulary, size=min(PROBE_TOKENS, longest - 1)).tolist()
 
 
@@ -139,7 +140,7 @@ class WeightSyncCheck:
         self._engines: torch.Tensor | None = None  # [engines, T]
 
     def start(self, engines: list[list[float]], trainer: list[float]) -> None:
-        """The probe's log-probabilities before the first sync, when engines and trainer have loaded the same folder.
+        """Return the probe's log-probabilities before the first sync, when engines and trainer have loaded the same folder.
 
         Raises:
             LogprobMismatch: an engine differs by more than the limit, unless the trainer has rounded its weights.
@@ -149,7 +150,7 @@ class WeightSyncCheck:
         self._engines, self._trainer = torch.tensor(engines), torch.tensor(trainer)
 
     def check(self, engines: list[list[float]], trainer: list[float], *, version: int) -> None:
-        """The probe's log-probabilities after the sync of a policy version.
+        """Return the probe's log-probabilities after the sync of a policy version.
 
         Raises:
             LogprobMismatch: an engine differs by more than the limit; or the trainer's log-probabilities changed with its weights, and an
@@ -173,11 +174,11 @@ class WeightSyncCheck:
         self._engines, self._trainer = found, expected
 
     def disagreement(self, engine: list[float]) -> str | None:
-        """How an engine with the weights of the last sync differs from the trainer by more than the limit; None: it doesn't."""
+        """Return how an engine with the weights of the last sync differs from the trainer by more than the limit; None: it doesn't."""
         return exceeded(compare(torch.tensor(engine) - self._trainer), self._rl, self._dtype, probe=True)
 
     def _is_stale(self, rank: int, engine: torch.Tensor, expected: torch.Tensor) -> bool:
-        """Whether the trainer's log-probabilities [T] changed by more than noise, and the engine's are closer to the old ones.
+        """Return whether the trainer's log-probabilities [T] changed by more than noise, and the engine's are closer to the old ones.
 
         Medians and clamped changes: in a mixture of experts, a token or two may go to other experts and must not decide.
         """
@@ -195,7 +196,7 @@ class WeightSyncCheck:
         return float(followed @ moved) < float(moved @ moved) / 2
 
     def _cause(self, rank: int, engine: torch.Tensor, expected: torch.Tensor, *, version: int) -> str:
-        """Stale weights give old log-probabilities: this engine's own, or the trainer's of the version before."""
+        """Return the likely cause: stale weights give old log-probabilities, this engine's own or the trainer's of the version before."""
         remedy = "set rl.rollout.backend to pytorch, or raise the limit"
         if self._trainer is None:
             return f"both have loaded the same model, so the arithmetic differs: {remedy}"

@@ -75,7 +75,7 @@ class MonitorState:
 
     @classmethod
     def read(cls, state: dict[str, Any]) -> MonitorState:
-        """From the JSON of `asdict`."""
+        """Return the state from the JSON of `asdict`."""
         return cls(
             tracks={name: Track(**{**track, "values": tuple(track["values"])}) for name, track in state["tracks"].items()},
             start={name: tuple(moments) for name, moments in state["start"].items()},
@@ -86,7 +86,7 @@ class MonitorState:
 
 
 def observe(rl: RlConfig, state: MonitorState, row: Metrics, batch: RolloutBatch) -> tuple[MonitorState, Metrics, list[Finding]]:
-    """The state after a step, the columns that depend on earlier steps, and the step's findings.
+    """Return the state after a step, the columns that depend on earlier steps, and the step's findings.
 
     The first finding whose action ends the run is in `state.stopped`, every other one in `state.warnings`.
 
@@ -132,12 +132,12 @@ def follow(limit: LimitConfig, track: Track, value: float) -> tuple[Track, float
 
 
 def measured(limit: LimitConfig) -> dict[str, Any]:
-    """What a limit's track is about."""
+    """Return what a limit's track is about."""
     return limit.model_dump(include=set(MEASURED))
 
 
 def under_limits(state: MonitorState, limits: Mapping[str, LimitConfig]) -> tuple[MonitorState, list[str]]:
-    """The state for a run that resumes with these limits, and a sentence for each thing that begins anew.
+    """Return the state for a run that resumes with these limits, and a sentence for each thing that begins anew.
 
     A track is kept as long as its limit measures the same, whatever its patience and action: a limit that has been passed for longer than
     its patience acts in the next step that passes it. With another threshold the values stay, and the steps past it are counted anew. With
@@ -169,7 +169,7 @@ def under_limits(state: MonitorState, limits: Mapping[str, LimitConfig]) -> tupl
 
 
 def begun_anew(state: MonitorState, names: Collection[str]) -> MonitorState:
-    """The state without these parts of it: `start`, `frontier`, and by their metrics `tracks`, `score_tracks` and `kl_tracks`."""
+    """Return the state without these parts of it: `start`, `frontier`, and by their metrics `tracks`, `score_tracks` and `kl_tracks`."""
 
     def kept(track: Track) -> bool:
         metric = "" if track.limit is None else track.limit["metric"]
@@ -200,19 +200,19 @@ def finding(name: str, limit: LimitConfig, track: Track, *, step: int, value: fl
 
 
 def holds(rl: RlConfig, state: MonitorState) -> bool:
-    """Whether no limit that ends the run is passed, whatever its patience: only then may the current policy be the best."""
+    """Return whether no limit that ends the run is passed, whatever its patience: only then may the current policy be the best."""
     return not any(state.tracks[name].past for name, limit in rl.limits.items() if limit.action != "warn" and name in state.tracks)
 
 
 def first_moments(batch: RolloutBatch, rl: RlConfig) -> dict[str, tuple[float, float]]:
-    """Mean and standard deviation (biased) of the raw weighted sum, `score`, and of each scorer without a weight."""
+    """Return mean and standard deviation (biased) of the raw weighted sum, `score`, and of each scorer without a weight."""
     measured = {s.name: batch.components[s.name] for s in rl.reward.scorers if not s.weight}
     moments = {name: Moments().merge(v) for name, v in {"score": weighted_score(batch.components, rl.reward.scorers), **measured}.items()}
     return {name: (m.mean, m.std) for name, m in moments.items()}
 
 
 def gaps(row: Metrics, start: Mapping[str, tuple[float, float]]) -> Metrics:
-    """gap_<name> of each scorer without a weight: the rewarded score's gain since the first step, minus that scorer's gain.
+    """Return gap_<name> of each scorer without a weight: the rewarded score's gain since the first step, minus that scorer's gain.
 
     gain = (mean - mean of the first step) / std of the first step; NaN where the std is 0.
     """
@@ -226,13 +226,15 @@ def gaps(row: Metrics, start: Mapping[str, tuple[float, float]]) -> Metrics:
 
 
 def below_frontier(frontier: tuple[tuple[float, float], ...], point: tuple[float, float]) -> float:
-    """By how much a (KL, score) is below the best score at no more KL; 0 on the frontier or beyond."""
+    """Return by how much a (KL, score) is below the best score at no more KL; 0 on the frontier or beyond."""
     kl, score = point
     return max([0.0, *(s - score for k, s in frontier if k <= kl)])
 
 
 def with_point(frontier: tuple[tuple[float, float], ...], point: tuple[float, float]) -> tuple[tuple[float, float], ...]:
-    """The frontier with a (KL, score) added, unless a point has at least its score at no more KL; points that it dominates are removed."""
+    """Return the frontier with a (KL, score) added, unless a point has at least its score at no more KL; points that it dominates are
+    removed.
+    """
     if not all(map(math.isfinite, point)) or any(k <= point[0] and s >= point[1] for k, s in frontier):
         return frontier
     return tuple(sorted([*((k, s) for k, s in frontier if not (k >= point[0] and s <= point[1])), point]))

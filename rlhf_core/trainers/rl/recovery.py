@@ -27,7 +27,7 @@ class Replacements:
         self.limit, self.count = limit, 0
 
     def allow(self, lost: RoleLost) -> bool:
-        """Whether the lost actors may be replaced. If so, they are counted and logged."""
+        """Return whether the lost actors may be replaced. If so, they are counted and logged."""
         if self.count + len(lost.ranks) > self.limit:
             log.warning("%s; %d actors were replaced before, and rl.max_replacements=%d allows no more", lost, self.count, self.limit)
             return False
@@ -89,7 +89,7 @@ class RolloutRecovery:
         return EngineCall(method, per_rank, kwargs, self.engines.submit(method, per_rank, **kwargs))
 
     def wait_with_weights(self, call: EngineCall) -> list[Any]:
-        """Results of a call that needs the policy's weights, which a new engine gets first.
+        """Return the results of a call that needs the policy's weights, which a new engine gets first.
 
         Raises:
             RoleLost: an engine is lost, and may not be replaced; or the probe shows that a new engine's weights aren't the trainer's.
@@ -121,7 +121,7 @@ class RolloutRecovery:
                 return found, trainer
 
     def probes(self) -> list[list[float]]:
-        """Each engine's log-probabilities of the probe, with the weights that it has."""
+        """Return each engine's log-probabilities of the probe, with the weights that it has."""
         return self._wait(self.submit("probe", [(self._sync_check.probe_ids,)] * len(self.engines)), self._start)
 
     def _send(self, ranks: Sequence[int], *, version: int, kept: bool = False) -> tuple[dict[int, list[float]], list[float]]:

@@ -27,6 +27,7 @@ from rlhf_core.trainers.rl.actor_scorers import ActorScorers
 from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.ahead import RolloutsAhead
 from rlhf_core.trainers.rl.data import PromptStream, pack
+from rlhf_core.trainers.rl.episodes import EpisodesAhead
 from rlhf_core.trainers.rl.groups import TrainerGroup
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.metrics import update_metrics
@@ -93,6 +94,7 @@ class Workers:
         self.turns = GpuTimeSharing(actors.rollouts, actors.trainers, on=actors.take_turns, deadline=job.rl.deadlines.step)
         how = {"workers": job.rl.rollout.tensor_parallel_size, "deadline": job.rl.deadlines.step}
         self.transfer = WeightTransfer(self._trainers.policy, actors.rollouts, actors.ways, **how)
+        environment = open_environment(job, tokenizer, self._stops)
         self.rollouts = RolloutEngines(
             job,
             actors.rollouts,
@@ -102,10 +104,10 @@ class Workers:
             turns=self.turns,
             renew=lambda: self.sync_weights(version=self.rollouts.recovery.version),
             check_trainers=lambda: self._trainers.check(),
-            environment=open_environment(job, tokenizer, self._stops),
+            environment=environment,
             vocabulary=min(len(tokenizer), vocabulary_size(job.sft_model, trust_remote_code=job.model.trust_remote_code)),
         )
-        self.ahead = RolloutsAhead(job, self.rollouts)
+        self.ahead = RolloutsAhead(job, self.rollouts) if environment is None else EpisodesAhead(job, self.rollouts, environment)
 
     def __enter__(self) -> Workers:
         start, trainers = self._job.rl.deadlines.start, self._trainers

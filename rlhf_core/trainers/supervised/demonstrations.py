@@ -41,7 +41,7 @@ def encode_demonstrations(
     train_on: TrainOn = "last_turn",
     train_on_thoughts: bool = True,
 ) -> tuple[Sequence[Demonstration], int]:
-    """Demonstrations from rows with messages and response, and how many were dropped because they were too long.
+    """Return demonstrations from rows with messages and response, and how many were dropped because they were too long.
 
     Args:
         train_on: last_turn: the response; all_turns: every message of the assistant, with its end. A turn's context is always its prompt as
@@ -55,7 +55,7 @@ def encode_demonstrations(
 
 
 def trained_turns(row: dict, train_on: TrainOn) -> list[tuple[list[Message], Message]]:
-    """The row's turns to be trained on: the messages before each, and the assistant's message."""
+    """Return the row's turns to be trained on: the messages before each, and the assistant's message."""
     messages, last = row["messages"], (row["messages"], {"role": "assistant", "content": row["response"]})
     if train_on == "last_turn":
         return [last]
@@ -65,7 +65,7 @@ def trained_turns(row: dict, train_on: TrainOn) -> list[tuple[list[Message], Mes
 def demonstrations_of(
     turns: EncodedTurns, counts: list[int], *, max_length: int, train_on_thoughts: bool
 ) -> tuple[Sequence[Demonstration], int]:
-    """`encode_demonstrations` from encoded turns; they can be pickled for ranks. counts: `trained_turns` of each row."""
+    """Return what `encode_demonstrations` does, from encoded turns, which can be pickled for ranks. counts: `trained_turns` of each row."""
     found, at = [], 0
     for count in counts:
         found += _of_conversation(turns, range(at, at + count), thoughts=train_on_thoughts)
@@ -79,14 +79,14 @@ def _demonstration(turns: EncodedTurns, i: int, start: int, skipped: Spans) -> D
 
 
 def encode_texts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> tuple[list[Demonstration], int]:
-    """Plain texts for pretraining: every token but the first is trained on, including the end token."""
+    """Encode plain texts for pretraining: every token but the first is trained on, including the end token."""
     batch = tokenizer([row["text"] for row in rows], add_special_tokens=False)["input_ids"] if rows else []
     kept = [Demonstration(one_object_each([*ids, tokenizer.eos_token_id]), 1) for ids in batch if len(ids) < max_length]
     return kept, len(batch) - len(kept)
 
 
 def collate_demonstrations(examples: list[Demonstration], *, pad_id: int) -> TokenBatch:
-    """A padded batch with the trained tokens selected."""
+    """Return a padded batch with the trained tokens selected."""
     from rlhf_core.models.batch import collate_tokens  # imports torch, which tools that inspect data don't need
 
     batch = collate_tokens([e.ids for e in examples], [e.start for e in examples], pad_id=pad_id)
@@ -97,7 +97,7 @@ def collate_demonstrations(examples: list[Demonstration], *, pad_id: int) -> Tok
 
 
 def _of_conversation(turns: EncodedTurns, numbers: range, *, thoughts: bool) -> list[tuple[int, int, Spans]]:
-    """Demonstrations from a conversation's turns: the turn with which each ends, `start` and `skipped`.
+    """Return demonstrations from a conversation's turns: the turn with which each ends, `start` and `skipped`.
 
     Args:
         thoughts: train on them too.
@@ -118,5 +118,5 @@ def _of_conversation(turns: EncodedTurns, numbers: range, *, thoughts: bool) -> 
 
 
 def _thoughts(turns: EncodedTurns, i: int) -> Spans:
-    """The span of a turn's thoughts, if it has any."""
+    """Return the span of a turn's thoughts, if it has any."""
     return ((turns.start(i), turns.start(i) + turns.thoughts[i]),) if turns.thoughts[i] else ()

@@ -54,6 +54,6 @@ def in_background(
 
 
 def at_once(encode: Callable[..., EncodedTurns], tokenizer: PreTrainedTokenizerBase, turns: Sequence[Any]) -> Callable[[], EncodedTurns]:
-    """As `in_background`, in this thread and without other ranks."""
+    """Encode as `in_background` does, in this thread and without other ranks."""
     encoded = encode(tokenizer, turns)
     return lambda: encoded

@@ -58,7 +58,7 @@ class Phase:
     evaluate: Callable[[TrainEngine], Metrics] | None
 
     def epochs(self, steps: int) -> float:
-        """Passes over the data set that so many steps make."""
+        """Return passes over the data set that so many steps make."""
         return steps * self.batch_size / max(1, self.num_examples)
 
 
@@ -95,7 +95,7 @@ class TrainLoop:
 
 
 def train_loop(run: TrainRun, config: TrainingConfig, columns: tuple[str, ...], *, first_step: int, seed: int | None = None) -> TrainLoop:
-    """A training loop with the stage's settings, checkpoints, curves and stop signal.
+    """Return a training loop with the stage's settings, checkpoints, curves and stop signal.
 
     Args:
         first_step: number of the phase's first step in the curves.
@@ -128,7 +128,7 @@ def train_loop(run: TrainRun, config: TrainingConfig, columns: tuple[str, ...], 
 
 
 def engine_settings(config: TrainingConfig, *, steps: int, learning_rate: float, dtype: str, seed: int) -> EngineSettings:
-    """The engine of one phase; the learning rate's schedule is over the steps of the phase."""
+    """Return the settings of one phase's engine; the learning rate's schedule is over the steps of the phase."""
     return EngineSettings(
         learning_rate=learning_rate,
         schedule=functools.partial(
@@ -197,7 +197,7 @@ def train_phase(engine: TrainEngine, phase: Phase, loop: TrainLoop) -> Metrics:
 def _train_steps(
     engine: TrainEngine, phase: Phase, loop: TrainLoop, store: RankStore, *, done: int, best: Best | None, seconds: float
 ) -> tuple[int, Best | None]:
-    """The steps after `done`, with evaluations, curves and checkpoints.
+    """Run the steps after `done`, with evaluations, curves and checkpoints.
 
     Args:
         best, seconds: of the steps done.
@@ -250,7 +250,7 @@ def _write_checkpoint(
 
 
 def _train_step(engine: TrainEngine, phase: Phase, step: int, *, seed: int) -> tuple[Metrics, Metrics]:
-    """One optimizer step: its metrics, and its timings."""
+    """Run one optimizer step, and return its metrics and its timings."""
     began = time.perf_counter()
     chosen = batch_indices(step, batch_size=phase.batch_size, num_examples=phase.num_examples, seed=seed)
     learning_rate = engine.learning_rate
@@ -266,8 +266,8 @@ def _train_step(engine: TrainEngine, phase: Phase, step: int, *, seed: int) -> t
 
 
 def beside_untrained(untrained: torch.Tensor, losses: torch.Tensor, *, accuracy_error: float) -> dict[str, dict[str, float]]:
-    """`untrained`, of held-out metrics: by how much the losses [N] are lower than an untrained model's, for `stage.unlearned`; nothing for
-    one loss.
+    """Return the held-out metric `untrained`: by how much the losses [N] are lower than an untrained model's, for `stage.unlearned`;
+    nothing for one loss.
 
     loss: mean of `untrained` [N]. gain, gain_error: mean of the differences, and its standard error. accuracy_error: standard error of the
     held-out accuracy of a model that guesses.
@@ -280,7 +280,7 @@ def beside_untrained(untrained: torch.Tensor, losses: torch.Tensor, *, accuracy_
 
 
 def hold_out(examples: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Examples to train on, and every HELD_OUT-th to judge by, for a stage that makes its examples itself, one for each prompt."""
+    """Return examples to train on, and every HELD_OUT-th to judge by, for a stage that makes its examples itself, one for each prompt."""
     judged = slice(HELD_OUT - 1, None, HELD_OUT)
     trained = list(examples)
     del trained[judged]
@@ -288,7 +288,7 @@ def hold_out(examples: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def evaluate(engine: TrainEngine, measure: Callable[[TrainEngine], Metrics]) -> Metrics:
-    """Held-out metrics of the current weights, without gradients and dropout."""
+    """Return held-out metrics of the current weights, computed without gradients and dropout."""
     engine.eval()
     with torch.no_grad():
         metrics = measure(engine)
@@ -312,8 +312,8 @@ def _resume(engine: TrainEngine, store: RankStore, phase: Phase, loop: TrainLoop
 
 
 def _best_of(found: Found, store: RankStore) -> Best | None:
-    """The best evaluation up to a checkpoint; None: nothing was evaluated. Any later one is better than a loss of other data or another
-    kind, from before checkpoints.resume_from.
+    """Return the best evaluation up to a checkpoint; None: nothing was evaluated. Any later one is better than a loss of other data or
+    another kind, from before checkpoints.resume_from.
     """
     best = found if found.manifest["best"] == found.step else store.of_step(found.manifest["best"])
     if "best_loss" in best.begun_anew:
@@ -358,7 +358,7 @@ def load_state(engine: TrainEngine, found: Found, subject: str) -> None:
 
 
 def random_state_of(folder: Path, number: int, name: str = "rng") -> Path:
-    """The file with a rank's generators; that of the first rank where the checkpoint was saved by others."""
+    """Return the file with a rank's generators; that of the first rank where the checkpoint was saved by others."""
     own = folder / f"{name}-{number}.pt"
     return own if own.exists() else folder / "rng-0.pt"
 

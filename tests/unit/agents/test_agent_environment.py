@@ -7,16 +7,18 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from chat_templates import templated
 
+from rlhf_core.agents.chat import Sampled
 from rlhf_core.agents.environment import Environment, load_play
 from rlhf_core.agents.tools import Tool, ToolCall, parse_calls
 from rlhf_core.config import EnvironmentConfig
 from rlhf_core.engines.rollout.requests import Sample, SamplingSettings
 from rlhf_core.models.tokenizer import encode_prompt, turn_end
-from rlhf_core.types import Prompt, Rollout
+from rlhf_core.types import Prompt, Rollout, Span
 
 TOKENIZER = templated("thinks")
 END = turn_end(TOKENIZER).trained[-1]
@@ -162,6 +164,60 @@ def test_an_episode_is_one_rollout_of_spans_with_its_score():
     assert TOKENIZER.decode(rollout.response_ids[rollout.dialogue.start :]) == "yes p0<|im_end|>"
     assert "<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n<|im_start|>user\nSure?" in text(rollout)
     assert len({seeds[0] for _, seeds, _ in engine.batches}) == 3, "a seed of its own for each turn"
+
+
+async def coached(task, policy):
+    chat = policy.chat(task.messages)
+    chat.reward(4.0)
+    await chat.generate(learn=False)
+    chat.reward(0.5)
+    chat.reward(0.25)
+    chat.user("again")
+    await chat.generate()
+    return 1.0
+
+
+def test_a_reply_may_be_left_out_of_training_and_rewards_are_kept_by_reply():
+    (rollout,) = environment(coached).play(prompts(), [0], SAMPLING, Script("a", "b"))
+    assert [(span.version, span.trained) for span in rollout.spans] == [(1, False), (None, False), (1, True)]
+    assert rollout.dialogue.rewards == [0.75, 0.0] and rollout.dialogue.score == 5.75
+    assert rollout.num_sampled == 4 and all(rollout.dialogue.sampled[: len(rollout.spans[0].ids)])
+
+
+def interrupted(after: int, *, finished: bool = True) -> tuple[Rollout, Rollout]:
+    """A whole episode of `sums`, and the same after so many spans."""
+    (whole,) = environment(sums).play(prompts(), [7], SAMPLING, Script(f"Well.{CALL}", "5", "yes p0"))
+    return whole, replace(whole, spans=whole.spans[:after], finished=finished, dialogue=None)
+
+
+@pytest.mark.parametrize(
+    ("after", "finished", "known"), [(3, True, 4), (4, False, 4), (5, False, 4), (1, True, 2), (1, False, 0), (0, False, 0)]
+)
+def test_an_interrupted_episode_gets_its_replies_again(after: int, finished: bool, known: int):
+    """A reply that was being sampled is asked for again."""
+    whole, begun = interrupted(after, finished=finished)
+    episodes = environment(sums).begin(200)
+    episodes.start("k", begun)
+    spans = list(whole.spans)
+    while True:
+        asked, ended = episodes.wait(["k"])
+        if ended:
+            break
+        so_far = asked["k"].so_far
+        assert so_far.spans == spans[: len(so_far.spans)] and len(so_far.spans) >= known and "k" in episodes
+        episodes.deliver({"k": Sampled([spans[len(so_far.spans)]], True)})
+    assert ended == {"k": whole} and "k" not in episodes
+
+
+def test_an_interrupted_episode_whose_tools_answer_otherwise_asks_from_there_on():
+    whole, begun = interrupted(5)
+    first, _, *rest = begun.spans
+    other = replace(begun, spans=[first, Span([9, 9], [0.0, 0.0], None, trained=False), *rest])
+    episodes = environment(sums).begin(200)
+    episodes.start("k", other)
+    asked, _ = episodes.wait(["k"])
+    assert asked["k"].so_far.spans == whole.spans[:2]
+    episodes.cancel()
 
 
 async def with_system(task, policy):

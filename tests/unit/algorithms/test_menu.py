@@ -24,7 +24,8 @@ def choices(section, field: str) -> tuple[str, ...]:
 
 def test_every_algorithm_has_an_estimator_that_cites_its_source():
     for name, spec in ALGORITHMS.items():
-        assert "Source:" in inspect.getdoc(spec.estimate), name
+        for by_turn in (False, True) if spec.turn_estimator else (False,):
+            assert "Source:" in inspect.getdoc(spec.estimate(by_turn=by_turn)), name
 
 
 def test_every_policy_loss_and_kl_estimator_of_the_configuration_is_there_and_no_other():

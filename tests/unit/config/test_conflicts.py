@@ -69,12 +69,20 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
             "rl.environment.agent_timeout: expected less than half of rl.deadlines.step=600, which ends the run, got 300; lower it",
         ),
         (
+            {"rl.environment": {"command": ["node", "a.js"], "processes": 20, "claims": 6}, "rl.rollout.max_lag": 1},
+            "rl.environment.processes: expected processes * claims of at least 512 with rollout.max_lag=1, for the episodes",
+        ),
+        (
+            {"rl.environment": {"command": ["node", "a.js"], "credit": "turn"}},
+            "rl.environment.credit: expected episode with command, whose score is of a whole episode, got turn; change one",
+        ),
+        (
             {"rl.environment": {"path": "a.py:play"}, "rl.rollout.min_new_tokens": 2},
             "rl.rollout.min_new_tokens: expected 0 with environment, got 2",
         ),
         (
-            {"rl.environment": {"path": "a.py:play"}, "rl.rollout.max_lag": 1},
-            "rl.rollout.max_lag: expected 0 with environment, got 1",
+            {"rl.environment": {"path": "a.py:play"}, "rl.rollout.max_lag": 2, "rl.rollout.last_tokens": 9},
+            "rl.rollout.last_tokens: expected null with environment, got 9",
         ),
         (
             {"rl.reward.scorers": [JUDGE | {"kind": "environment"}], "rl.environment": {"tools": ["a.py:add"]}},

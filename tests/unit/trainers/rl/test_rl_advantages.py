@@ -46,6 +46,7 @@ def rollouts(
         "baseline": greedy(baseline) if isinstance(baseline, list) else baseline,
         "group_ids": torch.tensor(groups or list(range(count))),
         "finished": torch.tensor(finished or [True] * count), "policy_versions": zeros.long(), "lengths": torch.tensor(lengths),
+        "turns": zeros.long(), "turn_rewards": zeros,
     }  # fmt: skip
     return RolloutBatch(**{**base, **tensors})
 

@@ -13,11 +13,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rl_here import EnginesHere, RunHere, rl_job_here, running
+from rl_here import Dies, EnginesHere, Killed, differences, rl_job_here, running, same, whole
 from tiny_models import rl_job, tiny_params
 
 from rlhf_core.engines.rollout.requests import Request, Sample, SamplingSettings
-from rlhf_core.models.build import load_language_model
 from rlhf_core.process import StepAbandoned
 from rlhf_core.trainers.rl.advantages import correct
 from rlhf_core.trainers.rl.ahead import SAVED, Admitted, RolloutsAhead, begun, extended, request
@@ -257,28 +256,6 @@ def test_prompts_that_have_changed_are_drawn_anew(model_folders: tuple[Path, Pat
 # Whole runs with the tiny model
 
 
-def whole(job: RlJob, steps: int, **how) -> RunHere:
-    with running(job, **how) as run:
-        for _ in range(steps):
-            run.step()
-        return run
-
-
-@torch.no_grad()
-def differences(run: RunHere, rollouts: list[Rollout]) -> list[float]:
-    """Of each span: the largest difference from the log-probabilities of the trainer's weights at its version, by plain transformers."""
-    model, found = load_language_model(run.job.sft_model), []
-    for rollout in rollouts:
-        start = len(rollout.prompt.prompt_ids)
-        ids = torch.tensor([[*rollout.prompt.prompt_ids, *rollout.response_ids]])
-        for span in rollout.spans:
-            model.load_state_dict(run.rank.weights[span.version], strict=False)
-            logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
-            found.append(float((logprobs[start - 1 : start - 1 + len(span.ids)] - torch.tensor(span.logprobs)).abs().max()))
-            start += len(span.ids)
-    return found
-
-
 @pytest.mark.parametrize("max_lag", [1, 2, 3])
 def test_every_span_is_of_the_policy_of_its_version(model_folders: tuple[Path, Path], tmp_path: Path, max_lag: int):
     run = whole(rl_job_here(model_folders, tmp_path, **MIXED | {"rl.rollout.max_lag": max_lag}), 8)
@@ -291,31 +268,6 @@ def test_every_span_is_of_the_policy_of_its_version(model_folders: tuple[Path, P
     assert max(len(r.spans) for r in rollouts) == max_lag
     prompts = [r.prompt.id for r in rollouts[::2]]
     assert prompts == [p.id for p in run.run.prompts.take(0, 32)]  # each once, in the stream's order
-
-
-class Dies:
-    """An engine that is lost for good at its call of this number."""
-
-    def __init__(self, actor: object, method: str, call: int):
-        self._actor, self._method, self._left = actor, method, call
-
-    def __getattr__(self, name: str):
-        if name == self._method:
-            self._left -= 1
-            if not self._left:
-                raise Killed
-        return getattr(self._actor, name)
-
-
-class Killed(BaseException):
-    """As SIGKILL: nothing handles it."""
-
-
-def same(a: RunHere, b: RunHere, *, since: int) -> bool:
-    ours, theirs = (run.rank.actors[0].weights() for run in (a, b))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert a.rows[since:] == b.rows
-    return True
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def batch_of(components: dict[str, list[float]], *, width: int = 2, finished: li
         old_logprobs_source="recompute", old_logprobs=zeros,
         sampler_logprobs=zeros, ref_logprobs=zeros, values=zeros, components={n: torch.tensor(s) for n, s in components.items()},
         baseline=None, group_ids=torch.arange(rows), finished=torch.tensor(finished or [True] * rows),
-        policy_versions=torch.zeros_like(ids), lengths=torch.full((rows,), width),
+        policy_versions=torch.zeros_like(ids), turns=torch.zeros_like(ids), turn_rewards=zeros, lengths=torch.full((rows,), width),
     )  # fmt: skip
 
 
@@ -170,16 +170,27 @@ def test_every_column_of_a_step_is_known_before_the_first(algorithm: str):
     assert set(row) <= set(columns) and len(set(columns)) == len(columns)
 
 
+def shares(name: str) -> set[str]:
+    """The columns of a further rewarded scorer's part in the update."""
+    return {f"share_{name}", f"correlation_model.{name}", f"correlation_short.{name}"}
+
+
 def test_columns_of_options_are_there_only_with_the_option():
     plain, function = set(curve_columns(config())), {"name": "own", "kind": "function", "path": "a.py:b", "weight": 1.0}
     options = {
         "rl.ptx.coef": (0.1, {"ptx_loss"}),
         "rl.moe_aux_coef": (0.1, {"moe_aux_loss"}),
         "rl.evaluation.every": (2, {"eval_score", "eval_model", "eval_short", "eval_seen"}),
-        "rl.reward.scorers": ([*TWO_SCORERS, {**function, "normalization": "none"}], {"score_own", "failed_own", "scorer_metrics"}),
+        "rl.reward.scorers": (
+            [*TWO_SCORERS, {**function, "normalization": "none"}],
+            {"score_own", "failed_own", "scorer_metrics"} | shares("own"),
+        ),
     }
     programs = [*TWO_SCORERS, {"name": "tests", "kind": "code", "weight": 1.0, "normalization": "none"}]
-    assert set(curve_columns(config(**{"rl.reward.scorers": programs}))) - plain == {"score_tests", "failed_tests", "scorer_metrics"}
+    assert set(curve_columns(config(**{"rl.reward.scorers": programs}))) - plain == {
+        *("score_tests", "failed_tests", "scorer_metrics"),
+        *shares("tests"),
+    }
     for key, (value, columns) in options.items():
         assert set(curve_columns(config(**{key: value}))) - plain == columns
     ahead = config(**{"rl.rollout.max_lag": 1})
