@@ -100,16 +100,17 @@ def test_a_job_that_is_killed_in_a_step_ends_with_the_same_bits_and_leaves_no_ag
 
 
 def test_agents_that_are_killed_at_any_time_change_no_bit(played, tmp_path):
-    """One of the two processes every few seconds; the other one, or its successor, plays its episodes on."""
+    """One of the two processes after each checkpoint; the other one, or its successor, plays its episodes on."""
     workspace = copy_chain(played, tmp_path / "disturbed")
     forget(workspace, "tasks.train_rl")
-    stage, pick, killed = begin(workspace, "tasks.train_rl"), random.Random(0), 0
+    stage, pick, killed, last = begin(workspace, "tasks.train_rl"), random.Random(0), 0, -1
     while stage.poll() is None:
         agents = [p for p in alive_processes(workspace) if "".join(command_line(p)[1:]).endswith(PROGRAM) and len(command_line(p)) == 2]
-        if len(agents) == 2 and killed < 4:
+        if len(agents) == 2 and (now := newest_checkpoint(workspace, "train_policy")) > last:
+            time.sleep(pick.uniform(0, 0.5))
             pick.choice(agents).kill()
-            killed += 1
-        time.sleep(pick.uniform(2.5, 5.0))
+            killed, last = killed + 1, now
+        time.sleep(0.02)
     assert stage.returncode == 0 and killed >= 2, output_of(workspace)[-3000:]
     curves = pd.read_csv(workspace / "plots/train_policy.csv")
     assert (curves["failed_episodes"] == 0).all(), output_of(workspace)[-3000:]
