@@ -93,6 +93,21 @@ class DynamicSamplingConfig(Section):
     max_rounds: int = Field(ge=1)
 
 
+class CurriculumConfig(Section):
+    """Prompts drawn by the policy's measured success on each.
+
+    scorer: whose raw scores say success, from `threshold` on; score: the weighted sum.
+    half_life: steps in which a measured success loses half its weight.
+    floor: the least share of its turns in which a prompt is drawn.
+    """
+
+    by: Literal["success"]
+    scorer: str = "score"
+    threshold: float = 0.5
+    half_life: float = Field(default=20.0, gt=0)
+    floor: float = Field(default=0.05, gt=0, le=1)
+
+
 class PtxConfig(Section):
     coef: float = Field(ge=0)
     batch_size: int = Field(gt=0)

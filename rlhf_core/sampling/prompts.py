@@ -48,14 +48,16 @@ def choose_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, long
 
 
 def with_steps(params: Params, tokenizer_folder: Path) -> RlConfig:
-    """The section rl with a number of steps, which its epochs over the training prompts may give.
+    """The section rl with a number of steps, which its epochs over the training prompts may give; checked against their number.
 
     Raises:
         ValueError: another setting doesn't fit that number, or no prompt leaves room for a response.
     """
     rl, model = params.rl, params.model
-    if rl.steps is not None:
+    given = rl.steps is not None
+    if given:
         log.info("rl: rl.steps %d replaces rl.epochs; passes over each rollout batch are rl.ppo_epochs %d", rl.steps, rl.ppo_epochs)
+    if given and rl.curriculum is None:
         return rl
     from rlhf_core.models.tokenizer import load_tokenizer
 
@@ -63,6 +65,8 @@ def with_steps(params: Params, tokenizer_folder: Path) -> RlConfig:
     rows, longest = read_rows(PREPARED, "prompt", "train"), model.max_length - rl.rollout.max_new_tokens
     prompts = len(fitting_prompts(rows, tokenizer, longest=longest, what="prompts of the train split"))
     rl = rl.over_prompts(prompts)
+    if given:
+        return rl
     steps, epochs = number_of(rl.steps, "step"), number_of(rl.epochs, "epoch")
     log.info("rl: %s of %s, %s of %d prompts", steps, number_of(rl.rollout_batch_size, "prompt"), epochs, prompts)
     return rl
