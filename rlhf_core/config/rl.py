@@ -122,6 +122,11 @@ class RlSettings(OptimizerConfig, LengthConfig):
         return {name: limit for name, limit in self.monitor.items() if limit is not None}
 
     @property
+    def measures_success(self) -> bool:
+        """Whether prompts are drawn by the policy's measured success."""
+        return self.curriculum is not None and self.curriculum.by == "success"
+
+    @property
     def keeps_best(self) -> bool:
         """Whether the best policy so far is saved, as the result or for a rollback."""
         return self.evaluation.keep_best or any(limit.action == "rollback" for limit in self.limits.values())
@@ -171,7 +176,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
         Args:
             prompts: number of training prompts.
         """
-        if self.curriculum is not None and (drawn := self.steps * self.rollout_batch_size) <= prompts:
+        if self.measures_success and (drawn := self.steps * self.rollout_batch_size) <= prompts:
             yield (
                 f"curriculum: expected more draws than the {prompts} training prompts, got {drawn}; set it to null or raise "
                 "rl.epochs above 1, because success is measured when a prompt is drawn, and counts from the second time on"
@@ -378,7 +383,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
             )
 
     def _curriculum_conflicts(self) -> Iterator[str]:
-        if self.curriculum is None:
+        if not self.measures_success:
             return
         known = {s.name: [s] for s in self.reward.scorers} | {"score": self.reward.rewarded}
         if (name := self.curriculum.scorer) not in known:
@@ -463,7 +468,7 @@ def curve_columns(rl: RlConfig) -> tuple[str, ...]:
     columns += _UPDATE_COLUMNS
     columns += ["ptx_loss"] * (rl.ptx.coef > 0) + ["moe_aux_loss"] * (rl.moe_aux_coef > 0)
     columns += [] if rl.old_logprobs_source(0) == "from_engine" else _MISMATCH_COLUMNS
-    columns += ["success_fraction", "mixed_fraction", "drawn_share"] * (rl.curriculum is not None)
+    columns += ["success_fraction", "mixed_fraction", "drawn_share"] * rl.measures_success
     columns += ["policy_lag", "policy_lag_max", "spans_per_response", "cut_off"] * (rl.rollout.max_lag > 0)
     if rl.dynamic_sampling.enabled:
         columns += ["dynamic_rounds", "dropped_groups", *(f"drawn_score_{name}" for name in ("mean", *names))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -43,11 +43,23 @@ class PromptStream:
     """The training prompts in an endless order, which depends on seed and position only.
 
     Without weights each pass over all prompts is a new permutation. With weights each position samples its source by weight, and each
-    source has its own passes. A curriculum passes over some prompts, whose positions then count too.
+    source has its own passes. With difficulties each pass goes from the smallest to the largest, and equal ones are permuted. A curriculum
+    passes over some prompts, whose positions then count too.
+
+    Args:
+        difficulties: by prompt's id.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], weights: dict[str, float], *, seed: int, curriculum: Curriculum | None = None):
-        self._seed, self._count, self.curriculum = seed, len(prompts), curriculum
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        weights: dict[str, float],
+        *,
+        seed: int,
+        curriculum: Curriculum | None = None,
+        difficulties: Mapping[str, float] | None = None,
+    ):
+        self._seed, self._count, self.curriculum, self._difficulties = seed, len(prompts), curriculum, difficulties
         by_source: dict[str, list[Prompt]] = {}
         for prompt in prompts:
             by_source.setdefault(prompt.source if weights else "", []).append(prompt)
@@ -90,7 +102,19 @@ class PromptStream:
         return [next(passing[i]) for i in drawn]
 
     def _of_pool(self, pool: list[Prompt], start: int, count: int) -> list[Prompt]:
-        return [pool[i] for i in stream_indices(start, count, num_examples=len(pool), seed=self._seed)] if count else []
+        size = len(pool)
+        if not count:
+            return []
+        if self._difficulties is None:
+            return [pool[i] for i in stream_indices(start, count, num_examples=size, seed=self._seed)]
+        first, last = start // size, (start + count - 1) // size
+        ordered = [prompt for number in range(first, last + 1) for prompt in self._pass(pool, number)]
+        return ordered[start - first * size :][:count]
+
+    def _pass(self, pool: list[Prompt], number: int) -> list[Prompt]:
+        """All prompts of a pool, by difficulty."""
+        permuted = [pool[i] for i in stream_indices(number * len(pool), len(pool), num_examples=len(pool), seed=self._seed)]
+        return sorted(permuted, key=lambda prompt: self._difficulties[prompt.id])
 
 
 class SourceDraws:

@@ -20,6 +20,7 @@ from rlhf_core.checkpoint.store import SaveFailed
 from rlhf_core.config import RlConfig, curve_columns
 from rlhf_core.process import STOPPED_BY_SIGNAL, StepAbandoned, Stop, collect_by_default, freeze_gc
 from rlhf_core.progress import Bar
+from rlhf_core.sampling.prompts import difficulties
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.stage.job import FULL, refuse
 from rlhf_core.tracking import MetricsLog
@@ -244,8 +245,9 @@ def start_or_resume(job: RlJob, workers: Workers) -> tuple[Run, Progress]:
     collect_by_default()
     freeze_gc()
     rl = job.rl
-    curriculum = None if rl.curriculum is None else Curriculum(rl.curriculum, rl, seed=job.seed)
-    prompts = PromptStream(read_prompts(job, "train"), rl.prompt_weights, seed=job.seed, curriculum=curriculum)
+    train, curriculum = read_prompts(job, "train"), Curriculum(rl.curriculum, rl, seed=job.seed) if rl.measures_success else None
+    by_difficulty = difficulties(Path(job.prepared), train, rl)
+    prompts = PromptStream(train, rl.prompt_weights, seed=job.seed, curriculum=curriculum, difficulties=by_difficulty)
     normalizer = RewardNormalizer(rl.reward)
     run = Run(job, workers, prompts, evaluation_prompts(job), DemonstrationStream(job), normalizer)
     if rl.kl.coef == 0:
@@ -262,7 +264,8 @@ def start_or_resume(job: RlJob, workers: Workers) -> tuple[Run, Progress]:
         if rl.starts_rounded:
             workers.sync_weights(version=0)
         if normalizer.needs_calibration:
-            rollouts = workers.rollouts.generate_for_calibration(prompts.take(0, rl.reward.normalization_samples))
+            shuffled = PromptStream(train, rl.prompt_weights, seed=job.seed)  # of any difficulty
+            rollouts = workers.rollouts.generate_for_calibration(shuffled.take(0, rl.reward.normalization_samples))
             normalizer.calibrate(workers.score(rollouts))
         progress = Progress.start(rl)
         if rl.evaluation.every:

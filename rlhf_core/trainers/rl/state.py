@@ -119,7 +119,7 @@ class Progress:
         if rl.kl.target is None or "kl_coef" in names:
             coef = rl.kl.coef
         curriculum = self.curriculum
-        if curriculum and (rl.curriculum is None or "curriculum" in names):
+        if curriculum and (not rl.measures_success or "curriculum" in names):
             log.warning("rl: the prompts' measured success so far means something else in this run: it is measured anew")
             curriculum = {}
         monitor, words = under_limits(begun_anew(self.monitor, names), rl.limits)

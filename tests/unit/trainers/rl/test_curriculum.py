@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from clerk_params import CLERK_PARAMS
+from gate_pairs import write_slices
 from tiny_models import tiny_params
 
-from rlhf_core.config import ConfigError, load_params, parse_params, read_yaml, set_key
+from rlhf_core.config import ConfigError, curve_columns, load_params, parse_params, read_yaml, set_key
+from rlhf_core.sampling.prompts import difficulties
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl.ahead import Admitted
 from rlhf_core.trainers.rl.collect import resample_groups
@@ -206,3 +208,63 @@ def test_a_curriculum_in_a_run_without_a_second_turn_of_a_prompt_is_refused():
     with pytest.raises(ValueError, match=rf"rl\.curriculum: expected more draws than the {prompts} training prompts, got {prompts}; "):
         changed.over_prompts(prompts)
     assert changed.over_prompts(prompts - 1).steps == 10
+
+
+# By column
+
+LEVELS = {prompt.id: float(i * 7 % 4) for i, prompt in enumerate(PROMPTS)}
+
+
+def test_each_pass_goes_from_the_easiest_to_the_hardest_and_equal_ones_are_shuffled():
+    stream = PromptStream(PROMPTS, {}, seed=3, difficulties=LEVELS)
+    first, second = ([p.id for p in stream.take(start, 40)] for start in (0, 40))
+    for order in (first, second):
+        assert sorted(order) == sorted(LEVELS) and [LEVELS[i] for i in order] == sorted(LEVELS.values())
+    assert first != second
+    assert [p.id for p in stream.take(35, 30)] == [*first[35:], *second[:25]] and stream.after(35, 30) == 65
+
+
+def test_sources_with_weights_each_go_by_difficulty():
+    taken = PromptStream(PROMPTS, {"even": 3.0, "odd": 1.0}, seed=3, difficulties=LEVELS).take(0, 20)
+    for source in ("even", "odd"):
+        own = [LEVELS[p.id] for p in taken if p.source == source]
+        assert own == sorted(own) and own
+
+
+def by_column(**own):
+    return rl(**{"rl.curriculum": {"by": "column", "column": "level", **own}})
+
+
+def test_difficulties_are_read_from_the_prepared_slices_and_numbers_only(tmp_path: Path):
+    assert difficulties(tmp_path, PROMPTS, rl()) is None
+    write_slices(tmp_path, {p.id: {"level": str(i / 2), "topic": "x"} for i, p in enumerate(PROMPTS)})
+    assert difficulties(tmp_path, PROMPTS, by_column()) == {p.id: i / 2 for i, p in enumerate(PROMPTS)}
+    wanted = (
+        r"rl\.curriculum\.column: expected a number in 'topic' for every training prompt, got 'x' for 40 of 40, the first from source e"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        difficulties(tmp_path, PROMPTS, by_column(column="topic"))
+    write_slices(tmp_path, {p.id: {"level": "nan" if i == 3 else "1"} for i, p in enumerate(PROMPTS) if i})
+    with pytest.raises(ValueError, match="got 'none' for 2 of 40"):
+        difficulties(tmp_path, PROMPTS, by_column())
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"by": "column"}, "column: expected a name in the slices of the prompts' sources with by column, got null; "),
+        ({"by": "success", "scorer": "right", "column": "level"}, "column: expected null with by success, got level; "),
+    ],
+)
+def test_a_column_goes_with_by_column(own: dict, message: str):
+    tree = read_yaml(CLERK_PARAMS)
+    set_key(tree, "rl.curriculum", own)
+    with pytest.raises(ConfigError) as refused:
+        parse_params(tree)
+    assert f"rl.curriculum.{message}" in str(refused.value)
+
+
+def test_by_column_measures_nothing_and_one_pass_is_enough():
+    config = by_column()
+    assert not {"success_fraction", "drawn_share"} & set(curve_columns(config))
+    assert config.over_prompts(10_000).steps == config.steps
