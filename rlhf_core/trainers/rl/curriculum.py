@@ -8,7 +8,7 @@ import numpy as np
 
 from rlhf_core.config import CurriculumConfig, RlConfig
 from rlhf_core.sampling.scoring import weighted_score
-from rlhf_core.types import RewardComponents, Prompt, Rollout
+from rlhf_core.types import Prompt, RewardComponents, Rollout
 
 PRIOR = 0.5  # of successes and of failures: Jeffreys' prior of a share
 Seen = dict[str, tuple[float, float, int]]  # prompt's id -> successes and failures, as they counted after this step
