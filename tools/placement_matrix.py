@@ -53,8 +53,8 @@ SCORERS = [
 ]
 OPTIONS: dict[str, dict[str, Any]] = {  # algorithm's name -> what it stands for
     "gdpo": {"rl.algorithm": "gdpo", "rl.reward.scorers": SCORERS},
-    "grpo_dppo_tv": {"rl.algorithm": "grpo", "rl.policy_loss": "dppo_tv"},
-    "grpo_dppo_kl": {"rl.algorithm": "grpo", "rl.policy_loss": "dppo_kl"},
+    "grpo_tv": {"rl.algorithm": "grpo", "rl.policy_loss": "dppo_tv"},
+    "grpo_kl": {"rl.algorithm": "grpo", "rl.policy_loss": "dppo_kl"},
     "grpo_sapo": {"rl.algorithm": "grpo", "rl.policy_loss": "sapo"},
     "grpo_curriculum": {
         **{"rl.algorithm": "grpo", "rl.reward.scorers": SCORERS, "rl.grpo.group_size": 2, "rl.samples_per_step": 32},
