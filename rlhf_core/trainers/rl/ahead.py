@@ -51,7 +51,7 @@ class Admitted:
         for step in range(version, min(version + rl.rollout.max_lag + 1, rl.steps)):
             if step not in rollouts:
                 rollouts[step] = begun(stream.take(position, rl.rollout_batch_size), rl.group_size)
-                position += rl.rollout_batch_size
+                position = stream.after(position, rl.rollout_batch_size)
         return replace(self, position=position, rollouts=rollouts)
 
     def open(self, rl: RlConfig, steps: Iterable[int]) -> list[Place]:
@@ -132,7 +132,7 @@ class RolloutsAhead:
         dealt = self._engines.submit_segments(
             [request(*pair, limit) for pair in zip(further, seeds, strict=True)], due=len(further), least=0
         )
-        self._drawn = replace(self._drawn, position=self._drawn.position + count)
+        self._drawn = replace(self._drawn, position=stream.after(self._drawn.position, count))
         return [extended(*pair) for pair in zip(further, self._engines.wait_segments(dealt), strict=True)]
 
     def begin(self, *, step: int) -> None:
