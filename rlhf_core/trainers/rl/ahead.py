@@ -46,7 +46,7 @@ class Admitted:
     complete: int = -1
 
     def admit(self, stream: PromptStream, rl: RlConfig, *, version: int) -> Admitted:
-        """With the groups of each step that may begin at this version of the trainer, and without those of steps that were trained on."""
+        """Return these rollouts with the groups of each step that may begin at this version, and without those of steps trained on."""
         rollouts, position = {step: rows for step, rows in self.rollouts.items() if step >= version}, self.position
         for step in range(version, min(version + rl.rollout.max_lag + 1, rl.steps)):
             if step not in rollouts:
@@ -61,7 +61,7 @@ class Admitted:
         return [(s, i) for s, i in growing if self.rollouts[s][i].dialogue is None]
 
     def extended(self, samples: Mapping[Place, Sample]) -> Admitted:
-        """With further tokens."""
+        """Return these rollouts with further tokens."""
         rollouts = {
             step: [extended(r, samples[step, i]) if (step, i) in samples else r for i, r in enumerate(rows)]
             for step, rows in self.rollouts.items()
@@ -171,7 +171,8 @@ class RolloutsAhead:
         return self._engines.wait_segments(dealt)
 
     def _submit(self, admitted: Admitted, *, due: int, least: int = 0, last_tokens: int | None = None) -> Sampling:
-        """
+        """Submit the rollouts that haven't ended to the engines.
+
         Args:
             due: the step whose responses must end.
             last_tokens: that these may still get.

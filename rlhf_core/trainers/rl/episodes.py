@@ -54,7 +54,7 @@ class EpisodesAhead(RolloutsAhead):
         return self._drawn.rollouts[step]
 
     def begin(self, *, step: int) -> None:
-        """As of `RolloutsAhead`. A thread calls the engines."""
+        """Begin as `RolloutsAhead.begin` does. A thread calls the engines."""
         if step + 1 == self._rl.steps:
             return
         self._short, self._compared = self._submit_short(step + 1), Future()
@@ -145,7 +145,7 @@ class _Table:
         return complete
 
     def _request(self, place: Place, asked: Asked) -> Request:
-        """Of what is left of a reply. Its seed is of the episode and the number of all tokens before."""
+        """Return the request for what is left of a reply. Its seed follows from the episode's and the number of all tokens before."""
         (step, i), before, ids = place, asked.so_far.ids, self._rollouts[place].ids
         given = ids[len(before) :]
         return Request(before, given, segment_seed(self._seeds[step][i], len(ids)), asked.room - len(given))
