@@ -126,7 +126,7 @@ class _Table:
         while places:
             asked, ended = self._episodes.wait(places)
             for place, rollout in (ended | {place: one.so_far for place, one in asked.items()}).items():
-                self._rollouts[place] = _resumed(self._rollouts[place], rollout)
+                self._rollouts[place] = resumed(self._rollouts[place], rollout)
             full = [place for place, one in asked.items() if self._is_complete(place, one)]  # of an interrupted run
             self._deliver({place: asked[place] for place in full})
             found |= {place: one for place, one in asked.items() if place not in full}
@@ -163,7 +163,7 @@ class _Table:
         )
 
 
-def _resumed(before: Rollout, now: Rollout) -> Rollout:
+def resumed(before: Rollout, now: Rollout) -> Rollout:
     """An episode that asks for a reply or has ended, with the tokens that this reply has already.
 
     Args:
