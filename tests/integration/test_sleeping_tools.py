@@ -1,6 +1,6 @@
 """Episodes ahead hide tools that sleep 50 to 500 ms: twice the samples per second of lock step, and the same success, on three seeds.
 
-The recipe of the notebook with half its samples a step and such tools. The table of docs/agents.md has the figures that it prints.
+The recipe of the notebook with such tools, and with fewer samples a step, so that two cores spend most of a step in lock step waiting.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.timeout(3600), pytest.mark.long]
 
 SEEDS, LAGS = (0, 1, 2), (0, 4)
 DEADLINE = 1200.0  # seconds of a stage
-STEPS, PER_STEP, FIRST = 60, 64, 10  # FIRST: steps until all engines are warm and episodes of all steps in flight
+STEPS, PER_STEP, FIRST = 60, 32, 10  # FIRST: steps until all engines are warm and episodes of all steps in flight
 TOOLS = '''"""The notebook, whose tools sleep 50 to 500 ms, by the call."""
 
 import asyncio
@@ -50,6 +50,7 @@ SLEEPY = {
         "samples_per_step": PER_STEP,
         "minibatch_size": PER_STEP,
         "checkpoint_every": STEPS,
+        "learning_rate": 2.5e-4,
         "environment": {"path": "agents/sleepy.py:play"},
         "rollout": {"engines": 1},
         "evaluation": {"every": STEPS, "prompts": 200, "metric": "environment"},
