@@ -124,15 +124,24 @@ class RolloutsAhead:
         if turn == 0:
             self._drawn = (self._admitted or Admitted(start)).admit(stream, self._rl, version=step)
             if self._drawn.complete < step:
-                self._drawn = self._finish(self._submit(self._drawn, due=step))
+                self._drawn = self._complete(self._drawn, due=step)
             return self._drawn.rollouts[step]
-        further = begun(stream.take(self._drawn.position, count), self._rl.group_size)
+        position = self._drawn.position
+        self._drawn = replace(self._drawn, position=stream.after(position, count))
+        return self._whole(stream.take(position, count), step=step, turn=turn)
+
+    def _complete(self, admitted: Admitted, *, due: int) -> Admitted:
+        """With the first step's rollouts, which nothing was sampled ahead of."""
+        return self._finish(self._submit(admitted, due=due))
+
+    def _whole(self, prompts: Sequence[Prompt], *, step: int, turn: int) -> list[Rollout]:
+        """Rollouts of further prompts by the current policy."""
+        further = begun(prompts, self._rl.group_size)
         seeds = request_seeds(self._job.seed, step, len(further), turn=turn)
         limit = self._rl.rollout.max_new_tokens
         dealt = self._engines.submit_segments(
             [request(*pair, limit) for pair in zip(further, seeds, strict=True)], due=len(further), least=0
         )
-        self._drawn = replace(self._drawn, position=stream.after(self._drawn.position, count))
         return [extended(*pair) for pair in zip(further, self._engines.wait_segments(dealt), strict=True)]
 
     def begin(self, *, step: int) -> None:
