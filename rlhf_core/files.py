@@ -48,7 +48,7 @@ def try_lock(file: IO[Any], *, shared: bool = False) -> bool:
 
 
 def lock_file(file: IO[Any], seconds: float, *, shared: bool = False) -> None:
-    """As `try_lock`, and wait for the other process.
+    """Lock as `try_lock` does, and wait for another process that holds the lock.
 
     Raises:
         TimeoutError: another process still held the lock after `seconds`.

@@ -200,12 +200,16 @@ def without_git_places() -> dict[str, str]:
 
 
 def collect_rarely() -> None:
-    """For imports: Python's default, a collection after every 700 new objects, slows down the import of PyTorch and vLLM."""
+    """Collect garbage rarely while modules are imported: Python's default, a collection after every 700 new objects, slows down the
+    import of PyTorch and vLLM.
+    """
     gc.set_threshold(IMPORT_THRESHOLD)
 
 
 def collect_by_default() -> None:
-    """For training: with the threshold for imports, reference cycles of hundreds of steps (70 KB each) would stay in memory."""
+    """Collect garbage as Python does by default, for training: with the threshold for imports, reference cycles of hundreds of steps
+    (70 KB each) would stay in memory.
+    """
     gc.set_threshold(*DEFAULT_THRESHOLD)
 
 

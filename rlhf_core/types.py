@@ -99,17 +99,17 @@ class Rollout:
 
     @property
     def ids(self) -> list[int]:
-        """Of prompt and response."""
+        """Token ids of prompt and response."""
         return [*self.prompt.prompt_ids, *self.response_ids]
 
     @property
     def rollout_logprobs(self) -> list[float]:
-        """Of each response token."""
+        """The engine's log-probability of each response token."""
         return [logprob for span in self.spans for logprob in span.logprobs]
 
     @property
     def num_tokens(self) -> int:
-        """Of the response, with what was put in."""
+        """Number of the response's tokens, with those that were put in."""
         return sum(len(span.ids) for span in self.spans)
 
     @property

@@ -1,7 +1,8 @@
 """Compares placements of an RL job's roles: python -m tools.placement_matrix [--only WORD ...] [--steps N] [--table FILE].
 
 Trains tiny models through Ray with every named placement and with groups of two ranks and of one, by PPO and GRPO, with ZeRO 0 and 3 and
-one and two rollout engines: PyTorch's, and vLLM's in two processes each (tensor parallelism). Curves and final weights must be
+one and two rollout engines: PyTorch's, and vLLM's in two processes each (tensor parallelism); and further options of RL in two
+placements. Curves and final weights must be
 those of all roles together, without ZeRO, on one engine of the same kind in one process; and an engine's log-probabilities after a sync the
 trainer's. Writes docs/tables/placements.csv, in which rows of other cells stay; docs/rl.md describes it. Exits with 1 if a difference
 exceeds its limit.
@@ -46,6 +47,20 @@ MAX_WEIGHT_DIFFERENCE = 3e-5
 MAX_LOGPROB_DIFFERENCE = 1e-4  # nats, of engine and trainer
 HIDDEN_SIZES = {"pytorch": 16, "vllm": 64}
 TWO_AND_ONE = [{"roles": ["policy", "reference"], "ranks": 2}, {"roles": ["critic", "reward_models"]}]
+SCORERS = [
+    {"name": "reward_model", "kind": "reward_model", "normalization": "initial"},
+    {"name": "vowel", "kind": "regex", "pattern": "[aeiou]", "weight": 0.5},
+]
+OPTIONS: dict[str, dict[str, Any]] = {  # algorithm's name -> what it stands for
+    "gdpo": {"rl.algorithm": "gdpo", "rl.reward.scorers": SCORERS},
+    "grpo_tv": {"rl.algorithm": "grpo", "rl.policy_loss": "dppo_tv"},
+    "grpo_kl": {"rl.algorithm": "grpo", "rl.policy_loss": "dppo_kl"},
+    "grpo_sapo": {"rl.algorithm": "grpo", "rl.policy_loss": "sapo"},
+    "grpo_curriculum": {
+        **{"rl.algorithm": "grpo", "rl.reward.scorers": SCORERS, "rl.grpo.group_size": 2, "rl.samples_per_step": 32},
+        **{"rl.curriculum": {"by": "success", "scorer": "vowel", "half_life": 2.0}},
+    },
+}
 OF_CELL = ("algorithm", "placement", "zero_stage", "backend", "engines", "tensor_parallel_size")
 COLUMNS = (*OF_CELL, "curve_difference", "weight_difference", "logprob_difference", "seconds_step")
 SETTINGS = {
@@ -58,6 +73,7 @@ SETTINGS = {
 class Cell:
     """A placement to compare.
 
+    algorithm: or a name of OPTIONS.
     placement: a name of PLACEMENTS, or "two_and_one": a group of two ranks and one of a single rank.
     """
 
@@ -110,7 +126,7 @@ class Lab:
         name = name or cell.name
         work = self._folder / name
         work.mkdir()
-        wanted = {"rl.algorithm": cell.algorithm, "rl.trainer.zero_stage": cell.zero_stage}
+        wanted = OPTIONS.get(cell.algorithm, {"rl.algorithm": cell.algorithm}) | {"rl.trainer.zero_stage": cell.zero_stage}
         wanted["rl.placement"] = TWO_AND_ONE if cell.placement == "two_and_one" else cell.placement
         wanted |= {f"rl.rollout.{name}": getattr(cell, name) for name in ("engines", "backend", "tensor_parallel_size")}
         paths = {"prepared": self._folder / "prepared", "work": work, "output": work / "policy", "timings": work / "timings.csv"}
@@ -165,6 +181,7 @@ def cells(only: Sequence[str]) -> list[Cell]:
     places = list(product(("ppo", "grpo"), (*PLACEMENTS, "two_and_one"), (0, 3)))
     wanted = [Cell(*place, engines) for engines in (1, 2) for place in places]
     wanted += [Cell(*place, engines, backend="vllm", tensor_parallel_size=2) for engines in (1, 2) for place in places]
+    wanted += [Cell(name, place) for name in OPTIONS for place in ("together", "two_groups")]
     wanted = [cell for cell in wanted if all(word in cell.name for word in only)]
     return list(dict.fromkeys([*map(baseline, wanted), *wanted]))
 

@@ -124,8 +124,29 @@ def all_cells() -> list[Cell]:
     rl += [rl_cell("grpo", 1, 3), rl_cell("ppo", 1, 2), rl_cell("grpo", 1, 0, ahead=True)]
     rl += [rl_cell(name, 1, 0, one_step=True, backend="pytorch") for name in ("grpo", "ppo")]
     rl += [rl_cell(name, 2 - number % 2, 0, backend="pytorch") for number, name in enumerate(list(ALGORITHMS)[2:])]
-    rl += [rl_cell("grpo", 2, 0, backend="pytorch")]
+    rl += [rl_cell("grpo", 2, 0, backend="pytorch"), *rl_options()]
     return [*supervised, *on_two_ranks(), *rl]
+
+
+def rl_options() -> list[Cell]:
+    """Cells for rewards by two scorers, the losses that no other cell has, and a curriculum."""
+    vowel = {"name": "vowel", "kind": "regex", "pattern": "[aeiou]", "weight": 0.5}
+    both = {"scorers": [{"name": "reward_model", "kind": "reward_model", "normalization": "running"}, vowel]}
+    curriculum = {"by": "success", "scorer": "vowel", "half_life": 2.0}
+    again = {"samples_per_step": 128, "minibatch_size": 64, "grpo": {"group_size": 2}, "reward": both, "curriculum": curriculum}
+    options = {
+        "GDPO of two scorers": ("gdpo", {"reward": both}, False),
+        "DPPO by total variation, one step off policy": ("grpo", {"policy_loss": "dppo_tv"}, True),
+        "DPPO by KL": ("grpo", {"policy_loss": "dppo_kl"}, False),
+        "SAPO": ("grpo", {"policy_loss": "sapo"}, False),
+        "curriculum": ("grpo", again, False),
+        "curriculum, one step off policy": ("grpo", again, True),
+    }
+    made = []
+    for name, (algorithm, changes, ahead) in options.items():
+        cell = rl_cell(algorithm, 1, 0, ahead=ahead, backend="pytorch")
+        made.append(replace(cell, name=f"{name}, PyTorch's rollouts", changes={"rl": cell.changes["rl"] | changes}))
+    return made
 
 
 def on_two_ranks() -> list[Cell]:

@@ -90,7 +90,7 @@ def _found(path: Path, folder: Path) -> Found:
 
 def _driver(state: dict[str, Any]) -> Found:
     """Yield the items of an RL driver's state; its step is also the policy's version."""
-    parts = {"step": "position", "prompts_drawn": "position", "kl_coef": "kl_coef", "best": "best"}
+    parts = {"step": "position", "prompts_drawn": "position", "kl_coef": "kl_coef", "best": "best", "curriculum": "statistics"}
     for name, value in state.items():
         if isinstance(value, Mapping) and name not in parts:
             yield from (("statistics", f"{name} {key}", v) for key, v in value.items())

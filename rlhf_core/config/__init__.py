@@ -45,6 +45,7 @@ from rlhf_core.config.rl import KL_COLUMNS, RlConfig, curve_columns
 from rlhf_core.config.rl_parts import (
     DEFAULT_LIMITS,
     CorrectionConfig,
+    CurriculumConfig,
     EnvironmentConfig,
     KlConfig,
     LimitAction,
@@ -74,6 +75,7 @@ __all__ = [
     "ConditionalSftConfig",
     "ConfigError",
     "CorrectionConfig",
+    "CurriculumConfig",
     "DataConfig",
     "DpoConfig",
     "EnvironmentConfig",

@@ -124,7 +124,7 @@ class SourceConfig(Section):
     implicit_prompt: bool | None = None
     # Whether the turns of prompts such as "Human: ... Assistant:" are messages. None: found in the first records
     transcripts: bool | None = None
-    slices: dict[str, str] = Field(default_factory=dict)  # name for the gate's slices -> column in the file
+    slices: dict[str, str] = Field(default_factory=dict)  # name for the gate's slices or a curriculum -> column in the file
     license: str | None = Field(default=None, min_length=1)  # of the data, for the card of an exported model; changes nothing else
     strip_end_tokens: bool = False  # well-known end tokens, written as text, at the end of answers
     drop: list[DropKind] = Field(default_factory=list)  # rows to leave out and count, instead of a refusal by validation

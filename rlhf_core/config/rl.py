@@ -18,6 +18,7 @@ from rlhf_core.config.rl_parts import (
     ROLES,
     CorrectionConfig,
     CriticConfig,
+    CurriculumConfig,
     DeadlineConfig,
     DynamicSamplingConfig,
     EnvironmentConfig,
@@ -67,6 +68,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
     reward: ScoreConfig
     correction: CorrectionConfig
     dynamic_sampling: DynamicSamplingConfig
+    curriculum: CurriculumConfig | None
     ptx: PtxConfig
     prompt_weights: dict[str, float] = Field(default_factory=dict)
     environment: EnvironmentConfig | None
@@ -120,6 +122,11 @@ class RlSettings(OptimizerConfig, LengthConfig):
         return {name: limit for name, limit in self.monitor.items() if limit is not None}
 
     @property
+    def measures_success(self) -> bool:
+        """Whether prompts are drawn by the policy's measured success."""
+        return self.curriculum is not None and self.curriculum.by == "success"
+
+    @property
     def keeps_best(self) -> bool:
         """Whether the best policy so far is saved, as the result or for a rollback."""
         return self.evaluation.keep_best or any(limit.action == "rollback" for limit in self.limits.values())
@@ -159,9 +166,21 @@ class RlSettings(OptimizerConfig, LengthConfig):
             ValueError: a setting doesn't fit the number of steps.
         """
         rl = self.model_copy(update={"steps": self.steps_over(prompts, per_step=self.rollout_batch_size)})
-        if found := [f"rl.{conflict}" for conflict in rl.conflicts()]:
+        if found := [f"rl.{conflict}" for conflict in (*rl.conflicts(), *rl.unlearned(prompts))]:
             raise ValueError("\n".join(found))
         return rl
+
+    def unlearned(self, prompts: int) -> Iterator[str]:
+        """The conflict of a curriculum that can't act, because no prompt comes again; `steps` is known.
+
+        Args:
+            prompts: number of training prompts.
+        """
+        if self.measures_success and (drawn := self.steps * self.rollout_batch_size) <= prompts:
+            yield (
+                f"curriculum: expected more draws than the {prompts} training prompts, got {drawn}; set it to null or raise "
+                "rl.epochs above 1, because success is measured when a prompt is drawn, and counts from the second time on"
+            )
 
     def of_group(self, group: RoleGroup) -> RlConfig:
         """The section with the group's number of ranks as that of `trainer`."""
@@ -316,6 +335,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
                 "distribution"
             )
         yield from self._environment_conflicts()
+        yield from self._curriculum_conflicts()
         if self.dynamic_sampling.enabled and self.group_size < 2:
             yield (
                 f"dynamic_sampling: expected {self.algorithm}.group_size of at least 2, got {self.group_size}; raise it, because a "
@@ -365,6 +385,18 @@ class RlSettings(OptimizerConfig, LengthConfig):
             yield (
                 f"{key} with several members of {ensembles}, got reward_model; a critic is one model, and the rewards are in units of all "
                 "members' scores together; reward_model_trunk starts from the first member's layers"
+            )
+
+    def _curriculum_conflicts(self) -> Iterator[str]:
+        if not self.measures_success:
+            return
+        known = {s.name: [s] for s in self.reward.scorers} | {"score": self.reward.rewarded}
+        if (name := self.curriculum.scorer) not in known:
+            yield f"curriculum.scorer: expected one of {sorted(known)}, got {name!r}; name the score or a scorer"
+        elif unclear := [s.name for s in known[name] if s.kind == "reward_model"]:
+            yield (
+                f"curriculum.scorer: expected one whose scores say success, got {name}, with the reward model {unclear[0]}; name a scorer "
+                "that verifies (it may have weight 0), because a reward model's scores have no fixed level of success"
             )
 
     def _environment_conflicts(self) -> Iterator[str]:
@@ -465,6 +497,7 @@ def curve_columns(rl: RlConfig) -> tuple[str, ...]:
     columns += _UPDATE_COLUMNS
     columns += ["ptx_loss"] * (rl.ptx.coef > 0) + ["moe_aux_loss"] * (rl.moe_aux_coef > 0)
     columns += [] if rl.old_logprobs_source(0) == "from_engine" else _MISMATCH_COLUMNS
+    columns += ["success_fraction", "mixed_fraction", "drawn_share"] * rl.measures_success
     columns += ["policy_lag", "policy_lag_max", "spans_per_response", "cut_off"] * (rl.rollout.max_lag > 0)
     if rl.dynamic_sampling.enabled:
         columns += ["dynamic_rounds", "dropped_groups", *(f"drawn_score_{name}" for name in ("mean", *names))]

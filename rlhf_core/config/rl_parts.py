@@ -94,6 +94,29 @@ class DynamicSamplingConfig(Section):
     max_rounds: int = Field(ge=1)
 
 
+class CurriculumConfig(Section):
+    """Which prompts are drawn, and in which order.
+
+    by: success: rarely those that the policy always or never solves; column: in the order of a column of the data, smallest first.
+    column: a name in the sources' `slices`.
+    scorer: whose raw scores say success, from `threshold` on; score: the weighted sum.
+    half_life: steps in which a measured success loses half its weight.
+    floor: the least share of its turns in which a prompt is drawn.
+    """
+
+    by: Literal["success", "column"]
+    column: str | None = None
+    scorer: str = "score"
+    threshold: float = 0.5
+    half_life: float = Field(default=20.0, gt=0)
+    floor: float = Field(default=0.05, gt=0, le=1)
+
+    def conflicts(self) -> Iterator[str]:
+        if (self.by == "column") != (self.column is not None):
+            wanted = "a name in the slices of the prompts' sources" if self.by == "column" else "null"
+            yield f"column: expected {wanted} with by {self.by}, got {self.column or 'null'}; set it, or change by"
+
+
 class PtxConfig(Section):
     coef: float = Field(ge=0)
     batch_size: int = Field(gt=0)

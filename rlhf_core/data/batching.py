@@ -163,7 +163,7 @@ def deal_out(sizes: Sequence[int], *, ranks: int) -> list[list[int]]:
 
 
 def deal_out_groups(groups: Sequence[Sequence[int]], sizes: Sequence[int], *, ranks: int) -> list[list[int]]:
-    """As `deal_out`, of groups of items: whole ones if every rank gets as many, otherwise single items.
+    """Deal out groups of items as `deal_out` does items: whole ones if every rank gets as many, otherwise single items.
 
     Args:
         groups: positions in `sizes`.

@@ -122,7 +122,7 @@ def data_set_commit(name: str, revision: str | None, subset: str | None) -> str 
 
 
 def model_commit(name: str, revision: str | None) -> str | None:
-    """As `data_set_commit`, for a model.
+    """Return a model's commit, as `data_set_commit` returns a data set's.
 
     Raises:
         OSError: the hub doesn't answer or has no such model.
@@ -148,7 +148,7 @@ def _repository(kind: str, name: str) -> Path:
 
 
 def _hub_cache() -> Path:
-    """As huggingface_hub finds it; importing that takes time."""
+    """Return the hub's cache as huggingface_hub finds it; importing that takes time."""
     old = os.environ.get("HUGGINGFACE_HUB_CACHE")
     return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or old or _home() / "hub"))
 

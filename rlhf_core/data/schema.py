@@ -14,9 +14,9 @@ messages: the conversation up to the last message of the user or of a tool, a li
 response, chosen, rejected: text of the assistant's next message. Unpaired feedback is a preference row in which one of
     chosen and rejected is null.
 label: for verifiable tasks, the expected answer as text; null otherwise.
-A source with the key `slices` also gives the values that the gate groups its pairs by:
+A source with the key `slices` also gives the values that the gate groups its pairs by, and a curriculum orders prompts by:
 
-    slices.parquet       id (of a preference row), column, value
+    slices.parquet       id (of a preference or prompt row), column, value
 
 id: unique within a use and independent of the order of rows: a hash of source and content.
 origin: the place of the row's record: a file's path as in params.yaml and its line, or a data set's name and its row; null if the row

@@ -69,7 +69,7 @@ class DataFacts:
         return self.uses.get("preference", UseCounts("preference"))
 
     def training_rows(self, params: Params) -> dict[str, Rows]:
-        """For each use its rows by split, and their mean lengths."""
+        """Return each use's rows by split, and their mean lengths."""
         data = params.data
         heldout = data.validation_fraction
         train = 1 - heldout - data.test_fraction - data.promotion_fraction

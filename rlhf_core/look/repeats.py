@@ -35,13 +35,13 @@ class Repeats:
                 self._rows[split_of(split_text(row), **self._fractions)].append((where, row["messages"]))
 
     def counted(self) -> dict[str, list[Compared]]:
-        """For each held-out split, its prompts compared with training."""
+        """Return each held-out split's prompts, compared with training."""
         return compare({split: rows for split, rows in self._rows.items() if split != "train" and rows}, lambda: self._rows["train"])
 
 
 def shares(repeats: Mapping[str, Sequence[Compared]], kind: str) -> dict[str, tuple[int, int]]:
-    """For each held-out split with repeated prompts, the number of those that training repeats in one way of LIMITS, and of all its
-    prompts.
+    """Return, for each held-out split with repeated prompts, the number of prompts that training repeats in one way of LIMITS, and the
+    number of all its prompts.
     """
     counts = {split: sum(getattr(prompt, kind) is not None for prompt in prompts) for split, prompts in repeats.items()}
     return {split: (count, len(repeats[split])) for split, count in counts.items() if count}

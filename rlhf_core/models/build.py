@@ -326,7 +326,9 @@ def save_model(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], toke
 
 
 def checkpoint_names(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return weights as the Hugging Face folder names them: a tensor for each expert, which memory holds as one for all, and no tied head."""
+    """Return weights as the Hugging Face folder names them: a tensor for each expert, which memory holds as one for all, and no tied
+    head.
+    """
     return revert_weight_conversion(model, {n: t for n, t in state_dict.items() if n not in model.all_tied_weights_keys})
 
 

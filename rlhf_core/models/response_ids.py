@@ -172,7 +172,9 @@ def _keeps_borders(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
 
 @lru_cache(maxsize=8)
 def _header_ids(tokenizer: PreTrainedTokenizerBase, template: str | None) -> tuple[int, ...]:
-    """Return the ids of the text with special tokens that the template writes between every generation prompt and answer, without thoughts."""
+    """Return the ids of the text with special tokens that the template writes between every generation prompt and answer, without
+    thoughts.
+    """
     if template is None:
         return ()
     asked = [{"role": "user", "content": QUESTION}]
@@ -242,7 +244,9 @@ def _behind(
 
 
 def _plain_behind(tokenizer: PreTrainedTokenizerBase, base: str, base_ids: list[int], text: str) -> list[int]:
-    """Return the ids of a text after `base`, with special tokens as plain text. Tags of thoughts stay tokens where the tokenizer has them."""
+    """Return the ids of a text after `base`, with special tokens as plain text. Tags of thoughts stay tokens where the tokenizer has
+    them.
+    """
     traits, pieces = _traits(tokenizer, len(tokenizer)), [text]
     if CLOSE in text and CLOSE in traits.added.values():
         pieces = [piece for piece in re.split(f"({OPEN}|{CLOSE})", text) if piece]

@@ -40,7 +40,7 @@ MAX_PAIRS = 4096  # of one record, whose good and bad completions are all paired
 
 
 def convert(values: Mapping[str, Any], source: SourceConfig, notation: Notation = PLAIN) -> Rows:
-    """Return the rows of one record. If the source names slices, rows of the use preference also have a key `slices`.
+    """Return the rows of one record. If the source names slices, rows of the uses preference and prompt also have a key `slices`.
 
     Args:
         notation: of the source's first records.
@@ -52,9 +52,9 @@ def convert(values: Mapping[str, Any], source: SourceConfig, notation: Notation 
     record = Record(values, source, notation)
     rows = _CONVERTERS[source.format](record)
     _check_placeholders(rows)
-    if source.slices and "preference" in rows:
+    if source.slices and (sliced := rows.keys() & {"preference", *({"prompt"} & {*source.uses})}):
         slices = {name: read_scalar(record.at(column, wanted_for=name), column) for name, column in source.slices.items()}
-        rows["preference"] = [{**row, "slices": slices} for row in rows["preference"]]
+        rows |= {use: [{**row, "slices": slices} for row in rows[use]] for use in sliced}
     return rows
 
 

@@ -89,7 +89,9 @@ def notation_of(records: Sequence[Mapping[str, Any]], source: SourceConfig) -> N
 
 
 def check_signs(record: Mapping[str, Any], source: SourceConfig, notation: Notation) -> None:
-    """Check that no mark is -1 if none of the first records has one, since 0 was then read as false and not as neutral. Raises ValueError."""
+    """Check that no mark is -1 if none of the first records has one, since 0 was then read as false and not as neutral. Raises
+    ValueError.
+    """
     if not notation.signed and _is_minus_one(record, source):
         name = _MARKS[source.format or ""]
         raise ValueError(

@@ -93,7 +93,9 @@ class Record:
         return self.question(read_text(value, "prompt"), "prompt")
 
     def question(self, text: str, name: str) -> list[Message]:
-        """Return the user's message with a text, or the messages of a chat template that has written it. Then answers lose its end tokens."""
+        """Return the user's message with a text, or the messages of a chat template that has written it. Then answers lose its end
+        tokens.
+        """
         if is_blank(text):
             raise Dropped(f"{name} is empty")
         messages = unwrapped(text)

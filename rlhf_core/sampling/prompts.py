@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_core.config import Params, RlConfig, number_of
 from rlhf_core.data.batching import batch_indices
-from rlhf_core.data.schema import read_rows
+from rlhf_core.data.schema import read_rows, read_slices
 from rlhf_core.paths import PREPARED
 from rlhf_core.types import Prompt
 
@@ -47,22 +48,55 @@ def choose_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, long
     return [prompts[i] for i in order[:count]]
 
 
+def difficulties(prepared: Path, prompts: list[Prompt], rl: RlConfig) -> dict[str, float] | None:
+    """Each prompt's value of the curriculum's column, by id; None without one.
+
+    Raises:
+        ValueError: a prompt has none, or one that isn't a finite number.
+    """
+    if rl.curriculum is None or rl.curriculum.column is None:
+        return None
+    column, slices = rl.curriculum.column, read_slices(prepared)
+    values = {prompt.id: _number(slices.get(prompt.id, {}).get(column)) for prompt in prompts}
+    if wrong := [prompt for prompt in prompts if values[prompt.id] is None]:
+        got, source = slices.get(wrong[0].id, {}).get(column, "none"), wrong[0].source
+        raise ValueError(
+            f"rl.curriculum.column: expected a number in {column!r} for every training prompt, got {got!r} for {len(wrong)} of "
+            f"{len(prompts)}, the first from source {source}; name the column in the slices of each source of prompts"
+        )
+    return values
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        value = float(text)
+    except (TypeError, ValueError):
+        return None
+    return value if math.isfinite(value) else None
+
+
 def with_steps(params: Params, tokenizer_folder: Path) -> RlConfig:
-    """The section rl with a number of steps, which its epochs over the training prompts may give.
+    """The section rl with a number of steps, which its epochs over the training prompts may give; checked against their number.
 
     Raises:
         ValueError: another setting doesn't fit that number, or no prompt leaves room for a response.
     """
     rl, model = params.rl, params.model
-    if rl.steps is not None:
+    given = rl.steps is not None
+    if given:
         log.info("rl: rl.steps %d replaces rl.epochs; passes over each rollout batch are rl.ppo_epochs %d", rl.steps, rl.ppo_epochs)
+    if given and rl.curriculum is None:
         return rl
     from rlhf_core.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(str(tokenizer_folder), trust_remote_code=model.trust_remote_code)
     rows, longest = read_rows(PREPARED, "prompt", "train"), model.max_length - rl.rollout.max_new_tokens
-    prompts = len(fitting_prompts(rows, tokenizer, longest=longest, what="prompts of the train split"))
+    fitting = fitting_prompts(rows, tokenizer, longest=longest, what="prompts of the train split")
+    difficulties(PREPARED, fitting, rl)
+    prompts = len(fitting)
     rl = rl.over_prompts(prompts)
+    if given:
+        return rl
     steps, epochs = number_of(rl.steps, "step"), number_of(rl.epochs, "epoch")
     log.info("rl: %s of %s, %s of %d prompts", steps, number_of(rl.rollout_batch_size, "prompt"), epochs, prompts)
     return rl

@@ -249,7 +249,7 @@ class ResponseScorer:
         return [response_text(self._tokenizer, r.prompt.prompt_ids, ids) for r, ids in zip(replies, token_ids, strict=True)]
 
     def _rendered(self, responses: Sequence[Response]) -> list[tuple[str, str]]:
-        """Of each the prompt, and the prompt with the response, special tokens included."""
+        """Return each prompt's text, and that of the prompt with its response, special tokens included."""
         prompts = [r.prompt.prompt_ids for r in responses]
         whole = [[*r.prompt.prompt_ids, *r.response_ids] for r in responses]
         how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
@@ -376,7 +376,7 @@ class RewardNormalizer:
         return total if limit is None else total.clamp(-limit, limit)
 
     def normalized(self, components: RewardComponents) -> list[torch.Tensor]:
-        """Of each scorer with a weight its normalised scores [B], unweighted; NaN where it has no finite score."""
+        """Return each rewarded scorer's normalised scores [B], unweighted; NaN where it has no finite score."""
         scaled = [(_known(components[s.name]), *self.location_and_spread(s), s) for s in self._rewarded]
         return [scores if s.normalization == "none" else (scores - mean) / std for scores, mean, std, s in scaled]
 

@@ -54,6 +54,7 @@ STATE = {
         "warnings": "of limits",
         "stopped": "the limit that ended the run",
         "ahead": "rollouts of later steps, with rollout.max_lag",
+        "curriculum": "successes and failures by prompt",
     },
 }
 RL_PHASE = "checkpoints"  # folder of RL's checkpoints
@@ -63,7 +64,7 @@ _WEIGHTS: Fates = {"weights": REFUSED}
 _SCALE: Fates = {"start": ANEW, "frontier": ANEW, "score_tracks": ANEW}  # what a score means, or whose scores are seen
 _SCORES: Fates = {**_SCALE, "best": ANEW, "best_loss": ANEW}
 _PROMPTS: Fates = {**_SCORES, "ahead": ANEW}
-_SCORER: Fates = {**_SCORES, "moments": REFUSED}
+_SCORER: Fates = {**_SCORES, "moments": REFUSED, "curriculum": ANEW}
 _SAMPLES: Fates = {**_SCALE, "kl_tracks": ANEW, "tracks": ANEW, "ahead": ANEW}
 _SCHEDULE: Fates = {"scheduler": CONVERTED}
 _RANKS: Fates = {"weights": CONVERTED, "optimizer": CONVERTED}
@@ -124,6 +125,8 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("rl.reward.scorers.*.timeout", "rl.reward.normalization_samples", "rl.reward.max_unscored_fraction"): {},
     ("rl.reward.clip", "rl.reward.no_eos_penalty", "rl.reward.mask_truncated", "rl.reward.overlong"): {"score_tracks": ANEW},
     ("rl.dynamic_sampling",): _SCALE,
+    ("rl.curriculum.scorer", "rl.curriculum.threshold"): {"curriculum": ANEW, "ahead": ANEW},
+    ("rl.curriculum",): {**_SCALE, "ahead": ANEW},
     ("rl.prompt_weights",): {**_SCALE, "ahead": ANEW},
     ("rl.rollout.temperature", "rl.rollout.top_p", "rl.rollout.top_k"): _SAMPLES,
     ("rl.rollout.max_new_tokens", "rl.rollout.min_new_tokens", "rl.rollout.stop"): {**_SAMPLES, "best": ANEW},

@@ -51,5 +51,5 @@ def _more_training(section: str, params: Params) -> str:
 
 
 def _other_data(section: str) -> str:
-    """For a loss above the untrained model's: training has moved the model, but not to anything that holds for other data."""
+    """Return advice for a loss above the untrained model's: training has moved the model, but not to anything that holds for other data."""
     return f"more or cleaner pairs, a check that chosen and rejected are mapped correctly, or fewer {section}.epochs"

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 DRIVER = {
     "step": ("position",),
     "prompts_drawn": ("position",),
+    "curriculum": ("curriculum",),
     "kl_coef": ("kl_coef",),
     "best": ("best",),
     "monitor": (),  # by its own fields

@@ -10,9 +10,11 @@ import pytest
 from small_chain import (
     PYTORCH_ROLLOUTS,
     SMALL,
+    actor_process,
     assert_nothing_left,
     await_checkpoint,
     begin,
+    change_params,
     copy_chain,
     driver_process,
     forget,
@@ -118,7 +120,52 @@ def test_a_job_that_is_killed_in_a_step_ends_with_the_same_bits(played, tmp_path
     assert 0 < newest_checkpoint(workspace, "train_policy") < STEPS
     code, printed = run(workspace, "tasks.train_rl")
     assert code == 0 and "rl: resuming from the checkpoint of step" in printed, printed
+    assert_same_bits(undisturbed, workspace)
+
+
+def assert_same_bits(undisturbed: Path, workspace: Path) -> None:
     for phase in sorted((undisturbed / "reports/digests/train_policy").iterdir()):
         a, b = (read_digest(top / "reports/digests/train_policy" / phase.name) for top in (undisturbed, workspace))
         assert differences(a, b) == []
     assert (workspace / "plots/train_policy.csv").read_text() == (undisturbed / "plots/train_policy.csv").read_text()
+
+
+@pytest.fixture(scope="module")
+def played_ahead(played, tmp_path_factory) -> Path:
+    """The chain with an RL job whose episodes are two versions ahead, and whose rewards belong to turns."""
+    workspace = prepared_ahead(played, tmp_path_factory.mktemp("ahead") / "whole")
+    code, printed = run(workspace, "tasks.train_rl")
+    assert code == 0, printed
+    return workspace
+
+
+def prepared_ahead(played: Path, folder: Path) -> Path:
+    workspace = copy_chain(played, folder)
+    forget(workspace, "tasks.train_rl")
+    change_params(workspace, {"rl": {"rollout": {"max_lag": 2}, "environment": {"credit": "turn"}}})
+    return workspace
+
+
+def test_a_job_plays_episodes_ahead_of_the_trainer(played_ahead):
+    curves = pd.read_csv(played_ahead / "plots/train_policy.csv")
+    assert len(curves) == STEPS and curves["logprob_difference"].max() < 1e-4
+    assert curves["policy_lag_max"].tolist() == [min(step, 2) for step in range(STEPS)] and (curves["cut_off"] == 0).all()
+    assert (curves["turns"] > 1.2).all() and (curves["failed_episodes"] == 0).all()
+
+
+@pytest.mark.parametrize("killed", ["driver", "engine"])
+def test_a_job_with_episodes_ahead_that_is_killed_ends_with_the_same_bits(played, played_ahead, tmp_path, killed):
+    workspace = prepared_ahead(played, tmp_path / "killed")
+    stage = begin(workspace, "tasks.train_rl")
+    await_checkpoint(workspace, "train_policy", stage)
+    if killed == "driver":
+        driver_process(workspace).kill()
+        assert stage.wait(timeout=400) == CRASHED, output_of(workspace)[-3000:]
+        assert_nothing_left(workspace)
+        code, printed = run(workspace, "tasks.train_rl")
+        assert code == 0 and "rl: resuming from the checkpoint of step" in printed, printed
+    else:
+        actor_process(workspace, "rollout").kill()
+        assert stage.wait(timeout=400) == 0, output_of(workspace)[-3000:]
+        assert "rollout rank 0: replaced" in output_of(workspace) or "rollout rank 1: replaced" in output_of(workspace)
+    assert_same_bits(played_ahead, workspace)

@@ -18,6 +18,8 @@ pytestmark = pytest.mark.timeout(600)
     [
         pytest.param("ppo-two_and_one", ["together", "two_and_one"], id="two groups of which one has two ranks", marks=pytest.mark.long),
         pytest.param("ppo", ["together", "two_groups", "apart", "two_and_one"], id="all", marks=pytest.mark.long),
+        pytest.param("gdpo", ["together", "two_groups"], id="rewards of two scorers", marks=pytest.mark.long),
+        pytest.param("grpo_curriculum", ["together", "two_groups"], id="curriculum", marks=pytest.mark.long),
     ],
 )
 def test_placements_train_the_same_policy(tmp_path: Path, only: str, placements: list[str]):
@@ -34,4 +36,4 @@ def test_placements_train_the_same_policy(tmp_path: Path, only: str, placements:
     assert done.returncode == 0, done.stdout
     with (tmp_path / "table.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["placement"] for row in rows if row["algorithm"] == "ppo"] == placements
+    assert [row["placement"] for row in rows if row["algorithm"] == only.partition("-")[0]] == placements

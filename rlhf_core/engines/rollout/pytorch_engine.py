@@ -226,7 +226,8 @@ class PytorchEngine:
         return self.renew(version)
 
     def start_weight_update(self) -> None:
-        """
+        """Prepare for new weights.
+
         Raises:
             RuntimeError: the engine is asleep.
         """

@@ -48,7 +48,9 @@ def sample_of(output: CompletionOutput | None, version: int) -> Sample:
 
 
 def at_stop(request: Request, sample: Sample, settings: SamplingSettings, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    """Return the sample up to the end of a stop string that began in the tokens before: vLLM looks for stop strings in the new text only."""
+    """Return the sample up to the end of a stop string that began in the tokens before: vLLM looks for stop strings in the new text
+    only.
+    """
     stops, longest = stop_finder(tokenizer, settings.stop), max(map(len, settings.stop))
     for end in range(1, len(sample.response_ids) + 1 if request.given else 1):
         ids = sample.response_ids[:end]

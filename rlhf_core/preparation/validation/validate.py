@@ -290,7 +290,9 @@ def _escaped(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _types(use: str, schema: pa.Schema) -> dict[str, str]:
-    """Return column types as text, written as in SCHEMAS where they are equal: Parquet files name some differently. Messages may be wide."""
+    """Return column types as text, written as in SCHEMAS where they are equal: Parquet files name some differently. Messages may be
+    wide.
+    """
     expected = {field.name: field.type for field in SCHEMAS[use]}
     schema = schema if "origin" in schema.names else schema.append(pa.field("origin", pa.string()))  # the column is optional
     accepted = {name: [kind, WIDE_MESSAGES] if kind.equals(MESSAGES) else [kind] for name, kind in expected.items()}

@@ -46,12 +46,12 @@ class Admitted:
     complete: int = -1
 
     def admit(self, stream: PromptStream, rl: RlConfig, *, version: int) -> Admitted:
-        """With the groups of each step that may begin at this version of the trainer, and without those of steps that were trained on."""
+        """Return these rollouts with the groups of each step that may begin at this version, and without those of steps trained on."""
         rollouts, position = {step: rows for step, rows in self.rollouts.items() if step >= version}, self.position
         for step in range(version, min(version + rl.rollout.max_lag + 1, rl.steps)):
             if step not in rollouts:
                 rollouts[step] = begun(stream.take(position, rl.rollout_batch_size), rl.group_size)
-                position += rl.rollout_batch_size
+                position = stream.after(position, rl.rollout_batch_size)
         return replace(self, position=position, rollouts=rollouts)
 
     def open(self, rl: RlConfig, steps: Iterable[int]) -> list[Place]:
@@ -61,7 +61,7 @@ class Admitted:
         return [(s, i) for s, i in growing if self.rollouts[s][i].dialogue is None]
 
     def extended(self, samples: Mapping[Place, Sample]) -> Admitted:
-        """With further tokens."""
+        """Return these rollouts with further tokens."""
         rollouts = {
             step: [extended(r, samples[step, i]) if (step, i) in samples else r for i, r in enumerate(rows)]
             for step, rows in self.rollouts.items()
@@ -124,15 +124,24 @@ class RolloutsAhead:
         if turn == 0:
             self._drawn = (self._admitted or Admitted(start)).admit(stream, self._rl, version=step)
             if self._drawn.complete < step:
-                self._drawn = self._finish(self._submit(self._drawn, due=step))
+                self._drawn = self._complete(self._drawn, due=step)
             return self._drawn.rollouts[step]
-        further = begun(stream.take(self._drawn.position, count), self._rl.group_size)
+        position = self._drawn.position
+        self._drawn = replace(self._drawn, position=stream.after(position, count))
+        return self._whole(stream.take(position, count), step=step, turn=turn)
+
+    def _complete(self, admitted: Admitted, *, due: int) -> Admitted:
+        """With the first step's rollouts, which nothing was sampled ahead of."""
+        return self._finish(self._submit(admitted, due=due))
+
+    def _whole(self, prompts: Sequence[Prompt], *, step: int, turn: int) -> list[Rollout]:
+        """Rollouts of further prompts by the current policy."""
+        further = begun(prompts, self._rl.group_size)
         seeds = request_seeds(self._job.seed, step, len(further), turn=turn)
         limit = self._rl.rollout.max_new_tokens
         dealt = self._engines.submit_segments(
             [request(*pair, limit) for pair in zip(further, seeds, strict=True)], due=len(further), least=0
         )
-        self._drawn = replace(self._drawn, position=self._drawn.position + count)
         return [extended(*pair) for pair in zip(further, self._engines.wait_segments(dealt), strict=True)]
 
     def begin(self, *, step: int) -> None:
@@ -171,7 +180,8 @@ class RolloutsAhead:
         return self._engines.wait_segments(dealt)
 
     def _submit(self, admitted: Admitted, *, due: int, least: int = 0, last_tokens: int | None = None) -> Sampling:
-        """
+        """Submit the rollouts that haven't ended to the engines.
+
         Args:
             due: the step whose responses must end.
             last_tokens: that these may still get.

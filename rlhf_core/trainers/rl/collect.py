@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 
 import torch
 
@@ -24,13 +25,15 @@ class Collected:
     """What a step learns from.
 
     rollouts, components: a prompt's rollouts are adjacent.
+    drawn: of each round of generation, also the groups that dynamic sampling replaced.
     baseline: greedy responses to each row's prompt, where the algorithm needs them.
-    prompts_drawn: prompts taken from the stream since the run began.
+    prompts_drawn: position in the prompt stream.
     forward: the trainer ranks' forward passes over the rollouts.
     """
 
     rollouts: list[Rollout]
     components: RewardComponents
+    drawn: list[Scored]
     baseline: Baseline | None
     prompts_drawn: int
     metrics: Metrics
@@ -57,7 +60,7 @@ def collect_rollouts(
         normalizer: its statistics stay as they are.
         prompts_drawn: position in the prompt stream.
     """
-    measured = ScorerMetrics()
+    measured, drawn = ScorerMetrics(), []
     recomputed = rl.rollout.recomputed_fraction if old_logprobs_source == "recompute" else 0.0
     how = {"recomputed_fraction": recomputed, "keep_graphs": rl.one_optimizer_step}
     if rl.dynamic_sampling.enabled:
@@ -67,9 +70,11 @@ def collect_rollouts(
             clock.lap("generate")
             components = workers.score(rollouts, measured)
             clock.lap("score")
+            drawn.append((rollouts, components))
             return rollouts, components
 
-        (rollouts, components), prompts_drawn, metrics = resample_groups(sample_groups, rl, normalizer, start=prompts_drawn)
+        found = resample_groups(sample_groups, rl, normalizer, start=prompts_drawn, after=prompts.after)
+        (rollouts, components), prompts_drawn, metrics = found
         rollouts = [replace(rollout, group_id=i // rl.group_size) for i, rollout in enumerate(rollouts)]
     else:
         rollouts = workers.draw(prompts, prompts_drawn, rl.rollout_batch_size, step=step)
@@ -79,7 +84,8 @@ def collect_rollouts(
         forward = workers.submit_forward(rollouts, **how)
         components = workers.collect_scores(scores, measured)
         clock.lap("score")
-        prompts_drawn, metrics = prompts_drawn + rl.rollout_batch_size, {}
+        drawn.append((rollouts, components))
+        prompts_drawn, metrics = prompts.after(prompts_drawn, rl.rollout_batch_size), {}
     baseline = None
     if rl.spec.greedy_baseline:
         baseline = greedy_baseline(workers, [rollout.prompt for rollout in rollouts[:: rl.group_size]], rl)
@@ -90,11 +96,16 @@ def collect_rollouts(
     for name in [s.name for s in rl.reward.scorers if s.members > 1]:  # the disagreement of an ensemble has a column of its own
         metrics[f"{DISAGREEMENT}_{name}"] = scorer_metrics.pop(f"{name}.{DISAGREEMENT}", math.nan)
     metrics |= dialogue_metrics(rollouts) if rl.environment is not None else {}
-    return Collected(rollouts, components, baseline, prompts_drawn, metrics, scorer_metrics, forward)
+    return Collected(rollouts, components, drawn, baseline, prompts_drawn, metrics, scorer_metrics, forward)
 
 
 def resample_groups(
-    sample_groups: Callable[[int, int, int], Scored], rl: RlConfig, normalizer: RewardNormalizer, *, start: int
+    sample_groups: Callable[[int, int, int], Scored],
+    rl: RlConfig,
+    normalizer: RewardNormalizer,
+    *,
+    start: int,
+    after: Callable[[int, int], int] = add,
 ) -> tuple[Scored, int, Metrics]:
     """Groups for a step, with those whose rewards have no variance replaced by groups of the next prompts.
 
@@ -104,6 +115,7 @@ def resample_groups(
     Args:
         sample_groups: position of the first prompt, number of prompts, round from 0 on -> rollouts of each prompt, and their scores.
         normalizer: its statistics stay as they are; running statistics of a copy include all groups sampled so far.
+        after: position and number of prompts -> the position behind them.
     Returns:
         The groups, the position after the last prompt, and for the curves counts and mean scores of all groups that were sampled: those of
         the returned ones are not the policy's, since groups that it always or never solves are left out.
@@ -118,14 +130,14 @@ def resample_groups(
         vary += have_variance(sampled, scores, rl, trial)
         rollouts += sampled
         rounds.append(scores)
-        position += missing
+        position = after(position, missing)
     order = sorted(range(len(vary)), key=lambda group: not vary[group])
     rows = [group * size + i for group in order for i in range(size)]
     components = {name: torch.cat([of_round[name] for of_round in rounds])[rows] for name in rounds[0]}
     scores = {"mean": weighted_score(components, rl.reward.scorers), **components}
     means = {f"drawn_score_{name}": finite_mean(values) for name, values in scores.items()}
     kept = [rollouts[row] for row in rows[: wanted * size]], {name: values[: wanted * size] for name, values in components.items()}
-    return kept, position, {"dynamic_rounds": len(rounds), "dropped_groups": position - start - wanted, **means}
+    return kept, position, {"dynamic_rounds": len(rounds), "dropped_groups": len(vary) - wanted, **means}
 
 
 def have_variance(rollouts: list[Rollout], components: RewardComponents, rl: RlConfig, normalizer: RewardNormalizer) -> list[bool]:

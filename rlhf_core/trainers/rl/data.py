@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ from rlhf_core.data.batching import batch_indices, stream_indices
 from rlhf_core.data.schema import Split, read_rows
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.sampling.prompts import fitting_prompts
+from rlhf_core.trainers.rl.curriculum import Curriculum
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.supervised.demonstrations import Demonstration, encode_demonstrations
 from rlhf_core.types import Baseline, OldLogprobs, Prompt, RewardComponents, Rollout, RolloutBatch, Sequences
@@ -42,11 +43,23 @@ class PromptStream:
     """The training prompts in an endless order, which depends on seed and position only.
 
     Without weights each pass over all prompts is a new permutation. With weights each position samples its source by weight, and each
-    source has its own passes.
+    source has its own passes. With difficulties each pass goes from the smallest to the largest, and equal ones are permuted. A curriculum
+    passes over some prompts, whose positions then count too.
+
+    Args:
+        difficulties: by prompt's id.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], weights: dict[str, float], *, seed: int):
-        self._seed = seed
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        weights: dict[str, float],
+        *,
+        seed: int,
+        curriculum: Curriculum | None = None,
+        difficulties: Mapping[str, float] | None = None,
+    ):
+        self._seed, self._count, self.curriculum, self._difficulties = seed, len(prompts), curriculum, difficulties
         by_source: dict[str, list[Prompt]] = {}
         for prompt in prompts:
             by_source.setdefault(prompt.source if weights else "", []).append(prompt)
@@ -54,6 +67,31 @@ class PromptStream:
         self._sources = SourceDraws([weights.get(name, 1.0) for name in sorted(by_source)], seed=seed) if weights else None
 
     def take(self, start: int, count: int) -> list[Prompt]:
+        """The next `count` prompts from the position `start` on."""
+        return self._draw(start, count)[0]
+
+    def after(self, start: int, count: int) -> int:
+        """The position behind the prompts that `take` returns."""
+        return self._draw(start, count)[1]
+
+    def _draw(self, start: int, count: int) -> tuple[list[Prompt], int]:
+        """Prompts, each once if there are as many, and the position behind the last."""
+        if self.curriculum is None:
+            return self._at(start, count), start + count
+        drawn: list[Prompt] = []
+        ids: set[str] = set()
+        position = start
+        while len(drawn) < count:
+            for prompt in self._at(position, count):
+                if self.curriculum.draws(prompt, position) and (prompt.id not in ids or count > self._count):
+                    drawn.append(prompt)
+                    ids.add(prompt.id)
+                position += 1
+                if len(drawn) == count:
+                    break
+        return drawn, position
+
+    def _at(self, start: int, count: int) -> list[Prompt]:
         """The prompts at `count` positions from `start` on."""
         if self._sources is None:
             (pool,) = self._pools
@@ -64,7 +102,19 @@ class PromptStream:
         return [next(passing[i]) for i in drawn]
 
     def _of_pool(self, pool: list[Prompt], start: int, count: int) -> list[Prompt]:
-        return [pool[i] for i in stream_indices(start, count, num_examples=len(pool), seed=self._seed)] if count else []
+        size = len(pool)
+        if not count:
+            return []
+        if self._difficulties is None:
+            return [pool[i] for i in stream_indices(start, count, num_examples=size, seed=self._seed)]
+        first, last = start // size, (start + count - 1) // size
+        ordered = [prompt for number in range(first, last + 1) for prompt in self._pass(pool, number)]
+        return ordered[start - first * size :][:count]
+
+    def _pass(self, pool: list[Prompt], number: int) -> list[Prompt]:
+        """All prompts of a pool, by difficulty."""
+        permuted = [pool[i] for i in stream_indices(number * len(pool), len(pool), num_examples=len(pool), seed=self._seed)]
+        return sorted(permuted, key=lambda prompt: self._difficulties[prompt.id])
 
 
 class SourceDraws:

@@ -38,7 +38,8 @@ class Call:
 
 
 class Dispatcher:
-    """
+    """Hands out prompts to rollout engines that are free.
+
     Args:
         replace: starts engines in place of lost ones, or raises.
         at_a_time: prompts that an engine samples at the same time.

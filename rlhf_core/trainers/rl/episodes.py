@@ -24,10 +24,9 @@ from rlhf_core.agents.chat import Sampled
 from rlhf_core.agents.environment import Asked, Environment, Episodes
 from rlhf_core.engines.rollout.requests import Request, Sample, request_seeds, segment_seed
 from rlhf_core.trainers.rl.ahead import Admitted, Place, RolloutsAhead, extended
-from rlhf_core.trainers.rl.data import PromptStream
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.rollouts import Dealt, RolloutEngines
-from rlhf_core.types import Rollout
+from rlhf_core.types import Prompt, Rollout
 
 REPLIES = 2  # a call of the engines is as long as so many replies of the mean length, or as those that are due
 
@@ -43,18 +42,14 @@ class EpisodesAhead(RolloutsAhead):
         self._compared: Future[list[Sample]] = Future()
         self._played: Future[Admitted] | None = None
 
-    def draw(self, stream: PromptStream, start: int, count: int, *, step: int, turn: int = 0) -> list[Rollout]:
-        if turn > 0:
-            position = self._drawn.position
-            self._drawn = replace(self._drawn, position=position + count)
-            return self._engines.generate(stream.take(position, count), step=step, turn=turn)
-        self._drawn = (self._admitted or Admitted(start)).admit(stream, self._rl, version=step)
-        if self._drawn.complete < step:
-            self._drawn = self._play(self._drawn, due=step, calls=0, tokens=self._rl.rollout.max_new_tokens)
-        return self._drawn.rollouts[step]
+    def _complete(self, admitted: Admitted, *, due: int) -> Admitted:
+        return self._play(admitted, due=due, calls=0, tokens=self._rl.rollout.max_new_tokens)
+
+    def _whole(self, prompts: Sequence[Prompt], *, step: int, turn: int) -> list[Rollout]:
+        return self._engines.generate(prompts, step=step, turn=turn)
 
     def begin(self, *, step: int) -> None:
-        """As of `RolloutsAhead`. A thread calls the engines."""
+        """Begin as `RolloutsAhead.begin` does. A thread calls the engines."""
         if step + 1 == self._rl.steps:
             return
         self._short, self._compared = self._submit_short(step + 1), Future()
@@ -126,7 +121,7 @@ class _Table:
         while places:
             asked, ended = self._episodes.wait(places)
             for place, rollout in (ended | {place: one.so_far for place, one in asked.items()}).items():
-                self._rollouts[place] = _resumed(self._rollouts[place], rollout)
+                self._rollouts[place] = resumed(self._rollouts[place], rollout)
             full = [place for place, one in asked.items() if self._is_complete(place, one)]  # of an interrupted run
             self._deliver({place: asked[place] for place in full})
             found |= {place: one for place, one in asked.items() if place not in full}
@@ -145,7 +140,7 @@ class _Table:
         return complete
 
     def _request(self, place: Place, asked: Asked) -> Request:
-        """Of what is left of a reply. Its seed is of the episode and the number of all tokens before."""
+        """Return the request for what is left of a reply. Its seed follows from the episode's and the number of all tokens before."""
         (step, i), before, ids = place, asked.so_far.ids, self._rollouts[place].ids
         given = ids[len(before) :]
         return Request(before, given, segment_seed(self._seeds[step][i], len(ids)), asked.room - len(given))
@@ -163,7 +158,7 @@ class _Table:
         )
 
 
-def _resumed(before: Rollout, now: Rollout) -> Rollout:
+def resumed(before: Rollout, now: Rollout) -> Rollout:
     """An episode that asks for a reply or has ended, with the tokens that this reply has already.
 
     Args:

@@ -47,7 +47,7 @@ class TrainerGroups:
 
     @property
     def ranks(self) -> int:
-        """Of all groups together."""
+        """The number of ranks of all groups together."""
         return sum(map(len, self.all))
 
     def find_lost(self) -> set[int]:
@@ -55,7 +55,8 @@ class TrainerGroups:
         return {group.first + rank for group in self.all for rank in group.actors.find_lost(LOOK_SECONDS)}
 
     def check(self) -> None:
-        """
+        """Check that no rank has died or was late.
+
         Raises:
             RoleLost: names ranks of a group that died or were late.
         """

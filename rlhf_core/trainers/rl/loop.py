@@ -20,11 +20,13 @@ from rlhf_core.checkpoint.store import SaveFailed
 from rlhf_core.config import RlConfig, curve_columns
 from rlhf_core.process import STOPPED_BY_SIGNAL, StepAbandoned, Stop, collect_by_default, freeze_gc
 from rlhf_core.progress import Bar
+from rlhf_core.sampling.prompts import difficulties
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.stage.job import FULL, refuse
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.rl.advantages import compute_advantages, correct, sampling_logprobs, value_units
 from rlhf_core.trainers.rl.collect import Collected, collect_rollouts
+from rlhf_core.trainers.rl.curriculum import Curriculum
 from rlhf_core.trainers.rl.data import DemonstrationStream, PromptStream, collate, evaluation_prompts, read_prompts
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.metrics import (
@@ -227,6 +229,9 @@ def finish_step(run: Run, progress: Progress, result: StepResult) -> tuple[Progr
     if result.collected.scorer_metrics:
         row["scorer_metrics"] = json.dumps(result.collected.scorer_metrics)
     progress = progress.after_step(rl, kl=row["kl_mean"], prompts_drawn=result.collected.prompts_drawn)
+    if (curriculum := run.prompts.curriculum) is not None:
+        row |= curriculum.learn(result.collected.drawn, step=progress.step)
+        progress = replace(progress, curriculum=dict(curriculum.seen))
     if rl.kl.refresh_reference_every and progress.step % rl.kl.refresh_reference_every == 0:
         workers.refresh_reference()
     evaluated = evaluate(workers, run.validation, rl) if is_due(rl.evaluation.every, progress, rl) else {}
@@ -240,7 +245,9 @@ def start_or_resume(job: RlJob, workers: Workers) -> tuple[Run, Progress]:
     collect_by_default()
     freeze_gc()
     rl = job.rl
-    prompts = PromptStream(read_prompts(job, "train"), rl.prompt_weights, seed=job.seed)
+    train, curriculum = read_prompts(job, "train"), Curriculum(rl.curriculum, rl, seed=job.seed) if rl.measures_success else None
+    by_difficulty = difficulties(Path(job.prepared), train, rl)
+    prompts = PromptStream(train, rl.prompt_weights, seed=job.seed, curriculum=curriculum, difficulties=by_difficulty)
     normalizer = RewardNormalizer(rl.reward)
     run = Run(job, workers, prompts, evaluation_prompts(job), DemonstrationStream(job), normalizer)
     if rl.kl.coef == 0:
@@ -251,11 +258,14 @@ def start_or_resume(job: RlJob, workers: Workers) -> tuple[Run, Progress]:
     progress = workers.resume(normalizer)
     if progress is not None:
         log.info("rl: resuming from the checkpoint of step %d", progress.step)
+        if curriculum is not None:
+            curriculum.seen, curriculum.step = dict(progress.curriculum), progress.step
     else:
         if rl.starts_rounded:
             workers.sync_weights(version=0)
         if normalizer.needs_calibration:
-            rollouts = workers.rollouts.generate_for_calibration(prompts.take(0, rl.reward.normalization_samples))
+            shuffled = PromptStream(train, rl.prompt_weights, seed=job.seed)  # of any difficulty
+            rollouts = workers.rollouts.generate_for_calibration(shuffled.take(0, rl.reward.normalization_samples))
             normalizer.calibrate(workers.score(rollouts))
         progress = Progress.start(rl)
         if rl.evaluation.every:

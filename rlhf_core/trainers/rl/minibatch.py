@@ -70,7 +70,9 @@ def add_totals(totals: Totals, further: Totals) -> None:
 
 
 def before(batch: TokenBatch) -> TokenBatch:
-    """Return the same sequences with the token before each selected one selected: the critic's value is that of the state before a token."""
+    """Return the same sequences with the token before each selected one selected: the critic's value is that of the state before a
+    token.
+    """
     selected = torch.zeros_like(batch.selected)
     selected[:, :-1] = batch.selected[:, 1:]
     return TokenBatch(batch.input_ids, selected)

@@ -39,7 +39,8 @@ class Difference:
 
 
 def compare(differences: torch.Tensor, rl: RlConfig | None = None) -> Difference:
-    """
+    """Return figures of the differences' sizes.
+
     Args:
         differences: [N], between two log-probabilities of the same tokens.
         rl: how the tokens were sampled. With top-p or top-k, rounding decides for a token in many thousands whether it is still in the
@@ -108,7 +109,8 @@ def check_logprobs(batch: RolloutBatch, sampler_logprobs: torch.Tensor, rl: RlCo
 
 
 def check_finite(batch: RolloutBatch, *, step: int) -> None:
-    """
+    """Check that the rollout engine's log-probabilities are finite.
+
     Raises:
         LogprobMismatch: a log-probability from the rollout engine isn't finite.
     """

@@ -70,7 +70,7 @@ class MonitorState:
 
     @property
     def findings(self) -> dict[str, Any]:
-        """For the stage's metrics."""
+        """What the limits found, for the stage's metrics."""
         return {"stopped": self.stopped and asdict(self.stopped), "warnings": [asdict(f) for f in self.warnings]}
 
     @classmethod

@@ -158,7 +158,8 @@ class HostedRoles:
 
 
 def engine_settings(job: RlJob, learning_rate: float, *, steps: int, ema_decay: float | None = None) -> EngineSettings:
-    """
+    """Return how a model of the job is trained.
+
     Args:
         steps: optimizer steps of the whole run.
     """

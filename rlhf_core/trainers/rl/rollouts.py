@@ -175,7 +175,8 @@ class RolloutEngines:
         return [found[i] for i in range(len(found))]
 
     def _check_versions(self, versions: Collection[int]) -> None:
-        """
+        """Check that all engines sampled with the weights that they were last sent.
+
         Raises:
             LogprobMismatch: an engine has sampled with other weights than those that it was last sent.
         """

@@ -16,7 +16,7 @@ from rlhf_core.trainers.rl.metrics import Metrics, correlation
 def scorer_shares(
     advantages: torch.Tensor, mask: torch.Tensor, scores: torch.Tensor, rewards: torch.Tensor, group_ids: torch.Tensor, rl: RlConfig
 ) -> Metrics:
-    """Of each rewarded scorer its share, and of each pair of them the correlation; nothing with a single one.
+    """Return each rewarded scorer's share, and the correlation of each pair of them; nothing with a single one.
 
     share_k = sum_i s d_ik A_i / sum_i s D_i A_i
     A_i is the mean advantage over the response's tokens, d_ik the scorer's weighted part of the reward and D_i the whole reward, both less

@@ -15,6 +15,7 @@ from rlhf_core.checkpoint.store import CheckpointStore, Found, StoreSettings
 from rlhf_core.checkpoint.stored import check_checkpoint
 from rlhf_core.config import RlConfig
 from rlhf_core.sampling.scoring import Moments, RewardNormalizer
+from rlhf_core.trainers.rl.curriculum import Seen
 from rlhf_core.trainers.rl.monitor import MonitorState, begun_anew, under_limits
 from rlhf_core.trainers.supervised.time_limit import out_of_time
 
@@ -37,6 +38,7 @@ class Progress:
     step: completed steps, which is also the policy version of the rollout engines.
     prompts_drawn: position in the prompt stream.
     kl_coef: of the next step.
+    curriculum: measured success by prompt.
     seconds: of training, up to the end of the last step. In a checkpoint's manifest.
     """
 
@@ -45,6 +47,7 @@ class Progress:
     kl_coef: float
     best: BestPolicy | None
     monitor: MonitorState = field(default_factory=MonitorState)
+    curriculum: Seen = field(default_factory=dict)
     seconds: float = 0.0
 
     @classmethod
@@ -100,6 +103,7 @@ class Progress:
             )
         normalizer.moments = moments
         best, monitor = state.pop("best"), MonitorState.read(state.pop("monitor"))
+        state["curriculum"] = {prompt: (*counts,) for prompt, counts in state.get("curriculum", {}).items()}  # older checkpoints lack it
         return cls(**state, best=best and BestPolicy(**{"metric": "", **best}), monitor=monitor)
 
     def resumed(self, rl: RlConfig, names: Collection[str] = ()) -> Progress:
@@ -114,10 +118,14 @@ class Progress:
             best = None
         if rl.kl.target is None or "kl_coef" in names:
             coef = rl.kl.coef
+        curriculum = self.curriculum
+        if curriculum and (not rl.measures_success or "curriculum" in names):
+            log.warning("rl: the prompts' measured success so far means something else in this run: it is measured anew")
+            curriculum = {}
         monitor, words = under_limits(begun_anew(self.monitor, names), rl.limits)
         for word in words:
             log.warning("rl: %s", word)
-        return replace(self, best=best, kl_coef=coef, monitor=monitor)
+        return replace(self, best=best, kl_coef=coef, monitor=monitor, curriculum=curriculum)
 
 
 class RunStore:

@@ -98,7 +98,8 @@ def rl_job(job: RlJob, params: Params, *, root: Path, work: Path) -> Job:
 
 
 def describe_job(stage: Stage, output: Path, inputs: JobInputs | None = None) -> RlJob:
-    """
+    """Return the description of the stage's RL job.
+
     Args:
         inputs: takes the inputs along, for nodes that don't see this folder.
     """

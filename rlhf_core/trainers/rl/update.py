@@ -204,7 +204,7 @@ class RlUpdate:
         return PolicyGradients(losses, statistics, pad_sequence(in_order, batch_first=True) if in_order else None)
 
     def _policy_output(self, part: Microbatch, batch: TrainBatch, minibatch: Minibatch, *, routed: bool) -> PolicyOutput:
-        """Of the trained tokens, flat [N].
+        """Return the policy's output for the trained tokens, flat [N].
 
         Args:
             batch: the micro-batch's rows of the minibatch.

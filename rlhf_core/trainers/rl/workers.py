@@ -382,7 +382,7 @@ def summed(results: list[RankUpdate]) -> Totals:
 
 
 def old_logprobs_of(batch: RolloutBatch, plans: list[list[Minibatch]], results: list[RankUpdate]) -> torch.Tensor:
-    """[B, R], the policy's before the update: the batch's, or else what the only optimizer step computed."""
+    """Return the policy's log-probabilities before the update [B, R]: the batch's, or else what the only optimizer step computed."""
     if batch.old_logprobs is not None:
         return batch.old_logprobs
     old_logprobs = batch.rollout_logprobs.clone()

@@ -194,11 +194,13 @@ def test_a_mapping_that_cannot_work_is_refused_with_the_params(settings, message
         source(**settings)
 
 
-def test_slices_are_columns_kept_beside_each_pair():
+def test_slices_are_columns_kept_beside_each_pair_and_prompt():
     record = {"prompt": "q", "chosen": "a", "rejected": "b", "meta": {"subset": "chat", "level": 3}}
     rows = convert(record, source("preference", uses=["preference"], slices={"subset": "meta.subset", "level": "meta.level"}))
     assert rows["preference"] == [{"messages": [user("q")], "chosen": "a", "rejected": "b", "slices": {"subset": "chat", "level": "3"}}]
-    assert "slices" not in rows["sft"][0]
+    assert "slices" not in rows["sft"][0] and "slices" not in rows["prompt"][0]
+    prompts = convert(record, source("preference", uses=["prompt"], slices={"level": "meta.level"}))
+    assert prompts["prompt"] == [{"messages": [user("q")], "label": None, "slices": {"level": "3"}}]
     with pytest.raises(ValueError, match="expected a column 'kind' for 'subset'"):
         convert(record, source("preference", slices={"subset": "kind"}))
     with pytest.raises(ValueError, match=r"slices expect names other than .*, got \['source'\]"):

@@ -49,8 +49,8 @@ def test_rows_are_those_of_the_sources_by_weight_in_their_order(config, tmp_path
         assert {row["split"] for row in rows} <= set(SPLITS)
     assert found.uses == USES
     assert found.dropped == {name: {"prompt rows that repeat a conversation": 10} for name in ("heavy", "light")}
-    heavy = {row["id"] for row in read_rows(tmp_path / "out", "preference") if row["source"] == "heavy"}
-    assert set(read_slices(tmp_path / "out")) == heavy and len(heavy) == 55
+    sliced = [row for use in ("preference", "prompt") for row in read_rows(tmp_path / "out", use) if row["source"] == "heavy"]
+    assert set(read_slices(tmp_path / "out")) == {row["id"] for row in sliced} and len(sliced) == 55 + 50
 
 
 def test_pieces_of_any_size_give_the_same_rows(config, tmp_path, monkeypatch):

@@ -38,7 +38,7 @@ def test_the_prediction_of_a_measured_training_is_within_a_tenth(case, monkeypat
 def test_a_training_process_takes_what_is_predicted():
     done = subprocess.run([sys.executable, "-c", MEASURE], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
     found = {key: float(value) for key, value in json.loads(done.stdout.splitlines()[-1]).items()}
-    assert found["predicted_mib"] == pytest.approx(found["measured_mib"], rel=0.18)  # so small a process differs by processor
+    assert found["predicted_mib"] == pytest.approx(found["measured_mib"], rel=0.18)  # with AMX oneDNN keeps some 90 MiB (docs/planning.md)
 
 
 @pytest.mark.usefixtures("world")

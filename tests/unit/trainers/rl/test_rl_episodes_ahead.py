@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,12 @@ from rlhf_core.engines.rollout.requests import Request, Sample
 from rlhf_core.models.tokenizer import encode_prompt, turn_end
 from rlhf_core.trainers.rl.ahead import CHECK_TOKENS
 from rlhf_core.trainers.rl.data import PromptStream
-from rlhf_core.trainers.rl.episodes import EpisodesAhead
+from rlhf_core.trainers.rl.episodes import EpisodesAhead, resumed
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.recovery import Replacements
 from rlhf_core.trainers.rl.rollouts import RolloutEngines
 from rlhf_core.trainers.rl.turns import GpuTimeSharing
-from rlhf_core.types import Prompt, Rollout
+from rlhf_core.types import Prompt, Rollout, Span
 
 STEPS = 8
 SLOWER = [1.0]  # factor of the tool's time
@@ -161,6 +162,20 @@ def test_a_call_has_the_turns_of_several_steps(model_folders: tuple[Path, Path])
     _, _, calls = played(model_folders, TURNS, steps=12, token=0.0, training=0.0)
     # Four turns of the first five steps; then one call between two updates, with a turn of each of the four steps in flight
     assert [n for n in calls if n] == [80] * 4 + [16, 32, 48, 64, 64, 64, 64, 48, 32, 16]
+
+
+# An interrupted run
+
+
+def test_an_interrupted_reply_goes_on_and_one_whose_tools_answer_otherwise_begins_anew(caplog):
+    prompt = Prompt("p", "made", [], [5, 6], None)
+    first, tool, last = Span([7], [-1.0], 3), Span([8], [0.0], None, trained=False), Span([9, 10], [-1.0, -2.0], 4)
+    before, asks = Rollout(prompt, [first, tool, last], False, 1), Rollout(prompt, [replace(first, trained=False), tool], False, 1)
+    assert resumed(before, asks) == replace(asks, spans=[*asks.spans, last])
+    assert resumed(replace(before, finished=True), asks).finished, "the reply had ended at the interruption"
+    assert resumed(Rollout(prompt, [first], True, 1), asks) == asks and not caplog.text
+    other = replace(asks, spans=[first, replace(tool, ids=[11])])
+    assert resumed(before, other) == other and "got other texts of its tools or users" in caplog.text
 
 
 # Whole runs with the tiny model

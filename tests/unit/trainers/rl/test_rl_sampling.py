@@ -193,6 +193,9 @@ class NumberedPrompts:
     def take(self, start: int, count: int) -> list[Prompt]:
         return [Prompt(str(i), "clerk", [], [5], None) for i in range(start, start + count)]
 
+    def after(self, start: int, count: int) -> int:
+        return start + count
+
 
 def collect(workers: RecordingWorkers, rl: RlConfig, *, source: str = "recompute", start: int = 0) -> Collected:
     how = {"step": 0, "prompts_drawn": start, "old_logprobs_source": source, "clock": Clock()}
