@@ -221,10 +221,11 @@ for turn in range(task["max_turns"]):
 """
 
 
+OUTSIDE = {"command": ["python", "-S", "-E", "-c", TALK], "processes": 24, "max_turns": 4}
+
+
 def test_agents_outside_play_ahead_with_the_same_bits(model_folders: tuple[Path, Path], tmp_path: Path):
-    (tmp_path / "talk.py").write_text(TALK)
-    command = ["python", "-S", "-E", str(tmp_path / "talk.py")]
-    kinds = {"inside": EPISODES["rl.environment"], "outside": {"command": command, "processes": 24, "max_turns": 4}}
+    kinds = {"inside": EPISODES["rl.environment"], "outside": OUTSIDE}
     runs = [whole(job_of(model_folders, tmp_path / kind, **{"rl.environment": environment}), 4) for kind, environment in kinds.items()]
     assert same(*runs, since=0)
 
@@ -240,10 +241,11 @@ def test_agents_outside_play_ahead_with_the_same_bits(model_folders: tuple[Path,
                 {"rl.algorithm": "ppo", "rl.rollout.max_lag": 1},
                 {"rl.algorithm": "remax", "rl.rollout.max_concurrent_sequences": 5, "rl.rollout.max_lag": 4},
                 {"rl.algorithm": "grpo", "rl.grpo.group_size": 2, "rl.dynamic_sampling.enabled": True, "rl.reward.clip": 0.1},
+                {"rl.environment": OUTSIDE},
             )
         ),
     ],
-    ids=["two engines", "plain", "ppo", "remax", "dynamic sampling"],
+    ids=["two engines", "plain", "ppo", "remax", "dynamic sampling", "outside"],
 )
 def test_a_killed_run_ends_with_the_same_bits(model_folders: tuple[Path, Path], tmp_path: Path, changes: dict):
     undisturbed = whole(job_of(model_folders, tmp_path / "whole", **changes), STEPS)
