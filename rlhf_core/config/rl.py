@@ -78,6 +78,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
     placement: Annotated[list[RoleGroup], BeforeValidator(named_placement, json_schema_input_type=str | list[Any])]
     trainer: TrainerConfig
     checkpoint_every: int = Field(gt=0)
+    save_rollouts_every: Literal["auto"] | Annotated[int, Field(gt=0)] | None = "auto"
     deadlines: DeadlineConfig = Field(default_factory=DeadlineConfig)
     max_replacements: int = Field(default=4, ge=0)
 
@@ -115,6 +116,16 @@ class RlSettings(OptimizerConfig, LengthConfig):
     def rollout_batch_size(self) -> int:
         """Prompts per step."""
         return self.samples_per_step // self.group_size
+
+    @property
+    def rollouts_every(self) -> int | None:
+        """`save_rollouts_every` with auto resolved, to a tenth of the run; `steps` is known."""
+        return max(1, self.steps // 10) if self.save_rollouts_every == "auto" else self.save_rollouts_every
+
+    @property
+    def saved_steps(self) -> int:
+        """The largest number of steps whose rollouts a run saves: every `rollouts_every`-th, the first and the last."""
+        return self.steps // self.rollouts_every + 2
 
     @property
     def limits(self) -> dict[str, LimitConfig]:
