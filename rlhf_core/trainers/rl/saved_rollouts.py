@@ -1,7 +1,7 @@
 """Saves the rollouts of some steps: what was sampled, how it was rewarded, and each token's log-probabilities and advantage.
 
-Without limits the tables of a long run would outgrow its model. A step keeps the whole groups of some prompts, evenly spaced in the batch: a
-run that is killed and resumed keeps the same ones.
+Without limits the tables of a long run would outgrow its model. A step keeps the whole groups of some prompts, evenly spaced in the
+batch: a run that is killed and resumed keeps the same ones.
 """
 
 from __future__ import annotations
