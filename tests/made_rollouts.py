@@ -40,7 +40,7 @@ def trained_rollouts(rollouts: list[Rollout], rl: RlConfig, *, source: str = "re
     rewards = torch.tensor([float(rollout.num_sampled) for rollout in rollouts])
     components = {scorer.name: rewards + place for place, scorer in enumerate(rl.reward.scorers)}
     batch = collate(rollouts, pack(rollouts), components, outputs, None, old_logprobs_source=source)
-    advantages = ((rewards - rewards.mean()) / (rewards.std() + 1e-6))[:, None].expand(batch.response_mask.shape)
+    advantages = ((rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-6))[:, None].expand(batch.response_mask.shape)
     learned = SimpleNamespace(response_mask=batch.response_mask, advantages=advantages.where(batch.response_mask, 0.0))
     return TrainedRollouts(rollouts, batch, learned, outputs_of(batch), rewards)
 

@@ -90,7 +90,7 @@ def saved_rollouts(folder: Path) -> pa.Table:
         table = read_rollouts(newest)
     if not len(table):
         raise ConfigError(
-            f"{finished}: expected rollouts of RL, got none; run alignment.method rl with rl.save_rollouts_every, or wait for the first step"
+            f"{finished}: expected rollouts of RL, got none; run method rl with rl.save_rollouts_every, or wait for the first step"
         )
     return table
 
@@ -114,7 +114,7 @@ def render_rollouts(table: pa.Table, name: str) -> str:
 def packed(content: Any) -> str:
     """JSON, compressed, in characters that end no element."""
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return base64.b64encode(gzip.compress(text.encode(), compresslevel=6, mtime=0)).decode()
+    return base64.b64encode(gzip.compress(text.encode(), compresslevel=4, mtime=0)).decode()
 
 
 class Tokens:
@@ -135,6 +135,8 @@ class Tokens:
         of_sampler = self._engine + np.nan_to_num(old - sampler)
         self.kl = np.where(self._version == step - 1, np.where(np.isnan(old), of_sampler, old), of_sampler) - reference
         self.trained = _flat(table, "trained")
+        shown = {"e": self._engine, "a": self.advantage, "k": self.kl, "m": self.mismatch, "v": self._version, "u": self.trained}
+        self._shown = {name: _rounded(values) for name, values in shown.items()}
         self.pieces, self._piece = _vocabulary(_flat_list(table, "token_ids"), _flat_list(table, "tokens"))
 
     def per_rollout(self, values: np.ndarray, reduce: Any) -> list[float | None]:
@@ -147,9 +149,8 @@ class Tokens:
 
         t: places in `pieces`; e: engine's log-probability; a, k, m: advantage, KL, mismatch; v: version; u: 1 for trained tokens.
         """
-        names = {"e": self._engine, "a": self.advantage, "k": self.kl, "m": self.mismatch, "v": self._version, "u": self.trained}
         return [
-            {"t": self._piece[start:end].tolist()} | {name: _short(values[start:end]) for name, values in names.items()}
+            {"t": self._piece[start:end].tolist()} | {name: _short(values[start:end]) for name, values in self._shown.items()}
             for start, end in ((self._ends[i], self._ends[i + 1]) for i in rollouts)
         ]
 
@@ -193,8 +194,14 @@ def _common(texts: Sequence[str]) -> list[int]:
     """Characters that all prompts begin with, and end with, as the template's; of a single prompt none."""
     if len(texts) < 2:
         return [0, 0]
-    head = len(os.path.commonprefix(list(texts)))
-    return [head, len(os.path.commonprefix([text[head:][::-1] for text in texts]))]
+    head = _same_beginning(min(texts), max(texts))
+    ends = [text[head:][::-1] for text in texts]
+    return [head, _same_beginning(min(ends), max(ends))]
+
+
+def _same_beginning(first: str, second: str) -> int:
+    """How many characters two texts begin with alike; of the smallest and the largest of many, all of them do."""
+    return next((place for place, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), min(len(first), len(second)))
 
 
 def _scale(values: np.ndarray) -> float | None:
@@ -214,17 +221,19 @@ def _flat(table: pa.Table, name: str) -> np.ndarray:
 def _vocabulary(ids: pa.Array, pieces: pa.Array) -> tuple[list[list[Any]], np.ndarray]:
     """The different pairs of id and text, and the place of each token's pair."""
     text = pieces.dictionary_encode()
-    pairs = np.stack([ids.to_numpy(), text.indices.to_numpy()], axis=1)
-    different, places = np.unique(pairs, axis=0, return_inverse=True)
+    pairs = pa.array(ids.to_numpy().astype(np.int64) * len(text.dictionary) + text.indices.to_numpy()).dictionary_encode()
     words = text.dictionary.to_pylist()
-    return [[int(token), words[word]] for token, word in different], places.reshape(-1)
+    different = (divmod(pair, len(words)) for pair in pairs.dictionary.to_pylist())
+    return [[token, words[word]] for token, word in different], pairs.indices.to_numpy()
 
 
 def _short(values: np.ndarray) -> Any:
-    """Rounded numbers with null for NaN; one number if all are equal."""
-    rounded = [None if math.isnan(value) else value for value in _rounded(values).tolist()]
-    rounded = [int(value) if value is not None and value == int(value) else value for value in rounded]
-    return rounded[0] if rounded and rounded.count(rounded[0]) == len(rounded) else rounded
+    """A list with null for NaN; one number if all are equal."""
+    unknown = np.isnan(values)
+    if len(values) and (unknown.all() or (values == values[0]).all()):
+        return None if unknown[0] else float(values[0])
+    listed = values.tolist()
+    return [None if value != value else value for value in listed] if unknown.any() else listed
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:
@@ -234,8 +243,9 @@ def _rounded(values: np.ndarray) -> np.ndarray:
     return np.round(values * unit) / unit
 
 
-def _number(value: float) -> float:
-    return float(f"{value:.6g}")
+def _number(value: float | None) -> float | None:
+    """Six digits; None for what is no finite number."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 
 if __name__ == "__main__":

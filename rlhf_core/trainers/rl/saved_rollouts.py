@@ -67,7 +67,7 @@ class SavedRollouts:
         table = rollout_table(step, trained, rows, self._rl, self._tokenizer)
         limit = RUN_BYTES // self._rl.saved_steps
         while len(content := _as_parquet(table)) > limit and len(table):
-            table = table.take(_half(table["group"].to_pylist()))
+            table = table.take(pa.array(_half(table["group"].to_pylist()), pa.int64()))
         with replacing(step_file(self._folder, step)) as aside:
             aside.write_bytes(content)
         if not len(table):
