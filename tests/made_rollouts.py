@@ -31,6 +31,18 @@ def made_table(
     return pa.concat_tables(tables)
 
 
+def tool_table(tokenizer: PreTrainedTokenizerBase, rl: RlConfig) -> pa.Table:
+    """One response of step 4 by two policies, with a tool's output between them."""
+    parts = [("sort", 2), (" the tool says 9 ", None), ("so 9", 3)]
+    spans = [
+        Span(ids, [-0.5] * len(ids), version, trained=version is not None)
+        for text, version in parts
+        for ids in [tokenizer(text)["input_ids"]]
+    ]
+    prompt = Prompt("p0", "made", [], tokenizer("<|user|>Please sort 4172.<|end|><|assistant|>")["input_ids"], "1247")
+    return rollout_table(4, trained_rollouts([Rollout(prompt, spans, True, 0)], rl), [0], rl, tokenizer)
+
+
 def trained_rollouts(rollouts: list[Rollout], rl: RlConfig, *, source: str = "recompute", seed: int = 0) -> TrainedRollouts:
     """The rollouts after an update. Rewards are the lengths; an advantage is that of GRPO."""
     generator = torch.Generator().manual_seed(seed)

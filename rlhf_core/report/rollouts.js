@@ -11,7 +11,7 @@ const SPARE = 6; // rows drawn beyond each edge of the list
 const TOKENS = 4000; // shown at once of a response
 const CACHED = 16; // blocks
 const LABELS = {
-  reward: "reward", score: "score", advantage: "advantage (mean)", kl: "KL (sum, nats)", mismatch: "trainer less engine (largest)", tokens: "tokens",
+  reward: "reward before KL", score: "score", advantage: "advantage (mean)", kl: "KL (sum, nats)", mismatch: "trainer less engine (largest)", tokens: "tokens",
 };
 const label = (name) => LABELS[name] ?? name.replace(/^score_/, "score: ");
 
