@@ -11,7 +11,7 @@ const SPARE = 6; // rows drawn beyond each edge of the list
 const TOKENS = 4000; // shown at once of a response
 const CACHED = 16; // blocks
 const LABELS = {
-  reward: "reward before KL", score: "score", advantage: "advantage (mean)", kl: "KL (sum, nats)", mismatch: "trainer less engine (largest)", tokens: "tokens",
+  reward: "reward before KL", score: "score", advantage: "advantage (mean)", kl: "KL (sum, nats)", mismatch: "trainer less engine (largest)", tokens: "sampled tokens",
 };
 const label = (name) => LABELS[name] ?? name.replace(/^score_/, "score: ");
 
@@ -215,9 +215,9 @@ function pane(i, tokens) {
   const alone = make("button", {type: "button", textContent: "Only this prompt"});
   alone.addEventListener("click", () => { only = data.prompt[i]; refresh(); });
   return make("section", {className: "pane"},
-    make("h2", {}, `Step ${data.step[i]}, group ${data.group[i]}`, make("span", {className: "chip", textContent: visible(source)}), make("span", {className: "chip", textContent: visible(id)}), keep),
+    make("h2", {}, `Step ${data.step[i]}, group ${data.group[i]}`, make("span", {className: "chip", textContent: visible(source)}), keep),
     facts,
-    make("h3", {textContent: "Prompt, as the model reads it"}),
+    make("h3", {}, "Prompt, as the model reads it ", make("span", {className: "chip", textContent: visible(id)})),
     make("div", {className: "text", dir: "auto", tabIndex: 0, textContent: visible(prompt)}),
     make("h3", {textContent: "Response"}),
     ...response(tokens),

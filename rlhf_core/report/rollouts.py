@@ -122,6 +122,7 @@ class Tokens:
 
     kl: the old policy's log-probability less the reference's; with rollouts ahead, of the policy that sampled the token, as in the curve.
     mismatch: the trainer's log-probability before the update less the engine's. NaN where one of them wasn't computed.
+    sampled: of each rollout, the number of tokens that the policy sampled.
     """
 
     def __init__(self, table: pa.Table):
@@ -135,6 +136,7 @@ class Tokens:
         of_sampler = self._engine + np.nan_to_num(old - sampler)
         self.kl = np.where(self._version == step - 1, np.where(np.isnan(old), of_sampler, old), of_sampler) - reference
         self.trained = _flat(table, "trained")
+        self.sampled = [int(np.isfinite(part).sum()) for part in np.split(self._version, self._ends[1:-1])]
         shown = {"e": self._engine, "a": self.advantage, "k": self.kl, "m": self.mismatch, "v": self._version, "u": self.trained}
         self._shown = {name: _rounded(values) for name, values in shown.items()}
         self.pieces, self._piece = _vocabulary(_flat_list(table, "token_ids"), _flat_list(table, "tokens"))
@@ -169,7 +171,7 @@ def index(table: pa.Table, tokens: Tokens) -> dict[str, Any]:
         "advantage": tokens.per_rollout(tokens.advantage, np.mean),
         "kl": tokens.per_rollout(tokens.kl, np.sum),
         "mismatch": tokens.per_rollout(np.abs(tokens.mismatch), np.max),
-        "tokens": pc.list_value_length(table["token_ids"]).to_pylist(),
+        "tokens": tokens.sampled,
     }
     if len([name for name in measures if name.startswith("score_")]) == 1:
         measures = {name: values for name, values in measures.items() if name != "score"}

@@ -77,7 +77,7 @@ class SavedRollouts:
 
 def _for_tracking(table: pa.Table) -> list[dict]:
     by_token = {field.name for field in table.schema if pa.types.is_list(field.type)}
-    lengths = [len(ids) for ids in table["token_ids"].to_pylist()]
+    lengths = [len(of_one) - of_one.count(None) for of_one in table["version"].to_pylist()]  # sampled tokens
     rows = table.drop_columns(sorted(by_token | {"rollouts"})).to_pylist()
     advantages = ([a for a in of_one if a is not None] for of_one in table["advantage"].to_pylist())
     means = [sum(of_one) / len(of_one) if of_one else None for of_one in advantages]
