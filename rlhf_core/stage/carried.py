@@ -138,7 +138,10 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("rl.rollout.prefix_caching", "rl.rollout.enforce_eager", "rl.rollout.weight_transfer"): {},
     # RL: evaluation, limits, processes
     ("rl.evaluation.metric",): {"best": ANEW},
-    ("rl.evaluation.prompts",): {"best": ANEW, "score_tracks": ANEW},
+    ("rl.evaluation.prompts", "rl.evaluation.sources", "rl.evaluation.samples", "rl.evaluation.pass_score"): {
+        "best": ANEW,
+        "score_tracks": ANEW,
+    },
     ("rl.evaluation.every", "rl.evaluation.keep_best"): {},
     ("rl.monitor",): {"tracks": CONVERTED, "score_tracks": CONVERTED, "kl_tracks": CONVERTED, "stopped": CONVERTED},
     ("rl.trainer.sequence_parallel", "rl.trainer.gpus_per_rank", "rl.trainer.offload_optimizer", "rl.trainer.offload_parameters"): {},

@@ -19,13 +19,14 @@ from rlhf_core.config import RlConfig, curve_columns
 from rlhf_core.process import STOPPED_BY_SIGNAL, StepAbandoned, Stop, collect_by_default, freeze_gc
 from rlhf_core.progress import Bar
 from rlhf_core.sampling.prompts import difficulties
-from rlhf_core.sampling.scoring import RewardNormalizer
+from rlhf_core.sampling.scoring import RewardNormalizer, weighted_score
 from rlhf_core.stage.job import FULL, refuse
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.rl.advantages import compute_advantages, correct, sampling_logprobs, shaped_rewards, value_units
 from rlhf_core.trainers.rl.collect import Collected, collect_rollouts
 from rlhf_core.trainers.rl.curriculum import Curriculum
 from rlhf_core.trainers.rl.data import DemonstrationStream, PromptStream, collate, evaluation_prompts, read_prompts
+from rlhf_core.trainers.rl.heldout import evaluation_metrics
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.metrics import (
     Clock,
@@ -33,7 +34,6 @@ from rlhf_core.trainers.rl.metrics import (
     TooManyUnscored,
     batch_metrics,
     check_scored,
-    evaluation_metrics,
     lag_metrics,
     progress_figures,
 )
@@ -43,9 +43,11 @@ from rlhf_core.trainers.rl.monitor import Finding, holds, observe
 from rlhf_core.trainers.rl.saved_rollouts import SavedRollouts, TrainedRollouts
 from rlhf_core.trainers.rl.state import BestPolicy, Progress
 from rlhf_core.trainers.rl.workers import Workers
-from rlhf_core.types import Prompt, RolloutBatch, TrainBatch, UpdateResult
+from rlhf_core.types import Prompt, Rollout, RolloutBatch, TrainBatch, UpdateResult
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from rlhf_core.trainers.rl.driver import Actors
 
 log = logging.getLogger("rlhf")
@@ -283,8 +285,16 @@ def start_or_resume(job: RlJob, workers: Workers) -> tuple[Run, Progress]:
 
 
 def evaluate(workers: Workers, prompts: list[Prompt], rl: RlConfig) -> Metrics:
-    """Scores of the policy's greedy responses."""
-    return evaluation_metrics(workers.score(workers.rollouts.generate_greedy(prompts)), rl.reward)
+    """Scores of the policy's greedy responses, and with rl.evaluation.samples pass@k of sampled ones."""
+
+    def scored(rollouts: list[Rollout]) -> dict[str, np.ndarray]:
+        components = workers.score(rollouts)
+        scores = {"score": weighted_score(components, rl.reward.scorers), **components}
+        return {name: values.numpy() for name, values in scores.items()}
+
+    greedy = scored(workers.rollouts.generate_greedy(prompts))
+    sampled = scored(workers.rollouts.generate_for_evaluation(prompts)) if rl.evaluation.samples else None
+    return evaluation_metrics(greedy, sampled, [prompt.source for prompt in prompts], rl)
 
 
 def note_if_best(progress: Progress, evaluated: Metrics, rl: RlConfig) -> Progress:
