@@ -6,16 +6,20 @@ import itertools
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import torch
 from made_rollouts import trained_rollouts
 from rl_here import RunHere, rl_job_here, running
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_models import rl_job, tiny_params, tiny_tokenizer
 
+from rlhf_core.data.schema import write_rows
+from rlhf_core.process import Stop
 from rlhf_core.stage.rollouts import publish_rollouts, read_rollouts, step_file, step_files
 from rlhf_core.trainers.rl import saved_rollouts
-from rlhf_core.trainers.rl.loop import saves_rollouts
+from rlhf_core.trainers.rl.loop import saves_rollouts, train
 from rlhf_core.trainers.rl.loop import trained_rollouts as trained_of
 from rlhf_core.trainers.rl.saved_rollouts import SavedRollouts, kept_rows, rollout_table
 from rlhf_core.trainers.rl.state import Progress
@@ -142,3 +146,31 @@ def test_a_run_that_is_killed_and_resumed_has_the_same_table(model_folders, tmp_
         tables.append(Path("data/rollouts.parquet").read_bytes())
         assert list(step_files(folder / "work")) == [1, 2, 3, 4]
     assert tables[0] == tables[1]
+
+
+def test_the_loop_saves_rollouts_shows_them_and_evaluates_as_configured(model_folders, tmp_path):
+    changes = {
+        "rl.steps": 5,
+        "rl.save_rollouts_every": 2,
+        **{"rl.evaluation.every": 2, "rl.evaluation.prompts": 4, "rl.evaluation.samples": 2, "rl.evaluation.pass_score": -100.0},
+        "tracking.tensorboard_dir": str(tmp_path / "events"),
+    }
+    job = rl_job_here(model_folders, tmp_path, **changes)
+    row = {"source": "made", "label": None, "messages": [{"role": "user", "content": "sort 309."}]}
+    names = [(split, f"{split}{i}") for split in ("train", "validation") for i in range(6)]
+    write_rows(tmp_path / "prepared", "prompt", [row | {"id": name, "split": split} for split, name in names])
+    (tmp_path / "work").mkdir()
+    job = job.model_copy(update={"timings": str(tmp_path / "timings.csv")})
+    with running(job) as run:
+        assert train(job, run.workers, Stop()).step == 5
+    assert list(step_files(tmp_path / "work")) == [1, 2, 4, 5]
+    curves = pd.read_csv(tmp_path / "work/curves.csv").set_index("step")
+    means, saved = read_rollouts(tmp_path / "work").to_pandas().groupby("step")[["score", "reward"]].mean(), curves.loc[[1, 2, 4, 5]]
+    assert means["score"].to_list() == pytest.approx(saved["score_mean"].to_list(), abs=1e-4)
+    before_kl = saved["reward_mean"] + saved["kl_coef"] * saved["kl_mean"]
+    assert means["reward"].to_list() == pytest.approx(before_kl.to_list(), abs=1e-4)
+    assert curves["eval_pass_1"].dropna().to_dict() == curves["eval_pass_2"].dropna().to_dict() == {2: 1.0, 4: 1.0, 5: 1.0}
+    assert (curves["eval_pass_2_low"].dropna() < 1).all() and len(curves["eval_score_low"].dropna()) == 3
+    assert list(pd.read_csv(tmp_path / "timings.csv")["seconds_save_rollouts"] > 0.001) == [True, True, False, True, True]
+    events = EventAccumulator(str(next((tmp_path / "events").iterdir()))).Reload()
+    assert [event.step for event in events.Tensors("rollouts/text_summary")] == [1, 2, 4, 5]
