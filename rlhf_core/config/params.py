@@ -129,6 +129,10 @@ class Params(Section):
         prompted = [s.name for s in self.data.sources if "prompt" in s.uses]
         if unknown := set(self.rl.prompt_weights) - set(prompted):
             yield f"rl.prompt_weights: expected sources of prompts, {prompted}, got {sorted(unknown)}; correct the names"
+        if prompted and not any(self.rl.prompt_weights.get(name, 1.0) for name in prompted):
+            yield f"rl.prompt_weights: expected a source of prompts with a weight above 0, got {self.rl.prompt_weights}; raise one"
+        if unknown := set(self.rl.evaluation.sources) - set(prompted):
+            yield f"rl.evaluation.sources: expected sources of prompts, {prompted}, got {sorted(unknown)}; correct the names"
         if not self.reward.enabled:
             yield from self._reward_model_conflicts()
         if self.reward.path is not None and self.rl.critic_starts_from_reward_model:

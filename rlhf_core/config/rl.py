@@ -78,6 +78,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
     placement: Annotated[list[RoleGroup], BeforeValidator(named_placement, json_schema_input_type=str | list[Any])]
     trainer: TrainerConfig
     checkpoint_every: int = Field(gt=0)
+    save_rollouts_every: Literal["auto"] | Annotated[int, Field(gt=0)] | None = "auto"
     deadlines: DeadlineConfig = Field(default_factory=DeadlineConfig)
     max_replacements: int = Field(default=4, ge=0)
 
@@ -115,6 +116,16 @@ class RlSettings(OptimizerConfig, LengthConfig):
     def rollout_batch_size(self) -> int:
         """Prompts per step."""
         return self.samples_per_step // self.group_size
+
+    @property
+    def rollouts_every(self) -> int | None:
+        """`save_rollouts_every` with auto resolved, to a tenth of the run; `steps` is known."""
+        return max(1, self.steps // 10) if self.save_rollouts_every == "auto" else self.save_rollouts_every
+
+    @property
+    def saved_steps(self) -> int:
+        """The largest number of steps whose rollouts a run saves: every `rollouts_every`-th, the first and the last."""
+        return self.steps // self.rollouts_every + 2
 
     @property
     def limits(self) -> dict[str, LimitConfig]:
@@ -364,8 +375,10 @@ class RlSettings(OptimizerConfig, LengthConfig):
         known = ("score", *(s.name for s in self.reward.scorers))
         if self.evaluation.metric not in known:
             yield (f"evaluation.metric: expected one of {list(known)}, got {self.evaluation.metric!r}; name the score or a scorer")
-        if any(weight <= 0 for weight in self.prompt_weights.values()):
-            yield (f"prompt_weights: expected weights above 0, got {self.prompt_weights}; leave a source out of data.sources instead")
+        if taken := {s.name for s in self.reward.scorers} & {column.removeprefix("eval_") for column in self.evaluation.columns}:
+            yield f"reward.scorers: expected names that no figure of the evaluation has, got {sorted(taken)}; rename them"
+        if any(weight < 0 for weight in self.prompt_weights.values()):
+            yield f"prompt_weights: expected weights of at least 0, got {self.prompt_weights}; 0 leaves a source to evaluation.sources"
 
     def _critic_conflicts(self) -> Iterator[str]:
         if self.critic is None or self.critic.critic_init != "reward_model":
@@ -488,7 +501,7 @@ def curve_columns(rl: RlConfig) -> tuple[str, ...]:
     columns += ["policy_lag", "policy_lag_max", "spans_per_response", "cut_off"] * (rl.rollout.max_lag > 0)
     if rl.dynamic_sampling.enabled:
         columns += ["dynamic_rounds", "dropped_groups", *(f"drawn_score_{name}" for name in ("mean", *names))]
-    columns += ["eval_score", *(f"eval_{n}" for n in names)] * (rl.evaluation.every is not None)
+    columns += ["eval_score", *(f"eval_{n}" for n in names), *rl.evaluation.columns] * (rl.evaluation.every is not None)
     columns += ["turns", "tool_calls", "failed_tool_calls", "failed_episodes"] * (rl.environment is not None)
     columns += ["scorer_metrics"] * any(s.kind in ("function", "code") for s in rl.reward.scorers)
     return tuple(columns)

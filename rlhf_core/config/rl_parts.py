@@ -122,14 +122,40 @@ class PtxConfig(Section):
 
 
 class PeriodicEvaluationConfig(Section):
+    """The evaluation during training, on validation prompts.
+
+    samples: sampled responses to each prompt beside the greedy one, for pass@k. pass_score: what the metric of one that passes is at least.
+    sources: data sources that are evaluated apart, on `prompts` prompts each; []: all sources together.
+    """
+
     every: int | None = Field(gt=0)
     prompts: int = Field(gt=0)
     metric: str
     keep_best: bool
+    samples: int = Field(default=0, ge=0)
+    pass_score: float = 1.0
+    sources: list[str] = Field(default_factory=list)
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """Names of what has an interval, and a value for each of `sources`."""
+        return ("score", *(f"pass_{k}" for k in dict.fromkeys((1, self.samples)) if self.samples))
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of the curves beside `eval_score` and those of the scorers."""
+        ends, without_score = ("", "_low", "_high"), [f"eval_{name}" for name in self.measures[1:]]
+        columns = [*without_score, *(f"eval_{name}{end}" for name in self.measures for end in ends[1:])]
+        return columns + [f"eval_{name}{end}.{source}" for source in self.sources for name in self.measures for end in ends]
 
     def conflicts(self) -> Iterator[str]:
-        if self.keep_best and self.every is None:
-            yield "keep_best: expected a number of steps in every, got null; set every, or keep_best to false"
+        set_up = {"keep_best": self.keep_best, "samples": self.samples > 0, "sources": bool(self.sources)}
+        for key in (key for key, is_set in set_up.items() if is_set and self.every is None):
+            yield f"{key}: expected a number of steps in every, got null; set every, or remove {key}"
+        if self.pass_score != 1.0 and not self.samples:
+            yield f"pass_score: expected 1 without samples, got {self.pass_score}; set samples, or remove it"
+        if len(set(self.sources)) < len(self.sources):
+            yield f"sources: expected each source once, got {self.sources}; remove the others"
 
 
 class RolloutConfig(Section):

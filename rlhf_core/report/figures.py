@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any
@@ -121,6 +122,7 @@ def _rl(rows: pd.DataFrame, rl: Mapping[str, Any], *, limit: float | None, start
         "rl_logprobs": _logprobs(rows, limit),
         **_scorers(rows, [s["name"] for s in need(rl, "reward", "scorers")]),
         **_driving(rows),
+        **_held_out(rows),
     }
     if need(rl, "kl", "coef") > 0:  # otherwise it wasn't measured
         figures["rl_kl"] = curves(rows, [Line("kl_mean", f"KL to {start}", PURPLE)], y_title="nats per response")
@@ -152,6 +154,25 @@ def _driving(rows: pd.DataFrame) -> dict[str, figure]:
         if lines:
             figures[f"rl_{kind}s"] = curves(rows, lines, y_title=y_title, percent=percent)
     return figures
+
+
+def _held_out(rows: pd.DataFrame) -> dict[str, figure]:
+    """Figures of the evaluations' pass@k, and of their scores by data source."""
+    named = {"rl_pass": ("eval_pass_", "share of prompts or samples", True), "rl_sources": ("eval_score.", "score", False)}
+    figures = {}
+    for name, (prefix, y_title, percent) in named.items():
+        columns = [c for c in rows if c.startswith(prefix) and not re.search(r"_(low|high)(\.|$)", c) and rows[c].notna().any()]
+        colors = cycle((BLUE, ORANGE, GREEN, PURPLE, TEAL, RED))
+        lines = [Line(c, _named(c), color, dots=True) for c, color in zip(columns, colors, strict=False)]
+        if lines:
+            figures[name] = curves(rows, lines, y_title=y_title, percent=percent)
+    return figures
+
+
+def _named(column: str) -> str:
+    """`pass@4, math` of `eval_pass_4.math`."""
+    figure, _, source = column.removeprefix("eval_").partition(".")
+    return ", ".join(filter(None, (figure.replace("pass_", "pass@"), source)))
 
 
 def _with_evaluation(rows: pd.DataFrame, column: str, evaluated: str) -> list[Line]:

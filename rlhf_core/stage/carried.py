@@ -138,12 +138,15 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("rl.rollout.prefix_caching", "rl.rollout.enforce_eager", "rl.rollout.weight_transfer"): {},
     # RL: evaluation, limits, processes
     ("rl.evaluation.metric",): {"best": ANEW},
-    ("rl.evaluation.prompts",): {"best": ANEW, "score_tracks": ANEW},
+    ("rl.evaluation.prompts", "rl.evaluation.sources", "rl.evaluation.samples", "rl.evaluation.pass_score"): {
+        "best": ANEW,
+        "score_tracks": ANEW,
+    },
     ("rl.evaluation.every", "rl.evaluation.keep_best"): {},
     ("rl.monitor",): {"tracks": CONVERTED, "score_tracks": CONVERTED, "kl_tracks": CONVERTED, "stopped": CONVERTED},
     ("rl.trainer.sequence_parallel", "rl.trainer.gpus_per_rank", "rl.trainer.offload_optimizer", "rl.trainer.offload_parameters"): {},
     ("rl.trainer.offload_frozen", "rl.trainer.gradient_checkpointing", "rl.trainer.microbatch_tokens"): {},
-    ("rl.deadlines", "rl.max_replacements"): {},
+    ("rl.deadlines", "rl.max_replacements", "rl.save_rollouts_every"): {},
     # Inputs outside params.yaml. Functions and judges of the project are code.
     ("models/sft", "models/tokenizer", "models/promoted", "rounds/*/policy"): _WEIGHTS,
     ("models/reward", "data/inputs.json:judges", "data/inputs.json:scorers", "rewards"): _SCORER,

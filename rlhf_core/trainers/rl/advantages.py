@@ -120,16 +120,23 @@ def correct(
 
 
 def shaped_rewards(
-    components: RewardComponents, finished: torch.Tensor, lengths: torch.Tensor, rl: RlConfig, normalizer: RewardNormalizer
+    components: RewardComponents,
+    finished: torch.Tensor,
+    lengths: torch.Tensor,
+    rl: RlConfig,
+    normalizer: RewardNormalizer,
+    *,
+    learn: bool = True,
 ) -> torch.Tensor:
     """Normalised and clipped rewards less the length penalties [B], before any KL; NaN = not trained on.
 
     Args:
         finished: [B] bool.    lengths: [B], sampled tokens of each response.
+        learn: see `RewardNormalizer`.
     """
     if rl.reward.mask_truncated:
         components = {name: scores.where(finished, torch.nan) for name, scores in components.items()}
-    return normalizer(components) - _length_penalties(finished, lengths, rl)
+    return normalizer(components, learn=learn) - _length_penalties(finished, lengths, rl)
 
 
 def compared_rewards(

@@ -11,7 +11,7 @@ import torch
 from rlhf_core.config import RlConfig, ScoreConfig
 from rlhf_core.sampling.scoring import weighted_score
 from rlhf_core.trainers.rl.minibatch import EXTREMES
-from rlhf_core.types import RewardComponents, Rollout, RolloutBatch
+from rlhf_core.types import Rollout, RolloutBatch
 
 Metrics = dict[str, float]
 REPETITION_N = 3  # tokens of an n-gram
@@ -79,12 +79,6 @@ def lag_metrics(rollouts: Sequence[Rollout], *, version: int, longest: int) -> M
         "spans_per_response": len(spans) / len(rollouts),
         "cut_off": sum(not r.finished and r.num_sampled < longest for r in rollouts if r.dialogue is None),
     }
-
-
-def evaluation_metrics(components: RewardComponents, config: ScoreConfig) -> Metrics:
-    """Means over the scored responses; NaN where none was scored."""
-    scores = {"score": weighted_score(components, config.scorers), **components}
-    return {f"eval_{name}": finite_mean(values) for name, values in scores.items()}
 
 
 def finite_mean(values: torch.Tensor) -> float:

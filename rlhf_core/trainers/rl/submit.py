@@ -21,6 +21,7 @@ from rlhf_core.stage.run import Stage, check_gate, steps_at_the_end
 from rlhf_core.stage.setup import rl_setup
 from rlhf_core.stage.stored_job import uses_storage
 from rlhf_core.storage.work import OUTPUTS
+from rlhf_core.trainers.rl.heldout import check_evaluated_sources
 from rlhf_core.trainers.rl.job import PLACEMENT, POLICY, RlJob
 from rlhf_core.trainers.supervised.time_limit import ended_by_time
 
@@ -38,6 +39,7 @@ def check_rewards(rl: RlConfig, gate: dict) -> str | None:
     check_scorers(rl.reward.scorers, reward_model=REWARD_MODEL, source_judges=source_judges(), has_labels=has_labels)
     if rl.ptx.coef > 0 and not ((PREPARED / "sft.parquet").exists() and read_rows(PREPARED, "sft", "train")):
         raise ValueError(f"rl.ptx.coef: expected 0 without demonstrations, got {rl.ptx.coef}; add a source with the use sft")
+    check_evaluated_sources(rl)
     return override
 
 
