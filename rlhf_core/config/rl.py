@@ -20,6 +20,7 @@ from rlhf_core.config.rl_parts import (
     CriticConfig,
     CurriculumConfig,
     DeadlineConfig,
+    DistillationConfig,
     DynamicSamplingConfig,
     EnvironmentConfig,
     KlConfig,
@@ -65,6 +66,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
     max_approx_kl: float | None = Field(gt=0)
     lora: LoraConfig | None
     kl: KlConfig
+    distillation: DistillationConfig | None
     reward: ScoreConfig
     correction: CorrectionConfig
     dynamic_sampling: DynamicSamplingConfig
@@ -136,7 +138,25 @@ class RlSettings(OptimizerConfig, LengthConfig):
         """The models of the run, by role."""
         wanted = {"critic": self.spec.critic, "reference": self.kl.keeps_reference}
         wanted["reward_models"] = any(s.kind == "reward_model" for s in self.reward.scorers)
+        wanted["teachers"] = self.distillation is not None
         return tuple(role for role in ROLES if wanted.get(role, True))
+
+    @property
+    def teaches_whole_distributions(self) -> bool:
+        """Whether teachers compute in the update, for their distributions are too large to be kept."""
+        return self.distillation is not None and self.distillation.compares_whole_distributions
+
+    @property
+    def learns_from_reward(self) -> bool:
+        """Whether a scorer has a weight; otherwise the policy learns from teachers alone, and all advantages are 0."""
+        return any(s.weight for s in self.reward.scorers)
+
+    @property
+    def title(self) -> str:
+        """What the policy learns by: the algorithm, distillation, or both."""
+        if self.distillation is None:
+            return self.algorithm
+        return f"{self.algorithm} and distillation" if self.learns_from_reward else "distillation"
 
     @property
     def role_groups(self) -> tuple[RoleGroup, ...]:
@@ -274,6 +294,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
         yield from self._batch_conflicts()
         yield from self._combination_conflicts()
         yield from self._critic_conflicts()
+        yield from self._distillation_conflicts()
         yield from self._limit_conflicts()
         yield from dead_settings(self)
 
@@ -399,6 +420,37 @@ class RlSettings(OptimizerConfig, LengthConfig):
                 "that verifies (it may have weight 0), because a reward model's scores have no fixed level of success"
             )
 
+    def _distillation_conflicts(self) -> Iterator[str]:
+        if self.distillation is None:
+            return
+        loss, apart = self.distillation.loss, [g.name for g in self.role_groups if "teachers" in g.roles and "policy" not in g.roles]
+        if self.teaches_whole_distributions and apart:
+            yield (
+                f"placement: expected teachers in the policy's group with distillation.loss {loss}, got group {apart[0]}; name groups with "
+                "policy and teachers together, or set distillation.loss to sampled, for whole distributions aren't sent between ranks"
+            )
+        if self.teaches_whole_distributions and self.trainer.sequence_parallel > 1:
+            yield (
+                f"distillation.loss: expected sampled with trainer.sequence_parallel={self.trainer.sequence_parallel}, got {loss}; change "
+                "one of them, because a rank has the states of its own positions only"
+            )
+        if self.learns_from_reward:
+            return
+        without = "without a scorer with a weight in reward.scorers"
+        if self.spec.critic or self.spec.greedy_baseline:
+            yield f"algorithm: expected grpo {without}, got {self.algorithm}; set it to grpo, for its critic or baseline has no reward"
+        if self.dynamic_sampling.enabled:
+            yield f"dynamic_sampling.enabled: expected false {without}, got true; set it to false, for no group's rewards differ"
+        if self.kl.in_reward:
+            yield f"kl.placement: expected loss {without}, got reward; set it to loss, or kl.coef to 0"
+        if self.teaches_whole_distributions and self.correction.kind != "none":
+            yield (
+                f"correction.kind: expected none {without} and with distillation.loss {loss}, got {self.correction.kind}; set it to none, "
+                "for it weights losses of sampled tokens"
+            )
+        if self.evaluation.every is not None and self.evaluation.metric == "score":
+            yield f"evaluation.metric: expected a scorer's name {without}, got score; name one of weight 0, or set evaluation.every to null"
+
     def _environment_conflicts(self) -> Iterator[str]:
         if self.environment is None:
             return
@@ -482,6 +534,7 @@ def curve_columns(rl: RlConfig) -> tuple[str, ...]:
     if len(rewarded := [s.name for s in rl.reward.rewarded]) > 1:
         columns += [*(f"share_{name}" for name in rewarded), *(f"correlation_{a}.{b}" for a, b in combinations(rewarded, 2))]
     columns += _UPDATE_COLUMNS
+    columns += ["distillation_loss"] * (rl.distillation is not None)
     columns += ["ptx_loss"] * (rl.ptx.coef > 0) + ["moe_aux_loss"] * (rl.moe_aux_coef > 0)
     columns += [] if rl.old_logprobs_source(0) == "from_engine" else _MISMATCH_COLUMNS
     columns += ["success_fraction", "mixed_fraction", "drawn_share"] * rl.measures_success

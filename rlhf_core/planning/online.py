@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlhf_core.config import ModelConfig, RlConfig
-from rlhf_core.planning.memory import frozen_model, head_kept, mask_bytes, trunk_activations
+from rlhf_core.planning.memory import frozen_model, head_forward, head_kept, mask_bytes, trunk_activations
 from rlhf_core.planning.stages import Models, Process, add_frozen, engine, frozen_pass, known, pass_tokens, shape_of, trained_role, training
 
 
@@ -50,6 +50,12 @@ def _rl_rank(rl: RlConfig, roles: Sequence[str], config: ModelConfig, models: Mo
         model = known(found, "a reward model")
         one = frozen_pass(model, scored, dtype, scalar=True)
         host += add_frozen(parts, phases, f"reward model {number}", frozen_model(model.scalar_parameters, plain, offload=offload), one)
+    for number, found in enumerate(models.teachers if "teachers" in roles else ()):
+        teacher = known(found, "a teacher")
+        one = frozen_pass(teacher, scored, dtype)
+        host += add_frozen(parts, phases, f"teacher {number}", frozen_model(teacher.parameters, plain, offload=offload), one)
+        if rl.teaches_whole_distributions and "policy" in roles:  # its states and a piece's logits, while the policy learns
+            phases[own] += tokens * shape_of(teacher).hidden * setup.element + head_forward(shape_of(teacher), tokens, dtype)
     copies = 1 + (rl.rollout.max_lag > 0)  # for the exported policy, and for a replaced rollout engine
     once = copies * setup.element * policy.parameters if on_gpu and "policy" in roles else 0.0
     name = "trainer rank" if len(rl.role_groups) == 1 else f"rank of {'+'.join(roles)}"
