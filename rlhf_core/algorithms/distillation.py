@@ -37,8 +37,8 @@ def sampled_reverse_kl(
 def reverse_kl(logprobs: torch.Tensor, teacher_logprobs: torch.Tensor) -> torch.Tensor:
     """KL(p || q) = sum_v p_v (log p_v - log q_v): the student leaves out what the teacher finds unlikely.
 
-    Source: Gu et al. 2024 (MiniLLM), https://arxiv.org/abs/2306.08543, section 2; its gradient of the whole response's KL has the divergence
-    of later tokens too, and this is its single-step part.
+    Source: Gu et al. 2024 (MiniLLM), https://arxiv.org/abs/2306.08543, section 2; the gradient there, of the whole response's KL, also has
+    the divergence of later tokens, and this is its single-step part.
 
     Args:
         logprobs, teacher_logprobs: [..., V] of the same tokens, finite.
