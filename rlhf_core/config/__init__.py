@@ -52,6 +52,7 @@ from rlhf_core.config.rl_parts import (
     LimitAction,
     LimitConfig,
     RoleGroup,
+    TeacherConfig,
     TrainerConfig,
 )
 from rlhf_core.config.run import CheckpointsConfig, EvaluationConfig, FlowConfig, RegistryConfig, TrackingConfig
@@ -110,6 +111,7 @@ __all__ = [
     "SftConfig",
     "SharedTrainingConfig",
     "SourceConfig",
+    "TeacherConfig",
     "TrackingConfig",
     "TrainerConfig",
     "TrainingConfig",
