@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, create_model, model_validator
 from rlhf_core.algorithms.online import ALGORITHMS, Algorithm
 from rlhf_core.config.base import RENAMED_COLUMNS, RENAMED_KEYS, LearningRate, Section, did_you_mean
 from rlhf_core.config.dead import dead_settings
+from rlhf_core.config.distillation import distillation_conflicts
 from rlhf_core.config.model import LengthConfig, LoraConfig, OptimizerConfig, Schedule, data_parallel_keys, sequence_conflicts
 from rlhf_core.config.rl_parts import (
     ALGORITHM_SECTIONS,
@@ -149,7 +150,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
     @property
     def learns_from_reward(self) -> bool:
         """Whether a scorer has a weight; otherwise the policy learns from teachers alone, and all advantages are 0."""
-        return any(s.weight for s in self.reward.scorers)
+        return bool(self.reward.rewarded)
 
     @property
     def title(self) -> str:
@@ -294,7 +295,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
         yield from self._batch_conflicts()
         yield from self._combination_conflicts()
         yield from self._critic_conflicts()
-        yield from self._distillation_conflicts()
+        yield from distillation_conflicts(self)
         yield from self._limit_conflicts()
         yield from dead_settings(self)
 
@@ -419,37 +420,6 @@ class RlSettings(OptimizerConfig, LengthConfig):
                 f"curriculum.scorer: expected one whose scores say success, got {name}, with the reward model {unclear[0]}; name a scorer "
                 "that verifies (it may have weight 0), because a reward model's scores have no fixed level of success"
             )
-
-    def _distillation_conflicts(self) -> Iterator[str]:
-        if self.distillation is None:
-            return
-        loss, apart = self.distillation.loss, [g.name for g in self.role_groups if "teachers" in g.roles and "policy" not in g.roles]
-        if self.teaches_whole_distributions and apart:
-            yield (
-                f"placement: expected teachers in the policy's group with distillation.loss {loss}, got group {apart[0]}; name groups with "
-                "policy and teachers together, or set distillation.loss to sampled, for whole distributions aren't sent between ranks"
-            )
-        if self.teaches_whole_distributions and self.trainer.sequence_parallel > 1:
-            yield (
-                f"distillation.loss: expected sampled with trainer.sequence_parallel={self.trainer.sequence_parallel}, got {loss}; change "
-                "one of them, because a rank has the states of its own positions only"
-            )
-        if self.learns_from_reward:
-            return
-        without = "without a scorer with a weight in reward.scorers"
-        if self.spec.critic or self.spec.greedy_baseline:
-            yield f"algorithm: expected grpo {without}, got {self.algorithm}; set it to grpo, for its critic or baseline has no reward"
-        if self.dynamic_sampling.enabled:
-            yield f"dynamic_sampling.enabled: expected false {without}, got true; set it to false, for no group's rewards differ"
-        if self.kl.in_reward:
-            yield f"kl.placement: expected loss {without}, got reward; set it to loss, or kl.coef to 0"
-        if self.teaches_whole_distributions and self.correction.kind != "none":
-            yield (
-                f"correction.kind: expected none {without} and with distillation.loss {loss}, got {self.correction.kind}; set it to none, "
-                "for it weights losses of sampled tokens"
-            )
-        if self.evaluation.every is not None and self.evaluation.metric == "score":
-            yield f"evaluation.metric: expected a scorer's name {without}, got score; name one of weight 0, or set evaluation.every to null"
 
     def _environment_conflicts(self) -> Iterator[str]:
         if self.environment is None:
