@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from rlhf_core.config import DistillationConfig
-from rlhf_core.engines.frozen import FrozenModel
+from rlhf_core.engines.deepspeed.frozen import FrozenModel
 from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.divergence import Divergence, Projection, Target
 
