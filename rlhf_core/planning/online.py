@@ -50,12 +50,17 @@ def _rl_rank(rl: RlConfig, roles: Sequence[str], config: ModelConfig, models: Mo
         model = known(found, "a reward model")
         one = frozen_pass(model, scored, dtype, scalar=True)
         host += add_frozen(parts, phases, f"reward model {number}", frozen_model(model.scalar_parameters, plain, offload=offload), one)
-    for number, found in enumerate(models.teachers if "teachers" in roles else ()):
-        teacher = known(found, "a teacher")
+    teachers = [known(found, "a teacher") for found in (models.teachers if "teachers" in roles else ())]
+    frozen = [frozen_model(teacher.parameters, plain, offload=offload) for teacher in teachers]
+    for number, (teacher, sizes) in enumerate(zip(teachers, frozen, strict=True)):
         one = frozen_pass(teacher, scored, dtype)
-        host += add_frozen(parts, phases, f"teacher {number}", frozen_model(teacher.parameters, plain, offload=offload), one)
-        if rl.teaches_whole_distributions and "policy" in roles:  # its states and a piece's logits, while the policy learns
-            phases[own] += tokens * shape_of(teacher).hidden * setup.element + head_forward(shape_of(teacher), tokens, dtype)
+        host += add_frozen(parts, phases, f"teacher {number}", sizes, one)
+        if trainer.zero_stage < 3:  # all are in use at once
+            phases[f"teacher {number}: a pass"] += sum(other.passing for other in frozen) - sizes.passing
+        if rl.teaches_whole_distributions:  # in use while the policy learns, with their states and a piece's logits
+            shape = shape_of(teacher)
+            phases[own] += sizes.passing + tokens * shape.hidden * setup.element + head_forward(shape, tokens, dtype)
+            phases[own] += setup.element * shape.embedding * (trainer.zero_stage == 3)  # its head, gathered
     copies = 1 + (rl.rollout.max_lag > 0)  # for the exported policy, and for a replaced rollout engine
     once = copies * setup.element * policy.parameters if on_gpu and "policy" in roles else 0.0
     name = "trainer rank" if len(rl.role_groups) == 1 else f"rank of {'+'.join(roles)}"

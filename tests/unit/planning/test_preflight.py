@@ -359,6 +359,20 @@ def test_teachers_take_their_weights_and_while_the_policy_learns_their_states(lo
     assert rank.phases[own] - before.phases[own] == pytest.approx(2 * states * (loss == "jsd"))
 
 
+def test_offloaded_teachers_are_on_the_gpu_together_while_they_compute():
+    taught = {"rl__algorithm": "grpo", "rl__kl__placement": "loss", "rl__kl__estimator": "k3", "rl__reward__scorers": []}
+    taught |= {"rl__distillation": {"teachers": [{"path": "a"}, {"path": "b"}], "loss": "jsd"}}
+    models, weights = Models(EIGHT, teachers=(EIGHT, EIGHT)), 2.0 * EIGHT.parameters
+    resident, offloaded = (
+        check("train_policy", params(**taught, rl__trainer__offload_frozen=offload), models, NODE).moments[0][0]
+        for offload in (False, True)
+    )
+    own = next(iter(resident.phases))
+    for phase in (own, "teacher 0: a pass", "teacher 1: a pass"):
+        assert offloaded.phases[phase] - resident.phases[phase] == pytest.approx(2 * weights)
+    assert "teacher 0: weights" not in offloaded.parts and offloaded.host - resident.host == pytest.approx(3 * weights)  # and the reference
+
+
 def test_a_teacher_that_is_not_there_yet_makes_no_prediction():
     found = params(rl__distillation={"teachers": [{"path": "some/teacher"}], "loss": "sampled"})
     with pytest.raises(Unpredictable, match="the size of a teacher isn't known yet"):
