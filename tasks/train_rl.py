@@ -18,7 +18,7 @@ def main() -> None:
         output = stage.scratch / "policy"
         rl = run_rl(stage, output)
         figures = final_figures(stage.scratch, rl)
-        facts = stage.card("policy", f"rl ({rl.algorithm})", figures, gate=gate if uses_chain_reward_model(rl) else None)
+        facts = stage.card("policy", f"rl ({rl.title})", figures, gate=gate if uses_chain_reward_model(rl) else None)
         publish_model(output, POLICY_MODEL, facts)
         publish_rollouts(stage.scratch)
         PLOTS.mkdir(exist_ok=True)

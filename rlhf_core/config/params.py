@@ -106,6 +106,13 @@ class Params(Section):
         return lists.get(self.alignment.method)
 
     @property
+    def teachers(self) -> dict[str, str]:
+        """Folder or Hugging Face name of each teacher that the method learns from, by its key."""
+        distillation = self.rl.distillation if self.alignment.method == "rl" else None
+        teachers = [] if distillation is None else distillation.teachers
+        return {f"rl.distillation.teachers.{number}.path": teacher.path for number, teacher in enumerate(teachers)}
+
+    @property
     def scorers_in_use(self) -> dict[str, list[ScorerConfig]]:
         """The scorers of the evaluation and of the method, by their key."""
         return dict(filter(None, [self.evaluation_scorers, self.method_scorers]))
@@ -122,7 +129,7 @@ class Params(Section):
         yield from self._length_conflicts()
         yield from self._sample_conflicts()
         yield from self._divided_conflicts()
-        if self.alignment.method == "rl":
+        if self.alignment.method == "rl" and self.rl.distillation is None:
             yield from (f"rl.reward.{conflict}" for conflict in weight_conflicts(self.rl.reward.scorers))
         for key, scorers in (self.scorers_in_use | {"iterative.scorers": self.iterative.scorers}).items():
             yield from self._scorer_conflicts(key, scorers)

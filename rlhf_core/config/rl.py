@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, create_model, model_validator
 from rlhf_core.algorithms.online import ALGORITHMS, Algorithm
 from rlhf_core.config.base import RENAMED_COLUMNS, RENAMED_KEYS, LearningRate, Section, did_you_mean
 from rlhf_core.config.dead import dead_settings
+from rlhf_core.config.distillation import distillation_conflicts
 from rlhf_core.config.model import LengthConfig, LoraConfig, OptimizerConfig, Schedule, data_parallel_keys, sequence_conflicts
 from rlhf_core.config.rl_parts import (
     ALGORITHM_SECTIONS,
@@ -20,6 +21,7 @@ from rlhf_core.config.rl_parts import (
     CriticConfig,
     CurriculumConfig,
     DeadlineConfig,
+    DistillationConfig,
     DynamicSamplingConfig,
     EnvironmentConfig,
     KlConfig,
@@ -65,6 +67,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
     max_approx_kl: float | None = Field(gt=0)
     lora: LoraConfig | None
     kl: KlConfig
+    distillation: DistillationConfig | None
     reward: ScoreConfig
     correction: CorrectionConfig
     dynamic_sampling: DynamicSamplingConfig
@@ -147,7 +150,25 @@ class RlSettings(OptimizerConfig, LengthConfig):
         """The models of the run, by role."""
         wanted = {"critic": self.spec.critic, "reference": self.kl.keeps_reference}
         wanted["reward_models"] = any(s.kind == "reward_model" for s in self.reward.scorers)
+        wanted["teachers"] = self.distillation is not None
         return tuple(role for role in ROLES if wanted.get(role, True))
+
+    @property
+    def teaches_whole_distributions(self) -> bool:
+        """Whether teachers compute in the update, for their distributions are too large to be kept."""
+        return self.distillation is not None and self.distillation.compares_whole_distributions
+
+    @property
+    def learns_from_reward(self) -> bool:
+        """Whether a scorer has a weight; otherwise the policy learns from teachers alone, and all advantages are 0."""
+        return bool(self.reward.rewarded)
+
+    @property
+    def title(self) -> str:
+        """What the policy learns by: the algorithm, distillation, or both."""
+        if self.distillation is None:
+            return self.algorithm
+        return f"{self.algorithm} and distillation" if self.learns_from_reward else "distillation"
 
     @property
     def role_groups(self) -> tuple[RoleGroup, ...]:
@@ -285,6 +306,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
         yield from self._batch_conflicts()
         yield from self._combination_conflicts()
         yield from self._critic_conflicts()
+        yield from distillation_conflicts(self)
         yield from self._limit_conflicts()
         yield from dead_settings(self)
 
@@ -495,6 +517,7 @@ def curve_columns(rl: RlConfig) -> tuple[str, ...]:
     if len(rewarded := [s.name for s in rl.reward.rewarded]) > 1:
         columns += [*(f"share_{name}" for name in rewarded), *(f"correlation_{a}.{b}" for a, b in combinations(rewarded, 2))]
     columns += _UPDATE_COLUMNS
+    columns += ["distillation_loss"] * (rl.distillation is not None)
     columns += ["ptx_loss"] * (rl.ptx.coef > 0) + ["moe_aux_loss"] * (rl.moe_aux_coef > 0)
     columns += [] if rl.old_logprobs_source(0) == "from_engine" else _MISMATCH_COLUMNS
     columns += ["success_fraction", "mixed_fraction", "drawn_share"] * rl.measures_success

@@ -78,6 +78,40 @@ class KlConfig(Section):
                 yield f"{name}: expected null with coef 0, got {value}; raise coef or remove it"
 
 
+class TeacherConfig(Section):
+    """A teacher of rl.distillation: a folder or a Hugging Face name with the policy's tokens, and its weight among several."""
+
+    path: str
+    weight: float = Field(default=1.0, gt=0)
+
+
+class DistillationConfig(Section):
+    """On-policy distillation: the policy learns the teachers' distribution at each token of its own responses (docs/distillation.md).
+
+    loss: sampled needs the teachers' log-probability of the sampled token alone, the others their whole distribution.
+    beta: of jsd: near 0 it is like forward_kl, near 1 like reverse_kl.
+    coef: of the divergence in the policy's loss, beside the policy loss of a reward.
+    """
+
+    teachers: list[TeacherConfig] = Field(min_length=1)
+    loss: Literal["sampled", "reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
+    beta: float = Field(default=0.5, gt=0, lt=1)
+    coef: float = Field(default=1.0, gt=0)
+
+    @property
+    def compares_whole_distributions(self) -> bool:
+        return self.loss != "sampled"
+
+    @property
+    def options(self) -> dict[str, float]:
+        """Arguments of the divergence besides the log-probabilities."""
+        return {"beta": self.beta} if self.loss == "jsd" else {}
+
+    def conflicts(self) -> Iterator[str]:
+        if self.loss != "jsd" and self.beta != 0.5:
+            yield f"beta: expected 0.5, the default, with loss {self.loss}, got {self.beta}; only jsd has it, so remove it"
+
+
 class CorrectionConfig(Section):
     kind: Literal["none", "tis", "icepop", "sequence_tis", "sequence_mask"]
     low: float = Field(ge=0)
@@ -353,11 +387,11 @@ def share_conflicts(key: str, share: float | str, todo: str) -> Iterator[str]:
         yield f"{key}: expected auto or at most 1, got {share:g}; {todo}"
 
 
-Role = Literal["policy", "critic", "reference", "reward_models"]
+Role = Literal["policy", "critic", "reference", "reward_models", "teachers"]
 ROLES: tuple[Role, ...] = get_args(Role)
 PLACEMENTS: dict[str, tuple[tuple[Role, ...], ...]] = {
     "together": (ROLES,),
-    "two_groups": (("policy", "reference"), ("critic", "reward_models")),
+    "two_groups": (("policy", "reference"), ("critic", "reward_models", "teachers")),
     "apart": tuple((role,) for role in ROLES),
 }
 
@@ -394,8 +428,8 @@ def named_placement(value: Any) -> Any:
 class TrainerConfig(Section):
     """Settings of RL's trainer ranks.
 
-    sequence_parallel: number of ranks that share each sequence. offload_frozen: reference and reward models keep their weights on the host
-    while they compute nothing.
+    sequence_parallel: number of ranks that share each sequence. offload_frozen: reference, reward models and teachers keep their weights on
+    the host while they compute nothing.
     """
 
     ranks: int = Field(ge=1)

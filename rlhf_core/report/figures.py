@@ -113,7 +113,6 @@ def _rl(rows: pd.DataFrame, rl: Mapping[str, Any], *, limit: float | None, start
         rl: the section of params.yaml. limit: see `logprob_limit`. start: what the page calls the reference.
     """
     figures = {
-        "rl_score": curves(rows, _with_evaluation(rows, "score_mean", "eval_score"), y_title="score", band="score_std"),
         "rl_length": curves(rows, [Line("response_length", "length", TEAL)], y_title="tokens per response"),
         "rl_truncated": curves(rows, [Line("truncated_fraction", "truncated", ORANGE)], y_title="share of responses", percent=True),
         "rl_entropy": curves(rows, [Line("entropy", "entropy", GREEN)], y_title="nats per token"),
@@ -124,8 +123,14 @@ def _rl(rows: pd.DataFrame, rl: Mapping[str, Any], *, limit: float | None, start
         **_driving(rows),
         **_held_out(rows),
     }
+    scored = rows["score_mean"].notna().any()
+    if scored:
+        figures["rl_score"] = curves(rows, _with_evaluation(rows, "score_mean", "eval_score"), y_title="score", band="score_std")
+    if "distillation_loss" in rows and rows["distillation_loss"].notna().any():
+        figures["rl_distillation"] = curves(rows, [Line("distillation_loss", "divergence", PURPLE)], y_title="nats per token")
     if need(rl, "kl", "coef") > 0:  # otherwise it wasn't measured
         figures["rl_kl"] = curves(rows, [Line("kl_mean", f"KL to {start}", PURPLE)], y_title="nats per response")
+    if need(rl, "kl", "coef") > 0 and scored:
         figures["rl_frontier"] = canvas("score", x_title=f"KL to {start}, nats per response")
         add_frontier(figures["rl_frontier"], rows, PURPLE)
     if "explained_variance" in rows and rows["explained_variance"].notna().any():
@@ -136,8 +141,8 @@ def _rl(rows: pd.DataFrame, rl: Mapping[str, Any], *, limit: float | None, start
 
 
 def _scorers(rows: pd.DataFrame, names: Sequence[str]) -> dict[str, figure]:
-    """Figures of each scorer's raw scores; a single scorer is already shown by the score."""
-    if len(names) == 1:
+    """Figures of each scorer's raw scores; a single scorer with a weight is already shown by the score."""
+    if len(names) == 1 and rows["score_mean"].notna().any():
         return {}
     return {f"rl_score_{name}": curves(rows, _with_evaluation(rows, f"score_{name}", f"eval_{name}"), y_title="score") for name in names}
 

@@ -108,7 +108,7 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("rl.algorithm", *(f"rl.{name}" for name in ALGORITHMS)): {},
     tuple(f"rl.{name}.critic_init" for name, spec in ALGORITHMS.items() if spec.critic): {"critic": REFUSED},
     ("rl.minibatch_size", "rl.ppo_epochs", "rl.loss_aggregation", "rl.clip_low", "rl.clip_high", "rl.dual_clip", "rl.sapo"): {},
-    ("rl.samples_per_step", "rl.policy_loss"): {"tracks": ANEW},
+    ("rl.samples_per_step", "rl.policy_loss", "rl.distillation", "data/inputs.json:teachers"): {"tracks": ANEW},
     ("rl.entropy_coef", "rl.moe_aux_coef", "rl.max_approx_kl", "rl.correction", "rl.ptx"): {},
     ("rl.kl.coef",): {"kl_coef": ANEW},
     ("rl.kl.placement", "rl.kl.estimator", "rl.kl.target", "rl.kl.horizon", "rl.kl.measure"): {},

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf_core.config import EnvironmentConfig, ModelConfig, Params, ScorerConfig, Section, bytes_shown
+from rlhf_core.config import EnvironmentConfig, ModelConfig, Params, ScorerConfig, Section, TeacherConfig, bytes_shown
 from rlhf_core.data.places import locate
 from rlhf_core.models.folder import locate_model
 from rlhf_core.storage.files import below
@@ -62,6 +62,9 @@ class JobInputs:
         if isinstance(value, EnvironmentConfig):
             play, tools = value.path and self.add_function(value.path), [self.add_function(tool) for tool in value.tools]
             return value.model_copy(update={"path": play, "tools": tools})
+        if isinstance(value, TeacherConfig):
+            folder = Path(locate_model(value.path))
+            return value.model_copy(update={"path": self.add(folder)}) if folder.is_dir() else value
         if isinstance(value, ModelConfig) and value.path is not None:
             folder = Path(locate_model(value.path, value.revision))
             return value.model_copy(update={"path": self.add(folder)}) if folder.is_dir() else value

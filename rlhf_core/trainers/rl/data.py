@@ -193,7 +193,7 @@ def collate(
     Args:
         sequences: `pack(rollouts)`.
         outputs: flat [N] over the response tokens, in order: old_logprobs with `recompute`; sampler_logprobs with top-p or top-k;
-            ref_logprobs with a reference; values with a critic.
+            ref_logprobs with a reference; teacher_logprobs with teachers that compute before the update; values with a critic.
         baseline: of the greedy response to each row's prompt.
     """
     response_mask = _response_mask(rollouts)
@@ -219,6 +219,7 @@ def collate(
         group_ids=torch.tensor([r.group_id for r in rollouts]),
         finished=torch.tensor([r.finished for r in rollouts]),
         lengths=torch.tensor([r.num_sampled for r in rollouts]),
+        teacher_logprobs=padded.get("teacher_logprobs"),
     )
 
 

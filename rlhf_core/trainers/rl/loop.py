@@ -254,7 +254,7 @@ def start_or_resume(job: RlJob, workers: Workers) -> tuple[Run, Progress]:
     prompts = PromptStream(train, rl.prompt_weights, seed=job.seed, curriculum=curriculum, difficulties=by_difficulty)
     normalizer = RewardNormalizer(rl.reward)
     run = Run(job, workers, prompts, evaluation_prompts(job), DemonstrationStream(job), normalizer)
-    if rl.kl.coef == 0:
+    if rl.kl.coef == 0 and rl.learns_from_reward:
         log.warning(
             "rl: kl.coef is 0: nothing holds the policy near the SFT model, so it will follow the reward wherever it is wrong%s",
             "" if rl.kl.measure else "; no reference is kept, and kl_mean is always 0 in the curves",
