@@ -64,7 +64,10 @@ OPTIONS: dict[str, dict[str, Any]] = {  # algorithm's name -> what it stands for
         **{"rl.curriculum": {"by": "success", "scorer": "vowel", "half_life": 2.0}},
     },
     **{
-        loss: {"rl.algorithm": "grpo", "rl.reward.scorers": [], "rl.distillation": {"loss": loss}}  # `Lab` has the teacher
+        loss: {
+            **{"rl.algorithm": "grpo", "rl.reward.scorers": [], "rl.distillation": {"loss": loss}},  # `Lab` has the teacher
+            **{"rl.kl.placement": "loss", "rl.kl.estimator": "k3"},
+        }
         for loss in ("sampled", "jsd")
     },
 }
