@@ -1,6 +1,7 @@
-"""Print the problems of recipes/code.yaml as JSON lines: a problem, a solution, and tests that solutions must pass.
+"""Print the problems of recipes/code.yaml as JSON lines: a problem, a demonstration, and tests that solutions must pass.
 
-Half of them ask for a function, which assert statements test; half for a program, which inputs and outputs test.
+Half of them ask for a function, which assert statements test; half for a program, which inputs and outputs test. The demonstrator is
+careless: most of the demonstrations have one of three mistakes.
 
     python -m tools.code_problems > recipes/code_problems.jsonl
 """
@@ -12,8 +13,8 @@ import random
 from collections.abc import Callable, Iterator
 
 SEED = 0
-CONSTANTS = range(2, 22)
-INPUTS = 4  # of each problem
+CONSTANTS = range(2, 62)
+RIGHT = 0.3  # share of the demonstrations without a mistake
 # What is asked of x and a constant, its Python, and its value.
 TASKS: list[tuple[str, str, Callable[[int, int], int]]] = [
     ("x plus {k}", "x + {k}", lambda x, k: x + k),
@@ -27,25 +28,39 @@ TASKS: list[tuple[str, str, Callable[[int, int], int]]] = [
 ]
 
 
+# A function and a program: the problem, its right form, and one that forgets to return or to convert.
+FORMS = (
+    ("Write f(x): {}.", "def f(x):\n    return {}", "def f(x):\n    print({})"),
+    ("Read x, print {}.", "x = int(input())\nprint({})", "x = input()\nprint({})"),
+)
+
+
 def problems() -> Iterator[dict]:
     draw = random.Random(SEED)
-    for asked, python, value in TASKS:
+    for task, (asked, _, value) in enumerate(TASKS):
         for k in CONSTANTS:
-            inputs = draw.sample(range(30), INPUTS)
-            wanted, expression = asked.format(k=k), python.format(k=k)
-            yield {
-                "problem": f"Write f(x): {wanted}.",
-                "solution": fenced(f"def f(x):\n    return {expression}"),
-                "tests": [f"assert f({x}) == {value(x, k)}" for x in inputs],
-            }
-            yield {
-                "problem": f"Read x, print {wanted}.",
-                "solution": fenced(f"x = int(input())\nprint({expression})"),
-                "tests": {"inputs": [f"{x}\n" for x in inputs], "outputs": [f"{value(x, k)}\n" for x in inputs]},
-            }
+            inputs = [draw.randrange(1, k), draw.randrange(k + 1, 3 * k)]  # tell the smaller from the larger, and x from its remainder
+            values = [value(x, k) for x in inputs]
+            asserts = [f"assert f({x}) == {y}" for x, y in zip(inputs, values, strict=True)]
+            lines = {"inputs": [f"{x}\n" for x in inputs], "outputs": [f"{y}\n" for y in values]}
+            for form, tests in enumerate((asserts, lines)):
+                problem = FORMS[form][0].format(asked.format(k=k))
+                yield {"problem": problem, "demonstration": careless(draw, form, task, k), "tests": tests}
 
 
-def fenced(program: str) -> str:
+def careless(draw: random.Random, form: int, task: int, k: int) -> str:
+    """A solution, or one for another task or constant, or one that forgets to return or to convert."""
+    mistake = draw.choice(("task", "constant", "form")) if draw.random() >= RIGHT else None
+    if mistake == "task":
+        task = draw.choice([other for other in range(len(TASKS)) if other != task])
+    elif mistake == "constant":
+        k += draw.choice((-1, 1))
+    return solution(form, task, k, forgets=mistake == "form")
+
+
+def solution(form: int, task: int, k: int, *, forgets: bool = False) -> str:
+    """A function or program, fenced."""
+    program = FORMS[form][1 + forgets].format(TASKS[task][1].format(k=k))
     return f"```python\n{program}\n```"
 
 
