@@ -408,13 +408,16 @@ def prepare(base: Path) -> Path:
 
 
 def write_table(rows: dict[str, Row], seed: int) -> None:
-    """Write one row for each cell that was run, in the order of `all_cells`."""
+    """Write one row for each cell, in the order of `all_cells`; a cell that wasn't run keeps its row."""
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        written = {row[0]: row for row in csv.reader(file)}
+    for row in rows.values():
+        result = "; ".join(row.problems) or "same bits"
+        written[row.cell] = [row.cell, str(seed), row.killed, str(row.killed_after), row.resumed_from, str(row.digests), result]
     with TABLE.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["cell", "seed", "killed", "after row", "resumed from", "digests compared", "result"])
-        for row in (rows[cell.name] for cell in all_cells() if cell.name in rows):
-            result = "; ".join(row.problems) or "same bits"
-            writer.writerow([row.cell, seed, row.killed, row.killed_after, row.resumed_from, row.digests, result])
+        writer.writerows(written[cell.name] for cell in all_cells() if cell.name in written)
 
 
 if __name__ == "__main__":
