@@ -207,7 +207,7 @@ def make_workspace(base: Path, folder: Path, cell: Cell, address: str | None) ->
     change_params(folder, cell.changes, {"checkpoints": {"keep_last": 1000}, "cluster": {"address": address, "threads": 1}})
     for name in LINKED:
         (folder / name).symlink_to(base / name)
-    for top in ("data", "models", "metrics"):
+    for top in ("data", "checks", "models", "metrics"):
         (folder / top).mkdir()
         for path in (base / top).iterdir():
             if f"{top}/{path.name}" != OUTS[cell.stage] and path.stem != cell.stage:
