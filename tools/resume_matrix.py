@@ -39,9 +39,10 @@ from rlhf_core.algorithms.online import ALGORITHMS
 from rlhf_core.checkpoint.digest import differences, read_digest
 from rlhf_core.paths import GATE_METRICS, POLICY_MODEL, REWARD_MODEL, SFT_MODEL, STATE_DIGESTS
 
-TABLE = Path(__file__).parents[1] / "docs/tables/resume.csv"
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "docs/tables/resume.csv"
 LIMIT = 600.0  # seconds for one run of a stage
-LINKED = ("rlhf_core", "tasks", "rewards", "flows", "rounds", "dvc.yaml", "baselines.json")
+CODE = ("rlhf_core", "tasks", "rewards", "flows", "rounds", "dvc.yaml")
 OUTS = {"train_sft": str(SFT_MODEL), "train_reward": str(REWARD_MODEL), "train_policy": str(POLICY_MODEL)}
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
 RL = {  # everything that has a state is on: an adaptive coefficient, running statistics, the best policy, monitors
@@ -200,13 +201,13 @@ def rl_cell(
 
 
 def make_workspace(base: Path, folder: Path, cell: Cell, address: str | None) -> Path:
-    """A workspace with links to the finished chain's code, data and models, and folders for the stage's own outs."""
+    """A workspace with links to this checkout's code and the finished chain's data and models, and folders for the stage's own outs."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     shutil.copy(base / "params.yaml", folder)
     change_params(folder, cell.changes, {"checkpoints": {"keep_last": 1000}, "cluster": {"address": address, "threads": 1}})
-    for name in LINKED:
-        (folder / name).symlink_to(base / name)
+    for path in (*(ROOT / name for name in CODE), base / "baselines.json"):
+        (folder / path.name).symlink_to(path)
     for top in ("data", "checks", "models", "metrics"):
         (folder / top).mkdir()
         for path in (base / top).iterdir():
