@@ -1,7 +1,7 @@
 """Print the problems of recipes/code.yaml as JSON lines: a problem, a demonstration, and tests that solutions must pass.
 
 Half of them ask for a function, which assert statements test; half for a program, which inputs and outputs test. The demonstrator is
-careless: most of the demonstrations have one of three mistakes.
+careless: he often takes one operation for another, and often forgets to return the value or to convert the input.
 
     python -m tools.code_problems > recipes/code_problems.jsonl
 """
@@ -13,22 +13,20 @@ import random
 from collections.abc import Callable, Iterator
 
 SEED = 0
-CONSTANTS = range(2, 62)
-RIGHT = 0.3  # share of the demonstrations without a mistake
-# What is asked of x and a constant, its Python, and its value.
-TASKS: list[tuple[str, str, Callable[[int, int], int]]] = [
-    ("x plus {k}", "x + {k}", lambda x, k: x + k),
-    ("x minus {k}", "x - {k}", lambda x, k: x - k),
-    ("x times {k}", "x * {k}", lambda x, k: x * k),
-    ("{k} minus x", "{k} - x", lambda x, k: k - x),
-    ("the remainder of x by {k}", "x % {k}", lambda x, k: x % k),
-    ("the larger of x and {k}", "max(x, {k})", max),
-    ("the smaller of x and {k}", "min(x, {k})", min),
-    ("the square of x plus {k}", "x * x + {k}", lambda x, k: x * x + k),
+CONSTANTS = range(4, 64)
+CONFUSED, FORGOT = 0.35, 0.35  # shares of the demonstrations with either mistake
+# What is asked of x and a constant, its Python, what it is taken for, and its value.
+TASKS: list[tuple[str, str, str, Callable[[int, int], int]]] = [
+    ("x plus {k}", "x + {k}", "x - {k}", lambda x, k: x + k),
+    ("x minus {k}", "x - {k}", "{k} - x", lambda x, k: x - k),
+    ("{k} minus x", "{k} - x", "x - {k}", lambda x, k: k - x),
+    ("x times {k}", "x * {k}", "x + {k}", lambda x, k: x * k),
+    ("the remainder of x by {k}", "x % {k}", "x // {k}", lambda x, k: x % k),
+    ("the larger of x and {k}", "max(x, {k})", "min(x, {k})", max),
+    ("the smaller of x and {k}", "min(x, {k})", "max(x, {k})", min),
+    ("the square of x plus {k}", "x * x + {k}", "x * 2 + {k}", lambda x, k: x * x + k),
 ]
-
-
-# A function and a program: the problem, its right form, and one that forgets to return or to convert.
+# A function and a program: the problem, its right form, and the form that forgets.
 FORMS = (
     ("Write f(x): {}.", "def f(x):\n    return {}", "def f(x):\n    print({})"),
     ("Read x, print {}.", "x = int(input())\nprint({})", "x = input()\nprint({})"),
@@ -37,30 +35,22 @@ FORMS = (
 
 def problems() -> Iterator[dict]:
     draw = random.Random(SEED)
-    for task, (asked, _, value) in enumerate(TASKS):
+    for task, (asked, *_, value) in enumerate(TASKS):
         for k in CONSTANTS:
-            inputs = [draw.randrange(1, k), draw.randrange(k + 1, 3 * k)]  # tell the smaller from the larger, and x from its remainder
+            inputs = [draw.randrange(3, k), draw.randrange(k + 1, 3 * k)]  # one below and one above k tell all operations apart
             values = [value(x, k) for x in inputs]
             asserts = [f"assert f({x}) == {y}" for x, y in zip(inputs, values, strict=True)]
             lines = {"inputs": [f"{x}\n" for x in inputs], "outputs": [f"{y}\n" for y in values]}
             for form, tests in enumerate((asserts, lines)):
-                problem = FORMS[form][0].format(asked.format(k=k))
-                yield {"problem": problem, "demonstration": careless(draw, form, task, k), "tests": tests}
+                mistake = draw.random()
+                confused, forgot = mistake < CONFUSED, CONFUSED <= mistake < CONFUSED + FORGOT
+                answer = solution(form, task, k, confused=confused, forgot=forgot)
+                yield {"problem": FORMS[form][0].format(asked.format(k=k)), "demonstration": answer, "tests": tests}
 
 
-def careless(draw: random.Random, form: int, task: int, k: int) -> str:
-    """A solution, or one for another task or constant, or one that forgets to return or to convert."""
-    mistake = draw.choice(("task", "constant", "form")) if draw.random() >= RIGHT else None
-    if mistake == "task":
-        task = draw.choice([other for other in range(len(TASKS)) if other != task])
-    elif mistake == "constant":
-        k += draw.choice((-1, 1))
-    return solution(form, task, k, forgets=mistake == "form")
-
-
-def solution(form: int, task: int, k: int, *, forgets: bool = False) -> str:
-    """A function or program, fenced."""
-    program = FORMS[form][1 + forgets].format(TASKS[task][1].format(k=k))
+def solution(form: int, task: int, k: int, *, confused: bool = False, forgot: bool = False) -> str:
+    """A function or program, fenced; with a mistake if asked for."""
+    program = FORMS[form][1 + forgot].format(TASKS[task][1 + confused].format(k=k))
     return f"```python\n{program}\n```"
 
 
