@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator
 
 SEED = 0
-CONSTANTS = range(4, 64)
+CONSTANTS = range(4, 100)
 CONFUSED, FORGOT = 0.35, 0.35  # shares of the demonstrations with either mistake
 # What is asked of x and a constant, its Python, what it is taken for, and its value.
 TASKS: list[tuple[str, str, str, Callable[[int, int], int]]] = [
