@@ -28,7 +28,7 @@ def test_a_third_of_the_demonstrations_are_right():
 
 
 def test_solutions_pass_their_tests_and_mistakes_fail():
-    """A function and a program for each task, of the last constant: right, with a mistake, and with the next constant."""
+    """A function and a program for each task, of the last constant: right, with either mistake, and with the next constant."""
     made, items = list(problems()), []
     for task in range(len(TASKS)):
         for form in range(len(FORMS)):
