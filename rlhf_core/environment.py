@@ -75,7 +75,8 @@ def _asks_the_hub(params: Params, environment: Mapping[str, str]) -> bool:
     """Whether params name a model or data set of the hub and the hub may be used."""
     if environment.get("HF_HUB_OFFLINE", "1").upper() in ("1", "ON", "YES", "TRUE"):
         return False
-    named = [params.model.path, params.reward.path, params.external.path, *(s.path for s in params.data.sources if s.kind == "huggingface")]
+    named = [params.model.path, params.reward.path, params.external.path, *params.teachers.values()]
+    named += [s.path for s in params.data.sources if s.kind == "huggingface"]
     return any(path is not None and not Path(path).exists() for path in named)
 
 

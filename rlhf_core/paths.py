@@ -14,6 +14,7 @@ MEASURED = DATA / "measured"  # what validate_data judges the tables by
 SOURCES = PREPARED / "sources.json"
 REWARD_HELDOUT = DATA / "reward_heldout.parquet"  # the reward model's scores of held-out pairs
 EVALUATION_SAMPLES = DATA / "evaluation_samples.parquet"
+ROLLOUTS = DATA / "rollouts.parquet"  # of some steps of RL
 LABELS = DATA / "labels"  # of people, imported
 
 MODELS = Path("models")

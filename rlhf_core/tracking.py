@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import hashlib
 import math
+import re
 from pathlib import Path
 
 from rlhf_core.config import TrackingConfig
 from rlhf_core.files import replacing
 
 Row = dict[str, float | int | str]
+TENSORBOARD_ROWS = 16  # of a table
+_MARKS = re.compile(r"[^\w\s.,;]")  # characters that may mean something in Markdown or HTML
 
 
 class MetricsLog:
@@ -61,6 +64,17 @@ class MetricsLog:
                 self._tensorboard.add_scalar(name, value, step)
         if self._wandb is not None:
             self._wandb.log(numbers, step=step)
+
+    def log_table(self, name: str, rows: list[Row], *, step: int) -> None:
+        """Show a table in wandb, and its first rows as text in TensorBoard. Its columns are those of the first row; None: no value."""
+        if not rows:
+            return
+        if self._tensorboard is not None:
+            self._tensorboard.add_text(name, _markdown(rows[:TENSORBOARD_ROWS]), step)
+        if self._wandb is not None:
+            import wandb
+
+            self._wandb.log({name: wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])}, step=step)
 
     def close(self) -> None:
         self._curves.close()
@@ -117,6 +131,17 @@ class _Rows:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _markdown(rows: list[Row]) -> str:
+    """A Markdown table in which texts are neither Markdown nor HTML."""
+
+    def cell(value: object) -> str:
+        text = "" if value is None else _text(value) if isinstance(value, float) else str(value)
+        return _MARKS.sub(lambda found: f"&#{ord(found[0])};", text).replace("\n", "<br>")
+
+    heads = [" | ".join(rows[0]), " | ".join("---" for _ in rows[0])]
+    return "\n".join([*heads, *(" | ".join(map(cell, row.values())) for row in rows)])
 
 
 def _text(value: float) -> str:

@@ -202,6 +202,7 @@ class RolloutBatch:
     turns: [B, R] int64, number of the reply that has the token, from 0 on; -1 where none has.
     turn_rewards: [B, R], what `chat.reward` gave after a reply, at its last token.
     group_ids: [B] int64.    finished: [B] bool.    lengths: [B] int64, sampled tokens.
+    teacher_logprobs: [B, R], mean over the teachers by their weights; None without teachers, and where they compute in the update.
     """
 
     sequences: Sequences
@@ -221,6 +222,7 @@ class RolloutBatch:
     group_ids: torch.Tensor
     finished: torch.Tensor
     lengths: torch.Tensor
+    teacher_logprobs: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,7 @@ class TrainBatch:
     ref_logprobs: [B, R]; None where no reference is kept.
     advantages, returns: [B, R].
     importance_weights: [B, R], factor of each token's policy loss that corrects for the rollout engine's probabilities; 1 = uncorrected.
+    teacher_logprobs: as of RolloutBatch.
     """
 
     sequences: Sequences
@@ -243,6 +246,7 @@ class TrainBatch:
     advantages: torch.Tensor
     returns: torch.Tensor
     importance_weights: torch.Tensor
+    teacher_logprobs: torch.Tensor | None = None
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {f.name: tensor for f in fields(self) if f.name != "sequences" and (tensor := getattr(self, f.name)) is not None}

@@ -6,6 +6,7 @@ import shutil
 
 from rlhf_core.paths import METRICS, PLOTS, POLICY_MODEL
 from rlhf_core.stage.files import publish_model, read_json, write_json
+from rlhf_core.stage.rollouts import publish_rollouts
 from rlhf_core.stage.run import Stage, no_arguments
 from rlhf_core.trainers.rl.submit import check_rewards, final_figures, run_rl, uses_chain_reward_model
 
@@ -17,8 +18,9 @@ def main() -> None:
         output = stage.scratch / "policy"
         rl = run_rl(stage, output)
         figures = final_figures(stage.scratch, rl)
-        facts = stage.card("policy", f"rl ({rl.algorithm})", figures, gate=gate if uses_chain_reward_model(rl) else None)
+        facts = stage.card("policy", f"rl ({rl.title})", figures, gate=gate if uses_chain_reward_model(rl) else None)
         publish_model(output, POLICY_MODEL, facts)
+        publish_rollouts(stage.scratch)
         PLOTS.mkdir(exist_ok=True)
         shutil.copy(stage.scratch / "curves.csv", PLOTS / "train_policy.csv")
         write_json(METRICS / "train_policy.json", figures | {"override": override})

@@ -206,10 +206,12 @@ def demonstrations(count: int, *, seed: int) -> list[Demonstration]:
 def rl_job(sft: Path, reward: Path, **overrides: Any) -> RlJob:
     params = tiny_params(**{"rl.rollout.max_new_tokens": 8, "rl.weight_decay": 0.1, "rl.warmup_steps": 3, "rl.steps": 60, **overrides})
     scorers = {s.name: s.path or str(reward) for s in params.rl.reward.scorers if s.kind == "reward_model"}
+    teachers = [*params.teachers.values()]
     return RlJob(
         seed=0, model=params.model, train_on=params.sft.train_on, train_on_thoughts=params.sft.train_on_thoughts, rl=params.rl,
         tracking=params.tracking, threads=1, run_name="tiny", prepared="", sft_model=str(sft),
-        reward_model=str(reward), scorer_models=scorers, source_judges={}, work="", checkpoints=StoreSettings(), output="", timings="",
+        reward_model=str(reward), scorer_models=scorers, teacher_models=teachers, source_judges={}, work="", checkpoints=StoreSettings(),
+        output="", timings="",
     )  # fmt: skip
 
 

@@ -41,12 +41,15 @@ from tiny_models import largest_difference, rl_job, save_tiny_models, tiny_token
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs/tables/placements.csv"
 WORDS = ("sort", "add", "turn", "keep", "drop", "find")
-CURVES = ("score_mean", "kl_mean", "entropy", "response_length", "policy_loss", "value_loss", "grad_norm", "critic_grad_norm")
+CURVES = (
+    *("score_mean", "kl_mean", "entropy", "response_length", "policy_loss", "value_loss", "distillation_loss"),
+    *("grad_norm", "critic_grad_norm"),
+)
 MAX_CURVE_DIFFERENCE = 1e-4  # of a value, or of 1 where the values are smaller
 MAX_WEIGHT_DIFFERENCE = 3e-5
 MAX_LOGPROB_DIFFERENCE = 1e-4  # nats, of engine and trainer
 HIDDEN_SIZES = {"pytorch": 16, "vllm": 64}
-TWO_AND_ONE = [{"roles": ["policy", "reference"], "ranks": 2}, {"roles": ["critic", "reward_models"]}]
+TWO_AND_ONE = [{"roles": ["policy", "reference"], "ranks": 2}, {"roles": ["critic", "reward_models", "teachers"]}]
 SCORERS = [
     {"name": "reward_model", "kind": "reward_model", "normalization": "initial"},
     {"name": "vowel", "kind": "regex", "pattern": "[aeiou]", "weight": 0.5},
@@ -60,7 +63,16 @@ OPTIONS: dict[str, dict[str, Any]] = {  # algorithm's name -> what it stands for
         **{"rl.algorithm": "grpo", "rl.reward.scorers": SCORERS, "rl.grpo.group_size": 2, "rl.samples_per_step": 32},
         **{"rl.curriculum": {"by": "success", "scorer": "vowel", "half_life": 2.0}},
     },
+    **{
+        loss: {
+            **{"rl.algorithm": "grpo", "rl.reward.scorers": [], "rl.distillation": {"loss": loss}},  # `Lab` has the teacher
+            **{"rl.kl.placement": "loss", "rl.kl.estimator": "k3"},
+        }
+        for loss in ("sampled", "jsd")
+    },
 }
+PLACES = {"sampled": (*PLACEMENTS, "two_and_one"), "jsd": ("together", "two_and_one")}  # of OPTIONS; else these:
+FEW_PLACES = ("together", "two_groups")
 OF_CELL = ("algorithm", "placement", "zero_stage", "backend", "engines", "tensor_parallel_size")
 COLUMNS = (*OF_CELL, "curve_difference", "weight_difference", "logprob_difference", "seconds_step")
 SETTINGS = {
@@ -85,6 +97,13 @@ class Cell:
     tensor_parallel_size: int = 1
 
     @property
+    def groups(self) -> str | list[dict[str, Any]]:
+        """The value of rl.placement."""
+        if self.placement != "two_and_one":
+            return self.placement
+        return [{"roles": ["policy", "reference", "teachers"], "ranks": 2}] if self.algorithm == "jsd" else TWO_AND_ONE
+
+    @property
     def name(self) -> str:
         return f"{self.algorithm}-{self.placement}-zero{self.zero_stage}-{self.engines}-{self.backend}-{self.tensor_parallel_size}"
 
@@ -107,6 +126,7 @@ class Lab:
 
     def __init__(self, folder: Path, address: str, *, steps: int):
         self._folder, self._address, self._steps = folder, address, steps
+        self._teacher = save_tiny_models(folder / "teacher", tiny_tokenizer(), seed=5, hidden_size=32)[0]
         self._models = {backend: save_tiny_models(folder / backend, tiny_tokenizer(), hidden_size=h) for backend, h in HIDDEN_SIZES.items()}
         rows = [
             {"id": str(i), "source": "made", "split": "train" if i % 4 else "validation", "label": None,
@@ -127,7 +147,9 @@ class Lab:
         work = self._folder / name
         work.mkdir()
         wanted = OPTIONS.get(cell.algorithm, {"rl.algorithm": cell.algorithm}) | {"rl.trainer.zero_stage": cell.zero_stage}
-        wanted["rl.placement"] = TWO_AND_ONE if cell.placement == "two_and_one" else cell.placement
+        wanted["rl.placement"] = cell.groups
+        if "rl.distillation" in wanted:
+            wanted["rl.distillation"] = wanted["rl.distillation"] | {"teachers": [{"path": str(self._teacher)}]}
         wanted |= {f"rl.rollout.{name}": getattr(cell, name) for name in ("engines", "backend", "tensor_parallel_size")}
         paths = {"prepared": self._folder / "prepared", "work": work, "output": work / "policy", "timings": work / "timings.csv"}
         job = rl_job(*self._models[cell.backend], **SETTINGS | wanted | {"rl.steps": self._steps} | changes)
@@ -168,7 +190,7 @@ def columns(path: Path) -> dict[str, list[float]]:
 def curve_difference(a: Trained, b: Trained) -> float:
     """The largest difference over CURVES; infinite where only one side has a value."""
     worst = 0.0
-    for name in CURVES:
+    for name in (name for name in CURVES if name in a.curves):
         for x, y in zip(a.curves[name], b.curves[name], strict=True):
             if math.isnan(x) != math.isnan(y):
                 return math.inf
@@ -181,7 +203,8 @@ def cells(only: Sequence[str]) -> list[Cell]:
     places = list(product(("ppo", "grpo"), (*PLACEMENTS, "two_and_one"), (0, 3)))
     wanted = [Cell(*place, engines) for engines in (1, 2) for place in places]
     wanted += [Cell(*place, engines, backend="vllm", tensor_parallel_size=2) for engines in (1, 2) for place in places]
-    wanted += [Cell(name, place) for name in OPTIONS for place in ("together", "two_groups")]
+    wanted += [Cell(name, place) for name in OPTIONS for place in PLACES.get(name, FEW_PLACES)]
+    wanted += [Cell(name, place, zero_stage=3) for name, places in PLACES.items() for place in places]
     wanted = [cell for cell in wanted if all(word in cell.name for word in only)]
     return list(dict.fromkeys([*map(baseline, wanted), *wanted]))
 

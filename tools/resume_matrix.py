@@ -39,9 +39,10 @@ from rlhf_core.algorithms.online import ALGORITHMS
 from rlhf_core.checkpoint.digest import differences, read_digest
 from rlhf_core.paths import GATE_METRICS, POLICY_MODEL, REWARD_MODEL, SFT_MODEL, STATE_DIGESTS
 
-TABLE = Path(__file__).parents[1] / "docs/tables/resume.csv"
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "docs/tables/resume.csv"
 LIMIT = 600.0  # seconds for one run of a stage
-LINKED = ("rlhf_core", "tasks", "rewards", "flows", "rounds", "dvc.yaml", "baselines.json")
+CODE = ("rlhf_core", "tasks", "rewards", "flows", "rounds", "dvc.yaml")
 OUTS = {"train_sft": str(SFT_MODEL), "train_reward": str(REWARD_MODEL), "train_policy": str(POLICY_MODEL)}
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
 RL = {  # everything that has a state is on: an adaptive coefficient, running statistics, the best policy, monitors
@@ -200,14 +201,14 @@ def rl_cell(
 
 
 def make_workspace(base: Path, folder: Path, cell: Cell, address: str | None) -> Path:
-    """A workspace with links to the finished chain's code, data and models, and folders for the stage's own outs."""
+    """A workspace with links to this checkout's code and the finished chain's data and models, and folders for the stage's own outs."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     shutil.copy(base / "params.yaml", folder)
     change_params(folder, cell.changes, {"checkpoints": {"keep_last": 1000}, "cluster": {"address": address, "threads": 1}})
-    for name in LINKED:
-        (folder / name).symlink_to(base / name)
-    for top in ("data", "models", "metrics"):
+    for path in (*(ROOT / name for name in CODE), base / "baselines.json"):
+        (folder / path.name).symlink_to(path)
+    for top in ("data", "checks", "models", "metrics"):
         (folder / top).mkdir()
         for path in (base / top).iterdir():
             if f"{top}/{path.name}" != OUTS[cell.stage] and path.stem != cell.stage:
@@ -408,13 +409,16 @@ def prepare(base: Path) -> Path:
 
 
 def write_table(rows: dict[str, Row], seed: int) -> None:
-    """Write one row for each cell that was run, in the order of `all_cells`."""
+    """Write one row for each cell, in the order of `all_cells`; a cell that wasn't run keeps its row."""
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        written = {row[0]: row for row in csv.reader(file)}
+    for row in rows.values():
+        result = "; ".join(row.problems) or "same bits"
+        written[row.cell] = [row.cell, str(seed), row.killed, str(row.killed_after), row.resumed_from, str(row.digests), result]
     with TABLE.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["cell", "seed", "killed", "after row", "resumed from", "digests compared", "result"])
-        for row in (rows[cell.name] for cell in all_cells() if cell.name in rows):
-            result = "; ".join(row.problems) or "same bits"
-            writer.writerow([row.cell, seed, row.killed, row.killed_after, row.resumed_from, row.digests, result])
+        writer.writerows(written[cell.name] for cell in all_cells() if cell.name in written)
 
 
 if __name__ == "__main__":

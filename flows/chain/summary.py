@@ -57,7 +57,9 @@ def _policy(m: dict[str, Any]) -> str:
     if m["method"] == "rl":
         stopped = m["monitor"]["stopped"]
         ended = f", ended at step {stopped['step']} by the limit {stopped['limit']}" if stopped else ""
-        return f"{m['algorithm']}: score {m['score_first_step']:.2f} -> {m['score_mean']:.2f}, KL {m['kl_mean']:.2f}{ended}"
+        names = (("score", "score_first_step", "score_mean"), ("distillation loss", "distillation_loss_first_step", "distillation_loss"))
+        changes = ", ".join(f"{name} {m[first]:.2f} -> {m[last]:.2f}" for name, first, last in names if first in m)
+        return f"{m['algorithm']}: {changes}, KL {m['kl_mean']:.2f}{ended}"
     if m["method"] == "external":
         return "made elsewhere"
     if "heldout_accuracy" in m:

@@ -216,9 +216,13 @@ def _json(text: str | None) -> dict[str, Any]:
 
 
 def _method(params: str) -> str:
-    """Return alignment.method, with the algorithm for RL. It is matched in the text, since parsing YAML is slow for a list of many runs."""
+    """Return alignment.method, for RL with the algorithm or distillation. It is matched in the text, since parsing YAML is slow for a
+    list of many runs.
+    """
     method = _value_in(params, "alignment", "method")
     algorithm = _value_in(params, "rl", "algorithm") if method == "rl" else None
+    if algorithm and re.search(r"^  distillation: *(\{|$)", params, re.MULTILINE):
+        algorithm = "distillation"
     return f"{method} {algorithm}" if algorithm else method or "?"
 
 

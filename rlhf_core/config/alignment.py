@@ -204,3 +204,13 @@ class AlignmentConfig(Section):
     """The method that leads from the SFT model to the policy: the section and the module tasks/train_<method>.py of its name."""
 
     method: Method
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_distillation(cls, section: Any) -> Any:
+        if isinstance(section, dict) and section.get("method") == "distillation":
+            raise ValueError(
+                "method: expected rl, whose section has distillation, got distillation; set alignment.method to rl and "
+                "rl.distillation.teachers to your teachers (docs/distillation.md)"
+            )
+        return section

@@ -49,9 +49,9 @@ def dead_settings(rl: RlConfig) -> Iterator[str]:
             f"min_learning_rate_fraction: expected 0 with schedule constant, got {rl.min_learning_rate_fraction}; set it to 0 or choose a "
             "schedule that ends there"
         )
-    if rl.trainer.offload_frozen and not {"reference", "reward_models"} & set(rl.roles):
+    if rl.trainer.offload_frozen and not {"reference", "reward_models", "teachers"} & set(rl.roles):
         yield (
-            "trainer.offload_frozen: expected false, got true; set it to false, because the run has neither a reference nor a reward model"
+            "trainer.offload_frozen: expected false, got true; set it to false, because the run has no reference, reward model or teacher"
         )
     for name, limit in rl.limits.items():
         if limit != DEFAULT_LIMITS.get(name):  # the default limits hold for any run

@@ -106,6 +106,13 @@ class Params(Section):
         return lists.get(self.alignment.method)
 
     @property
+    def teachers(self) -> dict[str, str]:
+        """Folder or Hugging Face name of each teacher that the method learns from, by its key."""
+        distillation = self.rl.distillation if self.alignment.method == "rl" else None
+        teachers = [] if distillation is None else distillation.teachers
+        return {f"rl.distillation.teachers.{number}.path": teacher.path for number, teacher in enumerate(teachers)}
+
+    @property
     def scorers_in_use(self) -> dict[str, list[ScorerConfig]]:
         """The scorers of the evaluation and of the method, by their key."""
         return dict(filter(None, [self.evaluation_scorers, self.method_scorers]))
@@ -122,13 +129,17 @@ class Params(Section):
         yield from self._length_conflicts()
         yield from self._sample_conflicts()
         yield from self._divided_conflicts()
-        if self.alignment.method == "rl":
+        if self.alignment.method == "rl" and self.rl.distillation is None:
             yield from (f"rl.reward.{conflict}" for conflict in weight_conflicts(self.rl.reward.scorers))
         for key, scorers in (self.scorers_in_use | {"iterative.scorers": self.iterative.scorers}).items():
             yield from self._scorer_conflicts(key, scorers)
         prompted = [s.name for s in self.data.sources if "prompt" in s.uses]
         if unknown := set(self.rl.prompt_weights) - set(prompted):
             yield f"rl.prompt_weights: expected sources of prompts, {prompted}, got {sorted(unknown)}; correct the names"
+        if prompted and not any(self.rl.prompt_weights.get(name, 1.0) for name in prompted):
+            yield f"rl.prompt_weights: expected a source of prompts with a weight above 0, got {self.rl.prompt_weights}; raise one"
+        if unknown := set(self.rl.evaluation.sources) - set(prompted):
+            yield f"rl.evaluation.sources: expected sources of prompts, {prompted}, got {sorted(unknown)}; correct the names"
         if not self.reward.enabled:
             yield from self._reward_model_conflicts()
         if self.reward.path is not None and self.rl.critic_starts_from_reward_model:

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, create_model, model_validator
 from rlhf_core.algorithms.online import ALGORITHMS, Algorithm
 from rlhf_core.config.base import RENAMED_COLUMNS, RENAMED_KEYS, LearningRate, Section, did_you_mean
 from rlhf_core.config.dead import dead_settings
+from rlhf_core.config.distillation import distillation_conflicts
 from rlhf_core.config.model import LengthConfig, LoraConfig, OptimizerConfig, Schedule, data_parallel_keys, sequence_conflicts
 from rlhf_core.config.rl_parts import (
     ALGORITHM_SECTIONS,
@@ -20,6 +21,7 @@ from rlhf_core.config.rl_parts import (
     CriticConfig,
     CurriculumConfig,
     DeadlineConfig,
+    DistillationConfig,
     DynamicSamplingConfig,
     EnvironmentConfig,
     KlConfig,
@@ -65,6 +67,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
     max_approx_kl: float | None = Field(gt=0)
     lora: LoraConfig | None
     kl: KlConfig
+    distillation: DistillationConfig | None
     reward: ScoreConfig
     correction: CorrectionConfig
     dynamic_sampling: DynamicSamplingConfig
@@ -78,6 +81,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
     placement: Annotated[list[RoleGroup], BeforeValidator(named_placement, json_schema_input_type=str | list[Any])]
     trainer: TrainerConfig
     checkpoint_every: int = Field(gt=0)
+    save_rollouts_every: Literal["auto"] | Annotated[int, Field(gt=0)] | None = "auto"
     deadlines: DeadlineConfig = Field(default_factory=DeadlineConfig)
     max_replacements: int = Field(default=4, ge=0)
 
@@ -117,6 +121,16 @@ class RlSettings(OptimizerConfig, LengthConfig):
         return self.samples_per_step // self.group_size
 
     @property
+    def rollouts_every(self) -> int | None:
+        """`save_rollouts_every` with auto resolved, to a tenth of the run; `steps` is known."""
+        return max(1, self.steps // 10) if self.save_rollouts_every == "auto" else self.save_rollouts_every
+
+    @property
+    def saved_steps(self) -> int:
+        """The largest number of steps whose rollouts a run saves: every `rollouts_every`-th, the first and the last."""
+        return self.steps // self.rollouts_every + 2
+
+    @property
     def limits(self) -> dict[str, LimitConfig]:
         """The limits of `monitor` that are switched on."""
         return {name: limit for name, limit in self.monitor.items() if limit is not None}
@@ -136,7 +150,25 @@ class RlSettings(OptimizerConfig, LengthConfig):
         """The models of the run, by role."""
         wanted = {"critic": self.spec.critic, "reference": self.kl.keeps_reference}
         wanted["reward_models"] = any(s.kind == "reward_model" for s in self.reward.scorers)
+        wanted["teachers"] = self.distillation is not None
         return tuple(role for role in ROLES if wanted.get(role, True))
+
+    @property
+    def teaches_whole_distributions(self) -> bool:
+        """Whether teachers compute in the update, for their distributions are too large to be kept."""
+        return self.distillation is not None and self.distillation.compares_whole_distributions
+
+    @property
+    def learns_from_reward(self) -> bool:
+        """Whether a scorer has a weight; otherwise the policy learns from teachers alone, and all advantages are 0."""
+        return bool(self.reward.rewarded)
+
+    @property
+    def title(self) -> str:
+        """What the policy learns by: the algorithm, distillation, or both."""
+        if self.distillation is None:
+            return self.algorithm
+        return f"{self.algorithm} and distillation" if self.learns_from_reward else "distillation"
 
     @property
     def role_groups(self) -> tuple[RoleGroup, ...]:
@@ -274,6 +306,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
         yield from self._batch_conflicts()
         yield from self._combination_conflicts()
         yield from self._critic_conflicts()
+        yield from distillation_conflicts(self)
         yield from self._limit_conflicts()
         yield from dead_settings(self)
 
@@ -364,8 +397,10 @@ class RlSettings(OptimizerConfig, LengthConfig):
         known = ("score", *(s.name for s in self.reward.scorers))
         if self.evaluation.metric not in known:
             yield (f"evaluation.metric: expected one of {list(known)}, got {self.evaluation.metric!r}; name the score or a scorer")
-        if any(weight <= 0 for weight in self.prompt_weights.values()):
-            yield (f"prompt_weights: expected weights above 0, got {self.prompt_weights}; leave a source out of data.sources instead")
+        if taken := {s.name for s in self.reward.scorers} & {column.removeprefix("eval_") for column in self.evaluation.columns}:
+            yield f"reward.scorers: expected names that no figure of the evaluation has, got {sorted(taken)}; rename them"
+        if any(weight < 0 for weight in self.prompt_weights.values()):
+            yield f"prompt_weights: expected weights of at least 0, got {self.prompt_weights}; 0 leaves a source to evaluation.sources"
 
     def _critic_conflicts(self) -> Iterator[str]:
         if self.critic is None or self.critic.critic_init != "reward_model":
@@ -495,13 +530,14 @@ def curve_columns(rl: RlConfig) -> tuple[str, ...]:
     if len(rewarded := [s.name for s in rl.reward.rewarded]) > 1:
         columns += [*(f"share_{name}" for name in rewarded), *(f"correlation_{a}.{b}" for a, b in combinations(rewarded, 2))]
     columns += _UPDATE_COLUMNS
+    columns += ["distillation_loss"] * (rl.distillation is not None)
     columns += ["ptx_loss"] * (rl.ptx.coef > 0) + ["moe_aux_loss"] * (rl.moe_aux_coef > 0)
     columns += [] if rl.old_logprobs_source(0) == "from_engine" else _MISMATCH_COLUMNS
     columns += ["success_fraction", "mixed_fraction", "drawn_share"] * rl.measures_success
     columns += ["policy_lag", "policy_lag_max", "spans_per_response", "cut_off"] * (rl.rollout.max_lag > 0)
     if rl.dynamic_sampling.enabled:
         columns += ["dynamic_rounds", "dropped_groups", *(f"drawn_score_{name}" for name in ("mean", *names))]
-    columns += ["eval_score", *(f"eval_{n}" for n in names)] * (rl.evaluation.every is not None)
+    columns += ["eval_score", *(f"eval_{n}" for n in names), *rl.evaluation.columns] * (rl.evaluation.every is not None)
     columns += ["turns", "tool_calls", "failed_tool_calls", "failed_episodes"] * (rl.environment is not None)
     columns += ["scorer_metrics"] * any(s.kind in ("function", "code") for s in rl.reward.scorers)
     return tuple(columns)

@@ -79,6 +79,40 @@ class KlConfig(Section):
                 yield f"{name}: expected null with coef 0, got {value}; raise coef or remove it"
 
 
+class TeacherConfig(Section):
+    """A teacher of rl.distillation: a folder or a Hugging Face name with the policy's tokens, and its weight among several."""
+
+    path: str
+    weight: float = Field(default=1.0, gt=0)
+
+
+class DistillationConfig(Section):
+    """On-policy distillation: the policy learns the teachers' distribution at each token of its own responses (docs/distillation.md).
+
+    loss: sampled needs the teachers' log-probability of the sampled token alone, the others their whole distribution.
+    beta: of jsd: near 0 it is like forward_kl, near 1 like reverse_kl.
+    coef: of the divergence in the policy's loss, beside the policy loss of a reward.
+    """
+
+    teachers: list[TeacherConfig] = Field(min_length=1)
+    loss: Literal["sampled", "reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
+    beta: float = Field(default=0.5, gt=0, lt=1)
+    coef: float = Field(default=1.0, gt=0)
+
+    @property
+    def compares_whole_distributions(self) -> bool:
+        return self.loss != "sampled"
+
+    @property
+    def options(self) -> dict[str, float]:
+        """Arguments of the divergence besides the log-probabilities."""
+        return {"beta": self.beta} if self.loss == "jsd" else {}
+
+    def conflicts(self) -> Iterator[str]:
+        if self.loss != "jsd" and self.beta != 0.5:
+            yield f"beta: expected 0.5, the default, with loss {self.loss}, got {self.beta}; only jsd has it, so remove it"
+
+
 class CorrectionConfig(Section):
     kind: Literal["none", "tis", "icepop", "sequence_tis", "sequence_mask"]
     low: float = Field(ge=0)
@@ -123,14 +157,40 @@ class PtxConfig(Section):
 
 
 class PeriodicEvaluationConfig(Section):
+    """The evaluation during training, on validation prompts.
+
+    samples: sampled responses to each prompt beside the greedy one, for pass@k. pass_score: what the metric of one that passes is at least.
+    sources: data sources that are evaluated apart, on `prompts` prompts each; []: all sources together.
+    """
+
     every: int | None = Field(gt=0)
     prompts: int = Field(gt=0)
     metric: str
     keep_best: bool
+    samples: int = Field(default=0, ge=0)
+    pass_score: float = 1.0
+    sources: list[str] = Field(default_factory=list)
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """Names of what has an interval, and a value for each of `sources`."""
+        return ("score", *(f"pass_{k}" for k in dict.fromkeys((1, self.samples)) if self.samples))
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of the curves beside `eval_score` and those of the scorers."""
+        ends, without_score = ("", "_low", "_high"), [f"eval_{name}" for name in self.measures[1:]]
+        columns = [*without_score, *(f"eval_{name}{end}" for name in self.measures for end in ends[1:])]
+        return columns + [f"eval_{name}{end}.{source}" for source in self.sources for name in self.measures for end in ends]
 
     def conflicts(self) -> Iterator[str]:
-        if self.keep_best and self.every is None:
-            yield "keep_best: expected a number of steps in every, got null; set every, or keep_best to false"
+        set_up = {"keep_best": self.keep_best, "samples": self.samples > 0, "sources": bool(self.sources)}
+        for key in (key for key, is_set in set_up.items() if is_set and self.every is None):
+            yield f"{key}: expected a number of steps in every, got null; set every, or remove {key}"
+        if self.pass_score != 1.0 and not self.samples:
+            yield f"pass_score: expected 1 without samples, got {self.pass_score}; set samples, or remove it"
+        if len(set(self.sources)) < len(self.sources):
+            yield f"sources: expected each source once, got {self.sources}; remove the others"
 
 
 class RolloutConfig(Section):
@@ -362,11 +422,11 @@ def share_conflicts(key: str, share: float | str, todo: str) -> Iterator[str]:
         yield f"{key}: expected auto or at most 1, got {share:g}; {todo}"
 
 
-Role = Literal["policy", "critic", "reference", "reward_models"]
+Role = Literal["policy", "critic", "reference", "reward_models", "teachers"]
 ROLES: tuple[Role, ...] = get_args(Role)
 PLACEMENTS: dict[str, tuple[tuple[Role, ...], ...]] = {
     "together": (ROLES,),
-    "two_groups": (("policy", "reference"), ("critic", "reward_models")),
+    "two_groups": (("policy", "reference"), ("critic", "reward_models", "teachers")),
     "apart": tuple((role,) for role in ROLES),
 }
 
@@ -403,8 +463,8 @@ def named_placement(value: Any) -> Any:
 class TrainerConfig(Section):
     """Settings of RL's trainer ranks.
 
-    sequence_parallel: number of ranks that share each sequence. offload_frozen: reference and reward models keep their weights on the host
-    while they compute nothing.
+    sequence_parallel: number of ranks that share each sequence. offload_frozen: reference, reward models and teachers keep their weights on
+    the host while they compute nothing.
     """
 
     ranks: int = Field(ge=1)

@@ -14,13 +14,29 @@ from rlhf_core.config.reading import read_yaml_text
 STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "hash_inputs": (
         *("model", "data", "reward.path", "alignment.method", "external.path", "gate.external"),
-        *("rl.reward.scorers", "rl.environment", "rejection_sampling.scorers", "iterative.scorers", "evaluation.scorers"),
+        *(
+            "rl.reward.scorers",
+            "rl.distillation",
+            "rl.environment",
+            "rejection_sampling.scorers",
+            "iterative.scorers",
+            "evaluation.scorers",
+        ),
     ),
     "prepare_data": ("seed", "data", "model", "validation.max_dropped_fraction"),
     "validate_data": ("validation", "model", "sft.enabled", "reward.enabled", "reward.path", "alignment", "rl.ptx", "gate.external"),
     "check_model": (
         *("model", "alignment", "sft.enabled", "sft.lora", "sft.zero_stage", "reward.enabled", "reward.path", "reward.lora"),
-        *("rl.reward.scorers", "rl.environment", "rl.placement", "rl.trainer.ranks", "rl.trainer.gpus_per_rank", "rl.rollout", "rl.lora"),
+        *(
+            "rl.reward.scorers",
+            "rl.distillation",
+            "rl.environment",
+            "rl.placement",
+            "rl.trainer.ranks",
+            "rl.trainer.gpus_per_rank",
+            "rl.rollout",
+            "rl.lora",
+        ),
         *("dpo.lora", "kto.lora", "rejection_sampling.scorers", "rejection_sampling.sampling.backend", "rejection_sampling.lora"),
         *("conditional_sft.lora", "external", "evaluation.scorers", "evaluation.backend"),
     ),
@@ -40,7 +56,14 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
 ROUND_STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "hash_inputs": (
         *("model", "data", "reward.path", "alignment.method", "external.path", "gate.external"),
-        *("rl.reward.scorers", "rl.environment", "rejection_sampling.scorers", "iterative.scorers", "evaluation.scorers"),
+        *(
+            "rl.reward.scorers",
+            "rl.distillation",
+            "rl.environment",
+            "rejection_sampling.scorers",
+            "iterative.scorers",
+            "evaluation.scorers",
+        ),
     ),
     "sample_round": ("seed", "model", "reward", "iterative", "evaluation.max_new_tokens"),
     "validate_round": ("validation", "model", "iterative"),
@@ -51,11 +74,11 @@ ROUND_STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
 INPUT_SECTIONS: dict[str, tuple[str, ...]] = {
     "prepare_data": ("sources", "judges", "model", "chat_template"),
     "validate_data": ("external",),
-    "check_model": ("model", "scorers", "evaluation_scorers", "environment", "reward", "policy"),
+    "check_model": ("model", "scorers", "evaluation_scorers", "environment", "reward", "policy", "teachers"),
     "train_sft": ("model",),
     "train_reward": ("reward",),
     "gate_reward": ("judges", "external"),
-    "train_policy": ("judges", "scorers", "environment", "policy"),
+    "train_policy": ("judges", "scorers", "environment", "policy", "teachers"),
     "evaluate": ("judges", "evaluation_scorers", "environment"),
     "sample_round": ("judges", "round_scorers"),
     "evaluate_round": ("judges", "round_scorers"),

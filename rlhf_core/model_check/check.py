@@ -17,9 +17,10 @@ from rlhf_core.model_check.trial import Finding, Trial, TrialSettings, judged, l
 from rlhf_core.models.build import check_weights, classifier, vocabulary_size
 from rlhf_core.models.folder import check_model_folder, locate_model, refusals
 from rlhf_core.models.forward import ScalarModule
-from rlhf_core.models.given import base_for_adapters, check_same_architecture, config_of, tokenizer_of_policy
+from rlhf_core.models.given import base_for_adapters, check_same_architecture, config_of, teacher_folder, tokenizer_of_policy
 from rlhf_core.models.rows import check_rows
 from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.paths import SFT_MODEL
 from rlhf_core.planning.models import base_model
 from rlhf_core.planning.placement import place, transfer_ways
 from rlhf_core.planning.shape import check_engine
@@ -78,6 +79,9 @@ def run_trials(params: Params, tokenizer_folder: Path, scratch: Path) -> tuple[s
         findings.append(try_ready_made(ScorerConfig(name="reward_model", kind="reward_model"), model, folder))
     if params.alignment.method == "external":
         check_external(params, tokenizer)
+    for key, path in params.teachers.items():
+        if Path(path) != SFT_MODEL:  # which is still to be trained
+            teacher_folder(path, tokenizer, model, key=key)
     for backend in sorted(set(backends(params).values())):  # PyTorch's first: vLLM ends the process group when it goes
         if backend == "vllm" and params.cluster.address is not None and find_spec("vllm") is None:
             findings.append(Finding(backend, note="not tried: vLLM is on the cluster, not here"))

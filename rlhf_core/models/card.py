@@ -29,7 +29,7 @@ KINDS = {
 }
 GATE_HEADING = "## Gate of the reward model"
 # Intervals, deadlines and limits, which change no weights.
-NO_RESULT = ("checkpoint_every", "eval_every", "deadlines", "max_replacements")
+NO_RESULT = ("checkpoint_every", "eval_every", "save_rollouts_every", "deadlines", "max_replacements")
 _USE_LANGUAGE_MODEL = """\
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -5,10 +5,12 @@ The vocabulary projection runs on the selected positions only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from rlhf_core.algorithms.logprobs import sampler_logprobs, token_entropy, token_logprobs, token_logprobs_and_entropy
@@ -16,6 +18,7 @@ from rlhf_core.models.backend import Backend, run_model
 from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.build import scalar_head, trunk
 from rlhf_core.models.cpu.backend import CpuBackend
+from rlhf_core.models.divergence import Divergence, Projection, token_outputs
 from rlhf_core.models.head import LogprobHead, logit_rule, use_logprob_head
 from rlhf_core.models.recompute import recomputes_layers
 from rlhf_core.models.score_head import label_index, probe_score_head, sequence_scores
@@ -44,12 +47,14 @@ class PolicyOutput(NamedTuple):
     entropy: [N], of the distribution that the token comes from.
     sampler_logprobs: [N], within the tokens that top-k and top-p leave.
     router_logits: [layers * M, E], of the M routed tokens in each layer with experts.
+    divergence: [N], from teachers.
     """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor | None
     sampler_logprobs: torch.Tensor | None
     router_logits: torch.Tensor | None
+    divergence: torch.Tensor | None = None
 
 
 class PolicyModule(nn.Module):
@@ -93,7 +98,9 @@ class PolicyModule(nn.Module):
         top_k: int | None = None,
         top_p: float = 1.0,
         routed: torch.Tensor | None = None,
-    ) -> PolicyOutput:
+        divergence: Divergence | None = None,
+        states_only: bool = False,
+    ) -> PolicyOutput | torch.Tensor:
         """The log-probability of each selected token given all tokens before it.
 
         The first token of a sequence can't be selected: nothing predicts it.
@@ -102,6 +109,8 @@ class PolicyModule(nn.Module):
             with_entropy: also the entropy; with a gradient only if learn_entropy.
             top_k, top_p: with either, also the sampler's log-probabilities.
             routed: [B, T] bool, the tokens whose router logits are returned; only for a model with experts.
+            divergence: from teachers at the selected tokens; not where ranks share each sequence.
+            states_only: return the states that predict the tokens, of which `projection` makes logits, and compute nothing more.
         """
         rows, predicted_by, ids = batch.predictions()
         output_options = {
@@ -110,6 +119,7 @@ class PolicyModule(nn.Module):
             "learn_entropy": learn_entropy,
             "top_k": top_k,
             "top_p": top_p,
+            "divergence": divergence,
         }
         if self.split is not None:
             return self._of_parts(batch, rows, predicted_by, ids, self.split, routed=routed, **output_options)
@@ -118,7 +128,19 @@ class PolicyModule(nn.Module):
             states = outputs.logits[rows, predicted_by]
         else:
             states, router_logits = self.backend.hidden_states(self.model, batch, rows, predicted_by, routed=routed)
-        return self._output(states, ids, router_logits, **output_options)
+        return states if states_only else self._output(states, ids, router_logits, **output_options)
+
+    def projection(self, whole: Callable[[torch.Tensor], torch.Tensor]) -> Projection:
+        """What makes logits [n, V] of `states_only`'s states, without a call of the module.
+
+        Args:
+            whole: from a weight of the head, of which this rank may have a share, to the whole of it.
+        """
+        if self._rule is None:
+            return lambda states: states
+        head, rule = self.model.get_output_embeddings(), self._rule
+        weight, bias = (None if part is None else whole(part) for part in (head.weight, head.bias))
+        return lambda states: rule(linear(states, weight, bias))
 
     def _of_parts(
         self,
@@ -150,6 +172,7 @@ class PolicyModule(nn.Module):
         learn_entropy: bool,
         top_k: int | None,
         top_p: float,
+        divergence: Divergence | None = None,
     ) -> PolicyOutput:
         """The output for the selected tokens, from their hidden states.
 
@@ -162,10 +185,14 @@ class PolicyModule(nn.Module):
         else:
             head = self.model.get_output_embeddings()
             if isinstance(head, LogprobHead) and not filtered and not learn_entropy:
-                logprobs, entropy = head(states, ids, temperature=temperature, with_entropy=with_entropy, rule=self._rule)
-                return PolicyOutput(logprobs, entropy, None, router_logits)
+                how = {"temperature": temperature, "with_entropy": with_entropy, "rule": self._rule}
+                logprobs, entropy, *further = head(states, ids, **how, **({} if divergence is None else {"divergence": divergence}))
+                return PolicyOutput(logprobs, entropy, None, router_logits, *further)
             logits = self._rule(head(states))
-        if with_entropy and not learn_entropy:
+        of_teachers = None
+        if divergence is not None:
+            logprobs, entropy, of_teachers = token_outputs(logits, ids, divergence, slice(None), temperature=temperature)
+        elif with_entropy and not learn_entropy:
             logprobs, entropy = token_logprobs_and_entropy(logits, ids, temperature=temperature)
         else:
             logprobs = token_logprobs(logits, ids, temperature=temperature)
@@ -174,6 +201,7 @@ class PolicyModule(nn.Module):
             token_entropy(logits, temperature=temperature) if learn_entropy else entropy,
             sampler_logprobs(logits, ids, temperature=temperature, top_k=top_k, top_p=top_p) if filtered else None,
             router_logits,
+            of_teachers,
         )
 
 

@@ -13,8 +13,18 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from rlhf_core.config import ModelConfig, number_of, shown
 from rlhf_core.models.attention import fix_frequencies
-from rlhf_core.models.build import frozen, load_language_model
-from rlhf_core.models.folder import ADAPTERS, base_of_adapters, locate_model, quantization, read_headers, read_settings, refusals
+from rlhf_core.models.build import check_weights, frozen, load_language_model, vocabulary_size
+from rlhf_core.models.folder import (
+    ADAPTERS,
+    base_of_adapters,
+    check_model_folder,
+    locate_model,
+    quantization,
+    read_headers,
+    read_settings,
+    refusals,
+)
+from rlhf_core.models.rows import check_rows
 from rlhf_core.models.tokenizer import Unrenderable, encode_prompt, load_tokenizer
 
 if TYPE_CHECKING:
@@ -155,7 +165,13 @@ def tokenizer_of_policy(path: str, own: PreTrainedTokenizerBase, config: ModelCo
         return own
     options = {"template_date": config.template_date, "template_options": config.template_options}
     theirs = load_tokenizer(str(folder), trust_remote_code=config.trust_remote_code, **options)
-    _check_tokens(theirs, own)
+    check_tokens(
+        theirs,
+        own,
+        key=KEY,
+        why="by which the KL between the two is measured",
+        remedy="set model.path to the model that the policy was trained from, or save the policy with that model's tokenizer",
+    )
     if own_template:
         return theirs
     for messages in _CONVERSATIONS if has_template else ():
@@ -170,15 +186,47 @@ def tokenizer_of_policy(path: str, own: PreTrainedTokenizerBase, config: ModelCo
     return own
 
 
-def _check_tokens(theirs: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase) -> None:
+def check_tokens(theirs: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase, *, key: str, why: str, remedy: str) -> None:
+    """Check that two tokenizers have the same tokens and split texts alike.
+
+    Args:
+        key, why, remedy: for the message: the key of params.yaml, why the tokens must be the same, and what to do.
+    Raises:
+        ValueError: names a token that differs.
+    """
     one, other = theirs.get_vocab(), own.get_vocab()
     differing = sorted(token for token in one.keys() | other.keys() if one.get(token) != other.get(token))
     found = f"{number_of(len(differing), 'token')}, such as {shown(repr(differing[0]))}" if differing else "the way it splits texts"
     if differing or _splitting(theirs) != _splitting(own):
+        raise ValueError(f"{key}: expected the tokens of models/sft, {why}, got another tokenizer: {found}; {remedy}")
+
+
+def teacher_folder(path: str, own: PreTrainedTokenizerBase, config: ModelConfig, *, key: str) -> Path:
+    """The folder of a teacher of rl.distillation, whose files are checked; no weight is read.
+
+    Args:
+        own: tokenizer of the policy.
+        key: key of params.yaml that names the teacher.
+    Raises:
+        ValueError: there is no such model, its weights aren't those of its config.json, or it has other tokens than the policy.
+    """
+    folder = Path(locate_model(path, key=key))
+    check_model_folder(folder)
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ValueError(
-            f"{KEY}: expected the tokens of models/sft, by which the KL between the two is measured, got another tokenizer: {found}; set "
-            "model.path to the model that the policy was trained from, or save the policy with that model's tokenizer"
+            f"{key}: expected the teacher's tokenizer in {folder}, got none; add its files, which are compared with the policy's"
         )
+    theirs = load_tokenizer(str(folder), trust_remote_code=config.trust_remote_code)
+    check_tokens(
+        theirs,
+        own,
+        key=key,
+        why="at which the teacher is asked for its distribution",
+        remedy="choose a teacher of the policy's family, or train one from the same base model",
+    )
+    check_weights(folder, trust_remote_code=config.trust_remote_code)
+    check_rows(own, vocabulary_size(folder, trust_remote_code=config.trust_remote_code), subject=f"{key}: teacher {folder}")
+    return folder
 
 
 def _splitting(tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -23,6 +23,7 @@ from torch.autograd import Function
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_core.algorithms.logprobs import scaled_logits
+from rlhf_core.models.divergence import Divergence, InPieces, token_outputs
 from rlhf_core.models.probe import PROBE_ERRORS, agree, probing
 
 log = logging.getLogger(__name__)
@@ -140,11 +141,13 @@ class LogprobHead(nn.Linear):
         self.train(head.training)
 
     def forward(
-        self, hidden: torch.Tensor, token_ids: torch.Tensor | None = None, **options: Any
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
-        """The head's output; with token ids the result of `head_logprobs`."""
+        self, hidden: torch.Tensor, token_ids: torch.Tensor | None = None, *, divergence: Divergence | None = None, **options: Any
+    ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
+        """The head's output; with token ids the result of `head_logprobs`, or with a divergence of `head_divergence`."""
         if token_ids is None:
             return super().forward(hidden)
+        if divergence is not None:
+            return head_divergence(self.weight, hidden, token_ids, divergence, **options)
         return head_logprobs(self.weight, hidden, token_ids, keep=self.keeps_probabilities, **options)
 
 
@@ -180,6 +183,26 @@ def head_logprobs(
     learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     logprobs, entropy = _HeadLogprobs.apply(hidden, weight, token_ids, temperature, with_entropy, learns and keep, rule)
     return logprobs, entropy if with_entropy else None
+
+
+def head_divergence(
+    weight: torch.Tensor,
+    hidden: torch.Tensor,
+    token_ids: torch.Tensor,
+    divergence: Divergence,
+    *,
+    temperature: float,
+    with_entropy: bool,
+    rule: LogitRule = PLAIN,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """The result of `head_logprobs`, and the divergence [N] from the teachers; logits are computed again in the backward pass."""
+
+    def outputs(product: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return token_outputs(rule(product), token_ids[rows], divergence, rows, temperature=temperature)
+
+    of_all = pieces(len(hidden), weight, at_most=rows_at_a_time(len(weight)))
+    logprobs, entropy, found = InPieces.apply(hidden, weight, outputs, of_all)
+    return logprobs, entropy if with_entropy else None, found
 
 
 def rows_at_a_time(vocabulary: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlhf_core.config import ModelConfig, RlConfig
-from rlhf_core.planning.memory import frozen_model, head_kept, mask_bytes, trunk_activations
+from rlhf_core.planning.memory import frozen_model, head_forward, head_kept, mask_bytes, trunk_activations
 from rlhf_core.planning.stages import Models, Process, add_frozen, engine, frozen_pass, known, pass_tokens, shape_of, trained_role, training
 
 
@@ -50,6 +50,17 @@ def _rl_rank(rl: RlConfig, roles: Sequence[str], config: ModelConfig, models: Mo
         model = known(found, "a reward model")
         one = frozen_pass(model, scored, dtype, scalar=True)
         host += add_frozen(parts, phases, f"reward model {number}", frozen_model(model.scalar_parameters, plain, offload=offload), one)
+    teachers = [known(found, "a teacher") for found in (models.teachers if "teachers" in roles else ())]
+    frozen = [frozen_model(teacher.parameters, plain, offload=offload) for teacher in teachers]
+    for number, (teacher, sizes) in enumerate(zip(teachers, frozen, strict=True)):
+        one = frozen_pass(teacher, scored, dtype)
+        host += add_frozen(parts, phases, f"teacher {number}", sizes, one)
+        if trainer.zero_stage < 3:  # all are in use at once
+            phases[f"teacher {number}: a pass"] += sum(other.passing for other in frozen) - sizes.passing
+        if rl.teaches_whole_distributions:  # in use while the policy learns, with their states and a piece's logits
+            shape = shape_of(teacher)
+            phases[own] += sizes.passing + tokens * shape.hidden * setup.element + head_forward(shape, tokens, dtype)
+            phases[own] += setup.element * shape.embedding * (trainer.zero_stage == 3)  # its head, gathered
     copies = 1 + (rl.rollout.max_lag > 0)  # for the exported policy, and for a replaced rollout engine
     once = copies * setup.element * policy.parameters if on_gpu and "policy" in roles else 0.0
     name = "trainer rank" if len(rl.role_groups) == 1 else f"rank of {'+'.join(roles)}"

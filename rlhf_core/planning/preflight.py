@@ -102,7 +102,7 @@ def models_of(stage: str, params: Params) -> Models:
         trained = read_model(REWARD_MODEL) if stage != "train_reward" and (REWARD_MODEL / "config.json").is_file() else given_reward(params)
         if stage == "evaluate" and (POLICY_MODEL / "config.json").is_file():
             start = max(start, read_model(POLICY_MODEL), key=lambda model: model.parameters)
-        return Models(start, trained, tuple(scorer_models(scorers_of(stage, params), trained)))
+        return Models(start, trained, tuple(scorer_models(scorers_of(stage, params), trained)), teacher_models(stage, params))
     except (ValueError, OSError) as error:
         raise Unpredictable(str(error)) from error
 
@@ -135,7 +135,8 @@ def plan_stages(
     for stage in STAGES:
         try:
             trained = start if params.reward.path is None else given_reward(params)
-            models = Models(start, trained, tuple(rewards) or _known_scorers(scorers_of(stage, params), trained))
+            scorers = tuple(rewards) or _known_scorers(scorers_of(stage, params), trained)
+            models = Models(start, trained, scorers, _known_teachers(stage, params))
             plan = check(stage, params, models, machine)
             plans.append(replace(plan, remedy=remedy(stage, params, models, machine)) if plan.shortages else plan)
         except (Unpredictable, ValueError) as error:
@@ -148,6 +149,19 @@ def _known_scorers(scorers: list[ScorerConfig], trained: Model | None) -> tuple[
         return tuple(scorer_models(scorers, trained))
     except (ValueError, OSError) as error:
         raise Unpredictable(str(error)) from error
+
+
+def _known_teachers(stage: str, params: Params) -> tuple[Model | None, ...]:
+    try:
+        return teacher_models(stage, params)
+    except (ValueError, OSError) as error:
+        raise Unpredictable(str(error)) from error
+
+
+def teacher_models(stage: str, params: Params) -> tuple[Model | None, ...]:
+    """Return the teachers of a stage; None for one that isn't on this machine yet."""
+    paths = params.teachers.values() if stage == "train_policy" else ()
+    return tuple(base_model(params.model.model_copy(update={"path": path, "revision": None})) for path in paths)
 
 
 def scorers_of(stage: str, params: Params) -> list[ScorerConfig]:

@@ -85,11 +85,13 @@ class Models:
     """Models of a chain; None stands for an unknown one.
 
     start: the model that the stage starts from. reward: a member of the reward model. scorers: further reward models.
+    teachers: of rl.distillation.
     """
 
     start: Model | None
     reward: Model | None = None
     scorers: tuple[Model | None, ...] = ()
+    teachers: tuple[Model | None, ...] = ()
 
 
 class Unpredictable(Exception):

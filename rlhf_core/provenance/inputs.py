@@ -80,7 +80,7 @@ def _model(path: str, revision: str | None, workspace: Path, hashes: FileHashes)
 
 
 def _given(params: Params, workspace: Path, *, fetch: bool = False) -> Iterator[tuple[str, list[tuple[str, str, str | None]]]]:
-    """Sections of ready-made models that replace trained ones, each with key, path and revision. Versions of the registry are left out.
+    """Sections of ready-made models, each with key, path and revision. Versions of the registry are left out.
 
     Args:
         fetch: download a policy that the hub's cache lacks, if the hub may be used; else the base of its adapters isn't known yet.
@@ -90,6 +90,7 @@ def _given(params: Params, workspace: Path, *, fetch: bool = False) -> Iterator[
     yield "reward", [("reward.path", reward, None)] if reward else []
     base = _base(policy, workspace, fetch=fetch) if policy else None
     yield "policy", [("external.path", policy, None)] * bool(policy) + ([(BASE, *base)] if base else [])
+    yield "teachers", [(key, path, None) for key, path in params.teachers.items() if Path(path) != SFT_MODEL]
 
 
 def _base(policy: str, workspace: Path, *, fetch: bool) -> tuple[str, str | None] | None:

@@ -196,6 +196,9 @@ def _serving(curves: pd.DataFrame) -> Iterator[Blame]:
 
 def _rl(inputs: ReportInputs) -> Iterator[Blame]:
     curves = inputs.policy_curves
+    if curves["score_mean"].isna().all():
+        yield from _distillation(curves["distillation_loss"])
+        return
     start, end = curves["score_mean"].iloc[0], curves["score_mean"].tail(EDGE).mean()
     unlearned = curves["advantage_zero_fraction"].mean() if "advantage_zero_fraction" in curves else math.nan
     if unlearned > UNLEARNING:
@@ -215,6 +218,17 @@ def _rl(inputs: ReportInputs) -> Iterator[Blame]:
                 "rl.kl.coef, if the KL stays near 0",
                 "grad_norm and entropy in plots/train_policy.csv",
             ),
+        )
+
+
+def _distillation(loss: pd.Series) -> Iterator[Blame]:
+    start, end = loss.head(EDGE).mean(), loss.tail(EDGE).mean()
+    if not end <= LEARNED * start:
+        yield Blame(
+            "train_policy",
+            f"divergence from the teachers {start:.3g} nats per token in the first steps, {end:.3g} in the last ones",
+            "The policy did not come closer to its teachers.",
+            ("rl.learning_rate, and rl.epochs or rl.steps", "rl.distillation.loss and coef", "rl.kl.coef, which holds it back"),
         )
 
 

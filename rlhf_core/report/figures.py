@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any
@@ -112,7 +113,6 @@ def _rl(rows: pd.DataFrame, rl: Mapping[str, Any], *, limit: float | None, start
         rl: the section of params.yaml. limit: see `logprob_limit`. start: what the page calls the reference.
     """
     figures = {
-        "rl_score": curves(rows, _with_evaluation(rows, "score_mean", "eval_score"), y_title="score", band="score_std"),
         "rl_length": curves(rows, [Line("response_length", "length", TEAL)], y_title="tokens per response"),
         "rl_truncated": curves(rows, [Line("truncated_fraction", "truncated", ORANGE)], y_title="share of responses", percent=True),
         "rl_entropy": curves(rows, [Line("entropy", "entropy", GREEN)], y_title="nats per token"),
@@ -121,9 +121,16 @@ def _rl(rows: pd.DataFrame, rl: Mapping[str, Any], *, limit: float | None, start
         "rl_logprobs": _logprobs(rows, limit),
         **_scorers(rows, [s["name"] for s in need(rl, "reward", "scorers")]),
         **_driving(rows),
+        **_held_out(rows),
     }
+    scored = rows["score_mean"].notna().any()
+    if scored:
+        figures["rl_score"] = curves(rows, _with_evaluation(rows, "score_mean", "eval_score"), y_title="score", band="score_std")
+    if "distillation_loss" in rows and rows["distillation_loss"].notna().any():
+        figures["rl_distillation"] = curves(rows, [Line("distillation_loss", "divergence", PURPLE)], y_title="nats per token")
     if need(rl, "kl", "coef") > 0:  # otherwise it wasn't measured
         figures["rl_kl"] = curves(rows, [Line("kl_mean", f"KL to {start}", PURPLE)], y_title="nats per response")
+    if need(rl, "kl", "coef") > 0 and scored:
         figures["rl_frontier"] = canvas("score", x_title=f"KL to {start}, nats per response")
         add_frontier(figures["rl_frontier"], rows, PURPLE)
     if "explained_variance" in rows and rows["explained_variance"].notna().any():
@@ -134,8 +141,8 @@ def _rl(rows: pd.DataFrame, rl: Mapping[str, Any], *, limit: float | None, start
 
 
 def _scorers(rows: pd.DataFrame, names: Sequence[str]) -> dict[str, figure]:
-    """Figures of each scorer's raw scores; a single scorer is already shown by the score."""
-    if len(names) == 1:
+    """Figures of each scorer's raw scores; a single scorer with a weight is already shown by the score."""
+    if len(names) == 1 and rows["score_mean"].notna().any():
         return {}
     return {f"rl_score_{name}": curves(rows, _with_evaluation(rows, f"score_{name}", f"eval_{name}"), y_title="score") for name in names}
 
@@ -152,6 +159,25 @@ def _driving(rows: pd.DataFrame) -> dict[str, figure]:
         if lines:
             figures[f"rl_{kind}s"] = curves(rows, lines, y_title=y_title, percent=percent)
     return figures
+
+
+def _held_out(rows: pd.DataFrame) -> dict[str, figure]:
+    """Figures of the evaluations' pass@k, and of their scores by data source."""
+    named = {"rl_pass": ("eval_pass_", "share of prompts or samples", True), "rl_sources": ("eval_score.", "score", False)}
+    figures = {}
+    for name, (prefix, y_title, percent) in named.items():
+        columns = [c for c in rows if c.startswith(prefix) and not re.search(r"_(low|high)(\.|$)", c) and rows[c].notna().any()]
+        colors = cycle((BLUE, ORANGE, GREEN, PURPLE, TEAL, RED))
+        lines = [Line(c, _named(c), color, dots=True) for c, color in zip(columns, colors, strict=False)]
+        if lines:
+            figures[name] = curves(rows, lines, y_title=y_title, percent=percent)
+    return figures
+
+
+def _named(column: str) -> str:
+    """`pass@4, math` of `eval_pass_4.math`."""
+    figure, _, source = column.removeprefix("eval_").partition(".")
+    return ", ".join(filter(None, (figure.replace("pass_", "pass@"), source)))
 
 
 def _with_evaluation(rows: pd.DataFrame, column: str, evaluated: str) -> list[Line]:

@@ -159,8 +159,11 @@ def render_times(title: str, times: Mapping[str, StageTime], nodes: Mapping[str,
     return page("timings.html.jinja", {}, {"title": title, "times": times, "total": total, "nodes": nodes})
 
 
-def page(template: str, figures: Figures, content: Mapping[str, Any]) -> str:
-    """Render a template into one file with its style, scripts and figures."""
+def page(template: str, figures: Figures, content: Mapping[str, Any], *, script: str = "report.js", style: str | None = None) -> str:
+    """Render a template into one file with its style, scripts and figures.
+
+    script, style: files of the page's own script, and of rules after those that all pages have.
+    """
     folder = Path(__file__).parent
     environment = Environment(
         loader=FileSystemLoader(folder),
@@ -173,10 +176,10 @@ def page(template: str, figures: Figures, content: Mapping[str, Any]) -> str:
     )
     environment.filters |= {"share": share, "number": number, "count": count, "visible": visible, "measured": measured, "signed": signed}
     bokeh = ["\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)] if figures else []
-    scripts = [*bokeh, (folder / "report.js").read_text(encoding="utf-8")]
+    scripts = [*bokeh, (folder / script).read_text(encoding="utf-8")]
     return environment.get_template(template).render(
         policy=content_security_policy(scripts),
-        style=(folder / "report.css").read_text(encoding="utf-8"),
+        style="".join((folder / name).read_text(encoding="utf-8") for name in ("report.css", style) if name is not None),
         scripts=scripts,
         figures=figures,
         figures_json=json_for_html({"dark": DARK, "figures": figures}),

@@ -24,7 +24,8 @@ KEY_PARAMS = (
 # Further ones for each alignment.method.
 METHOD_PARAMS = {
     "rl": (
-        *("rl.algorithm", "rl.epochs", "rl.steps", "rl.samples_per_step", "rl.learning_rate", "rl.kl", "rl.reward.scorers"),
+        *("rl.algorithm", "rl.epochs", "rl.steps", "rl.samples_per_step", "rl.learning_rate", "rl.kl", "rl.distillation"),
+        "rl.reward.scorers",
         *("rl.rollout.temperature", "rl.rollout.max_new_tokens"),
     ),
     "dpo": ("dpo.loss", "dpo.beta", "dpo.nll_coef", "dpo.epochs", "dpo.steps", "dpo.batch_size", "dpo.learning_rate"),
@@ -203,6 +204,8 @@ def key_params(params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         left_out |= {path for path in KEY_PARAMS if path.startswith("reward.") and not (given and path == "reward.path")}
     else:
         left_out.add("reward.path")
+    if need(params, "rl").get("distillation") is None:
+        left_out.add("rl.distillation")
     if need(params, "sft", "enabled"):
         left_out.add("sft.enabled")
     else:
@@ -217,7 +220,9 @@ def method_name(params: Mapping[str, Any]) -> str:
     """The name of the RL algorithm, or of the method with its loss."""
     method = need(params, "alignment", "method")
     if method == "rl":
-        return need(params, "rl", "algorithm").upper()
+        rl = need(params, "rl")
+        rewarded, taught = any(s["weight"] for s in need(rl, "reward", "scorers")), rl.get("distillation") is not None
+        return " and ".join([need(rl, "algorithm").upper()] * (rewarded or not taught) + ["distillation"] * taught)
     loss = params[method].get("loss")
     return method.replace("_", " ").upper() + (f", {loss}" if loss and loss != method else "")
 

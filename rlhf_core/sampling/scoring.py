@@ -381,8 +381,14 @@ class RewardNormalizer:
         return [scores if s.normalization == "none" else (scores - mean) / std for scores, mean, std, s in scaled]
 
 
-def weighted_score(components: RewardComponents, scorers: list[ScorerConfig]) -> torch.Tensor:
-    """Weighted sum [B] of raw scores, neither normalised nor clipped; NaN where a scorer with a weight has no finite score."""
+def weighted_score(components: RewardComponents, scorers: list[ScorerConfig], *, count: int = 0) -> torch.Tensor:
+    """Weighted sum [B] of raw scores, neither normalised nor clipped; NaN where a scorer with a weight has no finite score.
+
+    Args:
+        count: B, of NaN where no scorer has a weight.
+    """
+    if not any(s.weight for s in scorers):
+        return torch.full((count,), torch.nan)
     return sum(s.weight * _known(components[s.name].float()) for s in scorers if s.weight)
 
 

@@ -108,7 +108,7 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("rl.algorithm", *(f"rl.{name}" for name in ALGORITHMS)): {},
     tuple(f"rl.{name}.critic_init" for name, spec in ALGORITHMS.items() if spec.critic): {"critic": REFUSED},
     ("rl.minibatch_size", "rl.ppo_epochs", "rl.loss_aggregation", "rl.clip_low", "rl.clip_high", "rl.dual_clip", "rl.sapo"): {},
-    ("rl.samples_per_step", "rl.policy_loss"): {"tracks": ANEW},
+    ("rl.samples_per_step", "rl.policy_loss", "rl.distillation", "data/inputs.json:teachers"): {"tracks": ANEW},
     ("rl.entropy_coef", "rl.moe_aux_coef", "rl.max_approx_kl", "rl.correction", "rl.ptx"): {},
     ("rl.kl.coef",): {"kl_coef": ANEW},
     ("rl.kl.placement", "rl.kl.estimator", "rl.kl.target", "rl.kl.horizon", "rl.kl.measure"): {},
@@ -138,12 +138,15 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("rl.rollout.prefix_caching", "rl.rollout.enforce_eager", "rl.rollout.weight_transfer"): {},
     # RL: evaluation, limits, processes
     ("rl.evaluation.metric",): {"best": ANEW},
-    ("rl.evaluation.prompts",): {"best": ANEW, "score_tracks": ANEW},
+    ("rl.evaluation.prompts", "rl.evaluation.sources", "rl.evaluation.samples", "rl.evaluation.pass_score"): {
+        "best": ANEW,
+        "score_tracks": ANEW,
+    },
     ("rl.evaluation.every", "rl.evaluation.keep_best"): {},
     ("rl.monitor",): {"tracks": CONVERTED, "score_tracks": CONVERTED, "kl_tracks": CONVERTED, "stopped": CONVERTED},
     ("rl.trainer.sequence_parallel", "rl.trainer.gpus_per_rank", "rl.trainer.offload_optimizer", "rl.trainer.offload_parameters"): {},
     ("rl.trainer.offload_frozen", "rl.trainer.gradient_checkpointing", "rl.trainer.microbatch_tokens"): {},
-    ("rl.deadlines", "rl.max_replacements"): {},
+    ("rl.deadlines", "rl.max_replacements", "rl.save_rollouts_every"): {},
     # Inputs outside params.yaml. Functions and judges of the project are code.
     ("models/sft", "models/tokenizer", "models/promoted", "rounds/*/policy"): _WEIGHTS,
     ("models/reward", "data/inputs.json:judges", "data/inputs.json:scorers", "rewards"): _SCORER,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf_core.config import EnvironmentConfig, ModelConfig, Params, ScorerConfig, Section, bytes_shown
+from rlhf_core.config import EnvironmentConfig, ModelConfig, Params, ScorerConfig, Section, TeacherConfig, bytes_shown
 from rlhf_core.data.places import locate
 from rlhf_core.models.folder import locate_model
 from rlhf_core.storage.files import below
@@ -61,6 +61,9 @@ class JobInputs:
             return value.model_copy(update={"path": path})
         if isinstance(value, EnvironmentConfig):
             return value.on_files(self.add_function, self.add)
+        if isinstance(value, TeacherConfig):
+            folder = Path(locate_model(value.path))
+            return value.model_copy(update={"path": self.add(folder)}) if folder.is_dir() else value
         if isinstance(value, ModelConfig) and value.path is not None:
             folder = Path(locate_model(value.path, value.revision))
             return value.model_copy(update={"path": self.add(folder)}) if folder.is_dir() else value

@@ -36,6 +36,7 @@ from rlhf_core.process import STOPPED_BY_SIGNAL, Interrupted, beside, configure_
 from rlhf_core.progress import name_stage
 from rlhf_core.stage.files import publish_model, read_json, write_json
 from rlhf_core.stage.reading import Reading
+from rlhf_core.stage.rollouts import publish_rollouts
 from rlhf_core.stage.scratch import check_dependencies, input_hashes, metrics_path, prepare_scratch, remove_checkpoints
 from rlhf_core.stage.unlearned import REWARD, unlearned
 
@@ -399,6 +400,7 @@ def publish_policy(stage: Stage, metrics: dict[str, Any], *, gate: dict[str, Any
         gate: as for `Stage.card`. untrained: as for `publish_training`.
     """
     card = stage.card("policy", metrics["method"], metrics, gate=gate)
+    publish_rollouts(stage.scratch)
     publish_training(stage, stage.scratch / "model", POLICY_MODEL, card, metrics, untrained=untrained)
 
 

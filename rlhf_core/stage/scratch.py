@@ -28,6 +28,7 @@ from rlhf_core.provenance.file_hashes import FileHashes, dvc_folder_md5
 from rlhf_core.provenance.locked import check_locked
 from rlhf_core.rounds.pins import read_round_stages
 from rlhf_core.stage.carried import carried
+from rlhf_core.stage.rollouts import step_files
 from rlhf_core.storage.address import Storage, StorageFailed
 
 WORK = "work.json"  # in a scratch folder: command, params and hashes of its work
@@ -231,7 +232,7 @@ def _resume_from(chosen: Path, scratch: Path, inputs: StageInputs) -> None:
     for part in chosen.iterdir():
         if part.is_dir() and checkpoint_steps(part):
             shutil.copytree(part, aside / part.name)
-        elif part.name == "curves.csv":
+        elif part.name == "curves.csv" or part in step_files(chosen).values():
             shutil.copy2(part, aside)
     write_record(aside / RESUMED_FROM, [*resumed_from(chosen), entry])
     shutil.rmtree(scratch, ignore_errors=True)

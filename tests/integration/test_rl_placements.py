@@ -13,13 +13,18 @@ from small_workspace import ROOT
 pytestmark = pytest.mark.timeout(600)
 
 
+ALL = ["together", "two_groups", "apart", "two_and_one"]
+
+
 @pytest.mark.parametrize(
     ("only", "placements"),
     [
         pytest.param("ppo-two_and_one", ["together", "two_and_one"], id="two groups of which one has two ranks", marks=pytest.mark.long),
-        pytest.param("ppo", ["together", "two_groups", "apart", "two_and_one"], id="all", marks=pytest.mark.long),
         pytest.param("gdpo", ["together", "two_groups"], id="rewards of two scorers", marks=pytest.mark.long),
         pytest.param("grpo_curriculum", ["together", "two_groups"], id="curriculum", marks=pytest.mark.long),
+        pytest.param("ppo", ALL, id="all", marks=pytest.mark.long),
+        pytest.param("sampled", ALL, id="teachers of sampled tokens", marks=pytest.mark.long),
+        pytest.param("jsd", ["together", "two_and_one"], id="teachers of whole distributions", marks=pytest.mark.long),
     ],
 )
 def test_placements_train_the_same_policy(tmp_path: Path, only: str, placements: list[str]):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import html
+import json
+import re
 from pathlib import Path
 
 import pytest
 
 from rlhf_core.config import TrackingConfig
-from rlhf_core.tracking import MetricsLog
+from rlhf_core.tracking import TENSORBOARD_ROWS, MetricsLog
 
 COLUMNS = ("step", "phase", "loss", "heldout_loss")
 NOWHERE = TrackingConfig(tensorboard_dir=None, wandb_project=None)
@@ -109,3 +112,38 @@ def test_tensorboard_gets_the_numbers_and_forgets_what_is_done_again(tmp_path: P
     events = EventAccumulator(str(tmp_path / "events" / "run")).Reload()
     assert set(events.Tags()["scalars"]) == {"loss", "heldout_loss", "seconds"}
     assert [(e.step, e.value) for e in events.Scalars("seconds")] == [(s, 0.5 + s) for s in range(5)]
+
+
+TABLE = [
+    {"step": 3, "prompt": "Sort | 4172.", "response": "<img src=x> *1247*\n[no](x)", "finished": True, "score": 0.5, "label": None},
+    {"step": 3, "prompt": "Again", "response": "", "finished": False, "score": None, "label": "1"},
+]
+
+
+def test_tensorboard_gets_a_table_as_text_that_is_no_markdown(tmp_path: Path):
+    from markdown import markdown
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    curves = opened(tmp_path, tracking=TrackingConfig(tensorboard_dir=str(tmp_path / "events"), wandb_project=None))
+    curves.log_table("rollouts", TABLE * 20, step=3)
+    curves.close()
+    (event,) = EventAccumulator(str(tmp_path / "events" / "run")).Reload().Tensors("rollouts/text_summary")
+    page = markdown(event.tensor_proto.string_val[0].decode(), extensions=["markdown.extensions.tables"])  # as TensorBoard does
+    assert event.step == 3 and page.count("<tr>") == 1 + TENSORBOARD_ROWS
+    assert "<img" not in page and "<em>" not in page and "<a " not in page
+    cells = [html.unescape(cell) for cell in re.findall("<td>(.*?)</td>", page)[:6]]
+    assert cells == ["3", "Sort | 4172.", "<img src=x> *1247*<br>[no](x)", "True", "0.5", ""]
+
+
+def test_wandb_gets_a_table_of_each_step(tmp_path: Path, monkeypatch):
+    for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    curves = opened(tmp_path, tracking=TrackingConfig(tensorboard_dir=None, wandb_project="made"))
+    for step in (3, 4):
+        curves.log({"step": step, "phase": "rl", "loss": 0.5}, {"seconds": 1.0})
+        curves.log_table("rollouts", [row | {"step": step} for row in TABLE], step=step)
+    curves.close()
+    written = [json.loads(path.read_text()) for path in tmp_path.rglob("*.table.json")]
+    assert sorted(table["data"][0][0] for table in written) == [3, 4]
+    assert all(table["columns"] == list(TABLE[0]) and len(table["data"]) == 2 for table in written)
+    assert next(table["data"] for table in written if table["data"][0][0] == 3) == [list(row.values()) for row in TABLE]

@@ -60,6 +60,16 @@ class FrozenModel:
             for tensor, data in zip(self._on_host, host, strict=True):
                 tensor.data = data
 
+    @torch.no_grad()
+    def whole(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight of the module; of a sharded one a copy of all ranks' shares, for which every rank calls this."""
+        if not self.sharded:
+            return weight
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([weight]):
+            return weight.detach().clone()
+
     def close(self) -> None:
         """Free the memory of a sharded model that isn't used any more; the memory of a whole one is freed with the object."""
         if self.sharded:

@@ -40,6 +40,8 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
         normalizer: running statistics are updated.
         kl_coef: of the KL in the reward; unused where the KL is a term of the loss.
     """
+    if not rl.learns_from_reward:
+        return without_reward(batch, rl)
     rewards = shaped_rewards(batch.components, batch.finished, batch.lengths, rl, normalizer)
     mask = batch.response_mask & rewards.isfinite()[:, None]
     kl = token_kl(sampling_logprobs(batch, batch.old_logprobs, rl), batch.ref_logprobs, mask, rl)
@@ -72,10 +74,29 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
     }
     if rl.critic is not None:
         metrics["explained_variance"] = explained_variance(batch.values, returns, mask)
-    weights = torch.ones_like(batch.rollout_logprobs)
+    return _train_batch(batch, mask, advantages, returns, metrics, rl)
+
+
+def without_reward(batch: RolloutBatch, rl: RlConfig) -> tuple[TrainBatch, Metrics]:
+    """The batch of a policy that learns from teachers alone: advantages are 0, and no length penalty applies.
+
+    With rl.reward.mask_truncated a truncated response is masked.
+    """
+    mask, nothing = batch.response_mask, torch.zeros(batch.response_mask.shape)
+    if rl.reward.mask_truncated:
+        mask = mask & batch.finished[:, None]
+    if not mask.any():
+        _tell_nothing_is_learned()
+    return _train_batch(batch, mask, nothing, nothing, {}, rl)
+
+
+def _train_batch(
+    batch: RolloutBatch, mask: torch.Tensor, advantages: torch.Tensor, returns: torch.Tensor, metrics: Metrics, rl: RlConfig
+) -> tuple[TrainBatch, Metrics]:
+    """With the weights of the correction, and its metrics beside the others."""
+    weights, mismatch = torch.ones_like(batch.rollout_logprobs), {}
     if batch.old_logprobs_source == "recompute":
         weights, mismatch = correct(batch.sampler_logprobs, batch.rollout_logprobs, mask, rl)
-        metrics |= mismatch
     train_batch = TrainBatch(
         sequences=batch.sequences,
         response_mask=mask,
@@ -85,8 +106,9 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
         advantages=advantages,
         returns=returns,
         importance_weights=weights,
+        teacher_logprobs=batch.teacher_logprobs,
     )
-    return train_batch, metrics
+    return train_batch, metrics | mismatch
 
 
 def _named(function: Callable[..., Any], quantities: dict[str, Any]) -> dict[str, Any]:
@@ -120,16 +142,23 @@ def correct(
 
 
 def shaped_rewards(
-    components: RewardComponents, finished: torch.Tensor, lengths: torch.Tensor, rl: RlConfig, normalizer: RewardNormalizer
+    components: RewardComponents,
+    finished: torch.Tensor,
+    lengths: torch.Tensor,
+    rl: RlConfig,
+    normalizer: RewardNormalizer,
+    *,
+    learn: bool = True,
 ) -> torch.Tensor:
     """Normalised and clipped rewards less the length penalties [B], before any KL; NaN = not trained on.
 
     Args:
         finished: [B] bool.    lengths: [B], sampled tokens of each response.
+        learn: see `RewardNormalizer`.
     """
     if rl.reward.mask_truncated:
         components = {name: scores.where(finished, torch.nan) for name, scores in components.items()}
-    return normalizer(components) - _length_penalties(finished, lengths, rl)
+    return normalizer(components, learn=learn) - _length_penalties(finished, lengths, rl)
 
 
 def compared_rewards(

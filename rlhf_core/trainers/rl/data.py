@@ -31,12 +31,17 @@ def read_prompts(job: RlJob, split: Split) -> list[Prompt]:
 
 
 def evaluation_prompts(job: RlJob) -> list[Prompt]:
-    """Prompts of the evaluations during training: of the validation split, in a seeded order; none without rl.evaluation.every."""
-    if job.rl.evaluation.every is None:
+    """Prompts of the evaluations during training: of the validation split, in a seeded order, with rl.evaluation.sources so many of each.
+
+    None without rl.evaluation.every.
+    """
+    evaluation = job.rl.evaluation
+    if evaluation.every is None:
         return []
     prompts = read_prompts(job, "validation")
     order = stream_indices(0, len(prompts), num_examples=len(prompts), seed=job.seed)
-    return [prompts[i] for i in order[: job.rl.evaluation.prompts]]
+    wanted = [[i for i in order if prompts[i].source == source] for source in evaluation.sources] or [order]
+    return [prompts[i] for of_source in wanted for i in of_source[: evaluation.prompts]]
 
 
 class PromptStream:
@@ -188,7 +193,7 @@ def collate(
     Args:
         sequences: `pack(rollouts)`.
         outputs: flat [N] over the response tokens, in order: old_logprobs with `recompute`; sampler_logprobs with top-p or top-k;
-            ref_logprobs with a reference; values with a critic.
+            ref_logprobs with a reference; teacher_logprobs with teachers that compute before the update; values with a critic.
         baseline: of the greedy response to each row's prompt.
     """
     response_mask = _response_mask(rollouts)
@@ -214,6 +219,7 @@ def collate(
         group_ids=torch.tensor([r.group_id for r in rollouts]),
         finished=torch.tensor([r.finished for r in rollouts]),
         lengths=torch.tensor([r.num_sampled for r in rollouts]),
+        teacher_logprobs=padded.get("teacher_logprobs"),
     )
 
 

@@ -14,20 +14,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from rlhf_core.checkpoint.store import SaveFailed
 from rlhf_core.config import RlConfig, curve_columns
 from rlhf_core.process import STOPPED_BY_SIGNAL, StepAbandoned, Stop, collect_by_default, freeze_gc
 from rlhf_core.progress import Bar
 from rlhf_core.sampling.prompts import difficulties
-from rlhf_core.sampling.scoring import RewardNormalizer
+from rlhf_core.sampling.scoring import RewardNormalizer, weighted_score
 from rlhf_core.stage.job import FULL, refuse
 from rlhf_core.tracking import MetricsLog
-from rlhf_core.trainers.rl.advantages import compute_advantages, correct, sampling_logprobs, value_units
+from rlhf_core.trainers.rl.advantages import compute_advantages, correct, sampling_logprobs, shaped_rewards, value_units
 from rlhf_core.trainers.rl.collect import Collected, collect_rollouts
 from rlhf_core.trainers.rl.curriculum import Curriculum
 from rlhf_core.trainers.rl.data import DemonstrationStream, PromptStream, collate, evaluation_prompts, read_prompts
+from rlhf_core.trainers.rl.heldout import evaluation_metrics
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.metrics import (
     Clock,
@@ -35,18 +34,20 @@ from rlhf_core.trainers.rl.metrics import (
     TooManyUnscored,
     batch_metrics,
     check_scored,
-    evaluation_metrics,
     lag_metrics,
     progress_figures,
 )
 from rlhf_core.trainers.rl.minibatch import plan_update
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch, check_finite, check_logprobs
 from rlhf_core.trainers.rl.monitor import Finding, holds, observe
+from rlhf_core.trainers.rl.saved_rollouts import SavedRollouts, TrainedRollouts
 from rlhf_core.trainers.rl.state import BestPolicy, Progress
 from rlhf_core.trainers.rl.workers import Workers
-from rlhf_core.types import Prompt, RolloutBatch, UpdateResult
+from rlhf_core.types import Prompt, Rollout, RolloutBatch, TrainBatch, UpdateResult
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from rlhf_core.trainers.rl.driver import Actors
 
 log = logging.getLogger("rlhf")
@@ -68,13 +69,12 @@ class Run:
 class StepResult:
     """What a step leaves for its metrics.
 
-    trained: [B, R] bool, response tokens that were trained on.
     difference: between the engine's and the trainer's log-probabilities, see `check_logprobs`.
     """
 
     collected: Collected
     batch: RolloutBatch
-    trained: torch.Tensor
+    train_batch: TrainBatch
     advantage_metrics: Metrics
     update: UpdateResult
     difference: float
@@ -117,6 +117,7 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         run_name=job.run_name,
         first_step=progress.step + 1,
     )
+    saved = SavedRollouts(job, first_step=progress.step + 1)
     bar = Bar("rl step", rl.steps, done=progress.step)
     stopping, began = False, time.monotonic() - progress.seconds
     while not progress.finished(rl) and not stopping:
@@ -131,6 +132,9 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
             break
         progress, row, findings = finish_step(run, replace(progress, seconds=time.monotonic() - began), result)
         clock.lap("evaluate")
+        if saves_rollouts(progress, rl):
+            curves.log_table("rollouts", saved.write(progress.step, trained_rollouts(run, result)), step=progress.step)
+        clock.lap("save_rollouts")
         stopping = stop.is_set()
         if stopping or progress.is_best or is_due(rl.checkpoint_every, progress, rl):
             workers.snapshot(progress, run.normalizer, score=row.get(f"eval_{rl.evaluation.metric}"))
@@ -189,7 +193,7 @@ def train_step(run: Run, progress: Progress, stop: Stop, clock: Clock) -> StepRe
     clock.lap("generate")
     workers.sync_weights(version=step + 1)
     clock.lap("sync")
-    return StepResult(collected, batch, train_batch.response_mask, advantage_metrics, update, difference)
+    return StepResult(collected, batch, train_batch, advantage_metrics, update, difference)
 
 
 def check_engine(run: Run, batch: RolloutBatch, *, step: int) -> float:
@@ -223,7 +227,7 @@ def finish_step(run: Run, progress: Progress, result: StepResult) -> tuple[Progr
         "logprob_difference": result.difference,
     }
     if batch.old_logprobs_source == "from_update":
-        row |= correct(update.old_logprobs, batch.rollout_logprobs, result.trained, rl)[1]
+        row |= correct(update.old_logprobs, batch.rollout_logprobs, result.train_batch.response_mask, rl)[1]
     if rl.rollout.max_lag:
         row |= lag_metrics(result.collected.rollouts, version=progress.step, longest=rl.rollout.max_new_tokens)
     if result.collected.scorer_metrics:
@@ -250,7 +254,7 @@ def start_or_resume(job: RlJob, workers: Workers) -> tuple[Run, Progress]:
     prompts = PromptStream(train, rl.prompt_weights, seed=job.seed, curriculum=curriculum, difficulties=by_difficulty)
     normalizer = RewardNormalizer(rl.reward)
     run = Run(job, workers, prompts, evaluation_prompts(job), DemonstrationStream(job), normalizer)
-    if rl.kl.coef == 0:
+    if rl.kl.coef == 0 and rl.learns_from_reward:
         log.warning(
             "rl: kl.coef is 0: nothing holds the policy near the SFT model, so it will follow the reward wherever it is wrong%s",
             "" if rl.kl.measure else "; no reference is kept, and kl_mean is always 0 in the curves",
@@ -281,8 +285,16 @@ def start_or_resume(job: RlJob, workers: Workers) -> tuple[Run, Progress]:
 
 
 def evaluate(workers: Workers, prompts: list[Prompt], rl: RlConfig) -> Metrics:
-    """Scores of the policy's greedy responses."""
-    return evaluation_metrics(workers.score(workers.rollouts.generate_greedy(prompts)), rl.reward)
+    """Scores of the policy's greedy responses, and with rl.evaluation.samples pass@k of sampled ones."""
+
+    def scored(rollouts: list[Rollout]) -> dict[str, np.ndarray]:
+        components = workers.score(rollouts)
+        scores = {"score": weighted_score(components, rl.reward.scorers), **components}
+        return {name: values.numpy() for name, values in scores.items()}
+
+    greedy = scored(workers.rollouts.generate_greedy(prompts))
+    sampled = scored(workers.rollouts.generate_for_evaluation(prompts)) if rl.evaluation.samples else None
+    return evaluation_metrics(greedy, sampled, [prompt.source for prompt in prompts], rl)
 
 
 def note_if_best(progress: Progress, evaluated: Metrics, rl: RlConfig) -> Progress:
@@ -312,6 +324,18 @@ def export(job: RlJob, workers: Workers, progress: Progress) -> None:
         found = {"step": step, "value": chosen and chosen.value, "metric": job.rl.evaluation.metric}
         (Path(job.work) / "best.json").write_text(json.dumps(found))
     (Path(job.work) / "monitor.json").write_text(json.dumps(progress.monitor.findings | {"chosen_step": step}))
+
+
+def saves_rollouts(progress: Progress, rl: RlConfig) -> bool:
+    """Whether the rollouts of the step that has ended are saved: every so many steps, of the first step and of the last."""
+    return rl.save_rollouts_every is not None and (progress.step == 1 or progress.finished(rl) or is_due(rl.rollouts_every, progress, rl))
+
+
+def trained_rollouts(run: Run, result: StepResult) -> TrainedRollouts:
+    """The step's rollouts with what the update made of them."""
+    batch, rl = result.batch, run.job.rl
+    rewards = shaped_rewards(batch.components, batch.finished, batch.lengths, rl, run.normalizer, learn=False)
+    return TrainedRollouts(result.collected.rollouts, batch, result.train_batch, result.update.old_logprobs, rewards)
 
 
 def log_findings(findings: list[Finding], rl: RlConfig) -> None:

@@ -11,10 +11,11 @@ import torch
 from rlhf_core.config import RlConfig, ScoreConfig
 from rlhf_core.sampling.scoring import weighted_score
 from rlhf_core.trainers.rl.minibatch import EXTREMES
-from rlhf_core.types import RewardComponents, Rollout, RolloutBatch
+from rlhf_core.types import Rollout, RolloutBatch
 
 Metrics = dict[str, float]
 REPETITION_N = 3  # tokens of an n-gram
+TOKEN_MEANS = ("entropy", "clip_frac", "approx_kl", "distillation_loss")
 
 
 class TooManyUnscored(RuntimeError):
@@ -22,13 +23,14 @@ class TooManyUnscored(RuntimeError):
 
 
 def batch_metrics(batch: RolloutBatch, logprobs: torch.Tensor, config: ScoreConfig) -> Metrics:
-    """Raw scores over the responses that were scored; KL to the reference per response, in nats (k1 on the sampled tokens).
+    """Raw scores over the responses that were scored, NaN where no scorer has a weight; KL to the reference per response, in nats (k1 on
+    the sampled tokens).
 
     Args:
         logprobs: [B, R], of the policy that sampled.
     """
     ref_logprobs = logprobs if batch.ref_logprobs is None else batch.ref_logprobs
-    scores = weighted_score(batch.components, config.scorers)
+    scores = weighted_score(batch.components, config.scorers, count=len(batch.lengths))
     known = scores.isfinite()
     mask = batch.response_mask
     kl = (logprobs - ref_logprobs).where(mask, 0.0).sum(1)
@@ -36,7 +38,7 @@ def batch_metrics(batch: RolloutBatch, logprobs: torch.Tensor, config: ScoreConf
     kl_mean, kl_min, kl_max = token_log_ratios(logprobs, ref_logprobs, mask)
     return {
         "score_mean": finite_mean(scores),
-        "score_std": float(scores[known].std(correction=0)),
+        "score_std": float(scores[known].std(correction=0)) if known.any() else math.nan,
         **{f"score_{name}": finite_mean(values) for name, values in batch.components.items()},
         **{f"failed_{name}": int((~values.isfinite()).sum()) for name, values in batch.components.items()},
         **{f"agreement_{s.name}": rank_correlation(scores, batch.components[s.name]) for s in config.scorers if not s.weight},
@@ -49,7 +51,7 @@ def batch_metrics(batch: RolloutBatch, logprobs: torch.Tensor, config: ScoreConf
         "repetition": repetition(batch.response_ids, mask, n=REPETITION_N),
         **{f"distinct_{n}": distinct(batch.response_ids, mask, n=n) for n in (1, 2)},
         "truncated_fraction": float((~batch.finished).float().mean()),
-        "unscored_fraction": float((~known).float().mean()),
+        "unscored_fraction": float((~known).float().mean()) if any(s.weight for s in config.scorers) else 0.0,
     }
 
 
@@ -81,12 +83,6 @@ def lag_metrics(rollouts: Sequence[Rollout], *, version: int, longest: int) -> M
     }
 
 
-def evaluation_metrics(components: RewardComponents, config: ScoreConfig) -> Metrics:
-    """Means over the scored responses; NaN where none was scored."""
-    scores = {"score": weighted_score(components, config.scorers), **components}
-    return {f"eval_{name}": finite_mean(values) for name, values in scores.items()}
-
-
 def finite_mean(values: torch.Tensor) -> float:
     known = values[values.isfinite()]
     return float(known.mean()) if len(known) else math.nan
@@ -100,7 +96,7 @@ def update_metrics(sums: Metrics, *, ranks: int) -> Metrics:
     """
     steps, tokens = sums["optimizer_steps"] / ranks, max(sums.get("tokens", 0), 1)
     found = {
-        **{name: sums[f"{name}_sum"] / tokens for name in ("entropy", "clip_frac", "approx_kl") if f"{name}_sum" in sums},
+        **{name: sums[f"{name}_sum"] / tokens for name in TOKEN_MEANS if f"{name}_sum" in sums},
         **{name: sums[name] for name in EXTREMES if math.isfinite(sums.get(name, math.nan))},
         **{name: sums[name] / ranks for name in ("stopped_early", "skipped_steps")},
     }
@@ -127,7 +123,7 @@ def check_scored(batch: RolloutBatch, rl: RlConfig, *, step: int) -> None:
                 f"step {step}: scorer {scorer.name}: expected at most rl.reward.max_unscored_fraction={limit} of the responses without a "
                 f"finite score, got {unscored:.3g}; {hint}"
             )
-    if not weighted_score(batch.components, rl.reward.scorers).isfinite().any():
+    if rl.learns_from_reward and not weighted_score(batch.components, rl.reward.scorers).isfinite().any():
         raise TooManyUnscored(f"step {step}: expected a response that every scorer could score, got none; each failed for other ones")
 
 

@@ -6,7 +6,6 @@ Batches, denominators and advantages come from the driver.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +39,7 @@ from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.job import POLICY, RlJob
 from rlhf_core.trainers.rl.minibatch import Minibatch, before, prompt_rows
 from rlhf_core.trainers.rl.roles import HostedRoles
+from rlhf_core.trainers.rl.teachers import Teaching, in_use, teacher_logprobs
 from rlhf_core.trainers.rl.update import ForwardGraphs, RankUpdate, RlUpdate, policy_arguments
 from rlhf_core.trainers.supervised.loop import seed_generators
 from rlhf_core.types import Sequences
@@ -101,10 +101,13 @@ class TrainerRank:
         self._device = device()
         self.roles = HostedRoles(self._hosted, job, self._tokenizer)
         learning = [engine.module for engine in self.roles.learning.values()]
-        reference = self.roles.reference
-        self._backend = self._common_backend([*learning, *([reference.module] if reference is not None else [])])
+        self._in_forward = [] if self.roles.reference is None else [self.roles.reference]
+        self._teachers = [] if job.rl.teaches_whole_distributions else self.roles.teachers  # the others compute in the update
+        self._in_forward += [teacher.model for teacher in self._teachers]
+        self._backend = self._common_backend([*learning, *(model.module for model in self._in_forward)])
         # The sampler's distribution takes the sorted logits of all tokens, which are too large to keep.
-        self._can_keep_graphs = bool(learning) and self._common_backend(learning).keeps_graphs and job.rl.rollout.samples_any_token
+        keeps_graphs = job.rl.rollout.samples_any_token and not job.rl.teaches_whole_distributions
+        self._can_keep_graphs = keeps_graphs and bool(learning) and self._common_backend(learning).keeps_graphs
         self._graphs: list[ForwardGraphs] = []  # for the next update
         if self.roles.policy is not None:
             policy = self.roles.policy.module, self._engine_names
@@ -152,17 +155,19 @@ class TrainerRank:
             recomputed: the policy is computed for the first so many sequences only; None: for all.
             keep_graphs: the next update takes all of these sequences in one optimizer step, and continues from these passes if it can.
         Returns:
-            Of the roles that are hosted: old_logprobs; sampler_logprobs with top-k or top-p; ref_logprobs; values.
+            Of the roles that are hosted: old_logprobs; sampler_logprobs with top-k or top-p; ref_logprobs; teacher_logprobs unless the
+            teachers compute in the update; values.
         """
         roles = self.roles
         recomputed = 0 if roles.policy is None else len(sequences) if recomputed is None else recomputed
         keep = keep_graphs and self._can_keep_graphs and recomputed in (0, len(sequences))
         found: dict[str, dict[int, torch.Tensor]] = {}
         graphs: list[ForwardGraphs] = []
-        with nullcontext() if roles.reference is None else roles.reference.in_use():
+        without_policy = roles.computes_reference or roles.critic is not None or bool(self._teachers)
+        with in_use(self._in_forward):
             for numbers in (range(recomputed), range(recomputed, len(sequences))):
                 with_policy = numbers.start == 0 and recomputed > 0
-                if numbers and (with_policy or roles.computes_reference or roles.critic is not None):
+                if numbers and (with_policy or without_policy):
                     parts, keep = self._forward_parts(sequences, numbers, keep=keep)
                     passes = self._backend.map(partial(self._forward_part, with_policy=with_policy, keep=keep), parts)
                     for part, (outputs, kept) in zip(parts, passes, strict=True):
@@ -205,6 +210,8 @@ class TrainerRank:
                 outputs["values"] = values = self._value_units(roles.critic(before(batch)))
         if roles.computes_reference:
             outputs["ref_logprobs"] = self._reference_logprobs(batch)
+        if self._teachers:
+            outputs["teacher_logprobs"] = teacher_logprobs(self._teachers, batch, temperature=rl.rollout.temperature)
         return {name: x.detach().float().cpu() for name, x in outputs.items()}, ForwardGraphs(part.rows, part.sizes, policy, values)
 
     def _reference_logprobs(self, batch: TokenBatch) -> torch.Tensor:
@@ -223,7 +230,13 @@ class TrainerRank:
     def update(self, minibatches: list[Minibatch], *, kl_coef: float, train_policy: bool) -> RankUpdate:
         """One optimizer step for each minibatch; see RlUpdate."""
         graphs, self._graphs = self._graphs, []
-        update = RlUpdate(
+        rl, teachers = self._job.rl, self.roles.teachers if self._job.rl.teaches_whole_distributions and train_policy else []
+        with in_use([teacher.model for teacher in teachers]):
+            teaching = Teaching(teachers, rl.distillation) if teachers else None
+            return self._update(graphs, teaching, kl_coef=kl_coef, train_policy=train_policy).run(minibatches)
+
+    def _update(self, graphs: list[ForwardGraphs], teaching: Teaching | None, *, kl_coef: float, train_policy: bool) -> RlUpdate:
+        return RlUpdate(
             rl=self._job.rl,
             policy=self.roles.policy,
             critic=self.roles.critic,
@@ -236,8 +249,8 @@ class TrainerRank:
             shares_prompts=self.roles.shares_prompts,
             backend=self._backend,
             graphs=graphs,
+            teaching=teaching,
         )
-        return update.run(minibatches)
 
     def refresh_reference(self, weights: dict[str, PackedTensor] | None = None) -> None:
         """The current policy becomes the reference.

@@ -24,6 +24,7 @@ from rlhf_core.models.probe import shares_prefixes
 from rlhf_core.scorers.reward.members import member_folders
 from rlhf_core.scorers.reward.model import load_member
 from rlhf_core.trainers.rl.job import RlJob
+from rlhf_core.trainers.rl.teachers import Teacher
 from rlhf_core.trainers.supervised.loop import load_random_state, random_state_of, save_random_state
 
 REFERENCE = "reference.pt"  # in a checkpoint
@@ -35,6 +36,7 @@ class HostedRoles:
     language_model: the policy's, before it is wrapped. policy, critic, reference: None where they aren't hosted.
     computes_reference: whether the reference is hosted; with adapters it may be the policy without them, and `reference` is None.
     scorers: scorer's name -> the members of its reward model.
+    teachers: of rl.distillation, with their shares of all weights.
     experts_per_token: of a policy with experts whose load is balanced; None: no load balancing.
     shares_prompts: a prompt's samples are computed together.
     """
@@ -45,7 +47,8 @@ class HostedRoles:
         self.policy: TrainEngine | None = None
         self.critic: TrainEngine | None = None
         self.reference: FrozenModel | None = None
-        self.experts_per_token, self.shares_prompts = None, False
+        self.experts_per_token: int | None = None
+        self._sharing: list[bool] = []
         how = {"trust_remote_code": job.model.trust_remote_code, "training_dtype": job.model.dtype}
         self.computes_reference = "reference" in hosted
         if "policy" in hosted:
@@ -68,13 +71,30 @@ class HostedRoles:
             if rl.starts_rounded and self.policy is not None:
                 self.reference.load(self.policy.weights())
         self.scorers = self._reward_models(how) if "reward_models" in hosted else {}
+        self.teachers = self._load_teachers(how) if "teachers" in hosted else []
 
     def _inspect(self, model: PreTrainedModel) -> None:
+        self.experts_per_token = balanced_experts(model, self._job.rl.moe_aux_coef)
+        self._note_sharing(model)
+
+    def _note_sharing(self, model: PreTrainedModel) -> None:
+        """A prompt's samples are computed together if every model of this rank can."""
         rl = self._job.rl
-        self.experts_per_token = balanced_experts(model, rl.moe_aux_coef)
         # A critic sees every sequence of its own, and the load of experts counts every sample.
-        groups = rl.group_size > 1 and rl.critic is None and self.experts_per_token is None
-        self.shares_prompts = groups and shares_prefixes(model, device=device(), max_length=self._job.model.max_length)
+        groups = rl.group_size > 1 and rl.critic is None and not rl.moe_aux_coef
+        self._sharing.append(groups and shares_prefixes(model, device=device(), max_length=self._job.model.max_length))
+
+    @property
+    def shares_prompts(self) -> bool:
+        return bool(self._sharing) and all(self._sharing)
+
+    def _load_teachers(self, how: dict[str, Any]) -> list[Teacher]:
+        configs, found = self._job.rl.distillation.teachers, []
+        for config, folder in zip(configs, self._job.teacher_models, strict=True):
+            model = load_language_model(folder, **how)
+            self._note_sharing(model)
+            found.append(Teacher(self._frozen(PolicyModule(model)), config.weight / sum(c.weight for c in configs)))
+        return found
 
     def _reward_models(self, how: dict[str, Any]) -> dict[str, list[FrozenModel]]:
         configs = {s.name: s for s in self._job.rl.reward.scorers}
@@ -100,7 +120,8 @@ class HostedRoles:
     @property
     def frozen(self) -> list[FrozenModel]:
         reference = [] if self.reference is None else [self.reference]
-        return [*reference, *(member for members in self.scorers.values() for member in members)]
+        teachers = (teacher.model for teacher in self.teachers)
+        return [*reference, *(member for members in self.scorers.values() for member in members), *teachers]
 
     @property
     def learning(self) -> dict[str, TrainEngine]:

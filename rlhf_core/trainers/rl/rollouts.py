@@ -18,7 +18,9 @@ from rlhf_core.trainers.rl.transfer import WeightTransfer
 from rlhf_core.trainers.rl.turns import GpuTimeSharing
 from rlhf_core.types import Prompt, Rollout, Span
 
-CALIBRATION_STEP = 2**31 - 1  # step number for seeds of responses that belong to no step
+# Step numbers for seeds of responses that belong to no step.
+CALIBRATION_STEP = 2**31 - 1
+EVALUATION_STEP = CALIBRATION_STEP - 1
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,11 @@ class RolloutEngines:
 
     def generate(self, prompts: Sequence[Prompt], *, step: int, turn: int = 0) -> list[Rollout]:
         """`group_size` rollouts of each prompt, a prompt's adjacent. They depend on seed, step, turn and policy only."""
-        if self._environment is not None:
-            seeds = request_seeds(self._job.seed, step, self._job.rl.group_size * len(prompts), turn=turn)
-            return self._play(prompts, seeds, self.sampling)
-        seeds = request_seeds(self._job.seed, step, len(prompts), turn=turn)
-        return self._generate(prompts, seeds, self.sampling, group_size=self._job.rl.group_size)
+        return self._several_each(prompts, self._job.rl.group_size, step=step, turn=turn)
+
+    def generate_for_evaluation(self, prompts: Sequence[Prompt]) -> list[Rollout]:
+        """`rl.evaluation.samples` rollouts of each prompt, a prompt's adjacent, with the same seeds in every evaluation."""
+        return self._several_each(prompts, self._job.rl.evaluation.samples, step=EVALUATION_STEP)
 
     def generate_for_calibration(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         """One rollout of each prompt."""
@@ -109,6 +111,11 @@ class RolloutEngines:
     def generate_greedy(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         """The policy's greedy response to each prompt."""
         return self._one_each(prompts, [0] * len(prompts), self.sampling.greedy)
+
+    def _several_each(self, prompts: Sequence[Prompt], count: int, *, step: int, turn: int = 0) -> list[Rollout]:
+        if self._environment is not None:
+            return self._play(prompts, request_seeds(self._job.seed, step, count * len(prompts), turn=turn), self.sampling)
+        return self._generate(prompts, request_seeds(self._job.seed, step, len(prompts), turn=turn), self.sampling, group_size=count)
 
     def _one_each(self, prompts: Sequence[Prompt], seeds: list[int], sampling: SamplingSettings) -> list[Rollout]:
         if self._environment is not None:

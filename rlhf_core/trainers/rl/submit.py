@@ -10,6 +10,9 @@ from rlhf_core.agents.environment import check_environment
 from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import Params, RlConfig, ScorerConfig
 from rlhf_core.data.schema import read_rows
+from rlhf_core.models.folder import locate_model
+from rlhf_core.models.given import teacher_folder
+from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.paths import PREPARED, REWARD_MODEL, SFT_MODEL, TIMINGS
 from rlhf_core.sampling.prompts import with_steps
 from rlhf_core.scorers.needs import check_scorers, model_folders, uses_own_reward_model
@@ -21,6 +24,7 @@ from rlhf_core.stage.run import Stage, check_gate, steps_at_the_end
 from rlhf_core.stage.setup import rl_setup
 from rlhf_core.stage.stored_job import uses_storage
 from rlhf_core.storage.work import OUTPUTS
+from rlhf_core.trainers.rl.heldout import check_evaluated_sources
 from rlhf_core.trainers.rl.job import PLACEMENT, POLICY, RlJob
 from rlhf_core.trainers.supervised.time_limit import ended_by_time
 
@@ -38,6 +42,7 @@ def check_rewards(rl: RlConfig, gate: dict) -> str | None:
     check_scorers(rl.reward.scorers, reward_model=REWARD_MODEL, source_judges=source_judges(), has_labels=has_labels)
     if rl.ptx.coef > 0 and not ((PREPARED / "sft.parquet").exists() and read_rows(PREPARED, "sft", "train")):
         raise ValueError(f"rl.ptx.coef: expected 0 without demonstrations, got {rl.ptx.coef}; add a source with the use sft")
+    check_evaluated_sources(rl)
     return override
 
 
@@ -58,6 +63,7 @@ def run_rl(stage: Stage, output: Path) -> RlConfig:
     """
     if stage.params.rl.environment is not None:
         check_environment(stage.params.rl.environment, SFT_MODEL, stage.params.model)
+    check_teachers(stage.params)
     inputs = JobInputs() if uses_storage(stage.params) else None
     of_rl = describe_job(stage, output, inputs)
     rl, params = of_rl.rl, stage.params if inputs is None else inputs.on_node(stage.params)
@@ -73,6 +79,18 @@ def run_rl(stage: Stage, output: Path) -> RlConfig:
         results=(OUTPUTS, POLICY),
     )
     return rl
+
+
+def check_teachers(params: Params) -> None:
+    """Check the files of the teachers, before anything expensive starts.
+
+    Raises:
+        ValueError: a teacher can't be loaded, or has other tokens than the policy.
+    """
+    if params.teachers:
+        own = load_tokenizer(str(SFT_MODEL), trust_remote_code=params.model.trust_remote_code)
+        for key, path in params.teachers.items():
+            teacher_folder(path, own, params.model, key=key)
 
 
 def rl_job(job: RlJob, params: Params, *, root: Path, work: Path) -> Job:
@@ -124,6 +142,7 @@ def describe_job(stage: Stage, output: Path, inputs: JobInputs | None = None) ->
         prepared=place(PREPARED),
         sft_model=place(SFT_MODEL),
         scorer_models={name: place(folder) for name, folder in models.items()},
+        teacher_models=[place(Path(locate_model(path, key=key))) for key, path in params.teachers.items()],
         source_judges={n: absolute_function(j) for n, j in judges.items()} if inputs is None else inputs.judges_on_node(judges),
         reward_model=place(REWARD_MODEL) if rl.critic_starts_from_reward_model else None,
         work=str(stage.scratch.resolve() if inputs is None else stage.scratch),
@@ -169,7 +188,8 @@ def final_figures(work: Path, rl: RlConfig) -> dict[str, Any]:
 
     rows = pd.read_csv(work / "curves.csv")
     last = rows.tail(steps_at_the_end(len(rows)))
-    means = ("score_mean", "kl_mean", "response_length", "entropy", "truncated_fraction", *(f"score_{s.name}" for s in rl.reward.scorers))
+    means = ("kl_mean", "response_length", "entropy", "truncated_fraction", *(f"score_{s.name}" for s in rl.reward.scorers))
+    means += ("score_mean",) * rl.learns_from_reward + ("distillation_loss",) * (rl.distillation is not None)
     means += ("drawn_score_mean",) * rl.dynamic_sampling.enabled
     monitor = read_json(work / "monitor.json")
     is_short = len(rows) < rl.steps and monitor["stopped"] is None
@@ -177,11 +197,12 @@ def final_figures(work: Path, rl: RlConfig) -> dict[str, Any]:
     return {
         **{name: float(last[name].mean()) for name in means},
         "method": "rl",
-        "algorithm": rl.algorithm,
+        "algorithm": rl.title,
         "steps": len(rows),
         **(ended_by_time("rl", len(rows), rl.steps) if is_short else {}),
         "averaged_steps": len(last),
-        "score_first_step": float(rows["score_mean"].iloc[0]),
+        **({"score_first_step": float(rows["score_mean"].iloc[0])} if rl.learns_from_reward else {}),
+        **({"distillation_loss_first_step": float(rows["distillation_loss"].iloc[0])} if rl.distillation is not None else {}),
         "logprob_difference_max": float(rows["logprob_difference"].max()),
         "monitor": monitor,
         **({f"best_{name}": value for name, value in read_json(work / "best.json").items()} if rl.evaluation.keep_best else {}),

@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from rlhf_core.algorithms.distillation import sampled_reverse_kl
 from rlhf_core.algorithms.kl import kl_loss_term
 from rlhf_core.algorithms.policy_losses import POLICY_LOSSES, aggregate, expert_counts, load_balancing_loss, value_loss
 from rlhf_core.config import RlConfig
@@ -31,6 +32,7 @@ from rlhf_core.trainers.rl.minibatch import (
     token_batch,
     unflatten,
 )
+from rlhf_core.trainers.rl.teachers import Teaching
 from rlhf_core.trainers.supervised.demonstrations import collate_demonstrations
 from rlhf_core.types import TrainBatch
 
@@ -94,6 +96,7 @@ class RlUpdate:
     shares_prompts: the prompt of a group is computed once.
     backend: may compute the gradients of policy and critic at the same time.
     graphs: forward passes of the only minibatch, where they have been kept; the update empties the list.
+    teaching: the teachers whose whole distributions the policy learns; None without.
     """
 
     rl: RlConfig
@@ -108,6 +111,7 @@ class RlUpdate:
     shares_prompts: bool
     backend: Backend
     graphs: list[ForwardGraphs]
+    teaching: Teaching | None = None
 
     def run(self, minibatches: list[Minibatch]) -> RankUpdate:
         """One optimizer step for each minibatch, until the policy is further than rl.max_approx_kl from the sampling policy.
@@ -214,7 +218,8 @@ class RlUpdate:
             trained, policy = trained_tokens(part.graphs, batch), part.graphs.policy
             return PolicyOutput(policy.logprobs[trained], policy.entropy[trained], None, None)
         tokens = self._tokens(part, minibatch)
-        return self.policy(tokens, **policy_arguments(self.rl), routed=self._routed(part, tokens) if routed else None)
+        further = {} if self.teaching is None else {"divergence": self.teaching.divergence(tokens)}
+        return self.policy(tokens, **policy_arguments(self.rl), routed=self._routed(part, tokens) if routed else None, **further)
 
     def _routed(self, part: Microbatch, tokens: TokenBatch) -> torch.Tensor:
         return real_tokens(part.branches, tokens.input_ids.shape[1]).to(self.device)
@@ -232,13 +237,26 @@ class RlUpdate:
             token_loss = token_loss + self.kl_coef * kl
         if rl.entropy_coef:
             token_loss = token_loss - rl.entropy_coef * unflatten(output.entropy.float(), mask)
+        of_teachers = {}
+        if rl.distillation is not None:
+            divergence = self._divergence(batch, logprobs, old_logprobs, output)
+            token_loss = token_loss + rl.distillation.coef * divergence
+            of_teachers["distillation_loss_sum"] = divergence.detach().sum()
         return self._aggregate(token_loss, batch, minibatch), {
+            **of_teachers,
             "entropy_sum": output.entropy.detach().sum(),
             "clip_frac_sum": stats["clip_frac_sum"],
             "approx_kl_sum": stats["approx_kl_sum"],
             "policy_ratio_max": stats["ratio_max"],
             "policy_ratio_min": stats["ratio_min"],
         }
+
+    def _divergence(self, batch: TrainBatch, logprobs: torch.Tensor, old_logprobs: torch.Tensor, output: PolicyOutput) -> torch.Tensor:
+        """The policy's divergence from the teachers at each token [B, R]; that of sampled tokens alone has the correction's weights."""
+        mask = batch.response_mask
+        if output.divergence is not None:
+            return unflatten(output.divergence.float(), mask)
+        return sampled_reverse_kl(logprobs, old_logprobs, batch.teacher_logprobs, mask) * batch.importance_weights.where(mask, 0.0)
 
     def _too_far(self, approx_kl_sum: float, num_loss_tokens: int) -> bool:
         """Whether the minibatch's mean of KL(sampling policy || policy), over all ranks' tokens, is above rl.max_approx_kl."""

@@ -161,7 +161,7 @@ class Workers:
         return self.collect_scores(self.submit_scores(rollouts), metrics)
 
     def submit_forward(self, rollouts: Sequence[Rollout], *, recomputed_fraction: float, keep_graphs: bool = False) -> PendingForward:
-        """Start the forward passes of policy, reference and critic over rollouts, without waiting.
+        """Start the forward passes of policy, reference, critic and teachers over rollouts, without waiting.
 
         Args:
             recomputed_fraction: of each rank's rollouts, from the first on, for which the policy's log-probabilities are computed.
@@ -171,9 +171,10 @@ class Workers:
         sequences = pack(rollouts)
         sizes = sequences.lengths.tolist()
         of_prompts = [[i for i, _ in group] for _, group in groupby(enumerate(rollouts), key=lambda item: item[1].group_id)]
-        submitted = []
+        computing, submitted = {"policy", "critic", "reference"}, []
+        computing |= set() if self._job.rl.teaches_whole_distributions else {"teachers"}
         for group in self._trainers.all:
-            if not {"policy", "critic", "reference"} & set(group.roles.roles):
+            if not computing & set(group.roles.roles):
                 continue
             shards = deal_out_groups(of_prompts, sizes, ranks=group.trainer.data_parallel_size)
             recomputed = math.ceil(recomputed_fraction * max(map(len, shards)))

@@ -164,7 +164,16 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
             "rl.reward.overlong.buffer: expected at most rollout.max_new_tokens=32, got 33; lower it",
         ),
         ({"rl.evaluation.metric": "judge"}, "rl.evaluation.metric: expected one of ['score', 'reward_model'], got 'judge'"),
-        ({"rl.prompt_weights": {"clerk": 0.0}}, "rl.prompt_weights: expected weights above 0, got {'clerk': 0.0}"),
+        ({"rl.prompt_weights": {"clerk": -1.0}}, "rl.prompt_weights: expected weights of at least 0, got {'clerk': -1.0}"),
+        ({"rl.prompt_weights": {"clerk": 0.0}}, "rl.prompt_weights: expected a source of prompts with a weight above 0, got"),
+        (
+            {"rl.evaluation.sources": ["clark"], "rl.evaluation.every": 5},
+            "rl.evaluation.sources: expected sources of prompts, ['clerk'], got ['clark']; correct",
+        ),
+        (
+            {"rl.evaluation.sources": ["clerk", "clerk"], "rl.evaluation.every": 5},
+            "rl.evaluation.sources: expected each source once, got ['clerk', 'clerk']",
+        ),
         ({"rl.prompt_weights": {"clark": 1.0}}, "rl.prompt_weights: expected sources of prompts, ['clerk'], got ['clark']; correct"),
         ({"reward.ensemble": 3}, "rl.reward.scorers: expected members=3 of reward_model, as reward.ensemble (the gate"),
         ({"gate.slices": ["source", "source"]}, "gate.slices: expected different names, got ['source', 'source']; take one out"),

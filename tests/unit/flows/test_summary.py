@@ -33,6 +33,16 @@ def test_a_later_look_of_the_gate_has_its_number(workspace):
     assert "look" not in figure_of(workspace, "gate_reward")
 
 
+def test_rl_shows_its_score_or_its_distance_from_the_teachers_or_both(workspace):
+    figures = {"method": "rl", "algorithm": "distillation", "kl_mean": 2.0, "monitor": {"stopped": None}}
+    figures |= {"distillation_loss_first_step": 0.5, "distillation_loss": 0.125}
+    (workspace / "metrics/train_policy.json").write_text(json.dumps(figures))
+    assert figure_of(workspace, "train_policy") == "distillation: distillation loss 0.50 -> 0.12, KL 2.00"
+    both = figures | {"algorithm": "grpo and distillation", "score_first_step": 1.0, "score_mean": 1.5}
+    (workspace / "metrics/train_policy.json").write_text(json.dumps(both))
+    assert figure_of(workspace, "train_policy") == "grpo and distillation: score 1.00 -> 1.50, distillation loss 0.50 -> 0.12, KL 2.00"
+
+
 def test_an_evaluation_shows_both_modes(workspace):
 
     def mode(sft: float, policy: float) -> dict:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_params, tiny_tokenizer
+from tiny_models import save_tiny_models, tiny_params, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from rlhf_core.config import Params
@@ -22,6 +22,7 @@ from rlhf_core.models.given import (
     files_dtype,
     load_as_given,
     load_policy_from_elsewhere,
+    teacher_folder,
     tokenizer_of_policy,
 )
 
@@ -173,3 +174,30 @@ def test_a_policys_tokenizer_may_be_missing_or_equal_and_nothing_else(folder, to
     assert taken() is tokenizer
     with pytest.raises(ValueError, match="own_template: expected a chat template in"):
         taken(own_template=True)
+
+
+def test_a_teacher_has_the_policys_tokens_and_may_have_another_size(folder, tokenizer, tmp_path):
+    key = "rl.distillation.teachers.0.path"
+
+    def checked(path: Path) -> Path:
+        return teacher_folder(str(path), tokenizer, MODEL, key=key)
+
+    wider, _ = save_tiny_models(tmp_path / "wider", tokenizer, hidden_size=32)
+    assert checked(wider) == wider
+    with pytest.raises(ValueError, match=rf"{key}: expected a folder with a pretrained model, got .* with nothing there"):
+        checked(tmp_path / "none")
+    tiny_tokenizer(vocab_size=310).save_pretrained(folder)
+    with pytest.raises(
+        ValueError,
+        match=rf"{key}: expected the tokens of models/sft, at which .*, got another tokenizer: .*; choose a teacher of the policy's",
+    ):
+        checked(folder)
+    for path in folder.glob("*token*"):
+        path.unlink()
+    with pytest.raises(ValueError, match=rf"{key}: expected the teacher's tokenizer in .*, got none; add its files"):
+        checked(folder)
+    weights = load_file(wider / "model.safetensors")
+    weights.pop(sorted(weights)[0])
+    save_file(weights, wider / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="wider"):
+        checked(wider)

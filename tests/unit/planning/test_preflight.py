@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -339,6 +340,43 @@ def test_a_rank_takes_the_bytes_of_its_roles_only(placement, roles):
     assert {name: size for rank in ranks for name, size in rank.parts.items()} == pytest.approx(whole.parts)
     assert [{part.partition(":")[0] for part in rank.parts | rank.phases} for rank in ranks] == roles
     assert max(rank.needed for rank in ranks) < whole.needed
+
+
+@pytest.mark.parametrize("loss", ["sampled", "jsd"])
+def test_teachers_take_their_weights_and_while_the_policy_learns_their_states(loss):
+    """Two of 8 billion parameters in bfloat16 beside a policy of 8 billion; with a whole distribution, states and a piece's logits."""
+    alone = {"rl__algorithm": "grpo", "rl__kl__placement": "loss", "rl__kl__estimator": "k3", "rl__reward__scorers": []}
+    taught = alone | {"rl__distillation": {"teachers": [{"path": "a"}, {"path": "b"}], "loss": loss}}
+    models = Models(EIGHT, teachers=(EIGHT, EIGHT))
+    rank, _ = check("train_policy", params(**taught), models, NODE).moments[0]
+    before, _ = check(
+        "train_policy", params(**alone, rl__distillation={"teachers": [{"path": "a"}]}), replace(models, teachers=()), NODE
+    ).moments[0]
+    assert rank.parts == before.parts | {f"teacher {number}: weights": 2.0 * EIGHT.parameters for number in (0, 1)}
+    own = next(iter(rank.phases))
+    tokens, rows = 4096, 523  # a piece of 2^28 bytes of logits in float32, of a vocabulary of 128,256
+    states = 2 * tokens * EIGHT.shape.hidden + rows * EIGHT.shape.vocab * (2 + 8)
+    assert rank.phases[own] - before.phases[own] == pytest.approx(2 * states * (loss == "jsd"))
+
+
+def test_offloaded_teachers_are_on_the_gpu_together_while_they_compute():
+    taught = {"rl__algorithm": "grpo", "rl__kl__placement": "loss", "rl__kl__estimator": "k3", "rl__reward__scorers": []}
+    taught |= {"rl__distillation": {"teachers": [{"path": "a"}, {"path": "b"}], "loss": "jsd"}}
+    models, weights = Models(EIGHT, teachers=(EIGHT, EIGHT)), 2.0 * EIGHT.parameters
+    resident, offloaded = (
+        check("train_policy", params(**taught, rl__trainer__offload_frozen=offload), models, NODE).moments[0][0]
+        for offload in (False, True)
+    )
+    own = next(iter(resident.phases))
+    for phase in (own, "teacher 0: a pass", "teacher 1: a pass"):
+        assert offloaded.phases[phase] - resident.phases[phase] == pytest.approx(2 * weights)
+    assert "teacher 0: weights" not in offloaded.parts and offloaded.host - resident.host == pytest.approx(3 * weights)  # and the reference
+
+
+def test_a_teacher_that_is_not_there_yet_makes_no_prediction():
+    found = params(rl__distillation={"teachers": [{"path": "some/teacher"}], "loss": "sampled"})
+    with pytest.raises(Unpredictable, match="the size of a teacher isn't known yet"):
+        check("train_policy", found, replace(MODELS, teachers=(None,)), NODE)
 
 
 def test_groups_that_share_a_gpu_add_up():

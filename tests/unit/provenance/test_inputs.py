@@ -290,6 +290,24 @@ def test_a_silent_hub_is_reported(project, monkeypatch):
     assert "OSError: some/name: expected the hub's answer, got " in done.stderr
 
 
+def test_the_teachers_of_a_run_are_hashed_unless_the_chain_makes_them(project):
+    for name in ("one", "two"):
+        old(project / f"{name}/config.json", name)
+    tree = read_yaml(CLERK_PARAMS)
+    tree["rl"]["distillation"] = {"teachers": [{"path": "one"}, {"path": "./models/sft"}, {"path": "two"}], "loss": "sampled"}
+    found = read_inputs(parse_params(tree), project)["teachers"]
+    keys = [f"rl.distillation.teachers.{number}.path" for number in (0, 2)]
+    assert {key: entry["path"] for key, entry in found.items()} == dict(zip(keys, ("one", "two"), strict=True))
+    assert found[keys[0]]["sha256"] != found[keys[1]]["sha256"]
+    old(project / "two/config.json", "two, trained further")
+    again = read_inputs(parse_params(tree), project)["teachers"]
+    assert again[keys[0]] == found[keys[0]] and again[keys[1]]["sha256"] != found[keys[1]]["sha256"]
+    shutil.rmtree(project / "one")
+    assert any(line.startswith(f"{keys[0]}: expected a folder") for line in input_problems(parse_params(tree), project))
+    tree["alignment"]["method"] = "dpo"
+    assert read_inputs(parse_params(tree), project)["teachers"] == {}
+
+
 def test_models_that_take_the_place_of_trained_ones_are_hashed_with_the_base_of_adapters(project):
     for name in ("reward", "base"):
         old(project / f"{name}/config.json", name)

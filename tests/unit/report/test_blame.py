@@ -130,6 +130,17 @@ def test_responses_from_another_distribution():
     assert "serving mismatch" not in blame(failed_run(policy_curves=off.assign(policy_lag=1.0))).sentence
 
 
+def test_distillation_that_came_no_closer_to_its_teachers_is_blamed_and_one_that_did_is_not():
+    curve = run().policy_curves.assign(score_mean=np.nan, score_std=np.nan)
+    still, fell = (curve.assign(distillation_loss=values) for values in (0.4, np.linspace(0.4, 0.1, len(curve))))
+    found = blame(failed_run(policy_curves=still))
+    assert (found.stage, found.figure) == (
+        "train_policy",
+        "divergence from the teachers 0.4 nats per token in the first steps, 0.4 in the last ones",
+    )
+    assert blame(failed_run(policy_curves=fell)).figure.startswith("share that the judge accepts")
+
+
 def test_rl_that_did_not_raise_its_reward_or_had_nothing_to_learn_from():
     curve = failed_run().policy_curves
     still = curve.assign(score_mean=0.4, kl_mean=0.003)  # score_std of the first step is 2.1: less than 0.21 was gained

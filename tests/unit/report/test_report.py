@@ -250,6 +250,19 @@ def test_a_table_and_curves_say_which_scorer_drove_the_update(tmp_path, monkeypa
     assert "Which scorer drove" not in older and 'data-figure="rl_shares"' not in older
 
 
+def test_pass_rates_and_scores_by_source_are_drawn_where_they_were_measured(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    curves = workspace / "plots/train_policy.csv"
+    rows = pd.read_csv(curves)
+    ends = {"eval_pass_1_low": 0.4, "eval_pass_1_high": 0.6, "eval_pass_1_low.math": 0.1}
+    rows.assign(eval_pass_1=0.5, eval_pass_4=0.75, **{"eval_pass_4.math": 0.25, "eval_score.math": 1.5}, **ends).to_csv(curves, index=False)
+    page = render_in(workspace, monkeypatch)
+    assert 'data-figure="rl_pass"' in page and 'data-figure="rl_sources"' in page
+    assert "pass@1" in page and "pass@4, math" in page and "score, math" in page and "low" not in re.findall(r'"(pass@[^"]*)"', page)
+    rows.to_csv(curves, index=False)
+    assert 'data-figure="rl_pass"' not in render_in(workspace, monkeypatch)
+
+
 def test_one_scorer_is_the_score_and_gets_no_row_of_its_own(tmp_path, monkeypatch):
     page = render_in(make_workspace(tmp_path), monkeypatch)
     assert 'data-figure="rl_kl"' in page and 'data-figure="rl_score"' in page and 'data-figure="rl_score_reward_model"' not in page

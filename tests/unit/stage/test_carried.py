@@ -85,7 +85,7 @@ def test_scorers_are_known_by_name_whatever_their_order():
     before = {"rl.reward.scorers": [own, JUDGE, LENGTH]}
     assert rl({"rl.reward.scorers": [LENGTH, own, JUDGE]}, before) == Carried([], {})
     fewer = rl({"rl.reward.scorers": [own, LENGTH]}, before)
-    assert fewer.refusals == [] and fewer.begun_anew.keys() == OF_SCORES
+    assert fewer.refusals == [] and fewer.begun_anew.keys() == OF_SCORES | {"curriculum"}
     assert "rl.reward.scorers.judge.kind" in fewer.begun_anew["best"]
 
 
@@ -127,7 +127,7 @@ def test_a_setting_of_something_that_the_checkpoint_does_not_have_is_not_refused
     assert rl({}, **{"models/sft/README.md": "new"}) == Carried([], {}), "the model's card"
     raw = {"rl.reward.scorers.0.normalization": "none"}
     new = rl({}, raw, **{"models/reward/model.safetensors": "new", "rewards/mine.py": "new"})
-    assert new.refusals == [] and new.begun_anew.keys() == OF_SCORES, "nothing is normalised by the model's scores"
+    assert new.refusals == [] and new.begun_anew.keys() == OF_SCORES | {"curriculum"}, "nothing is normalised by the model's scores"
     assert rl({}, **{"rewards/mine.py": "new"}).refusals == [], "the normalised scorer is a model"
 
 

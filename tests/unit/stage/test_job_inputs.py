@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from clerk_params import CLERK_PARAMS
 
-from rlhf_core.config import EnvironmentConfig, ScorerConfig, load_params
+from rlhf_core.config import DistillationConfig, EnvironmentConfig, ScorerConfig, TeacherConfig, load_params
 from rlhf_core.stage import job_inputs as module
 from rlhf_core.stage.job_inputs import JobInputs, pack_code
 
@@ -57,8 +57,10 @@ def test_params_name_models_scorers_and_functions_as_they_are_on_a_node(project)
     reward = params.rl.reward.model_copy(update={"scorers": scorers})
     model = params.model.model_copy(update={"path": "../base"})
     environment = EnvironmentConfig(tools=["../judges/strict.py:ask", "mine.score:find"])
-    params = params.model_copy(update={"model": model, "rl": params.rl.model_copy(update={"reward": reward, "environment": environment})})
-    there = taken.on_node(params)
+    taught = DistillationConfig(teachers=[TeacherConfig(path=str(project.parent / "base"))])
+    rl = params.rl.model_copy(update={"reward": reward, "environment": environment, "distillation": taught})
+    there = taken.on_node(params.model_copy(update={"model": model, "rl": rl}))
+    assert there.rl.distillation.teachers[0].path == there.model.path
     assert there.rl.environment.tools == [there.rl.reward.scorers[1].path.replace(":judge", ":ask"), "mine.score:find"]
     paths = [there.model.path, *(scorer.path for scorer in there.rl.reward.scorers)]
     assert [path.startswith("outside/") for path in paths] == [True, True, True, False]

@@ -150,6 +150,11 @@ def test_without_weights_the_stream_is_batch_after_batch_of_fresh_permutations()
     assert Counter(p.id for p in stream.take(6, 6)) == Counter(p.id for p in prompts)  # each once per pass
 
 
+def test_a_source_of_weight_0_is_never_drawn():
+    prompts = [Prompt(f"{source}{i}", source, [], [1], None) for source in "ab" for i in range(3)]
+    assert {prompt.source for prompt in PromptStream(prompts, {"a": 0.0}, seed=1).take(0, 5000)} == {"b"}
+
+
 @pytest.mark.parametrize("weights", [{}, {"a": 3.0, "b": 1.0}])
 def test_what_comes_at_a_position_depends_on_nothing_else(weights):
     prompts = prompts_of(a=40, b=30)

@@ -12,7 +12,8 @@ from tiny_models import tiny_params
 from rlhf_core.config import RlConfig, curve_columns
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl.advantages import compute_advantages
-from rlhf_core.trainers.rl.metrics import TooManyUnscored, batch_metrics, check_scored, evaluation_metrics, lag_metrics, update_metrics
+from rlhf_core.trainers.rl.heldout import evaluation_metrics
+from rlhf_core.trainers.rl.metrics import TooManyUnscored, batch_metrics, check_scored, lag_metrics, update_metrics
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch, check_logprobs
 from rlhf_core.types import Prompt, Rollout, RolloutBatch, Sequences, Span
 
@@ -57,17 +58,6 @@ def test_metrics_by_hand_over_what_could_be_scored(bad: float):
         },
         nan_ok=True,
     )  # fmt: skip
-
-
-def test_evaluation_measures_the_weighted_sum_and_each_scorer():
-    components = {"model": torch.tensor([1.0, 2.0]), "short": torch.tensor([0.0, NAN]), "seen": torch.tensor([NAN, NAN])}
-    found = evaluation_metrics(components, config().reward)
-    assert {name: found[name] for name in ("eval_score", "eval_model", "eval_short")} == {
-        "eval_score": 2.0,
-        "eval_model": 1.5,
-        "eval_short": 0.0,
-    }
-    assert math.isnan(found["eval_seen"])
 
 
 def test_update_metrics_are_means_over_tokens_and_optimizer_steps():
@@ -160,11 +150,12 @@ def test_every_column_of_a_step_is_known_before_the_first(algorithm: str):
     losses = dict.fromkeys(("policy_loss", "value_loss", "ptx_loss", "moe_aux_loss", "grad_norm", "critic_grad_norm"), 1.0)
     sums = {"tokens": 4, "entropy_sum": 1.0, "clip_frac_sum": 0.0, "approx_kl_sum": 0.0, "optimizer_steps": 1, "stopped_early": 0}
     sums |= {"skipped_steps": 0, "policy_ratio_max": 1.2, "policy_ratio_min": 0.8, **losses}
+    evaluated = {name: scores.numpy() for name, scores in {"score": batch.components["model"], **batch.components}.items()}
     row = {
         **batch_metrics(batch, batch.old_logprobs, rl.reward),
         **advantage_metrics,
         **update_metrics(sums, ranks=1),
-        **evaluation_metrics(batch.components, rl.reward),
+        **evaluation_metrics(evaluated, None, ["made"] * len(batch.finished), rl),
     }
     columns = curve_columns(rl)
     assert set(row) <= set(columns) and len(set(columns)) == len(columns)
@@ -180,7 +171,7 @@ def test_columns_of_options_are_there_only_with_the_option():
     options = {
         "rl.ptx.coef": (0.1, {"ptx_loss"}),
         "rl.moe_aux_coef": (0.1, {"moe_aux_loss"}),
-        "rl.evaluation.every": (2, {"eval_score", "eval_model", "eval_short", "eval_seen"}),
+        "rl.evaluation.every": (2, {"eval_score", "eval_score_low", "eval_score_high", "eval_model", "eval_short", "eval_seen"}),
         "rl.reward.scorers": (
             [*TWO_SCORERS, {**function, "normalization": "none"}],
             {"score_own", "failed_own", "scorer_metrics"} | shares("own"),

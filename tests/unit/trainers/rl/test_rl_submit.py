@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 from clerk_params import CLERK_PARAMS
+from tiny_models import tiny_tokenizer
 
 from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import Params, parse_params, read_yaml, set_key
@@ -22,7 +24,7 @@ from rlhf_core.stage.run import TAIL, StageRefused
 from rlhf_core.stage.setup import rl_setup
 from rlhf_core.storage.work import REFUSED
 from rlhf_core.trainers.rl.job import PLACEMENT, RlJob
-from rlhf_core.trainers.rl.submit import check_rewards, describe_job, final_figures, rl_job
+from rlhf_core.trainers.rl.submit import check_rewards, check_teachers, describe_job, final_figures, rl_job
 
 ROOT = Path(__file__).parents[4]
 PASSED = {"passed": True, "message": "passed: it is good."}
@@ -195,6 +197,35 @@ def test_final_figures_are_means_over_the_last_steps_of_every_scorer_too(tmp_pat
         tmp_path, params(rl__evaluation__every=10, rl__evaluation__keep_best=True).rl.model_copy(update={"reward": given.rl.reward})
     )
     assert (best["best_step"], best["best_metric"], best["best_value"]) == (20, "judge", 0.8)
+
+
+TAUGHT = {
+    **{"rl__algorithm": "grpo", "rl__kl__placement": "loss", "rl__kl__estimator": "k3", "rl__reward__scorers": []},
+    **{"rl__distillation": {"teachers": [{"path": "teacher"}, {"path": "models/sft"}], "loss": "sampled"}},
+}
+
+
+def test_the_job_gets_the_folders_of_its_teachers_and_other_tokens_are_refused_before_it(workspace, sft_folder, tokenizer):
+    shutil.copytree(sft_folder, workspace / "models/sft", dirs_exist_ok=True)
+    shutil.copytree(sft_folder, workspace / "teacher")
+    given = params(**TAUGHT)
+    assert [Path(folder).resolve() for folder in job(workspace, given).teacher_models] == [workspace / "teacher", workspace / "models/sft"]
+    check_teachers(given)
+    tiny_tokenizer(vocab_size=310).save_pretrained(workspace / "teacher")
+    with pytest.raises(ValueError, match=r"rl\.distillation\.teachers\.0\.path: expected the tokens of models/sft"):
+        check_teachers(given)
+
+
+def test_final_figures_without_a_reward_are_those_of_the_distillation(tmp_path):
+    rows = pd.DataFrame({"step": range(1, 4), "distillation_loss": [0.5, 0.3, 0.1], "logprob_difference": 1e-6, "score_mean": None})
+    for name in ("kl_mean", "response_length", "entropy", "truncated_fraction"):
+        rows[name] = 1.5
+    rows.to_csv(tmp_path / "curves.csv", index=False)
+    (tmp_path / "monitor.json").write_text(json.dumps({"stopped": None, "warnings": [], "chosen_step": 3}))
+    (tmp_path / PLACEMENT).write_text(json.dumps(ON_CPUS))
+    figures = final_figures(tmp_path, params(**TAUGHT).rl.model_copy(update={"steps": 3}))
+    assert (figures["algorithm"], figures["distillation_loss_first_step"], figures["distillation_loss"]) == ("distillation", 0.5, 0.1)
+    assert not {"score_mean", "score_first_step"} & figures.keys() and not any(value != value for value in figures.values())
 
 
 def test_the_setup_says_how_a_policy_was_trained():

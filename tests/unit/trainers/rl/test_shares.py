@@ -37,6 +37,7 @@ def metrics(rl, scores: dict[str, list[float]], groups: list[int], *, finished: 
     batch = RolloutBatch(
         sequences=Sequences.of([[5, 6, 6]] * count, [1] * count), response_ids=zeros.long(), response_mask=mask, rollout_logprobs=zeros,
         old_logprobs_source="recompute", old_logprobs=zeros, sampler_logprobs=zeros, ref_logprobs=zeros, values=zeros,
+        turns=zeros.long(), turn_rewards=zeros,
         components=components, baseline=baseline, policy_versions=zeros.long(), group_ids=torch.tensor(groups), finished=ended,
         lengths=torch.full((count,), 2),
     )  # fmt: skip
