@@ -22,7 +22,7 @@ def test_programs_pass_more_tests_after_rl(tmp_path: Path):
     with (tmp_path / "flow/plots/train_policy.csv").open() as file:
         steps = list(csv.DictReader(file))
     scores = [float(step["score_tests"]) for step in steps]
-    assert len(scores) == 16 and 0.15 < scores[0] < 0.45, scores  # 0.3 of the demonstrations are right
+    assert len(scores) == 16 and 0.15 < scores[0] < 0.55, scores  # 0.28 of the demonstrations are right
     assert sum(scores[-4:]) / 4 > sum(scores[:2]) / 2 + 0.15, scores
     assert all(json.loads(step["scorer_metrics"])["tests.no_program"] < 0.1 for step in steps)
     evaluation = json.loads((tmp_path / "flow/metrics/evaluate.json").read_text())
