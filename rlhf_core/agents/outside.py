@@ -85,7 +85,7 @@ class Outside:
             RuntimeError: a part that all episodes need has ended.
         """
         if self._endpoint is not None and not self._endpoint.listens:
-            self._ends = self._ends or "its endpoint no longer listens"
+            self._ends = "its endpoint no longer listens"  # agents end because of it
         if self._ends is not None:
             raise RuntimeError(f"{self._subject}: expected agents to go on; correct what has ended, and run the stage again: {self._ends}")
 
