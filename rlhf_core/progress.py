@@ -208,8 +208,8 @@ _drawing: list[Bar] = []
 
 
 @contextmanager
-def drawing(what: str, total: int) -> Iterator[Bar]:
-    """A bar of responses sampled by an engine in this process, which reports them by `drawn`."""
+def drawing(what: str, total: int | None) -> Iterator[Bar]:
+    """A bar of responses sampled by an engine in this process, which reports them by `drawn`. Arguments as of `Bar`."""
     with Bar(what, total) as bar:
         _drawing.append(bar)
         try:

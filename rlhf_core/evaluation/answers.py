@@ -128,7 +128,9 @@ def sample_answers(
     )
     samples: Samples = {mode: {} for mode in MODES}
     try:
-        with drawing("answer", len(models) * len(MODES) * len(seeds)) as bar:
+        # An episode has a number of replies that nobody knows before.
+        what, total = ("reply", None) if environments else ("answer", len(models) * len(MODES) * len(seeds))
+        with drawing(what, total) as bar:
             for version, (name, evaluated) in enumerate(models.items()):
                 if version:
                     engine.load_folder(evaluated.folder, version)
@@ -139,7 +141,8 @@ def sample_answers(
                     if environments:
                         generate = partial(_play, environments[name], settings=settings, generate=generate)
                     samples[mode][name] = in_shares(requests, generate, ranks_per_share=ranks_per_model)
-                    bar.reach(len(seeds) * sum(map(len, samples.values())))
+                    if total:  # with the answers of other ranks
+                        bar.reach(len(seeds) * sum(map(len, samples.values())))
     finally:
         for environment in (environments or {}).values():
             environment.close()
