@@ -25,7 +25,8 @@ KIND_FIELDS: dict[str, dict[str, bool]] = {
         **dict.fromkeys(("dialect", "batch_size", "concurrency", "retries", "request_timeout", "api_key_env", "api_key_file"), False),
     },
 }
-KEEPS_TIMEOUT = {"http": 10.0}  # kinds that end their own work at `timeout`, and the further seconds in which they return
+KEEP_TIMEOUT = ("code", "http", "llm_judge")  # kinds that end their own work at `timeout` and then return the scores that they have
+GRACE = 10.0  # further seconds in which they return
 
 
 class ScorerConfig(Section):
@@ -66,8 +67,8 @@ class ScorerConfig(Section):
 
     @property
     def deadline(self) -> float:
-        """Seconds after which a call is given up from outside; a scorer that keeps `timeout` itself returns what it has by then."""
-        return self.timeout + KEEPS_TIMEOUT.get(self.kind, 0.0)
+        """Seconds after which a step of RL gives a call up. A scorer that keeps `timeout` itself returns before."""
+        return self.timeout + GRACE * (self.kind in KEEP_TIMEOUT)
 
     def conflicts(self) -> Iterator[str]:
         own = KIND_FIELDS.get(self.kind, {})

@@ -86,7 +86,7 @@ class TextScorers:
     Args:
         rank: unused; every actor of a group gets one.
         source_judges: each data source's judge by the source's name.
-        in_time: a call must end within the scorer's timeout, after which its caller gives it up.
+        in_time: a call has the scorer's timeout for all of its responses, as in a step of RL; otherwise each request or program has limits.
     Raises:
         ValueError: a user's function can't be loaded, a service's key can't be read, or the sandbox for programs doesn't work here.
     """
@@ -102,13 +102,13 @@ class TextScorers:
 def _scorer(config: ScorerConfig, source_judges: dict[str, str], *, in_time: bool) -> ScoreAll:
     report = Reasons(config.name)
     if config.kind == "code":
-        return CodeScorer(config, report, config.timeout if in_time else None)
+        return CodeScorer(config, report, in_time=in_time)
     if config.kind == "function":
         return _user_function(load_function(config.path, FUNCTION_ARGUMENTS, what="scorer function"), report)
     if config.kind == "http":
         from rlhf_core.scorers.http import HttpScorer  # imports aiohttp
 
-        return HttpScorer(config, report)
+        return HttpScorer(config, report, in_time=in_time)
     if config.kind == "judge":
         return _for_all(partial(judge, source_judges=source_judges), report)
     return _for_all(partial(SCORERS[config.kind], config=config), report)
