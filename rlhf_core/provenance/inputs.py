@@ -117,9 +117,12 @@ def _environment_functions(params: Params) -> Iterator[tuple[str, str]]:
 
 
 def _scorers(lists: Mapping[str, list[ScorerConfig]], workspace: Path, hashes: FileHashes) -> Tree:
-    """Functions, external reward models and services of lists of scorers, with their keys. Of a service only the address is known."""
+    """Functions, external reward models, services and judges' templates of lists of scorers, with their keys. Of a service only the address
+    is known.
+    """
     scorers = _with_keys(lists)
-    services = {f"{key}.{s.name}": {"address": s.url} for key, s in scorers if s.kind == "http"}
+    services = {f"{key}.{s.name}": {"address": s.url} for key, s in scorers if s.url is not None}
+    services |= {f"{key}.{s.name}.template": _local(s.template, workspace, hashes) for key, s in scorers if s.template is not None}
     functions = ((f"{key}.{s.name}", s.path) for key, s in scorers if s.kind == "function")
     models = {f"{key}.{s.name}": _local(s.path, workspace, hashes) for key, s in scorers if is_ready_made(s)}
     return _functions(functions, workspace, hashes) | models | services
@@ -283,6 +286,7 @@ def input_problems(params: Params, workspace: Path = Path(), *, rounds: bool = F
         *((f"data.sources.{s.name}", _source_problem, s) for s in params.data.sources),
         *((f"gate.external.{e.name}.path", _data_problem, e.path) for e in params.gate.external),
         *((f"{key}.{s.name}.path", _ready_made_problem, s.path) for key, s in scorers if is_ready_made(s)),
+        *((f"{key}.{s.name}.template", _template_problem, s.template) for key, s in scorers if s.template is not None),
         ("model.path", partial(_model_problem, key="model.path", revision=params.model.revision), params.model.path),
         *((key, partial(_model_problem, key=key, revision=revision), path) for key, path, revision in given),
     ]
@@ -344,6 +348,12 @@ def _ready_made_problem(path: str, workspace: Path) -> str | None:
     if (locate(path, workspace) / "config.json").is_file():
         return None
     return f"expected a reward model's folder at {shown(path)}, got none with a config.json; correct the path"
+
+
+def _template_problem(path: str, workspace: Path) -> str | None:
+    if locate(path, workspace).is_file():
+        return None
+    return f"expected a file with the judge's instructions at {shown(path)}, got none; correct the path, relative to the project's folder"
 
 
 def _model_problem(path: str | None, workspace: Path, *, key: str, revision: str | None = None) -> str | None:

@@ -109,6 +109,10 @@ def _scorer(config: ScorerConfig, source_judges: dict[str, str], *, in_time: boo
         from rlhf_core.scorers.http import HttpScorer  # imports aiohttp
 
         return HttpScorer(config, report, in_time=in_time)
+    if config.kind == "llm_judge":
+        from rlhf_core.scorers.llm_judge.scorer import LlmJudge
+
+        return LlmJudge(config, report, in_time=in_time)
     if config.kind == "judge":
         return _for_all(partial(judge, source_judges=source_judges), report)
     return _for_all(partial(SCORERS[config.kind], config=config), report)
@@ -263,7 +267,7 @@ def final_number(text: str) -> Decimal | None:
     return Decimal(("-" if negative else "") + match["digits"].replace(",", "") + (match["exponent"] or ""))
 
 
-# Kind of scorer -> its function. reward_model, function, judge, code and http are the other kinds.
+# Kind of scorer -> its function. reward_model, function, judge, code, http and llm_judge are the other kinds.
 SCORERS: dict[str, Callable[[ScoreItem, ScorerConfig], float]] = {
     "exact_match": exact_match,
     "number": number,

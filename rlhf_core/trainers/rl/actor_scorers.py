@@ -12,6 +12,7 @@ import torch
 from rlhf_core.config import ScorerConfig
 from rlhf_core.engines.ray.actors import ActorGroup, RoleLost
 from rlhf_core.sampling.scoring import Scorers
+from rlhf_core.scorers.llm_judge.answers import BudgetSpent
 from rlhf_core.scorers.text import ScoreItem
 from rlhf_core.trainers.rl.groups import TrainerGroup
 from rlhf_core.trainers.rl.job import RlJob
@@ -29,6 +30,7 @@ class ActorScorers(Scorers):
 
     Raises:
         RoleLost: a trainer rank fails. The run ends.
+        BudgetSpent: of a judge. The run ends, and another takes the answers from the disk.
     """
 
     def __init__(self, job: RlJob, ranks: TrainerGroup | None, replacements: Replacements, turns: GpuTimeSharing):
@@ -73,6 +75,8 @@ class ActorScorers(Scorers):
             try:
                 return self._text_scorers.call_only("score_items", config.name, items, deadline=config.deadline)
             except RoleLost as lost:
+                if isinstance(lost.cause, BudgetSpent):
+                    raise lost.cause from lost
                 self._text_scorers.replace([0])
                 if can_retry and lost.ranks and self._replacements.allow(lost):
                     continue

@@ -83,6 +83,7 @@ def scorer(kind: str, **settings) -> dict[str, Any]:
     return {"name": kind, "kind": kind, "weight": 1.0, "normalization": "none", **settings}
 
 
+ASKED = {"url": "http://a/v1", "model": "m"}
 LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-linear"}
 ONE_STEP = {"rl.minibatch_size": 256, "rl.kl.placement": "loss", "rl.kl.estimator": "k3"}
 
@@ -158,6 +159,11 @@ def test_whole_weights_go_to_a_reference_elsewhere_only(placement: str, changes:
         (scorer("http", url="http://a", api_key_env="A", api_key_file="/b"), "api_key_file: expected none with api_key_env=A, got '/b'"),
         (scorer("http", url="http://a", api_key_file="key"), "api_key_file: expected an absolute path outside the project, got 'key'"),
         (scorer("http", url="http://a", request_timeout=60.0), "request_timeout: expected less than timeout=60.0, got 60.0; lower it"),
+        (scorer("llm_judge", **ASKED, scale=[5, 5]), "scale: expected the worst and then a higher best score, got [5, 5]"),
+        (scorer("llm_judge", **ASKED, mode="pairwise", scale=[1, 5]), "scale: expected none with mode pairwise, got [1, 5]; remove it"),
+        (scorer("llm_judge", **ASKED, criteria=[{"criterion": "x"}]), "criteria: expected none with mode pointwise, got 1; remove them"),
+        (scorer("llm_judge", **ASKED, budget_cost=3.0), "prices: expected those of the model with budget_cost=3.0, got none; add them"),
+        (scorer("llm_judge", **ASKED, request={"n": 2}), "request: expected other keys than those of the question, got ['n']; remove"),
         (scorer("judge", path="x"), "path: expected none for a scorer of kind judge, got 'x'; remove it"),
         (scorer("number", pattern="x"), "pattern: expected none for a scorer of kind number, got 'x'; remove it"),
         (scorer("regex", pattern="(a"), "pattern: expected a regular expression, got '(a'"),
@@ -190,12 +196,16 @@ def test_every_kind_of_scorer_requires_its_own_fields_and_refuses_the_others(kin
     values = {"path": "file.py:name", "label": 1, "pattern": "a+", "target_length": 5}
     values |= {"seconds": 0.5, "memory_mib": 128, "reward": "all"}
     values |= {"url": "http://judge:80/", "dialect": "openrlhf", "batch_size": 2, "concurrency": 2, "retries": 0, "request_timeout": 9.0}
-    values |= {"api_key_env": "KEY", "api_key_file": "/run/key"}
+    values |= {"api_key_env": "KEY", "api_key_file": "/run/key", "model": "judge-7b", "mode": "rubric", "scale": [0, 5]}
+    values |= {"criteria": [{"criterion": "It is polite."}], "template": "judge.txt", "max_answer_tokens": 64, "request": {"top_p": 1.0}}
+    values |= {"budget_tokens": 1000, "budget_cost": 2.5, "prices": {"input": 1.0, "output": 4.0}}
+    beside = {"criteria": {"mode": "rubric"}, "budget_cost": {"prices": values["prices"]}}  # of that kind
     assert set(values) == {field for known in KIND_FIELDS.values() for field in known}
     own = KIND_FIELDS.get(kind, {})
     required = {field: values[field] for field, needed in own.items() if needed}
     for field, value in values.items():
-        without, given = {k: v for k, v in required.items() if k != field}, {**required, field: value}
+        without = {k: v for k, v in required.items() if k != field}
+        given = {**required, field: value, **(beside.get(field, {}) if field in own else {})}
         for fields, refused in ((without, own.get(field, False)), (given, field not in own)):
             tree = changed("rl.reward.scorers", [scorer(kind, **fields)])
             tree["rl"]["environment"] = {"path": "agents/notebook.py:play"}
