@@ -116,6 +116,11 @@ class ScorerConfig(Section):
         return self.kind in LABEL_SCORERS or (self.kind == "llm_judge" and of_row)
 
     @property
+    def asked_with(self) -> dict[str, Any]:
+        """The fields that a judge's verdicts depend on, beside its template's text."""
+        return self.model_dump(include={"url", "model", "mode", "scale", "criteria", "max_answer_tokens", "request"})
+
+    @property
     def is_rewarded_judge(self) -> bool:
         """Whether the scorer is a language model that judges, and what it says is learned from."""
         return self.kind == "llm_judge" and self.weight != 0

@@ -17,7 +17,7 @@ from rlhf_core.stage.files import has_labels, read_json, source_judges
 from rlhf_core.stage.job import Job
 from rlhf_core.stage.job_inputs import JobInputs
 from rlhf_core.stage.ray_job import submit_job
-from rlhf_core.stage.run import Stage, check_gate, steps_at_the_end
+from rlhf_core.stage.run import Stage, check_gate, check_gate_of_judges, steps_at_the_end
 from rlhf_core.stage.setup import rl_setup
 from rlhf_core.stage.stored_job import uses_storage
 from rlhf_core.storage.work import OUTPUTS
@@ -32,10 +32,11 @@ def check_rewards(rl: RlConfig, gate: dict) -> str | None:
     Returns:
         As check_gate.
     Raises:
-        StageRefused: the chain's own reward model is used and did not pass its gate.
+        StageRefused: the chain's own reward model or a judge is used and did not pass the gate.
         ValueError: a reward model's folder, a label, a function or a demonstration is missing.
     """
     override = check_gate(gate) if uses_chain_reward_model(rl) else None
+    override = check_gate_of_judges(gate, "rl.reward.scorers", rl.reward.scorers) or override
     check_scorers(rl.reward.scorers, reward_model=REWARD_MODEL, source_judges=source_judges(), has_labels=has_labels)
     if rl.ptx.coef > 0 and not ((PREPARED / "sft.parquet").exists() and read_rows(PREPARED, "sft", "train")):
         raise ValueError(f"rl.ptx.coef: expected 0 without demonstrations, got {rl.ptx.coef}; add a source with the use sft")

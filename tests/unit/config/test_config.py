@@ -199,7 +199,11 @@ def test_every_kind_of_scorer_requires_its_own_fields_and_refuses_the_others(kin
     values |= {"api_key_env": "KEY", "api_key_file": "/run/key", "model": "judge-7b", "mode": "rubric", "scale": [0, 5]}
     values |= {"criteria": [{"criterion": "It is polite."}], "template": "judge.txt", "max_answer_tokens": 64, "request": {"top_p": 1.0}}
     values |= {"budget_tokens": 1000, "budget_cost": 2.5, "prices": {"input": 1.0, "output": 4.0}}
-    beside = {"criteria": {"mode": "rubric"}, "budget_cost": {"prices": values["prices"]}}  # of that kind
+    beside = {
+        "mode": {"criteria": values["criteria"]},
+        "criteria": {"mode": "rubric"},
+        "budget_cost": {"prices": values["prices"]},
+    }  # of that kind
     assert set(values) == {field for known in KIND_FIELDS.values() for field in known}
     own = KIND_FIELDS.get(kind, {})
     required = {field: values[field] for field, needed in own.items() if needed}

@@ -426,7 +426,9 @@ def test_a_stopped_chain_leaves_a_page_that_says_so_and_shows_nothing_of_an_earl
     page = (workspace / "reports/stopped.html").read_text(encoding="utf-8")
     assert not (workspace / "reports/report.html").exists()
     assert "<title>Stopped: RLHF run</title>" in page and "Unfinished run." in page
-    assert "Stopped at gate_reward: the reward model did not pass its gate." in page and "rejected: &lt;b&gt;too few&lt;/b&gt;" in page
+    assert (
+        "Stopped at gate_reward: what rewards the policy did not pass the gate." in page and "rejected: &lt;b&gt;too few&lt;/b&gt;" in page
+    )
     assert 'data-figure="reward_accuracy"' in page and 'data-figure="gate_scores"' in page
     assert "sft right; dpo right; shared prefix on; vllm right." in " ".join(page.split())
     assert not any(f'id="{section}"' in page for section in ("evaluation", "samples")) and 'data-figure="rl_score"' not in page
