@@ -68,7 +68,7 @@ class JudgeGateConfig(Section):
     max_without_verdict: for the upper bound of the share of answers that refuse or can't be read.
     """
 
-    pairs: int = Field(default=200, ge=1)
+    pairs: int = Field(default=250, ge=1)
     max_length_bias: float | None = Field(default=0.3, ge=0, le=1)
     max_position_bias: float | None = Field(default=0.2, ge=0, le=0.5)
     min_consistency: float | None = Field(default=0.6, ge=0, le=1)
@@ -112,6 +112,8 @@ class GateConfig(Section):
     override: str | None = Field(default=None, min_length=1)
 
     def conflicts(self) -> Iterator[str]:
+        if self.llm_judge.pairs < self.min_pairs:
+            yield f"llm_judge.pairs: expected at least min_pairs={self.min_pairs}, got {self.llm_judge.pairs}; raise it, or lower min_pairs"
         for key, names in (("slices", self.slices), ("external", [e.name for e in self.external])):
             if len(set(names)) < len(names):
                 yield f"{key}: expected different names, got {names}; take one out"

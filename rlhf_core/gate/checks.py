@@ -156,7 +156,7 @@ def sentences(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> 
         yield _bad_slices(bad, config)
     for check in checks:
         if check.passed is False and not check.name.startswith(SLICE) and (check.name == "pairs" or gate["n"]):
-            yield _REASONS.get(check.name, any_reason)(gate, check, config)
+            yield reason_of(gate, check, config)
     if all(check.passed is not False for check in checks):
         yield f"passed: {_measured(gate, config)}; the lower end reaches gate.min_accuracy={config.min_accuracy}."
     if gate["look"] is not None and gate["look"]["number"] > 1 and (look := _look(gate, checks, config)):
@@ -255,7 +255,12 @@ def percent(confidence: float) -> str:
     return f"{100 * confidence:.4g}%" if confidence < 0.99995 else f"{100 * confidence:.7g}%"
 
 
-def any_reason(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
+def reason_of(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
+    """A sentence on a check that failed, from the figures of gate.json or of a judge in it."""
+    return _REASONS.get(check.name, _any_reason)(gate, check, config)
+
+
+def _any_reason(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
     if check.value is None:
         return f"rejected: {check.name}: expected figures to compare with {check.threshold:g}, got none (n={check.n}); {check.way_out}."
     interval = "" if check.low is None else f" ({check.low:.4f} to {check.high:.4f})"
@@ -269,6 +274,8 @@ def explain(gate: dict[str, Any]) -> Iterator[str]:
     """Lines for the log, in addition to a rejection's message."""
     if (look := gate["look"]) is not None:
         yield f"look {look['number']} at this split's {gate['n']} test pairs: intervals of {percent(gate['confidence'])}"
+    for judge in gate["llm_judges"]:
+        yield f"judge {judge['key']}: {judge['message']}"
     for s in gate["slices"]:
         few = "" if s["judged"] else " (too few to judge)"
         yield f"{s['column']}={s['value']}: accuracy {s['accuracy']:.4f} ({s['low']:.4f} to {s['high']:.4f}) on {s['n']} pairs{few}"

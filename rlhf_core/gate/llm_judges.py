@@ -18,7 +18,7 @@ import numpy as np
 from rlhf_core.config import GateConfig, Params, ScorerConfig
 from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.schema import read_rows, read_slices
-from rlhf_core.gate.checks import SLICE, Check, any_reason, at_least, at_most, percent, within
+from rlhf_core.gate.checks import SLICE, Check, at_least, at_most, percent, reason_of, within
 from rlhf_core.gate.looks import at_look, look_level, take_look, write_result
 from rlhf_core.gate.overlap import SplitKeys
 from rlhf_core.gate.pairs import Pairs, slice_accuracies, summarize, worst_slice
@@ -245,7 +245,7 @@ def judge_checks(found: dict[str, Any], config: GateConfig) -> list[Check]:
 
 def _message(found: dict[str, Any], checks: list[Check], config: GateConfig) -> str:
     if bad := [check for check in checks if check.passed is False]:
-        return " ".join(any_reason(found, check, config) for check in bad)
+        return " ".join(reason_of(found, check, config) for check in bad)
     measured = f"accuracy {found['accuracy']:.4f} on {found['n']} pairs of {found['prompts']} prompts"
     interval = f"{percent(config.confidence)} interval {found['low']:.4f} to {found['high']:.4f}"
     return f"passed: {measured}, {interval}; the lower end reaches gate.min_accuracy={config.min_accuracy}."

@@ -53,6 +53,11 @@ def test_the_default_is_accepted_and_typed():
             f"params: rl.algorithm: expected {', '.join(map(repr, [*ALGORITHMS][:-1]))} or {[*ALGORITHMS][-1]!r}, got 'sarsa'",
         ),
         ("data.sources.0.weight", 0, "params: data.sources.0.weight: expected greater than 0, got 0"),
+        (
+            "gate.llm_judge",
+            {"pairs": 9},
+            "params: gate.llm_judge.pairs: expected at least min_pairs=200, got 9; raise it, or lower min_pairs",
+        ),
         ("seed", None, "params: seed: expected a valid integer, got None"),
         ("gate", [], "params: gate: expected a valid dictionary or instance of GateConfig, got []"),
         ("rl.samples_per_step", 200, "params: rl.samples_per_step: expected a multiple of minibatch_size=256, got 200; change one of them"),

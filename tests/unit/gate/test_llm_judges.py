@@ -52,7 +52,8 @@ def scorer(service: JudgeService, **settings) -> ScorerConfig:
 
 
 def entry(service: JudgeService, tokenizer, pairs: list[dict], *, limits: dict | None = None, **settings) -> dict:
-    config = gate_config(min_accuracy=0.55, min_pairs=100, min_slice_accuracy=None, **(limits or {}))
+    own = {"min_accuracy": 0.55, "min_pairs": 100, "slices": ["source", "length_order"], "min_slice_pairs": 50, "min_slice_accuracy": None}
+    config = gate_config(**own, **(limits or {}))
     return judge_judge(KEY, scorer(service, **settings), pairs, {}, tokenizer, config)
 
 
@@ -65,12 +66,13 @@ def test_a_good_judge_passes(mode, tokenizer):
     with judging(quality=by_plus) as service:
         found = entry(service, tokenizer, rows(), mode=mode)
         assert len(service.requests) == 4 * PAIRS and set(service.asked.values()) == {1}
-    # 144 of 160 right, one pair a prompt: Wilson's interval at 95% is 0.8438 to 0.9376
-    assert found["accuracy"] == 0.9 and (round(found["low"], 4), round(found["high"], 4)) == (0.8438, 0.9376)
+    # 144 of 160 right, one pair a prompt. Wilson's interval: with z^2 / n = 3.84146 / 160 = 0.0240091 the centre is
+    # (0.9 + 0.0120046) / 1.0240091 = 0.890622, the half 1.959964 sqrt(0.09 / 160 + 0.0000375) / 1.0240091 = 0.046884
+    assert found["accuracy"] == 0.9 and (round(found["low"], 4), round(found["high"], 4)) == (0.8437, 0.9375)
     assert found["passed"] and failed(found) == set() and found["message"].startswith("passed: accuracy 0.9000 on 160 pairs of 160 prompts")
     assert found["consistency"]["value"] == 1.0 and found["without_verdict"]["value"] == 0.0
     assert found["tokens"] == 4 * PAIRS * 110 and found["look"]["number"] == 1
-    assert {(s["column"], s["n"]) for s in found["slices"]} >= {("source", 160), ("length_order", 80)}
+    assert {s["column"] for s in found["slices"]} == {"source", "length_order"} and found["worst_slice"]["column"] == "length_order"
     assert (found["position"] is None) == (mode == "pointwise")
     if mode == "pairwise":
         assert found["position"]["value"] == 0.0 and found["position"]["flipped"] == 0.0
@@ -111,14 +113,14 @@ def test_a_judge_that_changes_its_mind_fails_by_its_consistency(tokenizer):
 
 
 def test_a_judge_without_verdicts_fails(tokenizer):
-    async def every_fifth(service: JudgeService, request: web.Request, tree: Tree) -> web.StreamResponse | None:
-        text = "I like both." if len(service.requests) % 5 == 0 else None
+    async def every_tenth(service: JudgeService, request: web.Request, tree: Tree) -> web.StreamResponse | None:
+        text = "I like both." if len(service.requests) % 10 == 0 else None
         return None if text is None else web.json_response(service.completion(text))
 
-    with judging(misbehave=every_fifth) as service:
+    with judging(misbehave=every_tenth) as service:
         found = entry(service, tokenizer, rows(), concurrency=1)
         assert failed(found) == {"without_verdict"} and found["n"] < found["asked"] == PAIRS
-        assert found["without_verdict"]["value"] == pytest.approx(0.2)
+        assert found["without_verdict"]["value"] == pytest.approx(0.1)
     with judging(says="No.") as service:
         found = entry(service, tokenizer, rows())
     assert failed(found) == {"pairs", "without_verdict"} and found["accuracy"] is None and found["n"] == 0
@@ -195,7 +197,10 @@ def test_the_stage_without_a_reward_model(tmp_path, tokenizer, favours, override
     with judging(favours=favours) as service:
         judge = {"name": "helpful", "kind": "llm_judge", "url": service.url, "model": "rule", "mode": "pairwise"}
         changes = {"reward.enabled": False, "rl.algorithm": "grpo", "rl.ppo.critic_init": "sft", "rl.reward.scorers": [judge]}
-        apply_overrides(tmp_path / "params.yaml", changes | {"gate.min_pairs": 100, "gate.override": override, "evaluation.scorers": []})
+        apply_overrides(
+            tmp_path / "params.yaml",
+            changes | {"gate.min_accuracy": 0.55, "gate.min_pairs": 100, "gate.override": override, "evaluation.scorers": []},
+        )
         assert ("preference", "test") in rows_needed(load_params(tmp_path / "params.yaml"))
         done = warm_python.run([sys.executable, "-m", "tasks.gate_reward"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
     gate = json.loads((tmp_path / "metrics/gate.json").read_text())
@@ -203,4 +208,7 @@ def test_the_stage_without_a_reward_model(tmp_path, tokenizer, favours, override
     assert found["passed"] == (favours is None) and gate["override"] == override and not gate["needed"]
     assert (done.returncode == 0) == (favours is None or override is not None), done.stdout + done.stderr
     if favours and override is None:
-        assert "judge rl.reward.scorers.helpful: rejected: accuracy: expected 0.55" in done.stdout + done.stderr
+        assert (
+            "judge rl.reward.scorers.helpful: rejected: expected the lower end of the interval to reach gate.min_accuracy=0.55"
+            in done.stdout + done.stderr
+        )
