@@ -17,7 +17,7 @@ from score_service import running
 from rlhf_core.scorers.llm_judge.questions import WARNING
 
 Tree = dict[str, Any]
-Quality = Callable[[str], float]  # of a response
+Quality = Callable[[str, list[Tree]], float]  # of a response to a conversation, from 0 to 9
 Misbehaviour = Callable[["JudgeService", web.Request, Tree], Awaitable[web.StreamResponse | None]]  # None: answer as usual
 
 
@@ -27,16 +27,16 @@ def data_of(request: Tree) -> Tree:
     return json.loads(message["content"].partition(f"{WARNING}\n\n")[2].partition("\n")[0])
 
 
-def by_plus(response: str) -> float:
+def by_plus(response: str, _: list[Tree]) -> float:
     """The number of plus signs, at most 9."""
     return float(min(9, response.count("+")))
 
 
-def by_length(response: str) -> float:
+def by_length(response: str, _: list[Tree]) -> float:
     return float(min(9, len(response) // 8))
 
 
-def at_random(response: str) -> float:
+def at_random(response: str, _: list[Tree]) -> float:
     """From the response's hash."""
     return float(hashlib.sha256(response.encode()).digest()[0] % 10)
 
@@ -80,7 +80,7 @@ class JudgeService:
     def verdict(self, request: Tree) -> Tree:
         data = data_of(request)
         if "responses" in data:
-            first, second = (self.quality(data["responses"][name]) for name in ("1", "2"))
+            first, second = (self.quality(data["responses"][name], data["conversation"]) for name in ("1", "2"))
             return {"better": self.favours or ("tie" if first == second else "1" if first > second else "2")}
         schema = request.get("response_format", {}).get("json_schema", {}).get("schema", {}).get("properties", {})
         if "met" in schema or "criteria" in data:
@@ -88,7 +88,7 @@ class JudgeService:
                 line.split(". ", 1) for line in request["messages"][0]["content"].splitlines() if line[:1].isdigit()
             )
             return {"met": {name: text.split()[-1] in data["response"] for name, text in criteria.items()}}
-        return {"score": 1 + self.quality(data["response"])}
+        return {"score": 1 + self.quality(data["response"], data["conversation"])}
 
 
 @contextmanager
