@@ -91,10 +91,9 @@ def test_a_bad_judge_stops_the_chain_and_a_good_ones_answers_survive_a_kill(tmp_
     curves = pd.read_csv(workspace / "plots/train_policy.csv")
     assert len(curves) == STEPS and (curves["failed_helpful"] == 0).all() and curves["score_helpful"].between(1, 10).all()
     measured = [json.loads(text) for text in curves["scorer_metrics"]]
+    assert {(m["helpful.tokens"], m["helpful.unparsable"]) for m in measured} == {(110.0, 0.0)}
     # a question has 100 tokens at 1 per million, an answer 10 at 2
-    assert all(
-        m["helpful.tokens"] == 110 and m["helpful.cost"] == pytest.approx(0.00012) and m["helpful.unparsable"] == 0 for m in measured
-    )
+    assert [m["helpful.cost"] for m in measured] == pytest.approx([0.00012] * STEPS)
     report = (workspace / "reports/report.html").read_text()
     assert "The judge helpful" in report and "passed: accuracy" in report
     assert f"Scores of helpful come from {service.url}, which has no hash and calls itself rule-1." in report
