@@ -23,8 +23,8 @@ from rlhf_core.gate.looks import at_look, look_level, take_look, write_result
 from rlhf_core.gate.overlap import SplitKeys
 from rlhf_core.gate.pairs import Pairs, slice_accuracies, summarize, worst_slice
 from rlhf_core.models.tokenizer import encode_prompts, load_tokenizer
+from rlhf_core.progress import Reasons
 from rlhf_core.scorers.llm_judge.scorer import NO_ANSWER, REFUSED, UNPARSABLE, LlmJudge, Verdict, combined, read_template
-from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.statistics.clusters import bootstrap, mean_interval, percentile_interval, share_interval
 
 if TYPE_CHECKING:

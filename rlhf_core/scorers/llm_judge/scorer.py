@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.config import ScorerConfig, shown
 from rlhf_core.data.places import locate
 from rlhf_core.paths import JUDGE_ANSWERS
+from rlhf_core.progress import Reasons
 from rlhf_core.scorers.llm_judge.answers import BudgetSpent, JudgeAnswer, JudgeAnswers, question_key
 from rlhf_core.scorers.llm_judge.questions import Question, Questions, answer_object
-from rlhf_core.scorers.reasons import Reasons
 from rlhf_core.scorers.service import Exchange, Refused, Service
 
 if TYPE_CHECKING:
