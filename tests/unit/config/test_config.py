@@ -228,6 +228,19 @@ def test_every_kind_of_scorer_requires_its_own_fields_and_refuses_the_others(kin
 JUDGE = scorer("judge")
 
 
+def test_a_rewarded_rubric_of_the_rows_which_the_gate_cant_judge_needs_a_reason():
+    tree = changed("rl.reward.scorers", [scorer("llm_judge", **ASKED, mode="rubric")])
+    with pytest.raises(
+        ConfigError, match=r"rl\.reward\.scorers: expected criteria of the judges \['llm_judge'\], got none: the gate can't"
+    ):
+        parse_params(tree)
+    tree["gate"]["override"] = "each row has criteria of its own"
+    assert list(parse_params(tree).rewarded_judges) == ["rl.reward.scorers.llm_judge"]
+    tree["gate"]["override"] = None
+    tree["rl"]["reward"]["scorers"] = [scorer("number"), scorer("llm_judge", **ASKED, mode="rubric") | {"weight": 0.0}]
+    assert parse_params(tree).rewarded_judges == {}
+
+
 def test_orpo_with_a_second_likelihood_term_is_refused():
     tree = changed("dpo.loss", "orpo")
     tree["alignment"]["method"] = "dpo"
