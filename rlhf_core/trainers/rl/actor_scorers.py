@@ -11,6 +11,7 @@ import torch
 
 from rlhf_core.config import ScorerConfig
 from rlhf_core.engines.ray.actors import ActorGroup, RoleLost
+from rlhf_core.paths import JUDGE_ANSWERS
 from rlhf_core.sampling.scoring import Scorers
 from rlhf_core.scorers.llm_judge.answers import BudgetSpent
 from rlhf_core.scorers.text import ScoreItem
@@ -47,7 +48,12 @@ class ActorScorers(Scorers):
                 cpus=0,
                 threads=1,
                 start_deadline=job.rl.deadlines.start,
-                kwargs={"configs": by_text, "source_judges": job.source_judges, "in_time": True},
+                kwargs={
+                    "configs": by_text,
+                    "source_judges": job.source_judges,
+                    "in_time": True,
+                    "answers": Path(job.work).parents[1] / JUDGE_ANSWERS.name,  # job.work is a folder of a stage's in scratch
+                },
             )
             self._text_scorers.wait_ready()
 

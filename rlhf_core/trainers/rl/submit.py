@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_core.agents.environment import check_environment
 from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import Params, RlConfig, ScorerConfig
+from rlhf_core.data.places import locate
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import PREPARED, REWARD_MODEL, SFT_MODEL, TIMINGS
 from rlhf_core.sampling.prompts import with_steps
@@ -143,12 +144,14 @@ def checkpoint_settings(stage: Stage, rl: RlConfig) -> StoreSettings:
 
 
 def with_absolute_paths(rl: RlConfig) -> RlConfig:
-    """Absolute paths of functions: an actor of the job may have another working directory."""
+    """Absolute paths of functions and judges' templates: an actor of the job may have another working directory."""
 
     def absolute(scorer: ScorerConfig) -> ScorerConfig:
-        return scorer.model_copy(update={"path": absolute_function(scorer.path)}) if scorer.path else scorer
+        if scorer.kind == "function" and scorer.path:
+            return scorer.model_copy(update={"path": absolute_function(scorer.path)})
+        return scorer.model_copy(update={"template": str(locate(scorer.template).resolve())}) if scorer.template else scorer
 
-    scorers = [absolute(scorer) if scorer.kind == "function" else scorer for scorer in rl.reward.scorers]
+    scorers = [absolute(scorer) for scorer in rl.reward.scorers]
     reward, environment = rl.reward.model_copy(update={"scorers": scorers}), rl.environment
     if environment is not None:
         tools, play = [absolute_function(tool) for tool in environment.tools], environment.path
