@@ -95,7 +95,13 @@ class TextScorers:
     """
 
     def __init__(
-        self, rank: int, configs: list[ScorerConfig], source_judges: dict[str, str], *, in_time: bool = False, answers: Path = JUDGE_ANSWERS
+        self,
+        rank: int,
+        configs: list[ScorerConfig],
+        source_judges: dict[str, str],
+        *,
+        in_time: bool = False,
+        answers: Path = JUDGE_ANSWERS,
     ):
         self._scorers = {c.name: _scorer(c, source_judges, in_time, answers) for c in configs if c.kind != "reward_model"}
 

@@ -395,8 +395,9 @@ def check_gate(gate: dict[str, Any]) -> str | None:
 
 def check_gate_of_judges(gate: dict[str, Any], key: str, scorers: Sequence[ScorerConfig]) -> str | None:
     """The same for the rewarded language models that judge among the scorers at `key`."""
-    verdicts = {judge["key"]: judge for judge in gate["llm_judges"]}
-    for name in (f"{key}.{scorer.name}" for scorer in scorers if scorer.is_rewarded_judge):
+    names = [f"{key}.{scorer.name}" for scorer in scorers if scorer.is_rewarded_judge]
+    verdicts = {judge["key"]: judge for judge in gate["llm_judges"]} if names else {}
+    for name in names:
         if name not in verdicts:
             raise StageRefused(f"judge {name}: expected the gate's verdict in {GATE_METRICS}, got none; run gate_reward again")
         if not verdicts[name]["passed"] and gate["override"] is None:
