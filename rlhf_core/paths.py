@@ -57,6 +57,7 @@ TIMINGS = REPORTS / "timings"  # outside DVC: no two runs take the same time
 STATE_DIGESTS = REPORTS / "digests"  # of a finished stage's last checkpoints; outside DVC as well
 
 SCRATCH = Path("scratch")  # checkpoints of unfinished work
+JUDGE_ANSWERS = SCRATCH / "judges"  # of language models that judge, so that none is asked twice
 RUNS = Path("runs")  # worktrees
 
 ROUNDS = Path("rounds")  # of iterative DPO

@@ -8,7 +8,7 @@ from rlhf_core.config import ScorerConfig
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import GATE_METRICS, PREPARED, REWARD_MODEL, SFT_MODEL
 from rlhf_core.stage.files import has_labels, read_json, source_judges
-from rlhf_core.stage.run import Stage, check_gate, no_arguments, publish_policy
+from rlhf_core.stage.run import Stage, check_gate, check_gate_of_judges, no_arguments, publish_policy
 from rlhf_core.stage.training import infer, train
 
 
@@ -49,12 +49,16 @@ def main() -> None:
 def check_inputs(scorers: list[ScorerConfig]) -> tuple[str | None, dict | None]:
     """Refuse missing inputs of the scorers before anything expensive starts.
 
-    Returns the reason of the gate's override, and gate.json; both None if no scorer is the chain's own reward model.
+    Returns the reason of the gate's override, and gate.json, None if no scorer is the chain's own reward model.
     """
     from rlhf_core.scorers.needs import check_scorers, uses_own_reward_model
 
-    gate = read_json(GATE_METRICS) if uses_own_reward_model(scorers) else None
-    override = None if gate is None else check_gate(gate)
+    gate = read_json(GATE_METRICS)
+    override = check_gate_of_judges(gate, "rejection_sampling.scorers", scorers)
+    if uses_own_reward_model(scorers):
+        override = check_gate(gate) or override
+    else:
+        gate = None
     check_scorers(scorers, reward_model=REWARD_MODEL, source_judges=source_judges(), has_labels=has_labels)
     return override, gate
 

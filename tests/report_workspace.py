@@ -191,6 +191,7 @@ def gate() -> dict[str, Any]:
         "look": {"number": 1, "level": 0.025, "split": "0" * 64, "model": "a" * 32 + ".dir", "earlier": []},
         "judge": {"spearman": 0.74, "spearman_low": 0.73, "spearman_high": 0.76, "kendall": 0.61, "n": 2_000, "prompts": 470},
         "external": [],
+        "llm_judges": [],
         "ensemble": {"members": 1, "disagreement": 0.0, "disagreement_right": 0.0, "disagreement_wrong": 0.0},
     }
 

@@ -1,4 +1,4 @@
-"""Requirements for a reward model."""
+"""Requirements for reward models, and for language models that judge."""
 
 from __future__ import annotations
 
@@ -58,6 +58,23 @@ class RolledBackConfig(IncumbentConfig):
     reason: str
 
 
+class JudgeGateConfig(Section):
+    """Requirements for a language model that judges; those of GateConfig for accuracies hold too.
+
+    pairs: held-out pairs that it is asked about at most, four times each.
+    max_length_bias: for the upper bound of the accuracy where the chosen response is longer, less that where it is shorter.
+    max_position_bias: for the interval of the share of verdicts for the first response less a half, in mode pairwise.
+    min_consistency: for the lower bound of the share of pairs with the same verdict when asked again.
+    max_without_verdict: for the upper bound of the share of answers that refuse or can't be read.
+    """
+
+    pairs: int = Field(default=250, ge=1)
+    max_length_bias: float | None = Field(default=0.3, ge=0, le=1)
+    max_position_bias: float | None = Field(default=0.2, ge=0, le=0.5)
+    min_consistency: float | None = Field(default=0.6, ge=0, le=1)
+    max_without_verdict: float | None = Field(default=0.05, ge=0, le=1)
+
+
 class GateConfig(Section):
     """Requirements of gate_reward (docs/gate.md). A requirement of None shows the figure without judging it.
 
@@ -70,8 +87,9 @@ class GateConfig(Section):
     max_format_shift: by which added white space or markup may move a score, in standard deviations of the scores.
     incumbent, anchor: the promoted reward model, and the promoted one that no later one clearly beats; the flow writes both when it starts.
     max_regression: in accuracy; the lower bound of the difference to incumbent and anchor must not be below minus this.
+    llm_judge: of rewarded scorers of kind llm_judge.
     rolled_back: reward models that were rolled back, which never pass; the flow writes them when it starts.
-    override: the reason to use a reward model that does not pass.
+    override: the reason to use a reward model or a judge that does not pass.
     """
 
     min_accuracy: float = Fraction
@@ -89,10 +107,13 @@ class GateConfig(Section):
     anchor: IncumbentConfig | None = None
     max_regression: float = Field(ge=0, le=1)
     external: list[ExternalPairsConfig]
+    llm_judge: JudgeGateConfig = Field(default=JudgeGateConfig())
     rolled_back: list[RolledBackConfig] = Field(default_factory=list)
     override: str | None = Field(default=None, min_length=1)
 
     def conflicts(self) -> Iterator[str]:
+        if self.llm_judge.pairs < self.min_pairs:
+            yield f"llm_judge.pairs: expected at least min_pairs={self.min_pairs}, got {self.llm_judge.pairs}; raise it, or lower min_pairs"
         for key, names in (("slices", self.slices), ("external", [e.name for e in self.external])):
             if len(set(names)) < len(names):
                 yield f"{key}: expected different names, got {names}; take one out"

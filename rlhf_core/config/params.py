@@ -118,6 +118,12 @@ class Params(Section):
         return dict(filter(None, [self.evaluation_scorers, self.method_scorers]))
 
     @property
+    def rewarded_judges(self) -> dict[str, ScorerConfig]:
+        """The language models by whose verdicts the method or a round of iterative DPO learns, by their key."""
+        lists = dict(filter(None, [self.method_scorers])) | {"iterative.scorers": self.iterative.scorers}
+        return {f"{key}.{s.name}": s for key, scorers in lists.items() for s in scorers if s.is_rewarded_judge}
+
+    @property
     def environment(self) -> list[str]:
         """Further environment variables that stages see: those of flow.environment, and those that hold keys of scorers in use."""
         lists = [*self.scorers_in_use.values(), self.iterative.scorers]
@@ -219,6 +225,13 @@ class Params(Section):
                 f"{key}: expected none of kind environment without rl.environment.path or rl.environment.command, which score, got "
                 f"{scores}; remove it"
             )
+        rewarded = [s for s in scorers if f"{key}.{s.name}" in self.rewarded_judges]
+        of_rows = [s.name for s in rewarded if s.mode == "rubric" and s.criteria is None]
+        if of_rows and self.gate.override is None:
+            yield (
+                f"{key}: expected criteria of the judges {of_rows}, got none: the gate can't judge them by pairs, whose rows have none; "
+                "write criteria, set weight to 0, or write into gate.override why they may be used anyway"
+            )
         others = [s.name for s in self.data.sources if "prompt" in s.uses and s.judge_name is None]
         if others and any(s.kind == "judge" for s in scorers):
             yield f"{key}: expected no judge for prompts of sources {others}, which have none; give those sources a rule as `judge`"
@@ -230,11 +243,13 @@ def keys_in_use(params: Params, *, rounds: bool = False) -> tuple[str, ...]:
     Args:
         rounds: for a series of rounds of iterative DPO, which reads further sections.
     """
+    # A section with wrong types is left out of params, and its judges aren't known.
+    has_judges = all(hasattr(params, name) for name in ("rl", "rejection_sampling", "iterative")) and bool(params.rewarded_judges)
     return (
         *(*ALWAYS_USED, params.alignment.method),
         *(key for own, key in EVALUATED_AS_IN_RL.items() if getattr(params.evaluation, own) is None),
         *(["sft"] if params.sft.enabled else []),
-        *(REWARD_MODEL_SECTIONS if params.reward.enabled else ()),
+        *(REWARD_MODEL_SECTIONS if params.reward.enabled else ["gate"] * has_judges),
         *(ROUND_SECTIONS if rounds else ()),
     )
 
@@ -292,15 +307,15 @@ def unusual(params: Params, parameters: int | None, *, rounds: bool = False) -> 
 def rows_needed(params: Params) -> tuple[UseAndSplit, ...]:
     """The uses and splits of data/prepared that must have rows.
 
-    train_sft and RL with rl.ptx read demonstrations, and evaluate answers held-out prompts. The gate reads preferences of the split test,
-    and a reward model that is trained those of train. DPO, KTO and conditional SFT learn from preferences of train, RL and rejection
-    sampling from its prompts, and a policy from elsewhere from nothing.
+    train_sft and RL with rl.ptx read demonstrations, and evaluate answers held-out prompts. The gate of a reward model or a judge reads
+    preferences of the split test, and a reward model that is trained those of train. DPO, KTO and conditional SFT learn from preferences of
+    train, RL and rejection sampling from its prompts, and a policy from elsewhere from nothing.
     """
     needed: list[UseAndSplit] = [("prompt", "test")]
     method = params.alignment.method
     if params.sft.enabled or (method == "rl" and params.rl.ptx.coef):
         needed.append(("sft", "train"))
-    if params.reward.enabled:
+    if params.reward.enabled or params.rewarded_judges:
         needed.append(("preference", "test"))
     if params.reward.is_trained:
         needed.append(("preference", "train"))

@@ -539,5 +539,5 @@ def curve_columns(rl: RlConfig) -> tuple[str, ...]:
         columns += ["dynamic_rounds", "dropped_groups", *(f"drawn_score_{name}" for name in ("mean", *names))]
     columns += ["eval_score", *(f"eval_{n}" for n in names), *rl.evaluation.columns] * (rl.evaluation.every is not None)
     columns += ["turns", "tool_calls", "failed_tool_calls", "failed_episodes"] * (rl.environment is not None)
-    columns += ["scorer_metrics"] * any(s.kind in ("function", "code") for s in rl.reward.scorers)
+    columns += ["scorer_metrics"] * any(s.kind in ("function", "code", "http", "llm_judge") for s in rl.reward.scorers)
     return tuple(columns)

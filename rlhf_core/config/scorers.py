@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -13,6 +13,7 @@ from rlhf_core.config.base import Fraction, Section
 
 RESERVED_NAMES = ("score", "mean", "std")  # score_<name> and eval_<name> are columns of the curves
 LABEL_SCORERS = ("exact_match", "number", "math", "code")  # kinds that compare the response with the prompt's label
+SERVICE_FIELDS = ("concurrency", "retries", "request_timeout", "api_key_env", "api_key_file")  # of the kinds that ask a service
 # Kind of scorer -> the fields that only some kinds have, and whether that kind requires them. Other kinds have none of these fields.
 KIND_FIELDS: dict[str, dict[str, bool]] = {
     "reward_model": {"path": False, "label": False},
@@ -20,19 +21,51 @@ KIND_FIELDS: dict[str, dict[str, bool]] = {
     "regex": {"pattern": True},
     "length": {"target_length": True},
     "code": {"seconds": False, "memory_mib": False, "reward": False},
-    "http": {
-        "url": True,
-        **dict.fromkeys(("dialect", "batch_size", "concurrency", "retries", "request_timeout", "api_key_env", "api_key_file"), False),
+    "http": {"url": True, **dict.fromkeys(("dialect", "batch_size", *SERVICE_FIELDS), False)},
+    "llm_judge": {
+        **dict.fromkeys(("url", "model"), True),
+        **dict.fromkeys(("mode", "scale", "criteria", "template", "max_answer_tokens", "request"), False),
+        **dict.fromkeys(("budget_tokens", "budget_cost", "prices", *SERVICE_FIELDS), False),
     },
 }
-KEEPS_TIMEOUT = {"http": 10.0}  # kinds that end their own work at `timeout`, and the further seconds in which they return
+KEEP_TIMEOUT = ("code", "http", "llm_judge")  # kinds that end their own work at `timeout` and then return the scores that they have
+GRACE = 10.0  # further seconds in which they return
+
+
+class Criterion(Section):
+    """A criterion of a rubric, which a response meets or not."""
+
+    criterion: str = Field(min_length=1)
+    weight: float = Field(default=1.0, gt=0)
+
+
+class TokenPrices(Section):
+    """Prices of a million tokens, in any currency."""
+
+    input: float = Field(ge=0)
+    output: float = Field(ge=0)
 
 
 class ScorerConfig(Section):
     """One component of the reward; with weight 0 it is measured, not rewarded."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_]+$")
-    kind: Literal["reward_model", "function", "exact_match", "number", "math", "regex", "length", "judge", "code", "http", "environment"]
+    kind: Literal[
+        *(
+            "reward_model",
+            "function",
+            "exact_match",
+            "number",
+            "math",
+            "regex",
+            "length",
+            "judge",
+            "code",
+            "http",
+            "llm_judge",
+            "environment",
+        )
+    ]
     weight: float = 1.0
     normalization: Literal["initial", "running", "none"] = "none"
     path: str | None = None  # reward_model: a folder, null takes the chain's own; function: file.py:name or package.module:name
@@ -45,9 +78,21 @@ class ScorerConfig(Section):
     memory_mib: int | None = Field(default=None, ge=1)  # code: address space of a program; null: 256
     reward: Literal["fraction", "all"] | None = None  # code: share of the tests passed, or 1 for all of them, else 0; null: fraction
     timeout: float = Field(default=60.0, gt=0)  # seconds for a step's responses
-    url: str | None = None  # http: the service's address; the fields below are of the same kind
-    dialect: Literal["items", "openrlhf"] = "items"
-    batch_size: int = Field(default=8, ge=1, le=1024)  # responses in a request
+    dialect: Literal["items", "openrlhf"] = "items"  # http
+    batch_size: int = Field(default=8, ge=1, le=1024)  # http: responses in a request
+    model: str | None = Field(
+        default=None, min_length=1
+    )  # llm_judge: the model's name at its address; the fields below are of the same kind
+    mode: Literal["pointwise", "rubric", "pairwise"] = "pointwise"
+    scale: list[int] = Field(default=[1, 10], min_length=2, max_length=2)  # pointwise: worst and best score
+    criteria: list[Criterion] | None = Field(default=None, min_length=1, max_length=64)  # rubric; null: those of the prompt's label
+    template: str | None = None  # a file with the judge's instructions in place of the default; relative to the project's folder
+    max_answer_tokens: int = Field(default=512, ge=1)
+    request: dict[str, Any] = Field(default={})  # further keys of each request; null removes one of ours
+    budget_tokens: int | None = Field(default=None, ge=1)  # of questions and answers, in all of a run
+    budget_cost: float | None = Field(default=None, gt=0)  # in the currency of prices
+    prices: TokenPrices | None = None
+    url: str | None = None  # http, llm_judge: the service's address, of an llm_judge that before /chat/completions; so the fields below
     concurrency: int = Field(default=16, ge=1, le=256)  # requests at the same time
     retries: int = Field(default=4, ge=0, le=20)  # of a request
     request_timeout: float | None = Field(default=None, gt=0)  # seconds for a request, which is then retried; null: those of timeout
@@ -65,9 +110,25 @@ class ScorerConfig(Section):
         return self.kind == "http" and self.dialect == "openrlhf"
 
     @property
+    def reads_label(self) -> bool:
+        """Whether the scorer compares the response with the prompt's label, or takes criteria from it."""
+        of_row = self.mode == "pairwise" or (self.mode == "rubric" and self.criteria is None)
+        return self.kind in LABEL_SCORERS or (self.kind == "llm_judge" and of_row)
+
+    @property
+    def asked_with(self) -> dict[str, Any]:
+        """The fields that a judge's verdicts depend on, beside its template's text."""
+        return self.model_dump(include={"url", "model", "mode", "scale", "criteria", "max_answer_tokens", "request"})
+
+    @property
+    def is_rewarded_judge(self) -> bool:
+        """Whether the scorer is a language model that judges, and what it says is learned from."""
+        return self.kind == "llm_judge" and self.weight != 0
+
+    @property
     def deadline(self) -> float:
-        """Seconds after which a call is given up from outside; a scorer that keeps `timeout` itself returns what it has by then."""
-        return self.timeout + KEEPS_TIMEOUT.get(self.kind, 0.0)
+        """Seconds after which a step of RL gives a call up. A scorer that keeps `timeout` itself returns before."""
+        return self.timeout + GRACE * (self.kind in KEEP_TIMEOUT)
 
     def conflicts(self) -> Iterator[str]:
         own = KIND_FIELDS.get(self.kind, {})
@@ -83,14 +144,29 @@ class ScorerConfig(Section):
             yield f"std_coef: expected 0 with one member, got {self.std_coef}; raise members or set it to 0"
         if self.url is not None:
             yield from self._service_conflicts(self.url)
+        if self.kind == "llm_judge":
+            yield from self._judge_conflicts()
         if self.pattern is not None:
             try:
                 re.compile(self.pattern)
             except re.error as error:
                 yield f"pattern: expected a regular expression, got {self.pattern!r} ({error}); correct it"
 
+    def _judge_conflicts(self) -> Iterator[str]:
+        """Conflicts of the fields of kind llm_judge."""
+        if self.scale[0] >= self.scale[1]:
+            yield f"scale: expected the worst and then a higher best score, got {self.scale}; correct it"
+        if self.mode != "pointwise" and self.scale != type(self).model_fields["scale"].default:
+            yield f"scale: expected none with mode {self.mode}, got {self.scale}; remove it"
+        if self.mode != "rubric" and self.criteria is not None:
+            yield f"criteria: expected none with mode {self.mode}, got {len(self.criteria)}; remove them, or set mode to rubric"
+        if self.budget_cost is not None and self.prices is None:
+            yield f"prices: expected those of the model with budget_cost={self.budget_cost}, got none; add them, or take budget_tokens"
+        if taken := sorted({"messages", "model", "stream", "n"} & self.request.keys()):
+            yield f"request: expected other keys than those of the question, got {taken}; remove them"
+
     def _service_conflicts(self, url: str) -> Iterator[str]:
-        """Conflicts of the fields of kind http."""
+        """Conflicts of the fields of a service."""
         try:
             parts = urlsplit(url)
             usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and "#" not in url and "@" not in parts.netloc

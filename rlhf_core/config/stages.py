@@ -77,7 +77,7 @@ INPUT_SECTIONS: dict[str, tuple[str, ...]] = {
     "check_model": ("model", "scorers", "evaluation_scorers", "environment", "reward", "policy", "teachers"),
     "train_sft": ("model",),
     "train_reward": ("reward",),
-    "gate_reward": ("judges", "external"),
+    "gate_reward": ("judges", "external", "llm_judges"),
     "train_policy": ("judges", "scorers", "environment", "policy", "teachers"),
     "evaluate": ("judges", "evaluation_scorers", "environment"),
     "sample_round": ("judges", "round_scorers"),

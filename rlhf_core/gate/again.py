@@ -1,7 +1,7 @@
 """Computes the gate's verdict again from stored scores, for the registry, because anyone can edit gate.json.
 
-Figures that need models are taken from the given gate.json: probes, external pairs, incumbent, anchor, judge and the number of members. The
-checks on them are computed again.
+Figures that need models are taken from the given gate.json: probes, external pairs, incumbent, anchor, judges and the number of members.
+The checks on them are computed again, but for those of judges.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlhf_core.gate.looks import at_look, look_level
 from rlhf_core.gate.pairs import pair_points
 from rlhf_core.gate.verdict import read_heldout, with_registry, with_verdict
 
-BY_MODEL = ("probes", "external", "incumbent", "anchor", "judge")
+BY_MODEL = ("probes", "external", "incumbent", "anchor", "judge", "llm_judges")
 ROUNDING = 1e-5  # of metrics, which have six decimals or six significant digits
 MESSAGES = ("message", "reason")  # made from figures before they were rounded
 SHOWN = 2e-3  # of a number in such a message

@@ -100,20 +100,18 @@ def _calibration(gate: dict[str, Any], config: GateConfig) -> Iterator[Check]:
 def _probes(gate: dict[str, Any], config: GateConfig, exact_scores: bool) -> Iterator[Check]:
     for name, probe in (gate["probes"] or {}).items():
         if name.startswith("format: "):
-            yield _shift(name, probe, config.max_format_shift)
+            yield within(name, probe, config.max_format_shift, "add pairs that differ in this only, or raise gate.max_format_shift")
             continue
         limit = config.max_score_difference if exact_scores or name != "stored_scores" else None
         way_out = "find out why the model computes the same text differently, or raise gate.max_score_difference"
         yield at_most(name, probe, limit, way_out)
 
 
-def _shift(name: str, probe: dict[str, Any], limit: float | None) -> Check:
+def within(name: str, measured: dict[str, Any], limit: float | None, way_out: str) -> Check:
     """A check that passes if the whole interval lies between -limit and limit."""
-    ends = [probe["low"], probe["high"]]
+    ends = [measured["low"], measured["high"]]
     passed = None if limit is None or None in ends else max(map(abs, ends)) <= limit
-    return Check(
-        name, probe["value"], *ends, limit, probe["n"], passed, "add pairs that differ in this only, or raise gate.max_format_shift"
-    )
+    return Check(name, measured["value"], *ends, limit, measured["n"], passed, way_out)
 
 
 def _others(gate: dict[str, Any], config: GateConfig) -> Iterator[Check]:
@@ -158,7 +156,7 @@ def sentences(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> 
         yield _bad_slices(bad, config)
     for check in checks:
         if check.passed is False and not check.name.startswith(SLICE) and (check.name == "pairs" or gate["n"]):
-            yield _REASONS.get(check.name, _any_reason)(gate, check, config)
+            yield reason_of(gate, check, config)
     if all(check.passed is not False for check in checks):
         yield f"passed: {_measured(gate, config)}; the lower end reaches gate.min_accuracy={config.min_accuracy}."
     if gate["look"] is not None and gate["look"]["number"] > 1 and (look := _look(gate, checks, config)):
@@ -257,6 +255,11 @@ def percent(confidence: float) -> str:
     return f"{100 * confidence:.4g}%" if confidence < 0.99995 else f"{100 * confidence:.7g}%"
 
 
+def reason_of(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
+    """A sentence on a check that failed, from the figures of gate.json or of a judge in it."""
+    return _REASONS.get(check.name, _any_reason)(gate, check, config)
+
+
 def _any_reason(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
     if check.value is None:
         return f"rejected: {check.name}: expected figures to compare with {check.threshold:g}, got none (n={check.n}); {check.way_out}."
@@ -271,6 +274,8 @@ def explain(gate: dict[str, Any]) -> Iterator[str]:
     """Lines for the log, in addition to a rejection's message."""
     if (look := gate["look"]) is not None:
         yield f"look {look['number']} at this split's {gate['n']} test pairs: intervals of {percent(gate['confidence'])}"
+    for judge in gate["llm_judges"]:
+        yield f"judge {judge['key']}: {judge['message']}"
     for s in gate["slices"]:
         few = "" if s["judged"] else " (too few to judge)"
         yield f"{s['column']}={s['value']}: accuracy {s['accuracy']:.4f} ({s['low']:.4f} to {s['high']:.4f}) on {s['n']} pairs{few}"

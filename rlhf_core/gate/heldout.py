@@ -110,7 +110,7 @@ def measure_judge(test: Heldout, judges: dict[str, str], confidence: float) -> d
 
 def nothing_measured(config: GateConfig) -> dict[str, Any]:
     """gate.json before any measurement, without needed, passed and message."""
-    empty = {"checks": [], "by_source": {}, "slices": [], "external": []}
+    empty = {"checks": [], "by_source": {}, "slices": [], "external": [], "llm_judges": []}
     return {**dict.fromkeys(MEASURED), **empty, "threshold": config.min_accuracy, "confidence": config.confidence}
 
 

@@ -94,4 +94,5 @@ def with_registry(gate: dict[str, Any], config: GateConfig, model: str) -> dict[
             message = f"rejected: version {entry.version} was rolled back ({entry.reason}), and this is the same model."
             otherwise = f"Without that it would have {gate['message']}" if gate["passed"] else gate["message"]
             gate |= {"passed": False, "message": f"{message} {otherwise}"}
-    return {**gate, "override": None if gate["passed"] or not gate["needed"] else config.override}
+    accepted = (gate["passed"] or not gate["needed"]) and all(judge["passed"] for judge in gate["llm_judges"])
+    return {**gate, "override": None if accepted else config.override}

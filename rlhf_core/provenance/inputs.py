@@ -6,6 +6,7 @@ it reads (INPUT_SECTIONS of rlhf_core/config/stages.py). This module also report
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -47,6 +48,7 @@ def read_inputs(params: Params, workspace: Path = Path()) -> Tree:
             "evaluation_scorers": _scorers(dict([params.evaluation_scorers]), workspace, hashes),
             "environment": _environment(params.rl.environment, workspace, hashes),
             "round_scorers": _scorers({"iterative.scorers": params.iterative.scorers}, workspace, hashes),
+            "llm_judges": _judges(params.rewarded_judges, workspace, hashes),
             "external": {f"gate.external.{e.name}": _local(e.path, workspace, hashes) for e in params.gate.external},
             **{
                 name: {key: _model(path, revision, workspace, hashes) for key, path, revision in of}
@@ -123,12 +125,26 @@ def _environment(environment: EnvironmentConfig | None, workspace: Path, hashes:
 
 
 def _scorers(lists: Mapping[str, list[ScorerConfig]], workspace: Path, hashes: FileHashes) -> Tree:
-    """Functions, external reward models and services of lists of scorers, with their keys. Of a service only the address is known."""
+    """Functions, external reward models, services and judges' templates of lists of scorers, with their keys. Of a service only the address
+    is known.
+    """
     scorers = _with_keys(lists)
-    services = {f"{key}.{s.name}": {"address": s.url} for key, s in scorers if s.kind == "http"}
+    services = {f"{key}.{s.name}": {"address": s.url} for key, s in scorers if s.url is not None}
+    services |= _templates({f"{key}.{s.name}": s for key, s in scorers}, workspace, hashes)
     functions = ((f"{key}.{s.name}", s.path) for key, s in scorers if s.kind == "function")
     models = {f"{key}.{s.name}": _local(s.path, workspace, hashes) for key, s in scorers if is_ready_made(s)}
     return _functions(functions, workspace, hashes) | models | services
+
+
+def _templates(scorers: Mapping[str, ScorerConfig], workspace: Path, hashes: FileHashes) -> Tree:
+    return {f"{key}.template": _local(s.template, workspace, hashes) for key, s in scorers.items() if s.template is not None}
+
+
+def _judges(scorers: Mapping[str, ScorerConfig], workspace: Path, hashes: FileHashes) -> Tree:
+    """What the gate's verdict on each judge depends on: its address, the params that it is asked with, and its template."""
+    known = {key: hashlib.sha256(json.dumps(s.asked_with, sort_keys=True).encode()).hexdigest() for key, s in scorers.items()}
+    services = {key: {"address": s.url, "asked_with": known[key]} for key, s in scorers.items()}
+    return services | _templates(scorers, workspace, hashes)
 
 
 def _with_keys(lists: Mapping[str, list[ScorerConfig]]) -> list[tuple[str, ScorerConfig]]:
@@ -238,6 +254,8 @@ def _differences(before: Tree, now: Tree, hashes: FileHashes) -> Iterator[str]:
         old = before.get(key)
         if not old or not new or old == new or _place(old) != _place(new):
             continue
+        if "address" in new:  # params say what a judge is asked with
+            continue
         if "name" in new:
             yield f"{key}: {new['name']} was at commit {old.get('commit')}, is at {new['commit']}"
             continue
@@ -289,6 +307,7 @@ def input_problems(params: Params, workspace: Path = Path(), *, rounds: bool = F
         *((f"data.sources.{s.name}", _source_problem, s) for s in params.data.sources),
         *((f"gate.external.{e.name}.path", _data_problem, e.path) for e in params.gate.external),
         *((f"{key}.{s.name}.path", _ready_made_problem, s.path) for key, s in scorers if is_ready_made(s)),
+        *((f"{key}.{s.name}.template", _template_problem, s.template) for key, s in scorers if s.template is not None),
         ("model.path", partial(_model_problem, key="model.path", revision=params.model.revision), params.model.path),
         *((key, partial(_model_problem, key=key, revision=revision), path) for key, path, revision in given),
     ]
@@ -350,6 +369,12 @@ def _ready_made_problem(path: str, workspace: Path) -> str | None:
     if (locate(path, workspace) / "config.json").is_file():
         return None
     return f"expected a reward model's folder at {shown(path)}, got none with a config.json; correct the path"
+
+
+def _template_problem(path: str, workspace: Path) -> str | None:
+    if locate(path, workspace).is_file():
+        return None
+    return f"expected a file with the judge's instructions at {shown(path)}, got none; correct the path, relative to the project's folder"
 
 
 def _model_problem(path: str | None, workspace: Path, *, key: str, revision: str | None = None) -> str | None:

@@ -89,6 +89,13 @@ def _refusals(inputs: ReportInputs) -> Iterator[Blame]:
             "The reward model did not pass its gate, but a policy was trained on it.",
             ("the gate's checks, in metrics/gate.json", "more or cleaner pairs, or longer training of the reward model"),
         )
+    for judge in (judge for judge in need(inputs.gate, "llm_judges") if not judge["passed"]):
+        yield Blame(
+            "gate_reward",
+            f"{judge['key']}: {judge['message']}",
+            f"The judge {judge['name']} did not pass its gate, but a policy was trained on it.",
+            ("the judge's checks, in metrics/gate.json", "a better judge, another mode or template, or clearer criteria"),
+        )
     stopped = inputs.policy.get("monitor", {}).get("stopped")
     if stopped is not None:
         what = "the best policy before that was kept" if stopped["action"] == "rollback" else "the policy of that step was kept"

@@ -304,7 +304,7 @@ def data_verdict(validation: Mapping[str, Any]) -> Verdict:
 _STOPPED = {
     "validate_data": "the data does not meet its expectations.",
     "check_model": "the model isn't computed correctly here.",
-    "gate_reward": "the reward model did not pass its gate.",
+    "gate_reward": "what rewards the policy did not pass the gate.",
 }
 
 

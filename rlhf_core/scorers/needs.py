@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rlhf_core.config import LABEL_SCORERS, ScorerConfig
+from rlhf_core.config import ScorerConfig
 from rlhf_core.data.places import locate
 from rlhf_core.progress import Reasons
 from rlhf_core.scorers.reward.members import check_ready_made, member_folders
@@ -65,7 +65,7 @@ def check_scorers(
 
 def check_labels(scorers: list[ScorerConfig], has_labels: Callable[[], bool]) -> None:
     """Check that a prompt has a label if a scorer compares with labels; see `check_scorers`."""
-    comparing = [s.name for s in scorers if s.kind in LABEL_SCORERS]
+    comparing = [s.name for s in scorers if s.reads_label]
     if comparing and not has_labels():
         raise ValueError(f"scorers {comparing}: expected prompts with labels, got none with one; map the column `label` of a source")
 
@@ -77,8 +77,10 @@ def try_services(scorers: list[ScorerConfig]) -> dict[str, dict[str, str]]:
         ValueError: a service doesn't answer as it should, or its key is missing.
     """
     found = {}
-    for scorer in (s for s in scorers if s.kind == "http"):
+    for scorer in (s for s in scorers if s.url is not None):
         from rlhf_core.scorers.http import HttpScorer  # imports aiohttp
+        from rlhf_core.scorers.llm_judge.scorer import LlmJudge
 
-        found[scorer.name] = {"url": scorer.url, **HttpScorer(scorer, Reasons(scorer.name)).trial(_TRIAL, seconds=TRIAL_SECONDS)}
+        service = (HttpScorer if scorer.kind == "http" else LlmJudge)(scorer, Reasons(scorer.name))
+        found[scorer.name] = {"url": scorer.url, **service.trial(_TRIAL, seconds=TRIAL_SECONDS)}
     return found

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any, SupportsFloat
 
 from rlhf_core.config import ScorerConfig, shown
@@ -21,6 +22,7 @@ from rlhf_core.data.functions import load_function
 from rlhf_core.data.judge import judgement
 from rlhf_core.data.schema import Message
 from rlhf_core.environment import hint
+from rlhf_core.paths import JUDGE_ANSWERS
 from rlhf_core.progress import Reasons
 from rlhf_core.scorers.code.scorer import CodeScorer
 from rlhf_core.scorers.math_answers import MathComparer
@@ -86,29 +88,42 @@ class TextScorers:
     Args:
         rank: unused; every actor of a group gets one.
         source_judges: each data source's judge by the source's name.
-        in_time: a call must end within the scorer's timeout, after which its caller gives it up.
+        in_time: a call has the scorer's timeout for all of its responses, as in a step of RL; otherwise each request or program has limits.
+        answers: folder of the kept answers of language models that judge.
     Raises:
         ValueError: a user's function can't be loaded, a service's key can't be read, or the sandbox for programs doesn't work here.
     """
 
-    def __init__(self, rank: int, configs: list[ScorerConfig], source_judges: dict[str, str], *, in_time: bool = False):
-        self._scorers = {c.name: _scorer(c, source_judges, in_time=in_time) for c in configs if c.kind != "reward_model"}
+    def __init__(
+        self,
+        rank: int,
+        configs: list[ScorerConfig],
+        source_judges: dict[str, str],
+        *,
+        in_time: bool = False,
+        answers: Path = JUDGE_ANSWERS,
+    ):
+        self._scorers = {c.name: _scorer(c, source_judges, in_time, answers) for c in configs if c.kind != "reward_model"}
 
     def score_items(self, name: str, items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:
         """Return one score per item, and the scorer's further metrics. NaN: not scored, for a reason that is logged."""
         return self._scorers[name](items)
 
 
-def _scorer(config: ScorerConfig, source_judges: dict[str, str], *, in_time: bool) -> ScoreAll:
+def _scorer(config: ScorerConfig, source_judges: dict[str, str], in_time: bool, answers: Path) -> ScoreAll:
     report = Reasons(config.name)
     if config.kind == "code":
-        return CodeScorer(config, report, config.timeout if in_time else None)
+        return CodeScorer(config, report, in_time=in_time)
     if config.kind == "function":
         return _user_function(load_function(config.path, FUNCTION_ARGUMENTS, what="scorer function"), report)
     if config.kind == "http":
         from rlhf_core.scorers.http import HttpScorer  # imports aiohttp
 
-        return HttpScorer(config, report)
+        return HttpScorer(config, report, in_time=in_time)
+    if config.kind == "llm_judge":
+        from rlhf_core.scorers.llm_judge.scorer import LlmJudge
+
+        return LlmJudge(config, report, in_time=in_time, folder=answers)
     if config.kind == "judge":
         return _for_all(partial(judge, source_judges=source_judges), report)
     return _for_all(partial(SCORERS[config.kind], config=config), report)
@@ -263,7 +278,7 @@ def final_number(text: str) -> Decimal | None:
     return Decimal(("-" if negative else "") + match["digits"].replace(",", "") + (match["exponent"] or ""))
 
 
-# Kind of scorer -> its function. reward_model, function, judge, code and http are the other kinds.
+# Kind of scorer -> its function. reward_model, function, judge, code, http and llm_judge are the other kinds.
 SCORERS: dict[str, Callable[[ScoreItem, ScorerConfig], float]] = {
     "exact_match": exact_match,
     "number": number,

@@ -119,6 +119,9 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("rl.reward.scorers.*.label", "rl.reward.scorers.*.pattern", "rl.reward.scorers.*.target_length"): _SCORER,
     ("rl.reward.scorers.*.seconds", "rl.reward.scorers.*.memory_mib", "rl.reward.scorers.*.reward"): _SCORER,
     ("rl.reward.scorers.*.url", "rl.reward.scorers.*.dialect"): _SCORER,
+    ("rl.reward.scorers.*.model", "rl.reward.scorers.*.mode", "rl.reward.scorers.*.scale", "rl.reward.scorers.*.criteria"): _SCORER,
+    ("rl.reward.scorers.*.template", "rl.reward.scorers.*.max_answer_tokens", "rl.reward.scorers.*.request"): _SCORER,
+    ("rl.reward.scorers.*.budget_tokens", "rl.reward.scorers.*.budget_cost", "rl.reward.scorers.*.prices"): {},
     ("rl.reward.scorers.*.batch_size", "rl.reward.scorers.*.concurrency", "rl.reward.scorers.*.retries"): {},
     ("rl.reward.scorers.*.request_timeout", "rl.reward.scorers.*.api_key_env", "rl.reward.scorers.*.api_key_file"): {},
     ("rl.reward.scorers.*.normalization",): {"score_tracks": ANEW, "moments": REFUSED},
@@ -159,8 +162,8 @@ _ROWS = {name: fates for names, fates in CARRIED.items() for name in names}
 _KINDS_OF = {
     "models/reward": ("reward_model",),
     "data/inputs.json:judges": ("judge",),
-    "data/inputs.json:scorers": ("reward_model at a path", "function"),
-    "rewards": ("judge", "function"),
+    "data/inputs.json:scorers": ("reward_model at a path", "function", "llm_judge"),
+    "rewards": ("judge", "function", "llm_judge"),
     "rl.environment": ("environment",),
     "data/inputs.json:environment": ("environment",),
 }

@@ -59,6 +59,8 @@ class JobInputs:
         if isinstance(value, ScorerConfig) and value.path is not None:
             path = self.add(locate(value.path)) if value.kind == "reward_model" else self.add_function(value.path)
             return value.model_copy(update={"path": path})
+        if isinstance(value, ScorerConfig) and value.template is not None:
+            return value.model_copy(update={"template": self.add(locate(value.template))})
         if isinstance(value, EnvironmentConfig):
             return value.on_files(self.add_function, self.add)
         if isinstance(value, TeacherConfig):

@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any
 import rlhf_core
 from rlhf_core.checkpoint.manifest import MANIFEST
 from rlhf_core.checkpoint.store import Origin, SaveFailed, StoreSettings
-from rlhf_core.config import ConfigError, Params, reordering_shown, with_usual_rates
+from rlhf_core.config import ConfigError, Params, ScorerConfig, reordering_shown, with_usual_rates
 from rlhf_core.environment import keep_visible, of_stage
 from rlhf_core.files import lock_file
-from rlhf_core.paths import CURVES, PLOTS, POLICY_MODEL, REWARD_MODEL, SCRATCH, SOURCES, STAGE_METRICS, STATE_DIGESTS
+from rlhf_core.paths import CURVES, GATE_METRICS, PLOTS, POLICY_MODEL, REWARD_MODEL, SCRATCH, SOURCES, STAGE_METRICS, STATE_DIGESTS
 from rlhf_core.process import STOPPED_BY_SIGNAL, Interrupted, beside, configure_process, end_with_parent, show_own_log
 from rlhf_core.progress import name_stage
 from rlhf_core.stage.files import publish_model, read_json, write_json
@@ -391,6 +391,24 @@ def check_gate(gate: dict[str, Any]) -> str | None:
         )
     log.warning("reward model: used although it did not pass the gate; the reason given: %s", gate["override"])
     return gate["override"]
+
+
+def check_gate_of_judges(gate: dict[str, Any], key: str, scorers: Sequence[ScorerConfig]) -> str | None:
+    """The same for the rewarded language models that judge among the scorers at `key`."""
+    names = [f"{key}.{scorer.name}" for scorer in scorers if scorer.is_rewarded_judge]
+    verdicts = {judge["key"]: judge for judge in gate["llm_judges"]} if names else {}
+    for name in names:
+        if name not in verdicts:
+            raise StageRefused(f"judge {name}: expected the gate's verdict in {GATE_METRICS}, got none; run gate_reward again")
+        if not verdicts[name]["passed"] and gate["override"] is None:
+            raise StageRefused(
+                f"judge {name}: expected one that passed the gate, got one that didn't; {verdicts[name]['message']} Take a better one, or, "
+                "to use this one anyway, write the reason into gate.override"
+            )
+        if not verdicts[name]["passed"]:
+            log.warning("judge %s: used although it did not pass the gate; the reason given: %s", name, gate["override"])
+            return gate["override"]
+    return None
 
 
 def publish_policy(stage: Stage, metrics: dict[str, Any], *, gate: dict[str, Any] | None = None, untrained: Sequence[str] = ()) -> None:

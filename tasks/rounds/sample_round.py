@@ -15,7 +15,7 @@ from rlhf_core.paths import GATE_METRICS, PREPARED, REWARD_MODEL, round_folder
 from rlhf_core.rounds.data import check_promotion_rows, rows_of_round
 from rlhf_core.rounds.pins import read_round
 from rlhf_core.stage.files import publish, read_json, source_judges, write_json
-from rlhf_core.stage.run import Stage, check_gate, round_argument
+from rlhf_core.stage.run import Stage, check_gate, check_gate_of_judges, round_argument
 from rlhf_core.stage.training import infer
 
 
@@ -48,7 +48,10 @@ def check_inputs(scorers: list[ScorerConfig], rows: list[dict], judges: dict[str
     """Refuse missing inputs of the scorers before anything expensive starts. Return the reason of the gate's override, or None."""
     from rlhf_core.scorers.needs import check_scorers, uses_own_reward_model
 
-    override = check_gate(read_json(GATE_METRICS)) if uses_own_reward_model(scorers) else None
+    uses_reward_model, uses_judge = uses_own_reward_model(scorers), any(scorer.is_rewarded_judge for scorer in scorers)
+    gate = read_json(GATE_METRICS) if uses_reward_model or uses_judge else None
+    override = check_gate(gate) if uses_reward_model else None
+    override = (check_gate_of_judges(gate, "iterative.scorers", scorers) if uses_judge else None) or override
     has_labels = any(row["label"] is not None for row in rows)
     check_scorers(scorers, reward_model=REWARD_MODEL, source_judges=judges, has_labels=lambda: has_labels)
     return override

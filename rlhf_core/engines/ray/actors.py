@@ -282,7 +282,8 @@ class ActorGroup:
         try:
             (answer,) = self.call(method, [args], deadline=deadline)
         except RayTaskError as error:
-            raise RoleLost(f"{self.role}: expected {method} to return, got {type(error.cause).__name__}: {error.cause}") from error
+            got = f"{type(error.cause).__name__}: {error.cause}"
+            raise RoleLost(f"{self.role}: expected {method} to return, got {got}", cause=error.cause) from error
         return answer
 
     def wait(self, references: list[Pending], *, deadline: float, what: str, ranks: Sequence[int] | None = None) -> list[Any]:

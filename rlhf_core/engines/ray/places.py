@@ -32,12 +32,12 @@ log = logging.getLogger("rlhf")
 class RoleLost(RuntimeError):
     """An actor died, or didn't answer by its deadline. The message names role and rank.
 
-    ranks: the lost ranks; empty if a call failed without losing one.
+    ranks: the lost ranks; empty if a call failed without losing one. cause: the exception that such a call raised.
     """
 
-    def __init__(self, message: str, ranks: Sequence[int] = ()):
+    def __init__(self, message: str, ranks: Sequence[int] = (), *, cause: Exception | None = None):
         super().__init__(message)
-        self.ranks = list(ranks)
+        self.ranks, self.cause = list(ranks), cause
 
 
 @dataclass(frozen=True)

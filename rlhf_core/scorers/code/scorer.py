@@ -23,7 +23,6 @@ from rlhf_core.scorers.sandbox.box import Limits, Outcome, Sandbox, SandboxFailu
 SECONDS = 2.0
 MEMORY_MIB = 256
 MAX_VALUES = 1 << 18  # characters of the values that a program's functions return
-RESERVE = 0.1  # of the time that a call has, for what isn't running programs
 _BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n`]*\n(.*?)^\1[ \t\r]*$", re.DOTALL | re.MULTILINE)
 _DRIVER = Path(__file__).with_name("driver.py").read_text(encoding="utf-8")
 
@@ -46,22 +45,22 @@ class CodeScorer:
     """Scores of responses by their programs, on all cores.
 
     Args:
-        seconds: that a call may take; what isn't run by then has no score. None: no limit but the programs' own.
+        in_time: what isn't run within the scorer's timeout has no score; otherwise only programs have limits.
     Raises:
         ValueError: the sandbox doesn't work here.
     """
 
-    def __init__(self, config: ScorerConfig, report: Reasons, seconds: float | None = None):
+    def __init__(self, config: ScorerConfig, report: Reasons, *, in_time: bool = False):
         self._limits = Limits(config.seconds or SECONDS, config.memory_mib or MEMORY_MIB)
         check_sandbox(f"scorer {config.name}", self._limits)
         self._all = config.reward == "all"
-        self._report, self._seconds = report, seconds
+        self._report, self._seconds = report, config.timeout if in_time else math.inf
         self._count = len(os.sched_getaffinity(0))
         self._idle: SimpleQueue[Sandbox] = SimpleQueue()
 
     def __call__(self, items: list[Any]) -> tuple[list[float], dict[str, float]]:
         """One score per item, NaN where it has no test or the sandbox failed; and shares of responses without program or out of time."""
-        until = math.inf if self._seconds is None else time.monotonic() + (1 - RESERVE) * self._seconds
+        until = time.monotonic() + self._seconds
         programs = [(program_of(item.response), item.label) for item in items]
         distinct = list(dict.fromkeys(programs))
         with ThreadPoolExecutor(self._count) as threads:

@@ -11,7 +11,9 @@ import torch
 
 from rlhf_core.config import ScorerConfig
 from rlhf_core.engines.ray.actors import ActorGroup, RoleLost
+from rlhf_core.paths import JUDGE_ANSWERS
 from rlhf_core.sampling.scoring import Scorers
+from rlhf_core.scorers.llm_judge.answers import BudgetSpent
 from rlhf_core.scorers.text import ScoreItem
 from rlhf_core.trainers.rl.groups import TrainerGroup
 from rlhf_core.trainers.rl.job import RlJob
@@ -29,6 +31,7 @@ class ActorScorers(Scorers):
 
     Raises:
         RoleLost: a trainer rank fails. The run ends.
+        BudgetSpent: of a judge. The run ends, and another takes the answers from the disk.
     """
 
     def __init__(self, job: RlJob, ranks: TrainerGroup | None, replacements: Replacements, turns: GpuTimeSharing):
@@ -45,7 +48,12 @@ class ActorScorers(Scorers):
                 cpus=0,
                 threads=1,
                 start_deadline=job.rl.deadlines.start,
-                kwargs={"configs": by_text, "source_judges": job.source_judges, "in_time": True},
+                kwargs={
+                    "configs": by_text,
+                    "source_judges": job.source_judges,
+                    "in_time": True,
+                    "answers": Path(job.work).parents[1] / JUDGE_ANSWERS.name,  # job.work is a folder of a stage's in scratch
+                },
             )
             self._text_scorers.wait_ready()
 
@@ -73,6 +81,8 @@ class ActorScorers(Scorers):
             try:
                 return self._text_scorers.call_only("score_items", config.name, items, deadline=config.deadline)
             except RoleLost as lost:
+                if isinstance(lost.cause, BudgetSpent):
+                    raise lost.cause from lost
                 self._text_scorers.replace([0])
                 if can_retry and lost.ranks and self._replacements.allow(lost):
                     continue

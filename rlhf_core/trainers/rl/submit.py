@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_core.agents.environment import check_environment
 from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import Params, RlConfig, ScorerConfig
+from rlhf_core.data.places import locate
 from rlhf_core.data.schema import read_rows
 from rlhf_core.models.folder import locate_model
 from rlhf_core.models.given import teacher_folder
@@ -20,7 +21,7 @@ from rlhf_core.stage.files import has_labels, read_json, source_judges
 from rlhf_core.stage.job import Job
 from rlhf_core.stage.job_inputs import JobInputs
 from rlhf_core.stage.ray_job import submit_job
-from rlhf_core.stage.run import Stage, check_gate, steps_at_the_end
+from rlhf_core.stage.run import Stage, check_gate, check_gate_of_judges, steps_at_the_end
 from rlhf_core.stage.setup import rl_setup
 from rlhf_core.stage.stored_job import uses_storage
 from rlhf_core.storage.work import OUTPUTS
@@ -35,10 +36,11 @@ def check_rewards(rl: RlConfig, gate: dict) -> str | None:
     Returns:
         As check_gate.
     Raises:
-        StageRefused: the chain's own reward model is used and did not pass its gate.
+        StageRefused: the chain's own reward model or a judge is used and did not pass the gate.
         ValueError: a reward model's folder, a label, a function or a demonstration is missing.
     """
     override = check_gate(gate) if uses_chain_reward_model(rl) else None
+    override = check_gate_of_judges(gate, "rl.reward.scorers", rl.reward.scorers) or override
     check_scorers(rl.reward.scorers, reward_model=REWARD_MODEL, source_judges=source_judges(), has_labels=has_labels)
     if rl.ptx.coef > 0 and not ((PREPARED / "sft.parquet").exists() and read_rows(PREPARED, "sft", "train")):
         raise ValueError(f"rl.ptx.coef: expected 0 without demonstrations, got {rl.ptx.coef}; add a source with the use sft")
@@ -159,12 +161,14 @@ def checkpoint_settings(stage: Stage, rl: RlConfig) -> StoreSettings:
 
 
 def with_absolute_paths(rl: RlConfig) -> RlConfig:
-    """Absolute paths of functions: an actor of the job may have another working directory."""
+    """Absolute paths of functions and judges' templates: an actor of the job may have another working directory."""
 
     def absolute(scorer: ScorerConfig) -> ScorerConfig:
-        return scorer.model_copy(update={"path": absolute_function(scorer.path)}) if scorer.path else scorer
+        if scorer.kind == "function" and scorer.path:
+            return scorer.model_copy(update={"path": absolute_function(scorer.path)})
+        return scorer.model_copy(update={"template": str(locate(scorer.template).resolve())}) if scorer.template else scorer
 
-    scorers = [absolute(scorer) if scorer.kind == "function" else scorer for scorer in rl.reward.scorers]
+    scorers = [absolute(scorer) for scorer in rl.reward.scorers]
     reward, environment = rl.reward.model_copy(update={"scorers": scorers}), rl.environment
     if environment is not None:
         environment = environment.on_files(absolute_function, lambda file: str(Path(file).resolve()))

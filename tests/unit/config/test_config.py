@@ -53,6 +53,11 @@ def test_the_default_is_accepted_and_typed():
             f"params: rl.algorithm: expected {', '.join(map(repr, [*ALGORITHMS][:-1]))} or {[*ALGORITHMS][-1]!r}, got 'sarsa'",
         ),
         ("data.sources.0.weight", 0, "params: data.sources.0.weight: expected greater than 0, got 0"),
+        (
+            "gate.llm_judge",
+            {"pairs": 9},
+            "params: gate.llm_judge.pairs: expected at least min_pairs=200, got 9; raise it, or lower min_pairs",
+        ),
         ("seed", None, "params: seed: expected a valid integer, got None"),
         ("gate", [], "params: gate: expected a valid dictionary or instance of GateConfig, got []"),
         ("rl.samples_per_step", 200, "params: rl.samples_per_step: expected a multiple of minibatch_size=256, got 200; change one of them"),
@@ -83,6 +88,7 @@ def scorer(kind: str, **settings) -> dict[str, Any]:
     return {"name": kind, "kind": kind, "weight": 1.0, "normalization": "none", **settings}
 
 
+ASKED = {"url": "http://a/v1", "model": "m"}
 LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-linear"}
 ONE_STEP = {"rl.minibatch_size": 256, "rl.kl.placement": "loss", "rl.kl.estimator": "k3"}
 
@@ -158,6 +164,11 @@ def test_whole_weights_go_to_a_reference_elsewhere_only(placement: str, changes:
         (scorer("http", url="http://a", api_key_env="A", api_key_file="/b"), "api_key_file: expected none with api_key_env=A, got '/b'"),
         (scorer("http", url="http://a", api_key_file="key"), "api_key_file: expected an absolute path outside the project, got 'key'"),
         (scorer("http", url="http://a", request_timeout=60.0), "request_timeout: expected less than timeout=60.0, got 60.0; lower it"),
+        (scorer("llm_judge", **ASKED, scale=[5, 5]), "scale: expected the worst and then a higher best score, got [5, 5]"),
+        (scorer("llm_judge", **ASKED, mode="pairwise", scale=[1, 5]), "scale: expected none with mode pairwise, got [1, 5]; remove it"),
+        (scorer("llm_judge", **ASKED, criteria=[{"criterion": "x"}]), "criteria: expected none with mode pointwise, got 1; remove them"),
+        (scorer("llm_judge", **ASKED, budget_cost=3.0), "prices: expected those of the model with budget_cost=3.0, got none; add them"),
+        (scorer("llm_judge", **ASKED, request={"n": 2}), "request: expected other keys than those of the question, got ['n']; remove"),
         (scorer("judge", path="x"), "path: expected none for a scorer of kind judge, got 'x'; remove it"),
         (scorer("number", pattern="x"), "pattern: expected none for a scorer of kind number, got 'x'; remove it"),
         (scorer("regex", pattern="(a"), "pattern: expected a regular expression, got '(a'"),
@@ -190,12 +201,20 @@ def test_every_kind_of_scorer_requires_its_own_fields_and_refuses_the_others(kin
     values = {"path": "file.py:name", "label": 1, "pattern": "a+", "target_length": 5}
     values |= {"seconds": 0.5, "memory_mib": 128, "reward": "all"}
     values |= {"url": "http://judge:80/", "dialect": "openrlhf", "batch_size": 2, "concurrency": 2, "retries": 0, "request_timeout": 9.0}
-    values |= {"api_key_env": "KEY", "api_key_file": "/run/key"}
+    values |= {"api_key_env": "KEY", "api_key_file": "/run/key", "model": "judge-7b", "mode": "rubric", "scale": [0, 5]}
+    values |= {"criteria": [{"criterion": "It is polite."}], "template": "judge.txt", "max_answer_tokens": 64, "request": {"top_p": 1.0}}
+    values |= {"budget_tokens": 1000, "budget_cost": 2.5, "prices": {"input": 1.0, "output": 4.0}}
+    beside = {
+        "mode": {"criteria": values["criteria"]},
+        "criteria": {"mode": "rubric"},
+        "budget_cost": {"prices": values["prices"]},
+    }  # of that kind
     assert set(values) == {field for known in KIND_FIELDS.values() for field in known}
     own = KIND_FIELDS.get(kind, {})
     required = {field: values[field] for field, needed in own.items() if needed}
     for field, value in values.items():
-        without, given = {k: v for k, v in required.items() if k != field}, {**required, field: value}
+        without = {k: v for k, v in required.items() if k != field}
+        given = {**required, field: value, **(beside.get(field, {}) if field in own else {})}
         for fields, refused in ((without, own.get(field, False)), (given, field not in own)):
             tree = changed("rl.reward.scorers", [scorer(kind, **fields)])
             tree["rl"]["environment"] = {"path": "agents/notebook.py:play"}
@@ -207,6 +226,19 @@ def test_every_kind_of_scorer_requires_its_own_fields_and_refuses_the_others(kin
 
 
 JUDGE = scorer("judge")
+
+
+def test_a_rewarded_rubric_of_the_rows_which_the_gate_cant_judge_needs_a_reason():
+    tree = changed("rl.reward.scorers", [scorer("llm_judge", **ASKED, mode="rubric")])
+    with pytest.raises(
+        ConfigError, match=r"rl\.reward\.scorers: expected criteria of the judges \['llm_judge'\], got none: the gate can't"
+    ):
+        parse_params(tree)
+    tree["gate"]["override"] = "each row has criteria of its own"
+    assert list(parse_params(tree).rewarded_judges) == ["rl.reward.scorers.llm_judge"]
+    tree["gate"]["override"] = None
+    tree["rl"]["reward"]["scorers"] = [scorer("number"), scorer("llm_judge", **ASKED, mode="rubric") | {"weight": 0.0}]
+    assert parse_params(tree).rewarded_judges == {}
 
 
 def test_orpo_with_a_second_likelihood_term_is_refused():

@@ -43,7 +43,8 @@ def workspace(tmp_path: Path) -> Path:
         shutil.copy(file, tmp_path)
     for folder in ("tasks", "rlhf_core", "rewards"):
         (tmp_path / folder).symlink_to(ROOT / folder)
-    (tmp_path / "models/reward").mkdir(parents=True)
+    for model in ("reward", "tokenizer"):
+        (tmp_path / "models" / model).mkdir(parents=True)
     (tmp_path / "models/reward/model.safetensors").write_bytes(b"an earlier run's")
     return tmp_path
 

@@ -227,6 +227,37 @@ def test_a_service_is_recorded_by_its_address_and_another_address_is_no_changed_
     assert changes_since(lock, read_inputs(parse_params(tree), project), project) == [], "DVC reports the change of params"
 
 
+def test_the_gate_runs_again_for_what_a_judge_is_asked_with_and_for_nothing_else(project):
+    """A rewarded judge's questions and template are inputs of the gate; its weight, budget and deadlines aren't, nor is a judge that only
+    measures.
+    """
+    template = old(project.parent / "mine.txt", "Judge the tone.")
+    judge = {"name": "tone", "kind": "llm_judge", "url": "http://one/v1", "model": "m", "template": "../mine.txt"}
+    tree = read_yaml(CLERK_PARAMS)
+
+    def found(**changes) -> dict:
+        tree["rl"]["reward"]["scorers"] = [judge | changes, judge | {"name": "measured", "weight": 0.0}]
+        return read_inputs(parse_params(tree), project)
+
+    before = found()
+    assert set(before["llm_judges"]) == {"rl.reward.scorers.tone", "rl.reward.scorers.tone.template"} < set(before["scorers"])
+    for change in ({"weight": 2.0}, {"budget_tokens": 9}, {"timeout": 9.0}, {"concurrency": 2}):
+        assert found(**change)["llm_judges"] == before["llm_judges"]
+    for change in ({"model": "n"}, {"scale": [0, 5]}, {"mode": "pairwise"}, {"request": {"top_p": 1.0}}, {"max_answer_tokens": 9}):
+        assert found(**change)["llm_judges"] != before["llm_judges"]
+    lock = project / "dvc.lock"
+    recorded = {"data/inputs.json": {"llm_judges": before["llm_judges"]}}
+    lock.write_text(json.dumps({"stages": {"gate_reward": {"params": recorded}}}))
+    assert changes_since(lock, found(), project) == []
+    old(template, "Judge the facts.")
+    (line,) = changes_since(lock, found(), project)
+    assert line.startswith("rl.reward.scorers.tone.template: ../mine.txt changed") and "gate_reward" in line
+    template.unlink()
+    assert any(
+        "scorers.tone.template: expected a file with the judge's instructions" in p for p in input_problems(parse_params(tree), project)
+    )
+
+
 def test_a_change_is_reported_with_sizes_and_hashes(project):
     folder = project.parent / "data"
     for name in ("a", "b"):

@@ -426,7 +426,9 @@ def test_a_stopped_chain_leaves_a_page_that_says_so_and_shows_nothing_of_an_earl
     page = (workspace / "reports/stopped.html").read_text(encoding="utf-8")
     assert not (workspace / "reports/report.html").exists()
     assert "<title>Stopped: RLHF run</title>" in page and "Unfinished run." in page
-    assert "Stopped at gate_reward: the reward model did not pass its gate." in page and "rejected: &lt;b&gt;too few&lt;/b&gt;" in page
+    assert (
+        "Stopped at gate_reward: what rewards the policy did not pass the gate." in page and "rejected: &lt;b&gt;too few&lt;/b&gt;" in page
+    )
     assert 'data-figure="reward_accuracy"' in page and 'data-figure="gate_scores"' in page
     assert "sft right; dpo right; shared prefix on; vllm right." in " ".join(page.split())
     assert not any(f'id="{section}"' in page for section in ("evaluation", "samples")) and 'data-figure="rl_score"' not in page
@@ -511,6 +513,29 @@ def test_the_gate_shows_slices_calibration_and_the_incumbent(tmp_path, monkeypat
     drawn = json.dumps(figures["gate_accuracy"])
     # The source has all pairs and is left out; the slice with 40 pairs is grey.
     assert "source: clerk" not in drawn and "category: sort" in drawn and '"#6b7280"' in drawn
+
+
+def test_the_gate_shows_the_judges_and_names_one_that_was_used_though_rejected(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    check = {"name": "position_bias", "value": 0.5, "low": 0.5, "high": 0.5, "threshold": 0.2, "n": 160, "passed": False}
+    judge = {"key": "rl.reward.scorers.it", "name": "it", "model": "<b>judge</b>", "url": "http://judge/v1", "mode": "pairwise"}
+    judge |= {"passed": False, "message": "rejected: position_bias: as it stands.", "checks": [check], "confidence": 0.95, "n": 160}
+    judge |= {
+        "asked": 160,
+        "look": {"number": 2},
+        "tokens": 70400,
+        "cost": 0.25,
+        "position": {"n": 160, "flipped": 1.0},
+        "worst_slice": None,
+    }
+    rejected = {"passed": False, "message": "rejected: expected criteria.", "checks": [], "position": None, "worst_slice": None}
+    edit_metrics(workspace, "gate", {"llm_judges": [judge, judge | {"name": "other"} | rejected], "override": "a try"})
+    page = render_in(workspace, monkeypatch)
+    part = page[page.index('<section id="gate">') : page.index('<section id="evaluation">')]
+    assert "The judge it" in part and "&lt;b&gt;judge&lt;/b&gt; at http://judge/v1, pairwise: rejected: position_bias" in part
+    assert "on 160 of 160 pairs, as look 2" in part and "70,400 tokens, which cost 0.25" in part and "In 100.0% of the pairs" in part
+    assert "position bias" in part and "The judge other" in part and part.count("rejected: expected criteria.") == 1
+    assert "The judge it did not pass its gate, but a policy was trained on it." in page
 
 
 def test_the_figures_beside_each_other_in_the_gate_have_one_height(tmp_path, monkeypatch):

@@ -224,7 +224,7 @@ def test_what_is_not_run_by_the_deadline_has_no_score(caplog):
     limited = scorers(in_time=True, timeout=2.0)
     start = time.monotonic()
     scores, _ = limited.score_items("tests", many)
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 2.0 + 1.0
     assert {s for s in scores if not math.isnan(s)} == {1.0}
     assert 0 < sum(map(math.isnan, scores)) < 200
     assert "timeout, 2 s" in caplog.text

@@ -19,7 +19,7 @@ from aiohttp import web
 from score_service import Misbehaviour, Service, Tree, running, serving
 
 from rlhf_core.config import ScorerConfig
-from rlhf_core.scorers import http
+from rlhf_core.scorers import service as transport
 from rlhf_core.scorers.dialects import answer_of_items, request_of_items
 from rlhf_core.scorers.needs import try_services
 from rlhf_core.scorers.text import ScoreItem, TextScorers, score_item
@@ -31,7 +31,7 @@ KEY = "a-key-of-the-test-1234"
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(http, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(transport, "FIRST_PAUSE", 0.01)
 
 
 def item(number: int, label: str | None = None) -> ScoreItem:
@@ -44,9 +44,9 @@ def config(service: Service | str, **settings) -> ScorerConfig:
     return ScorerConfig(name="it", kind="http", url=service if isinstance(service, str) else service.url, **{"timeout": 20.0, **settings})
 
 
-def scores(service: Service | str, count: int = 20, **settings) -> list[float]:
+def scores(service: Service | str, count: int = 20, *, in_time: bool = False, **settings) -> list[float]:
     """Of responses with 1 to `count` characters."""
-    found, _ = TextScorers(0, [config(service, **settings)], {}).score_items("it", [item(n) for n in range(1, count + 1)])
+    found, _ = TextScorers(0, [config(service, **settings)], {}, in_time=in_time).score_items("it", [item(n) for n in range(1, count + 1)])
     return found
 
 
@@ -284,7 +284,7 @@ def test_retry_after_is_waited_for(as_date):
         start = time.perf_counter()
         assert scores(service, 2) == [1.0, 2.0]
         assert time.perf_counter() - start > 0.9
-    assert http.seconds_of("soon") == http.seconds_of(None) == http.seconds_of("-3") == 0.0
+    assert transport.seconds_of("soon") == transport.seconds_of(None) == transport.seconds_of("-3") == 0.0
 
 
 def test_a_wait_beyond_the_deadline_isnt_begun(caplog):
@@ -300,15 +300,25 @@ async def asleep(service: Service, request: web.Request, tree: Tree) -> web.Stre
     return web.Response()
 
 
-def test_the_whole_call_ends_at_its_timeout_and_keeps_what_came(caplog):
+def test_the_whole_call_of_a_step_ends_at_its_timeout_and_keeps_what_came(caplog):
     async def first_batch_only(service: Service, request: web.Request, tree: Tree):
         return None if tree["items"][0]["response"] == "x" else await asleep(service, request, tree)
 
     with serving(misbehave=first_batch_only) as service:
         start = time.perf_counter()
-        assert scores(service, 16, timeout=1.0) == pytest.approx([*map(float, range(1, 9)), *[math.nan] * 8], nan_ok=True)
+        assert scores(service, 16, timeout=1.0, in_time=True) == pytest.approx([*map(float, range(1, 9)), *[math.nan] * 8], nan_ok=True)
         assert 0.9 < time.perf_counter() - start < 10
     assert f"got none for 8; the time for these responses (timeout) is over: {service.url}" in caplog.text
+
+
+def test_outside_rl_each_request_has_the_timeout_for_itself(caplog):
+    """Four requests of 0.4 s one after the other: in a step of RL a timeout of 1 s leaves time for two."""
+    for in_time, scored in ((True, 4), (False, 8)):
+        with serving(seconds=0.2) as service:
+            found = scores(service, 8, batch_size=2, concurrency=1, timeout=1.0, in_time=in_time)
+            assert [math.isfinite(score) for score in found] == [True] * scored + [False] * (8 - scored)
+    with serving(misbehave=asleep) as service:
+        assert all(map(math.isnan, scores(service, 2, timeout=0.5)))
 
 
 def test_a_request_that_hangs_is_sent_again_after_its_own_timeout():
@@ -381,5 +391,5 @@ def test_a_service_that_changes_its_version_is_reported(caplog):
 def test_proxies_of_the_environment_are_used_but_not_for_this_machine(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
     monkeypatch.setenv("no_proxy", "inside.example")
-    assert http.proxy_for("http://judge.example/score") == "http://proxy.example:3128"
-    assert http.proxy_for("http://127.0.0.1:5/score") is http.proxy_for("http://inside.example/score") is None
+    assert transport.proxy_for("http://judge.example/score") == "http://proxy.example:3128"
+    assert transport.proxy_for("http://127.0.0.1:5/score") is transport.proxy_for("http://inside.example/score") is None

@@ -60,7 +60,7 @@ def test_without_a_label_there_is_no_score_and_the_log_says_so_once(kind, caplog
 
 def test_every_kind_of_the_configuration_has_a_scorer():
     kinds = get_args(ScorerConfig.model_fields["kind"].annotation)
-    assert sorted(kinds) == sorted([*SCORERS, "reward_model", "function", "judge", "code", "http"])
+    assert sorted(kinds) == sorted([*SCORERS, "reward_model", "function", "judge", "code", "http", "llm_judge"])
 
 
 @pytest.mark.parametrize("kind", SCORERS)

@@ -53,6 +53,7 @@ def test_params_name_models_scorers_and_functions_as_they_are_on_a_node(project)
         ScorerConfig(name="theirs", kind="reward_model", path=str(project.parent / "base")),
         ScorerConfig(name="file", kind="function", path="../judges/strict.py:judge"),
         ScorerConfig(name="own", kind="function", path="mine.score:score"),
+        ScorerConfig(name="judge", kind="llm_judge", url="http://a/v1", model="m", template="../judges/strict.py"),
     ]
     reward = params.rl.reward.model_copy(update={"scorers": scorers})
     model = params.model.model_copy(update={"path": "../base"})
@@ -62,7 +63,8 @@ def test_params_name_models_scorers_and_functions_as_they_are_on_a_node(project)
     there = taken.on_node(params.model_copy(update={"model": model, "rl": rl}))
     assert there.rl.distillation.teachers[0].path == there.model.path
     assert there.rl.environment.tools == [there.rl.reward.scorers[1].path.replace(":judge", ":ask"), "mine.score:find"]
-    paths = [there.model.path, *(scorer.path for scorer in there.rl.reward.scorers)]
+    assert f"{there.rl.reward.scorers[3].template}:judge" == there.rl.reward.scorers[1].path
+    paths = [there.model.path, *(scorer.path for scorer in there.rl.reward.scorers[:3])]
     assert [path.startswith("outside/") for path in paths] == [True, True, True, False]
     assert paths[2].endswith("strict.py:judge") and paths[3] == "mine.score:score"
     assert len({path.partition("/")[2].partition("/")[0] for path in paths[:2]}) == 1 and there.sft == params.sft

@@ -143,13 +143,15 @@ def test_the_job_gets_absolute_folders_of_the_models_it_uses(workspace):
             {"kind": "reward_model", "name": "other", "path": "elsewhere"},
             {"kind": "function", "path": "rewards/mine.py:score"},
             {"kind": "function", "name": "module", "path": "package.module:score"},
+            {"kind": "llm_judge", "name": "helpful", "url": "http://a/v1", "model": "m", "template": "rewards/judge.txt"},
             rl__algorithm="grpo",
             rl__environment={"path": "agents/notebook.py:play"},
         ),
     )
     assert others.rl.environment.path == f"{workspace}/agents/notebook.py:play"
     assert others.reward_model is None and others.scorer_models == {"other": str(workspace / "elsewhere")}
-    assert [s.path for s in others.rl.reward.scorers] == ["elsewhere", f"{workspace}/rewards/mine.py:score", "package.module:score"]
+    assert [s.path for s in others.rl.reward.scorers[:3]] == ["elsewhere", f"{workspace}/rewards/mine.py:score", "package.module:score"]
+    assert others.rl.reward.scorers[3].template == f"{workspace}/rewards/judge.txt"
     described = rl_job(others, params(), root=workspace, work=workspace / "scratch")
     described.write(workspace / "job.pkl")
     assert Job.read(workspace / "job.pkl") == described and described.arguments == (others,)

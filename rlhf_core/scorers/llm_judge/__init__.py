@@ -1,0 +1,1 @@
+"""Scores by a language model behind an OpenAI-compatible address (kind llm_judge)."""
