@@ -65,7 +65,7 @@ class JudgeGateConfig(Section):
     max_length_bias: for the upper bound of the accuracy where the chosen response is longer, less that where it is shorter.
     max_position_bias: for the interval of the share of verdicts for the first response less a half, in mode pairwise.
     min_consistency: for the lower bound of the share of pairs with the same verdict when asked again.
-    max_without_verdict: for the upper bound of the share of answers that refuse or can't be read.
+    max_without_verdict: for the share of answers that refuse or can't be read.
     """
 
     pairs: int = Field(default=250, ge=1)

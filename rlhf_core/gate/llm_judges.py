@@ -234,7 +234,8 @@ def judge_checks(found: dict[str, Any], config: GateConfig) -> list[Check]:
     way_out = f"{better}, or lower gate.llm_judge.min_consistency"
     checks.append(at_least("consistency", found["consistency"], limits.min_consistency, way_out, value="value"))
     way_out = f"{better}, or raise max_answer_tokens"
-    checks.append(at_most("without_verdict", found["without_verdict"], limits.max_without_verdict, way_out))
+    share = found["without_verdict"] | {"low": None, "high": None}  # by its value: of few pairs the upper bound exceeds the limit at 0 too
+    checks.append(at_most("without_verdict", share, limits.max_without_verdict, way_out))
     if found["position"] is not None:
         way_out = f"{better}, or raise gate.llm_judge.max_position_bias"
         checks.append(within("position_bias", found["position"], limits.max_position_bias, way_out))

