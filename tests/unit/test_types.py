@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from hypothesis import given
@@ -23,6 +23,7 @@ def row(batch: TrainBatch, i: int) -> dict[str, list[float]]:
 @given(rows=st.lists(st.integers(0, 7), min_size=1, max_size=10))
 def test_select_keeps_each_rows_content_and_order_and_drops_shared_padding(rows: list[int]):
     batch = train_batch(8)
+    batch = replace(batch, teacher_logprobs=batch.old_logprobs - 1)
     part = batch.select(rows)
     assert [row(part, k) for k in range(len(part))] == [row(batch, i) for i in rows]
     assert part.response_mask.shape[1] == max(int(batch.response_mask[i].sum()) for i in rows)
@@ -43,7 +44,7 @@ def test_rows_whose_masks_are_all_empty_keep_a_column():
     part = train_batch(8, unscored=(2, 5)).select([5, 2])
     assert part.response_mask.tolist() == [[False], [False]]
     assert (part.sequences.lengths - part.sequences.starts).tolist() == [1, 1]
-    assert len(part) == 2
+    assert len(part) == 2 and part.teacher_logprobs is None
 
 
 def test_selecting_leaves_the_batch_alone():
