@@ -167,7 +167,7 @@ def test_with_a_judge_alone_there_is_no_win_rate():
     """No scorer has a weight, as where teachers take the place of a reward."""
     inputs = failed_run()
     for mode in ("greedy", "sampled"):
-        inputs.evaluation["win_rate"][mode]["value"] = None
+        inputs.evaluation["win_rate"][mode] |= {"n": 0, "wins": 0, "losses": 0, "ties": 0, "value": None, "low": None, "high": None}
     assert blame(inputs).figure == "share that the judge accepts: +0.0 points greedy, +0.0 sampled, on 400 prompts"
 
 
