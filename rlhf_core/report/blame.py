@@ -254,11 +254,11 @@ def _offline(inputs: ReportInputs) -> Iterator[Blame]:
 def _too_close(inputs: ReportInputs) -> Blame:
     """The reason where no figure speaks against a stage: few prompts, results that differ by mode, or a reward that misses the goal."""
     confidence = need(inputs.params, "evaluation", "confidence")
-    gains = [need(inputs.evaluation, "win_rate", mode, "value") - 0.5 for mode in MODES]
-    source = "win rate"
     if need(inputs.evaluation, "judge"):
         shares = [(judged(inputs.evaluation, mode, "policy"), judged(inputs.evaluation, mode, "sft")) for mode in MODES]
         gains, source = [p[0] / p[1] - s[0] / s[1] for p, s in shares], "share that the judge accepts"
+    else:
+        gains, source = [need(inputs.evaluation, "win_rate", mode, "value") - 0.5 for mode in MODES], "win rate"
     figure = (
         f"{source}: {100 * gains[0]:+.1f} points greedy, {100 * gains[1]:+.1f} sampled, "
         f"on {need(inputs.evaluation, 'greedy', 'sft', 'n')} prompts"

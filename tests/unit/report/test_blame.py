@@ -163,6 +163,14 @@ def test_where_no_stage_has_a_figure_against_it(policy: float, stage: str):
     assert blame(run(policy=policy, win=0.5)).stage == stage
 
 
+def test_with_a_judge_alone_there_is_no_win_rate():
+    """No scorer has a weight, as where teachers take the place of a reward."""
+    inputs = failed_run()
+    for mode in ("greedy", "sampled"):
+        inputs.evaluation["win_rate"][mode] |= {"n": 0, "wins": 0, "losses": 0, "ties": 0, "value": None, "low": None, "high": None}
+    assert blame(inputs).figure == "share that the judge accepts: +0.0 points greedy, +0.0 sampled, on 400 prompts"
+
+
 def test_without_a_judge_the_win_rate_counts():
     found = blame(run(judge=False, win=0.52))
     assert (found.stage, found.figure) == ("evaluate", "win rate: +2.0 points greedy, +2.0 sampled, on 400 prompts")
