@@ -37,7 +37,7 @@ PROGRAM = "agents/notebook_client.py"
 OUTSIDE = {
     "model": {"max_length": 224},
     "data": {"sources": {0: {"clerk": {"notebook": True, "demonstrations": 400, "prompts": 240}, "uses": ["sft", "prompt"]}}},
-    "sft": {"train_on": "all_turns", "pretrain": {"steps": 0}, "steps": 60},
+    "sft": {"train_on": "all_turns", "pretrain": {"steps": 0}, "steps": 300},
     "reward": {"enabled": False},
     "rl": {
         "algorithm": "grpo",

@@ -29,6 +29,7 @@ from rlhf_core.stage.run import CRASHED
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.long]  # tests/unit/scorers/test_llm_judge.py and tests/unit/gate/test_llm_judges.py
 
 STEPS = 8
+IN_FLIGHT = 16  # the default of a judge's concurrency
 
 
 def of_the_clerk(response: str, conversation: list[Tree]) -> float:
@@ -86,7 +87,8 @@ def test_a_bad_judge_stops_the_chain_and_a_good_ones_answers_survive_a_kill(tmp_
         code, printed = run(workspace, "dvc", "repro")
         assert code == 0 and ran(printed) == ["train_policy", "evaluate", "report"], printed[-3000:]
         assert "rl: resuming from the checkpoint of step" in printed
-        assert len(service.requests) > before and set(asked(service, "clerk").values()) == {1}
+        again = [times for times in asked(service, "clerk").values() if times > 1]
+        assert len(service.requests) > before and len(again) <= IN_FLIGHT and set(again) <= {2}, "only what was asked for at the kill"
 
         survived, before = results(workspace), len(service.requests)
         forget(workspace, "tasks.train_rl")
