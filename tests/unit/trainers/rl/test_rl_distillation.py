@@ -17,6 +17,7 @@ from whole_matrix import cells
 from rlhf_core.models.build import load_language_model
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl.advantages import compute_advantages
+from rlhf_core.trainers.rl.loop import trained_rollouts
 from rlhf_core.trainers.rl.minibatch import Minibatch
 from rlhf_core.trainers.rl.rank import TrainerRank
 from rlhf_core.types import TrainBatch
@@ -201,6 +202,7 @@ def test_without_a_reward_advantages_are_zero_and_truncated_responses_count_unle
         with running(rl_job_here(model_folders, tmp_path / str(masked), **options)) as run:
             batch = run.step().batch
             trained_batch, metrics = compute_advantages(batch, run.job.rl, RewardNormalizer(run.job.rl.reward), kl_coef=0.0)
+            assert trained_rollouts(run.run, run.results[-1]).rewards.isnan().all()
         assert not trained_batch.advantages.any() and "advantage_zero_fraction" not in metrics
         assert not batch.finished.all()
         expected = batch.response_mask & (batch.finished[:, None] if masked else True)
