@@ -23,6 +23,8 @@ STUDENT = {
         "kl": {"coef": 0.0, "placement": "loss", "estimator": "k3"},
         "reward": {"scorers": [JUDGE]},
         "monitor": {"kl": None},
+        "evaluation": {"every": 3, "prompts": 16, "metric": "judge"},
+        "save_rollouts_every": 3,
     },
 }
 

@@ -150,7 +150,7 @@ def shaped_rewards(
     *,
     learn: bool = True,
 ) -> torch.Tensor:
-    """Normalised and clipped rewards less the length penalties [B], before any KL; NaN = not trained on.
+    """Normalised and clipped rewards less the length penalties [B], before any KL; NaN = not trained on, or no scorer has a weight.
 
     Args:
         finished: [B] bool.    lengths: [B], sampled tokens of each response.
@@ -158,6 +158,8 @@ def shaped_rewards(
     """
     if rl.reward.mask_truncated:
         components = {name: scores.where(finished, torch.nan) for name, scores in components.items()}
+    if not rl.learns_from_reward:
+        return torch.full(finished.shape, torch.nan)
     return normalizer(components, learn=learn) - _length_penalties(finished, lengths, rl)
 
 

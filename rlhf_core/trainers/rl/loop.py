@@ -289,7 +289,7 @@ def evaluate(workers: Workers, prompts: list[Prompt], rl: RlConfig) -> Metrics:
 
     def scored(rollouts: list[Rollout]) -> dict[str, np.ndarray]:
         components = workers.score(rollouts)
-        scores = {"score": weighted_score(components, rl.reward.scorers), **components}
+        scores = {"score": weighted_score(components, rl.reward.scorers, count=len(rollouts)), **components}
         return {name: values.numpy() for name, values in scores.items()}
 
     greedy = scored(workers.rollouts.generate_greedy(prompts))

@@ -114,7 +114,7 @@ def _half(groups: list[int]) -> list[int]:
 def rollout_table(step: int, trained: TrainedRollouts, rows: list[int], rl: RlConfig, tokenizer: PreTrainedTokenizerBase) -> pa.Table:
     """One row for each of these rollouts, in order (docs/rl.md has the columns)."""
     batch, rollouts = trained.batch, [trained.rollouts[row] for row in rows]
-    score = weighted_score(batch.components, rl.reward.scorers)
+    score = weighted_score(batch.components, rl.reward.scorers, count=len(batch.lengths))
     prompts = [rollout.prompt for rollout in rollouts]
     pieces = [token_pieces(tokenizer, rollout.prompt.prompt_ids, rollout.response_ids) for rollout in rollouts]
     texts = {ids: tokenizer.decode(list(ids), skip_special_tokens=False) for ids in {tuple(p.prompt_ids) for p in prompts}}

@@ -17,8 +17,10 @@ from whole_matrix import cells
 from rlhf_core.models.build import load_language_model
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl.advantages import compute_advantages
+from rlhf_core.trainers.rl.loop import trained_rollouts
 from rlhf_core.trainers.rl.minibatch import Minibatch
 from rlhf_core.trainers.rl.rank import TrainerRank
+from rlhf_core.trainers.rl.saved_rollouts import rollout_table
 from rlhf_core.types import TrainBatch
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -194,13 +196,15 @@ def test_a_run_comes_closer_to_its_teacher(model_folders: Folders, teachers: lis
 
 
 def test_without_a_reward_advantages_are_zero_and_truncated_responses_count_unless_masked(
-    model_folders: Folders, teachers: list[Path], tmp_path
+    model_folders: Folders, teachers: list[Path], tmp_path, tokenizer
 ):
     for masked in (False, True):
         options = SMALL | distillation("reverse_kl", teachers) | {"rl.reward.mask_truncated": masked, "rl.rollout.max_new_tokens": 3}
         with running(rl_job_here(model_folders, tmp_path / str(masked), **options)) as run:
             batch = run.step().batch
             trained_batch, metrics = compute_advantages(batch, run.job.rl, RewardNormalizer(run.job.rl.reward), kl_coef=0.0)
+            table = rollout_table(1, trained_rollouts(run.run, run.results[-1]), [0, 1], run.job.rl, tokenizer)
+        assert table["reward"].null_count == table["score"].null_count == 2
         assert not trained_batch.advantages.any() and "advantage_zero_fraction" not in metrics
         assert not batch.finished.all()
         expected = batch.response_mask & (batch.finished[:, None] if masked else True)
