@@ -106,8 +106,8 @@ def presence_checks() -> list[Check]:
     expectation = gxe.ExpectColumnValuesToBeBetween(column="rows", min_value=1)
     meaning = "the stages find rows in every use and split they read"
     advice = (
-        "add a source with that use to data.sources, or more rows; conversations with the same first message of the user are in one split, "
-        "so make a fixed instruction the system message"
+        "add a source with that use to data.sources, or more rows; a chat model needs no use sft: set sft.enabled to false; conversations "
+        "with the same first message of the user are in one split, so make a fixed instruction the system message"
     )
     return [Check("rows_present", expectation, meaning, 0.0, advice, unit="share of uses and splits")]
 
