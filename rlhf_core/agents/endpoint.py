@@ -46,13 +46,13 @@ class Worker:
     Args:
         most: episodes that it may have at once.
 
-    claimed: key -> episode, of those that haven't ended.    has_claimed: it has claimed one at least.
+    claimed: key -> episode, of those that haven't ended.    has_asked: it has asked for one, so the command works.
     late: set once it was silent for too long.    gone: it has ended.
     """
 
     def __init__(self, most: int):
         self.claimed: dict[str, Session] = {}
-        self._most, self.has_claimed, self.gone = most, False, False
+        self._most, self.has_asked, self.gone = most, False, False
         self.late = asyncio.Event()
 
     @property
@@ -60,7 +60,7 @@ class Worker:
         return len(self.claimed) >= self._most
 
     def claim(self, key: str, session: Session) -> None:
-        self.claimed[key], self.has_claimed = session, True
+        self.claimed[key] = session
         session.claims += 1
 
 
@@ -220,6 +220,7 @@ class Endpoint:
         worker = self._workers.get(self._key(request))
         if worker is None:
             raise Refused("key: expected a worker's, got that of an episode; claim with the key of the environment", status=403)
+        worker.has_asked = True
 
         def is_lost() -> bool:
             return worker.gone or request.transport is None or request.transport.is_closing()

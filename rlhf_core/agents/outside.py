@@ -141,9 +141,9 @@ class Outside:
             async with self._process(key) as process:
                 why = await _end_of(process, worker)
             self._endpoint.dismiss(key)
-            left = MOST_STARTS if worker.has_claimed else left - 1
+            left = MOST_STARTS if worker.has_asked else left - 1
             await self._hand_back(worker, why, process.last_errors)
-        raise AgentFailed(f"a process ended {MOST_STARTS} times before it had claimed an episode, with {why}", process.last_errors)
+        raise AgentFailed(f"a process ended {MOST_STARTS} times before it had asked for an episode, with {why}", process.last_errors)
 
     async def _hand_back(self, worker: Worker, why: str, errors: Sequence[str]) -> None:
         """Let others claim the episodes of a process that has ended; each once."""
