@@ -46,7 +46,7 @@ class JudgeService:
     """Answers with 1 + quality on a scale, with the better response of two, and with `met` for criteria whose last word is in the response.
 
     favours: position that wins each comparison. takes_schema: whether `response_format` is accepted.
-    asked: hash of a question -> how often it was answered. requests: bodies in order of arrival. says: text around the answer's object.
+    asked: model and question -> how often it was answered. requests: bodies in order of arrival. says: text around the answer's object.
     """
 
     quality: Quality = by_plus
@@ -69,7 +69,7 @@ class JudgeService:
         if "response_format" in tree and not self.takes_schema:
             return web.json_response({"error": "response_format isn't known"}, status=400)
         await asyncio.sleep(self.seconds)
-        self.asked[json.dumps([tree["messages"], tree["seed"]])] += 1
+        self.asked[json.dumps([tree["model"], tree["messages"], tree["seed"]])] += 1
         return web.json_response(self.completion(self.says.replace("{}", json.dumps({"reason": "By the rule.", **self.verdict(tree)}))))
 
     def completion(self, text: str | None, *, ended: str = "stop", **message: Any) -> Tree:

@@ -54,7 +54,7 @@ JUDGED = {
 
 def asked(service: JudgeService, model: str) -> dict[str, int]:
     """Question -> how often it was answered, without the stages' trials."""
-    questions = {json.dumps([r["messages"], r["seed"]]) for r in service.requests if r["model"] == model}
+    questions = {json.dumps([r["model"], r["messages"], r["seed"]]) for r in service.requests if r["model"] == model}
     return {question: service.asked[question] for question in questions if "What is 2 + 2?" not in question}
 
 

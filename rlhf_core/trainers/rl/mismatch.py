@@ -98,7 +98,7 @@ def check_logprobs(batch: RolloutBatch, sampler_logprobs: torch.Tensor, rl: RlCo
     difference = compare((batch.rollout_logprobs - sampler_logprobs)[mask], rl)
     limited = difference if int(mask.sum()) >= QUANTILE_TOKENS else replace(difference, p999=0.0)
     if reason := exceeded(limited, rl, dtype):
-        remedy = "raise the limit, or set rl.rollout.backend to pytorch"
+        remedy = _remedy(rl)
         if rl.lora is not None and dtype == "bfloat16":
             remedy = "engines add adapters to bfloat16 weights, which rounds small ones away: set model.dtype=float32, or rl.lora=null"
         raise LogprobMismatch(
@@ -106,6 +106,11 @@ def check_logprobs(batch: RolloutBatch, sampler_logprobs: torch.Tensor, rl: RlCo
             f"the probe has shown no stale weights, so the arithmetic differs: {remedy}"
         )
     return difference.of(dtype)
+
+
+def _remedy(rl: RlConfig) -> str:
+    """Return what to do where an engine's arithmetic differs from the trainer's."""
+    return "raise the limit" + (", or set rl.rollout.backend to pytorch" if rl.rollout.backend == "vllm" else "")
 
 
 def check_finite(batch: RolloutBatch, *, step: int) -> None:
@@ -199,7 +204,7 @@ class WeightSyncCheck:
 
     def _cause(self, rank: int, engine: torch.Tensor, expected: torch.Tensor, *, version: int) -> str:
         """Return the likely cause: stale weights give old log-probabilities, this engine's own or the trainer's of the version before."""
-        remedy = "set rl.rollout.backend to pytorch, or raise the limit"
+        remedy = _remedy(self._rl)
         if self._trainer is None:
             return f"both have loaded the same model, so the arithmetic differs: {remedy}"
         if torch.equal(engine, self._engines[rank]):
