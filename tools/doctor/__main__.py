@@ -92,7 +92,7 @@ def find_media() -> list[Finding]:
     for package in MEDIA:
         version = version_of(package)
         if version and (reason := import_error(package)):
-            remark = f"can't be imported with this torch ({reason}); `python -m tools.doctor --fix` removes it"
+            remark = f"can't be imported with this torch ({reason}); `rlhf doctor --fix` removes it"
             findings.append(Finding(package, version, "broken", remark))
         elif version:
             findings.append(Finding(package, version))
