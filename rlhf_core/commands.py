@@ -161,6 +161,18 @@ COMMANDS: dict[str, tuple[str, str, str, str]] = {
         "rlhf plan --params mine.yaml --gpu h100 --gpus 16",
         "0 it fits, 1 it doesn't, 2 refused or wrong options",
     ),
+    "params show": (
+        "tools.params:show",
+        "Explain a key of params.yaml: what it does, its type and default, and which stages a change reruns.",
+        "rlhf params show rl.kl.coef",
+        CODES,
+    ),
+    "params schema": (
+        "tools.params:print_schema",
+        "Print the JSON schema of params.yaml and recipes, by which editors complete and check keys.",
+        "rlhf params schema",
+        CODES,
+    ),
     "params print": (
         "tools.params:print_params",
         "Print params.yaml with every key, including those left at their defaults.",
@@ -250,7 +262,7 @@ COMMANDS: dict[str, tuple[str, str, str, str]] = {
 GROUPS = {
     "runs": "List, show and delete runs.",
     "data": "Check data before anything runs.",
-    "params": "Print the keys of params.yaml.",
+    "params": "Explain and print the keys of params.yaml.",
     "registry": "Versions of the reward model and the policy: register, promote, roll back, fetch.",
     "rounds": "Iterative DPO.",
     "labels": "Human labels: export pairs, import labels.",
