@@ -125,6 +125,18 @@ COMMANDS: dict[str, tuple[str, str, str, str]] = {
         "rlhf sweep --params recipes/clerk.yaml --algorithms grpo rloo --seeds 0 1 2",
         "0 done, 1 a run failed, 2 refused or wrong options",
     ),
+    "gate": (
+        "flows.outside:gate",
+        "Judge a reward model that another trainer made: accuracy with its interval, slices, probes, the promoted model.",
+        "rlhf gate --reward-model ../my-reward --pairs ../pairs.jsonl --reference Qwen/Qwen2.5-1.5B-Instruct",
+        FLOW_CODES,
+    ),
+    "evaluate": (
+        "flows.outside:evaluate",
+        "Compare a policy that another trainer made with the model from which it was trained, and write the report.",
+        "rlhf evaluate --policy ../trl-output --reference Qwen/Qwen2.5-1.5B-Instruct --data ../pairs.jsonl --reward-model ../my-reward",
+        FLOW_CODES,
+    ),
     "stages": ("flows.runs.__main__:stages", "List the stages of a run with their states.", "rlhf stages my-grpo", CODES),
     "runs list": ("flows.runs.__main__:list_runs", "List all runs, most recently used first.", "rlhf runs list --json", CODES),
     "runs show": ("flows.runs.__main__:show", "Show a run's outcome, params, stages and lineage.", "rlhf runs show my-grpo", CODES),
@@ -270,7 +282,7 @@ GROUPS = {
 
 
 def _default_shown(value: Any) -> str | None:
-    if value == () or value is False:
+    if value is None or value == () or value is False:
         return None
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
