@@ -1,7 +1,7 @@
 """Compares RL algorithms or alignment methods over several seeds in one table, with learning curves of RL.
 
-    python -m flows.compare --params recipes/clerk.yaml [--algorithms ppo grpo ...] [--seeds 0 1 2] [--jobs 2] [--set key=value]
-    python -m flows.compare --params recipes/clerk.yaml --methods dpo dpo:ipo kto rejection_sampling ...
+    rlhf sweep --params recipes/clerk.yaml [--algorithms ppo grpo ...] [--seeds 0 1 2] [--jobs 2] [--set key=value]
+    rlhf sweep --params recipes/clerk.yaml --methods dpo dpo:ipo kto rejection_sampling ...
 
 Each pair of algorithm or method and seed is a run with its own worktree, runs/compare-<name>-<seed>; recipes/compare.yaml is laid over the
 recipes that are given. Stages that runs share (data, SFT and reward model of a seed) are computed once and restored from DVC's run cache. A
@@ -10,18 +10,21 @@ second call resumes where the first one ended.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from flows.chain.command_line import REFUSED, add_override_arguments
+from cyclopts import Group, Parameter
+from cyclopts.validators import mutually_exclusive
+
+from flows.chain.command_line import REFUSED
 from flows.chain.locks import only_flow
 from flows.chain.prepare import prepare_workspace
 from flows.chain.stages import stage_environment
@@ -29,6 +32,7 @@ from flows.chain.worktree import commit_results, slug
 from flows.runs.record import note
 from flows.runs.results import input_paths, result_paths
 from rlhf_core.algorithms.online import ALGORITHMS
+from rlhf_core.commands import NONE_GIVEN, Count, Numbers, Overrides, Words, run_module
 from rlhf_core.config import ConfigError, Method, load_params, parse_assignment, with_recipes
 from rlhf_core.paths import EVALUATION_METRICS, REPORTS
 from rlhf_core.process import end_with_parent, module_command
@@ -40,38 +44,49 @@ FIGURE, TABLE, METHODS_TABLE = REPORTS / "compare.svg", REPORTS / "compare.md", 
 THREADS = "cluster.threads"  # the cores, divided by --jobs
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The arguments of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m flows.compare", description="Compare RL algorithms or ways to the policy on several seeds."
-    )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--algorithms", nargs="+", choices=tuple(ALGORITHMS), default=list(ALGORITHMS), metavar="NAME")
-    what.add_argument("--methods", nargs="+", default=[], metavar="NAME[:LOSS]", help="of alignment.method; compared by their evaluation")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; they share the machine's cores")
-    add_override_arguments(parser)
-    parser.add_argument("--update", action="store_true", help="change the params of runs that exist, which is refused otherwise")
-    return parser.parse_args(arguments)
+_VARIANTS = Group("Variants", validator=mutually_exclusive)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Options:
+    """What to compare, and how.
+
+    Args:
+        algorithms: of rl.algorithm; by default all.
+        methods: of alignment.method, with a loss as in dpo:ipo; compared by their evaluation.
+        seeds: of each variant.
+        jobs: runs at the same time; they share the machine's cores.
+        update: change the params of runs that exist, which is refused otherwise.
+    """
+
+    algorithms: Annotated[tuple[Literal[tuple(ALGORITHMS)], ...], Parameter(consume_multiple=True, group=_VARIANTS)] = ()
+    methods: Annotated[Words, Parameter(group=_VARIANTS)] = ()
+    seeds: Numbers = (0, 1, 2)
+    jobs: Count = 1
+    given: Overrides = NONE_GIVEN
+    update: bool = False
+
+
+DEFAULTS = Options()
+
+
+def start(*, options: Options = DEFAULTS) -> int:
     with ExitStack() as held:
         return compare(Path.cwd(), options, held)
 
 
-def compare(root: Path, options: argparse.Namespace, held: ExitStack) -> int:
+def compare(root: Path, options: Options, held: ExitStack) -> int:
     """Run all variants, write the comparison, and return the exit code.
 
     held: stack that keeps the runs' locks until the caller exits it.
     """
     try:
         variants = {name: method_overrides(name) for name in options.methods} or {
-            name: {"rl.algorithm": name} for name in options.algorithms
+            name: {"rl.algorithm": name} for name in options.algorithms or ALGORITHMS
         }
         threads = {THREADS: max(1, (os.cpu_count() or 1) // options.jobs)}
-        common = with_recipes([*options.recipes, RECIPE], threads | dict(map(parse_assignment, options.assignments)))
+        common = with_recipes([*options.given.recipes, RECIPE], threads | dict(map(parse_assignment, options.given.assignments)))
         for seed in options.seeds:
             for name in variants:
                 held.enter_context(only_flow(root, run_name(name, seed)))
@@ -150,6 +165,8 @@ def _repro(workspace: Path, stage: str) -> str | None:
     note(workspace, **(failed if done.returncode else {"outcome": "done", "until": stage}))
     return workspace.name if done.returncode else None
 
+
+main = partial(run_module, "sweep")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Compares two runs, or configurations over seeds: python -m flows.compare_runs A B [C ...] [--output PAGE]
+"""Compares two runs, or configurations over seeds: rlhf compare A B [C ...], or python -m flows.compare_runs.
 
 Each argument is a run's name (a folder of runs/), a folder, a branch, a tag or a commit. Two runs give a list of differences and an HTML
 page. Three or more are grouped by configuration (runs that differ only in their seed) and compared over seeds, as text.
@@ -7,14 +7,18 @@ Exit codes: 0 done, 2 a run is missing or has no results, or the runs can't be g
 
 from __future__ import annotations
 
-import argparse
+import json
 import sys
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tabulate import tabulate
 
 from flows.chain.worktree import slug
 from flows.runs.results import read_side
+from rlhf_core.commands import GivenPath, Json, run_module
 from rlhf_core.config import ConfigError
 from rlhf_core.paths import REPORTS
 from rlhf_core.process import exit_with
@@ -28,31 +32,46 @@ MARK = "*"  # of a significant change
 MAX_WIDTH = 48  # characters of a value in the terminal
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m flows.compare_runs", description="Compare two runs (params, data, figures, answers), or configurations over seeds."
-    )
-    parser.add_argument("first", metavar="A", help="a run's name, a folder, or a branch, tag or commit")
-    parser.add_argument("second", metavar="B", help="the second run; changes are shown from A to B")
-    parser.add_argument("more", nargs="*", metavar="C", help="further runs: all are then grouped by configuration and compared over seeds")
-    parser.add_argument("--output", type=Path, metavar="PAGE", help="the page; reports/compare-A-B.html otherwise")
-    options = parser.parse_args(arguments)
+def compare(first: str, second: str, /, *more: str, output: GivenPath | None = None, as_json: Json = False) -> int:
+    """Print how two runs differ and write it as a page, or compare configurations over seeds. Returns the exit code.
+
+    Args:
+        first: a run's name, a folder, or a branch, tag or commit.
+        second: the second run; changes are shown from the first to it.
+        more: further runs: all are then grouped by configuration and compared over seeds.
+        output: the page; reports/compare-FIRST-SECOND.html otherwise.
+    """
     try:
-        sides = [read_side(Path.cwd(), name) for name in (options.first, options.second, *options.more)]
-        if options.more:
+        sides = [read_side(Path.cwd(), name) for name in (first, second, *more)]
+        if more:
+            if as_json:
+                print(json.dumps([asdict(run) for run in trained([side.results for side in sides])], indent=1))
+                return 0
             print(*(f"{warning}\n" for side in sides for warning in side.results.warnings), sep="", end="", file=sys.stderr)
             print(tables(trained([side.results for side in sides]), sides[0].results.params["evaluation"]["confidence"]), end="")
             return 0
     except (ConfigError, ValueError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2
-    first, second = sides
-    print(summary(first, second))
-    output = options.output or REPORTS / f"compare-{slug(options.first)}-{slug(options.second)}.html"
+    one, other = sides
+    if as_json:
+        print(json.dumps(differences(one.results, other.results), indent=1))
+        return 0
+    print(summary(one, other))
+    output = output or REPORTS / f"compare-{slug(first)}-{slug(second)}.html"
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(render_comparison(first, second), encoding="utf-8", newline="\n")
+    output.write_text(render_comparison(one, other), encoding="utf-8", newline="\n")
     print(f"Page: {output}")
     return 0
+
+
+def differences(one: Results, other: Results) -> dict[str, Any]:
+    """What the page's tables show, for programs."""
+    changes = {"params": params_that_differ(one.params, other.params), "outs": outs_that_differ(one, other)}
+    return {
+        "figures": [asdict(row) for row in figures_that_count(one, other)],
+        **{what: [dict(zip(("key", "first", "second"), change, strict=True)) for change in found] for what, found in changes.items()},
+    }
 
 
 def summary(first: Side, second: Side) -> str:
@@ -84,6 +103,8 @@ def _row(difference: Difference) -> tuple[str, ...]:
 def _short(text: str) -> str:
     return text if len(text) <= MAX_WIDTH else text[: MAX_WIDTH - 1] + "…"
 
+
+main = partial(run_module, "compare")
 
 if __name__ == "__main__":
     exit_with(main)

@@ -1,7 +1,7 @@
 """Handles human labels: exports pairs for annotation, and imports the labels as preference data.
 
-    python -m flows.labels export --round N [--series NAME] | --pairs FILE  --out DIR [--count K] [--seed S]
-    python -m flows.labels import FILE [--export DIR] [--name NAME]
+    rlhf labels export --round N [--series NAME] | --pairs FILE  --out DIR [--count K] [--seed S]
+    rlhf labels import FILE [--export DIR] [--name NAME]
 
 Labels are in data/labels, tracked by git instead of DVC: they are small, can't be recomputed, and so are part of each run's commit. An
 import never overwrites labels.
@@ -9,19 +9,22 @@ import never overwrites labels.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import getpass
 import json
 import math
 import re
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow.parquet as pq
+from cyclopts import Group, Parameter
+from cyclopts.validators import LimitedChoice
 
 from flows.chain.worktree import worktree_path
+from rlhf_core.commands import Count, GivenPath, printed, run_module
 from rlhf_core.config import shown
 from rlhf_core.files import replace_text
 from rlhf_core.paths import LABELS, round_folder
@@ -30,52 +33,58 @@ from rlhf_core.preparation.labels import KEY, LabelPair, decide, export_pairs, r
 CONFIDENCE = 0.95
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The arguments of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m flows.labels", description="Human labels: export pairs, import labels.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    out = commands.add_parser("export", help="pairs for annotation")
-    what = out.add_mutually_exclusive_group(required=True)
-    what.add_argument("--round", type=int, metavar="N", help="pairs of a round of iterative DPO")
-    what.add_argument("--pairs", type=Path, metavar="FILE", help="a Parquet file with id, messages, chosen and rejected (and their scores)")
-    out.add_argument("--series", default="iterative-dpo", metavar="NAME", help="whose round (default: %(default)s)")
-    out.add_argument("--out", type=Path, required=True, metavar="DIR")
-    out.add_argument("--count", type=int, metavar="K", help="upper limit of pairs, sampled with the seed")
-    out.add_argument("--seed", type=int, default=0)
-    back = commands.add_parser("import", help="labels back in")
-    back.add_argument("file", type=Path, help="pairs.jsonl with choices, or Label Studio's JSON export")
-    back.add_argument("--export", type=Path, metavar="DIR", help="the export that was labelled (default: the file's folder)")
-    back.add_argument("--name", metavar="NAME", help="of the source (default: the export's folder)")
-    return parser.parse_args(arguments)
+_SOURCE_OF_PAIRS = Group("Pairs", validator=LimitedChoice(min=1))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
-    try:
-        if options.command == "export":
-            pairs, origin = read_pairs(options)
-            number = export_pairs(pairs, options.out, count=options.count, seed=options.seed, origin=origin)
-            print(f"{number} pairs in {options.out}; don't show {KEY} to annotators")
-        else:
-            print(import_labels(options.file, options.export or options.file.parent, options.name))
-    except (ValueError, OSError) as error:
-        print(f"labels: {error}", file=sys.stderr)
-        return 2
-    return 0
+@printed(ValueError, OSError)
+def export(
+    *,
+    out: GivenPath,
+    round_: Annotated[int | None, Parameter("--round", group=_SOURCE_OF_PAIRS)] = None,
+    pairs: Annotated[GivenPath | None, Parameter(group=_SOURCE_OF_PAIRS)] = None,
+    series: str = "iterative-dpo",
+    count: Count | None = None,
+    seed: int = 0,
+) -> str:
+    """Export pairs for annotation.
+
+    Args:
+        out: folder to be made.
+        round_: pairs of a round of iterative DPO.
+        pairs: a Parquet file with id, messages, chosen and rejected (and their scores).
+        series: whose round.
+        count: upper limit of pairs, sampled with the seed.
+        seed: of the sample.
+    """
+    found, origin = read_pairs(round_, pairs, series)
+    number = export_pairs(found, out, count=count, seed=seed, origin=origin)
+    return f"{number} pairs in {out}; don't show {KEY} to annotators"
 
 
-def read_pairs(options: argparse.Namespace) -> tuple[list[LabelPair], str]:
+@printed(ValueError, OSError)
+def import_(file: GivenPath, /, *, export: GivenPath | None = None, name: str | None = None) -> str:
+    """Import labels as preference data.
+
+    Args:
+        file: pairs.jsonl with choices, or Label Studio's JSON export.
+        export: the export that was labelled; by default the file's folder.
+        name: of the source; by default the export's folder.
+    """
+    return import_labels(file, export or file.parent, name)
+
+
+def read_pairs(round_: int | None, pairs: Path | None, series: str) -> tuple[list[LabelPair], str]:
     """Return the selected pairs and where they come from. Rows without both responses are skipped.
 
     Raises:
         ValueError: the file lacks a column. FileNotFoundError: there is no such file.
     """
-    if options.pairs is not None:
-        rows, origin = pq.read_table(options.pairs).to_pylist(), str(options.pairs)
+    if pairs is not None:
+        rows, origin = pq.read_table(pairs).to_pylist(), str(pairs)
     else:
-        worktree = worktree_path(Path(), options.series)
-        folder = (worktree if worktree.exists() else Path()) / round_folder(options.round) / "data"
-        rows, origin = _rows_of_round(folder), f"round {options.round} of {options.series}"
+        worktree = worktree_path(Path(), series)
+        folder = (worktree if worktree.exists() else Path()) / round_folder(round_) / "data"
+        rows, origin = _rows_of_round(folder), f"round {round_} of {series}"
     if rows and (missing := [c for c in ("id", "messages", "chosen", "rejected") if c not in rows[0]]):
         raise ValueError(f"{origin}: expected the columns id, messages, chosen and rejected, got none named {', '.join(missing)}")
     return [
@@ -151,6 +160,8 @@ To learn from them, commit {path} and {provenance}, and add to data.sources in p
       path: {path}
       format: preference"""
 
+
+main = partial(run_module, "labels")
 
 if __name__ == "__main__":
     sys.exit(main())

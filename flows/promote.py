@@ -1,26 +1,27 @@
-"""The model registry's command line: python -m flows.promote register|show|promote|rollback|history|fetch --help.
+"""The model registry's command line: rlhf registry, or python -m flows.promote.
 
 Exit codes: 0 done, 2 refused, with the reason.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from cyclopts import Parameter
 from tabulate import tabulate
 
-from flows.chain.command_line import INTERRUPTED, REFUSED, show_own_log
 from flows.chain.worktree import git
 from flows.registry import decisions, versions
 from flows.registry.evidence import GateProblem, check_version, gates
 from flows.registry.state import ARTIFACTS, Registry, read_registry
 from flows.registry.tags import Event, Version, who
+from rlhf_core.commands import GivenPath, Json, printable, printed, run_module
 from rlhf_core.config import ConfigError
 from rlhf_core.paths import PROMOTED, REWARD_MODEL
 from rlhf_core.provenance.lineage import evaluated_by_reward_model, learned_from_reward_model, named_inputs, trained_from
@@ -29,80 +30,47 @@ SHORT = 10  # characters of a hash in a table
 SHORT_INPUT = 12  # of the hash of an external input
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The arguments of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m flows.promote", description="Versions of the reward model and the policy.")
-    commands = parser.add_subparsers(dest="command", required=True)
-
-    def command(name: str, text: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text, description=text)
-        added.add_argument("artifact", choices=ARTIFACTS)
-        return added
-
-    added = command("register", "Make the model of a run's last commit a version.")
-    added.add_argument("--run", metavar="NAME", help="the run in runs/NAME; without it the current folder")
-    added.add_argument("--round", type=int, metavar="N", help="the policy of this round, if NAME is a series of iterative DPO")
-    added = command("show", "All versions, or one in detail.")
-    added.add_argument("version", nargs="?", help="for example v2.0.0; `promoted` for the promoted one")
-    added.add_argument("--json", action="store_true", help="for programs, with the whole lineage")
-    added = command("promote", "Make a version the promoted one.")
-    added.add_argument("version", nargs="?", help="for example v2.0.0; without it the newest")
-    _decision(added)
-    added.add_argument(
-        "--override", metavar="WHY", help="promote a model that its gate rejected or that was rolled back; kept with the decision"
-    )
-    added = command("rollback", "Roll back the promoted version; the one before it is promoted again, if there is one.")
-    added.add_argument("--to", metavar="VERSION", help="an earlier promoted version; without it the last one")
-    _decision(added)
-    command("history", "All promotions and rollbacks: who, when and why.")
-    added = command("fetch", "Fetch a version's files by their hash from DVC's cache or remote, and verify each.")
-    added.add_argument("--version", help="without it the promoted one")
-    added.add_argument("--to", type=Path, metavar="FOLDER", help="without it models/promoted/<artifact>-<version>")
-    return parser.parse_args(arguments)
+Artifact = Annotated[Literal[tuple(ARTIFACTS)], Parameter(help="Whose versions.")]
 
 
-def _decision(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--reason", required=True, help="kept with the decision")
-    parser.add_argument("--by", help="who decides; without it the name and address from git's settings")
+@printed()
+def register(artifact: Artifact, /, *, run: str | None = None, round_: Annotated[int | None, Parameter("--round")] = None) -> str:
+    """Make the model of a run's last commit a version.
 
-
-def main(arguments: list[str] | None = None) -> int:
-    show_own_log()
-    options = parse_arguments(arguments)
-    try:
-        print(plain(COMMANDS[options.command](Path.cwd(), options)))
-        return 0
-    except ConfigError as error:
-        print(plain(str(error)), file=sys.stderr)
-        return REFUSED
-    except KeyboardInterrupt:
-        return INTERRUPTED
-
-
-def register(root: Path, options: argparse.Namespace) -> str:
-    version = versions.register(root, options.artifact, options.run, options.round)
+    Args:
+        run: the run in runs/RUN; without it the current folder.
+        round_: the policy of this round, if RUN is a series of iterative DPO.
+    """
+    version = versions.register(Path.cwd(), artifact, run, round_)
     gate = "".join(f"{name.capitalize()}: {text}\n" for name, text in gate_facts(version).items())
     return (
-        f"Registered {options.artifact} {version.version}: "
-        f"commit {version.commit[:SHORT]} of {version.lineage['run']}, {version.identity}\n{gate}{share(options.artifact)}"
+        f"Registered {artifact} {version.version}: "
+        f"commit {version.commit[:SHORT]} of {version.lineage['run']}, {version.identity}\n{gate}{share(artifact)}"
     )
 
 
-def show(root: Path, options: argparse.Namespace) -> str:
-    found = _read(root, options.artifact)
-    if options.version is None:
+@printed()
+def show(artifact: Artifact, version: str | None = None, /, *, as_json: Json = False) -> str:
+    """Show all versions, or one in detail.
+
+    Args:
+        version: for example v2.0.0; `promoted` for the promoted one.
+    """
+    root = Path.cwd()
+    found = _read(root, artifact)
+    if version is None:
         problems = gates(root, list(found.versions.values()))
         texts = {name: problem and problem.message for name, problem in problems.items()}
         _warn(filter(None, texts.values()))
-        if options.json:
+        if as_json:
             return json.dumps([describe(found, version, texts[version.version]) for version in found.versions.values()], indent=1)
         return versions_table(found, problems)
-    if options.version == "promoted":
+    if version == "promoted":
         found.check_decisions()
-    version = found.get(None if options.version == "promoted" else options.version)
-    problem = problem_of(root, version)
+    one = found.get(None if version == "promoted" else version)
+    problem = problem_of(root, one)
     _warn(filter(None, [problem]))
-    return json.dumps(describe(found, version, problem), indent=1) if options.json else summary(found, version, problem)
+    return json.dumps(describe(found, one, problem), indent=1) if as_json else summary(found, one, problem)
 
 
 def _read(root: Path, artifact: str) -> Registry:
@@ -114,12 +82,7 @@ def _read(root: Path, artifact: str) -> Registry:
 
 def _warn(problems: Iterable[str]) -> None:
     for problem in problems:
-        print(plain(f"warning: {problem}"), file=sys.stderr)
-
-
-def plain(text: str) -> str:
-    """The text in a form that is safe to print, since a tag may contain control sequences."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+        print(printable(f"warning: {problem}"), file=sys.stderr)
 
 
 def problem_of(root: Path, version: Version) -> str | None:
@@ -131,42 +94,61 @@ def problem_of(root: Path, version: Version) -> str | None:
     return None
 
 
-def promote(root: Path, options: argparse.Namespace) -> str:
-    event = decisions.promote(
-        root, options.artifact, options.version, by=options.by or identity(root), reason=options.reason, override=options.override
-    )
-    return decided(options.artifact, event)
+@printed()
+def promote(artifact: Artifact, version: str | None = None, /, *, reason: str, by: str | None = None, override: str | None = None) -> str:
+    """Make a version the promoted one.
+
+    Args:
+        version: for example v2.0.0; without it the newest.
+        reason: kept with the decision.
+        by: who decides; without it the name and address from git's settings.
+        override: why a model is promoted that its gate rejected or that was rolled back; kept with the decision.
+    """
+    root = Path.cwd()
+    event = decisions.promote(root, artifact, version, by=by or identity(root), reason=reason, override=override)
+    return decided(artifact, event)
 
 
-def rollback(root: Path, options: argparse.Namespace) -> str:
-    return decided(
-        options.artifact, decisions.rollback(root, options.artifact, options.to, by=options.by or identity(root), reason=options.reason)
-    )
+@printed()
+def rollback(artifact: Artifact, /, *, reason: str, to: str | None = None, by: str | None = None) -> str:
+    """Roll back the promoted version.
+
+    Args:
+        reason: kept with the decision.
+        to: an earlier promoted version; without it the last one.
+        by: who decides; without it the name and address from git's settings.
+    """
+    root = Path.cwd()
+    return decided(artifact, decisions.rollback(root, artifact, to, by=by or identity(root), reason=reason))
 
 
-def history(root: Path, options: argparse.Namespace) -> str:
-    found = _read(root, options.artifact)
+@printed()
+def history(artifact: Artifact, /) -> str:
+    found = _read(Path.cwd(), artifact)
     rows = [
         (e.number, e.at, e.action, f"{e.previous or 'none'} -> {e.version or 'none'}", e.who, e.reason, e.override or "")
         for e in found.events
     ]
-    return (
-        tabulate(rows, headers=["", "when", "what", "version", "who", "why", "override"]) if rows else f"{options.artifact}: never promoted"
-    )
+    return tabulate(rows, headers=["", "when", "what", "version", "who", "why", "override"]) if rows else f"{artifact}: never promoted"
 
 
-def fetch(root: Path, options: argparse.Namespace) -> str:
-    found = _read(root, options.artifact)
-    if options.version is None:
+@printed()
+def fetch(artifact: Artifact, /, *, version: str | None = None, to: GivenPath | None = None) -> str:
+    """Fetch a version's files, and verify each.
+
+    Args:
+        version: without it the promoted one.
+        to: folder to be made; without it models/promoted/ARTIFACT-VERSION.
+    """
+    root = Path.cwd()
+    found = _read(root, artifact)
+    if version is None:
         found.check_decisions()
-    wanted = found.get(options.version)
-    folder = options.to or PROMOTED / f"{options.artifact}-{wanted.version}"
-    version, source = versions.fetch(root, found, wanted.version, folder)
-    files = version.lineage["files"]
-    return f"{options.artifact} {version.version}: {files} files from DVC's {source} in {folder}, {version.identity}, all checked"
-
-
-COMMANDS = {"register": register, "show": show, "promote": promote, "rollback": rollback, "history": history, "fetch": fetch}
+    wanted = found.get(version).version
+    folder = to or PROMOTED / f"{artifact}-{wanted}"
+    fetched, source = versions.fetch(root, found, wanted, folder)
+    files = fetched.lineage["files"]
+    return f"{artifact} {fetched.version}: {files} files from DVC's {source} in {folder}, {fetched.identity}, all checked"
 
 
 def identity(root: Path) -> str:
@@ -301,6 +283,8 @@ def _gate_text(version: Version) -> str:
     used = f" Override: {gate['override']}" if gate["override"] else ""
     return f"{gate['message']}{used}"
 
+
+main = partial(run_module, "registry")
 
 if __name__ == "__main__":
     sys.exit(main())

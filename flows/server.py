@@ -6,7 +6,6 @@ process. The password is in .prefect/auth, which only this user may read. Proces
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import contextlib
 import importlib.metadata
@@ -22,11 +21,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 from flows.chain.children import stop_session
 from flows.runs.liveness import DATABASES, ask, crash_orphaned_command_lines, crash_orphaned_runs
+from rlhf_core.commands import run_module
 from rlhf_core.config import ConfigError
 from rlhf_core.engines.ports import free_ports
 from rlhf_core.files import lock_file
@@ -298,16 +299,20 @@ In another terminal, from this folder:
 Ctrl-C ends server, worker and runs."""
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m flows.server", description=serve.__doc__)
-    parser.add_argument("--port", type=int, default=4200, help="0 takes a free one (default: %(default)s)")
-    port = parser.parse_args().port
+def start_server(*, port: int = 4200) -> int:
+    """Run server, worker and deployments until Ctrl-C.
+
+    Args:
+        port: of the server; 0 takes a free one.
+    """
     try:
         return serve(Path.cwd(), port or free_ports(1)[0])
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
 
+
+main = partial(run_module, "server")
 
 if __name__ == "__main__":
     sys.exit(main())

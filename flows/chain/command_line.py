@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import logging
 import os
 import signal
 import ssl
@@ -11,6 +9,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,51 +17,36 @@ from typing import Any
 from flows.runs import record
 from flows.runs.liveness import liveness_tag
 from flows.server import use_home, use_server
+from rlhf_core.commands import INTERRUPTED, REFUSED, Overrides, show_own_log
 from rlhf_core.config import ConfigError, parse_assignment, shown, with_recipes
 from rlhf_core.process import configure_process
 
 SERVER_SECONDS = 10.0
-FAILED, REFUSED, GATE_REJECTED, ROUND_REFUSED, INTERRUPTED = 1, 2, 3, 4, 130  # exit codes
+FAILED, GATE_REJECTED, ROUND_REFUSED = 1, 3, 4  # exit codes
 EXIT_CODES = {record.REFUSED: REFUSED, record.GATE_REJECTED: GATE_REJECTED, record.ROUND_REFUSED: ROUND_REFUSED}  # of final states
 
 
-def add_override_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --params and --set, which `given_overrides` reads."""
-    parser.add_argument(
-        "--set",
-        dest="assignments",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a key of params.yaml, e.g. rl.algorithm=grpo",
-    )
-    parser.add_argument(
-        "--params",
-        dest="recipes",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="FILE",
-        help="apply a recipe to params.yaml, e.g. recipes/gsm8k.yaml",
-    )
-
-
-def given_overrides(options: argparse.Namespace) -> dict[str, Any]:
+def given_overrides(given: Overrides) -> dict[str, Any]:
     """Return the overrides of the recipes, each laid over those before it, and of --set, which wins over all."""
-    return with_recipes(options.recipes, dict(map(parse_assignment, options.assignments)))
+    return with_recipes(given.recipes, dict(map(parse_assignment, given.assignments)))
 
 
-def exit_code_of(command: Callable[[], int]) -> int:
-    """Return the exit code of a command that runs a flow. A refusal is printed."""
-    show_own_log()
-    try:
-        check_given_server()
-        return command()
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return REFUSED
-    except KeyboardInterrupt:
-        return INTERRUPTED
+def flow_command(command: Callable[..., int]) -> Callable[..., int]:
+    """The command of a flow with refusals printed, and a signal's exit code."""
+
+    @wraps(command)
+    def run(*arguments: Any, **options: Any) -> int:
+        show_own_log()
+        try:
+            check_given_server()
+            return command(*arguments, **options)
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            return REFUSED
+        except KeyboardInterrupt:
+            return INTERRUPTED
+
+    return run
 
 
 def run_flow(root: Path, load: Callable[[], Any], *arguments: Any) -> int:
@@ -130,12 +114,3 @@ def _end(number: int, _: FrameType | None) -> None:
     if getattr(sys.exc_info()[1], "signal", None) == number:  # Prefect's TerminationSignal is already being raised
         return
     raise SystemExit(128 + number)
-
-
-def show_own_log() -> None:
-    """Show the log of this pipeline only: Prefect has its own handlers, and the root logger would show every HTTP request."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    own = logging.getLogger("rlhf")
-    own.addHandler(handler)
-    own.setLevel(logging.INFO)

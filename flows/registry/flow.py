@@ -15,11 +15,12 @@ from prefect.input import RunInput
 from pydantic import Field
 
 from flows.chain.console import tell, tell_end
-from flows.promote import decided, gate_of, identity, plain, summary, uses_reward_model
+from flows.promote import decided, gate_of, identity, summary, uses_reward_model
 from flows.registry import decisions
 from flows.registry.evidence import check_version
 from flows.registry.state import Registry, read_for_decision, why_not
 from flows.registry.tags import Event, Version
+from rlhf_core.commands import printable
 from rlhf_core.config import ConfigError, RegistryConfig, load_params, parse_json
 from rlhf_core.files import replace_text
 from rlhf_core.report.texts import markdown_block, markdown_text
@@ -59,7 +60,7 @@ def promote(
         refusal = why_not(found, chosen)
         if refusal and override is None:
             raise ConfigError(f"{artifact} {chosen.version}: {refusal}; to promote it anyway, give the reason in `override`")
-        details = plain(summary(found, chosen)) + (f"\nOverride: {override}" if refusal else "")
+        details = printable(summary(found, chosen)) + (f"\nOverride: {override}" if refusal else "")
         decision = _ask(chosen, details, config) if config.require_approval else _given(root, by, reason)
         if not decision.approve:
             log.info("%s %s: not approved", artifact, chosen.version)
@@ -131,7 +132,7 @@ def _given(root: Path, by: str | None, reason: str | None) -> Approval:
 
 
 def _show(artifact: str, event: Event) -> None:
-    text = plain(decided(artifact, event))
+    text = printable(decided(artifact, event))
     tell(text)
     lines = [markdown_text(line) for line in text.splitlines()]
     create_markdown_artifact("\n\n".join(lines), key=f"promoted-{artifact}", description=lines[0])

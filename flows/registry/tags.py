@@ -352,7 +352,7 @@ def not_ours(tag: str, got: str) -> ConfigError:
     """
     tag = shown(tag, MAX_NAME)
     removal = "" if is_decision(tag) else f"; remove it with `git tag -d {_quoted(tag)}`"
-    return ConfigError(f"tag {tag}: expected one made by `python -m flows.promote`, got {got}{removal}")
+    return ConfigError(f"tag {tag}: expected one made by `rlhf registry`, got {got}{removal}")
 
 
 def is_decision(tag: str) -> bool:

@@ -1,81 +1,88 @@
-"""Lists, shows, compares and deletes runs and their worktrees: python -m flows.runs list | show NAME | compare A B... | delete NAME...
-[--help]
+"""Lists, shows and deletes runs: rlhf runs list | show NAME | delete NAME..., rlhf stages, rlhf report; or python -m flows.runs.
 
 Exit codes: 0 done, 2 refused, with the reason.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from cyclopts import Parameter
 from tabulate import tabulate
 
-from flows.chain.command_line import INTERRUPTED, REFUSED, show_own_log
 from flows.chain.stages import read_stages, unchanged
 from flows.chain.summary import key_figure, report_of
 from flows.chain.updates import own_params, run_params
 from flows.runs.delete import delete, versions_of
 from flows.runs.record import GATE_REJECTED, read_record
 from flows.runs.state import RunState, lock_of, read_runs, run_names
-from rlhf_core.config import ConfigError, overridden, read_yaml_text, reordering_shown
+from rlhf_core.commands import FileOrName, Json, printed, run_module
+from rlhf_core.config import ConfigError, overridden, read_yaml_text
+from rlhf_core.paths import REPORT, RUNS, STOPPED_REPORT
 from rlhf_core.process import exit_with
 from rlhf_core.provenance.lineage import hashes_of_outs
+from rlhf_core.report.opened import open_page, run_folder
 
 MAX_TEXT = 60  # characters of a message in the table
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m flows.runs", description="List, show, compare and delete runs.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    added = commands.add_parser("list", help="all runs, most recently used first")
-    added.add_argument("--json", action="store_true", help="for programs")
-    added = commands.add_parser("show", help="details of a run")
-    added.add_argument("name", metavar="NAME")
-    added.add_argument("--json", action="store_true", help="for programs")
-    added = commands.add_parser("compare", help="two runs side by side, or configurations over seeds (python -m flows.compare_runs)")
-    added.add_argument("names", nargs="+", metavar="NAME")
-    added = commands.add_parser("delete", help="worktree and branch of a run, with scratch, models and results")
-    added.add_argument("names", nargs="+", metavar="NAME")
-    added.add_argument("--force", action="store_true", help="even if files or commits are lost that exist nowhere else")
-    return parser.parse_args(arguments)
+@printed()
+def delete_runs(*names: Annotated[str, Parameter(required=True)], force: bool = False) -> str:
+    """Delete worktrees and branches of runs.
+
+    Args:
+        names: of the runs.
+        force: even if files or commits are lost that exist nowhere else.
+    """
+    return delete(Path.cwd(), list(dict.fromkeys(names)), force=force)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options, root = parse_arguments(arguments), Path.cwd()
-    try:
-        if options.command == "compare":
-            from flows.compare_runs import main as compare  # imports pandas
+@printed()
+def stages(name: FileOrName = ".", /, *, as_json: Json = False) -> str:
+    """List the stages of a run with their states.
 
-            return compare(options.names)
-        if options.command == "list":
-            text = list_runs(root, as_json=options.json)
-        elif options.command == "show":
-            text = show(root, options.name, as_json=options.json)
-        else:
-            show_own_log()
-            text = delete(root, list(dict.fromkeys(options.names)), force=options.force)
-        print(reordering_shown(text), flush=True)
-        return 0
-    except ConfigError as error:
-        print(reordering_shown(str(error)), file=sys.stderr)
-        return REFUSED
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    Args:
+        name: a run's name, or a folder; by default the current one.
+    """
+    folder = run_folder(name)
+    (state,) = read_runs(Path.cwd(), [name]) if folder.parent == RUNS else [None]
+    found = list(_stages(folder, state))
+    if as_json:
+        return json.dumps(found, indent=1)
+    return _stages_table(found)
 
 
-def list_runs(root: Path, *, as_json: bool) -> str:
+@printed()
+def report(name: FileOrName = ".", /, *, open_: Annotated[bool, Parameter("--open", negative_bool="no-")] = True) -> str:
+    """Open the report of a run, or the page of a run that stopped, where there is a display.
+
+    Args:
+        name: a run's name, or a folder; by default the current one.
+        open_: open it in a browser.
+    """
+    folder = run_folder(name)
+    page = max(filter(Path.is_file, (folder / REPORT, folder / STOPPED_REPORT)), key=lambda page: page.stat().st_mtime, default=None)
+    if page is None:
+        raise ConfigError(f"{folder}: expected a report, got none at {REPORT}; `rlhf run` writes it")
+    if open_:
+        open_page(page)
+    return str(page)
+
+
+@printed()
+def list_runs(*, as_json: Json = False) -> str:
+    root = Path.cwd()
     states = sorted(read_runs(root, run_names(root)), key=lambda state: state.used, reverse=True)
     if as_json:
         return json.dumps([asdict(state) for state in states], indent=1)
     if not states:
-        return "No runs: python -m flows.full_pipeline --params recipes/clerk.yaml --run NAME makes one."
+        return "No runs: rlhf run --params recipes/clerk.yaml --run NAME makes one."
     rows = [_row(state) for state in states]
     headers = ("run", "made", "last used", "commit", "method", "outcome", "gate", "judge", "MB")
     total = sum(state.size for state in states)
@@ -101,7 +108,14 @@ def _figures(state: RunState) -> str:
     return ", ".join(filter(None, (f"{name}{state.before:.2f} -> {state.after:.2f}", rounds)))
 
 
-def show(root: Path, name: str, *, as_json: bool) -> str:
+@printed()
+def show(name: str, /, *, as_json: Json = False) -> str:
+    """Show a run.
+
+    Args:
+        name: of the run.
+    """
+    root = Path.cwd()
     (state,) = read_runs(root, [name])
     known = details(root, state)
     if as_json:
@@ -120,10 +134,14 @@ def show(root: Path, name: str, *, as_json: bool) -> str:
     }
     parts = [f"Run {name}", tabulate([fact for fact in facts.items() if fact[1]], tablefmt="plain")]
     parts.append(_params_text(known["params"]))
-    stages = [(s["stage"], s["state"], s["figure"]) for s in known["stages"]]
-    parts.append(tabulate(stages, ("stage", "state", "key figure"), disable_numparse=True) if stages else "")
+    parts.append(_stages_table(known["stages"]) if known["stages"] else "")
     parts.append("Lineage:\n" + tabulate(known["outs"].items(), ("path", "md5"), disable_numparse=True) if known["outs"] else "")
     return "\n\n".join(filter(None, parts))
+
+
+def _stages_table(stages: list[dict[str, str]]) -> str:
+    rows = [(stage["stage"], stage["state"], stage["figure"]) for stage in stages]
+    return tabulate(rows, ("stage", "state", "key figure"), disable_numparse=True)
 
 
 def _params_text(changes: list[dict[str, Any]] | None) -> str:
@@ -160,15 +178,15 @@ def _params(root: Path, state: RunState) -> list[dict[str, Any]] | None:
     return None
 
 
-def _stages(folder: Path, state: RunState) -> Iterator[dict[str, str]]:
+def _stages(folder: Path, state: RunState | None) -> Iterator[dict[str, str]]:
     """Yield state and key figure of each stage, by DVC, or by the record while a flow is at work, since its stage holds DVC's lock."""
     stages = read_stages(folder)
     order = [*stages]
-    ended = order[: order.index(state.stage)] if state.process and state.stage in order else unchanged(folder, order)
+    ended = order[: order.index(state.stage)] if state and state.process and state.stage in order else unchanged(folder, order)
     for stage in order:
         if stage in ended:
             yield {"stage": stage, "state": "up to date", "figure": key_figure(folder, stages, stage)}
-        elif stage == state.stage and state.outcome != "done":
+        elif state and stage == state.stage and state.outcome != "done":
             figure = key_figure(folder, stages, stage) if state.outcome == GATE_REJECTED else ""
             yield {"stage": stage, "state": state.outcome, "figure": figure}
         else:
@@ -187,6 +205,8 @@ def _value(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
 
+
+main = partial(run_module, "runs")
 
 if __name__ == "__main__":
     exit_with(main)

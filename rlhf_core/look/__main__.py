@@ -1,4 +1,4 @@
-"""Look at data before anything runs: python -m rlhf_core.look PATH_OR_HUB_NAME [--model MODEL] [--gpu h100 --gpus 8] [--json].
+"""Looks at data before anything runs: rlhf data check, or python -m rlhf_core.look.
 
 Guesses the format, shows records as they will be trained on, counts what is left out and what validate_data would object to, and prints
 a recipe: for a model with the method, lengths, schedule and settings that fit this machine, or the GPUs of --gpu and --gpus. Exit code 0;
@@ -7,15 +7,19 @@ a recipe: for a model with the method, lengths, schedule and settings that fit t
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from cyclopts import Parameter
 from tqdm import tqdm
 
+from rlhf_core.commands import INTERRUPTED, Count, FileOrName, GivenPath, Json, Words, run_module
 from rlhf_core.config import ConfigError, Params, overridden, parse_params, read_recipe, read_text, read_yaml_text
 from rlhf_core.config.data import DataFormat
 from rlhf_core.look import page
@@ -28,16 +32,68 @@ from rlhf_core.process import configure_process, exit_with
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-UNDECIDED, INTERRUPTED = 2, 130
+UNDECIDED = 2
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line. Returns the exit code, see above."""
-    given = parse(arguments)
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Options:
+    """What to look at, and for which model and machine.
+
+    Args:
+        model: instead of model.path: folder or name whose tokenizer and template are used.
+        format: instead of the guess.
+        columns: instead of the guess, OURS=THEIRS such as prompt=question.
+        subset: of a Hugging Face data set.
+        dataset_split: of a Hugging Face data set (train).
+        delimiter: of a CSV file, instead of what its header tells.
+        encoding: of text files (utf-8).
+        records: read the first so many records.
+        all: read all records.
+        show: show the first so many records.
+        tokens: list every token with its id.
+        params: a recipe laid over params.yaml, or a whole one: model and limits.
+        gpu: propose for GPUs of this kind instead of this machine (h100 with --gpus).
+        gpus: propose for so many of them (1).
+        max_length: tokens, instead of model.max_length.
+        recipe: also write the recipe to a new file, where one reading fits.
+        yaml_only: print the YAML for data.sources and nothing else.
+    """
+
+    model: FileOrName | None = None
+    format: DataFormat | None = None
+    columns: Words = ()
+    subset: str | None = None
+    dataset_split: Annotated[str | None, Parameter("--split")] = None
+    delimiter: str | None = None
+    encoding: str | None = None
+    records: Count = GUESSED_FROM
+    all: bool = False
+    show: Count = 3
+    tokens: bool = False
+    params: GivenPath | None = None
+    gpu: Literal[tuple(GPUS)] | None = None
+    gpus: Count | None = None
+    max_length: Count | None = None
+    recipe: GivenPath | None = None
+    yaml_only: bool = False
+    json: Json = False
+
+
+NOTHING_GIVEN = Options()
+
+
+def look(path: FileOrName, /, *, given: Options = NOTHING_GIVEN) -> int:
+    """Guess the format and look at each reading. Returns the exit code, see above.
+
+    Args:
+        path: a file, a folder, or the name of a Hugging Face data set.
+    """
+    configure_process()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # for terminals without Unicode
     try:
-        return run(given)
+        return run(path, given)
     except BrokenPipeError:
         raise
     except KeyboardInterrupt:
@@ -47,49 +103,17 @@ def main(arguments: list[str] | None = None) -> int:
         return UNDECIDED
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The arguments of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m rlhf_core.look", description="Look at data before anything runs.")
-    parser.add_argument("path", metavar="PATH_OR_HUB_NAME", help="a file, a folder, or the name of a Hugging Face data set")
-    parser.add_argument("--model", metavar="MODEL", help="instead of model.path: folder or name whose tokenizer and template are used")
-    parser.add_argument("--format", choices=get_args(DataFormat), help="instead of the guess")
-    parser.add_argument("--columns", nargs="+", default=[], metavar="OURS=THEIRS", help="instead of the guess, e.g. prompt=question")
-    parser.add_argument("--subset", help="of a Hugging Face data set")
-    parser.add_argument("--split", dest="dataset_split", help="of a Hugging Face data set (train)")
-    parser.add_argument("--delimiter", metavar="CHARACTER", help="of a CSV file, instead of what its header tells")
-    parser.add_argument("--encoding", metavar="NAME", help="of text files (utf-8)")
-    parser.add_argument("--records", type=_positive, default=GUESSED_FROM, metavar="N", help=f"read the first N records ({GUESSED_FROM})")
-    parser.add_argument("--all", action="store_true", help="read all records")
-    parser.add_argument("--show", type=_positive, default=3, metavar="N", help="show the first N records (3)")
-    parser.add_argument("--tokens", action="store_true", help="list every token with its id")
-    parser.add_argument("--params", type=Path, metavar="FILE", help="a recipe laid over params.yaml, or a whole one: model and limits")
-    parser.add_argument("--gpu", choices=GPUS, help="propose for GPUs of this kind instead of this machine (h100 with --gpus)")
-    parser.add_argument("--gpus", type=_positive, metavar="N", help="propose for so many of them (1)")
-    parser.add_argument("--max-length", type=_positive, metavar="N", help="tokens, instead of model.max_length")
-    parser.add_argument("--recipe", type=Path, metavar="FILE", help="also write the recipe to a new file, where one reading fits")
-    parser.add_argument("--yaml-only", action="store_true", help="print the YAML for data.sources and nothing else")
-    parser.add_argument("--json", action="store_true", help="print all of it as JSON")
-    return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
-    return number
-
-
-def run(given: argparse.Namespace) -> int:
+def run(path: str, given: Options) -> int:
     """Guess the format, look at each reading and print what was found. Returns the exit code."""
     if given.recipe and given.recipe.exists():
         raise ConfigError(f"--recipe {given.recipe}: expected a new file, got one that exists; name another one, or remove it")
-    place = place_of(given.path, {key: getattr(given, key) for key in ("subset", "dataset_split", "delimiter", "encoding")})
+    place = place_of(path, {key: getattr(given, key) for key in ("subset", "dataset_split", "delimiter", "encoding")})
     records, whole = sample_of(place, given.records)
     found = guess(place, records, whole=whole, format_=given.format, columns=columns(given.columns))
     decided = len(found.fitting) == 1 and found.unreadable is None
     if given.yaml_only:
         print(
-            yaml_lines(found.fitting[0].source) if decided else "\n".join(page.describe_guess(found, given.path)),
+            yaml_lines(found.fitting[0].source) if decided else "\n".join(page.describe_guess(found, path)),
             file=sys.stdout if decided else sys.stderr,
         )
         return 0 if decided else UNDECIDED
@@ -100,7 +124,7 @@ def run(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps(page.as_json(found, readings), indent=2))
         return 0 if decided else UNDECIDED
-    print("\n".join(page.describe_guess(found, given.path, counts_all=given.all)))
+    print("\n".join(page.describe_guess(found, path, counts_all=given.all)))
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for number, reading in enumerate(readings, start=1):
         if not decided:
@@ -117,7 +141,7 @@ def run(given: argparse.Namespace) -> int:
     return 0 if decided else UNDECIDED
 
 
-def columns(pairs: list[str]) -> dict[str, Any]:
+def columns(pairs: Sequence[str]) -> dict[str, Any]:
     """Maps the format's column names to the user's, from arguments such as `prompt=question`, or `completions=a,b` for several columns.
 
     Raises:
@@ -144,9 +168,7 @@ def _text(recipe: Path | None) -> str:
     return overridden(read_text(path), read_recipe(recipe), subject=str(path), source=str(recipe), complete=False)[0]
 
 
-def _read(
-    tried: TriedReading, found: Guess, params: Params, model: dict[str, Any], text: str, given: argparse.Namespace
-) -> page.InspectedReading:
+def _read(tried: TriedReading, found: Guess, params: Params, model: dict[str, Any], text: str, given: Options) -> page.InspectedReading:
     """Counts one reading and, with a model, makes a proposal for it."""
     if params.model.path is None:
         looked = _inspect_reading(tried, found, params, None, given)
@@ -164,7 +186,7 @@ def _read(
 
 
 def _inspect_reading(
-    tried: TriedReading, found: Guess, params: Params, tokenizer: PreTrainedTokenizerBase | None, given: argparse.Namespace
+    tried: TriedReading, found: Guess, params: Params, tokenizer: PreTrainedTokenizerBase | None, given: Options
 ) -> Inspection:
     if not given.all or found.whole:
         return inspect_reading(tried, found.records, params, tokenizer, show=given.show)
@@ -172,6 +194,7 @@ def _inspect_reading(
         return inspect_reading(tried, records, params, tokenizer, show=given.show)
 
 
+main = partial(run_module, "data check")
+
 if __name__ == "__main__":
-    configure_process()
     exit_with(main)

@@ -1,7 +1,7 @@
 """The model card, README.md of a model's folder: what the model is, how it was trained and on which data, and how to use it.
 
 DVC hashes the folder, so the card is reproducible byte for byte: params, counts and hashes of the stage's inputs, but no date, commit,
-machine or path outside the project. `python -m rlhf_core.use export` adds what is known only later.
+machine or path outside the project. `rlhf export` adds what is known only later.
 """
 
 from __future__ import annotations

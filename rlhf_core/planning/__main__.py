@@ -1,4 +1,4 @@
-"""Estimate the memory and time of online RL on a cluster: python -m rlhf_core.planning [--gpu h100 --gpus 16 --model llama3-8b ...].
+"""Estimates the memory and time of online RL on a cluster: rlhf plan, or python -m rlhf_core.planning.
 
 With --stages it estimates the memory of each stage of params.yaml, as the preflight does, on this machine or on --gpus of a kind.
 
@@ -8,13 +8,14 @@ layout, and settings for the best of these. The exit code is 1 if no placement f
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.commands import run_module
 from rlhf_core.config import ConfigError, Params, overridden, parse_assignment, parse_params, read_text, read_yaml_text, with_recipes
 from rlhf_core.planning.describe import (
     assumed,
@@ -33,7 +34,7 @@ from rlhf_core.planning.hardware import GIB, GPUS, Cluster, Efficiency
 from rlhf_core.planning.machine import Gpu, Machine, here
 from rlhf_core.planning.models import Model, base_model, of_shape
 from rlhf_core.planning.online import RlTraining
-from rlhf_core.planning.options import option_overrides, parse, unkeyed
+from rlhf_core.planning.options import NOTHING_GIVEN, Options, option_overrides, unkeyed
 from rlhf_core.planning.phases import predict
 from rlhf_core.planning.plan import Placement, Prediction, Workload
 from rlhf_core.planning.preflight import plan_stages
@@ -45,8 +46,7 @@ from rlhf_core.process import exit_with
 DEFAULT_GPUS = 8
 
 
-def main() -> int:
-    arguments = parse(__doc__)
+def plan(*, arguments: Options = NOTHING_GIVEN) -> int:
     if arguments.check:
         print(table())
         return 0
@@ -60,10 +60,10 @@ def main() -> int:
         return 2
 
 
-def params_of(arguments: argparse.Namespace) -> tuple[Params, dict[str, Any]]:
+def params_of(arguments: Options) -> tuple[Params, dict[str, Any]]:
     """Return params.yaml with recipes, --set and the options of the workload laid over it, and these overrides by their keys."""
-    text, subject = read_text(arguments.params), str(arguments.params)
-    overrides = with_recipes(arguments.recipe, dict(map(parse_assignment, arguments.assignments)))
+    text, subject = read_text(arguments.base), str(arguments.base)
+    overrides = with_recipes(arguments.recipes, dict(map(parse_assignment, arguments.assignments)))
     params = overridden(text, overrides, subject=subject, complete=False)[1]
     if of_options := option_overrides(arguments, params):
         overrides |= of_options
@@ -73,13 +73,13 @@ def params_of(arguments: argparse.Namespace) -> tuple[Params, dict[str, Any]]:
     return params, overrides
 
 
-def print_step(params: Params, overrides: dict[str, Any], arguments: argparse.Namespace) -> int:
+def print_step(params: Params, overrides: dict[str, Any], arguments: Options) -> int:
     """Print the layouts and the proposal, and return the exit code: 1 if no placement fits."""
     work, cluster = workload(params, arguments), cluster_of(arguments)
-    layouts = plan(work, params, arguments)
+    layouts = best_placements(work, params, arguments)
     proposed = next(iter(layouts.values()))
     chosen = settings(proposed.placement) if arguments.layout != "params" else {}
-    lines = differing(read_text(arguments.params), overrides | chosen) if proposed.fits else {}
+    lines = differing(read_text(arguments.base), overrides | chosen) if proposed.fits else {}
     notes = notices(params, arguments) + ([] if proposed.fits else remedies(work, params, arguments))
     if replaced := [key for key, value in chosen.items() if overrides.get(key, value) != value]:
         notes.append(f"{', '.join(replaced)}: the proposal sets it otherwise; --layout params predicts yours")
@@ -117,7 +117,7 @@ def _at(tree: Any, params: Any, key: str) -> Any:
     return params if tree is ... else tree
 
 
-def print_stages(params: Params, arguments: argparse.Namespace) -> int:
+def print_stages(params: Params, arguments: Options) -> int:
     """Print the memory of each stage, and return the exit code: 1 if a stage lacks memory or is refused."""
     machine = machine_of(arguments)
     start = start_of(params, arguments)
@@ -131,7 +131,7 @@ def print_stages(params: Params, arguments: argparse.Namespace) -> int:
     return 1 if refused or any(plan.shortages for plan in plans) else 0
 
 
-def machine_of(arguments: argparse.Namespace) -> Machine:
+def machine_of(arguments: Options) -> Machine:
     """Return the cluster of --gpus, or this machine, with --host-memory in place of its own if that is given."""
     cluster = cluster_of(arguments)
     if arguments.gpus is not None:
@@ -140,7 +140,7 @@ def machine_of(arguments: argparse.Namespace) -> Machine:
     return here() if arguments.host_memory is None else replace(here(), host=cluster.host_memory, host_total=cluster.host_memory)
 
 
-def start_of(params: Params, arguments: argparse.Namespace) -> Model | None:
+def start_of(params: Params, arguments: Options) -> Model | None:
     """Return the model that the chain starts from; None if no option names it, this machine doesn't have it and its shape isn't known."""
     if arguments.model:
         return of_shape(shape_of(arguments.model, params))
@@ -149,7 +149,7 @@ def start_of(params: Params, arguments: argparse.Namespace) -> Model | None:
     return of_shape(known) if known else found
 
 
-def notices(params: Params, arguments: argparse.Namespace) -> list[str]:
+def notices(params: Params, arguments: Options) -> list[str]:
     """Return notes on where the prediction differs from params.yaml or from the number format of the GPU's figures."""
     found = []
     if params.model.dtype == "float32" and arguments.gpu_flops is None:
@@ -164,7 +164,7 @@ def notices(params: Params, arguments: argparse.Namespace) -> list[str]:
     return found
 
 
-def plan(work: Workload, params: Params, arguments: argparse.Namespace) -> dict[str, Prediction]:
+def best_placements(work: Workload, params: Params, arguments: Options) -> dict[str, Prediction]:
     """Return the best placement of each layout, the best first; with `--layout params` only the placement of params.yaml."""
     cluster, efficiency = cluster_of(arguments), efficiency_of(arguments)
     if arguments.layout == "params":
@@ -183,9 +183,9 @@ def plan(work: Workload, params: Params, arguments: argparse.Namespace) -> dict[
     return best_of_layouts(work, cluster, efficiency, search)
 
 
-def remedies(work: Workload, params: Params, arguments: argparse.Namespace) -> list[str]:
+def remedies(work: Workload, params: Params, arguments: Options) -> list[str]:
     """Return advice for the case that no placement fits."""
-    if work.dtype == "float32" and next(iter(plan(replace(work, dtype="bfloat16"), params, arguments).values())).fits:
+    if work.dtype == "float32" and next(iter(best_placements(replace(work, dtype="bfloat16"), params, arguments).values())).fits:
         return ["no placement fits: set model.dtype=bfloat16 (--dtype bfloat16), with which one does"]
     return ["no placement fits: take a smaller model, shorter responses, more GPUs or more memory"]
 
@@ -196,7 +196,7 @@ def sends_by_gloo(params: Params) -> bool:
     return rollout.weight_transfer == "gloo" or rollout.backend == "pytorch"
 
 
-def of_settings(work: Workload, params: Params, arguments: argparse.Namespace) -> Placement:
+def of_settings(work: Workload, params: Params, arguments: Options) -> Placement:
     """Return the placement that params.yaml asks for."""
     rl = params.rl
     return Placement(
@@ -229,7 +229,7 @@ def shape_of(name: str, params: Params) -> ModelShape:
     return shape
 
 
-def workload(params: Params, arguments: argparse.Namespace) -> Workload:
+def workload(params: Params, arguments: Options) -> Workload:
     """Return the workload of params and of the options that no key of params holds (`unkeyed`)."""
     rl, model = params.rl, params.model
     policy = shape_of(model.path, params) if model.path else from_architecture(model.architecture)
@@ -254,15 +254,15 @@ def workload(params: Params, arguments: argparse.Namespace) -> Workload:
     )
 
 
-def cluster_gpus(arguments: argparse.Namespace) -> int:
+def cluster_gpus(arguments: Options) -> int:
     return arguments.gpus or DEFAULT_GPUS
 
 
-def efficiency_of(arguments: argparse.Namespace) -> Efficiency:
+def efficiency_of(arguments: Options) -> Efficiency:
     return Efficiency(arguments.flops_efficiency, arguments.bandwidth_efficiency, arguments.network_efficiency, arguments.decode_overhead)
 
 
-def cluster_of(arguments: argparse.Namespace) -> Cluster:
+def cluster_of(arguments: Options) -> Cluster:
     gpu = GPUS[arguments.gpu]
     units = {"memory": GIB, "flops": 1e12, "bandwidth": 1e9, "link": 1e9}
     given = {key: getattr(arguments, f"gpu_{key}") for key in units}
@@ -279,6 +279,8 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
         host_memory=arguments.host_memory * GIB if arguments.host_memory else float("inf"),
     )
 
+
+main = partial(run_module, "plan")
 
 if __name__ == "__main__":
     exit_with(main)

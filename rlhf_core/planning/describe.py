@@ -99,9 +99,7 @@ def _pasted(lines: Mapping[str, Any], unkeyed: Sequence[str]) -> list[str]:
     if not lines:
         return [*beside * bool(unkeyed), "The proposal is params.yaml as it is."]
     given = " \\\n".join(f"  --set {shlex.quote(f'{key}={shown(value)}')}" for key, value in lines.items())
-    heading = (
-        "Settings of the proposal, all that differ from params.yaml, for python -m flows.full_pipeline; check its stages with --stages:"
-    )
+    heading = "Settings of the proposal, all that differ from params.yaml, for rlhf run; check its stages with --stages:"
     return [*beside * bool(unkeyed), heading, "", given]
 
 

@@ -1,17 +1,20 @@
-"""The options of python -m rlhf_core.planning, and the keys of params.yaml that they override."""
+"""The options of rlhf plan, and the keys of params.yaml that they override."""
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from cyclopts import Group, Parameter
 
 from rlhf_core.algorithms.online import ALGORITHMS
+from rlhf_core.commands import Count, FileOrName, GivenPath, Json, Positive, Switch
 from rlhf_core.config import Params
 from rlhf_core.config.rl import KL_COLUMNS
 from rlhf_core.planning.hardware import GPUS, Efficiency
 from rlhf_core.planning.search import LAYOUTS
-from rlhf_core.planning.shape import REPOSITORIES, SIZES
+from rlhf_core.planning.shape import REPOSITORIES
 
 # Of an option's name the key that it overrides.
 KEYS = {
@@ -31,8 +34,123 @@ PLACEMENT_KEYS = {
     "tensor_parallel": "rl.rollout.tensor_parallel_size",
 }
 
+DEFAULTS = Efficiency()
+_WORK, _CLUSTER, _PLACEMENT = (
+    Parameter(group=Group(name, sort_key=place)) for place, name in enumerate(("Workload", "Cluster", "Placement"), 1)
+)
 
-def option_overrides(given: argparse.Namespace, params: Params) -> dict[str, Any]:
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Options:
+    """What to plan.
+
+    Args:
+        base: the file that recipes are laid over.
+        recipes: apply a recipe to params.yaml, such as recipes/gsm8k.yaml; repeat for several.
+        assignments: override a key of params.yaml, such as rl.algorithm=grpo; repeat for several.
+        stages: memory of each stage, as the preflight counts it.
+        check: compare predictions with published and measured figures.
+        json: print JSON, in bytes and seconds.
+        model: a folder with a config.json, or a name such as llama3-8b or its repository.
+        critic_model: the same; by default the policy's shape.
+        reward_model: the same; repeat for several.
+        no_reward_model: scores come from functions.
+        algorithm: rl.algorithm.
+        reference: by default as in rl.kl.
+        samples: responses of a step.
+        group_size: responses to a prompt.
+        minibatch: rl.minibatch_size.
+        ppo_epochs: passes over each rollout batch.
+        microbatch_tokens: rl.trainer.microbatch_tokens.
+        pairs: print the hours of a pass over so many preference pairs, and over as many prompts.
+        prompt_length: mean, tokens; by default what model.max_length leaves, which is for the longest prompt and is raised if that is less.
+        response_length: mean, tokens; by default the longest.
+        longest: tokens of the longest response; by default --response-length.
+        dtype: model.dtype.
+        gpu: kind of GPU.
+        gpus: by default 8; with --stages this machine's.
+        gpus_per_node: of a node.
+        gpu_memory: GiB; by default that of --gpu.
+        gpu_flops: TFLOP/s of the dtype; by default those of --gpu.
+        gpu_bandwidth: GB/s; by default that of --gpu.
+        gpu_link: GB/s in one direction; by default that of --gpu.
+        network: GB/s between nodes for each GPU.
+        host_link: GB/s between a GPU and its host.
+        host_bandwidth: GB/s of a host's memory.
+        gloo: GB/s that a trainer sends by gloo to all engines together.
+        host_memory: GiB of each host; by default not checked; with --stages and no --gpus this machine's.
+        reserve: GiB of each GPU for context and buffers.
+        flops_efficiency: share of the peak.
+        bandwidth_efficiency: share of the peak.
+        network_efficiency: share of the peak.
+        decode_overhead: seconds in each decoding step.
+        layout: only this one; params: as rl.placement and its settings are.
+        engine_gpus: of apart and three-parts; by default several are tried.
+        zero_stage: by default all are tried.
+        offload: of the optimizer's state to the host; by default both are tried.
+        tensor_parallel: GPUs of each engine; by default several are tried.
+        checkpointing: by default both are tried.
+        sleep: engines free their memory while others compute.
+        max_concurrent: concurrent responses per engine.
+    """
+
+    base: Annotated[GivenPath, Parameter("--params-file")] = Path("params.yaml")
+    recipes: Annotated[tuple[GivenPath, ...], Parameter(("--params", "--recipe"))] = ()
+    assignments: Annotated[tuple[str, ...], Parameter("--set")] = ()
+    stages: bool = False
+    check: bool = False
+    json: Json = False
+
+    model: Annotated[FileOrName | None, _WORK] = None
+    critic_model: Annotated[FileOrName | None, _WORK] = None
+    reward_model: Annotated[tuple[FileOrName, ...], _WORK] = ()
+    no_reward_model: Annotated[bool, _WORK] = False
+    algorithm: Annotated[Literal[tuple(ALGORITHMS)] | None, _WORK] = None
+    reference: Annotated[Switch, _WORK] = None
+    samples: Annotated[Count | None, _WORK] = None
+    group_size: Annotated[Count | None, _WORK] = None
+    minibatch: Annotated[Count | None, _WORK] = None
+    ppo_epochs: Annotated[Count | None, _WORK] = None
+    microbatch_tokens: Annotated[Count | None, _WORK] = None
+    pairs: Annotated[Count | None, _WORK] = None
+    prompt_length: Annotated[Count | None, _WORK] = None
+    response_length: Annotated[Count | None, _WORK] = None
+    longest: Annotated[Count | None, _WORK] = None
+    dtype: Annotated[Literal["bfloat16", "float32"] | None, _WORK] = None
+
+    gpu: Annotated[Literal[tuple(GPUS)], _CLUSTER] = "a100-80"
+    gpus: Annotated[Count | None, _CLUSTER] = None
+    gpus_per_node: Annotated[Count, _CLUSTER] = 8
+    gpu_memory: Annotated[Positive | None, _CLUSTER] = None
+    gpu_flops: Annotated[Positive | None, _CLUSTER] = None
+    gpu_bandwidth: Annotated[Positive | None, _CLUSTER] = None
+    gpu_link: Annotated[Positive | None, _CLUSTER] = None
+    network: Annotated[Positive, _CLUSTER] = 25.0
+    host_link: Annotated[Positive, _CLUSTER] = 25.0
+    host_bandwidth: Annotated[Positive, _CLUSTER] = 200.0
+    gloo: Annotated[Positive, _CLUSTER] = 2.1
+    host_memory: Annotated[Positive | None, _CLUSTER] = None
+    reserve: Annotated[Positive, _CLUSTER] = 3.0
+    flops_efficiency: Annotated[Positive, _CLUSTER] = DEFAULTS.flops
+    bandwidth_efficiency: Annotated[Positive, _CLUSTER] = DEFAULTS.bandwidth
+    network_efficiency: Annotated[Positive, _CLUSTER] = DEFAULTS.network
+    decode_overhead: Annotated[float, _CLUSTER] = DEFAULTS.decode_overhead
+
+    layout: Annotated[Literal[("params", *LAYOUTS)] | None, _PLACEMENT] = None
+    engine_gpus: Annotated[Count | None, _PLACEMENT] = None
+    zero_stage: Annotated[Literal[0, 1, 2, 3] | None, _PLACEMENT] = None
+    offload: Annotated[Switch, _PLACEMENT] = None
+    tensor_parallel: Annotated[Count | None, _PLACEMENT] = None
+    checkpointing: Annotated[Switch, _PLACEMENT] = None
+    sleep: Annotated[bool, _PLACEMENT, Parameter(negative_bool="no-")] = True
+    max_concurrent: Annotated[Count | None, _PLACEMENT] = None
+
+
+NOTHING_GIVEN = Options()
+
+
+def option_overrides(given: Options, params: Params) -> dict[str, Any]:
     """Return the values of the workload's options by dotted keys; a run with these overrides is the planned one.
 
     Args:
@@ -50,7 +168,7 @@ def option_overrides(given: argparse.Namespace, params: Params) -> dict[str, Any
     return found | _lengths(given, params) | _reference(given, params)
 
 
-def _lengths(given: argparse.Namespace, params: Params) -> dict[str, Any]:
+def _lengths(given: Options, params: Params) -> dict[str, Any]:
     """Return the override of max_new_tokens, and of model.max_length if it leaves too little room; it is never lowered."""
     max_length, new_tokens = params.model.max_length, params.rl.rollout.max_new_tokens
     prompt = given.prompt_length or max_length - new_tokens
@@ -59,7 +177,7 @@ def _lengths(given: argparse.Namespace, params: Params) -> dict[str, Any]:
     return found | ({"model.max_length": prompt + longest} if prompt + longest > max_length else {})
 
 
-def _reference(given: argparse.Namespace, params: Params) -> dict[str, Any]:
+def _reference(given: Options, params: Params) -> dict[str, Any]:
     if given.reference is None or given.reference == params.rl.kl.keeps_reference:
         return {}
     if given.reference:
@@ -68,91 +186,10 @@ def _reference(given: argparse.Namespace, params: Params) -> dict[str, Any]:
     return {"rl.kl.coef": 0.0, "rl.kl.measure": False, **limits}
 
 
-def unkeyed(given: argparse.Namespace) -> list[str]:
+def unkeyed(given: Options) -> list[str]:
     """Return the options of the workload that no key of params.yaml holds, as they were given."""
     found = [f"--critic-model {given.critic_model}"] if given.critic_model else []
     found += [f"--reward-model {name}" for name in given.reward_model] + ["--no-reward-model"] * given.no_reward_model
     found += [f"--prompt-length {given.prompt_length}"] if given.prompt_length else []
     mean, longest = given.response_length, given.longest
     return found + ([f"--response-length {mean}"] if mean and longest and mean < longest else [])
-
-
-def parse(description: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m rlhf_core.planning", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
-    parser.add_argument("--recipe", type=Path, action="append", default=[], help="laid over params.yaml; repeat for several")
-    parser.add_argument(
-        "--set", action="append", default=[], dest="assignments", metavar="KEY=VALUE", help="a key of params.yaml; repeat for several"
-    )
-    parser.add_argument("--stages", action="store_true", help="memory of each stage, as the preflight counts it")
-    parser.add_argument("--check", action="store_true", help="compare predictions with published and measured figures")
-    parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
-    _work_arguments(parser.add_argument_group("workload"))
-    _cluster_arguments(parser.add_argument_group("cluster"))
-    _placement_arguments(parser.add_argument_group("placement"))
-    return parser.parse_args()
-
-
-def _positive(value: str) -> float:
-    number = float(value)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {value}")
-    return number
-
-
-def _count(value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {value}")
-    return int(value)
-
-
-def _work_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--model", help=f"a folder with a config.json, a repository of these, or one of {', '.join(SIZES)}")
-    group.add_argument("--critic-model", help="the same; default: the policy's shape")
-    group.add_argument("--reward-model", action="append", default=[], help="the same; repeat for several")
-    group.add_argument("--no-reward-model", action="store_true", help="scores come from functions")
-    group.add_argument("--algorithm", choices=tuple(ALGORITHMS))
-    group.add_argument("--reference", action=argparse.BooleanOptionalAction, help="default: as in rl.kl")
-    for name in ("samples", "group-size", "minibatch", "ppo-epochs", "microbatch-tokens"):
-        group.add_argument(f"--{name}", type=_count)
-    group.add_argument("--pairs", type=_count, help="print the hours of a pass over so many preference pairs, and over as many prompts")
-    of_prompts = "mean, tokens; default: what model.max_length leaves, which counts the longest prompt and is raised if it leaves less"
-    group.add_argument("--prompt-length", type=_count, help=of_prompts)
-    group.add_argument("--response-length", type=_count, help="mean, tokens; default: the longest")
-    group.add_argument("--longest", type=_count, help="tokens of the longest response; default: --response-length")
-    group.add_argument("--dtype", choices=("bfloat16", "float32"))
-
-
-def _cluster_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--gpu", choices=GPUS, default="a100-80")
-    group.add_argument("--gpus", type=_count, help="default: 8; with --stages this machine's")
-    group.add_argument("--gpus-per-node", type=_count, default=8)
-    for name, unit in (("memory", "GiB"), ("flops", "TFLOP/s of the dtype"), ("bandwidth", "GB/s"), ("link", "GB/s in one direction")):
-        group.add_argument(f"--gpu-{name}", type=_positive, help=f"{unit}; default: of --gpu")
-    group.add_argument("--network", type=_positive, default=25.0, help="GB/s between nodes for each GPU")
-    group.add_argument("--host-link", type=_positive, default=25.0, help="GB/s between a GPU and its host")
-    group.add_argument("--host-bandwidth", type=_positive, default=200.0, help="GB/s of a host's memory")
-    group.add_argument("--gloo", type=_positive, default=2.1, help="GB/s that a trainer sends by gloo to all engines together")
-    group.add_argument(
-        "--host-memory", type=_positive, help="GiB of each host; default: not checked; with --stages and no --gpus this machine's"
-    )
-    group.add_argument("--reserve", type=_positive, default=3.0, help="GiB of each GPU for context and buffers")
-    defaults = Efficiency()
-    for name in ("flops", "bandwidth", "network"):
-        group.add_argument(f"--{name}-efficiency", type=_positive, default=getattr(defaults, name), help="share of the peak")
-    group.add_argument("--decode-overhead", type=float, default=defaults.decode_overhead, help="seconds in each decoding step")
-
-
-def _placement_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--layout", choices=("params", *LAYOUTS), help="only this one; params: as rl.placement and its settings are")
-    group.add_argument("--engine-gpus", type=_count, help="of apart and three-parts; default: try several")
-    group.add_argument("--zero-stage", type=int, choices=range(4), help="default: try all")
-    group.add_argument("--offload", action=argparse.BooleanOptionalAction, help="of the optimizer's state to the host; default: try both")
-    group.add_argument("--tensor-parallel", type=_count, help="GPUs of each engine; default: try several")
-    group.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, help="default: try both")
-    group.add_argument(
-        "--sleep", action=argparse.BooleanOptionalAction, default=True, help="engines free their memory while others compute"
-    )
-    group.add_argument("--max-concurrent", type=_count, help="concurrent responses per engine")

@@ -1,4 +1,4 @@
-"""A page of the rollouts that an RL run has saved: python -m rlhf_core.report.rollouts [RUN] [--output PAGE] [--no-open]
+"""A page of the rollouts that an RL run has saved: rlhf rollouts [RUN]
 
 RUN is a run's name (a folder of runs/) or a folder; by default the current one. A run that is still training shows the steps so far.
 Exit codes: 0 done, 2 the run has no saved rollouts.
@@ -6,26 +6,27 @@ Exit codes: 0 done, 2 the run has no saved rollouts.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import gzip
 import json
 import math
-import os
 import sys
-import webbrowser
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from cyclopts import Parameter
 
-from rlhf_core.config import ConfigError, shown
-from rlhf_core.paths import REPORTS, ROLLOUTS, RUNS, SCRATCH
+from rlhf_core.commands import FileOrName, GivenPath, run_module
+from rlhf_core.config import ConfigError
+from rlhf_core.paths import REPORTS, ROLLOUTS, SCRATCH
 from rlhf_core.process import exit_with
+from rlhf_core.report.opened import open_page, run_folder
 from rlhf_core.report.page import page
 from rlhf_core.stage.rollouts import read_rollouts, step_files
 
@@ -34,45 +35,29 @@ SIGNIFICANT = 3  # digits of numbers by token
 SCALE_QUANTILE = 0.99  # of the absolute values of all tokens, which has the strongest colour
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m rlhf_core.report.rollouts",
-        description="Write a page of the rollouts that an RL run has saved, and open it where there is a display.",
-    )
-    parser.add_argument("run", nargs="?", default=".", metavar="RUN", help="a run's name, or a folder; by default the current one")
-    parser.add_argument("--output", type=Path, metavar="PAGE", help="the page; reports/rollouts.html in the run's folder otherwise")
-    parser.add_argument("--no-open", action="store_true", help="only write the page")
-    options = parser.parse_args(arguments)
+def write_page(
+    run: FileOrName = ".", /, *, output: GivenPath | None = None, open_: Annotated[bool, Parameter("--open", negative_bool="no-")] = True
+) -> int:
+    """Write a page of the rollouts that an RL run has saved, and open it where there is a display.
+
+    Args:
+        run: a run's name, or a folder; by default the current one.
+        output: the page; reports/rollouts.html in the run's folder otherwise.
+        open_: open the page in a browser.
+    """
     try:
-        folder = run_folder(options.run)
+        folder = run_folder(run)
         table = saved_rollouts(folder)
     except ConfigError as error:
         print(f"rollouts: {error}", file=sys.stderr)
         return 2
-    output = options.output or folder / REPORTS / "rollouts.html"
+    output = output or folder / REPORTS / "rollouts.html"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(render_rollouts(table, folder.resolve().name), encoding="utf-8", newline="\n")
     print(f"Page: {output}")
-    if not options.no_open and _has_display():
-        webbrowser.open(output.resolve().as_uri())
+    if open_:
+        open_page(output)
     return 0
-
-
-def _has_display() -> bool:
-    """Whether a browser has a window to open; without one a text browser would take over the terminal."""
-    return sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
-
-
-def run_folder(run: str) -> Path:
-    """The folder of a run.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    for folder in (RUNS / run, Path(run)):
-        if folder.is_dir():
-            return folder
-    raise ConfigError(f"expected a run of {RUNS}/ or a folder, got {shown(run)}; `ls {RUNS}` names the runs")
 
 
 def saved_rollouts(folder: Path) -> pa.Table:
@@ -249,6 +234,8 @@ def _number(value: float | None) -> float | None:
     """Six digits; None for what is no finite number."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
+
+main = partial(run_module, "rollouts")
 
 if __name__ == "__main__":
     exit_with(main)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator
 from functools import cache
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from cyclopts import CycloptsError, MissingArgumentError
 from pydantic import BaseModel
 
+from rlhf_core.commands import tree
 from rlhf_core.config import Params
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +59,25 @@ def test_commands_name_modules_that_can_be_run(page):
     modules = {name for name in re.findall(r"python -m ([\w.]+\w)", page.read_text()) if name.split(".")[0] in ROOMS}
     missing = [name for name in modules if not {f"{name.replace('.', '/')}{end}" for end in (".py", "/__main__.py")} & tracked()]
     assert missing == []
+
+
+def test_commands_of_rlhf_are_accepted(page):
+    """In blocks of code and in backticks; what stands for something, as [SECTION] or ..., is left out."""
+    blocks = re.findall(r"```.*?```|^ {4}.*$", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()] + inline_code(page)
+    wrong = []
+    for line in lines:
+        found = re.match(r"\s*(?:\S*/|.*\| )?rlhf (.*)", line)
+        if not found or "--help" in line:
+            continue
+        words = [word for word in shlex.split(re.sub(r"\[[^]]*\]|\.\.\.", "", found[1]), comments=True) if word != "&"]
+        try:
+            tree().parse_args(words, exit_on_error=False, print_error=False)
+        except MissingArgumentError:
+            pass  # `rlhf runs show`, in a sentence
+        except CycloptsError as error:
+            wrong.append(f"{line}: {error}")
+    assert wrong == []
 
 
 def test_files_of_the_repository_exist(page):

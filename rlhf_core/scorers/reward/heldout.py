@@ -48,8 +48,7 @@ def copy_ready_made(config: RewardConfig, folder: Path) -> None:
         return
     if config.pinned is None:
         raise ValueError(
-            f"{KEY}: expected a run that the flow started, which looks {config.path} up in the registry, got none; start it with "
-            "`python -m flows.full_pipeline`"
+            f"{KEY}: expected a run that the flow started, which looks {config.path} up in the registry, got none; start it with `rlhf run`"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     checkout(config.pinned.md5, folder, root=Path(), sha256=config.pinned.sha256)

@@ -293,7 +293,7 @@ def test_a_run_in_a_folder_against_one_of_a_branch(project, capsys):
             "three",
             "three: expected a run in runs/, a folder with params.yaml, or a branch, tag or commit, got none of these",
         ),
-        ("--output=x", "the following arguments are required: B"),
+        ("--output=x", 'rlhf compare: Command "compare" parameter SECOND requires an argument.'),
         ("empty", "empty: expected the results of a run, got no file of metrics/; run it first"),
     ],
 )

@@ -91,7 +91,7 @@ def test_a_date_that_there_is_not_is_refused_by_the_tags_name(root, date):
     clear(root)
     write_tag(root, f"{NAME}@v1.0.0", version(root))
     write_tag(root, f"{NAME}#prod#1", event(), tagger=f"tagger A <a@b> {date}".encode())
-    assert f"tag {NAME}#prod#1: expected one made by `python -m flows.promote`, got one with" in refusal(root)
+    assert f"tag {NAME}#prod#1: expected one made by `rlhf registry`, got one with" in refusal(root)
 
 
 def test_a_long_line_takes_no_long_time(root):
@@ -106,7 +106,7 @@ def test_a_long_line_takes_no_long_time(root):
 def test_a_version_made_by_hand_is_refused_by_name(root, name):
     clear(root)
     git(root, "update-ref", f"refs/tags/{NAME}@{name}", git(root, "rev-parse", "HEAD"))
-    assert f"tag {NAME}@{name}: expected one made by `python -m flows.promote`" in refusal(root)
+    assert f"tag {NAME}@{name}: expected one made by `rlhf registry`" in refusal(root)
     if name != "v1.0.0" and "999" not in name:
         write_tag(root, f"{NAME}@{name}", version(root))
         assert f"tag {NAME}@{name}: expected " in refusal(root)
@@ -116,7 +116,7 @@ def test_a_version_made_by_hand_is_refused_by_name(root, name):
 def test_an_assignment_made_by_hand_is_refused_by_name(root, name):
     clear(root)
     git(root, "update-ref", f"refs/tags/{NAME}{name}", git(root, "rev-parse", "HEAD"))
-    assert f"tag {NAME}{name}: expected one made by `python -m flows.promote`" in refusal(root)
+    assert f"tag {NAME}{name}: expected one made by `rlhf registry`" in refusal(root)
 
 
 def test_a_tag_is_read_by_its_whole_name(root):
@@ -210,7 +210,7 @@ def test_one_bad_version_leaves_the_others_readable(root):
     write_tag(root, f"{NAME}#prod#1", event())
     found = read_for_decision(root, NAME)
     assert list(found.versions) == ["v1.0.0"] and found.current.version == "v1.0.0"
-    assert f"tag {NAME}@v2.0.0: expected one made by `python -m flows.promote`" in refusal(root)
+    assert f"tag {NAME}@v2.0.0: expected one made by `rlhf registry`" in refusal(root)
     for act in (
         lambda: promote(root, NAME, None, by="a", reason="b"),
         lambda: add_version(root, NAME, sound_lineage("c" * 40, md5="1" * 32 + ".dir")),

@@ -22,7 +22,7 @@ PARAMS = CLERK_PARAMS
 
 
 def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    monkeypatch.setattr(sys, "argv", ["planning", "--params", str(PARAMS), *arguments])
+    monkeypatch.setattr(sys, "argv", ["planning", "--params-file", str(PARAMS), *arguments])
     assert main() == code
     return capsys.readouterr().out
 
@@ -136,6 +136,5 @@ def test_host_memory_replaces_this_machines_where_no_gpus_are_given(monkeypatch,
 
 def test_usage_names_the_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["__main__.py", "--help"])
-    with pytest.raises(SystemExit):
-        main()
-    assert capsys.readouterr().out.startswith("usage: python -m rlhf_core.planning [-h]")
+    assert main() == 0
+    assert capsys.readouterr().out.startswith("Usage: rlhf plan [OPTIONS]")

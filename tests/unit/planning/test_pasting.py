@@ -23,7 +23,7 @@ LONG = ("--prompt-length", "500", "--longest", "1500", "--microbatch-tokens", "8
 @pytest.fixture
 def printed(monkeypatch, capsys):
     def run(*arguments: str, code: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", ["planning", "--params", str(PARAMS), *arguments])
+        monkeypatch.setattr(sys, "argv", ["planning", "--params-file", str(PARAMS), *arguments])
         assert main() == code, capsys.readouterr()
         return capsys.readouterr().out
 
@@ -85,7 +85,7 @@ def test_a_longest_sample_with_room_for_mean_prompts_only_is_mentioned(printed, 
     for more, is_told in (((), True), (("--set", "model.max_length=4096"), False)):
         given = ("--model", "qwen2.5-7b", "--dtype", "bfloat16", *LONG, *more, *ON)
         assert ("model.max_length=2000" in pasted(printed(*given))) == is_told
-        monkeypatch.setattr(sys, "argv", ["planning", "--params", str(PARAMS), *given])
+        monkeypatch.setattr(sys, "argv", ["planning", "--params-file", str(PARAMS), *given])
         assert main() == 0
         assert ("model.max_length: leaves 500 tokens for a prompt, the mean; longer" in capsys.readouterr().err) == is_told
 
@@ -114,7 +114,7 @@ def test_both_modes_take_set(printed, monkeypatch, capsys, mode):
         assert [found.pop("workload")["dtype"]["source"] for found in (by_keys, by_options)] == ["model.dtype", "--dtype"]
     assert by_keys == by_options
     printed(*mode, "--set", "model.dtyp=bfloat16", code=2)
-    monkeypatch.setattr(sys, "argv", ["planning", "--params", str(PARAMS), *mode, "--set", "rl.algorithm"])
+    monkeypatch.setattr(sys, "argv", ["planning", "--params-file", str(PARAMS), *mode, "--set", "rl.algorithm"])
     assert main() == 2 and "expected key=value" in capsys.readouterr().err
 
 
@@ -158,7 +158,7 @@ def test_a_value_is_written_so_that_a_shell_and_yaml_read_it_again(value):
 
 def test_a_setting_that_the_proposal_replaces_is_mentioned(printed, monkeypatch, capsys):
     given = ("--model", "qwen2.5-7b", "--dtype", "bfloat16", *ON, "--set", "rl.trainer.zero_stage=1", "--set", "rl.trainer.ranks=8")
-    monkeypatch.setattr(sys, "argv", ["planning", "--params", str(PARAMS), *given, "--layout", "colocated"])
+    monkeypatch.setattr(sys, "argv", ["planning", "--params-file", str(PARAMS), *given, "--layout", "colocated"])
     assert main() == 0
     assert capsys.readouterr().err == "rl.trainer.zero_stage: the proposal sets it otherwise; --layout params predicts yours\n"
 
@@ -187,7 +187,7 @@ def test_bfloat16_is_named_where_it_makes_float32_fit(printed, monkeypatch, caps
     without = {key: value for key, value in remedy.items() if key != "model.dtype"}
     assert not json.loads(printed("--stages", "--json", *long, *settings_of(without), code=1))["train_policy"]["fits"]
     tight = ("--model", "qwen2.5-7b", "--gpu", "h100", "--gpus", "1", "--algorithm", "grpo", "--host-memory", "230")
-    monkeypatch.setattr(sys, "argv", ["planning", "--params", str(PARAMS), *tight])
+    monkeypatch.setattr(sys, "argv", ["planning", "--params-file", str(PARAMS), *tight])
     assert main() == 1 and "set model.dtype=bfloat16" in capsys.readouterr().err
     assert json.loads(printed("--json", *tight, "--dtype", "bfloat16"))["proposed"]["fits"]
 

@@ -210,7 +210,11 @@ def test_the_default_share_of_flops_is_the_published_rows():
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     program = "import sys; from rlhf_core.planning.__main__ import main; code = main(); assert 'torch' not in sys.modules; sys.exit(code)"
     return subprocess.run(
-        [sys.executable, "-c", program, "--params", str(CLERK_PARAMS), *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program, "--params-file", str(CLERK_PARAMS), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 

@@ -63,7 +63,7 @@ def test_a_decoders_parameters_are_those_of_its_class(tmp_path, family):
 def test_another_structure_is_refused_and_not_counted_as_a_decoder(monkeypatch, capsys, tmp_path, family):
     real = saved(tmp_path, family, OTHERS[family])
     for mode in (["--stages"], []):
-        monkeypatch.setattr(sys, "argv", ["planning", "--params", str(PARAMS), "--model", str(tmp_path), *mode])
+        monkeypatch.setattr(sys, "argv", ["planning", "--params-file", str(PARAMS), "--model", str(tmp_path), *mode])
         assert main() == 2
         printed = capsys.readouterr()
         assert printed.out == "" and str(tmp_path) in printed.err and "decoder" in printed.err
@@ -73,7 +73,7 @@ def test_another_structure_is_refused_and_not_counted_as_a_decoder(monkeypatch, 
 def test_stages_of_a_folder_are_those_of_its_parameters(monkeypatch, capsys, tmp_path):
     real = saved(tmp_path, "gemma2", {"head_dim": 32})
     arguments = ["--stages", "--json", "--gpus", "1", "--model", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["planning", "--params", str(PARAMS), *arguments])
+    monkeypatch.setattr(sys, "argv", ["planning", "--params-file", str(PARAMS), *arguments])
     assert main() == 0
     rank = json.loads(capsys.readouterr().out)["train_sft"]["processes"][0]
     assert rank["parts"]["model: weights"] == 4 * real
@@ -100,7 +100,7 @@ def test_a_class_of_the_folders_own_is_built_only_if_trusted(monkeypatch, capsys
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     for trusted, code in (("false", 2), ("true", 0)):
         given = ["--stages", "--json", "--gpus", "1", "--model", str(folder), "--set", f"model.trust_remote_code={trusted}"]
-        monkeypatch.setattr(sys, "argv", ["planning", "--params", str(PARAMS), *given])
+        monkeypatch.setattr(sys, "argv", ["planning", "--params-file", str(PARAMS), *given])
         assert main() == code
         printed = capsys.readouterr()
         assert ((tmp_path / "modules").exists(), "contains custom code" in printed.err) == (trusted == "true", trusted == "false")

@@ -1,0 +1,48 @@
+"""`rlhf gate` and `rlhf evaluate` put models of other trainers through the chain, in a run of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from small_chain import PYTORCH_ROLLOUTS, SMALL, make_chain, run
+from tiny_models import save_tiny_models, tiny_tokenizer
+
+FITTING = [
+    *("--set", "model.max_length=64", "--set", "model.architecture=null", "--set", "model.dtype=float32"),
+    *("--set", "validation.max_length_bias=0.5", "--set", "gate.min_pairs=50"),
+]
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    """A checkout with a model, a reward model of random weights and pairs beside it."""
+    folder = tmp_path_factory.mktemp("outside")
+    save_tiny_models(folder / "outside", tiny_tokenizer())
+    rows = [{"prompt": f"What is {n} and {n * n}?", "chosen": f"It is {n + n * n}.", "rejected": f"It is {n * n}!"} for n in range(200)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    workspace = folder / "project"
+    workspace.mkdir()
+    return make_chain(workspace, SMALL, PYTORCH_ROLLOUTS)
+
+
+def test_a_random_reward_model_is_rejected_with_code_3(project):
+    given = ("--reward-model", "../outside/reward", "--reference", "../outside/sft", "--pairs", "../pairs.jsonl")
+    code, printed = run(project, "rlhf_core.commands", "gate", *given, *FITTING, "--set", "gate.min_accuracy=0.6")
+    assert code == 3 and "expected the lower end of the interval to reach gate.min_accuracy=0.6" in printed, printed[-3000:]
+    found = json.loads((project / "runs/gate-reward/metrics/gate.json").read_text())
+    assert not found["passed"] and found["n"] > 100
+
+
+def test_a_policy_is_compared_with_its_reference_and_registered(project):
+    models = ("--policy", "../outside/sft", "--reference", "../outside/sft", "--reward-model", "../outside/reward")
+    why = ("--set", 'gate.override="a test of random weights"')
+    code, printed = run(project, "rlhf_core.commands", "evaluate", *models, "--data", "../pairs.jsonl", "--run", "theirs", *FITTING, *why)
+    assert code == 0, printed[-3000:]
+    found = json.loads((project / "runs/theirs/metrics/evaluate.json").read_text())
+    assert found["kl"]["greedy"] == pytest.approx(0, abs=1e-4) and found["greedy"]["policy"]["n"] == 20
+    assert (project / "runs/theirs/reports/report.html").is_file()
+    code, printed = run(project, "rlhf_core.commands", "registry", "register", "policy", "--run", "theirs")
+    assert code == 0 and "Registered policy v1.0.0" in printed, printed[-3000:]
