@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from chromium import CHROMIUM, Browser
 
 from rlhf_core.config import Params
 from rlhf_core.config.base import section_keys
@@ -15,6 +16,13 @@ from tools.docs_site.pages import relinked, site_path
 from tools.docs_site.reference import comments_of, params_page
 
 ROOT = Path(__file__).parents[3]
+OPENED = "document.querySelector('label[for=__search], button.md-search__button, [class*=md-search] button')"
+SEARCH = "[...document.querySelectorAll('*')].find(node => node.shadowRoot)?.shadowRoot"
+TYPE = f"""(() => {{
+  const field = {SEARCH}.querySelector('input[type=text]');
+  field.value = 'dual clip';
+  field.dispatchEvent(new Event('input', {{bubbles: true}}));
+}})()"""
 REPEATED = re.compile(r"`([\w.\[\]]+)` .*Its keys are those of `([\w.\[\]]+)`")
 
 
@@ -80,3 +88,14 @@ def test_search_and_functions_are_there_without_a_server(site):
     assert "window.Worker" in (site / "scripts/iframe-worker.js").read_text()
     assert "dual_clip" in (site / "search.js").read_text()
     assert 'id="rlhf_core.algorithms.advantages.gae"' in (site / "api.html").read_text()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)")
+def test_a_page_opened_from_the_disk_searches_and_fetches_nothing(site, tmp_path):
+    with Browser(tmp_path) as browser:
+        browser.open(site / "tables/rl.html")
+        browser.evaluate(f"{OPENED}.click()")
+        browser.wait_for(f"{SEARCH}?.querySelector('input[type=text]') != null")
+        browser.evaluate(TYPE)
+        browser.wait_for(f"{SEARCH}.textContent.includes('ppo_clip')")
+        assert browser.problems == []
