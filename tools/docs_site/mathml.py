@@ -16,7 +16,8 @@ class Equations(InlineProcessor):
     """Replaces an equation in LaTeX by MathML; a pipe in a table's cell is written `\\vert`."""
 
     def handleMatch(self, m: re.Match[str], data: str) -> tuple[str, int, int]:
-        return self.md.htmlStash.store(convert(m[1])), m.start(0), m.end(0)
+        spaced = convert(m[1]).replace("<mi>log</mi>", '<mi>log</mi><mspace width="0.17em"/>')
+        return self.md.htmlStash.store(spaced), m.start(0), m.end(0)
 
 
 class MathMl(Extension):
