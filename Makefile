@@ -6,6 +6,7 @@
 # make server  Prefect's server, work pool, deployments and worker, until Ctrl-C
 # make bench   speed beside TRL and beside the machine's limits (docs/performance.md); needs an idle machine
 # make gpu-check  what works on this GPU and how fast, at most fifteen minutes (docs/gpu.md); installs nothing
+# make docs    the documentation site in site/, which opens without a server; checks its links
 # make lint    style
 # make clean   remove outputs of runs; keeps .venv, DVC's cache and worktrees
 
@@ -28,7 +29,7 @@ PART ?= tests
 PORT ?= 4200
 STAMP := $(VENV)/.set-up
 
-.PHONY: setup run stories smollm2 test test-long server bench gpu-check lint clean
+.PHONY: setup run stories smollm2 test test-long server bench gpu-check docs lint clean
 .DEFAULT_GOAL := run
 
 # The stamp holds a checksum of the requirements, so that touching a file doesn't reinstall.
@@ -83,10 +84,13 @@ bench: setup
 gpu-check:
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" python3 -m tools.bench.gpu $(GPU_ARGS)
 
+docs: setup
+	$(VENV)/bin/python -m tools.docs_site
+
 lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
 clean:
-	rm -rf scratch reports checks models data/prepared data/measured data/*.parquet metrics plots .pytest_cache .ruff_cache .hypothesis
+	rm -rf scratch site reports checks models data/prepared data/measured data/*.parquet metrics plots .pytest_cache .ruff_cache .hypothesis .cache
 	find flows tasks rlhf_core tests -name __pycache__ -prune -exec rm -rf {} +

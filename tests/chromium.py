@@ -15,6 +15,7 @@ from typing import Any
 CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
 ARGUMENTS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage", "--hide-scrollbars"),
+    "--host-resolver-rules=MAP * ~NOTFOUND",  # a page that asks the net for something has a problem, on a machine with a net too
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions"),
 )
 DEADLINE = 60.0  # seconds

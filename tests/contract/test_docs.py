@@ -40,7 +40,10 @@ def anchors(page: Path) -> set[str]:
 
 
 def inline_code(page: Path) -> list[str]:
-    return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    if page.name == "coming_from.md":  # whose tables begin with other libraries' options
+        text = re.sub(r"^\| .*? \|", "|", text, flags=re.MULTILINE)
+    return re.findall(r"`([^`\n]+)`", text)
 
 
 def test_links_lead_to_files_and_headings(page):
