@@ -292,8 +292,13 @@ def _clear(scratch: Path, older: list[Path], keep: int, *, spared: Path | None) 
         shutil.rmtree(left_over)
 
 
+def journal_of(scratch: Path, *, kept: bool) -> Path:
+    """Where RL's journal is (trainers/rl/journal.py). One that is kept stays when the stage has succeeded."""
+    return scratch.with_name(f"{scratch.name}.journal") if kept else scratch / "journal"
+
+
 def remove_checkpoints(scratch: Path, *, since: int) -> None:
-    """Remove the checkpoints that were written after `since` (ns), or all if a storage has them."""
+    """Remove the checkpoints and the journal's files that were written after `since` (ns), or all if a storage has them."""
     if stored_work(scratch) is not None:
         _remove_stored(scratch)
         shutil.rmtree(scratch)
@@ -301,6 +306,9 @@ def remove_checkpoints(scratch: Path, *, since: int) -> None:
     for manifest in list(scratch.glob(f"*/step-*/{MANIFEST}")):
         if manifest.stat().st_mtime_ns > since:
             shutil.rmtree(manifest.parent)
+    for noted in [*journal_of(scratch, kept=False).glob("*"), *journal_of(scratch, kept=True).glob("*")]:
+        if noted.stat().st_mtime_ns > since:
+            noted.unlink()
 
 
 def stored_work(scratch: Path) -> dict[str, Any] | None:

@@ -133,6 +133,7 @@ class Actors:
                 "enforce_eager": rl.rollout.enforce_eager,
                 "weight_transfer": self.ways,
             },
+            watched=rl.rollout.samples_freely,
             together=False,
         )
 
