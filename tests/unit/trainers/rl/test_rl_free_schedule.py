@@ -36,7 +36,7 @@ from rlhf_core.types import Prompt, Rollout
 
 ROOT = Path(__file__).parents[4]
 FREE = {"rl.rollout.schedule": "free"}
-TOKEN = 0.005  # seconds at least
+TOKEN = 0.02  # seconds at least
 
 
 class Beside(EnginesHere):
@@ -88,25 +88,22 @@ def sampled(ahead: RolloutsAhead, step: int) -> int:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_engines_sample_as_long_as_the_trainer_works(model_folders: tuple[Path, Path], count: int):
-    """Two steps of one response each; the one that is due has few tokens left, and the other one many."""
+    """Two steps of one response each; the one that is due has four tokens left, and the other one a hundred."""
     changes = FREE | {"rl.rollout.max_new_tokens": 100, "model.max_length": 120, "rl.rollout.engines": count}
     stream = PromptStream([Prompt(f"p{i}", "made", [], [5, 9 + i], None) for i in range(4)], {}, seed=0)
     tokens = {}
-    for training in (0.0, 0.15, 0.3):
+    for training in (0.0, 0.5, 4.0):
         ahead, _ = engines_of(job_of(model_folders, max_lag=2, prompts=1, group_size=1, steps=9, **changes), count)
-        ahead.draw(stream, 0, 1, step=0)
-        due = ahead._drawn.rollouts[1][0]
-        ahead._drawn = ahead._drawn.extended({})
+        drawn = Admitted(0).admit(stream, ahead._rl, version=0)
+        ahead._drawn = drawn.extended({(0, 0): Sample([7], [-1.0], True, 0)})
         ahead._rl = ahead._rl.model_copy(update={"rollout": ahead._rl.rollout.model_copy(update={"last_tokens": 4})})
         ahead.begin(step=0)
         ahead.short_rollouts()
         time.sleep(training)
-        began = time.monotonic()
         ahead.end()
-        assert time.monotonic() - began < 0.2
-        assert sampled(ahead, 1) - due.num_sampled <= 4 and ahead._admitted.complete == 1
+        assert sampled(ahead, 1) <= 4 and ahead._admitted.complete == 1
         tokens[training] = sampled(ahead, 2)
-    assert tokens[0.0] < 0.15 / TOKEN < 100 and tokens[0.3] >= tokens[0.15] + 10 > tokens[0.0] + 20, tokens
+    assert tokens[0.0] < tokens[0.5] < tokens[4.0] == 100, tokens
 
 
 def test_engines_end_where_one_of_them_is_lost(model_folders: tuple[Path, Path]):
@@ -169,7 +166,8 @@ CLAIMS = ["python", "-S", "-E", "-c", "import time; time.sleep(600)"]
 
 def playing(folders: tuple[Path, Path], config: dict, deadline: float = 60.0) -> tuple[EpisodesAhead, Environment]:
     """Episodes of two steps in flight, of which none has an end."""
-    job = rl_job(*folders, **{"rl.algorithm": "reinforce_pp", "rl.rollout.max_lag": 1, **FREE, "rl.environment": config})
+    sizes = {"rl.samples_per_step": 2, "rl.minibatch_size": 2}
+    job = rl_job(*folders, **{"rl.algorithm": "reinforce_pp", "rl.rollout.max_lag": 1, **sizes, **FREE, "rl.environment": config})
     environment = Environment(job.rl.environment, TOKENIZER, stops=(END,), max_length=64, deadline=deadline, takes_scores=False)
     how = {"stop_ids": (END,), "replacements": Replacements(0), "transfer": None, "renew": None, "vocabulary": 300}
     turns = GpuTimeSharing(None, None, on=False, deadline=1.0)
@@ -208,7 +206,7 @@ def lose_the_thread(environment: Environment) -> None:
     ("config", "lose", "error", "name"),
     [
         ({"path": f"{__file__}:sits"}, lose_the_loop, RuntimeError, "the thread that plays episodes"),
-        ({"path": f"{__file__}:sits"}, lose_the_thread, MemoryError, ""),
+        ({"path": f"{__file__}:sits"}, lose_the_thread, MemoryError, None),
         ({"command": CLAIMS, "processes": 2, "claims": 2}, lose_the_endpoint, RuntimeError, "its endpoint no longer listens"),
     ],
     ids=["loop", "thread", "endpoint"],
@@ -274,13 +272,14 @@ print(json.dumps(found))
 """
 
 
-def test_a_wait_for_ranks_looks_at_what_works_beside(tmp_path: Path):
+@pytest.mark.long
+def test_a_wait_for_ranks_looks_at_what_works_beside(tmp_path: Path, tmp_path_factory):
     (tmp_path / "sleeper.py").write_text(
         "import time\n\nclass Sleeper:\n    def __init__(self, rank):\n        self.rank = rank\n\n"
         "    def sleep(self, seconds):\n        time.sleep(seconds)\n        return self.rank\n"
     )
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "ray")]
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path_factory.mktemp("r"))]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stderr[-3000:]
     told, answers, *late = json.loads(ended.stdout.splitlines()[-1])
