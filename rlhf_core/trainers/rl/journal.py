@@ -8,6 +8,7 @@ engines, tools and services are, or on whether they would answer the same again.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import logging
 from collections.abc import Callable
@@ -56,6 +57,10 @@ class Journal:
     def __init__(self, rl: RlConfig, folder: Path):
         self._on, self._keeps = rl.rollout.is_journaled, rl.rollout.schedule == "recorded"
         self._folder = journal_of(folder, kept=self._keeps)
+
+    def count(self, step: int) -> int:
+        """How many batches in a row there are from a step on."""
+        return next(n for n in itertools.count() if not (self._on and self._path(BATCH, step + n).exists()))
 
     def batch(self, step: int) -> Batch | None:
         """The batch of a step, counted from 0; None: it is still to be sampled, and what was noted of later steps is forgotten."""

@@ -298,6 +298,8 @@ def start_or_resume(job: RlJob, workers: Workers) -> tuple[Run, Progress]:
             log.info("rl: before training  %s", "  ".join(f"{name} {value:.3f}" for name, value in evaluated.items()))
     if rl.critic is not None:
         workers.set_value_units(value_units(rl, normalizer))
+    if noted := journal.count(progress.step):
+        log.info("rl: the journal has the next %d batches, which are trained on without sampling", noted)
     return run, progress
 
 

@@ -243,7 +243,10 @@ def test_a_damaged_batch_ends_the_replay(model_folders: tuple[Path, Path], tmp_p
         assert engines.asked and "batch-000003.json.gz: expected a readable file of the journal, got EOFError" in caplog.text
         assert not same_weights(first, second, range(4, 5))
         names = {path.name for path in folder.glob("*")}
-        assert "batch-000004.json.gz" not in names and {"batch-000003.json.gz", "evaluation-000004.json.gz", "calibration-000000.json.gz"} <= names
+        assert (
+            "batch-000004.json.gz" not in names
+            and {"batch-000003.json.gz", "evaluation-000004.json.gz", "calibration-000000.json.gz"} <= names
+        )
 
 
 def test_batches_stay_until_two_checkpoints_have_their_updates(model_folders: tuple[Path, Path], tmp_path: Path):
