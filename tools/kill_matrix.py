@@ -13,23 +13,32 @@ import argparse
 import csv
 import json
 import random
+import re
 import shutil
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
 import psutil
 
-from rlhf_core.engines.ray.cluster import local_head
-from tools.resume_matrix import LIMIT, ROOT, Cell, Killer, Victim, compare, make_workspace, prepare, run_stage
+from tools.resume_matrix import LIMIT, ROOT, Cell, compare, make_workspace, prepare, rows_done
+
+sys.path.insert(0, str(ROOT / "tests" / "integration"))
+from small_chain import alive_processes, begin, command_line
 
 TABLE = ROOT / "docs/tables/kills.csv"
 STAGE, STEPS, RUNS, STARTS = "train_policy", 12, 5, 12
-VICTIMS: tuple[Victim, ...] = ("driver", "engine", "scorer", "agent")
 PROGRAM = "agents/talks.py"
+VICTIMS = {  # regular expressions of command lines
+    "driver": r"-m rlhf_core\.stage\.driver ",
+    "engine": r"ray::(RolloutActor|rollout[.])",
+    "scorer": r"ray::(TextScorers|scorer[.])",
+    "agent": rf"^\S*python\S* -S -E {PROGRAM}",
+}
 TALKS = '''"""An agent that says how long a reply was, or with an argument what the clock says."""
 import http.client, json, os, sys, threading, time, urllib.parse
 
@@ -113,64 +122,76 @@ def cell(schedule: Schedule) -> Cell:
         },
         "evaluation": {"every": 4, "prompts": 8},
     }
-    return Cell(schedule, STAGE, "train_rl", {"model": {"max_length": 192}, "rl": rl}, STEPS, victim="driver", job=True)
+    return Cell(schedule, STAGE, "train_rl", {"model": {"max_length": 192}, "rl": rl}, STEPS, job=True)
 
 
 class Kills:
-    """Kills one process after the other, each some rows of the curves later than the one before."""
+    """Kills a process of each kind, each some rows of the curves later than the one before.
+
+    rows: what is killed, and after how many rows.    written: rows of the curves when the driver was killed.
+    """
 
     def __init__(self, drawn: random.Random):
-        victims, rows = drawn.sample(VICTIMS, len(VICTIMS)), sorted(drawn.sample(range(1, STEPS), len(VICTIMS)))
-        self.rows = list(zip(victims, rows, strict=True))
-        self._left = [Killer(victim, after, drawn.uniform(0, 0.5), drawn) for victim, after in self.rows]
-        self.written: list[str] = []  # rows of the curves when the driver was killed
+        victims, rows = drawn.sample(sorted(VICTIMS), len(VICTIMS)), sorted(drawn.sample(range(1, STEPS), len(VICTIMS)))
+        self.rows, self._drawn = list(zip(victims, rows, strict=True)), drawn
+        self.left, self.written = list(self.rows), list[str]()
 
-    @property
-    def missed(self) -> int:
-        return len(self._left)
-
-    def __call__(self, workspace: Path) -> bool:
-        if self._left and not self._left[0](workspace) and self._left[0].done:
-            done = self._left.pop(0)
-            if done.victim == "driver":
-                psutil.wait_procs(done.killed, timeout=10)
+    def look(self, workspace: Path) -> None:
+        """Kill the next process if it is its turn."""
+        if not self.left or rows_done(workspace) < self.left[0][1]:
+            return
+        victim, _ = self.left[0]
+        time.sleep(self._drawn.uniform(0, 0.3))
+        found = [p for p in alive_processes(workspace) if re.search(VICTIMS[victim], " ".join(command_line(p)))]
+        if not found:  # between two starts
+            return
+        with suppress(psutil.NoSuchProcess):
+            (chosen := self._drawn.choice(found)).kill()
+            self.left.pop(0)
+            if victim == "driver":
+                psutil.wait_procs([chosen], timeout=10)
                 (path,) = workspace.glob("scratch/*/*/curves.csv")
-                self.written = path.read_text().splitlines(keepends=True)
-        return False
+                self.written = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def run_to_the_end(workspace: Path, of: Cell, kills: Kills | None = None) -> list[str]:
+def run_to_the_end(workspace: Path, kills: Kills | None = None) -> list[str]:
     """Run the stage until it succeeds. Returns problems."""
     for _ in range(STARTS):
-        if not (code := run_stage(workspace, of, kills or (lambda _: False))):
+        stage, until = begin(workspace, "tasks.train_rl"), time.monotonic() + LIMIT
+        while stage.poll() is None and time.monotonic() < until:
+            if kills is not None:
+                kills.look(workspace)
+            time.sleep(0.01)
+        stage.kill()
+        if not stage.wait():
             return []
-    return [f"exit code {code} after {STARTS} starts"]
+    return [f"exit code {stage.returncode} after {STARTS} starts"]
 
 
-def with_program(base: Path, folder: Path, of: Cell, address: str) -> Path:
-    workspace = make_workspace(base, folder, of, address)
+def with_program(base: Path, folder: Path, of: Cell) -> Path:
+    workspace = make_workspace(base, folder, of, None)
     (workspace / "agents").mkdir()
     (workspace / PROGRAM).write_text(TALKS)
     return workspace
 
 
-def try_run(schedule: Schedule, number: int, base: Path, folder: Path, seed: int, address: str) -> list[Row]:
+def try_run(schedule: Schedule, number: int, base: Path, folder: Path, seed: int) -> list[Row]:
     """The kills of one run, and what differs."""
     of, kills = cell(schedule), Kills(random.Random(f"{seed} {schedule} {number}"))
-    killed, other = with_program(base, folder / "killed", of, address), folder / "again"
-    problems = run_to_the_end(killed, of, kills)
-    problems += [f"{kills.missed} processes were not killed"] if kills.missed else []
+    killed, other = with_program(base, folder / "killed", of), folder / "again"
+    problems = run_to_the_end(killed, kills)
+    problems += [f"not killed: {kills.left}"] if kills.left else []
     if schedule == "counted":
         other = folder.parent / "undisturbed"
         if not (other / "metrics" / f"{STAGE}.json").exists():
-            problems += run_to_the_end(with_program(base, other, of, address), of)
+            problems += run_to_the_end(with_program(base, other, of))
     elif not problems:
         final = (killed / f"plots/{STAGE}.csv").read_text().splitlines(keepends=True)
         problems += [f"row {i} of the curves differs" for i, (a, b) in enumerate(zip(kills.written, final, strict=False)) if a != b]
-        with_program(base, other, of, address)
+        with_program(base, other, of)
         (kept,) = killed.glob(f"scratch/{STAGE}/*.journal")
         shutil.copytree(kept, other / kept.relative_to(killed))
-        problems += run_to_the_end(other, of)
+        problems += run_to_the_end(other)
     if not problems:
         problems = compare(other, killed, STAGE)[1]
     return [Row(schedule, number, victim, after, problems) for victim, after in kills.rows]
@@ -188,17 +209,16 @@ def main() -> int:
         results = folder / "results.json"
         rows = [Row(**row) for row in json.loads(results.read_text())] if results.exists() else []
         base = prepare(folder / "base")
-        with local_head(cpus=16, start_timeout=LIMIT) as address:
-            for schedule, number in ((s, n) for s in chosen.only or get_args(Schedule) for n in range(chosen.runs)):
-                if any((row.schedule, row.run) == (schedule, number) for row in rows):
-                    continue
-                began = time.monotonic()
-                found = try_run(schedule, number, base, folder / schedule / str(number), chosen.seed, address)
-                rows += found
-                results.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-                told = "; ".join(found[0].problems) or "same bits"
-                sys.stdout.write(f"{schedule} {number}: {told} ({time.monotonic() - began:.0f} s)\n")
-                sys.stdout.flush()
+        for schedule, number in ((s, n) for s in chosen.only or get_args(Schedule) for n in range(chosen.runs)):
+            if any((row.schedule, row.run) == (schedule, number) for row in rows):
+                continue
+            began = time.monotonic()
+            found = try_run(schedule, number, base, folder / schedule / str(number), chosen.seed)
+            rows += found
+            results.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+            told = "; ".join(found[0].problems) or "same bits"
+            sys.stdout.write(f"{schedule} {number}: {told} ({time.monotonic() - began:.0f} s)\n")
+            sys.stdout.flush()
         write_table(rows, chosen.seed)
     return 1 if any(row.problems for row in rows) else 0
 

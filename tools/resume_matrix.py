@@ -59,14 +59,8 @@ PRETRAIN = {"pretrain": {"steps": 8, "batch_size": 8}}
 AVERAGED = {"gradient_checkpointing": True, "ema_decay": 0.9, "keep_best": True}
 LABELLED = {"label_by": "preference", "levels": 2, "wanted": 1}
 SAMPLED = {"sampling": {"backend": "pytorch", "prompts": 64, "samples_per_prompt": 2, "max_new_tokens": 16}}
-Victim = Literal["stage", "driver", "rank", "engine", "scorer", "agent"]
-JOB_PROCESSES = {
-    "driver": r"-m rlhf_core\.stage\.driver ",
-    "rank": "ray::(Rank|training[.])",
-    "engine": "ray::(RolloutActor|rollout[.])",
-    "scorer": "ray::(TextScorers|scorer[.])",
-    "agent": r"^\S*python\S* -S -E agents/",
-}
+Victim = Literal["stage", "driver", "rank"]
+JOB_PROCESSES = {"driver": r"-m rlhf_core\.stage\.driver ", "rank": "ray::(Rank|training[.])"}
 
 
 @dataclass(frozen=True)
@@ -273,9 +267,9 @@ class Killer:
     """
 
     def __init__(self, victim: Victim, after: int, delay: float, chance: random.Random):
-        self.victim, self._after, self._delay, self._chance = victim, after, delay, chance
+        self._victim, self._after, self._delay, self._chance = victim, after, delay, chance
         self._at: float | None = None
-        self.done, self.killed = False, list[psutil.Process]()
+        self.done = False
 
     def __call__(self, workspace: Path) -> bool:
         if self.done:
@@ -284,14 +278,13 @@ class Killer:
             self._at = time.monotonic() + self._delay
         if self._at is None or time.monotonic() < self._at:
             return False
-        if self.victim != "stage":
-            found = job_processes(workspace, JOB_PROCESSES[self.victim])
+        if self._victim != "stage":
+            found = job_processes(workspace, JOB_PROCESSES[self._victim])
             if not found:  # the job has just ended, and the stage will
                 return False
-            self.killed = [self._chance.choice(found)]
-            self.killed[0].kill()
+            self._chance.choice(found).kill()
         self.done = True
-        return self.victim == "stage"
+        return self._victim == "stage"
 
 
 def job_processes(workspace: Path, pattern: str) -> list[psutil.Process]:
