@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import random
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -158,11 +160,13 @@ def run_to_the_end(workspace: Path, kills: Kills | None = None) -> list[str]:
     """Run the stage until it succeeds. Returns problems."""
     for _ in range(STARTS):
         stage, until = begin(workspace, "tasks.train_rl"), time.monotonic() + LIMIT
-        while stage.poll() is None and time.monotonic() < until:
-            if kills is not None:
-                kills.look(workspace)
-            time.sleep(0.01)
-        stage.kill()
+        try:
+            while stage.poll() is None and time.monotonic() < until:
+                if kills is not None:
+                    kills.look(workspace)
+                time.sleep(0.01)
+        finally:  # its job ends with it
+            stage.kill()
         if not stage.wait():
             return []
     return [f"exit code {stage.returncode} after {STARTS} starts"]
@@ -204,12 +208,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="of the chain and the results; kept, and continued if it exists")
     chosen = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="rlk") as temporary:
         folder = (chosen.folder or Path(temporary)).resolve()
         results = folder / "results.json"
         rows = [Row(**row) for row in json.loads(results.read_text())] if results.exists() else []
         base = prepare(folder / "base")
-        for schedule, number in ((s, n) for s in chosen.only or get_args(Schedule) for n in range(chosen.runs)):
+        for number, schedule in itertools.product(range(chosen.runs), chosen.only or get_args(Schedule)):
             if any((row.schedule, row.run) == (schedule, number) for row in rows):
                 continue
             began = time.monotonic()

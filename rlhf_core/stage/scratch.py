@@ -33,6 +33,7 @@ from rlhf_core.storage.address import Storage, StorageFailed
 
 WORK = "work.json"  # in a scratch folder: command, params and hashes of its work
 STORED = "stored.json"  # in a scratch folder: where a storage has the work's files
+RECORDED = "recorded"  # in a journal's folder: it has the whole run
 RESUMED_FROM = "resumed_from.json"  # in a scratch folder: the other work that it resumed from, oldest first
 TAKING_OVER = "taking-over-"
 NO_DEPENDENCY = re.compile(r"__pycache__|\.DS_Store|\.#.*|.*~|\..*\.sw[a-z]|4913")  # an editor's files; in .dvcignore too
@@ -295,6 +296,11 @@ def _clear(scratch: Path, older: list[Path], keep: int, *, spared: Path | None) 
 def journal_of(scratch: Path, *, kept: bool) -> Path:
     """Where RL's journal is (trainers/rl/journal.py). One that is kept stays when the stage has succeeded."""
     return scratch.with_name(f"{scratch.name}.journal") if kept else scratch / "journal"
+
+
+def is_recorded(scratch: Path) -> bool:
+    """Whether a journal has all that this work needs, so that no engine is needed."""
+    return (journal_of(scratch, kept=True) / RECORDED).exists()
 
 
 def remove_checkpoints(scratch: Path, *, since: int) -> None:

@@ -59,6 +59,7 @@ def test_a_recorded_run_is_killed_and_trained_again_to_the_same_bits(tmp_path):
 
     code, printed = run(workspace, "flows.full_pipeline", "--force", "train_policy")
     assert code == 0 and f"the journal has the next {STEPS} batches" in printed and "resuming" not in printed, printed[-3000:]
+    assert "rl: starting 0 rollout engines" in printed
     again = results(workspace)
     assert [name for name in once if "policy" in name and again[name] != once[name]] == [], "weights, curves and metrics"
     assert_nothing_left(workspace)

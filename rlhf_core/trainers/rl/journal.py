@@ -22,7 +22,7 @@ from rlhf_core.checkpoint.manifest import fsync
 from rlhf_core.checkpoint.store import SaveFailed
 from rlhf_core.config import RlConfig
 from rlhf_core.files import ASIDE, replacing
-from rlhf_core.stage.scratch import journal_of
+from rlhf_core.stage.scratch import RECORDED, journal_of
 from rlhf_core.trainers.rl.collect import Answers
 from rlhf_core.types import Baseline, RewardComponents, Rollout
 
@@ -57,6 +57,7 @@ class Journal:
     def __init__(self, rl: RlConfig, folder: Path):
         self._on, self._keeps = rl.rollout.is_journaled, rl.rollout.schedule == "recorded"
         self._folder = journal_of(folder, kept=self._keeps)
+        self._whole = self._folder / RECORDED
 
     def count(self, step: int) -> int:
         """How many batches in a row there are from a step on."""
@@ -93,6 +94,12 @@ class Journal:
         self._write(kind, step, answer := ask())
         return answer
 
+    def end(self) -> None:
+        """Note that the run has ended, if it keeps its journal: it can be trained again without engines."""
+        if self._keeps:
+            self._whole.touch()
+            fsync(self._folder)
+
     def trim(self, step: int) -> None:
         """Remove what was noted before so many steps were done, unless the run keeps its journal."""
         if not self._keeps and step > 0:
@@ -102,15 +109,22 @@ class Journal:
         return self._folder / f"{kind}-{step:06d}{ENDING}"
 
     def _read(self, kind: str, step: int) -> Any:
-        """None: there is none, or it is damaged."""
+        """None: there is none, or it is damaged.
+
+        Raises:
+            SaveFailed: the journal should have the whole run, which therefore has no engines.
+        """
         path = self._path(kind, step)
         try:
             return json.loads(gzip.decompress(path.read_bytes()))
         except FileNotFoundError:
-            return None
+            pass
         except (OSError, EOFError, ValueError) as error:  # gzip has a checksum
             log.warning("rl: %s: expected a readable file of the journal, got %s: %s; sampled anew", path, type(error).__name__, error)
-            return None
+        if self._whole.exists():
+            self._whole.unlink()
+            raise SaveFailed(f"journal {path}: expected that of a whole run, got none or a damaged one; run the stage again with engines")
+        return None
 
     def _write(self, kind: str, step: int, tree: Any) -> None:
         content = gzip.compress(json.dumps(tree, default=vars).encode(), compresslevel=1, mtime=0)

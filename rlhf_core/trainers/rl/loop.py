@@ -154,6 +154,8 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         bar.step(**progress_figures(row, rl, clock))
         log_findings(findings, rl)
     bar.close()
+    if progress.step == rl.steps or progress.monitor.stopped is not None:
+        run.journal.end()
     workers.store.wait()
     curves.close()
     return progress

@@ -35,7 +35,8 @@ class Dealt:
 
 
 class RolloutEngines:
-    """Engines that hold the same policy. An engine that is lost is replaced: see `RolloutRecovery`.
+    """Engines that hold the same policy; none for a run that is trained again from its journal. An engine that is lost is replaced: see
+    `RolloutRecovery`.
 
     Args:
         stop_ids: tokens of which each ends a response.
@@ -90,8 +91,9 @@ class RolloutEngines:
 
     def start(self, trainer_probe: list[float]) -> None:
         """Compare the initial model of the engines with the trainer's: see `WeightSyncCheck.start`."""
-        self._turns.engines()
-        self.sync_check.start(self.recovery.probes(), trainer_probe)
+        if self.count:
+            self._turns.engines()
+            self.sync_check.start(self.recovery.probes(), trainer_probe)
 
     def close(self) -> None:
         """End what plays episodes."""
@@ -232,6 +234,8 @@ class RolloutEngines:
             LogprobMismatch: the weights didn't arrive, or engine and trainer compute different log-probabilities with them.
             RoleLost: a trainer rank is lost, or an engine that may not be replaced.
         """
+        if not self.count:
+            return
         engines, trainer = self.recovery.load_weights(version=version)
         self.sync_check.check(engines, trainer, version=version)
 

@@ -15,7 +15,7 @@ from rlhf_core.checkpoint.store import SaveFailed
 from rlhf_core.config import ConfigError, parse_params, read_yaml, set_key
 from rlhf_core.data.schema import read_rows, write_rows
 from rlhf_core.engines.rollout.requests import Request
-from rlhf_core.stage.scratch import journal_of, remove_checkpoints
+from rlhf_core.stage.scratch import is_recorded, journal_of, remove_checkpoints
 from rlhf_core.trainers.rl.collect import Answers
 from rlhf_core.trainers.rl.journal import EVALUATION, Batch, Journal
 from rlhf_core.types import Baseline, Dialogue, Prompt, Rollout, Span
@@ -219,12 +219,26 @@ def test_a_recorded_run_is_trained_again_without_sampling(model_folders: tuple[P
             first.step()
             first.save()
             first.run.journal.trim(first.workers.store.surely_done)
+        assert not is_recorded(Path(job.work))
+        first.run.journal.end()
+    assert is_recorded(Path(job.work))
     shutil.rmtree(job.work)  # as a stage that has succeeded does
     with running(job, wrap=(engines := Fickles(2))) as second:
         while second.progress.step < STEPS:
             second.step()
         assert not engines.asked
         assert same_weights(first, second, range(STEPS + 1)) and same_rows(first.rows, second.rows)
+
+
+def test_a_whole_journal_that_lacks_a_batch_is_told_once(tmp_path: Path):
+    journal = Journal(rl("recorded"), tmp_path / "work")
+    journal.answer(EVALUATION, 0, lambda: {})
+    journal.end()
+    for _ in range(2):
+        assert is_recorded(tmp_path / "work") and Journal(rl("recorded"), tmp_path / "work").answer(EVALUATION, 0, lambda: 1) == {}
+    with pytest.raises(SaveFailed, match=r"batch-000000.* expected that of a whole run, got none or a damaged one"):
+        journal.batch(0)
+    assert not is_recorded(tmp_path / "work") and journal.batch(0) is None, "the next start has engines"
 
 
 def test_a_damaged_batch_ends_the_replay(model_folders: tuple[Path, Path], tmp_path: Path, caplog):
