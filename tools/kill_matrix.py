@@ -134,7 +134,7 @@ class Kills:
     """
 
     def __init__(self, drawn: random.Random):
-        victims, rows = drawn.sample(sorted(VICTIMS), len(VICTIMS)), sorted(drawn.sample(range(1, STEPS), len(VICTIMS)))
+        victims, rows = drawn.sample(sorted(VICTIMS), len(VICTIMS)), sorted(drawn.sample(range(1, STEPS - 1), len(VICTIMS)))
         self.rows, self._drawn = list(zip(victims, rows, strict=True)), drawn
         self.left, self.written = list(self.rows), list[str]()
 
