@@ -1,8 +1,8 @@
 """Runs the kill matrix: python -m tools.kill_matrix [--only counted|free] [--runs N] [--seed N] [--folder F]; docs/resume.md describes it.
 
 Each run is an RL job of the small chain whose episodes a program plays, two steps ahead, with an evaluation and a text scorer. SIGKILL hits
-its driver (with the endpoint and the loop of the agents), an engine, the scorer and an agent, each at a moment that the seed draws; a job
-that ends is run again. With `counted` all digests, weights, curves and metrics must have the bits of an undisturbed run. With `free` (as
+its driver (with the endpoint and the loop of the agents), an engine, the scorer and an agent, twice each at moments that the seed draws; a
+job that ends is run again. With `counted` all digests, weights, curves and metrics must have the bits of an undisturbed run. With `free` (as
 `recorded`, and with a program that reads the clock) each row of the curves that a killed driver had written must come again, and the whole
 run must have the same bits when it is trained again from its journal. Exits with 1 when a run fails.
 """
@@ -33,7 +33,8 @@ sys.path.insert(0, str(ROOT / "tests" / "integration"))
 from small_chain import alive_processes, begin, command_line
 
 TABLE = ROOT / "docs/tables/kills.csv"
-STAGE, STEPS, RUNS, STARTS = "train_policy", 12, 5, 12
+STAGE, STEPS, RUNS, STARTS = "train_policy", 32, 3, 12
+KILLS, LAST = 2, 26  # of each kind in a run; the last row after which one is killed, since looking for it takes time
 PROGRAM = "agents/talks.py"
 VICTIMS = {  # regular expressions of command lines
     "driver": r"-m rlhf_core\.stage\.driver ",
@@ -110,7 +111,7 @@ def cell(schedule: Schedule) -> Cell:
         "steps": STEPS,
         "samples_per_step": 16,
         "minibatch_size": 16,
-        "checkpoint_every": 4,
+        "checkpoint_every": 5,
         "max_replacements": 100,
         "environment": {"command": command, "processes": 2, "claims": 24, "max_turns": 4},
         "reward": {"scorers": scorers, "max_unscored_fraction": 1.0},
@@ -122,21 +123,22 @@ def cell(schedule: Schedule) -> Cell:
             "stop": ["e", "o"],
             "schedule": "recorded" if schedule == "free" else "counted",
         },
-        "evaluation": {"every": 4, "prompts": 8},
+        "evaluation": {"every": 8, "prompts": 8},
     }
     return Cell(schedule, STAGE, "train_rl", {"model": {"max_length": 192}, "rl": rl}, STEPS, job=True)
 
 
 class Kills:
-    """Kills a process of each kind, each some rows of the curves later than the one before.
+    """Kills processes of each kind, each some rows of the curves later than the one before.
 
-    rows: what is killed, and after how many rows.    written: rows of the curves when the driver was killed.
+    rows: what is killed, and after how many rows.    written: rows of the curves when a driver was killed, by number.
     """
 
     def __init__(self, drawn: random.Random):
-        victims, rows = drawn.sample(sorted(VICTIMS), len(VICTIMS)), sorted(drawn.sample(range(1, STEPS - 1), len(VICTIMS)))
+        victims = drawn.sample(sorted(VICTIMS) * KILLS, KILLS * len(VICTIMS))
+        rows = sorted(drawn.sample(range(1, LAST + 1), len(victims)))
         self.rows, self._drawn = list(zip(victims, rows, strict=True)), drawn
-        self.left, self.written = list(self.rows), list[str]()
+        self.left, self.written = list(self.rows), dict[int, str]()
 
     def look(self, workspace: Path) -> None:
         """Kill the next process if it is its turn."""
@@ -153,7 +155,7 @@ class Kills:
             if victim == "driver":
                 psutil.wait_procs([chosen], timeout=10)
                 (path,) = workspace.glob("scratch/*/*/curves.csv")
-                self.written = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+                self.written |= {i: row for i, row in enumerate(path.read_text().splitlines(keepends=True)) if row.endswith("\n")}
 
 
 def run_to_the_end(workspace: Path, kills: Kills | None = None) -> list[str]:
@@ -191,7 +193,7 @@ def try_run(schedule: Schedule, number: int, base: Path, folder: Path, seed: int
             problems += run_to_the_end(with_program(base, other, of))
     elif not problems:
         final = (killed / f"plots/{STAGE}.csv").read_text().splitlines(keepends=True)
-        problems += [f"row {i} of the curves differs" for i, (a, b) in enumerate(zip(kills.written, final, strict=False)) if a != b]
+        problems += [f"row {i} of the curves differs" for i, row in kills.written.items() if row != final[i]]
         with_program(base, other, of)
         (kept,) = killed.glob(f"scratch/{STAGE}/*.journal")
         shutil.copytree(kept, other / kept.relative_to(killed))
@@ -204,7 +206,7 @@ def try_run(schedule: Schedule, number: int, base: Path, folder: Path, seed: int
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.kill_matrix", description=__doc__)
     parser.add_argument("--only", choices=get_args(Schedule), action="append", help="a schedule; default: both")
-    parser.add_argument("--runs", type=int, default=RUNS, help="of each schedule, with a kill of each kind")
+    parser.add_argument("--runs", type=int, default=RUNS, help="of each schedule (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="of the chain and the results; kept, and continued if it exists")
     chosen = parser.parse_args()

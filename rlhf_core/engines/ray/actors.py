@@ -19,14 +19,13 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_core.engines.ray.places import Bundle, RoleLost, release, reserve, use_node_interface
-from rlhf_core.engines.ray.processes import Place, kill_worker, on_nodes, place_of_process, process_state
+from rlhf_core.engines.ray.processes import Place, get, kill_worker, on_nodes, place_of_process, process_state
 from rlhf_core.environment import keep_visible, named, passed_on
 from rlhf_core.process import collect_rarely, freeze_gc, held, hush_libraries
 from rlhf_core.storage.node import enter
 
 PEER_SECONDS = 5.0  # seconds until the death that made another rank's call fail is known
 WATCH = "watch"  # thread of an actor that answers `look`
-MEANWHILE_SECONDS = 1.0
 END_SECONDS = 0.2  # between two looks at a process that ends
 
 Pending = ray.ObjectRef  # a pending answer, which may be an argument of another call
@@ -116,13 +115,11 @@ class ActorGroup:
         visible: environment variables that the processes may see besides those of flow.environment.
         watched: whether `look` can be called while a rank is at work.
         together: without bundles, whether the ranks are placed as a unit; otherwise each is placed alone and can be replaced.
-    Attributes:
-        meanwhile: called every MEANWHILE_SECONDS of a wait for answers; raises what ends the wait.
     Raises:
         RoleLost: the cluster has no room, or an actor failed to start.
     """
 
-    meanwhile: Callable[[], None] | None = None
+    meanwhile: Callable[[], None] | None = None  # called every second of a wait for answers; raises what ends the wait
 
     def __init__(
         self,
@@ -301,7 +298,7 @@ class ActorGroup:
         """
         ranks = list(ranks if ranks is not None else range(len(self)))
         try:
-            return self._answers(references, deadline)
+            return get(references, deadline, self.meanwhile)
         except GetTimeoutError as error:
             done, _ = ray.wait(references, num_returns=len(references), timeout=0)
             late = [rank for rank, reference in zip(ranks, references, strict=True) if reference not in done]
@@ -315,16 +312,6 @@ class ActorGroup:
             if not dead:
                 raise
             raise self.dead(dead, what) from error
-
-    def _answers(self, references: list[Pending], deadline: float) -> list[Any]:
-        """As `ray.get`, with calls of `meanwhile`."""
-        until = time.monotonic() + deadline
-        while self.meanwhile is not None and time.monotonic() + MEANWHILE_SECONDS < until:
-            try:
-                return ray.get(references, timeout=MEANWHILE_SECONDS)
-            except GetTimeoutError:
-                self.meanwhile()
-        return ray.get(references, timeout=max(0.0, until - time.monotonic()))
 
     def dead(self, ranks: list[int], what: str) -> RoleLost:
         """Return the error for ranks whose processes are gone."""

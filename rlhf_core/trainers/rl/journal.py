@@ -11,6 +11,7 @@ import gzip
 import itertools
 import json
 import logging
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -119,7 +120,7 @@ class Journal:
             return json.loads(gzip.decompress(path.read_bytes()))
         except FileNotFoundError:
             pass
-        except (OSError, EOFError, ValueError) as error:  # gzip has a checksum
+        except (OSError, EOFError, ValueError, zlib.error) as error:  # gzip has a checksum
             log.warning("rl: %s: expected a readable file of the journal, got %s: %s; sampled anew", path, type(error).__name__, error)
         if self._whole.exists():
             self._whole.unlink()
@@ -128,11 +129,14 @@ class Journal:
 
     def _write(self, kind: str, step: int, tree: Any) -> None:
         content = gzip.compress(json.dumps(tree, default=vars).encode(), compresslevel=1, mtime=0)
+        path, is_new = self._path(kind, step), not self._folder.exists()
         try:
-            with replacing(path := self._path(kind, step)) as aside:
+            with replacing(path) as aside:
                 aside.write_bytes(content)
                 fsync(aside)
-            fsync(path.parent)
+            fsync(self._folder)
+            if is_new:
+                fsync(self._folder.parent)
         except OSError as error:
             raise SaveFailed(f"journal {path}: expected to be written, got {error}; make room, and run the stage again") from error
 

@@ -69,6 +69,18 @@ def test_without_a_journal_nothing_is_written(tmp_path: Path):
     assert not list(tmp_path.rglob("*"))
 
 
+def test_a_file_that_is_damaged_anywhere_is_not_there(tmp_path: Path):
+    journal = Journal(rl("free"), tmp_path)
+    for place in range(0, 200, 3):
+        journal.answer(EVALUATION, 1, lambda: {f"x{i}": i / 7 for i in range(20)})
+        (path,) = tmp_path.rglob("evaluation*")
+        content = bytearray(path.read_bytes())
+        if place < len(content) and place not in range(4, 10):  # the header's time, level and system
+            content[place] ^= 0x55
+            path.write_bytes(content)
+            assert journal._read(EVALUATION, 1) is None, place
+
+
 def test_an_answer_is_asked_for_once(tmp_path: Path):
     asked = iter([{"x": float("inf")}, {"x": 2.0}])
     assert [Journal(rl("free"), tmp_path).answer(EVALUATION, 4, lambda: next(asked)) for _ in range(3)] == [{"x": float("inf")}] * 3
