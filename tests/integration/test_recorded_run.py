@@ -49,7 +49,7 @@ def test_a_recorded_run_is_killed_and_trained_again_to_the_same_bits(tmp_path):
     driver_process(workspace).kill()
     assert stage.wait(timeout=400) == CRASHED, output_of(workspace)[-3000:]
 
-    code, printed = run(workspace, "flows.full_pipeline")
+    code, printed = run(workspace, "flows.full_pipeline", "--until", "train_policy")
     assert code == 0 and "rl: resuming from the checkpoint of step 3" in printed, printed[-3000:]
     assert "batches, which are trained on without sampling" in printed
     curves = pd.read_csv(workspace / "plots/train_policy.csv")
@@ -57,7 +57,7 @@ def test_a_recorded_run_is_killed_and_trained_again_to_the_same_bits(tmp_path):
     assert len(list(journal.glob("batch-*"))) == STEPS and [path.name for path in journal.parent.glob("*/")] == [journal.name]
     once = results(workspace)
 
-    code, printed = run(workspace, "flows.full_pipeline", "--force", "train_policy")
+    code, printed = run(workspace, "flows.full_pipeline", "--until", "train_policy", "--force", "train_policy")
     assert code == 0 and f"the journal has the next {STEPS} batches" in printed and "resuming" not in printed, printed[-3000:]
     assert "rl: starting 0 rollout engines" in printed
     again = results(workspace)
