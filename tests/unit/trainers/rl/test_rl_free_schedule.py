@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from rl_here import EnginesHere, differences, rl_job_here, whole
+from rl_here import EnginesHere, differences, rl_job_here, running, whole
 from test_rl_ahead import MIXED, job_of
 from test_rl_episodes_ahead import END, SLOWER, TOKENIZER, played
 from test_rl_episodes_ahead import job_of as episodes_job
@@ -226,6 +226,16 @@ def test_what_ends_during_an_update_is_told_within_5_seconds(model_folders: tupl
     finally:
         ahead._trained.set()
         environment.close()
+
+
+def test_a_run_looks_while_it_waits_for_its_trainer(model_folders: tuple[Path, Path], tmp_path: Path):
+    with running(episodes_job(model_folders, tmp_path)) as run:
+        run.rank.meanwhile()
+        lose_the_loop(run.workers.ahead._environment)
+        until = time.monotonic() + 5
+        with pytest.raises(RuntimeError, match="the thread that plays episodes"):
+            while time.monotonic() < until:
+                run.rank.meanwhile()
 
 
 def test_an_episode_that_neither_asks_nor_ends_ends_the_run(model_folders: tuple[Path, Path]):
