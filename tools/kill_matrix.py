@@ -40,7 +40,7 @@ VICTIMS = {  # regular expressions of command lines
     "driver": r"-m rlhf_core\.stage\.driver ",
     "engine": r"ray::(RolloutActor|rollout[.])",
     "scorer": r"ray::(TextScorers|scorer[.])",
-    "agent": rf"^\S*python\S* -S -E {PROGRAM}",
+    "agent": rf"^\S*python\S* -S -E \S*{PROGRAM}",
 }
 TALKS = '''"""An agent that says how long a reply was, or with an argument what the clock says."""
 import http.client, json, os, sys, threading, time, urllib.parse
