@@ -1,8 +1,8 @@
 """Runs the kill matrix: python -m tools.kill_matrix [--only counted|free] [--runs N] [--seed N] [--folder F]; docs/resume.md describes it.
 
 Each run is an RL job of the small chain whose episodes a program plays, two steps ahead, with an evaluation and a text scorer. SIGKILL hits
-its driver (with the endpoint and the loop of the agents), an engine, the scorer and an agent, twice each at moments that the seed draws; a
-job that ends is run again. With `counted` all digests, weights, curves and metrics must have the bits of an undisturbed run. With `free`
+its driver (with the endpoint and the loop of the agents), an engine, the scorer and an agent, at moments that the seed draws, all but the
+driver twice; a job that ends is run again. With `counted` all digests, weights, curves and metrics must have the bits of an undisturbed run. With `free`
 (as `recorded`, and with a program that reads the clock) each row of the curves that a killed driver had written must come again, and the
 whole run must have the same bits when it is trained again from its journal. Exits with 1 when a run fails.
 """
@@ -34,7 +34,8 @@ from small_chain import alive_processes, begin, command_line
 
 TABLE = ROOT / "docs/tables/kills.csv"
 STAGE, STEPS, RUNS, STARTS = "train_policy", 32, 3, 12
-KILLS, LAST = 2, 26  # of each kind in a run; the last row after which one is killed, since looking for it takes time
+LAST = 26  # the last row after which a process is killed, since looking for it takes time
+KILLS = {"driver": 1, "engine": 2, "scorer": 2, "agent": 2}  # in a run
 PROGRAM = "agents/talks.py"
 VICTIMS = {  # regular expressions of command lines
     "driver": r"-m rlhf_core\.stage\.driver ",
@@ -135,7 +136,7 @@ class Kills:
     """
 
     def __init__(self, drawn: random.Random):
-        victims = drawn.sample(sorted(VICTIMS) * KILLS, KILLS * len(VICTIMS))
+        victims = drawn.sample(list(KILLS), counts=list(KILLS.values()), k=sum(KILLS.values()))
         rows = sorted(drawn.sample(range(1, LAST + 1), len(victims)))
         self.rows, self._drawn = list(zip(victims, rows, strict=True)), drawn
         self.left, self.written = list(self.rows), dict[int, str]()
