@@ -2,9 +2,9 @@
 
 Each run is an RL job of the small chain whose episodes a program plays, two steps ahead, with an evaluation and a text scorer. SIGKILL hits
 its driver (with the endpoint and the loop of the agents), an engine, the scorer and an agent, at moments that the seed draws, all but the
-driver twice; a job that ends is run again. With `counted` all digests, weights, curves and metrics must have the bits of an undisturbed run. With `free`
-(as `recorded`, and with a program that reads the clock) each row of the curves that a killed driver had written must come again, and the
-whole run must have the same bits when it is trained again from its journal. Exits with 1 when a run fails.
+driver twice; a job that ends is run again. With `counted` all digests, weights, curves and metrics must have the bits of an undisturbed
+run. With `free` (as `recorded`, and with a program that reads the clock) each row of the curves that a killed driver had written must come
+again, and the whole run must have the same bits when it is trained again from its journal. Exits with 1 when a run fails.
 """
 
 from __future__ import annotations
