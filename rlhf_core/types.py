@@ -9,7 +9,7 @@ Shapes: B rollouts, R tokens of the longest response, G of the longest greedy re
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -92,6 +92,12 @@ class Rollout:
     finished: bool
     group_id: int
     dialogue: Dialogue | None = None
+
+    @classmethod
+    def of_tree(cls, tree: dict[str, Any]) -> Rollout:
+        """The rollout of what JSON makes of its fields and theirs."""
+        dialogue = tree["dialogue"] and Dialogue(**tree["dialogue"])
+        return cls(**tree | {"prompt": Prompt(**tree["prompt"]), "spans": [Span(**s) for s in tree["spans"]], "dialogue": dialogue})
 
     @property
     def response_ids(self) -> list[int]:

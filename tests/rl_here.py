@@ -37,6 +37,9 @@ class EnginesHere(Here):
     def submit(self, method: str, per_rank: list[tuple], **kwargs) -> list:
         return [getattr(actor, method)(*args, **kwargs) for actor, args in zip(self.actors, per_rank, strict=True)]
 
+    def look(self, rank: int, *args) -> object:
+        return self.actors[rank].look(*args)
+
 
 class RankHere(Here):
     """A trainer rank of this process. weights: the policy's, by the version under which they were sent to the engines."""

@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -143,7 +143,7 @@ class Environment:
             with suppress(TimeoutError):  # they end with this process
                 asyncio.run_coroutine_threadsafe(self._outside.close(), self._loop).result(timeout=CLOSE_SECONDS)
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """
         Raises:
             RuntimeError: something that plays beside the caller's thread has ended.
@@ -193,7 +193,7 @@ class Environment:
             max_new_tokens: of an episode, with what tools and users put in.
         """
         limits = Limits(max_new_tokens, self._max_length, self._config.max_turns, self._config.tool_timeout)
-        return Episodes(self._loop, partial(self._one, limits), self._look, deadline=self._deadline)
+        return Episodes(self._loop, partial(self._one, limits), self.look, deadline=self._deadline)
 
     async def _one(self, limits: Limits, begun: Rollout, sample: Sampler) -> Rollout:
         """The rollout of a whole episode."""
@@ -257,6 +257,7 @@ class Episodes:
         self._asked: dict[Hashable, tuple[Asked, asyncio.Future[Sampled]]] = {}
         self._ended: dict[Hashable, Rollout | BaseException] = {}
         self._running: dict[Hashable, Future[None]] = {}
+        self._since: dict[Hashable, float] = {}  # when an episode began or got its last reply
 
     # In the caller's thread
 
@@ -266,6 +267,7 @@ class Episodes:
         Args:
             begun: its prompt. Of an interrupted episode the tokens too: `play` gets its replies again, while it puts in the same.
         """
+        self._since[key] = time.monotonic()
         self._running[key] = asyncio.run_coroutine_threadsafe(self._one(key, begun), self._loop)
 
     def __contains__(self, key: Hashable) -> bool:
@@ -280,32 +282,48 @@ class Episodes:
             RuntimeError: what plays has ended.
         """
         until = time.monotonic() + self._deadline
+        while busy := self._wait_for(all, keys, min(LOOK_SECONDS, self._deadline)):
+            self._look()
+            if time.monotonic() >= until:
+                raise self._overdue(len(busy))
+        return self._take(keys)
+
+    def poll(self, keys: Collection[Hashable], seconds: float) -> tuple[dict[Hashable, Asked], dict[Hashable, Rollout]]:
+        """As `wait`, but returns as soon as one of these episodes asks or has ended, or else after so many seconds."""
+        busy, before = self._wait_for(any, keys, seconds), time.monotonic() - self._deadline
+        if late := sum(self._since[key] < before for key in busy):
+            raise self._overdue(late)
+        return self._take(keys)
+
+    def _wait_for(self, enough: Callable[[Iterable[bool]], bool], keys: Collection[Hashable], seconds: float) -> list[Hashable]:
+        """Wait at most so long until so many of these episodes ask or have ended. Returns those that don't and haven't."""
         with self._changed:
-            while not self._changed.wait_for(
-                lambda: all(k in self._ended or k in self._asked for k in keys), min(LOOK_SECONDS, self._deadline)
-            ):
-                self._look()
-                if time.monotonic() < until:
-                    continue
-                busy = number_of(sum(k not in self._ended and k not in self._asked for k in keys), "episode")
-                raise TimeoutError(
-                    f"rl.environment: expected each episode to ask for a reply or to end within rl.deadlines.step={self._deadline:g} s, "
-                    f"got {busy} that didn't; give what play awaits a timeout, and let it block nothing"
-                )
+            self._changed.wait_for(lambda: enough(k in self._ended or k in self._asked for k in keys), seconds)
+            return [k for k in keys if k not in self._ended and k not in self._asked]
+
+    def _overdue(self, busy: int) -> TimeoutError:
+        return TimeoutError(
+            f"rl.environment: expected each episode to ask for a reply or to end within rl.deadlines.step={self._deadline:g} s, "
+            f"got {number_of(busy, 'episode')} that didn't; give what play awaits a timeout, and let it block nothing"
+        )
+
+    def _take(self, keys: Collection[Hashable]) -> tuple[dict[Hashable, Asked], dict[Hashable, Rollout]]:
+        with self._changed:
             ended = {key: self._ended[key] for key in keys if key in self._ended}
-            asked = {key: self._asked[key][0] for key in keys if key not in ended}
+            asked = {key: self._asked[key][0] for key in keys if key in self._asked and key not in ended}
         self._look()  # episodes may have ended because of what has ended
         for outcome in ended.values():
             if isinstance(outcome, BaseException):
                 raise outcome
         for key in ended:
-            del self._ended[key], self._running[key]
+            del self._ended[key], self._running[key], self._since[key]
         return asked, ended
 
     def deliver(self, replies: Mapping[Hashable, Sampled]) -> None:
         """Give episodes the replies that they have asked for."""
         with self._changed:
             waiting = [(self._asked.pop(key)[1], reply) for key, reply in replies.items() if key in self._asked]
+        self._since |= dict.fromkeys(replies, time.monotonic())
 
         def settle() -> None:
             for future, reply in waiting:

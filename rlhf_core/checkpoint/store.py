@@ -229,6 +229,11 @@ class CheckpointStore:
                 raise
             raise self._overdue(written, "the disk doesn't answer") from error
 
+    def look(self) -> None:
+        """Raise what `wait` would, if publishing has failed."""
+        if self._publishing is not None and self._publishing[1].done():
+            self.wait()
+
     def close(self, lost: Collection[int] = ()) -> None:
         """Wait as `wait` does at the end of failed work: an error is logged and not raised.
 
@@ -416,6 +421,12 @@ class CheckpointStore:
             raise ValueError(
                 f"checkpoint {found.folder}: expected one of zero_stage {wanted}, got one of {made}; set it back or begin anew"
             )
+
+    @property
+    def surely_done(self) -> int:
+        """The number of steps from which work resumes at the earliest, unless more than keep_last - 1 checkpoints are damaged."""
+        newest = self._steps()[: self._settings.keep_last]
+        return newest[-1] if len(newest) == self._settings.keep_last else 0
 
     def _steps(self) -> list[int]:
         return checkpoint_steps(self.folder)

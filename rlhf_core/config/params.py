@@ -146,6 +146,11 @@ class Params(Section):
             yield f"rl.prompt_weights: expected a source of prompts with a weight above 0, got {self.rl.prompt_weights}; raise one"
         if unknown := set(self.rl.evaluation.sources) - set(prompted):
             yield f"rl.evaluation.sources: expected sources of prompts, {prompted}, got {sorted(unknown)}; correct the names"
+        if self.rl.rollout.is_journaled and self.cluster.storage is not None:
+            yield (
+                f"rl.rollout.schedule: expected counted with cluster.storage, got {self.rl.rollout.schedule}; change one, because the "
+                "journal is on the driver's disk, and another node may go on"
+            )
         if not self.reward.enabled:
             yield from self._reward_model_conflicts()
         if self.reward.path is not None and self.rl.critic_starts_from_reward_model:

@@ -202,6 +202,8 @@ class RolloutConfig(Section):
     recomputed_fraction: share of the samples whose log-probabilities the trainer computes before the update; the others keep the engine's.
     max_lag: policy versions by which a token may be older than the policy that is trained on it; above 0 engines and trainer work at the
     same time.
+    schedule: when updates come, with max_lag: counted after fixed numbers of engine steps, free once a batch is whole. free writes batches
+    to the disk before they are trained on, and removes them once checkpoints have their updates; recorded is free and keeps them all.
     last_tokens: that a response may still get during the last update before its step, after which it is cut off; None: until it ends.
     dispatch: equal hands each engine its share of the prompts at once; dynamic hands prompts out as engines become free, so that their
     batches, and with them rounding, depend on time; auto: dynamic on GPUs.
@@ -232,6 +234,7 @@ class RolloutConfig(Section):
     bfloat16_p999_difference: float = Field(default=0.8, gt=0)
     recomputed_fraction: float = Field(gt=0, le=1)
     max_lag: int = Field(ge=0)
+    schedule: Literal["counted", "free", "recorded"] = "counted"
     last_tokens: int | None = Field(default=None, gt=0)
     dispatch: Literal["auto", "equal", "dynamic"] = "auto"
     take_turns: Literal["auto"] | bool = "auto"
@@ -239,6 +242,16 @@ class RolloutConfig(Section):
     prefix_caching: Literal["auto"] | bool = "auto"
     enforce_eager: bool = False
     weight_transfer: Literal["auto", "gloo", "ipc", "nccl"] = "auto"
+
+    @property
+    def is_journaled(self) -> bool:
+        """Whether batches are written to the disk before they are trained on."""
+        return self.schedule != "counted"
+
+    @property
+    def samples_freely(self) -> bool:
+        """Whether engines sample for later steps until the trainer has finished, and not for a counted number of steps."""
+        return self.is_journaled and self.max_lag > 0
 
     @property
     def samples_any_token(self) -> bool:

@@ -33,6 +33,7 @@ from rlhf_core.storage.address import Storage, StorageFailed
 
 WORK = "work.json"  # in a scratch folder: command, params and hashes of its work
 STORED = "stored.json"  # in a scratch folder: where a storage has the work's files
+RECORDED = "recorded"  # in a journal's folder: it has the whole run
 RESUMED_FROM = "resumed_from.json"  # in a scratch folder: the other work that it resumed from, oldest first
 TAKING_OVER = "taking-over-"
 NO_DEPENDENCY = re.compile(r"__pycache__|\.DS_Store|\.#.*|.*~|\..*\.sw[a-z]|4913")  # an editor's files; in .dvcignore too
@@ -292,8 +293,18 @@ def _clear(scratch: Path, older: list[Path], keep: int, *, spared: Path | None) 
         shutil.rmtree(left_over)
 
 
+def journal_of(scratch: Path, *, kept: bool) -> Path:
+    """Where RL's journal is (trainers/rl/journal.py). One that is kept stays when the stage has succeeded."""
+    return scratch.with_name(f"{scratch.name}.journal") if kept else scratch / "journal"
+
+
+def is_recorded(scratch: Path) -> bool:
+    """Whether a journal has all that this work needs, so that no engine is needed."""
+    return (journal_of(scratch, kept=True) / RECORDED).exists()
+
+
 def remove_checkpoints(scratch: Path, *, since: int) -> None:
-    """Remove the checkpoints that were written after `since` (ns), or all if a storage has them."""
+    """Remove the checkpoints and the journal's files that were written after `since` (ns), or all if a storage has them."""
     if stored_work(scratch) is not None:
         _remove_stored(scratch)
         shutil.rmtree(scratch)
@@ -301,6 +312,9 @@ def remove_checkpoints(scratch: Path, *, since: int) -> None:
     for manifest in list(scratch.glob(f"*/step-*/{MANIFEST}")):
         if manifest.stat().st_mtime_ns > since:
             shutil.rmtree(manifest.parent)
+    for noted in [*journal_of(scratch, kept=False).glob("*"), *journal_of(scratch, kept=True).glob("*")]:
+        if noted.stat().st_mtime_ns > since:
+            noted.unlink()
 
 
 def stored_work(scratch: Path) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_core.engines.ray.places import Bundle, RoleLost, release, reserve, use_node_interface
-from rlhf_core.engines.ray.processes import Place, kill_worker, on_nodes, place_of_process, process_state
+from rlhf_core.engines.ray.processes import Place, get, kill_worker, on_nodes, place_of_process, process_state
 from rlhf_core.environment import keep_visible, named, passed_on
 from rlhf_core.process import collect_rarely, freeze_gc, held, hush_libraries
 from rlhf_core.storage.node import enter
@@ -118,6 +118,8 @@ class ActorGroup:
     Raises:
         RoleLost: the cluster has no room, or an actor failed to start.
     """
+
+    meanwhile: Callable[[], None] | None = None  # called every second of a wait for answers; raises what ends the wait
 
     def __init__(
         self,
@@ -296,7 +298,7 @@ class ActorGroup:
         """
         ranks = list(ranks if ranks is not None else range(len(self)))
         try:
-            return ray.get(references, timeout=deadline)
+            return get(references, deadline, self.meanwhile)
         except GetTimeoutError as error:
             done, _ = ray.wait(references, num_returns=len(references), timeout=0)
             late = [rank for rank, reference in zip(ranks, references, strict=True) if reference not in done]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+MEANWHILE_SECONDS = 1.0
 LOOK_SECONDS = 15.0  # seconds to inspect or kill a process on another node, including a worker's start
 
 
@@ -45,6 +47,17 @@ def by_node(places: Mapping[str, Place]) -> list[str]:
         gpus = f", GPU {' and '.join(place.gpus)}" * bool(place.gpus)
         nodes.setdefault(f"{place.host} (node {place.node[:8]})", []).append(f"{name} (pid {place.pid}{gpus})")
     return [f"{node}: {', '.join(processes)}" for node, processes in nodes.items()]
+
+
+def get(references: list[ray.ObjectRef], timeout: float, meanwhile: Callable[[], None] | None) -> list[Any]:
+    """As `ray.get`; `meanwhile` is called every MEANWHILE_SECONDS, and may raise what ends the wait."""
+    until = time.monotonic() + timeout
+    while meanwhile is not None and time.monotonic() + MEANWHILE_SECONDS < until:
+        try:
+            return ray.get(references, timeout=MEANWHILE_SECONDS)
+        except GetTimeoutError:
+            meanwhile()
+    return ray.get(references, timeout=max(0.0, until - time.monotonic()))
 
 
 def on_nodes(look: Callable[[int], str], places: Sequence[Place | None]) -> list[str | None]:

@@ -101,6 +101,7 @@ class RolloutActor:
 
     def __init__(self, rank: int, *, weight_transfer: Sequence[str] | None = None, **settings: Any):
         self.rank = rank
+        self._whole, self._told = 0, 0  # calls of `advance` whose due responses have ended, and that are to end; by the last's number
         self._engine: Any = open_here(**settings, weight_transfer=weight_transfer and weight_transfer[rank])
         self._transfer = self._engine
         if settings["backend"] == "pytorch":
@@ -126,9 +127,33 @@ class RolloutActor:
         """As the engine does."""
         return self._engine.serve(*args, **kwargs)
 
-    def advance(self, *args: Any, **kwargs: Any) -> list[Sample]:
-        """As the engine does."""
-        return self._engine.advance(*args, **kwargs)
+    def advance(self, *args: Any, call: int | None = None, **kwargs: Any) -> list[Sample]:
+        """As the engine does.
+
+        Args:
+            call: a number, larger than those before: goes on until `look` tells this call to end.
+        """
+        if call is None:
+            return self._engine.advance(*args, **kwargs)
+
+        def more(awaited: bool) -> bool:
+            if not awaited:
+                self._whole = call
+            return awaited or self._told < call
+
+        samples = self._engine.advance(*args, **kwargs, more=more)
+        self._whole = call
+        return samples
+
+    def look(self, call: int, end: bool) -> bool:
+        """Whether the due responses of a call of `advance` have ended. In another thread than that call.
+
+        Args:
+            end: tell the call to end with them.
+        """
+        if end:
+            self._told = call
+        return self._whole >= call
 
     def probe(self, ids: Sequence[int]) -> list[float]:
         """As the engine does."""

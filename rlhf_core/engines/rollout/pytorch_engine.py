@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rlhf_core.algorithms.logprobs import left_logits
 from rlhf_core.engines.memory.gpu_memory import memory_in_use
 from rlhf_core.engines.memory.offload import Offloaded, storages_of
 from rlhf_core.engines.memory.sleep import Awake
-from rlhf_core.engines.rollout.requests import Request, Sample, SamplingSettings, stop_finder
+from rlhf_core.engines.rollout.requests import Request, Sample, SamplingSettings, end_with_due, stop_finder
 from rlhf_core.models.build import frozen, kv_cache_bytes, load_language_model, read_state_dict, with_weights
 from rlhf_core.models.decoding import Decoder
 from rlhf_core.models.forward import backend_of
@@ -32,7 +33,7 @@ class Batch:
 
     prompts: of so many responses each, in order; with the tokens that these have already.    given: those tokens of each response.
     limits: of the tokens that may follow.    numbers: [B, tokens] float64 in [0, 1), which decide the tokens.
-    due: sampling stops once the first so many responses have ended, but not before `least` tokens.
+    due: sampling stops once the first so many responses have ended, but not before `least` tokens, nor while `more` says so.
     """
 
     prompts: list[list[int]]
@@ -42,6 +43,7 @@ class Batch:
     numbers: np.ndarray
     due: int
     least: int = 0
+    more: Callable[[bool], bool] = end_with_due
 
     @classmethod
     def of_prompts(
@@ -53,13 +55,15 @@ class Batch:
         return cls(prompts, group_size, [[]] * len(limits), limits, np.concatenate(numbers), len(limits))
 
     @classmethod
-    def of_requests(cls, requests: list[Request], settings: SamplingSettings, *, due: int, least: int) -> Batch:
+    def of_requests(
+        cls, requests: list[Request], settings: SamplingSettings, *, due: int, least: int, more: Callable[[bool], bool]
+    ) -> Batch:
         """Return a batch of requests. Prompts of requests in a row that have the same tokens are computed once."""
         runs = [list(group) for _, group in groupby(request.ids for request in requests)]
         copies = len(runs[0]) if len({*map(len, runs)}) == 1 else list(map(len, runs))
         numbers = np.stack([np.random.default_rng(request.seed).random(settings.max_new_tokens) for request in requests])
         given, limits = [request.given for request in requests], [request.limit for request in requests]
-        return cls([run[0] for run in runs], copies, given, limits, numbers, due, least)
+        return cls([run[0] for run in runs], copies, given, limits, numbers, due, least, more)
 
 
 class PytorchEngine:
@@ -164,11 +168,20 @@ class PytorchEngine:
         return dict(zip(numbers, self.generate(*args, **kwargs), strict=True))
 
     def advance(
-        self, requests: list[Request], settings: SamplingSettings, due: int, *, stop_ids: tuple[int, ...], least: int
+        self,
+        requests: list[Request],
+        settings: SamplingSettings,
+        due: int,
+        *,
+        stop_ids: tuple[int, ...],
+        least: int,
+        more: Callable[[bool], bool] = end_with_due,
     ) -> list[Sample]:
         """Sample the next tokens of each response. Sampling stops once the first `due` responses have ended, but not before `least` tokens
         were sampled one after the other; what hasn't ended then is cut there, and may have no token.
 
+        Args:
+            more: asked after each token, and told whether one of the first `due` responses still grows: whether sampling goes on.
         Raises:
             RuntimeError: the engine is asleep.
         """
@@ -180,10 +193,11 @@ class PytorchEngine:
         size = self._batch_size(max(sizes), max(request.limit for request in requests), 1)
         found = [Sample([], [], False, self.version)] * len(requests)
         for start in range(0, len(requests), size):
-            if start >= due and least <= 0:
+            if start >= due and least <= 0 and not more(False):
                 break
             chosen = order[start : start + size]
-            batch = Batch.of_requests([requests[i] for i in chosen], settings, due=max(0, due - start), least=least)
+            in_time = partial(_or_later, more, start + size < due)
+            batch = Batch.of_requests([requests[i] for i in chosen], settings, due=max(0, due - start), least=least, more=in_time)
             samples = self._generate(batch, settings, stop_ids)
             least -= max(len(sample.response_ids) for sample in samples)
             for i, sample in zip(chosen, samples, strict=True):
@@ -306,7 +320,8 @@ def generate(
         lengths[rows[growing & ended]] = position + 1
         finished[rows[growing & ended]] = True
         growing = growing & ~ended & (limits[rows] > position + 1)
-        if not ((growing & awaited).any() or (position + 1 < batch.least and growing.any())):
+        goes_on = batch.more(bool((growing & awaited).any())) or position + 1 < batch.least
+        if not (goes_on and growing.any()):
             lengths[rows[growing]] = position + 1
             break
         if int(growing.sum()) <= COMPACTED * len(rows):
@@ -317,6 +332,11 @@ def generate(
     decoder.end()
     found = zip(all_ids.tolist(), all_logprobs.tolist(), lengths.tolist(), finished.tolist(), strict=True)
     return [Sample(i[:n], p[:n], f, version) for i, p, n, f in found]
+
+
+def _or_later(more: Callable[[bool], bool], due_later: bool, awaited: bool) -> bool:
+    """`more`, for one of several batches. due_later: a later one has responses that are due."""
+    return more(awaited or due_later)
 
 
 def without_tokens(logits: torch.Tensor, forbidden: Sequence[int], rows: torch.Tensor) -> torch.Tensor:

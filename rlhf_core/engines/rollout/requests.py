@@ -84,6 +84,11 @@ def segment_seed(seed: int, given: int) -> int:
     return int(np.random.SeedSequence([seed, given]).generate_state(1, dtype=np.uint32)[0])
 
 
+def end_with_due(awaited: bool) -> bool:
+    """Let an engine end with the responses that are due."""
+    return awaited
+
+
 def stop_finder(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> Callable[[list[int], int], bool]:
     """Return a function that tells whether a stop string ends in a response's ids after the first so many. As with vLLM it may begin, but
     not end, before.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from rlhf_core.engines.memory.gpu_memory import memory_in_use
 from rlhf_core.engines.memory.sleep import Awake
-from rlhf_core.engines.rollout.requests import Request, Sample, SamplingSettings
+from rlhf_core.engines.rollout.requests import Request, Sample, SamplingSettings, end_with_due
 from rlhf_core.engines.transfer.weights import pack_experts_at_next_load, pack_tied_weights, replace_weights
 from rlhf_core.engines.vllm.parameters import at_stop, continued_parameters, sample_of, sampling_parameters
 from rlhf_core.engines.vllm.refusals import refuse_without_reload, refuse_without_sleep, refusing_unsupported
@@ -215,7 +215,14 @@ class VllmEngine:
 
     @_needs_all_workers
     def advance(
-        self, requests: list[Request], settings: SamplingSettings, due: int, *, stop_ids: tuple[int, ...], least: int
+        self,
+        requests: list[Request],
+        settings: SamplingSettings,
+        due: int,
+        *,
+        stop_ids: tuple[int, ...],
+        least: int,
+        more: Callable[[bool], bool] = end_with_due,
     ) -> list[Sample]:
         """Continue responses as PyTorch's engine does; `least` counts the engine's steps, of which each samples a token of every response
         that has begun.
@@ -226,7 +233,7 @@ class VllmEngine:
             engine.add_request(name, {"prompt_token_ids": request.ids}, continued_parameters(request, settings, stop_ids=stop_ids))
         last: dict[str, CompletionOutput] = {}  # of each response that has begun, with all of its tokens
         growing, awaited, steps = set(ids), set(ids[:due]), 0
-        while growing and (awaited or steps < least):
+        while growing and (more(bool(awaited)) or steps < least):
             for output in engine.step():
                 (last[output.request_id],) = output.outputs
                 if output.finished:

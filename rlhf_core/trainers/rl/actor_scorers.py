@@ -57,9 +57,14 @@ class ActorScorers(Scorers):
             )
             self._text_scorers.wait_ready()
 
+    @property
+    def groups(self) -> list[ActorGroup]:
+        """The actors that aren't the trainer's."""
+        return [] if self._text_scorers is None else [self._text_scorers]
+
     def close(self) -> None:
-        if self._text_scorers is not None:
-            self._text_scorers.close()
+        for group in self.groups:
+            group.close()
 
     def submit_sequences(self, name: str, sequences: list[list[int] | None]) -> Callable[[], torch.Tensor]:
         """Sequences are dealt out in turn, so that each rank gets its share of long and short ones."""

@@ -5,8 +5,9 @@ update that it is for, so no token is older than max_lag. Nothing is dropped.
 
 While a step is trained on, engines continue all admitted responses until those of the next step have ended. At the weight update what is in
 flight is cut: its tokens stay, and prompt and tokens are sent again to the engines, which have new weights, with a seed of their own. So
-between two calls of the engines the driver has the whole state. Where engines stop depends on seeds and weights only, never on time: a run
-has the same bits each time, also when it was interrupted.
+between two calls of the engines the driver has the whole state. With rl.rollout.schedule `counted` where engines stop depends on seeds and
+weights only, never on time: a run has the same bits each time, also when it was interrupted. With `free` engines go on until the update has
+ended, and the journal (journal.py) has what was trained on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rlhf_core.engines.rollout.requests import Request, Sample, request_seeds, s
 from rlhf_core.trainers.rl.data import PromptStream
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.rollouts import CALIBRATION_STEP, Dealt, RolloutEngines
-from rlhf_core.types import Dialogue, Prompt, Rollout, Span
+from rlhf_core.types import Prompt, Rollout, Span
 
 CHECK_STEP = CALIBRATION_STEP - 1  # step number for seeds of short responses
 CHECK_TOKENS, CHECK_RESPONSES = 4, 8  # compared tokens of a short response; short responses of each engine
@@ -67,6 +68,11 @@ class Admitted:
             for step, rows in self.rollouts.items()
         }
         return replace(self, rollouts=rollouts)
+
+
+def state_of(admitted: Admitted, *, since: int) -> dict[str, Any]:
+    """The rollouts of steps from `since` on, as JSON has them, but for rollouts, which `json` gets by `vars`."""
+    return vars(admitted) | {"rollouts": {step: rows for step, rows in admitted.rollouts.items() if step >= since}}
 
 
 def begun(prompts: Sequence[Prompt], group_size: int) -> list[Rollout]:
@@ -153,14 +159,19 @@ class RolloutsAhead:
         self._short = self._submit_short(step + 1)
         longest = max(rollout.num_sampled for rollout in self._drawn.rollouts[step])
         # Responses that are in flight during max_lag updates then end in time for theirs, as long as they aren't longer than these.
-        least = math.ceil(longest / self._rl.rollout.max_lag)
+        least = None if self._rl.rollout.samples_freely else math.ceil(longest / self._rl.rollout.max_lag)
         self._running = self._submit(self._drawn, due=step + 1, least=least, last_tokens=self._rl.rollout.last_tokens)
         self._engines.recovery.background = self._running.dealt.call
 
     def end(self) -> None:
         """Wait until the rollouts of the next step are complete; the engines can then load weights."""
         running, self._running, self._engines.recovery.background = self._running, None, None
+        if running is not None and self._rl.rollout.samples_freely:
+            self._engines.end_segments(running.dealt)
         self._admitted = self._drawn if running is None else self._finish(running)
+
+    def look(self) -> None:
+        """Raise what has ended something that works in the background."""
 
     def short_rollouts(self) -> list[Rollout]:
         """Rollouts whose last few tokens are of the current policy, at least one for each trainer rank; none before the last update. Only
@@ -179,11 +190,12 @@ class RolloutsAhead:
     def _wait_short(self, dealt: Dealt) -> list[Sample]:
         return self._engines.wait_segments(dealt)
 
-    def _submit(self, admitted: Admitted, *, due: int, least: int = 0, last_tokens: int | None = None) -> Sampling:
+    def _submit(self, admitted: Admitted, *, due: int, least: int | None = 0, last_tokens: int | None = None) -> Sampling:
         """Submit the rollouts that haven't ended to the engines.
 
         Args:
             due: the step whose responses must end.
+            least: see `RolloutEngines.submit_segments`.
             last_tokens: that these may still get.
         """
         rl = self._rl
@@ -225,9 +237,8 @@ class RolloutsAhead:
     def save(self, folder: Path, *, step: int) -> None:
         """Write the rollouts of later steps than those that are done into a checkpoint."""
         if self._admitted is not None:
-            rows = {s: [asdict(r) for r in rollouts] for s, rollouts in self._admitted.rollouts.items() if s >= step}
-            state = {"drawn_with": self._drawn_with, "max_lag": self._rl.rollout.max_lag, "position": self._admitted.position}
-            (folder / SAVED).write_text(json.dumps(state | {"complete": self._admitted.complete, "rollouts": rows}), encoding="utf-8")
+            state = {"drawn_with": self._drawn_with, "max_lag": self._rl.rollout.max_lag, **state_of(self._admitted, since=step)}
+            (folder / SAVED).write_text(json.dumps(state, default=vars), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, if this run samples in the same way and may lag as far; its rollouts begin anew otherwise."""
@@ -235,8 +246,15 @@ class RolloutsAhead:
             return
         state = json.loads((folder / SAVED).read_text(encoding="utf-8"))
         if state.get("drawn_with") == self._drawn_with and state["max_lag"] <= self._rl.rollout.max_lag:
-            rollouts = {int(step): list(map(_rollout, rows)) for step, rows in state["rollouts"].items()}
-            self._admitted = Admitted(state["position"], rollouts, state["complete"])
+            self.restore(state)
+
+    def state(self, *, step: int) -> dict[str, Any] | None:
+        """What `restore` needs to go on behind this step, as JSON has it but for rollouts."""
+        return None if self._drawn is None else state_of(self._drawn, since=step + 1)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        rollouts = {int(step): list(map(Rollout.of_tree, rows)) for step, rows in state["rollouts"].items()}
+        self._admitted = Admitted(state["position"], rollouts, state["complete"])
 
     @property
     def _drawn_with(self) -> dict[str, Any]:
@@ -244,9 +262,3 @@ class RolloutsAhead:
         rl = self._rl
         settings = {"sampling": asdict(self._engines.sampling), "prompts": rl.rollout_batch_size, "group_size": rl.group_size}
         return json.loads(json.dumps(settings))
-
-
-def _rollout(fields: dict[str, Any]) -> Rollout:
-    """The inverse of `asdict`."""
-    dialogue = fields["dialogue"] and Dialogue(**fields["dialogue"])
-    return Rollout(**fields | {"prompt": Prompt(**fields["prompt"]), "spans": [Span(**s) for s in fields["spans"]], "dialogue": dialogue})

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import add
+from typing import Any
 
 import torch
 
@@ -21,14 +22,13 @@ Scored = tuple[list[Rollout], RewardComponents]  # a prompt's rollouts are adjac
 
 
 @dataclass(frozen=True)
-class Collected:
-    """What a step learns from.
+class Answers:
+    """What a step learns from, by engines, environments and scorers.
 
     rollouts, components: a prompt's rollouts are adjacent.
     drawn: of each round of generation, also the groups that dynamic sampling replaced.
     baseline: greedy responses to each row's prompt, where the algorithm needs them.
     prompts_drawn: position in the prompt stream.
-    forward: the trainer ranks' forward passes over the rollouts.
     """
 
     rollouts: list[Rollout]
@@ -38,7 +38,23 @@ class Collected:
     prompts_drawn: int
     metrics: Metrics
     scorer_metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Collected(Answers):
+    """forward: the trainer ranks' forward passes over the rollouts."""
+
     forward: PendingForward
+
+
+def collect_again(workers: Workers, answers: Answers, rl: RlConfig, *, old_logprobs_source: OldLogprobs) -> Collected:
+    """Start the forward passes over rollouts that were collected before an interruption."""
+    return Collected(**vars(answers), forward=workers.submit_forward(answers.rollouts, **_forward_settings(rl, old_logprobs_source)))
+
+
+def _forward_settings(rl: RlConfig, old_logprobs_source: OldLogprobs) -> dict[str, Any]:
+    recomputed = rl.rollout.recomputed_fraction if old_logprobs_source == "recompute" else 0.0
+    return {"recomputed_fraction": recomputed, "keep_graphs": rl.one_optimizer_step}
 
 
 def collect_rollouts(
@@ -61,8 +77,7 @@ def collect_rollouts(
         prompts_drawn: position in the prompt stream.
     """
     measured, drawn = ScorerMetrics(), []
-    recomputed = rl.rollout.recomputed_fraction if old_logprobs_source == "recompute" else 0.0
-    how = {"recomputed_fraction": recomputed, "keep_graphs": rl.one_optimizer_step}
+    how = _forward_settings(rl, old_logprobs_source)
     if rl.dynamic_sampling.enabled:
 
         def sample_groups(start: int, count: int, turn: int) -> Scored:

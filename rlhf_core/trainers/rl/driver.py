@@ -17,6 +17,7 @@ from rlhf_core.paths import processes_file
 from rlhf_core.planning.placement import GpuPlacement, place, transfer_ways, unused_shares
 from rlhf_core.process import Stop, held
 from rlhf_core.stage.job import Job, named_object
+from rlhf_core.stage.scratch import is_recorded
 from rlhf_core.storage.node import job_storage
 from rlhf_core.storage.work import OUTPUTS
 from rlhf_core.trainers.rl.groups import TrainerGroups
@@ -61,15 +62,16 @@ class Actors:
 
     def __init__(self, job: RlJob, gpus: int):
         self._job, self._placement = job, place(job.rl, gpus, node_gpus())
-        self.take_turns = self._placement.takes_turns(job.rl)
+        self._engines = 0 if is_recorded(Path(job.work)) else job.rl.rollout.engines
+        self.take_turns = self._engines > 0 and self._placement.takes_turns(job.rl)
         if not gpus:
             check_cpus(job.rl, node_cpus())
             for warning in unused_shares(job.rl):
                 log.warning("%s", warning)
         self.ways = transfer_ways(job.rl, self._placement)  # by which weights reach each engine
         _record(self._placement, self.ways, job)
-        engines, ranks = job.rl.rollout.engines, job.rl.ranks
-        started = f"{engines} rollout engine{'s' * (engines > 1)} ({job.rl.rollout.backend}) and {ranks} trainer rank{'s' * (ranks > 1)}"
+        engines, ranks = self._engines, job.rl.ranks
+        started = f"{engines} rollout engine{'s' * (engines != 1)} ({job.rl.rollout.backend}) and {ranks} trainer rank{'s' * (ranks > 1)}"
         log.info("rl: starting %s; waiting until all have loaded their models", started)
         self._reserved = ReservedGpus(self._placement, deadline=job.rl.deadlines.start)
         self.rollouts = self._rollout_engines()  # first: they start slowest
@@ -109,7 +111,7 @@ class Actors:
         return ActorGroup(
             "rollout",
             "rlhf_core.engines.rollout.open:RolloutActor",
-            rl.rollout.engines,
+            self._engines,
             cpus=1 if placement.gpus else rl.rollout.tensor_parallel_size,  # a GPU's bundle has them for each of its processes
             bundles=self._reserved.of_engines(),
             threads=threads,
@@ -133,6 +135,7 @@ class Actors:
                 "enforce_eager": rl.rollout.enforce_eager,
                 "weight_transfer": self.ways,
             },
+            watched=rl.rollout.samples_freely,
             together=False,
         )
 

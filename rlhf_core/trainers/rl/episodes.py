@@ -8,6 +8,9 @@ Tools run while the engines sample and the trainer trains. What an episode does 
 clock says: before the next call but one; if there is nothing to call the engines for, before the next one; and what hasn't been awaited at
 an update, before the first call after it. So calls depend on seeds, weights and what environments answer, not on how long they take, and a
 run has the same bits each time. An interrupted run plays its episodes again, with the replies that they had.
+
+That is rl.rollout.schedule `counted`. With `free` a call has the replies of any step that are asked for by then, and takes twice the tokens
+of a mean reply; calls go on until the update has ended.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.rollouts import Dealt, RolloutEngines
 from rlhf_core.types import Prompt, Rollout
 
+POLL_SECONDS = 0.1  # between two looks at whether the update has ended
 REPLIES = 2  # a call of the engines is as long as so many replies of the mean length, or as those that are due
 
 log = logging.getLogger("rlhf")
@@ -38,9 +42,11 @@ class EpisodesAhead(RolloutsAhead):
 
     def __init__(self, job: RlJob, engines: RolloutEngines, environment: Environment):
         super().__init__(job, engines)
+        self._environment = environment
         self._episodes = environment.begin(job.rl.rollout.max_new_tokens)
         self._compared: Future[list[Sample]] = Future()
         self._played: Future[Admitted] | None = None
+        self._trained = threading.Event()  # the update has ended
 
     def _complete(self, admitted: Admitted, *, due: int) -> Admitted:
         return self._play(admitted, due=due, calls=0, tokens=self._rl.rollout.max_new_tokens)
@@ -57,17 +63,27 @@ class EpisodesAhead(RolloutsAhead):
         # Episodes that are in flight during max_lag updates then end in time for theirs, if they have no more turns than these.
         calls = math.ceil(max(r.dialogue.turns for r in trained) / self._rl.rollout.max_lag)
         tokens = math.ceil(REPLIES * sum(r.num_sampled for r in trained) / sum(r.dialogue.turns for r in trained))
+        self._trained.clear()
 
         def work() -> Admitted:
             settle(self._compared, lambda: self._engines.wait_segments(dealt))
             self._compared.result()
+            if self._rl.rollout.samples_freely:
+                return self._play_freely(drawn, due=step + 1, tokens=tokens)
             return self._play(drawn, due=step + 1, calls=calls, tokens=tokens)
 
         self._played = in_background(work)
 
     def end(self) -> None:
         played, self._played = self._played, None
+        self._trained.set()
         self._admitted = self._drawn if played is None else played.result()
+
+    def look(self) -> None:
+        """Raise what has ended the thread that calls the engines, or what plays episodes."""
+        self._environment.look()
+        if self._played is not None and self._played.done():
+            self._played.result()
 
     def _wait_short(self, dealt: Dealt) -> list[Sample]:
         return self._compared.result()
@@ -95,6 +111,21 @@ class EpisodesAhead(RolloutsAhead):
             asked = {place: one for place, one in asked.items() if place not in answered}
             awaited, late, calls = late, answered, calls - 1
 
+    def _play_freely(self, admitted: Admitted, *, due: int, tokens: int) -> Admitted:
+        """Play until the episodes of a step have ended, and the update too.
+
+        Args:
+            tokens: of a call of the engines, one after the other.
+        """
+        table, asked = _Table(self._job, self._engines, self._episodes, admitted), dict[Place, Asked]()
+        while table.playing() and not (self._trained.is_set() and not table.playing(due)):
+            tools = [place for place in table.playing() if place not in asked]
+            asked |= table.poll(tools, 0.0 if asked else POLL_SECONDS)
+            if asked:
+                answered = table.call(asked, due=None, tokens=tokens)
+                asked = {place: one for place, one in asked.items() if place not in answered}
+        return table.admitted(complete=due)
+
 
 class _Table:
     """The admitted episodes while they are played."""
@@ -119,17 +150,28 @@ class _Table:
         """The replies that these episodes ask for; those that don't have ended."""
         found: dict[Place, Asked] = {}
         while places:
-            asked, ended = self._episodes.wait(places)
-            for place, rollout in (ended | {place: one.so_far for place, one in asked.items()}).items():
-                self._rollouts[place] = resumed(self._rollouts[place], rollout)
-            full = [place for place, one in asked.items() if self._is_complete(place, one)]  # of an interrupted run
-            self._deliver({place: asked[place] for place in full})
-            found |= {place: one for place, one in asked.items() if place not in full}
-            places = full
+            further, places = self._note(*self._episodes.wait(places))
+            found |= further
         return found
 
-    def call(self, asked: dict[Place, Asked], *, due: int, tokens: int) -> list[Place]:
-        """Continue replies by one call of the engines. Returns the places of those that have ended."""
+    def poll(self, places: Sequence[Place], seconds: float) -> dict[Place, Asked]:
+        """The replies that these episodes ask for by now; if none does, waits for one so long."""
+        return self._note(*self._episodes.poll(places, seconds))[0]
+
+    def _note(self, asked: dict[Place, Asked], ended: dict[Place, Rollout]) -> tuple[dict[Place, Asked], list[Place]]:
+        """The replies that are asked for, and the places of those that an interrupted run had already, which get them."""
+        for place, rollout in (ended | {place: one.so_far for place, one in asked.items()}).items():
+            self._rollouts[place] = resumed(self._rollouts[place], rollout)
+        full = [place for place, one in asked.items() if self._is_complete(place, one)]
+        self._deliver({place: asked[place] for place in full})
+        return {place: one for place, one in asked.items() if place not in full}, full
+
+    def call(self, asked: dict[Place, Asked], *, due: int | None, tokens: int) -> list[Place]:
+        """Continue replies by one call of the engines. Returns the places of those that have ended.
+
+        Args:
+            due: the step whose replies end the call; None: it is as long as `tokens`.
+        """
         places = sorted(asked, key=lambda place: (place[0] != due, place))
         requests = [self._request(place, asked[place]) for place in places]
         dealt = self._engines.submit_segments(requests, due=sum(step == due for step, _ in places), least=tokens)

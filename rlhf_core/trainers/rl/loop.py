@@ -23,11 +23,12 @@ from rlhf_core.sampling.scoring import RewardNormalizer, weighted_score
 from rlhf_core.stage.job import FULL, refuse
 from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.rl.advantages import compute_advantages, correct, sampling_logprobs, shaped_rewards, value_units
-from rlhf_core.trainers.rl.collect import Collected, collect_rollouts
+from rlhf_core.trainers.rl.collect import Collected, collect_again, collect_rollouts
 from rlhf_core.trainers.rl.curriculum import Curriculum
 from rlhf_core.trainers.rl.data import DemonstrationStream, PromptStream, collate, evaluation_prompts, read_prompts
 from rlhf_core.trainers.rl.heldout import evaluation_metrics
 from rlhf_core.trainers.rl.job import RlJob
+from rlhf_core.trainers.rl.journal import CALIBRATION, EVALUATION, Batch, Journal, components_of
 from rlhf_core.trainers.rl.metrics import (
     Clock,
     Metrics,
@@ -63,6 +64,7 @@ class Run:
     validation: list[Prompt]
     demonstrations: DemonstrationStream
     normalizer: RewardNormalizer
+    journal: Journal
 
 
 @dataclass(frozen=True)
@@ -148,9 +150,12 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         workers.turns.log_order()
         curves.log(row, timings, result.collected.scorer_metrics)
         workers.store.publish()
+        run.journal.trim(workers.store.surely_done)
         bar.step(**progress_figures(row, rl, clock))
         log_findings(findings, rl)
     bar.close()
+    if progress.step == rl.steps or progress.monitor.stopped is not None:
+        run.journal.end()
     workers.store.wait()
     curves.close()
     return progress
@@ -166,10 +171,15 @@ def train_step(run: Run, progress: Progress, stop: Stop, clock: Clock) -> StepRe
     """
     rl, workers, step, kl_coef = run.job.rl, run.workers, progress.step, progress.kl_coef
     source = rl.old_logprobs_source(step)
+    noted = run.journal.batch(step)
     with stop.interrupts():
-        place = {"step": step, "prompts_drawn": progress.prompts_drawn, "old_logprobs_source": source}
-        collected = collect_rollouts(workers, run.prompts, rl, run.normalizer, **place, clock=clock)
-    if rl.rollout.max_lag:
+        if noted is not None:
+            collected = collect_again(workers, noted.answers, rl, old_logprobs_source=source)
+        else:
+            place = {"step": step, "prompts_drawn": progress.prompts_drawn, "old_logprobs_source": source}
+            collected = collect_rollouts(workers, run.prompts, rl, run.normalizer, **place, clock=clock)
+    samples_ahead = rl.rollout.max_lag > 0 and noted is None
+    if samples_ahead:
         workers.ahead.begin(step=step)
     outputs = workers.collect_forward(collected.forward)
     clock.lap("forward")
@@ -177,7 +187,11 @@ def train_step(run: Run, progress: Progress, stop: Stop, clock: Clock) -> StepRe
     batch = collate(rollouts, sequences, collected.components, outputs, collected.baseline, old_logprobs_source=source)
     check_scored(batch, rl, step=step)
     if source != "from_update":
-        difference = check_engine(run, batch, step=step)
+        difference = check_engine(run, batch, noted, step=step)
+    if noted is None:
+        run.journal.note_batch(step, Batch(collected, difference if samples_ahead else None, workers.ahead.state(step=step)))
+    elif noted.ahead is not None:
+        workers.ahead.restore(noted.ahead)
     clock.lap("collate")
     train_batch, advantage_metrics = compute_advantages(batch, rl, run.normalizer, kl_coef=kl_coef)
     clock.lap("advantages")
@@ -188,7 +202,7 @@ def train_step(run: Run, progress: Progress, stop: Stop, clock: Clock) -> StepRe
     clock.lap("update")
     if source == "from_update":  # the policy's log-probabilities are known only now
         difference = check_logprobs(batch, update.old_logprobs, rl, step=step, dtype=run.job.model.dtype)
-    if rl.rollout.max_lag:
+    if samples_ahead:
         workers.ahead.end()
     clock.lap("generate")
     workers.sync_weights(version=step + 1)
@@ -196,7 +210,7 @@ def train_step(run: Run, progress: Progress, stop: Stop, clock: Clock) -> StepRe
     return StepResult(collected, batch, train_batch, advantage_metrics, update, difference)
 
 
-def check_engine(run: Run, batch: RolloutBatch, *, step: int) -> float:
+def check_engine(run: Run, batch: RolloutBatch, noted: Batch | None, *, step: int) -> float:
     """Difference between the engine's and the trainer's log-probabilities before the update, see `check_logprobs`.
 
     Rollouts ahead are of older policies, whose weights the trainer no longer has. In their place the engines' short responses are compared,
@@ -206,6 +220,8 @@ def check_engine(run: Run, batch: RolloutBatch, *, step: int) -> float:
     if not rl.rollout.max_lag:
         return check_logprobs(batch, batch.sampler_logprobs, rl, step=step, dtype=dtype)
     check_finite(batch, step=step)
+    if noted is not None:
+        return noted.difference
     rollouts = workers.ahead.short_rollouts()
     if not rollouts:
         return workers.rollouts.sync_check.difference
@@ -238,7 +254,9 @@ def finish_step(run: Run, progress: Progress, result: StepResult) -> tuple[Progr
         progress = replace(progress, curriculum=dict(curriculum.seen))
     if rl.kl.refresh_reference_every and progress.step % rl.kl.refresh_reference_every == 0:
         workers.refresh_reference()
-    evaluated = evaluate(workers, run.validation, rl) if is_due(rl.evaluation.every, progress, rl) else {}
+    evaluated = {}
+    if is_due(rl.evaluation.every, progress, rl):
+        evaluated = run.journal.answer(EVALUATION, progress.step, lambda: evaluate(workers, run.validation, rl))
     monitor, further, findings = observe(rl, progress.monitor, row | evaluated, batch)
     progress = note_if_best(replace(progress, monitor=monitor), evaluated, rl)
     return progress, row | evaluated | further, findings
@@ -253,7 +271,8 @@ def start_or_resume(job: RlJob, workers: Workers) -> tuple[Run, Progress]:
     by_difficulty = difficulties(Path(job.prepared), train, rl)
     prompts = PromptStream(train, rl.prompt_weights, seed=job.seed, curriculum=curriculum, difficulties=by_difficulty)
     normalizer = RewardNormalizer(rl.reward)
-    run = Run(job, workers, prompts, evaluation_prompts(job), DemonstrationStream(job), normalizer)
+    journal = Journal(rl, Path(job.work))
+    run = Run(job, workers, prompts, evaluation_prompts(job), DemonstrationStream(job), normalizer, journal)
     if rl.kl.coef == 0 and rl.learns_from_reward:
         log.warning(
             "rl: kl.coef is 0: nothing holds the policy near the SFT model, so it will follow the reward wherever it is wrong%s",
@@ -269,11 +288,11 @@ def start_or_resume(job: RlJob, workers: Workers) -> tuple[Run, Progress]:
             workers.sync_weights(version=0)
         if normalizer.needs_calibration:
             shuffled = PromptStream(train, rl.prompt_weights, seed=job.seed)  # of any difficulty
-            rollouts = workers.rollouts.generate_for_calibration(shuffled.take(0, rl.reward.normalization_samples))
-            normalizer.calibrate(workers.score(rollouts))
+            first = shuffled.take(0, rl.reward.normalization_samples)
+            normalizer.calibrate(components_of(journal.answer(CALIBRATION, 0, lambda: calibration_scores(workers, first))))
         progress = Progress.start(rl)
         if rl.evaluation.every:
-            evaluated = evaluate(workers, run.validation, rl)
+            evaluated = journal.answer(EVALUATION, 0, lambda: evaluate(workers, run.validation, rl))
             progress = note_if_best(progress, evaluated, rl)
             if progress.is_best:
                 workers.snapshot(progress, normalizer, score=progress.best.value)
@@ -281,7 +300,15 @@ def start_or_resume(job: RlJob, workers: Workers) -> tuple[Run, Progress]:
             log.info("rl: before training  %s", "  ".join(f"{name} {value:.3f}" for name, value in evaluated.items()))
     if rl.critic is not None:
         workers.set_value_units(value_units(rl, normalizer))
+    if noted := journal.count(progress.step):
+        log.info("rl: the journal has the next %d batches, which are trained on without sampling", noted)
     return run, progress
+
+
+def calibration_scores(workers: Workers, prompts: list[Prompt]) -> dict[str, list[float]]:
+    """Raw scores of the initial policy's responses, by scorer."""
+    scores = workers.score(workers.rollouts.generate_for_calibration(prompts))
+    return {name: of_one.tolist() for name, of_one in scores.items()}
 
 
 def evaluate(workers: Workers, prompts: list[Prompt], rl: RlConfig) -> Metrics:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.agents.environment import Environment
 from rlhf_core.config import RlConfig
-from rlhf_core.engines.ray.actors import ActorGroup
+from rlhf_core.engines.ray.actors import ActorGroup, Pending, RoleLost
 from rlhf_core.engines.rollout.requests import Request, Sample, SamplingSettings, request_seeds
 from rlhf_core.trainers.rl.dispatch import Dispatcher, Requests
 from rlhf_core.trainers.rl.job import RlJob
@@ -21,6 +23,7 @@ from rlhf_core.types import Prompt, Rollout, Span
 # Step numbers for seeds of responses that belong to no step.
 CALIBRATION_STEP = 2**31 - 1
 EVALUATION_STEP = CALIBRATION_STEP - 1
+LOOK_SECONDS = 0.02  # between two looks at engines that sample until they are told to end
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Dealt:
 
 
 class RolloutEngines:
-    """Engines that hold the same policy. An engine that is lost is replaced: see `RolloutRecovery`.
+    """Engines that hold the same policy; none for a run that is trained again from its journal. An engine that is lost is replaced: see
+    `RolloutRecovery`.
 
     Args:
         stop_ids: tokens of which each ends a response.
@@ -75,6 +79,7 @@ class RolloutEngines:
             check_trainers=check_trainers,
         )
         self.sampling = sampling_settings(job.rl)
+        self._segments = 0  # calls of `submit_segments` that go on until they are told to end
 
     @property
     def count(self) -> int:
@@ -86,8 +91,9 @@ class RolloutEngines:
 
     def start(self, trainer_probe: list[float]) -> None:
         """Compare the initial model of the engines with the trainer's: see `WeightSyncCheck.start`."""
-        self._turns.engines()
-        self.sync_check.start(self.recovery.probes(), trainer_probe)
+        if self.count:
+            self._turns.engines()
+            self.sync_check.start(self.recovery.probes(), trainer_probe)
 
     def close(self) -> None:
         """End what plays episodes."""
@@ -156,14 +162,32 @@ class RolloutEngines:
         per_rank = [([prompts[i].prompt_ids for i in shard], [seeds[i] for i in shard], sampling) for shard in shards]
         return Dealt(shards, self.recovery.submit("generate", per_rank, stop_ids=self._stop_ids, group_size=group_size))
 
-    def submit_segments(self, requests: Sequence[Request], *, due: int, least: int) -> Dealt:
+    def submit_segments(self, requests: Sequence[Request], *, due: int, least: int | None) -> Dealt:
         """Start to continue responses, without waiting. Each engine goes on until its share of the first `due` responses has ended, and for
-        at least so many steps.
+        at least so many steps; None: until `end_segments`.
         """
         first, rest = self._deal(range(due)), self._deal(range(due, len(requests)))
         shards = [[*mine, *further] for mine, further in zip(first, rest, strict=True)]
         per_rank = [([requests[i] for i in shard], self.sampling, len(mine)) for shard, mine in zip(shards, first, strict=True)]
-        return Dealt(shards, self.recovery.submit("advance", per_rank, stop_ids=self._stop_ids, least=least))
+        how = {"least": least}
+        if least is None:
+            self._segments += 1
+            how = {"least": 0, "call": self._segments}
+        return Dealt(shards, self.recovery.submit("advance", per_rank, stop_ids=self._stop_ids, **how))
+
+    def end_segments(self, dealt: Dealt) -> None:
+        """End a call that goes on until now, once its due responses have ended on every engine. A lost engine isn't waited for, and a new
+        one in its place ends by itself.
+        """
+        call, until, engines = dealt.call.kwargs.pop("call"), time.monotonic() + self._job.rl.deadlines.step, self._engines
+
+        def look(*, end: bool) -> list[Pending]:
+            return [engines.look(rank, call, end) for rank in range(len(engines))]
+
+        with suppress(RoleLost):  # which is raised again where the call is waited for
+            while not all(engines.wait(look(end=False), deadline=self._job.rl.deadlines.step, what="look")) and time.monotonic() < until:
+                time.sleep(LOOK_SECONDS)
+        look(end=True)
 
     def wait_segments(self, dealt: Dealt) -> list[Sample]:
         """What the engines have added to each response."""
@@ -210,6 +234,8 @@ class RolloutEngines:
             LogprobMismatch: the weights didn't arrive, or engine and trainer compute different log-probabilities with them.
             RoleLost: a trainer rank is lost, or an engine that may not be replaced.
         """
+        if not self.count:
+            return
         engines, trainer = self.recovery.load_weights(version=version)
         self.sync_check.check(engines, trainer, version=version)
 

@@ -165,6 +165,15 @@ class RunStore:
     def publish(self) -> None:
         self._checkpoints.publish()
 
+    def look(self) -> None:
+        """See `CheckpointStore.look`."""
+        self._checkpoints.look()
+
+    @property
+    def surely_done(self) -> int:
+        """See `CheckpointStore.surely_done`."""
+        return self._checkpoints.surely_done
+
     def wait(self) -> None:
         self._checkpoints.wait()
 

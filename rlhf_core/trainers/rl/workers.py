@@ -116,6 +116,8 @@ class Workers:
             self.rollouts.wait_ready()
             self.turns.begin()
         self._scorers = ActorScorers(self._job, trainers.find("reward_models"), self.replacements, self.turns)
+        for group in (*(of_role.actors for of_role in trainers.all), *self._scorers.groups):
+            group.meanwhile = self._look
         self._scorer = ResponseScorer(self._scorers, self._tokenizer, stops=self._stops)
         addresses = {id(group): found[0] for group, found in zip(trainers.all, trainers.call("address", deadline=start), strict=True)}
         trainers.call("connect", lambda group, _: (addresses[id(group)],), deadline=start)
@@ -131,6 +133,11 @@ class Workers:
         self.rollouts.close()
         self.store.close(self._trainers.find_lost() if kind is not None else ())
         self._scorers.close()
+
+    def _look(self) -> None:
+        """Raise what has ended something in the background, while the driver waits for ranks or scorers."""
+        self.store.look()
+        self.ahead.look()
 
     # Before the update
 

@@ -56,7 +56,7 @@ def checked(workers: Workers, *, step: int) -> float:
     """The check before the update, with rollouts whose log-probabilities are finite."""
     prompt = Rollout(PROMPTS[0], [Span([8], [-1.0], 0)], True, 0)
     batch = collate([prompt], pack([prompt]), {}, {}, None, old_logprobs_source="from_engine")
-    return check_engine(Run(workers._job, workers, None, [], None, None), batch, step=step)
+    return check_engine(Run(workers._job, workers, None, [], None, None, None), batch, None, step=step)
 
 
 @pytest.fixture(params=[{}, FILTERED], ids=["plain", "filtered"])
