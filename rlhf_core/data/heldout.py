@@ -1,8 +1,9 @@
-"""The table data/reward_heldout.parquet: the reward model's scores of held-out pairs, written by train_reward, read by gate_reward."""
+"""The table data/reward_heldout.parquet: the reward model's scores of held-out rows, written by train_reward, read by gate_reward."""
 
 from __future__ import annotations
 
 import pandas as pd
+import pyarrow as pa
 
 HELDOUT_COLUMNS = {
     **dict.fromkeys(("id", "source", "split"), "str"),
@@ -12,8 +13,20 @@ HELDOUT_COLUMNS = {
     "prompt_tokens": "int64",
     **dict.fromkeys(("chosen_std", "rejected_std"), "float64"),
 }
+_NUMBERS = pd.ArrowDtype(pa.list_(pa.float64()))
+# Of a process reward model: a row for each response, with the label, the score and its std over the members of each step.
+STEP_COLUMNS = {
+    **dict.fromkeys(("id", "source", "split", "prompt"), "str"),
+    "labels": pd.ArrowDtype(pa.list_(pa.int8())),
+    **dict.fromkeys(("scores", "stds"), _NUMBERS),
+}
 
 
 def as_heldout_table(rows: list[tuple]) -> pd.DataFrame:
     """Return the table with these rows, whose values are in the order of HELDOUT_COLUMNS."""
     return pd.DataFrame(rows, columns=list(HELDOUT_COLUMNS)).astype(HELDOUT_COLUMNS)
+
+
+def as_step_table(rows: list[tuple]) -> pd.DataFrame:
+    """Return the table of a process reward model with these rows, whose values are in the order of STEP_COLUMNS."""
+    return pd.DataFrame(rows, columns=list(STEP_COLUMNS)).astype(STEP_COLUMNS)

@@ -14,7 +14,7 @@ from rlhf_core.report.texts import count, measured, number, share
 from rlhf_core.report.verdict import MODES, is_scored, judged
 from rlhf_core.statistics.intervals import holm, wilson_interval
 
-USES = ("pretrain", "sft", "preference", "prompt")  # in the order of the chain
+USES = ("pretrain", "sft", "preference", "stepwise", "prompt")  # in the order of the chain
 # Params shown first, in the order of the chain; the others are folded away.
 KEY_PARAMS = (
     *("seed", "model.path", "model.architecture", "model.dtype", "sft.enabled", "sft.epochs", "sft.steps"),
