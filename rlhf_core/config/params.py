@@ -334,8 +334,9 @@ def rows_needed(params: Params) -> tuple[UseAndSplit, ...]:
     """The uses and splits of data/prepared that must have rows.
 
     train_sft and RL with rl.ptx read demonstrations, and evaluate answers held-out prompts. The gate of a reward model or a judge reads
-    preferences of the split test, and a reward model that is trained those of train; with a process reward model both read labelled steps. DPO, KTO and conditional SFT learn from preferences of
-    train, RL and rejection sampling from its prompts, and a policy from elsewhere from nothing.
+    preferences of the split test, and a reward model that is trained those of train; for a process reward model both are labelled steps.
+    DPO, KTO and conditional SFT learn from preferences of train, RL and rejection sampling from its prompts, and a policy from elsewhere
+    from nothing.
     """
     needed: list[UseAndSplit] = [("prompt", "test")]
     method = params.alignment.method

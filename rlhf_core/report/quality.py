@@ -52,9 +52,20 @@ def accuracies(gate: Mapping[str, Any]) -> figure | None:
     """Figure of the accuracy on all test pairs and on each slice, with intervals and the threshold; None if nothing could be judged."""
     if need(gate, "accuracy") is None:
         return None
+    if "first_error" in gate:
+        return _step_accuracies(gate)
     slices = [s for s in need(gate, "slices") if s["n"] and s["n"] < gate["n"]]  # one with all pairs says nothing of its own
     named = {"all pairs": {**gate, "judged": True}} | {slice_name(s): s for s in slices[:MAX_SLICES]}
     return intervals(named, threshold=need(gate, "threshold"), x_title="held-out accuracy")
+
+
+def _step_accuracies(gate: Mapping[str, Any]) -> figure:
+    found, steps = gate["first_error"], gate["steps"]
+    named = {"first wrong step: F1": {**found, "accuracy": found["f1"]}} if found["n"] else {}
+    named |= {f"first wrong step: {kind} responses": found[kind] for kind in ("correct", "erroneous") if found[kind]["n"]}
+    named |= {f"steps: {kind}": steps[kind] for kind in ("all", "right", "wrong") if steps[kind]["n"]}
+    rows = {name: {**row, "ties": 0, "judged": name.endswith("F1")} for name, row in named.items()}
+    return intervals(rows, threshold=need(gate, "threshold"), x_title="held-out accuracy; dashed: the least F1")
 
 
 def external(gate: Mapping[str, Any]) -> figure | None:
