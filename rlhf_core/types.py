@@ -201,6 +201,7 @@ class RolloutBatch:
     policy_versions: [B, R] int64, weight updates of the policy that sampled each token; -1 where none did.
     turns: [B, R] int64, number of the reply that has the token, from 0 on; -1 where none has.
     turn_rewards: [B, R], what `chat.reward` gave after a reply, at its last token.
+    step_rewards: of each process reward model, [B, R], what a step adds to the response's raw score, at its last token.
     group_ids: [B] int64.    finished: [B] bool.    lengths: [B] int64, sampled tokens.
     teacher_logprobs: [B, R], mean over the teachers by their weights; None without teachers, and where they compute in the update.
     """
@@ -219,6 +220,7 @@ class RolloutBatch:
     policy_versions: torch.Tensor
     turns: torch.Tensor
     turn_rewards: torch.Tensor
+    step_rewards: dict[str, torch.Tensor]
     group_ids: torch.Tensor
     finished: torch.Tensor
     lengths: torch.Tensor

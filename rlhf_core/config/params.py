@@ -176,6 +176,11 @@ class Params(Section):
             yield f"reward.step_separator: expected null with reward.enabled false, got {self.reward.step_separator!r}; change one of them"
         if self.conditional_sft.label_by == "scores" and self.alignment.method == "conditional_sft":
             yield "conditional_sft.label_by: expected preference with a process reward model, got scores; set label_by to preference"
+        if self.rl.critic is not None and self.rl.critic.critic_init == "reward_model":
+            yield (
+                f"rl.{self.rl.algorithm}.critic_init: expected reward_model_trunk or sft with a process reward model, whose scores are of "
+                "single steps, got reward_model; change it"
+            )
         if self.gate.external:
             yield (
                 "gate.external: expected none with a process reward model, which is judged by labelled steps, got "
@@ -240,6 +245,11 @@ class Params(Section):
                 "other scorers in their place, or set reward.enabled to true"
             )
         for scorer in own:
+            if scorer.steps is not None and self.reward.step_separator is None:
+                yield (
+                    f"{key}: expected no steps of {scorer.name} without reward.step_separator, got {scorer.steps}; remove it, or train a "
+                    "process reward model"
+                )
             if scorer.members != self.reward.ensemble:
                 yield (
                     f"{key}: expected members={self.reward.ensemble} of {scorer.name}, as reward.ensemble (the gate judges the whole "

@@ -5,13 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from rlhf_core.models.batch import TokenBatch, collate_tokens
-from rlhf_core.models.folder import read_settings
 from rlhf_core.models.pieces import token_pieces
 
 if TYPE_CHECKING:
@@ -19,13 +17,7 @@ if TYPE_CHECKING:
 
     from rlhf_core.data.tokens import EncodedTurns
 
-SEPARATOR_KEY = "step_separator"  # in the config.json of a process reward model
 NO_STEP = -1
-
-
-def step_separator(folder: Path) -> str | None:
-    """Return the text between steps on which the reward model in a folder was trained; None: the model scores whole responses."""
-    return read_settings(folder, "config.json").get(SEPARATOR_KEY)
 
 
 def step_ends(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response_ids: Sequence[int], separator: str) -> list[int]:

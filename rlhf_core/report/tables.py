@@ -57,6 +57,8 @@ LABELS = {
     "heldout_loss": "held-out loss",
     "heldout_accuracy": "held-out accuracy",
     "heldout_pairs": "pairs scored for the gate",
+    "heldout_solutions": "responses scored for the gate",
+    "labelled_steps": "labelled steps",
     "score_first_step": "score at the first step",
     "score_mean": "score at the end",
     "kl_mean": "KL at the end",

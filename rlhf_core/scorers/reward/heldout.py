@@ -13,8 +13,7 @@ from rlhf_core.config import RewardConfig, ScorerConfig
 from rlhf_core.data.hashing import prompt_name
 from rlhf_core.data.schema import read_rows
 from rlhf_core.engines.deepspeed.ranks import threads_of_rank
-from rlhf_core.models.folder import check_model_folder, locate_model
-from rlhf_core.models.steps import step_separator
+from rlhf_core.models.folder import check_model_folder, locate_model, step_separator
 from rlhf_core.models.tokenizer import encode_prompts
 from rlhf_core.provenance.dvc_cache import checkout
 from rlhf_core.scorers.reward.loaded import LoadedModel

@@ -21,11 +21,11 @@ from rlhf_core.data.heldout import as_heldout_table
 from rlhf_core.engines.deepspeed.engine import TrainEngine, device, release_memory
 from rlhf_core.engines.deepspeed.ranks import is_first
 from rlhf_core.models.build import new_scalar_model, scalar_head
+from rlhf_core.models.folder import SEPARATOR_KEY
 from rlhf_core.models.forward import ScalarModule
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.probe import shares_prefixes
 from rlhf_core.models.score_head import filler_id, probe_score_head
-from rlhf_core.models.steps import SEPARATOR_KEY
 from rlhf_core.models.tokenizer import encode_prompts
 from rlhf_core.scorers.reward.members import combine_members
 from rlhf_core.trainers.reward.steps import StepTask
