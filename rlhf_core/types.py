@@ -8,7 +8,7 @@ Shapes: B rollouts, R tokens of the longest response, G of the longest greedy re
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -220,11 +220,11 @@ class RolloutBatch:
     policy_versions: torch.Tensor
     turns: torch.Tensor
     turn_rewards: torch.Tensor
-    step_rewards: dict[str, torch.Tensor]
     group_ids: torch.Tensor
     finished: torch.Tensor
     lengths: torch.Tensor
     teacher_logprobs: torch.Tensor | None = None
+    step_rewards: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

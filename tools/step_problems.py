@@ -1,7 +1,8 @@
 """Print the problems of recipes/steps.yaml as JSON lines: a prompt, a demonstration, and a solution with a label for each step.
 
-A problem asks for the last digit of a sum; each step adds a digit, and the last one gives the result. The demonstrator is careless. The
-solutions with labels go wrong in more ways: in the sum, in the digit, in what they add to, and by ending too early.
+A problem asks for the largest of some digits; each step compares the largest so far with the next digit, and the last one gives the
+result. The demonstrator is careless and often keeps the smaller digit. The solutions with labels go wrong in more ways: in the digit, in
+what it is compared with, and by ending too early.
 
     python -m tools.step_problems > recipes/step_problems.jsonl
 """
@@ -16,8 +17,8 @@ from rewards.steps import right_steps
 
 SEED = 0
 PROBLEMS = 2600
-SLIP = 0.22  # chance of a wrong sum in a step of the demonstrator
-MISTAKES = {"sum": 0.12, "digit": 0.05, "before": 0.05, "end": 0.05}  # chances in a step of a solution with labels
+SLIPS = {"larger": 0.3}  # chances of mistakes in a step of the demonstrator
+MISTAKES = {"larger": 0.18, "digit": 0.06, "before": 0.06, "end": 0.06}  # and of a solution with labels
 
 
 def problems() -> Iterator[dict]:
@@ -28,25 +29,25 @@ def problems() -> Iterator[dict]:
         if digits in seen:
             continue
         seen.add(digits)
-        prompt = f"Add {' '.join(map(str, digits))}."
+        prompt = f"Largest of {' '.join(map(str, digits))}."
         steps = solution(draw, digits, MISTAKES)
         labels = right_steps(prompt, "\n".join(steps))
-        demonstration = "\n".join(solution(draw, digits, {"sum": SLIP}))
-        yield {"prompt": prompt, "demonstration": demonstration, "completions": steps, "labels": labels}
+        yield {"prompt": prompt, "demonstration": "\n".join(solution(draw, digits, SLIPS)), "completions": steps, "labels": labels}
 
 
 def solution(draw: random.Random, digits: tuple[int, ...], mistakes: dict[str, float]) -> list[str]:
     """The steps of a solution, in each of which one kind of mistake may occur."""
-    steps, total = [], digits[0]
+    steps, largest = [], digits[0]
     for digit in digits[1:]:
         kind = draw.choices([*mistakes, ""], [*mistakes.values(), 1 - sum(mistakes.values())])[0]
         if kind == "end" and steps:
             break
-        first, second = (_other(draw, total) if kind == "before" else total), (_other(draw, digit) if kind == "digit" else digit)
-        total = _other(draw, (first + second) % 10) if kind == "sum" else (first + second) % 10
-        steps.append(f"{first}+{second}={total}")
-    ends = "end" not in mistakes or draw.random() >= mistakes["end"]
-    return [*steps, f"So {_other(draw, total) if draw.random() < mistakes.get('digit', 0) else total}."] if ends else steps
+        first, second = (_other(draw, largest) if kind == "before" else largest), (_other(draw, digit) if kind == "digit" else digit)
+        largest = min(first, second) if kind == "larger" else max(first, second)
+        steps.append(f"{first},{second}:{largest}")
+    if draw.random() < mistakes.get("end", 0):
+        return steps
+    return [*steps, f"So {_other(draw, largest) if draw.random() < mistakes.get('digit', 0) else largest}."]
 
 
 def _other(draw: random.Random, digit: int) -> int:

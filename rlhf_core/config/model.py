@@ -255,7 +255,7 @@ class RewardConfig(TrainingConfig):
     enabled: bool
     path: str | None
     pinned: IncumbentConfig | None = None
-    step_separator: str | None = Field(default=None, min_length=1)
+    step_separator: str | None = Field(min_length=1)
     margin: float = 0.0
     centering_coef: float = Field(ge=0)
     ensemble: int = Field(ge=1, le=16)

@@ -13,7 +13,7 @@ from rlhf_core.config import GateConfig, Params
 from rlhf_core.gate.heldout import Heldout, distinct_responses, measure_ensemble, measure_judge, measure_scores
 from rlhf_core.gate.looks import at_look, look_level, take_look
 from rlhf_core.gate.overlap import SplitKeys
-from rlhf_core.gate.steps import HeldoutSteps, measure_disagreement, measure_steps, probe_steps, read_steps
+from rlhf_core.gate.steps import HeldoutSteps, measure_disagreement, measure_steps, read_steps
 from rlhf_core.gate.verdict import read_heldout, with_verdict
 from rlhf_core.progress import Bar
 from rlhf_core.provenance.file_hashes import dvc_md5
@@ -70,7 +70,7 @@ def measure_step_models(run: TrainRun, test: HeldoutSteps, config: GateConfig, r
     import torch
 
     from rlhf_core.engines.deepspeed.ranks import threads_of_rank
-    from rlhf_core.gate.scoring import compare_steps_to_promoted
+    from rlhf_core.gate.scoring import compare_steps_to_promoted, probe_steps
     from rlhf_core.scorers.reward.loaded import LoadedModel
 
     torch.set_num_threads(threads_of_rank(run.params.cluster.threads))

@@ -14,13 +14,14 @@ from rlhf_core.data.places import locate
 from rlhf_core.engines.deepspeed.ranks import on_rank_zero
 from rlhf_core.gate.heldout import Heldout
 from rlhf_core.gate.pairs import compare, pair_points
-from rlhf_core.gate.steps import HeldoutSteps, points_of_model
+from rlhf_core.gate.steps import HeldoutSteps, first_error_points
 from rlhf_core.preparation.sources import load_source
 from rlhf_core.provenance.dvc_cache import checkout
 from rlhf_core.provenance.file_hashes import FileHashes
 from rlhf_core.scorers.reward.loaded import LoadedModel
 from rlhf_core.statistics.clusters import cluster_codes, share_interval
 
+SCORED_AGAIN = 32  # responses, which show a model that computes with others or with padding
 REPORTED = ("accuracy", "low", "high", "ties", "n")
 
 
@@ -116,3 +117,35 @@ def _promoted_model(
             "their own, or roll that version back"
         )
     return other
+
+
+def probe_steps(test: HeldoutSteps, model: LoadedModel) -> dict[str, dict[str, Any]]:
+    """Largest difference between two scores of one step, by probe: as train_reward wrote it and in a batch, and alone and in a batch."""
+    again = np.unique(np.linspace(0, len(test) - 1, min(SCORED_AGAIN, len(test))).astype(int))
+    texts = [test.texts[i] for i in again]
+    together = model.score_steps(texts)
+    alone = [model.score_steps([text])[0] for text in texts]
+    stored = [test.scores[i] for i in again]
+    batches = [_difference(np.array(a[0]), b) for a, b in zip(alone, together, strict=True) if a is not None]
+    kept = [_difference(own, b) for own, b in zip(stored, together, strict=True)]
+    return {
+        name: {"value": max(values, default=None), "low": None, "high": None, "n": len(values)}
+        for name, values in (("batch_size", batches), ("stored_scores", kept))
+    }
+
+
+def _difference(own: np.ndarray, other: tuple[list[float], list[float]] | None) -> float:
+    """The largest difference; infinite where there are other steps."""
+    if other is None or len(other[0]) != len(own):
+        return float("inf")
+    return float(np.abs(own - np.array(other[0])).max())
+
+
+def points_of_model(test: HeldoutSteps, model: LoadedModel) -> np.ndarray:
+    """[N] points of another process reward model on the same responses; NaN where it can't score one, or has other steps."""
+    found = model.score_steps(test.texts)
+    known = np.array([s is not None and len(s[0]) == len(labels) for s, labels in zip(found, test.labels, strict=True)], dtype=bool)
+    points = np.full(len(test), np.nan)
+    kept = [i for i in range(len(test)) if known[i]]
+    points[known] = first_error_points([test.labels[i] for i in kept], [np.array(found[i][0]) for i in kept])
+    return points

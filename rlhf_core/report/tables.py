@@ -334,14 +334,20 @@ def samples(table: pd.DataFrame, start: str = SFT) -> list[dict[str, Any]]:
     """
     cards, names = [], {"sft": "SFT" if start == SFT else "Given", "policy": "Policy"}
     for row in table.to_dict("records"):
-        answers = [answer(name, row[f"{m}_response"], row[f"{m}_score"], row[f"{m}_judge_ok"]) for m, name in names.items()]
+        answers = [
+            answer(name, row[f"{m}_response"], row[f"{m}_score"], row[f"{m}_judge_ok"], row.get(f"{m}_steps")) for m, name in names.items()
+        ]
         cards.append({k: row[k] for k in ("id", "source", "prompt", "mode")} | side_by_side(*answers))
     return sorted(cards, key=lambda card: 0.0 if card["gain"] is None else -abs(card["gain"]))
 
 
-def answer(model: str, text: str, score: float | None, ok: bool | None) -> dict[str, Any]:
-    """One side of a card, with None for NaN, as which pandas reads null."""
-    return {"model": model, "text": text, "score": None if pd.isna(score) else float(score), "ok": None if pd.isna(ok) else bool(ok)}
+def answer(model: str, text: str, score: float | None, ok: bool | None, steps: str | None = None) -> dict[str, Any]:
+    """One side of a card, with None for NaN, as which pandas reads null.
+
+    steps: probabilities of a process reward model, as text.
+    """
+    known = {"score": None if pd.isna(score) else float(score), "ok": None if pd.isna(ok) else bool(ok)}
+    return {"model": model, "text": text, **known, "steps": None if pd.isna(steps) else steps}
 
 
 def side_by_side(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

@@ -77,11 +77,13 @@ class ScoredResponse(SampledResponse):
 
     score: weighted sum of the raw scores; NaN where a scorer with a weight has no score, or no scorer has a weight.
     components: raw score by scorer's name; NaN = not scored.
+    steps: of each process reward model the probabilities that the steps are right.
     """
 
     text: str
     score: float
     components: dict[str, float]
+    steps: dict[str, list[float]] = field(default_factory=dict, kw_only=True)
 
 
 def sampled_response(prompt: Prompt, sample: Sample | Rollout) -> SampledResponse:
@@ -328,13 +330,20 @@ class ResponseScorer:
     def _score_own(self, prompts: list[Prompt], samples: list[list[Sample | Rollout]]) -> list[list[ScoredResponse]]:
         responses = [sampled_response(p, s) for p, group in zip(prompts, samples, strict=True) for s in group]
         texts = self.texts(responses)
-        components = self.collect(self.submit(responses), texts=texts)
+        steps: dict[str, StepScores] = {}
+        components = self.collect(self.submit(responses), texts=texts, steps=steps)
         configs = self._scorers.configs
         weighted = any(config.weight for config in configs)
         scores = weighted_score(components, configs).tolist() if weighted else [math.nan] * len(responses)
         components = {name: values.tolist() for name, values in components.items()}
         scored = (
-            ScoredResponse(**vars(response), text=text, score=score, components={name: v[i] for name, v in components.items()})
+            ScoredResponse(
+                **vars(response),
+                text=text,
+                score=score,
+                components={name: v[i] for name, v in components.items()},
+                steps={name: found.probabilities[i] for name, found in steps.items()},
+            )
             for i, (response, text, score) in enumerate(zip(responses, texts, scores, strict=True))
         )
         return [[next(scored) for _ in group] for group in samples]

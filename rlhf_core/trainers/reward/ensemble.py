@@ -45,7 +45,7 @@ log = logging.getLogger("rlhf")
 
 def train_ensemble(
     start: Path,
-    read_rows: Callable[[str], Rows],
+    read_split: Callable[[str], Rows],
     tokenizer: PreTrainedTokenizerBase,
     config: RewardConfig,
     *,
@@ -58,7 +58,7 @@ def train_ensemble(
 
     Args:
         start: Hugging Face folder of the SFT model.
-        read_rows: function that returns the rows of a split, of the use `config.rows_use`.
+        read_split: function that returns the rows of a split, of the use `config.rows_use`.
         loop: function that returns the stage's training loop, given `first_step` (the number of a member's first step in the curves) and
             `seed`.
         save: function that saves a model with its weights and tokenizer in the subfolder `part` (`TrainRun.save_model`).
@@ -71,7 +71,7 @@ def train_ensemble(
     scores: list[Scores] = []
     engine: TrainEngine | None = None
     task = (PairTask if config.step_separator is None else StepTask)(config, tokenizer, max_length=model.max_length)
-    begun = {split: task.begin(read_rows(split), in_background) for split in ("train", *HELDOUT_SPLITS)}
+    begun = {split: task.begin(read_split(split), in_background) for split in ("train", *HELDOUT_SPLITS)}
     encoded: dict[str, tuple[Sequence[Any], int]] = {}
     for member in range(config.ensemble):
         if engine is not None:
@@ -101,7 +101,7 @@ def train_ensemble(
         save(scalar_model, engine.state_dict(), tokenizer, part=f"member_{member}" if member else "")
     if not is_first():
         return metrics, None
-    table = heldout_table(task, scores, heldout, read_rows)
+    table = heldout_table(task, scores, heldout, read_split)
     return metrics | {task.counted: len(table)}, table
 
 
@@ -151,14 +151,14 @@ def train_member(
 
 
 def heldout_table(
-    task: PairTask | StepTask, members: list[Scores], heldout: dict[str, list[Any]], read_rows: Callable[[str], Rows]
+    task: PairTask | StepTask, members: list[Scores], heldout: dict[str, list[Any]], read_split: Callable[[str], Rows]
 ) -> pd.DataFrame:
     """Return a row for each validation and test row with mean and standard deviation of the members' scores; no rows without members."""
     found = []
     for split, examples in heldout.items():
         if examples:
             of_split = [torch.stack(values, 1) for values in zip(*(scores[split] for scores in members), strict=True)]
-            found += task.rows(split, of_split, examples, {row["id"]: row for row in read_rows(split)})
+            found += task.rows(split, of_split, examples, {row["id"]: row for row in read_split(split)})
     return task.table(found)
 
 

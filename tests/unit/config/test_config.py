@@ -198,7 +198,7 @@ def test_every_kind_of_scorer_is_accepted_with_what_it_needs():
 
 @pytest.mark.parametrize("kind", get_args(ScorerConfig.model_fields["kind"].annotation))
 def test_every_kind_of_scorer_requires_its_own_fields_and_refuses_the_others(kind):
-    values = {"path": "file.py:name", "label": 1, "pattern": "a+", "target_length": 5}
+    values = {"path": "file.py:name", "label": 1, "steps": "sum", "pattern": "a+", "target_length": 5}
     values |= {"seconds": 0.5, "memory_mib": 128, "reward": "all"}
     values |= {"url": "http://judge:80/", "dialect": "openrlhf", "batch_size": 2, "concurrency": 2, "retries": 0, "request_timeout": 9.0}
     values |= {"api_key_env": "KEY", "api_key_file": "/run/key", "model": "judge-7b", "mode": "rubric", "scale": [0, 5]}

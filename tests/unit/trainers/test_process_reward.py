@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ class TestStepEnds:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         ends = step_ends(tokenizer, encode_prompt(tokenizer, ASKED), ids, "\n\n")
         borders = [0, *(end + 1 for end in ends)]
-        assert [tokenizer.decode(ids[a:b]) for a, b in zip(borders, borders[1:], strict=False)] == steps
+        assert [tokenizer.decode(ids[a:b]) for a, b in itertools.pairwise(borders)] == steps
 
     def test_a_token_with_the_separator_and_more_ends_the_step(self):
         tokenizer = build_tokenizer(TEXTS, vocab_size=300)
