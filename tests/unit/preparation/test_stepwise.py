@@ -165,7 +165,7 @@ class TestConfig:
     def test_a_critic_of_single_steps_is_refused(self):
         how = {"data__sources": [SOURCE], "reward__step_separator": "\n", "rl__algorithm": "ppo"}
         assert "expected reward_model_trunk or sft with a process reward model" in self.of(**how, rl__ppo__critic_init="reward_model")
-        assert "critic_init" not in self.of(**how, rl__ppo__critic_init="reward_model_trunk")
+        assert tiny_params(**how, rl__ppo__critic_init="reward_model_trunk").reward.rows_use == "stepwise"
 
     def test_steps_of_a_scorer_of_whole_responses_are_refused(self):
         scorers = [{"name": "reward_model", "kind": "reward_model", "steps": "sum"}]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from supervised_ranks import Case, run_case
 from tiny_models import PAD, TEXTS, scalar_engine, tiny_tokenizer
 
 from rlhf_core.algorithms.step_losses import step_cross_entropy
@@ -147,3 +148,12 @@ def test_a_template_that_writes_the_separator_is_refused():
     tokenizer.chat_template = tokenizer.chat_template.replace("message['content'] +", "'So:\n\n' + message['content'] +")
     with pytest.raises(ValueError, match="expected the chat template to keep the steps of responses"):
         begin_solutions(ROWS, tokenizer, "\n\n", max_length=64)(0)
+
+
+def test_a_training_that_is_stopped_and_resumed_has_the_bits_of_an_undisturbed_one(sft_folder: Path, tmp_path: Path):
+    whole = run_case(Case("steps", str(tmp_path / "whole")), sft_folder)
+    stopped = run_case(Case("steps", str(tmp_path / "stopped"), stop_after=3), sft_folder)
+    resumed = run_case(Case("steps", str(tmp_path / "stopped")), sft_folder)
+    assert len(stopped["curves"]) == 3 and stopped["curves"] + resumed["curves"] == whole["curves"]
+    assert whole["metrics"] == resumed["metrics"]
+    assert all(torch.equal(resumed["weights"][name], tensor) for name, tensor in whole["weights"].items())
