@@ -107,5 +107,5 @@ def test_steps_of_the_last_reply_are_at_their_tokens_of_the_episode(process_fold
 
 def test_an_aggregate_for_a_model_of_whole_responses_is_refused(reward_folder):
     config = ScorerConfig(name="prm", kind="reward_model", steps="sum")
-    with pytest.raises(ValueError, match="expected a process reward model at .* with steps: sum, got one that scores whole responses"):
+    with pytest.raises(ValueError, match=r"expected a process reward model at .* with steps: sum, got one that scores whole responses"):
         check_scorers([config], reward_model=reward_folder, source_judges={}, has_labels=lambda: False)
