@@ -292,12 +292,12 @@ class ResponseScorer:
                     metrics.add(config.name, measured, count=len(items))
         for config in self._scorers.configs:
             if config.name in pending.by_model:
-                raw, of_steps = pending.by_model[config.name](), config.name in pending.steps
-                combined, std = combine_members(raw.sigmoid() if of_steps else raw, std_coef=config.std_coef)
-                if of_steps:
+                combined, std = combine_members(pending.by_model[config.name](), std_coef=config.std_coef)
+                if config.name in pending.steps:
+                    probabilities = combined.sigmoid()
+                    combined = aggregate_of(probabilities, config.aggregate)
                     if steps is not None:
-                        steps[config.name] = _step_scores(pending, config, combined)
-                    combined = aggregate_of(combined, config.aggregate)
+                        steps[config.name] = _step_scores(pending, config, probabilities)
                 known = std[std.isfinite()]
                 if metrics is not None and config.members > 1 and len(known):
                     metrics.add(config.name, {DISAGREEMENT: float(known.mean())}, count=len(known))
