@@ -205,6 +205,7 @@ def test_every_kind_of_scorer_requires_its_own_fields_and_refuses_the_others(kin
     values |= {"criteria": [{"criterion": "It is polite."}], "template": "judge.txt", "max_answer_tokens": 64, "request": {"top_p": 1.0}}
     values |= {"budget_tokens": 1000, "budget_cost": 2.5, "prices": {"input": 1.0, "output": 4.0}}
     beside = {
+        "steps": {"path": "a/process/model"},
         "mode": {"criteria": values["criteria"]},
         "criteria": {"mode": "rubric"},
         "budget_cost": {"prices": values["prices"]},
