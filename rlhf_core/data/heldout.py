@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pandas as pd
-import pyarrow as pa
 
 HELDOUT_COLUMNS = {
     **dict.fromkeys(("id", "source", "split"), "str"),
@@ -13,13 +12,8 @@ HELDOUT_COLUMNS = {
     "prompt_tokens": "int64",
     **dict.fromkeys(("chosen_std", "rejected_std"), "float64"),
 }
-_NUMBERS = pd.ArrowDtype(pa.list_(pa.float64()))
-# Of a process reward model: a row for each response, with the label, the score and its std over the members of each step.
-STEP_COLUMNS = {
-    **dict.fromkeys(("id", "source", "split", "prompt"), "str"),
-    "labels": pd.ArrowDtype(pa.list_(pa.int8())),
-    **dict.fromkeys(("scores", "stds"), _NUMBERS),
-}
+# Of a process reward model: a row for each response, with lists of each step's label, score and its std over the members.
+STEP_COLUMNS = {**dict.fromkeys(("id", "source", "split", "prompt"), "str"), **dict.fromkeys(("labels", "scores", "stds"), "object")}
 
 
 def as_heldout_table(rows: list[tuple]) -> pd.DataFrame:
