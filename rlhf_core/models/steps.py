@@ -7,17 +7,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-import torch
-
-from rlhf_core.models.batch import TokenBatch, collate_tokens
 from rlhf_core.models.pieces import token_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlhf_core.data.tokens import EncodedTurns
-
-NO_STEP = -1
 
 
 def step_ends(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response_ids: Sequence[int], separator: str) -> list[int]:
@@ -43,24 +38,3 @@ def turn_step_ends(turns: EncodedTurns, i: int, tokenizer: PreTrainedTokenizerBa
     """Return the positions in `turns.ids(i)` of the tokens that end a step of its turn."""
     ids, start = turns.ids(i), turns.start(i)
     return [start + end for end in step_ends(tokenizer, ids[:start], ids[start:], separator)]
-
-
-def collate_steps(sequences: list[list[int]], ends: torch.Tensor, *, pad_id: int) -> tuple[TokenBatch, torch.Tensor]:
-    """Return a batch in which the ends of steps are selected, and where their scores are among the selected tokens', [B, S].
-
-    Args:
-        ends: [B, S] int64, positions in the sequences; NO_STEP where there is none.
-    """
-    batch = collate_tokens(sequences, [0] * len(sequences), pad_id=pad_id, ends=[0] * len(sequences))
-    rows = torch.arange(len(sequences))[:, None].expand_as(ends)
-    real = ends != NO_STEP
-    selected = torch.zeros_like(batch.selected)
-    selected[rows[real], ends[real]] = True
-    number = selected.flatten().cumsum(0).view(selected.shape) - 1
-    return TokenBatch(batch.input_ids, selected), number.gather(1, ends.clamp(min=0)).where(real, NO_STEP)
-
-
-def padded_ends(ends: Sequence[Sequence[int] | None]) -> torch.Tensor:
-    """Return lists of positions as [N, S] int64, filled with NO_STEP."""
-    width = max((len(of_one or ()) for of_one in ends), default=0)
-    return torch.tensor([[*(of_one or ()), *[NO_STEP] * (width - len(of_one or ()))] for of_one in ends]).reshape(len(ends), width).long()

@@ -23,8 +23,8 @@ from rlhf_core.config import ModelConfig, ScoreConfig, ScorerConfig
 from rlhf_core.engines.deepspeed.engine import device
 from rlhf_core.engines.deepspeed.ranks import in_shares
 from rlhf_core.engines.rollout.requests import Sample
+from rlhf_core.models.batch import padded_ends
 from rlhf_core.models.folder import step_separator
-from rlhf_core.models.steps import padded_ends
 from rlhf_core.models.tokenizer import load_tokenizer, response_text
 from rlhf_core.progress import Reasons
 from rlhf_core.scorers.needs import model_folders

@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.schema import Message
 from rlhf_core.engines.deepspeed.ranks import in_shares
+from rlhf_core.models.batch import padded_ends
 from rlhf_core.models.folder import step_separator
 from rlhf_core.models.forward import ScalarModule
-from rlhf_core.models.steps import padded_ends, turn_step_ends
+from rlhf_core.models.steps import turn_step_ends
 from rlhf_core.models.template import DEFAULT_DATE
 from rlhf_core.models.tokenizer import encode_scored_turns, load_tokenizer
 from rlhf_core.progress import Reasons

@@ -19,7 +19,8 @@ from rlhf_core.data.heldout import as_step_table
 from rlhf_core.data.tokens import Examples
 from rlhf_core.engines.deepspeed.engine import TrainEngine, device
 from rlhf_core.engines.deepspeed.ranks import merged, own_parts, summed, total
-from rlhf_core.models.steps import collate_steps, padded_ends, turn_step_ends
+from rlhf_core.models.batch import collate_steps, padded_ends
+from rlhf_core.models.steps import turn_step_ends
 from rlhf_core.models.tokenizer import encode_scored_turns
 from rlhf_core.trainers.supervised.encoding import Begin, at_once
 from rlhf_core.trainers.supervised.loop import Metrics, Phase, beside_untrained

@@ -11,8 +11,9 @@ from supervised_ranks import Case, run_case
 from tiny_models import PAD, TEXTS, scalar_engine, tiny_tokenizer
 
 from rlhf_core.algorithms.step_losses import step_cross_entropy
+from rlhf_core.models.batch import collate_steps, padded_ends
 from rlhf_core.models.build import load_scalar_model, scalar_head, trunk
-from rlhf_core.models.steps import collate_steps, padded_ends, step_ends
+from rlhf_core.models.steps import step_ends
 from rlhf_core.models.tokenizer import build_tokenizer, encode_prompt
 from rlhf_core.trainers.reward.steps import begin_solutions, score_heldout_steps, step_phase
 
