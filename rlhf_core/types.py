@@ -8,7 +8,7 @@ Shapes: B rollouts, R tokens of the longest response, G of the longest greedy re
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -207,6 +207,7 @@ class RolloutBatch:
     policy_versions: [B, R] int64, weight updates of the policy that sampled each token; -1 where none did.
     turns: [B, R] int64, number of the reply that has the token, from 0 on; -1 where none has.
     turn_rewards: [B, R], what `chat.reward` gave after a reply, at its last token.
+    step_rewards: of each process reward model, [B, R], what a step adds to the response's raw score, at its last token.
     group_ids: [B] int64.    finished: [B] bool.    lengths: [B] int64, sampled tokens.
     teacher_logprobs: [B, R], mean over the teachers by their weights; None without teachers, and where they compute in the update.
     """
@@ -229,6 +230,7 @@ class RolloutBatch:
     finished: torch.Tensor
     lengths: torch.Tensor
     teacher_logprobs: torch.Tensor | None = None
+    step_rewards: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ def main() -> None:
 
         from rlhf_core.evaluation.policy import evaluate
 
-        has_pairs = (PREPARED / "preference.parquet").exists()
-        gate_texts = {conversation_text(row["messages"]) for row in read_rows(PREPARED, "preference", SPLIT)} if has_pairs else set()
+        judged = [use for use in ("preference", "stepwise") if (PREPARED / f"{use}.parquet").exists()]
+        gate_texts = {conversation_text(row["messages"]) for use in judged for row in read_rows(PREPARED, use, SPLIT)}
         found = infer(stage, evaluate, read_rows(PREPARED, "prompt", SPLIT), MODELS, REWARD_MODEL, source_judges(), gate_texts)
         pd.DataFrame(found["samples"]).to_parquet(EVALUATION_SAMPLES, index=False)
         prompts = pd.DataFrame(found["prompts"]).convert_dtypes()

@@ -42,6 +42,7 @@ def main() -> None:
             tokenizer=tokenizer,
             writer=writer,
             max_dropped_fraction=params.validation.max_dropped_fraction,
+            step_separator=params.reward.step_separator,
         )
         write_json(folder / "sources.json", prepared.sources())
         prepared.tokenizer.save_pretrained(stage.scratch / "tokenizer")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from rlhf_core.data.heldout import as_heldout_table
+from rlhf_core.data.heldout import as_heldout_table, as_step_table
 from rlhf_core.data.schema import read_rows
 from rlhf_core.paths import PREPARED, REWARD_HELDOUT, REWARD_MODEL, SFT_MODEL, STAGE_METRICS
 from rlhf_core.stage.files import publish, write_json
@@ -18,6 +18,7 @@ from rlhf_core.stage.training import TrainRun, infer, train
 
 COLUMNS = ("step", "phase", "loss", "accuracy", "heldout_loss", "heldout_accuracy", "learning_rate", "grad_norm")  # of the curves
 NOT_TRAINED = {"trained": False, "given": False, "reason": "reward.enabled is false"}
+METHODS = {"preference": "Bradley-Terry on pairs", "stepwise": "cross-entropy on labelled steps"}
 HELDOUT = "heldout.parquet"  # in the stage's scratch folder
 
 
@@ -34,7 +35,8 @@ def main() -> None:
 def train_members(stage: Stage) -> None:
     metrics = train(stage, stage.params.reward, train_on_rank)
     publish(stage.scratch / HELDOUT, REWARD_HELDOUT)
-    publish_training(stage, stage.scratch / "model", REWARD_MODEL, stage.card("reward", "Bradley-Terry on pairs", metrics), metrics)
+    card = stage.card("reward", METHODS[stage.params.reward.rows_use], metrics)
+    publish_training(stage, stage.scratch / "model", REWARD_MODEL, card, metrics)
 
 
 def train_on_rank(run: TrainRun) -> dict[str, Any]:
@@ -46,7 +48,7 @@ def train_on_rank(run: TrainRun) -> dict[str, Any]:
     params = run.params
     metrics, heldout = train_ensemble(
         SFT_MODEL,
-        lambda split: read_rows(PREPARED, "preference", split),
+        lambda split: read_rows(PREPARED, params.reward.rows_use, split),
         load_tokenizer(str(SFT_MODEL), trust_remote_code=params.model.trust_remote_code),
         params.reward,
         model=params.model,
@@ -62,13 +64,15 @@ def train_on_rank(run: TrainRun) -> dict[str, Any]:
 def take_given(stage: Stage) -> None:
     """Publish the model at `reward.path` as it is, so that a version of the registry keeps its hash; a card is added if it has none."""
     from rlhf_core.models.card import has_card, write_card
-    from rlhf_core.scorers.reward.heldout import copy_ready_made, score_heldout_pairs
+    from rlhf_core.scorers.reward.heldout import copy_ready_made, score_heldout_pairs, score_heldout_steps
 
     folder = stage.scratch / "model"
     copy_ready_made(stage.params.reward, folder)
-    found = infer(stage, score_heldout_pairs, folder, PREPARED)
-    as_heldout_table(found["rows"]).to_parquet(stage.scratch / HELDOUT, index=False)
-    metrics = {"trained": False, "reason": "reward.path names a ready-made one", "given": True, "heldout_pairs": len(found["rows"])}
+    of_steps = stage.params.reward.step_separator is not None
+    found = infer(stage, score_heldout_steps if of_steps else score_heldout_pairs, folder, PREPARED)
+    (as_step_table if of_steps else as_heldout_table)(found["rows"]).to_parquet(stage.scratch / HELDOUT, index=False)
+    counted = {"heldout_solutions" if of_steps else "heldout_pairs": len(found["rows"])}
+    metrics = {"trained": False, "reason": "reward.path names a ready-made one", "given": True, **counted}
     if not has_card(folder):
         write_card(folder, stage.card("reward", "none", metrics))
     publish(folder, REWARD_MODEL)

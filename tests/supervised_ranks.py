@@ -54,6 +54,15 @@ def rows(count: int, *, first: int = 0) -> list[dict[str, Any]]:
     ]
 
 
+def labelled(row: dict[str, Any]) -> dict[str, Any]:
+    """A pair as a response in two or three steps with labels."""
+    steps = [row["chosen"], row["rejected"], "No."][: 2 + int(row["id"]) % 2]
+    return {"id": row["id"], "source": row["source"], "messages": row["messages"]} | {
+        "response": "\n".join(steps),
+        "labels": [1, -1 if int(row["id"]) % 3 else 1, 0][: len(steps)],
+    }
+
+
 @dataclass
 class Curves:
     """The rows of a training's curves, in memory."""
@@ -69,7 +78,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Case:
-    """One training: its kind (sft, reward, dpo, kto; store: none, but `store_outcomes`), the section of params.yaml, and its folder.
+    """One training: its kind (sft, reward, steps, dpo, kto; store: none, but `store_outcomes`), the section of params.yaml, and its folder.
 
     changes: of the section; with max_minutes each rank's clock moves by itself, rank 0's by a minute and others' by an hour a reading.
     heldout: rows of held-out data. stop_after: steps after which rank 0 asks for a stop.
@@ -83,9 +92,10 @@ class Case:
 
     @property
     def config(self) -> Any:
-        own = {"reward": {"epochs": 4.0, "batch_size": 4}, "kto": {"batch_size": 8}, "dpo": {"nll_coef": 0.2}}
-        values = {**SIZES, "steps": None if self.kind == "reward" else STEPS, **own.get(self.kind, {}), **self.changes}
-        return getattr(tiny_params(), self.kind).model_copy(update=values)
+        of_reward = {"epochs": 4.0, "batch_size": 4}
+        own = {"reward": of_reward, "steps": of_reward | {"step_separator": "\n"}, "kto": {"batch_size": 8}, "dpo": {"nll_coef": 0.2}}
+        values = {**SIZES, "steps": None if self.kind in ("reward", "steps") else STEPS, **own.get(self.kind, {}), **self.changes}
+        return getattr(tiny_params(), {"steps": "reward"}.get(self.kind, self.kind)).model_copy(update=values)
 
 
 def ticking(seconds: float) -> SimpleNamespace:
@@ -139,6 +149,8 @@ def _sft(case: Case, config: Any, start: Path, loop: Callable[..., TrainLoop], s
 
 def _reward(case: Case, config: Any, start: Path, loop: Callable[..., TrainLoop], saved: dict[str, torch.Tensor]) -> dict[str, Any]:
     splits = {"train": rows(16), "validation": rows(case.heldout, first=16), "test": rows(1, first=40)}
+    if case.kind == "steps":
+        splits = {split: [labelled(row) for row in of_split] for split, of_split in splits.items()}
 
     def save(model: object, weights: dict[str, torch.Tensor], tokenizer: object, part: str) -> None:
         saved.update({f"{part}{name}": tensor for name, tensor in weights.items()})
@@ -154,7 +166,11 @@ def _reward(case: Case, config: Any, start: Path, loop: Callable[..., TrainLoop]
         save=save,
     )
     assert (table is not None) == is_first()
-    return metrics if table is None else metrics | {"scores": table[["chosen_score", "rejected_score"]].to_numpy().ravel().tolist()}
+    if table is None:
+        return metrics
+    if case.kind == "steps":
+        return metrics | {"scores": [score for of_row in table["scores"] for score in of_row]}
+    return metrics | {"scores": table[["chosen_score", "rejected_score"]].to_numpy().ravel().tolist()}
 
 
 def _preference(case: Case, config: Any, start: Path, loop: Callable[..., TrainLoop], saved: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -166,7 +182,7 @@ def _preference(case: Case, config: Any, start: Path, loop: Callable[..., TrainL
 
 
 Run = Callable[[Case, Path], dict[str, Any]]
-TRAINERS = {"sft": _sft, "reward": _reward, "dpo": _preference, "kto": _preference}
+TRAINERS = {"sft": _sft, "reward": _reward, "steps": _reward, "dpo": _preference, "kto": _preference}
 
 
 def store_outcomes(folder: Path) -> list[str]:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import math
 import shlex
+import shutil
 import sys
 import tempfile
 import time
@@ -29,6 +31,7 @@ from rlhf_core.config.rl_parts import PLACEMENTS
 from rlhf_core.data.schema import write_rows
 from rlhf_core.engines.ray.cluster import local_head, python_path, run_job
 from rlhf_core.models.build import read_state_dict
+from rlhf_core.models.folder import SEPARATOR_KEY
 from rlhf_core.process import configure_process
 from rlhf_core.stage.job import pulse_file
 from rlhf_core.stage.ray_job import DRIVER
@@ -63,6 +66,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # algorithm's name -> what it stands for
         **{"rl.algorithm": "grpo", "rl.reward.scorers": SCORERS, "rl.grpo.group_size": 2, "rl.samples_per_step": 32},
         **{"rl.curriculum": {"by": "success", "scorer": "vowel", "half_life": 2.0}},
     },
+    "step_rewards": {"rl.algorithm": "ppo"},  # `Lab` has the process reward model
     **{
         loss: {
             **{"rl.algorithm": "grpo", "rl.reward.scorers": [], "rl.distillation": {"loss": loss}},  # `Lab` has the teacher
@@ -128,6 +132,10 @@ class Lab:
         self._folder, self._address, self._steps = folder, address, steps
         self._teacher = save_tiny_models(folder / "teacher", tiny_tokenizer(), seed=5, hidden_size=32)[0]
         self._models = {backend: save_tiny_models(folder / backend, tiny_tokenizer(), hidden_size=h) for backend, h in HIDDEN_SIZES.items()}
+        self._process = folder / "process"
+        shutil.copytree(self._models["pytorch"][1], self._process)
+        settings = json.loads((self._process / "config.json").read_text(encoding="utf-8")) | {SEPARATOR_KEY: "e"}
+        (self._process / "config.json").write_text(json.dumps(settings), encoding="utf-8")
         rows = [
             {"id": str(i), "source": "made", "split": "train" if i % 4 else "validation", "label": None,
              "messages": [{"role": "user", "content": f"{WORDS[i % 6]} {WORDS[i // 6 % 6]} {i}."}]}
@@ -150,6 +158,8 @@ class Lab:
         wanted["rl.placement"] = cell.groups
         if "rl.distillation" in wanted:
             wanted["rl.distillation"] = wanted["rl.distillation"] | {"teachers": [{"path": str(self._teacher)}]}
+        if cell.algorithm == "step_rewards":
+            wanted["rl.reward.scorers"] = [SCORERS[0] | {"path": str(self._process), "steps": "sum"}]
         wanted |= {f"rl.rollout.{name}": getattr(cell, name) for name in ("engines", "backend", "tensor_parallel_size")}
         paths = {"prepared": self._folder / "prepared", "work": work, "output": work / "policy", "timings": work / "timings.csv"}
         job = rl_job(*self._models[cell.backend], **SETTINGS | wanted | {"rl.steps": self._steps} | changes)

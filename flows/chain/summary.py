@@ -39,7 +39,8 @@ def _model_check(m: dict[str, Any]) -> str:
 
 def _reward(m: dict[str, Any]) -> str:
     if m.get("given"):
-        return f"ready-made; {m['heldout_pairs']} pairs scored"
+        scored = {name: m[f"heldout_{name}"] for name in ("pairs", "solutions") if f"heldout_{name}" in m}
+        return "; ".join(["ready-made", *(f"{number} {name} scored" for name, number in scored.items())])
     return f"held-out accuracy {m['heldout_accuracy']:.3f}" if m["trained"] else "none trained"
 
 
@@ -49,6 +50,9 @@ def _gate(m: dict[str, Any]) -> str:
     number = (m.get("look") or {"number": 1})["number"]
     look = f", look {number}" if number > 1 else ""
     verdict = "passed" if m["passed"] else "rejected"
+    if "first_error" in m and m["first_error"]["n"]:
+        found = m["first_error"]
+        return f"F1 of first errors {found['f1']:.3f}, at least {found['low']:.3f} (needs {m['threshold']:.3f}){look}: {verdict}"
     return f"accuracy {m['accuracy']:.3f}, at least {m['low']:.3f} (needs {m['threshold']:.3f}){look}: {verdict}"
 
 

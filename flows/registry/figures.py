@@ -23,7 +23,7 @@ from rlhf_core.rounds.promotion import verdict
 from rlhf_core.rounds.spending import check_rounds, outcome_of
 from rlhf_core.stage.files import finite
 
-PAIRS = ("preference.parquet", "slices.parquet")  # of the prepared data, which the gate reads
+PAIRS = ("preference.parquet", "stepwise.parquet", "slices.parquet")  # of the prepared data, which the gate reads
 AGAIN = "run `dvc repro --single-item --force gate_reward` there, and commit what it writes"
 
 

@@ -50,7 +50,7 @@ class SamplesConfig(Section):
     label_noise: float = Fraction
 
 
-DataUse = Literal["pretrain", "sft", "preference", "prompt"]
+DataUse = Literal["pretrain", "sft", "preference", "stepwise", "prompt"]
 DataFormat = Literal[
     "preference",  # prompt, chosen, rejected; text or message lists, whose shared turns are the prompt where no column is
     "hh",  # Anthropic-HH transcripts in chosen and rejected
@@ -60,6 +60,9 @@ DataFormat = Literal[
     "graded",  # prompt and several completions, each marked good or bad: every good one against every bad one
     "ranked",  # prompt and several completions with a rank or score each: the best one against every worse one
     "compared",  # prompt, first and second response, and which is better: a number, a name, or a score of each
+    "stepwise",  # prompt, steps of a response (completions), and a label for each: true or false, or 1, 0 (neutral) and -1
+    "prm800k",  # PRM800K: a problem, and for each step of a solution several rated completions
+    "math_shepherd",  # Math-Shepherd: a text whose steps end in a tag, and the same text with + or - in the tags' places
     "tree",  # a prompt with replies, which have replies in turn, and ranks among those of one message
     "prompt",  # prompt and, for verifiable tasks, label
     "text",  # plain text for pretraining
@@ -82,6 +85,9 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("sft", "preference", "prompt"),
         ("prompt", "first", "second", "preference", "winner", "first_score", "second_score", "system"),
     ),
+    "stepwise": (("stepwise", "prompt"), ("prompt", "completions", "labels", "system")),
+    "prm800k": (("stepwise", "prompt"), ("question", "label")),
+    "math_shepherd": (("stepwise", "prompt"), ("input", "label")),
     "tree": (("sft", "preference", "prompt"), ("tree", "text", "replies", "rank")),
     "prompt": (("prompt",), ("prompt", "label", "system")),
     "text": (("pretrain",), ("text",)),
@@ -179,8 +185,8 @@ class SourceConfig(Section):
                 yield f"source {self.name}: kind samples with a path expects samples.opening_tokens 0, got {got}"
             else:
                 yield from self.prompts_source._format_conflicts(*FORMATS["prompt"])
-        if "pretrain" in self.uses:
-            yield f"source {self.name}: kind samples expects uses among sft, preference, prompt, got pretrain; remove it"
+        if others := [use for use in self.uses if use in ("pretrain", "stepwise")]:
+            yield f"source {self.name}: kind samples expects uses among sft, preference, prompt, got {', '.join(others)}; remove it"
 
     def _reading_conflicts(self) -> Iterator[str]:
         subject = f"source {self.name}"

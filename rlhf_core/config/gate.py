@@ -78,6 +78,7 @@ class JudgeGateConfig(Section):
 class GateConfig(Section):
     """Requirements of gate_reward (docs/gate.md). A requirement of None shows the figure without judging it.
 
+    min_first_error_f1: of a process reward model, in place of min_accuracy, for the lower bound of the F1 of finding the first wrong step.
     min_accuracy, min_slice_accuracy: for the lower bound of the accuracy's interval, over all pairs and in each slice.
     min_slice_pairs: a smaller slice is shown, not judged.
     max_ece: for the upper bound of the expected calibration error, after temperature scaling.
@@ -93,6 +94,7 @@ class GateConfig(Section):
     """
 
     min_accuracy: float = Fraction
+    min_first_error_f1: float = Field(default=0.4, ge=0, le=1)
     confidence: float = Field(gt=0, lt=1)
     min_pairs: int = Field(ge=1)
     slices: list[str]

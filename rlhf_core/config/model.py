@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rlhf_core.config.base import Fraction, LearningRate, Section, shown
+from rlhf_core.config.data import DataUse
 from rlhf_core.config.gate import IncumbentConfig
 
 Schedule = Literal["cosine", "linear", "constant", "wsd", "wsd_linear"]
@@ -247,11 +248,14 @@ class RewardConfig(TrainingConfig):
 
     path: a ready-made reward model in place of a trained one: a folder, a Hugging Face name, `registry` for the promoted version, or a
     version such as v2.0.0. pinned: that version's hashes, which the flow writes when it starts.
+    step_separator: the text between two steps of a response, for a process reward model, which scores the end of each step; None: the
+    model scores whole responses. With `path` the text must be the model's own.
     """
 
     enabled: bool
     path: str | None
     pinned: IncumbentConfig | None = None
+    step_separator: str | None = Field(min_length=1)
     margin: float = 0.0
     centering_coef: float = Field(ge=0)
     ensemble: int = Field(ge=1, le=16)
@@ -260,6 +264,11 @@ class RewardConfig(TrainingConfig):
     def is_trained(self) -> bool:
         """Whether the chain trains a reward model."""
         return self.enabled and self.path is None
+
+    @property
+    def rows_use(self) -> DataUse:
+        """The use of the rows that the reward model learns from, and by which the gate judges it."""
+        return "preference" if self.step_separator is None else "stepwise"
 
     @property
     def is_registered(self) -> bool:

@@ -37,7 +37,7 @@ from rlhf_core.config.usual import CRITIC_RATES, LEARNING_RATES, SMALL_MODEL, WR
 # Keys that are read with every method. A section of another method is not read, so its conflicts don't count.
 ALWAYS_USED = (
     *("seed", "model", "data", "validation", "training", "sft.enabled", "sft.train_on", "sft.train_on_thoughts", "reward.enabled"),
-    *("reward.path", "alignment", "evaluation", "report", "rl.environment"),
+    *("reward.path", "reward.step_separator", "alignment", "evaluation", "report", "rl.environment"),
     *("checkpoints", "cluster", "tracking", "flow", "promotion"),
 )
 # Key of `evaluation` -> the key of RL that counts if it is null.
@@ -158,8 +158,39 @@ class Params(Section):
                 f"rl.{self.rl.algorithm}.critic_init: expected sft with reward.path, got {self.rl.critic.critic_init}; set it to sft, "
                 "because a ready-made reward model may have layers and a tokenizer other than the policy's"
             )
+        yield from self._step_conflicts()
         if not self.sft.enabled and self.model.path is None:
             yield "sft.enabled: expected true without model.path, got false; set model.path to the model to start from, or train one by SFT"
+
+    def _step_conflicts(self) -> Iterator[str]:
+        """Conflicts of a process reward model, or of labelled steps without one."""
+        stepwise = [s.name for s in self.data.sources if "stepwise" in s.uses]
+        if self.reward.step_separator is None:
+            if stepwise:
+                yield (
+                    f"reward.step_separator: expected the text between steps with sources of use stepwise, {stepwise}, got null; set it, "
+                    'such as to "\\n\\n", or take stepwise out of their uses'
+                )
+            return
+        if not stepwise:
+            yield (
+                f"reward.step_separator: expected null without a source of use stepwise, got {self.reward.step_separator!r}; add one, with "
+                "labelled steps (docs/process.md), or set it to null"
+            )
+        if not self.reward.enabled:
+            yield f"reward.step_separator: expected null with reward.enabled false, got {self.reward.step_separator!r}; change one of them"
+        if self.conditional_sft.label_by == "scores" and self.alignment.method == "conditional_sft":
+            yield "conditional_sft.label_by: expected preference with a process reward model, got scores; set label_by to preference"
+        if self.rl.critic is not None and self.rl.critic.critic_init == "reward_model":
+            yield (
+                f"rl.{self.rl.algorithm}.critic_init: expected reward_model_trunk or sft with a process reward model, whose scores are of "
+                "single steps, got reward_model; change it"
+            )
+        if self.gate.external:
+            yield (
+                "gate.external: expected none with a process reward model, which is judged by labelled steps, got "
+                f"{[e.name for e in self.gate.external]}; take them out"
+            )
 
     def _length_conflicts(self) -> Iterator[str]:
         for key, new in (
@@ -219,6 +250,11 @@ class Params(Section):
                 "other scorers in their place, or set reward.enabled to true"
             )
         for scorer in own:
+            if scorer.steps is not None and self.reward.step_separator is None:
+                yield (
+                    f"{key}: expected no steps of {scorer.name} without reward.step_separator, got {scorer.steps}; remove it, or train a "
+                    "process reward model"
+                )
             if scorer.members != self.reward.ensemble:
                 yield (
                     f"{key}: expected members={self.reward.ensemble} of {scorer.name}, as reward.ensemble (the gate judges the whole "
@@ -313,17 +349,20 @@ def rows_needed(params: Params) -> tuple[UseAndSplit, ...]:
     """The uses and splits of data/prepared that must have rows.
 
     train_sft and RL with rl.ptx read demonstrations, and evaluate answers held-out prompts. The gate of a reward model or a judge reads
-    preferences of the split test, and a reward model that is trained those of train. DPO, KTO and conditional SFT learn from preferences of
-    train, RL and rejection sampling from its prompts, and a policy from elsewhere from nothing.
+    preferences of the split test, and a reward model that is trained those of train; for a process reward model both are labelled steps.
+    DPO, KTO and conditional SFT learn from preferences of train, RL and rejection sampling from its prompts, and a policy from elsewhere
+    from nothing.
     """
     needed: list[UseAndSplit] = [("prompt", "test")]
     method = params.alignment.method
     if params.sft.enabled or (method == "rl" and params.rl.ptx.coef):
         needed.append(("sft", "train"))
-    if params.reward.enabled or params.rewarded_judges:
+    if params.reward.enabled:
+        needed.append((params.reward.rows_use, "test"))
+    if params.rewarded_judges:
         needed.append(("preference", "test"))
     if params.reward.is_trained:
-        needed.append(("preference", "train"))
+        needed.append((params.reward.rows_use, "train"))
     if method != "external":
         needed.append(("prompt" if params.method_scorers is not None else "preference", "train"))
     return tuple(sorted(set(needed)))
@@ -331,7 +370,7 @@ def rows_needed(params: Params) -> tuple[UseAndSplit, ...]:
 
 def needs_pairs(params: Params) -> bool:
     """Whether a stage learns from two responses to one prompt; KTO and conditional SFT also take single responses with a label."""
-    return params.reward.enabled or params.alignment.method == "dpo"
+    return (params.reward.enabled and params.reward.step_separator is None) or params.alignment.method == "dpo"
 
 
 def conflicts(params: Params, *, rounds: bool = False) -> list[str]:

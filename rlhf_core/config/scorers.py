@@ -16,7 +16,7 @@ LABEL_SCORERS = ("exact_match", "number", "math", "code")  # kinds that compare 
 SERVICE_FIELDS = ("concurrency", "retries", "request_timeout", "api_key_env", "api_key_file")  # of the kinds that ask a service
 # Kind of scorer -> the fields that only some kinds have, and whether that kind requires them. Other kinds have none of these fields.
 KIND_FIELDS: dict[str, dict[str, bool]] = {
-    "reward_model": {"path": False, "label": False},
+    "reward_model": {"path": False, "label": False, "steps": False},
     "function": {"path": True},
     "regex": {"pattern": True},
     "length": {"target_length": True},
@@ -72,6 +72,8 @@ class ScorerConfig(Section):
     members: int = Field(default=1, ge=1)  # reward_model: size of the ensemble; the score is the members' mean
     std_coef: float = Field(default=0.0, ge=0)  # reward_model: times the members' standard deviation, subtracted from their mean
     label: int | str | None = None  # reward_model: number or name of the label whose score counts, for a classifier with several
+    # reward_model, a process reward model: the response's score from its steps' probabilities; null: min
+    steps: Literal["min", "sum", "last"] | None = None
     pattern: str | None = None  # regex: 1 where it is found in the response, else 0
     target_length: int | None = Field(default=None, gt=0)  # length: tokens
     seconds: float | None = Field(default=None, gt=0)  # code: of computing, for a program with one input or all its asserts; null: 2
@@ -103,6 +105,11 @@ class ScorerConfig(Section):
     def is_own_reward_model(self) -> bool:
         """Whether the scorer is the reward model that the chain trains."""
         return self.kind == "reward_model" and self.path is None
+
+    @property
+    def aggregate(self) -> str:
+        """How a process reward model's scores of steps make the response's."""
+        return self.steps or "min"
 
     @property
     def reads_rendered(self) -> bool:

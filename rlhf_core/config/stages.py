@@ -23,8 +23,11 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
             "evaluation.scorers",
         ),
     ),
-    "prepare_data": ("seed", "data", "model", "validation.max_dropped_fraction"),
-    "validate_data": ("validation", "model", "sft.enabled", "reward.enabled", "reward.path", "alignment", "rl.ptx", "gate.external"),
+    "prepare_data": ("seed", "data", "model", "reward.step_separator", "validation.max_dropped_fraction"),
+    "validate_data": (
+        *("validation", "model", "sft.enabled", "reward.enabled", "reward.path", "reward.step_separator", "alignment", "rl.ptx"),
+        "gate.external",
+    ),
     "check_model": (
         *("model", "alignment", "sft.enabled", "sft.lora", "sft.zero_stage", "reward.enabled", "reward.path", "reward.lora"),
         *(

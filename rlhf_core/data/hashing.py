@@ -22,6 +22,11 @@ def conversation_text(messages: Sequence[Message]) -> str:
     return "\n".join(f"{m['role']}\t{' '.join([*m['content'].split(), *(m.get('extra') or '').split()]).casefold()}" for m in messages)
 
 
+def prompt_name(messages: Sequence[Message]) -> str:
+    """Return a name that equal conversations share, for tables."""
+    return hashlib.sha256(conversation_text(messages).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
 def distinct_prompts(rows: Sequence[dict]) -> list[dict]:
     """Return the first row of each conversation."""
     first: dict[str, dict] = {}

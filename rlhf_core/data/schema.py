@@ -5,6 +5,7 @@
     pretrain.parquet     id, source, split, text, origin
     sft.parquet          id, source, split, messages, response, origin
     preference.parquet   id, source, split, messages, chosen, rejected, origin
+    stepwise.parquet     id, source, split, messages, response, labels, origin
     prompt.parquet       id, source, split, messages, label, origin
 
 messages: the conversation up to the last message of the user or of a tool, a list of {"role", "content"}. Roles: system (optional,
@@ -13,10 +14,11 @@ messages: the conversation up to the last message of the user or of a tool, a li
     some message needs it.
 response, chosen, rejected: text of the assistant's next message. Unpaired feedback is a preference row in which one of
     chosen and rejected is null.
+labels: of each step of a stepwise row's response, which reward.step_separator divides: 1 right, 0 neutral, -1 wrong.
 label: for verifiable tasks, the expected answer as text; null otherwise.
 A source with the key `slices` also gives the values that the gate groups its pairs by, and a curriculum orders prompts by:
 
-    slices.parquet       id (of a preference or prompt row), column, value
+    slices.parquet       id (of a preference, stepwise or prompt row), column, value
 
 id: unique within a use and independent of the order of rows: a hash of source and content.
 origin: the place of the row's record: a file's path as in params.yaml and its line, or a data set's name and its row; null if the row
@@ -55,6 +57,7 @@ SCHEMAS: dict[str, pa.Schema] = {
     "pretrain": pa.schema([*_COMMON, ("text", pa.string()), _ORIGIN]),
     "sft": pa.schema([*_COMMON, ("messages", MESSAGES), ("response", pa.string()), _ORIGIN]),
     "preference": pa.schema([*_COMMON, ("messages", MESSAGES), ("chosen", pa.string()), ("rejected", pa.string()), _ORIGIN]),
+    "stepwise": pa.schema([*_COMMON, ("messages", MESSAGES), ("response", pa.string()), ("labels", pa.list_(pa.int8())), _ORIGIN]),
     "prompt": pa.schema([*_COMMON, ("messages", MESSAGES), ("label", pa.string()), _ORIGIN]),
 }
 

@@ -135,6 +135,8 @@ def sample_table(answers: Answers, rows: int) -> list[dict[str, Any]]:
             "policy_score": policy.score,
             "sft_judge_ok": sft.judgement.ok if sft.judgement else None,
             "policy_judge_ok": policy.judgement.ok if policy.judgement else None,
+            "sft_steps": _written_steps(sft),
+            "policy_steps": _written_steps(policy),
         }
         for mode, by_model in answers.items()
         for sft, policy in list(zip(by_model["sft"], by_model["policy"], strict=True))[:rows]
@@ -143,6 +145,13 @@ def sample_table(answers: Answers, rows: int) -> list[dict[str, Any]]:
 
 def _written(messages: Sequence[Message]) -> str:
     return "\n".join(f"{m['role']}: {m['content']}" for m in messages)
+
+
+def _written_steps(answer: Answer) -> str | None:
+    """What process reward models say of the answer's steps; None without one."""
+    names = answer.steps if len(answer.steps) > 1 else dict.fromkeys(answer.steps, "")
+    found = [" ".join([*([f"{name}:"] if names[name] else []), *(f"{p:.2f}" for p in of)]) for name, of in answer.steps.items()]
+    return "; ".join(found) or None
 
 
 def _written_answer(answer: Answer) -> str:

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 
 from rlhf_core.config import Params
 from rlhf_core.gate.heldout import measure_ensemble, measure_scores
 from rlhf_core.gate.looks import at_look, look_level
 from rlhf_core.gate.pairs import pair_points
+from rlhf_core.gate.steps import first_error_points, measure_disagreement, measure_steps, read_steps
 from rlhf_core.gate.verdict import read_heldout, with_registry, with_verdict
 
 BY_MODEL = ("probes", "external", "incumbent", "anchor", "judge", "llm_judges")
@@ -31,17 +33,22 @@ def judged_again(recorded: dict[str, Any], params: Params, *, heldout: Path, pre
     """gate.json as the stored scores of a model determine it.
 
     Args:
-        recorded: gate.json. heldout: reward_heldout.parquet. prepared: folder with the prepared tables `preference` and `slices`.
+        recorded: gate.json. heldout: reward_heldout.parquet. prepared: folder with the prepared tables.
         model: md5 of the model's folder, as in dvc.lock.
     Raises:
         ValueError: the scores aren't finite or don't belong to the prepared pairs.
     """
-    test, validation = (read_heldout(heldout, prepared, split) for split in ("test", "validation"))
     number = recorded["look"]["number"]
     config = at_look(params.gate, number)
-    gate = measure_scores(test, validation.pairs.margins, config) | {key: recorded[key] for key in BY_MODEL}
+    if params.reward.step_separator is None:
+        test, validation = (read_heldout(heldout, prepared, split) for split in ("test", "validation"))
+        gate, disagreement = measure_scores(test, validation.pairs.margins, config), measure_ensemble(test)
+    else:
+        steps, others = (read_steps(heldout, prepared, split) for split in ("test", "validation"))
+        gate, disagreement = measure_steps(steps, others.step_margins, config), measure_disagreement(steps)
+    gate |= {key: recorded[key] for key in BY_MODEL}
     gate["look"] = {**recorded["look"], "model": model, "level": look_level(params.gate.confidence, number)}
-    gate["ensemble"] = {"members": recorded["ensemble"]["members"], **measure_ensemble(test)}
+    gate["ensemble"] = {"members": recorded["ensemble"]["members"], **disagreement}
     again = with_registry(with_verdict(gate, config, exact_scores=params.model.dtype == "float32"), params.gate, model)
     if recorded["passed"] is False:  # a rounded figure may meet a threshold that the exact one missed
         failed = {check["name"] for check in recorded["checks"] if check["passed"] is False}
@@ -51,7 +58,11 @@ def judged_again(recorded: dict[str, Any], params: Params, *, heldout: Path, pre
 
 
 def accuracy_again(heldout: Path) -> float | None:
-    """Accuracy on the test pairs of reward_heldout.parquet, which every version of the gate computes alike; None without test pairs."""
+    """Accuracy on the test rows of reward_heldout.parquet, which every version of the gate computes alike; None without test rows."""
+    if "labels" in pq.read_schema(heldout).names:
+        rows = pq.read_table(heldout, columns=["labels", "scores"], filters=[("split", "=", "test")]).to_pylist()
+        points = first_error_points(*([np.array(row[name]) for row in rows] for name in ("labels", "scores")))
+        return float(points.mean()) if len(points) else None
     columns = ["chosen_score", "rejected_score"]
     table = pq.read_table(heldout, columns=columns, filters=[("split", "=", "test")])
     chosen, rejected = (table[name].to_numpy().astype(float) for name in columns)

@@ -12,6 +12,7 @@ from rlhf_core.gate.looks import SHARED
 from rlhf_core.statistics.clusters import accuracy_needed
 
 SLICE = "slice: "  # prefix of the names of slices' checks
+FIRST_ERROR = "first_error_f1"  # the check by which a process reward model is judged
 MAX_SLICES = 5  # named in a message
 UNEVEN = 4  # times as many prompts as equal ones with the same precision, from which on a message says so
 
@@ -74,12 +75,30 @@ def all_checks(gate: dict[str, Any], config: GateConfig, *, exact_scores: bool) 
 
 def _accuracy(gate: dict[str, Any], config: GateConfig) -> Iterator[Check]:
     n = gate["n"]
-    yield Check("pairs", n, None, None, config.min_pairs, n, n >= config.min_pairs, "add preference data or raise data.test_fraction")
+    what = "add preference data" if "first_error" not in gate else "add responses with labelled steps"
+    yield Check("pairs", n, None, None, config.min_pairs, n, n >= config.min_pairs, f"{what} or raise data.test_fraction")
+    if "first_error" in gate:
+        yield from _steps(gate, config)
+        return
     yield at_least("accuracy", gate, config.min_accuracy, "train a better reward model or lower gate.min_accuracy knowingly")
     if config.min_slice_accuracy is not None:
         for s in gate["slices"]:
             threshold = config.min_slice_accuracy if s["judged"] else None
             yield at_least(f"{SLICE}{s['column']}={s['value']}", s, threshold)
+
+
+def _steps(gate: dict[str, Any], config: GateConfig) -> Iterator[Check]:
+    """Checks of a process reward model: the F1 of the first wrong step; the accuracies behind it and those of steps are shown."""
+    found = gate["first_error"]
+    way_out = "train a better process reward model or lower gate.min_first_error_f1 knowingly"
+    if not found["n"]:
+        way_out = "add held-out responses without and with wrong steps, or raise data.test_fraction"
+    yield at_least(FIRST_ERROR, found, config.min_first_error_f1, way_out, value="f1")
+    yield at_least("first_error_accuracy", gate, None)
+    for kind in ("correct", "erroneous"):
+        yield at_least(f"first_error_accuracy: {kind}", found[kind], None)
+    for kind, measured in gate["steps"].items():
+        yield at_least("step_accuracy" if kind == "all" else f"step_accuracy: {kind}", measured, None)
 
 
 def _lengths(gate: dict[str, Any], config: GateConfig) -> Iterator[Check]:
@@ -158,21 +177,45 @@ def sentences(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> 
         if check.passed is False and not check.name.startswith(SLICE) and (check.name == "pairs" or gate["n"]):
             yield reason_of(gate, check, config)
     if all(check.passed is not False for check in checks):
-        yield f"passed: {_measured(gate, config)}; the lower end reaches gate.min_accuracy={config.min_accuracy}."
+        limit = f"min_first_error_f1={config.min_first_error_f1}" if "first_error" in gate else f"min_accuracy={config.min_accuracy}"
+        yield f"passed: {_measured(gate, config)}; the lower end reaches gate.{limit}."
     if gate["look"] is not None and gate["look"]["number"] > 1 and (look := _look(gate, checks, config)):
         yield look
 
 
 def _measured(gate: dict[str, Any], config: GateConfig) -> str:
+    if "first_error" in gate:
+        return _measured_steps(gate["first_error"], gate["prompts"], config)
     n, interval = gate["n"], f"{percent(config.confidence)} interval {gate['low']:.4f} to {gate['high']:.4f}"
     uneven = gate["prompts_effective"] < gate["prompts"] / UNEVEN
     few = f" (some have so many of the pairs that they count as {gate['prompts_effective']:.1f})" if uneven else ""
     return f"held-out accuracy {gate['accuracy']:.4f} on {n} pairs of {gate['prompts']} prompts{few}, {interval}"
 
 
+def _measured_steps(found: dict[str, Any], prompts: int, config: GateConfig) -> str:
+    if found["f1"] is None:
+        return f"{found['correct']['n']} held-out responses without a wrong step, {found['erroneous']['n']} with one"
+    kinds = ", ".join(f"{found[kind]['accuracy']:.4f} of {found[kind]['n']} {kind} ones" for kind in ("correct", "erroneous"))
+    return (
+        f"held-out F1 of the first wrong step {found['f1']:.4f} on {found['n']} responses to {prompts} prompts ({kinds}), "
+        f"{percent(config.confidence)} interval {found['low']:.4f} to {found['high']:.4f}"
+    )
+
+
+def _bad_at_first_errors(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
+    return (
+        f"rejected: expected the lower end of the interval to reach gate.min_first_error_f1={config.min_first_error_f1}, got "
+        f"{check.low:.4f} ({_measured(gate, config)}); {check.way_out}."
+    )
+
+
+def _counted(gate: dict[str, Any]) -> str:
+    return "test responses" if "first_error" in gate else "test pairs"
+
+
 def _too_few(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
     return (
-        f"rejected: expected at least gate.min_pairs={config.min_pairs} test pairs to judge by, got {check.n}, on which nothing is "
+        f"rejected: expected at least gate.min_pairs={config.min_pairs} {_counted(gate)} to judge by, got {check.n}, on which nothing is "
         f"decided; {check.way_out}."
     )
 
@@ -225,12 +268,12 @@ def _too_few_beside(other: str, check: Check, margin: float) -> str:
 
 def _look(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> str | None:
     """A sentence on how earlier looks at this split widen the intervals; None if accuracy was not judged."""
-    judged = next(check for check in checks if check.name == "accuracy")
+    judged = next(check for check in checks if check.name in ("accuracy", FIRST_ERROR))
     if judged.passed is None or not gate["n"]:
         return None
     number = gate["look"]["number"]
     message = f"This is look {number} at pairs of the split, for which the intervals are those of {percent(config.confidence)}"
-    if judged.passed:
+    if judged.passed or judged.name == FIRST_ERROR:
         return f"{message}."
     needed = accuracy_needed(config.min_accuracy, gate["n_effective"], config.confidence)
     at_first = accuracy_needed(config.min_accuracy, gate["n_effective"], 1 - 2 * gate["look"]["level"] * number * (number - 1))
@@ -273,7 +316,7 @@ def _any_reason(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
 def explain(gate: dict[str, Any]) -> Iterator[str]:
     """Lines for the log, in addition to a rejection's message."""
     if (look := gate["look"]) is not None:
-        yield f"look {look['number']} at this split's {gate['n']} test pairs: intervals of {percent(gate['confidence'])}"
+        yield f"look {look['number']} at this split's {gate['n']} {_counted(gate)}: intervals of {percent(gate['confidence'])}"
     for judge in gate["llm_judges"]:
         yield f"judge {judge['key']}: {judge['message']}"
     for s in gate["slices"]:
@@ -298,6 +341,7 @@ def explain(gate: dict[str, Any]) -> Iterator[str]:
 _REASONS: dict[str, Callable[[dict[str, Any], Check, GateConfig], str]] = {
     "pairs": _too_few,
     "accuracy": _inaccurate,
+    FIRST_ERROR: _bad_at_first_errors,
     "incumbent_difference": _worse_than_promoted,
     "anchor_difference": _worse_than_promoted,
 }

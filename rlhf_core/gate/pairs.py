@@ -62,17 +62,21 @@ def pair_points(chosen: np.ndarray, rejected: np.ndarray) -> np.ndarray:
 
 def summarize(pairs: Pairs, confidence: float) -> dict[str, Any]:
     """Accuracy with its interval over prompts, a tie counting half. Without pairs the accuracy is None and the interval 0 to 1."""
-    if not len(pairs):
+    return summarize_points(pairs.points, pairs.clusters, confidence)
+
+
+def summarize_points(points: np.ndarray, clusters: np.ndarray, confidence: float) -> dict[str, Any]:
+    """`summarize` of points [N], in clusters [N] by their codes."""
+    if not len(points):
         counts = {"ties": 0, "n": 0, "prompts": 0, "prompts_effective": 0.0}
         return {"accuracy": None, "low": 0.0, "high": 1.0, **counts, "design_effect": None, "n_effective": 0.0}
-    points = pairs.points
-    interval = share_interval(points, pairs.clusters, confidence)
+    interval = share_interval(points, clusters, confidence)
     return {
         "accuracy": float(points.mean()),
         "low": interval.low,
         "high": interval.high,
         "ties": int((points == 0.5).sum()),
-        "n": len(pairs),
+        "n": len(points),
         "prompts": interval.clusters,
         "prompts_effective": interval.clusters_effective,
         "design_effect": interval.design_effect,

@@ -13,6 +13,7 @@ from rlhf_core.config import GateConfig, Params
 from rlhf_core.gate.heldout import Heldout, distinct_responses, measure_ensemble, measure_judge, measure_scores
 from rlhf_core.gate.looks import at_look, look_level, take_look
 from rlhf_core.gate.overlap import SplitKeys
+from rlhf_core.gate.steps import HeldoutSteps, measure_disagreement, measure_steps, read_steps
 from rlhf_core.gate.verdict import read_heldout, with_verdict
 from rlhf_core.progress import Bar
 from rlhf_core.provenance.file_hashes import dvc_md5
@@ -33,6 +34,8 @@ def judge_model(
         ValueError: scores, a promoted model or external pairs can't be used.
         FileNotFoundError: external pairs are missing.
     """
+    if params.reward.step_separator is not None:
+        return _judge_steps(params, heldout=heldout, prepared=prepared, reward_model=reward_model, infer=infer)
     # The split test, which training never reads, unlike validation.
     test, validation = (read_heldout(heldout, prepared, split) for split in ("test", "validation"))
     look = take_look(SplitKeys.of_rows(test.rows), dvc_md5(reward_model)) if len(test.pairs) else None
@@ -45,6 +48,43 @@ def judge_model(
         gate["ensemble"] = {"members": found["members"], **measure_ensemble(test)}
         gate["judge"] = measure_judge(test, source_judges, config.confidence)
     return with_verdict(gate, config, exact_scores=params.model.dtype == "float32")
+
+
+def _judge_steps(params: Params, *, heldout: Path, prepared: Path, reward_model: Path, infer: Callable[..., Any]) -> dict[str, Any]:
+    """`judge_model` for a process reward model."""
+    test, validation = (read_steps(heldout, prepared, split) for split in ("test", "validation"))
+    keys = SplitKeys.of_rows([{**row, "chosen": row["response"], "rejected": ""} for row in test.rows])
+    look = take_look(keys, dvc_md5(reward_model)) if len(test) else None
+    config = params.gate if look is None else at_look(params.gate, look.number)
+    gate = measure_steps(test, validation.step_margins, config)
+    if look is not None:
+        gate["look"] = {**asdict(look), "level": look_level(params.gate.confidence, look.number)}
+        found = infer(measure_step_models, test, config, reward_model)
+        gate |= found["measured"]
+        gate["ensemble"] = {"members": found["members"], **measure_disagreement(test)}
+    return with_verdict(gate, config, exact_scores=params.model.dtype == "float32")
+
+
+def measure_step_models(run: TrainRun, test: HeldoutSteps, config: GateConfig, reward_model: Path) -> dict[str, Any]:
+    """`measure_models` for a process reward model: its probes, and promoted models on the same responses."""
+    import torch
+
+    from rlhf_core.engines.deepspeed.ranks import threads_of_rank
+    from rlhf_core.gate.scoring import compare_steps_to_promoted, probe_steps
+    from rlhf_core.scorers.reward.loaded import LoadedModel
+
+    torch.set_num_threads(threads_of_rank(run.params.cluster.threads))
+    about = run.params.model
+    load_options = {"max_length": about.max_length, "trust_remote_code": about.trust_remote_code, "template_date": about.template_date}
+    model = LoadedModel.load(reward_model, **load_options)
+    measured: dict[str, Any] = {"probes": probe_steps(test, model)}
+    members = len(model.members)
+    del model  # there may be no room for both
+    for role, promoted in (("incumbent", config.incumbent), ("anchor", config.anchor)):
+        if promoted is not None:
+            how = {"confidence": config.confidence, "scratch": run.scratch, "load_options": load_options}
+            measured[role] = compare_steps_to_promoted(test, role, promoted, **how)
+    return {"measured": measured, "members": members}
 
 
 def measure_models(run: TrainRun, test: Heldout, config: GateConfig, reward_model: Path) -> dict[str, Any]:

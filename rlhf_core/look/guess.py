@@ -17,6 +17,7 @@ from typing import Any
 from rlhf_core.config import shown
 from rlhf_core.config.data import FORMATS
 from rlhf_core.look.columns import Column, kind_of, same_keys
+from rlhf_core.preparation.steps import TAG
 from rlhf_core.preparation.verdicts import is_verdict
 
 Columns = Mapping[str, Column]
@@ -91,6 +92,8 @@ COMPARED_PROMPT = ("history", "full_text", "post")  # a prompt's column in compa
 RANK = ("rank",)
 SCORE = ("score", "overall_score", "pm_score", "rating", "reward")
 SCORES = (*SCORE, "scores", "ratings", "rewards", "ranks")  # lists beside a list of completions
+STEPS = ("completions", "steps", "solution_steps")
+STEP_LABELS = ("labels", "ratings", "step_labels")
 MOSTLY_VERDICTS = 0.9  # share of a column's values
 
 _TEXTS = {*PROMPT, *COMPLETION, *INSTRUCTION, *CONTEXT, *OUTPUT, *LABEL, *PLAIN} - {*GOOD}  # columns whose content is learned or checked
@@ -268,13 +271,16 @@ def _of_ranks(prompt: str, name: str, mark: str, why: str, **completions: str) -
     return Reading("ranked", {"prompt": prompt, name: mark, **completions}, (why, f"{order} {mark} is read as the better one"))
 
 
-def _are_parallel(completions: Column, numbers: Column) -> bool:
-    """Whether nearly every list of texts goes with a list of as many numbers."""
-    pairs = list(zip(completions.values, numbers.values, strict=False))
+def is_number(value: Any) -> bool:
+    return kind_of(value) == "number"
+
+
+def _are_parallel(completions: Column, marks: Column, is_mark: Callable[[Any], bool] = is_number) -> bool:
+    """Whether nearly every list of texts goes with a list of as many marks."""
+    pairs = list(zip(completions.values, marks.values, strict=False))
     lists = [isinstance(texts, list) and isinstance(of, list) and len(texts) == len(of) for texts, of in pairs]
     fit = [
-        ok and all(isinstance(text, str) for text in texts) and all(kind_of(n) == "number" for n in of)
-        for ok, (texts, of) in zip(lists, pairs, strict=True)
+        ok and all(isinstance(text, str) for text in texts) and all(map(is_mark, of)) for ok, (texts, of) in zip(lists, pairs, strict=True)
     ]
     return sum(fit) > MOSTLY_VERDICTS * len(fit)
 
@@ -395,12 +401,30 @@ def _prompts(columns: Columns) -> Iterator[Reading]:
         yield Reading("prompt", mapped, (why,), options={"label_pattern": GSM8K} if pattern else {})
 
 
+def _stepwise(columns: Columns) -> Iterator[Reading]:
+    if {"question.problem", "label.steps"} <= set(columns):
+        yield Reading("prm800k", {}, ("question has a problem, and label the rated completions of its steps",))
+    if {"input", "label"} <= set(columns) and columns["input"].share(lambda text: TAG in str(text)) > MOSTLY_VERDICTS:
+        yield Reading("math_shepherd", {}, (f"the steps of input end in {TAG}",))
+    for path in pick(columns, STEPS, frozenset({"list"})):
+        for labels in pick(columns, STEP_LABELS[: 1 if path in COMPLETIONS else None], frozenset({"list"})):
+            if _are_parallel(columns[path], columns[labels], is_label):
+                why = f"{path} and {labels} are lists of steps and of a label for each"
+                for prompt in pick(columns, PROMPT, TALK):
+                    yield Reading("stepwise", {"prompt": prompt, "completions": path, "labels": labels}, (why,))
+
+
+def is_label(value: Any) -> bool:
+    return isinstance(value, bool) or value in (1, 0, -1)
+
+
 def _plain(columns: Columns) -> Iterator[Reading]:
     for path in pick(columns, PLAIN, TEXT):
         yield Reading("text", {"text": path}, (f"{path} is plain text",))
 
 
 _PROPOSALS: tuple[Callable[[Columns], Iterator[Reading]], ...] = (
+    _stepwise,
     _pairs,
     _graded,
     _ranked,

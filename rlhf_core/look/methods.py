@@ -136,6 +136,11 @@ def _demonstrations(data: DataFacts, model: ModelFacts) -> Choice:
 
 
 def _nothing(data: DataFacts) -> Choice:
+    if data.rows("stepwise"):
+        why = (
+            "responses with labelled steps train a process reward model: add demonstrations or a chat model, and set reward.step_separator "
+        )
+        return Choice("", f"{why}(docs/process.md)", uses=("stepwise", "prompt"))
     if data.rows("prompt"):
         long = "the labels are long texts that no program can compare, and there" if data.labels["text"] else "there"
         why = f"{long} are no demonstrations, pairs or answers to compare with: RL on these prompts needs a reward, such as reward.path (a "

@@ -14,7 +14,7 @@ _TURN = "; docs/tables/formats.md describes how to turn them into pairs or boole
 FEW_WORDS = 4  # a shorter answer may be for training, or only for checking
 # Lower ranks read the whole record; higher ones would read a part of the same columns.
 _RANK = {
-    **dict.fromkeys(("hh", "preference", "graded", "ranked", "compared", "tree"), 0),
+    **dict.fromkeys(("hh", "preference", "graded", "ranked", "compared", "tree", "stepwise", "prm800k", "math_shepherd"), 0),
     **{"unpaired": 1, "messages": 2, "instruction": 2, "text": 2, "prompt": 3},
 }
 

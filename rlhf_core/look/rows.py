@@ -15,7 +15,9 @@ from rlhf_core.config import Params
 from rlhf_core.data.control import VISIBLE
 from rlhf_core.data.hashing import text_hash
 from rlhf_core.models.response_ids import BACK, TORN
-from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, encode_scored
+from rlhf_core.models.steps import turn_step_ends
+from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, encode_scored, encode_scored_turns
+from rlhf_core.preparation.formats import STEP_SEPARATOR
 from rlhf_core.scorers.text import final_number
 from rlhf_core.trainers.supervised.demonstrations import Demonstration, encode_demonstrations, encode_texts
 
@@ -247,7 +249,17 @@ def sequences(use: str, row: dict, tokenizer: PreTrainedTokenizerBase, params: P
         ids = encode_prompt(tokenizer, row["messages"])
         label = row.get("label")
         return [Sequence("prompt", ids, [False] * len(ids), "no label" if label is None else f"label {label!r}")]
+    if use == "stepwise":
+        return [_of_steps(row, tokenizer, params.reward.step_separator or STEP_SEPARATOR)]
     return list(_sides(row, tokenizer))
+
+
+def _of_steps(row: dict, tokenizer: PreTrainedTokenizerBase, separator: str) -> Sequence:
+    """The sequence of a process reward model, with the tokens at which it scores."""
+    turns = encode_scored_turns(tokenizer, [(row["messages"], row["response"])])
+    ends = turn_step_ends(turns, 0, tokenizer, separator)
+    labels = " ".join(map(str, row["labels"]))
+    return Sequence("stepwise", turns.ids(0), [i in ends for i in range(turns.length(0))], f"labels of its steps {labels}")
 
 
 def _sides(row: dict, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequence]:

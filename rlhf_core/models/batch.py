@@ -9,6 +9,7 @@ A shared row gives each branch the numbers of its whole sequence, up to rounding
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -17,6 +18,7 @@ import torch
 SHARING_PAYS = 0.75
 # Where every row holds the responses to one prompt, separate rows are padded to the length of the shared ones: sharing pays earlier.
 CONTINUING_PAYS = 0.9
+NO_STEP = -1  # in a table of positions
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,27 @@ def collate_tokens(sequences: list[list[int]], starts: list[int], *, pad_id: int
     input_ids[columns < lengths[:, None]] = torch.tensor([token for ids in sequences for token in ids])
     last = lengths if ends is None else torch.tensor(ends)
     return TokenBatch(input_ids, (columns >= torch.tensor(starts)[:, None]) & (columns < last[:, None]))
+
+
+def collate_steps(sequences: list[list[int]], ends: torch.Tensor, *, pad_id: int) -> tuple[TokenBatch, torch.Tensor]:
+    """Return a batch in which the ends of steps are selected, and where their scores are among the selected tokens', [B, S].
+
+    Args:
+        ends: [B, S] int64, positions in the sequences; NO_STEP where there is none.
+    """
+    batch = collate_tokens(sequences, [0] * len(sequences), pad_id=pad_id, ends=[0] * len(sequences))
+    rows = torch.arange(len(sequences))[:, None].expand_as(ends)
+    real = ends != NO_STEP
+    selected = torch.zeros_like(batch.selected)
+    selected[rows[real], ends[real]] = True
+    number = selected.flatten().cumsum(0).view(selected.shape) - 1
+    return TokenBatch(batch.input_ids, selected), number.gather(1, ends.clamp(min=0)).where(real, NO_STEP)
+
+
+def padded_ends(ends: Sequence[Sequence[int] | None]) -> torch.Tensor:
+    """Return lists of positions as [N, S] int64, filled with NO_STEP."""
+    width = max((len(of_one or ()) for of_one in ends), default=0)
+    return torch.tensor([[*(of_one or ()), *[NO_STEP] * (width - len(of_one or ()))] for of_one in ends]).reshape(len(ends), width).long()
 
 
 @dataclass(frozen=True)

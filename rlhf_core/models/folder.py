@@ -18,6 +18,7 @@ from typing import Any
 from rlhf_core.config import shown
 from rlhf_core.data.places import ADAPTERS, fetch_model, hub_is_online, is_hub_name, locate, model_commit, model_snapshot
 
+SEPARATOR_KEY = "step_separator"  # in the config.json of a process reward model
 INDEX = "model.safetensors.index.json"
 UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")  # files of weights that may run code when they are read
 WEIGHTS = (".safetensors", *UNSAFE)
@@ -245,3 +246,8 @@ def refusals(path: str | Path) -> Iterator[None]:
             f"model {shown(str(path))}: expected one that can be loaded, got {type(error).__name__}: {shown(lines[0], 600)}; restore it, "
             "or choose another one"
         ) from error
+
+
+def step_separator(folder: Path) -> str | None:
+    """Return the text between steps on which the reward model in a folder was trained; None: the model scores whole responses."""
+    return read_settings(folder, "config.json").get(SEPARATOR_KEY)

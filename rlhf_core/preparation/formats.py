@@ -1,4 +1,4 @@
-"""Records of users' data sets, in eleven formats, as rows of the canonical schema.
+"""Records of users' data sets, in fourteen formats, as rows of the canonical schema.
 
 A converter takes one record and returns rows by use, with all of the record's texts and no others. It raises `Dropped`, with the reason
 under which the record is counted, or `Misfit` if the record doesn't have the format at all.
@@ -21,6 +21,7 @@ from rlhf_core.data.schema import TEXTS, Message, extras
 from rlhf_core.preparation.drops import Dropped, Misfit
 from rlhf_core.preparation.notation import Notation
 from rlhf_core.preparation.record import PLAIN, Record, as_message, written_conversation
+from rlhf_core.preparation.steps import Solution, rated_solutions, read_steps, step_row, tagged_steps
 from rlhf_core.preparation.transcripts import hh_turns, interleaved, joined, listed_turns
 from rlhf_core.preparation.values import (
     in_order,
@@ -36,23 +37,25 @@ from rlhf_core.preparation.values import (
 from rlhf_core.preparation.verdicts import best_and_worse, best_replies, branchings, sign_of_winner
 
 Rows = dict[str, list[dict]]  # use -> rows without id, source and split
+STEP_SEPARATOR = "\n\n"  # where no reward model is named
 MAX_PAIRS = 4096  # of one record, whose good and bad completions are all paired
 
 
-def convert(values: Mapping[str, Any], source: SourceConfig, notation: Notation = PLAIN) -> Rows:
-    """Return the rows of one record. If the source names slices, rows of the uses preference and prompt also have a key `slices`.
+def convert(values: Mapping[str, Any], source: SourceConfig, notation: Notation = PLAIN, *, separator: str = STEP_SEPARATOR) -> Rows:
+    """Return the rows of one record. If the source names slices, rows of the uses preference, stepwise and prompt also have a key `slices`.
 
     Args:
         notation: of the source's first records.
+        separator: between the steps of rows of the use stepwise.
     Raises:
         Dropped: the record is left out.
         Misfit: the record doesn't have the source's format.
     """
     _check_pictures(values, source)
-    record = Record(values, source, notation)
+    record = Record(values, source, notation, separator=separator)
     rows = _CONVERTERS[source.format](record)
     _check_placeholders(rows)
-    if source.slices and (sliced := rows.keys() & {"preference", *({"prompt"} & {*source.uses})}):
+    if source.slices and (sliced := rows.keys() & {"preference", "stepwise", *({"prompt"} & {*source.uses})}):
         slices = {name: read_scalar(record.at(column, wanted_for=name), column) for name, column in source.slices.items()}
         rows |= {use: [{**row, "slices": slices} for row in rows[use]] for use in sliced}
     return rows
@@ -253,6 +256,34 @@ def _tree(record: Record) -> Rows:
     return rows
 
 
+def _stepwise(record: Record) -> Rows:
+    solution = read_steps(record.get("completions"), record.get("labels"), signed=record.notation.signed)
+    return _solution_rows(record, record.prompt(), [solution])
+
+
+def _prm800k(record: Record) -> Rows:
+    """Convert a problem and the rated completions of each step of its solution."""
+    question, label = record.get("question"), record.get("label")
+    if not isinstance(question, Mapping) or not isinstance(label, Mapping):
+        message = f"expected PRM800K's question and label, got {kind(question)} and {kind(label)}; use another format"
+        raise Misfit(message, "question and label are no objects")
+    messages = record.question(read_text(question.get("problem"), "problem"), "problem")
+    solutions = list(rated_solutions(label.get("steps")))
+    if not solutions:
+        raise Dropped("a solution without rated steps")
+    return _solution_rows(record, messages, solutions)
+
+
+def _math_shepherd(record: Record) -> Rows:
+    question, solution = tagged_steps(record.text("input"), record.text("label"))
+    return _solution_rows(record, record.question(question, "input"), [solution])
+
+
+def _solution_rows(record: Record, messages: list[Message], solutions: list[Solution]) -> Rows:
+    messages = _answerable(record, messages)
+    return {"stepwise": [step_row(messages, *solution, record.separator) for solution in solutions], **_prompt_row(messages)}
+
+
 def _prompt_only(record: Record) -> Rows:
     return _prompt_row(_answerable(record, record.prompt()), record.label())
 
@@ -267,6 +298,9 @@ _CONVERTERS: dict[str, Callable[[Record], Rows]] = {
     "compared": _compared,
     "graded": _graded,
     "ranked": _ranked,
+    "stepwise": _stepwise,
+    "prm800k": _prm800k,
+    "math_shepherd": _math_shepherd,
     "tree": _tree,
     "unpaired": _unpaired,
     "instruction": _instruction,

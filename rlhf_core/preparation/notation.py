@@ -23,7 +23,7 @@ NEARLY_ALL, FEW = 0.9, 0.1  # shares of the records
 AS_MESSAGES = "text that writes down messages, and is read as messages"
 LONGEST_LITERAL = 2**20  # characters of a Python literal, which takes more memory than JSON
 _SIDES = {"preference": ("chosen", "rejected"), "compared": ("first", "second"), "unpaired": ("completion",)}
-_MARKS = {"unpaired": "label", "graded": "good"}
+_MARKS = {"unpaired": "label", "graded": "good", "stepwise": "labels"}
 _WHAT = {
     "whole_texts": "answers begin with the prompt",
     "transcripts": "prompts are transcripts such as of Human: and Assistant:",
@@ -152,6 +152,7 @@ def _is_minus_one(record: Mapping[str, Any], source: SourceConfig) -> bool:
     path = source.columns.get(name, name)
     of = find_value(record, source.columns.get("completions", "completions")) if source.format == "graded" else [record]
     marks = [find_value(item, path) for item in of if isinstance(item, Mapping)] if isinstance(of, list) else []
+    marks = marks[0] if source.format == "stepwise" and isinstance(marks[0], list) else marks  # a list of one for each step
     return any((mark.strip() if isinstance(mark, str) else plain_number(mark)) in ("-1", "-1.0") for mark in marks if _is_scalar(mark))
 
 

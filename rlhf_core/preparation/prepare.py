@@ -17,6 +17,7 @@ from rlhf_core.data.judge import find_judge
 from rlhf_core.data.schema import SPLITS, WIDE_MESSAGES, open_rows
 from rlhf_core.models.tokenizer import new_tokenizer
 from rlhf_core.preparation.filters import TemplateRefusals
+from rlhf_core.preparation.formats import STEP_SEPARATOR
 from rlhf_core.preparation.samples import Writer
 from rlhf_core.preparation.sources import Mixed, mix
 
@@ -111,6 +112,7 @@ def prepare(
     tokenizer: PreTrainedTokenizerBase | None,
     writer: Writer | None,
     max_dropped_fraction: float,
+    step_separator: str | None = None,
 ) -> Prepared:
     """Write `<use>.parquet` and slices.parquet to `folder`: the rows of all sources that template and lengths allow.
 
@@ -119,17 +121,19 @@ def prepare(
         scratch: an empty folder for the rows of one source at a time; deleted.
         tokenizer: of the model; None: a new one is trained on the prepared texts.
         writer: the model for sources of kind samples.
+        step_separator: `reward.step_separator`.
     Raises:
         ValueError, FileNotFoundError: a source can't be used, or too much of it is dropped.
     """
-    mixed = mix(config, folder, scratch=scratch, seed=seed, writer=writer, max_dropped_fraction=max_dropped_fraction)
+    how = {"max_dropped_fraction": max_dropped_fraction, "step_separator": step_separator}
+    mixed = mix(config, folder, scratch=scratch, seed=seed, writer=writer, **how)
     shutil.rmtree(scratch, ignore_errors=True)
     if tokenizer is None:
         rows = (row for use in mixed.uses for part in _parts(mixed, use) for row in part)
         tokenizer = new_tokenizer(rows, vocab_size=model.architecture.vocab_size)
     if model.path is not None or any(_has_wide_messages(folder, use) for use in mixed.uses):
         drop_unrenderable(mixed, tokenizer, limit=config.max_unrenderable_fraction)
-    lengths = measure_rows(mixed, tokenizer, config, measured, max_length=model.max_length, limit=max_dropped_fraction)
+    lengths = measure_rows(mixed, tokenizer, config, measured, max_length=model.max_length, **how)
     for rows in mixed.rows.values():
         rows.write()
     return Prepared(config, mixed, tokenizer, lengths)
@@ -172,13 +176,21 @@ def drop_unrenderable(mixed: Mixed, tokenizer: PreTrainedTokenizerBase, *, limit
 
 
 def measure_rows(
-    mixed: Mixed, tokenizer: PreTrainedTokenizerBase, config: DataConfig, folder: Path, *, max_length: int, limit: float
+    mixed: Mixed,
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    folder: Path,
+    *,
+    max_length: int,
+    max_dropped_fraction: float,
+    step_separator: str | None = None,
 ) -> Lengths:
     """Measure the rows for validate_data, and drop those that don't fit, of the sources with `drop: [too_long]`. Returns the lengths.
 
     Args:
         folder: for the measures.
-        limit: the largest share of a source that may be dropped.
+        max_dropped_fraction: the largest share of a source that may be dropped.
+        step_separator: between the steps of rows of the use stepwise.
     Raises:
         ValueError: more would be dropped.
     """
@@ -189,7 +201,7 @@ def measure_rows(
         counts, masks = defaultdict(Counter), []
         with MeasuredWriter(folder, use, tokenizer) as file:
             for batch in mixed.rows[use].batches():
-                rows = measure(use, batch.to_pylist(), tokenizer)
+                rows = measure(use, batch.to_pylist(), tokenizer, separator=step_separator or STEP_SEPARATOR)
                 masks.append((rows["source"].isin(names) & rows["tokens"].gt(max_length)).to_numpy(dtype=bool))
                 kept = rows[~masks[-1]].reset_index(drop=True)
                 file.write_measured(kept)
@@ -197,7 +209,7 @@ def measure_rows(
                     counts[column].update(map(int, tokens.dropna()))
         mixed.drop_as("too_long", use, np.concatenate(masks))
         lengths[use] = {column: of_column for column, of_column in counts.items() if of_column}
-    mixed.check_shares(config, limit)
+    mixed.check_shares(config, max_dropped_fraction)
     return {use: lengths[use] for use in mixed.uses}
 
 

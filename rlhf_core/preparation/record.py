@@ -21,11 +21,18 @@ PLAIN = Notation()
 class Record:
     """One record, seen through the source's column mapping."""
 
-    def __init__(self, values: Mapping[str, Any], source: SourceConfig, notation: Notation = PLAIN, start: str | None = None):
-        """start: the text with which answers begin and that isn't a part of them; None: the record's prompt, where notation says so."""
+    def __init__(
+        self, values: Mapping[str, Any], source: SourceConfig, notation: Notation = PLAIN, start: str | None = None, separator: str = ""
+    ):
+        """
+        Args:
+            start: the text with which answers begin and that isn't a part of them; None: the record's prompt, where notation says so.
+            separator: between the steps of a response.
+        """
         self.values = values
         self.source = source
         self.notation = notation
+        self.separator = separator
         self._start = start
         self._templated = False
 

@@ -26,7 +26,7 @@ from rlhf_core.data.schema import ORIGIN, SCHEMAS, SLICES_SCHEMA, RowWriter, ope
 from rlhf_core.preparation.drops import DropCounts, Dropped, Misfit, Tally, excerpt
 from rlhf_core.preparation.files import file_records
 from rlhf_core.preparation.filters import REASONS, KeptRows, contradictory_rows, duplicate_rows, row_fault
-from rlhf_core.preparation.formats import convert
+from rlhf_core.preparation.formats import STEP_SEPARATOR, convert
 from rlhf_core.preparation.notation import AS_MESSAGES, beginning, check_signs, notation_of, with_messages
 from rlhf_core.preparation.samples import Writer, sample_rows
 from rlhf_core.preparation.tables import data_set_records
@@ -58,6 +58,7 @@ def read_source(
     dropped: DropCounts,
     writer: Writer | None = None,
     records: Iterable[RawRecord] | None = None,
+    separator: str | None = None,
 ) -> Iterator[tuple[str, dict]]:
     """Yield (use, row) for each row of the uses that the source declares; rows have no id, source and split yet.
 
@@ -68,6 +69,7 @@ def read_source(
         dropped: gets the reasons and counts of what is left out; complete after the last row.
         writer: the model that writes the texts of a source of kind samples.
         records: read these instead of `records_of(source)`.
+        separator: between the steps of rows of the use stepwise.
     Raises:
         ValueError: a file, a line or a column doesn't match the source, or (after the last row) one of the uses got no row.
         FileNotFoundError: the path doesn't exist.
@@ -80,7 +82,7 @@ def read_source(
         prompts = None if file is None else (row for _, row in _converted(records_of(file), file, dropped))
         rows = sample_rows(source, seed=seed, writer=writer, dropped=dropped, prompts=prompts)
     else:
-        rows = _converted(records_of(source) if records is None else records, source, dropped)
+        rows = _converted(records_of(source) if records is None else records, source, dropped, separator or STEP_SEPARATOR)
     given: Counter[str] = Counter()
     seen = SeenKeys()
     for chunk in chunks(rows):
@@ -101,7 +103,9 @@ def read_source(
             )
 
 
-def _converted(records: Iterable[RawRecord], source: SourceConfig, dropped: DropCounts) -> Iterator[tuple[str, dict]]:
+def _converted(
+    records: Iterable[RawRecord], source: SourceConfig, dropped: DropCounts, separator: str = STEP_SEPARATOR
+) -> Iterator[tuple[str, dict]]:
     """Yield the rows of all records that can be converted.
 
     Raises:
@@ -125,7 +129,7 @@ def _converted(records: Iterable[RawRecord], source: SourceConfig, dropped: Drop
         except ValueError as error:
             raise ValueError(f"source {source.name}: {where}: {error}") from error
         try:
-            converted = convert(values, source, notation)
+            converted = convert(values, source, notation, separator=separator)
         except Dropped as reason:
             dropped.add(str(reason), where, values)
             continue
@@ -233,7 +237,14 @@ class Mixed:
 
 
 def mix(
-    config: DataConfig, folder: Path, *, scratch: Path, seed: int, writer: Writer | None = None, max_dropped_fraction: float = 1.0
+    config: DataConfig,
+    folder: Path,
+    *,
+    scratch: Path,
+    seed: int,
+    writer: Writer | None = None,
+    max_dropped_fraction: float = 1.0,
+    step_separator: str | None = None,
 ) -> Mixed:
     """Write the rows of all sources, weighted and split: `<use>.parquet` for the uses that have rows, and slices.parquet. Rows that are
     dropped then are in the files until `KeptRows.write`.
@@ -241,6 +252,7 @@ def mix(
     Args:
         writer: the model for sources of kind samples.
         max_dropped_fraction: of what a source could have given for a use.
+        step_separator: between the steps of rows of the use stepwise.
     Raises:
         What `read_source` does.
         ValueError: more than `max_dropped_fraction` of a source is dropped.
@@ -252,7 +264,7 @@ def mix(
         files = {name: stack.enter_context(RowWriter(folder / f"{name}.parquet", schema)) for name, schema in schemas.items()}
         for source in config.sources:
             tally = mixed.tallies[source.name] = Tally()
-            ids = _write_source(source, config, scratch, tally, seed=seed, writer=writer)
+            ids = _write_source(source, config, scratch, tally, seed=seed, writer=writer, separator=step_separator)
             tally.check(source.name, source.uses, limit=max_dropped_fraction)
             for use, of_use in ids.items():
                 stays = kept_by_weight(of_use, source.weight / heaviest, config.max_rows)
@@ -269,7 +281,7 @@ def mix(
 
 
 def _write_source(
-    source: SourceConfig, config: DataConfig, scratch: Path, tally: Tally, *, seed: int, writer: Writer | None
+    source: SourceConfig, config: DataConfig, scratch: Path, tally: Tally, *, seed: int, writer: Writer | None, separator: str | None
 ) -> dict[str, np.ndarray]:
     """Write all rows of a source to `scratch`, with ids, splits and slices. Returns use -> ids, [rows] uint64, of the uses with rows."""
     numbers = {use: array("Q") for use in source.uses}
@@ -277,7 +289,8 @@ def _write_source(
     fractions = {name: getattr(config, name) for name in ("validation_fraction", "test_fraction", "promotion_fraction")}
     with ExitStack() as stack:
         files = {use: stack.enter_context(RowWriter(scratch / f"{use}.parquet", SCHEMAS[use].append(SLICES))) for use in source.uses}
-        rows = counted(read_source(source, seed=seed, dropped=tally.left_out, writer=writer), f"rows of {source.name}")
+        read = read_source(source, seed=seed, dropped=tally.left_out, writer=writer, separator=separator)
+        rows = counted(read, f"rows of {source.name}")
         for chunk in chunks(rows):
             kept: dict[str, list[dict]] = {use: [] for use in source.uses}
             for use, row in chunk:

@@ -7,8 +7,9 @@ training of the policy is named last, if no earlier stage explains the outcome.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pandas as pd
 
@@ -155,10 +156,22 @@ def _sft(inputs: ReportInputs) -> Iterator[Blame]:
         )
 
 
+def _process_reward_model(found: Mapping[str, Any]) -> Iterator[Blame]:
+    if found["n"] and found["low"] <= 0.1:
+        yield Blame(
+            "train_reward",
+            f"F1 {found['f1']:.3f} of finding the first wrong step in {found['n']} responses, at least {found['low']:.3f}",
+            "The process reward model hardly finds first wrong steps, so its rewards are noise.",
+            ("whether the labels of steps are mapped correctly", "reward.learning_rate, and reward.epochs or reward.steps"),
+        )
+
+
 def _reward_model(inputs: ReportInputs) -> Iterator[Blame]:
     accuracy, low, n = (need(inputs.gate, key) for key in ("accuracy", "low", "n"))
     is_trained = inputs.params["reward"].get("path") is None
-    if low <= 0.5:
+    if "first_error" in inputs.gate:
+        yield from _process_reward_model(inputs.gate["first_error"])
+    elif low <= 0.5:
         yield Blame(
             "train_reward",
             f"held-out accuracy {accuracy:.3f} on {n} pairs, at least {low:.3f}; guessing has 0.5",

@@ -20,7 +20,7 @@ REQUIRED_COLUMNS: dict[str, tuple[str, ...]] = {
     "lengths": ("use", "column", "low", "high", "texts"),
     "sft_curves": ("step", "phase", "loss", "heldout_loss"),
     "reward_curves": ("step", "loss", "accuracy", "heldout_loss", "heldout_accuracy"),
-    "heldout": ("source", "split", "chosen_score", "rejected_score"),
+    "heldout": ("source", "split"),
     "samples": (
         *("id", "source", "prompt", "mode", "sft_response", "policy_response"),
         *("sft_score", "policy_score", "sft_judge_ok", "policy_judge_ok"),

@@ -52,9 +52,20 @@ def accuracies(gate: Mapping[str, Any]) -> figure | None:
     """Figure of the accuracy on all test pairs and on each slice, with intervals and the threshold; None if nothing could be judged."""
     if need(gate, "accuracy") is None:
         return None
+    if "first_error" in gate:
+        return _step_accuracies(gate)
     slices = [s for s in need(gate, "slices") if s["n"] and s["n"] < gate["n"]]  # one with all pairs says nothing of its own
     named = {"all pairs": {**gate, "judged": True}} | {slice_name(s): s for s in slices[:MAX_SLICES]}
     return intervals(named, threshold=need(gate, "threshold"), x_title="held-out accuracy")
+
+
+def _step_accuracies(gate: Mapping[str, Any]) -> figure:
+    found, steps = gate["first_error"], gate["steps"]
+    named = {"first wrong step: F1": {**found, "accuracy": found["f1"]}} if found["n"] else {}
+    named |= {f"first wrong step: {kind} responses": found[kind] for kind in ("correct", "erroneous") if found[kind]["n"]}
+    named |= {f"steps: {kind}": steps[kind] for kind in ("all", "right", "wrong") if steps[kind]["n"]}
+    rows = {name: {**row, "ties": 0, "judged": name.endswith("F1")} for name, row in named.items()}
+    return intervals(rows, threshold=need(gate, "threshold"), x_title="held-out accuracy; dashed: the least F1")
 
 
 def external(gate: Mapping[str, Any]) -> figure | None:
@@ -143,17 +154,21 @@ def _bins(plot: figure, bins: Sequence[Mapping[str, Any]], label: str, color: st
     plot.add_tools(HoverTool(renderers=[dots], tooltips=tooltips))
 
 
-def score_histogram(pairs: pd.DataFrame) -> figure | None:
-    """Histogram of the scores of chosen and rejected responses."""
-    chosen = pairs["chosen_score"].to_numpy(dtype=float)
-    rejected = pairs["rejected_score"].to_numpy(dtype=float)
+def score_histogram(heldout: pd.DataFrame) -> figure | None:
+    """Histogram of the scores of chosen and rejected responses; of a process reward model those of right and wrong steps."""
+    if "labels" in heldout:
+        labels, scores = (np.concatenate([np.zeros(0), *heldout[name].map(np.asarray)]) for name in ("labels", "scores"))
+        names, chosen, rejected = ("right", "wrong"), scores[labels >= 0], scores[labels < 0]
+    else:
+        names = ("chosen", "rejected")
+        chosen, rejected = (heldout[f"{name}_score"].to_numpy(dtype=float) for name in names)
     both = np.concatenate([chosen, rejected])
     both = both[np.isfinite(both)]
     if both.size == 0:
         return None
     edges = np.histogram_bin_edges(both, bins=BINS)
-    plot = canvas("responses", x_title="reward-model score")
-    for values, label, color in ((rejected, "rejected", ORANGE), (chosen, "chosen", BLUE)):
+    plot = canvas("steps" if "labels" in heldout else "responses", x_title="reward-model score")
+    for values, label, color in ((rejected, names[1], ORANGE), (chosen, names[0], BLUE)):
         counts, _ = np.histogram(values[np.isfinite(values)], bins=edges)
         source = ColumnDataSource({"left": edges[:-1], "right": edges[1:], "count": counts})
         bars = plot.quad(
@@ -161,7 +176,7 @@ def score_histogram(pairs: pd.DataFrame) -> figure | None:
             line_alpha=0.7, legend_label=label,
         )  # fmt: skip
         tooltips = [(label, "@count"), ("score", "@left{0.00} to @right{0.00}")]
-        plot.add_tools(HoverTool(renderers=[bars], mode="vline", tooltips=tooltips, attachment="left" if label == "chosen" else "right"))
+        plot.add_tools(HoverTool(renderers=[bars], mode="vline", tooltips=tooltips, attachment="left" if label == names[0] else "right"))
     plot.y_range.start, plot.y_range.range_padding = 0, 0.25  # room for the legend
     place_legend(plot, "top_right")
     return plot

@@ -14,7 +14,7 @@ from rlhf_core.report.texts import count, measured, number, share
 from rlhf_core.report.verdict import MODES, is_scored, judged
 from rlhf_core.statistics.intervals import holm, wilson_interval
 
-USES = ("pretrain", "sft", "preference", "prompt")  # in the order of the chain
+USES = ("pretrain", "sft", "preference", "stepwise", "prompt")  # in the order of the chain
 # Params shown first, in the order of the chain; the others are folded away.
 KEY_PARAMS = (
     *("seed", "model.path", "model.architecture", "model.dtype", "sft.enabled", "sft.epochs", "sft.steps"),
@@ -57,6 +57,8 @@ LABELS = {
     "heldout_loss": "held-out loss",
     "heldout_accuracy": "held-out accuracy",
     "heldout_pairs": "pairs scored for the gate",
+    "heldout_solutions": "responses scored for the gate",
+    "labelled_steps": "labelled steps",
     "score_first_step": "score at the first step",
     "score_mean": "score at the end",
     "kl_mean": "KL at the end",
@@ -332,14 +334,20 @@ def samples(table: pd.DataFrame, start: str = SFT) -> list[dict[str, Any]]:
     """
     cards, names = [], {"sft": "SFT" if start == SFT else "Given", "policy": "Policy"}
     for row in table.to_dict("records"):
-        answers = [answer(name, row[f"{m}_response"], row[f"{m}_score"], row[f"{m}_judge_ok"]) for m, name in names.items()]
+        answers = [
+            answer(name, row[f"{m}_response"], row[f"{m}_score"], row[f"{m}_judge_ok"], row.get(f"{m}_steps")) for m, name in names.items()
+        ]
         cards.append({k: row[k] for k in ("id", "source", "prompt", "mode")} | side_by_side(*answers))
     return sorted(cards, key=lambda card: 0.0 if card["gain"] is None else -abs(card["gain"]))
 
 
-def answer(model: str, text: str, score: float | None, ok: bool | None) -> dict[str, Any]:
-    """One side of a card, with None for NaN, as which pandas reads null."""
-    return {"model": model, "text": text, "score": None if pd.isna(score) else float(score), "ok": None if pd.isna(ok) else bool(ok)}
+def answer(model: str, text: str, score: float | None, ok: bool | None, steps: str | None = None) -> dict[str, Any]:
+    """One side of a card, with None for NaN, as which pandas reads null.
+
+    steps: probabilities of a process reward model, as text.
+    """
+    known = {"score": None if pd.isna(score) else float(score), "ok": None if pd.isna(ok) else bool(ok)}
+    return {"model": model, "text": text, **known, "steps": None if pd.isna(steps) else steps}
 
 
 def side_by_side(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

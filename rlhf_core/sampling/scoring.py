@@ -18,10 +18,13 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_core.algorithms.step_rewards import aggregate_of, step_rewards
 from rlhf_core.config import ModelConfig, ScoreConfig, ScorerConfig
 from rlhf_core.engines.deepspeed.engine import device
 from rlhf_core.engines.deepspeed.ranks import in_shares
 from rlhf_core.engines.rollout.requests import Sample
+from rlhf_core.models.batch import padded_ends
+from rlhf_core.models.folder import step_separator
 from rlhf_core.models.tokenizer import load_tokenizer, response_text
 from rlhf_core.progress import Reasons
 from rlhf_core.scorers.needs import model_folders
@@ -74,11 +77,13 @@ class ScoredResponse(SampledResponse):
 
     score: weighted sum of the raw scores; NaN where a scorer with a weight has no score, or no scorer has a weight.
     components: raw score by scorer's name; NaN = not scored.
+    steps: of each process reward model the probabilities that the steps are right.
     """
 
     text: str
     score: float
     components: dict[str, float]
+    steps: dict[str, list[float]] = field(default_factory=dict, kw_only=True)
 
 
 def sampled_response(prompt: Prompt, sample: Sample | Rollout) -> SampledResponse:
@@ -128,10 +133,17 @@ class Scorers:
             name: load_tokenizer(str(folder), trust_remote_code=model.trust_remote_code, template_date=model.template_date, scores=True)
             for name, folder in folders.items()
         }
+        self.separators = {name: step_separator(folder) for name, folder in folders.items()}
         self.reports = {name: Reasons(name) for name in folders}
 
-    def submit_sequences(self, name: str, sequences: list[list[int] | None]) -> Callable[[], torch.Tensor]:
-        """Start a reward model's forward passes. The result waits for them: raw scores [N, members], NaN where a sequence is None."""
+    def submit_sequences(
+        self, name: str, sequences: list[list[int] | None], ends: torch.Tensor | None = None
+    ) -> Callable[[], torch.Tensor]:
+        """Start a reward model's forward passes. The result waits for them: raw scores [N, members], NaN where a sequence is None.
+
+        Args:
+            ends: of steps, as for `score_sequences`: the scores are theirs, [N, members, S].
+        """
         raise NotImplementedError
 
     def score_texts(self, config: ScorerConfig, items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:
@@ -167,12 +179,17 @@ class LocalScorers(Scorers):
         }
         super().__init__(configs, folders, model)
 
-    def submit_sequences(self, name: str, sequences: list[list[int] | None]) -> Callable[[], torch.Tensor]:
+    def submit_sequences(
+        self, name: str, sequences: list[list[int] | None], ends: torch.Tensor | None = None
+    ) -> Callable[[], torch.Tensor]:
         pad_id = self.tokenizers[name].pad_token_id
-        place: dict[tuple[int, ...] | None, int] = {}  # of each distinct sequence, which is scored once
-        places = [place.setdefault(None if ids is None else tuple(ids), len(place)) for ids in sequences]
-        distinct = [None if ids is None else list(ids) for ids in place]
-        scores = score_by_members(self._members[name], distinct, pad_id=pad_id, microbatch_tokens=MICROBATCH_TOKENS, device=device())
+        of_steps = [()] * len(sequences) if ends is None else [tuple(row) for row in ends.tolist()]
+        place: dict[Any, int] = {}  # of each distinct sequence, which is scored once
+        places = [place.setdefault((None if i is None else tuple(i), own), len(place)) for i, own in zip(sequences, of_steps, strict=True)]
+        distinct = [None if ids is None else list(ids) for ids, _ in place]
+        own_ends = None if ends is None else torch.tensor([own for _, own in place]).reshape(len(place), ends.shape[1])
+        how = {"pad_id": pad_id, "microbatch_tokens": MICROBATCH_TOKENS, "device": device(), "ends": own_ends}
+        scores = score_by_members(self._members[name], distinct, **how)
         return lambda: scores[places]
 
     def score_texts(self, config: ScorerConfig, items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:
@@ -181,10 +198,34 @@ class LocalScorers(Scorers):
 
 @dataclass(frozen=True)
 class PendingScores:
-    """Responses whose reward models are at work; `ResponseScorer.collect` waits for the scores."""
+    """Responses whose reward models are at work; `ResponseScorer.collect` waits for the scores.
+
+    steps: of each process reward model, the tokens of each response that end a step; None where it has no score.
+    """
 
     responses: Sequence[Response]
     by_model: dict[str, Callable[[], torch.Tensor]]
+    steps: dict[str, list[list[int] | None]]
+
+
+@dataclass(frozen=True)
+class StepScores:
+    """What a process reward model says of each response.
+
+    probabilities: that each step is right, less an ensemble's penalty.    ends: its tokens in the response.
+    rewards: what each step adds to the response's score, at the same tokens.
+    """
+
+    probabilities: list[list[float]]
+    ends: list[list[int]]
+    rewards: list[list[float]]
+
+    def select(self, rows: Sequence[int]) -> StepScores:
+        return StepScores(*([of[row] for row in rows] for of in (self.probabilities, self.ends, self.rewards)))
+
+    @classmethod
+    def joined(cls, parts: Sequence[StepScores]) -> StepScores:
+        return cls(*([row for part in parts for row in getattr(part, name)] for name in ("probabilities", "ends", "rewards")))
 
 
 class ResponseScorer:
@@ -198,22 +239,39 @@ class ResponseScorer:
     def __init__(self, scorers: Scorers, tokenizer: PreTrainedTokenizerBase, *, stops: Collection[int] = ()):
         self._scorers, self._tokenizer, self._stops = scorers, tokenizer, stops
         self._inputs = {
-            name: RewardModelInput(tokenizer, own, max_length=scorers.max_length, stops=stops, report=scorers.reports[name])
+            name: RewardModelInput(
+                tokenizer, own, max_length=scorers.max_length, stops=stops, report=scorers.reports[name], separator=scorers.separators[name]
+            )
             for name, own in scorers.tokenizers.items()
         }
 
     def submit(self, responses: Sequence[Response]) -> PendingScores:
         """Start the reward models' forward passes."""
         triples = [(r.prompt, r.response_ids, r.finished) for r in map(last_reply, responses)]
-        return PendingScores(
-            responses, {name: self._scorers.submit_sequences(name, inputs.sequences(triples)) for name, inputs in self._inputs.items()}
-        )
+        by_model, steps = {}, {}
+        for name, inputs in self._inputs.items():
+            if inputs.separator is None:
+                by_model[name] = self._scorers.submit_sequences(name, inputs.sequences(triples))
+                continue
+            found = inputs.step_sequences(triples)
+            ends = padded_ends([None if s is None else s.ends for s in found])
+            by_model[name] = self._scorers.submit_sequences(name, [None if s is None else s.ids for s in found], ends)
+            steps[name] = [None if s is None else s.own for s in found]
+        return PendingScores(responses, by_model, steps)
 
-    def collect(self, pending: PendingScores, metrics: ScorerMetrics | None = None, *, texts: list[str] | None = None) -> RewardComponents:
+    def collect(
+        self,
+        pending: PendingScores,
+        metrics: ScorerMetrics | None = None,
+        *,
+        texts: list[str] | None = None,
+        steps: dict[str, StepScores] | None = None,
+    ) -> RewardComponents:
         """Run the scorers that read text, then wait for the reward models. The scores of text have 64 bits.
 
         Args:
             metrics: collects further metrics of scorers, and the disagreement of ensembles.
+            steps: gets what process reward models say of steps, by the scorer's name.
             texts: `self.texts(responses)`, if the caller has it.
         """
         by_text = [config for config in self._scorers.configs if config.name not in self._inputs]
@@ -235,6 +293,11 @@ class ResponseScorer:
         for config in self._scorers.configs:
             if config.name in pending.by_model:
                 combined, std = combine_members(pending.by_model[config.name](), std_coef=config.std_coef)
+                if config.name in pending.steps:
+                    probabilities = combined.sigmoid()
+                    combined = aggregate_of(probabilities, config.aggregate)
+                    if steps is not None:
+                        steps[config.name] = _step_scores(pending, config, probabilities)
                 known = std[std.isfinite()]
                 if metrics is not None and config.members > 1 and len(known):
                     metrics.add(config.name, {DISAGREEMENT: float(known.mean())}, count=len(known))
@@ -267,16 +330,35 @@ class ResponseScorer:
     def _score_own(self, prompts: list[Prompt], samples: list[list[Sample | Rollout]]) -> list[list[ScoredResponse]]:
         responses = [sampled_response(p, s) for p, group in zip(prompts, samples, strict=True) for s in group]
         texts = self.texts(responses)
-        components = self.collect(self.submit(responses), texts=texts)
+        steps: dict[str, StepScores] = {}
+        components = self.collect(self.submit(responses), texts=texts, steps=steps)
         configs = self._scorers.configs
         weighted = any(config.weight for config in configs)
         scores = weighted_score(components, configs).tolist() if weighted else [math.nan] * len(responses)
         components = {name: values.tolist() for name, values in components.items()}
         scored = (
-            ScoredResponse(**vars(response), text=text, score=score, components={name: v[i] for name, v in components.items()})
+            ScoredResponse(
+                **vars(response),
+                text=text,
+                score=score,
+                components={name: v[i] for name, v in components.items()},
+                steps={name: found.probabilities[i] for name, found in steps.items()},
+            )
             for i, (response, text, score) in enumerate(zip(responses, texts, scores, strict=True))
         )
         return [[next(scored) for _ in group] for group in samples]
+
+
+def _step_scores(pending: PendingScores, config: ScorerConfig, probabilities: torch.Tensor) -> StepScores:
+    """Scores and rewards of steps from their probabilities [N, S]."""
+    dialogues = [0 if r.dialogue is None else r.dialogue.start for r in pending.responses]
+    ends = [[start + end for end in own or ()] for start, own in zip(dialogues, pending.steps[config.name], strict=True)]
+    counts = [len(own) for own in ends]
+
+    def rows(values: torch.Tensor) -> list[list[float]]:
+        return [row[:n] for row, n in zip(values.tolist(), counts, strict=True)]
+
+    return StepScores(rows(probabilities), ends, rows(step_rewards(probabilities, config.aggregate)))
 
 
 def without_prompts(groups: list[list[ScoredResponse]]) -> list[list[dict[str, Any]]]:

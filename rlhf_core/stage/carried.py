@@ -93,7 +93,7 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("training.checkpoint_every", "training.eval_every", "training.keep_best", "training.max_minutes"): {},
     # What supervised training learns, and its held-out loss
     ("sft.pretrain",): {"pretraining": REFUSED},
-    ("sft.train_on", "sft.train_on_thoughts", "reward.margin"): {"best_loss": ANEW},
+    ("sft.train_on", "sft.train_on_thoughts", "reward.margin", "reward.step_separator"): {"best_loss": ANEW},
     ("reward.enabled", "reward.centering_coef", "reward.ensemble", "conditional_sft.wanted", "iterative.promotion"): {},
     ("sft.enabled", "reward.path", "reward.pinned", "external", "data/inputs.json:reward", "data/inputs.json:policy"): {},
     ("training.loss", "training.beta", "dpo.label_smoothing", "dpo.length_normalize", "dpo.simpo_margin", "dpo.nll_coef"): {
@@ -116,7 +116,7 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     # RL: rewards and samples
     ("rl.reward.scorers.*.weight", "rl.reward.scorers.*.name"): _SCORES,  # `_lacking` refuses other normalised scorers
     ("rl.reward.scorers.*.kind", "rl.reward.scorers.*.path", "rl.reward.scorers.*.members", "rl.reward.scorers.*.std_coef"): _SCORER,
-    ("rl.reward.scorers.*.label", "rl.reward.scorers.*.pattern", "rl.reward.scorers.*.target_length"): _SCORER,
+    ("rl.reward.scorers.*.label", "rl.reward.scorers.*.steps", "rl.reward.scorers.*.pattern", "rl.reward.scorers.*.target_length"): _SCORER,
     ("rl.reward.scorers.*.seconds", "rl.reward.scorers.*.memory_mib", "rl.reward.scorers.*.reward"): _SCORER,
     ("rl.reward.scorers.*.url", "rl.reward.scorers.*.dialect"): _SCORER,
     ("rl.reward.scorers.*.model", "rl.reward.scorers.*.mode", "rl.reward.scorers.*.scale", "rl.reward.scorers.*.criteria"): _SCORER,

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlhf_core.config import shown
 from rlhf_core.engines.vllm.server import ServerSettings
+from rlhf_core.models.folder import step_separator
 from rlhf_core.models.tokenizer import Unrenderable, load_tokenizer, turn_end
 from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.scorers.dialects import VERSION
@@ -172,6 +173,11 @@ def reward_service(chosen: Chosen, settings: ServerSettings) -> RewardService:
     Raises:
         ValueError: the folder has no reward model that scores a conversation with one number.
     """
+    if step_separator(chosen.folder) is not None:
+        raise ValueError(
+            f"{chosen.folder}: expected a reward model that scores whole responses, got a process reward model; use it as a scorer of kind "
+            "reward_model (docs/process.md)"
+        )
     device, trust = torch.device("cuda" if torch.cuda.is_available() else "cpu"), settings.trust_remote_code
     how = {"trust_remote_code": trust, "training_dtype": settings.dtype, "dtype": getattr(torch, settings.dtype)}
     members = load_members(chosen.folder, device=device, **how)

@@ -21,6 +21,7 @@ ALL = ["together", "two_groups", "apart", "two_and_one"]
     [
         pytest.param("ppo-two_and_one", ["together", "two_and_one"], id="two groups of which one has two ranks", marks=pytest.mark.long),
         pytest.param("gdpo", ["together", "two_groups"], id="rewards of two scorers", marks=pytest.mark.long),
+        pytest.param("step_rewards", ["together", "two_groups"], id="rewards of steps", marks=pytest.mark.long),
         pytest.param("grpo_curriculum", ["together", "two_groups"], id="curriculum", marks=pytest.mark.long),
         pytest.param("ppo", ALL, id="all", marks=pytest.mark.long),
         pytest.param("sampled", ALL, id="teachers of sampled tokens", marks=pytest.mark.long),

@@ -91,6 +91,8 @@ def checks_for(use: str, frame: pd.DataFrame, config: ValidationConfig, *, max_l
         checks += _pairs(config, any_pairs=bool(frame["chosen_is_longer"].notna().any()))
         checks += [_enough_pairs(config.min_pairs)] if pairs and config.min_pairs else []
         checks += _unpaired(config) if frame["is_chosen"].notna().any() else []
+    if use == "stepwise":
+        checks += _steps(config)
     return checks
 
 
@@ -270,6 +272,33 @@ def _pairs(config: ValidationConfig, *, any_pairs: bool) -> list[Check]:
         ),
         *([_length_bias(config.max_length_bias)] if any_pairs else []),
     ]
+
+
+def _steps(config: ValidationConfig) -> list[Check]:
+    one_each = gxe.ExpectColumnPairValuesToBeEqual(column_A="steps", column_B="labels")
+    labels = gxe.ExpectColumnValuesToBeNull(column="bad_label")
+    checks = [
+        Check("labels_of_steps", one_each, "there is one label for each step", 0.0, "label every step, or correct reward.step_separator"),
+        Check("label_values", labels, "labels of steps are 1 (right), 0 (neutral) and -1 (wrong)", 0.0, "run prepare_data again"),
+    ]
+    for column, what in (("right_steps", "right"), ("wrong_steps", "wrong")):
+        some = gxe.ExpectColumnSumToBeBetween(column=column, min_value=1)
+        advice = f"add responses with {what} steps: from labels that are all the same nothing is learned"
+        checks.append(Check(column, some, f"some steps are {what}", 1, advice, "at least", f"number of {what} steps", float))
+    return [*checks, *([_enough_solutions(config.min_pairs)] if config.min_pairs else [])]
+
+
+def _enough_solutions(least: int) -> Check:
+    return Check(
+        "min_pairs",
+        gxe.ExpectTableRowCountToBeBetween(min_value=least),
+        "there are enough responses with labelled steps to learn from",
+        least,
+        "add such responses, or lower validation.min_pairs",
+        "at least",
+        "number of responses with labelled steps",
+        float,
+    )
 
 
 def _enough_pairs(least: int) -> Check:

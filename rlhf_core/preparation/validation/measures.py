@@ -30,6 +30,7 @@ from rlhf_core.models.template import (
     turn_end,
     written_turn,
 )
+from rlhf_core.preparation.formats import STEP_SEPARATOR
 from rlhf_core.preparation.validation.tables import with_repeated_pairs, without_sound_texts
 from rlhf_core.preparation.validation.texts import TEXT_COLUMNS, kinds, pair_columns, read_texts, strings
 from rlhf_core.preparation.values import ROLE_ORDER
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def measure(use: str, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
+def measure(use: str, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase, *, separator: str = STEP_SEPARATOR) -> pd.DataFrame:
     """Return the rows of one use with the columns that expectations need; a value is missing where there is nothing to measure.
 
     All uses: id, source, split, the texts of TEXT_COLUMNS, and tokens: the length of the longest sequence that a trainer makes of the row,
@@ -48,15 +49,21 @@ def measure(use: str, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) 
     With messages: conversation (as JSON), beginning (up to the first message of the user, case and white space ignored), roles (joined by
         commas), shortest_message (stripped), template_error (why the chat template refuses the conversation), joined and composed (see
         `_Answer`) and control_token: one that templates write around turns, in a message or a text.
-    sft, preference: <text>_decoded: the text after template, encoding and decoding; <text>_end_token: with which it ends as text.
+    sft, preference, stepwise: <text>_decoded: the text after template, encoding and decoding; <text>_end_token: with which it ends as text.
     preference: pair (JSON of the conversation and both texts in sorted order, all stripped), preference (the preferred one), is_pair,
         chosen_is_longer (in tokens: 1, 0 or, for a tie, 0.5), is_chosen (unpaired rows only).
+    stepwise: steps and labels (numbers of them), bad_label (the first value that is no label), right_steps and wrong_steps (numbers).
+
+    Args:
+        separator: between the steps of stepwise rows.
     """
     frame = read_texts(use, rows)
     if use == "pretrain":
         lengths = {text: len(ids) + 1 for text, ids in encode_texts(tokenizer, frame["text"].dropna().unique().tolist())}
         return frame.assign(tokens=frame["text"].map(lengths).astype(float))
     frame = frame.assign(**_token_columns(frame, TEXT_COLUMNS[use], tokenizer))
+    if use == "stepwise":
+        return frame.assign(**_step_columns(rows, separator))
     return frame.assign(**pair_columns(frame), **_preference_columns(frame)) if use == "preference" else frame
 
 
@@ -212,6 +219,17 @@ def _rewritten(decoded: str, messages: list[Message], text: str, prompt: str, to
 
 def _composed(text: str) -> str:
     return text if text.isascii() else unicodedata.normalize("NFC", text)
+
+
+def _step_columns(rows: Sequence[dict], separator: str) -> dict[str, pd.Series]:
+    labels = [row["labels"] or [] for row in rows]
+    return {
+        "steps": pd.Series([len((row["response"] or "").split(separator)) for row in rows], dtype=int),
+        "labels": pd.Series([len(of_row) for of_row in labels], dtype=int),
+        "bad_label": strings(next((str(x) for x in of_row if x not in (1, 0, -1)), None) for of_row in labels),
+        "right_steps": pd.Series([sum(x in (1, 0) for x in of_row) for of_row in labels], dtype=int),
+        "wrong_steps": pd.Series([sum(x == -1 for x in of_row) for of_row in labels], dtype=int),
+    }
 
 
 def _preference_columns(frame: pd.DataFrame) -> dict[str, pd.Series]:

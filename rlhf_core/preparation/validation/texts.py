@@ -16,6 +16,7 @@ TEXT_COLUMNS: dict[str, tuple[str, ...]] = {
     "pretrain": ("text",),
     "sft": ("response",),
     "preference": ("chosen", "rejected"),
+    "stepwise": ("response",),
     "prompt": (),
 }
 

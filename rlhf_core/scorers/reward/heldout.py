@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +10,10 @@ import numpy as np
 import torch
 
 from rlhf_core.config import RewardConfig, ScorerConfig
-from rlhf_core.data.hashing import conversation_text
+from rlhf_core.data.hashing import prompt_name
 from rlhf_core.data.schema import read_rows
 from rlhf_core.engines.deepspeed.ranks import threads_of_rank
-from rlhf_core.models.folder import check_model_folder, locate_model
+from rlhf_core.models.folder import check_model_folder, locate_model, step_separator
 from rlhf_core.models.tokenizer import encode_prompts
 from rlhf_core.provenance.dvc_cache import checkout
 from rlhf_core.scorers.reward.loaded import LoadedModel
@@ -38,7 +37,7 @@ def copy_ready_made(config: RewardConfig, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     if not config.is_registered:
         place = Path(locate_model(config.path, key=KEY))
-        check_reward_folder(place)
+        check_reward_folder(place, config.step_separator)
         folder.mkdir(parents=True)
         for path in place.rglob("*"):
             if path.is_file() and _belongs(path.relative_to(place)):
@@ -52,7 +51,7 @@ def copy_ready_made(config: RewardConfig, folder: Path) -> None:
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     checkout(config.pinned.md5, folder, root=Path(), sha256=config.pinned.sha256)
-    check_reward_folder(folder)
+    check_reward_folder(folder, config.step_separator)
 
 
 def _belongs(name: Path) -> bool:
@@ -61,16 +60,41 @@ def _belongs(name: Path) -> bool:
     return not hidden and (name.name == _INDEX or not name.name.endswith(_OTHER_WEIGHTS))
 
 
-def check_reward_folder(folder: Path) -> None:
+def check_reward_folder(folder: Path, separator: str | None) -> None:
     """Check a ready-made reward model by its files; loading it checks the rest.
 
+    Args:
+        separator: `reward.step_separator`.
     Raises:
-        ValueError: it has several labels, no chat template or no weights in safetensors, or is an ensemble or an encoder-decoder.
+        ValueError: it has several labels, no chat template or no weights in safetensors, or is an ensemble or an encoder-decoder, or has
+            another step separator.
     """
     check_model_folder(folder)
     check_ready_made(ScorerConfig(name="reward_model", kind="reward_model"), folder)
+    if (own := step_separator(folder)) != separator:
+        raise ValueError(
+            f"reward.step_separator: expected that of the model at {KEY}, {own!r}, got {separator!r}; set it to the model's, which is null "
+            "for one that scores whole responses"
+        )
     if (found := len(member_folders(folder))) > 1:
         raise ValueError(f"{KEY}: expected one model in {folder}, got an ensemble of {found}; name another, or a folder with one of them")
+
+
+def score_heldout_steps(run: TrainRun, folder: Path, prepared: Path) -> dict[str, Any]:
+    """Score the steps of the held-out responses on each rank; as `score_heldout_pairs`, with the rows of a process reward model."""
+    torch.set_num_threads(threads_of_rank(run.params.cluster.threads))
+    model = run.params.model
+    options = {"max_length": model.max_length, "trust_remote_code": model.trust_remote_code, "template_date": model.template_date}
+    loaded, rows, left_out = LoadedModel.load(folder, **options), [], 0
+    for split in HELDOUT_SPLITS:
+        of_split = read_rows(prepared, "stepwise", split)
+        found = loaded.score_steps([(row["messages"], row["response"]) for row in of_split])
+        for row, scores in zip(of_split, found, strict=True):
+            if scores is None or len(scores[0]) != len(row["labels"]):
+                left_out += 1
+            else:
+                rows.append((row["id"], row["source"], split, prompt_name(row["messages"]), row["labels"], *scores))
+    return {"rows": rows, "left_out": left_out}
 
 
 def score_heldout_pairs(run: TrainRun, folder: Path, prepared: Path) -> dict[str, Any]:
@@ -93,6 +117,5 @@ def score_heldout_pairs(run: TrainRun, folder: Path, prepared: Path) -> dict[str
         prompts = encode_prompts(loaded.tokenizer, [row["messages"] for row in kept])
         for row, scores, prompt in zip(kept, zip(chosen[known].tolist(), rejected[known].tolist(), strict=True), prompts, strict=True):
             tokens = [len(loaded.encode(row["messages"], row[side]) or ()) for side in ("chosen", "rejected")]
-            name = hashlib.sha256(conversation_text(row["messages"]).encode("utf-8", "surrogatepass")).hexdigest()[:16]
-            rows.append((row["id"], row["source"], split, *scores, *tokens, name, len(prompt), 0.0, 0.0))
+            rows.append((row["id"], row["source"], split, *scores, *tokens, prompt_name(row["messages"]), len(prompt), 0.0, 0.0))
     return {"rows": rows, "left_out": left_out}

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from rlhf_core.data.schema import Message
-from rlhf_core.models.tokenizer import Unrenderable, copies_response, encode_scored, keeps_borders, response_text, turn_end
+from rlhf_core.models.steps import step_ends, turn_step_ends
+from rlhf_core.models.tokenizer import (
+    Unrenderable,
+    copies_response,
+    encode_scored,
+    encode_scored_turns,
+    keeps_borders,
+    response_text,
+    turn_end,
+)
 from rlhf_core.progress import Reasons
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlhf_core.types import Prompt
+
+T = TypeVar("T")
 
 
 def scored_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], response: str, *, finished: bool = True) -> list[int]:
@@ -46,6 +57,17 @@ def without_stop(response_ids: list[int], stops: Collection[int], *, finished: b
     return response_ids[:-1] if finished and response_ids and response_ids[-1] in stops else response_ids
 
 
+class StepSequence(NamedTuple):
+    """Token ids for a process reward model.
+
+    ends: positions in `ids` of the tokens that end a step.    own: the same tokens' positions in the sampled response.
+    """
+
+    ids: list[int]
+    ends: list[int]
+    own: list[int]
+
+
 class RewardModelInput:
     """Turns conversations and sampled responses into token ids for a reward model.
 
@@ -56,6 +78,7 @@ class RewardModelInput:
     Args:
         stops: the policy's `stop_ids`, whether they are special tokens or not.
         report: function that gets the reasons why responses have no ids.
+        separator: of a process reward model.
     Raises:
         ValueError: the reward model's template doesn't render a question and its answer.
     """
@@ -68,7 +91,9 @@ class RewardModelInput:
         max_length: int,
         stops: Collection[int] = (),
         report: Reasons | None = None,
+        separator: str | None = None,
     ):
+        self.separator = separator
         self._policy_tokenizer = policy_tokenizer
         self._reward_tokenizer = reward_tokenizer
         self._max_length = max_length
@@ -81,13 +106,36 @@ class RewardModelInput:
 
     def sequences(self, responses: Iterable[tuple[Prompt, list[int], bool]]) -> list[list[int] | None]:
         """Return the token ids of each (prompt, response ids, finished); None for a response that can't be scored."""
+        return self._each(self._sequence, responses, list)
+
+    def step_sequences(self, responses: Iterable[tuple[Prompt, list[int], bool]]) -> list[StepSequence | None]:
+        """Return the same for a process reward model, with the ends of the steps."""
+        return self._each(self._steps, responses, lambda found: found.ids)
+
+    def _each(
+        self, encode: Callable[..., T], responses: Iterable[tuple[Prompt, list[int], bool]], ids: Callable[[T], list]
+    ) -> list[T | None]:
         reasons: Counter[str] = Counter()
         found = [
-            _or_reason(lambda r=r: self._sequence(r[0].messages, r[0].prompt_ids, r[1], finished=r[2]), self._max_length, reasons)
+            _or_reason(lambda r=r: encode(r[0].messages, r[0].prompt_ids, r[1], finished=r[2]), self._max_length, reasons, ids)
             for r in responses
         ]
         _tell(reasons, self._report)
         return found
+
+    def _steps(self, messages: Sequence[Message], prompt_ids: list[int], response_ids: list[int], *, finished: bool) -> StepSequence:
+        assert self.separator is not None
+        own = step_ends(self._policy_tokenizer, prompt_ids, response_ids, self.separator)
+        if self._copies:
+            ids = self._sequence(messages, prompt_ids, response_ids, finished=finished)
+            return StepSequence(ids, [*(len(prompt_ids) + end for end in own[:-1]), len(ids) - 1], own)
+        kept = without_stop(response_ids, self._named_stops, finished=finished)
+        text = response_text(self._policy_tokenizer, prompt_ids, kept)
+        turns = encode_scored_turns(self._reward_tokenizer, [(messages, text)], finished=finished)
+        ends = turn_step_ends(turns, 0, self._reward_tokenizer, self.separator)
+        if len(ends) != len(own):
+            raise Unrenderable("its steps are others in the process reward model's own template")
+        return StepSequence(turns.ids(0), ends, own)
 
     def _sequence(self, messages: Sequence[Message], prompt_ids: list[int], response_ids: list[int], *, finished: bool) -> list[int]:
         if not self._copies:
@@ -105,16 +153,16 @@ class RewardModelInput:
         return response_ids[:-1] if self._stops.intersection(response_ids[-1:]) else response_ids
 
 
-def _or_reason(encode, max_length: int, reasons: Counter[str]) -> list[int] | None:
+def _or_reason(encode: Callable[[], T], max_length: int, reasons: Counter[str], ids: Callable[[T], list] = list) -> T | None:
     try:
-        ids = encode()
+        found = encode()
     except Unrenderable as error:
         reasons[str(error)] += 1
         return None
-    if len(ids) > max_length:
+    if len(ids(found)) > max_length:
         reasons[f"more than {max_length} tokens: model.max_length allows no more"] += 1
         return None
-    return ids
+    return found
 
 
 def _tell(reasons: Counter[str], report: Reasons) -> None:

@@ -12,9 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.schema import Message
 from rlhf_core.engines.deepspeed.ranks import in_shares
+from rlhf_core.models.batch import padded_ends
+from rlhf_core.models.folder import step_separator
 from rlhf_core.models.forward import ScalarModule
+from rlhf_core.models.steps import turn_step_ends
 from rlhf_core.models.template import DEFAULT_DATE
-from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.models.tokenizer import encode_scored_turns, load_tokenizer
 from rlhf_core.progress import Reasons
 from rlhf_core.scorers.reward.input import fitting_ids
 from rlhf_core.scorers.reward.model import MICROBATCH_TOKENS, load_members, score_by_members
@@ -35,6 +38,7 @@ class LoadedModel:
     max_length: int
     device: torch.device
     report: Reasons = field(default_factory=lambda: Reasons("reward model"))
+    separator: str | None = None  # between the steps that a process reward model scores; None: it scores whole responses
     _known: dict[tuple[int, ...], float] = field(default_factory=dict, init=False, repr=False)  # scores by token ids
 
     @classmethod
@@ -42,13 +46,32 @@ class LoadedModel:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         members = load_members(folder, device=device, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code, template_date=template_date, scores=True)
-        return cls(members, tokenizer, max_length, device)
+        return cls(members, tokenizer, max_length, device, separator=step_separator(folder))
 
     def encode(self, messages: Sequence[Message], response: str, *, max_length: int | None = None) -> list[int] | None:
         """Return token ids; None if there are more than the limit, or the template refuses the conversation."""
         own = max_length is None  # another limit is a probe's, which provokes refusals
         limit = self.max_length if own else max_length
         return fitting_ids(self.tokenizer, [(messages, response)], max_length=limit, report=self.report if own else _unreported)[0]
+
+    def score_steps(self, texts: Sequence[Text]) -> list[tuple[list[float], list[float]] | None]:
+        """Return the mean and the standard deviation over the members of each step's score; None for a text without ids.
+
+        Ranks share the texts as in `score_texts`.
+        """
+        return in_shares(texts, self._score_own_steps)
+
+    def _score_own_steps(self, texts: Sequence[Text]) -> list[tuple[list[float], list[float]] | None]:
+        assert self.separator is not None
+        sequences = [self.encode(messages, response) for messages, response in texts]
+        ends = [
+            None if ids is None else turn_step_ends(encode_scored_turns(self.tokenizer, [text]), 0, self.tokenizer, self.separator)
+            for text, ids in zip(texts, sequences, strict=True)
+        ]
+        how = {"pad_id": self.tokenizer.pad_token_id, "microbatch_tokens": MICROBATCH_TOKENS, "device": self.device}
+        scores = score_by_members(self.members, sequences, ends=padded_ends(ends), **how).double()
+        of_texts = zip(scores.mean(1).tolist(), scores.std(1, correction=0).tolist(), ends, strict=True)
+        return [None if own is None or np.isnan(means[0]) else (means[: len(own)], stds[: len(own)]) for means, stds, own in of_texts]
 
     def score(self, sequences: Sequence[list[int] | None], *, microbatch_tokens: int = MICROBATCH_TOKENS) -> np.ndarray:
         """Return scores [len(sequences)]; NaN for a sequence that is None."""

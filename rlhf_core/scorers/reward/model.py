@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rlhf_core.models.batch import collate_tokens
+from rlhf_core.models.batch import collate_steps, collate_tokens
 from rlhf_core.models.build import frozen, load_scalar_model
 from rlhf_core.models.forward import ScalarModule
 from rlhf_core.scorers.reward.members import member_folders
@@ -29,20 +29,28 @@ def score_sequences(
     microbatch_tokens: int,
     device: torch.device,
     passes: Callable[[int], int] | None = None,
+    ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return raw scores [len(sequences)] on the CPU; NaN for a sequence that is None or exceeds the model's positions.
+    """Return raw scores [N] of N sequences on the CPU; NaN for a sequence that is None or exceeds the model's positions.
 
     A sequence has the same score in any batch, up to rounding; `module.score_head` says at which position the score is read.
 
     Args:
+        ends: [N, S], positions of the ends of steps, NO_STEP for none: the scores are theirs, [N, S], with NaN where there is no step.
         passes: for a model whose forward pass is a collective, function that returns the largest number of passes of any rank, given this
             rank's. This rank makes the missing passes with a sequence of no meaning. None: it is no collective.
     """
+    if ends is not None:
+        module.check_scores_tokens("process reward model", "take a decoder with a linear score layer")
     known = [i for i, ids in enumerate(sequences) if ids is not None and not _is_too_long(module, ids)]
-    scores = torch.full((len(sequences),), float("nan"))
+    scores = torch.full((len(sequences),) if ends is None else ends.shape, float("nan"))
 
     def forward(part: list[int]) -> None:
         rows = [known[i] for i in part]
+        if ends is not None:
+            batch, places = collate_steps([sequences[i] for i in rows], ends[rows], pad_id=pad_id)
+            scores[rows] = module(batch.to(device)).cpu()[places.clamp(min=0)].where(places >= 0, torch.nan)
+            return
         last = [module.score_head.last_position(sequences[i]) for i in rows]
         batch = collate_tokens([sequences[i] for i in rows], last, pad_id=pad_id, ends=[i + 1 for i in last])
         scores[rows] = module(batch.to(device)).cpu()
@@ -111,5 +119,5 @@ def load_member(folder: Path, label: str | int | None, **options: Any) -> Scalar
 
 
 def score_by_members(members: Sequence[ScalarModule], sequences: list[list[int] | None], **options: Any) -> torch.Tensor:
-    """Return raw scores [len(sequences), members] on the CPU; NaN for a sequence that is None. Options are those of `score_sequences`."""
+    """Return raw scores [N, members] on the CPU, or [N, members, S] with `ends`; options are those of `score_sequences`."""
     return torch.stack([score_sequences(member, sequences, **options) for member in members], 1)

@@ -1,11 +1,10 @@
-"""Trains reward models: the members of an ensemble in turn, and their scores of the held-out pairs, by which the gate judges.
+"""Trains reward models: the members of an ensemble in turn, and their scores of the held-out rows, by which the gate judges.
 
 Members differ in the order of their pairs, in the initial weights of their adapters and, except for the first, of their head.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,34 +16,36 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config import ModelConfig, RewardConfig
-from rlhf_core.data.hashing import conversation_text
+from rlhf_core.data.hashing import prompt_name
 from rlhf_core.data.heldout import as_heldout_table
 from rlhf_core.engines.deepspeed.engine import TrainEngine, device, release_memory
 from rlhf_core.engines.deepspeed.ranks import is_first
 from rlhf_core.models.build import new_scalar_model, scalar_head
+from rlhf_core.models.folder import SEPARATOR_KEY
 from rlhf_core.models.forward import ScalarModule
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.probe import shares_prefixes
 from rlhf_core.models.score_head import filler_id, probe_score_head
 from rlhf_core.models.tokenizer import encode_prompts
 from rlhf_core.scorers.reward.members import combine_members
+from rlhf_core.trainers.reward.steps import StepTask
 from rlhf_core.trainers.reward.train import Comparison, begin_comparisons, reward_phase, score_heldout
-from rlhf_core.trainers.supervised.encoding import in_background
-from rlhf_core.trainers.supervised.loop import TrainLoop, engine_settings, train_phase
+from rlhf_core.trainers.supervised.encoding import Begin, in_background
+from rlhf_core.trainers.supervised.loop import Phase, TrainLoop, engine_settings, train_phase
 
 MEMBER_SEEDS = 1_000_003  # between the seeds of two members, so that none has the seed of another run's first member
 HELDOUT_SPLITS = ("validation", "test")
 MEASURED = ("heldout_loss", "heldout_accuracy", "best_step")  # of each member
 
 Rows = list[dict[str, Any]]
-Scores = dict[str, tuple[torch.Tensor, torch.Tensor]]  # split -> scores of its pairs, chosen and rejected, [N] each
+Scores = dict[str, tuple[torch.Tensor, ...]]  # split -> scores of its rows, [N] each: of pairs chosen and rejected, else of steps
 
 log = logging.getLogger("rlhf")
 
 
 def train_ensemble(
     start: Path,
-    read_pairs: Callable[[str], Rows],
+    read_split: Callable[[str], Rows],
     tokenizer: PreTrainedTokenizerBase,
     config: RewardConfig,
     *,
@@ -57,21 +58,21 @@ def train_ensemble(
 
     Args:
         start: Hugging Face folder of the SFT model.
-        read_pairs: function that returns the pairs of a split.
+        read_split: function that returns the rows of a split, of the use `config.rows_use`.
         loop: function that returns the stage's training loop, given `first_step` (the number of a member's first step in the curves) and
             `seed`.
         save: function that saves a model with its weights and tokenizer in the subfolder `part` (`TrainRun.save_model`).
     Returns:
-        The stage's metrics, and on rank 0 a row for each held-out pair (`heldout_table`).
+        The stage's metrics, and on rank 0 a row for each held-out pair or response (`heldout_table`).
     Raises:
         Interrupted: a stop was requested; the state is saved.
     """
     metrics: dict[str, Any] = {}
     scores: list[Scores] = []
     engine: TrainEngine | None = None
-    how = {"max_length": model.max_length, "begin": in_background}
-    begun = {split: begin_comparisons(read_pairs(split), tokenizer, **how) for split in ("train", *HELDOUT_SPLITS)}
-    encoded: dict[str, tuple[Sequence[Comparison], int]] = {}
+    task = (PairTask if config.step_separator is None else StepTask)(config, tokenizer, max_length=model.max_length)
+    begun = {split: task.begin(read_split(split), in_background) for split in ("train", *HELDOUT_SPLITS)}
+    encoded: dict[str, tuple[Sequence[Any], int]] = {}
     for member in range(config.ensemble):
         if engine is not None:
             engine.close()  # the member before
@@ -79,6 +80,8 @@ def train_ensemble(
             release_memory()
         member_seed = seed + MEMBER_SEEDS * member
         scalar_model = new_scalar_model(start, tokenizer, trust_remote_code=model.trust_remote_code, training_dtype=model.dtype)
+        if config.step_separator is not None:
+            scalar_model.config.update({SEPARATOR_KEY: config.step_separator})
         if member:  # instead of zeros
             head = scalar_head(scalar_model).weight
             torch.nn.init.normal_(head, std=head.shape[1] ** -0.5, generator=torch.Generator().manual_seed(member_seed))
@@ -87,19 +90,19 @@ def train_ensemble(
             encoded = {split: encode(shared) for split, encode in begun.items()}
             heldout = {split: list(encoded[split][0]) for split in HELDOUT_SPLITS}  # as objects, since they are read at every evaluation
         engine, of_member = train_member(
-            scalar_model, encoded["train"], heldout["validation"], config, member=member, dtype=model.dtype, seed=member_seed, loop=loop
+            scalar_model, task, encoded["train"], heldout["validation"], member=member, dtype=model.dtype, seed=member_seed, loop=loop
         )
         metrics |= of_member if member == 0 else {f"{name}_member_{member}": of_member[name] for name in MEASURED if name in of_member}
         if of_member["steps"] < metrics["steps"]:  # of fewer steps than the members before, by max_minutes
             metrics |= {name: of_member[name] for name in ("steps", "epochs", "planned_steps", "ended_by")}
         engine.eval()
-        parts = {"pad_id": filler_id(engine.module.model), "microbatch_tokens": config.microbatch_tokens}
-        scores.append({split: score_heldout(engine, heldout[split], **parts) for split in HELDOUT_SPLITS if heldout[split]})
+        pad_id = filler_id(engine.module.model)
+        scores.append({split: task.score(engine, heldout[split], pad_id=pad_id) for split in HELDOUT_SPLITS if heldout[split]})
         save(scalar_model, engine.state_dict(), tokenizer, part=f"member_{member}" if member else "")
     if not is_first():
         return metrics, None
-    table = heldout_table(scores, heldout, read_pairs, tokenizer)
-    return metrics | {"heldout_pairs": len(table)}, table
+    table = heldout_table(task, scores, heldout, read_split)
+    return metrics | {task.counted: len(table)}, table
 
 
 def shared_tokens(model: PreTrainedModel, config: RewardConfig, *, max_length: int) -> int:
@@ -112,9 +115,9 @@ def shared_tokens(model: PreTrainedModel, config: RewardConfig, *, max_length: i
 
 def train_member(
     model: PreTrainedModel,
-    encoded: tuple[Sequence[Comparison], int],
-    heldout: Sequence[Comparison],
-    config: RewardConfig,
+    task: PairTask | StepTask,
+    encoded: tuple[Sequence[Any], int],
+    heldout: Sequence[Any],
     *,
     member: int,
     dtype: str,
@@ -124,49 +127,81 @@ def train_member(
     """Train one member. Its steps in the curves follow those of the members before it; its time is an equal share of max_minutes.
 
     Args:
-        encoded: training comparisons, and the number of pairs that were dropped as too long.
+        encoded: training examples, and the number of rows that were dropped as too long.
     """
-    comparisons, dropped = encoded
-    phase = reward_phase(
-        comparisons,
+    (examples, dropped), config = encoded, task.config
+    phase = task.phase(
+        examples,
         heldout,
         name=f"reward_member_{member}" if member else "reward",
-        steps=config.steps_over(len(comparisons), per_step=config.batch_size),
+        steps=config.steps_over(len(examples), per_step=config.batch_size),
         batch_size=config.batch_size,
         pad_id=filler_id(model),
-        microbatch_tokens=config.microbatch_tokens,
-        margin=config.margin,
-        centering_coef=config.centering_coef,
     )
     settings = engine_settings(config, steps=phase.steps, learning_rate=config.learning_rate, dtype=dtype, seed=seed)
     add_adapters(model, config.lora, seed=seed)
-    engine = TrainEngine(ScalarModule(model), settings)
+    module = ScalarModule(model)
+    if config.step_separator is not None:
+        module.check_scores_tokens("train_reward", "set reward.step_separator to null, or take another model")
+    engine = TrainEngine(module, settings)
     how = loop(first_step=member * phase.steps, seed=seed)
     minutes = how.max_minutes and how.max_minutes / config.ensemble
     found = train_phase(engine, phase, replace(how, max_minutes=minutes))
-    metrics = {"trained": True, "pairs": sum(len(c.pairs) for c in comparisons), "dropped_too_long": dropped}
-    return engine, metrics | found
+    return engine, {"trained": True, **task.counts(examples), "dropped_too_long": dropped} | found
 
 
 def heldout_table(
-    members: list[Scores], heldout: dict[str, list[Comparison]], read_pairs: Callable[[str], Rows], tokenizer: PreTrainedTokenizerBase
+    task: PairTask | StepTask, members: list[Scores], heldout: dict[str, list[Any]], read_split: Callable[[str], Rows]
 ) -> pd.DataFrame:
-    """Return a row for each validation and test pair with mean and standard deviation of the members' scores; no rows without members."""
+    """Return a row for each validation and test row with mean and standard deviation of the members' scores; no rows without members."""
     found = []
-    for split, comparisons in heldout.items():
-        if not comparisons:
-            continue
-        by_id = {row["id"]: row for row in read_pairs(split)}
-        rows = [by_id[row_id] for c in comparisons for row_id in c.row_ids]
-        prompt_tokens = map(len, encode_prompts(tokenizer, [row["messages"] for row in rows]))
-        sides = (torch.stack([scores[split][side] for scores in members], 1) for side in (0, 1))
-        (chosen, chosen_std), (rejected, rejected_std) = (combine_members(side, std_coef=0.0) for side in sides)
-        scores = zip(*(values.tolist() for values in (chosen, rejected, chosen_std, rejected_std)), strict=True)
-        for c in comparisons:
-            for (a, b), row_id in zip(c.pairs, c.row_ids, strict=True):
-                row = by_id[row_id]
-                prompt = hashlib.sha256(conversation_text(row["messages"]).encode("utf-8", "surrogatepass")).hexdigest()[:16]
-                of_chosen, of_rejected, *stds = next(scores)
-                tokens = len(c.sequences[a]), len(c.sequences[b]), prompt, next(prompt_tokens)
-                found.append((row_id, row["source"], split, of_chosen, of_rejected, *tokens, *stds))
-    return as_heldout_table(found)
+    for split, examples in heldout.items():
+        if examples:
+            of_split = [torch.stack(values, 1) for values in zip(*(scores[split] for scores in members), strict=True)]
+            found += task.rows(split, of_split, examples, {row["id"]: row for row in read_split(split)})
+    return task.table(found)
+
+
+class PairTask:
+    """How a reward model learns from pairs: rows to examples, the phase of training, held-out scores and their table.
+
+    counted: name of the metric with the number of held-out rows.
+    """
+
+    counted = "heldout_pairs"
+
+    def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase, *, max_length: int):
+        self.config, self._tokenizer, self._max_length = config, tokenizer, max_length
+
+    def begin(self, rows: Rows, begin: Begin) -> Callable[[int], tuple[Sequence[Comparison], int]]:
+        return begin_comparisons(rows, self._tokenizer, max_length=self._max_length, begin=begin)
+
+    def phase(self, train: Sequence[Comparison], heldout: Sequence[Comparison], **how: Any) -> Phase:
+        config = self.config
+        of_pairs = {"margin": config.margin, "centering_coef": config.centering_coef}
+        return reward_phase(train, heldout, microbatch_tokens=config.microbatch_tokens, **of_pairs, **how)
+
+    def score(self, engine: TrainEngine, heldout: Sequence[Comparison], *, pad_id: int) -> tuple[torch.Tensor, ...]:
+        return score_heldout(engine, heldout, pad_id=pad_id, microbatch_tokens=self.config.microbatch_tokens)
+
+    def counts(self, train: Sequence[Comparison]) -> dict[str, int]:
+        return {"pairs": sum(len(c.pairs) for c in train)}
+
+    def rows(self, split: str, scores: Sequence[torch.Tensor], comparisons: Sequence[Comparison], by_id: dict[str, dict]) -> list[tuple]:
+        """Rows of `table`.
+
+        Args:
+            scores: of chosen and rejected, [N, members] each.
+        """
+        pairs = [(c, pair, by_id[row_id]) for c in comparisons for pair, row_id in zip(c.pairs, c.row_ids, strict=True)]
+        prompt_tokens = map(len, encode_prompts(self._tokenizer, [row["messages"] for _, _, row in pairs]))
+        (chosen, chosen_std), (rejected, rejected_std) = (combine_members(side, std_coef=0.0) for side in scores)
+        values = zip(*(of.tolist() for of in (chosen, rejected, chosen_std, rejected_std)), strict=True)
+        found = []
+        for (c, (a, b), row), (of_chosen, of_rejected, *stds), tokens in zip(pairs, values, prompt_tokens, strict=True):
+            lengths = len(c.sequences[a]), len(c.sequences[b]), prompt_name(row["messages"]), tokens
+            found.append((row["id"], row["source"], split, of_chosen, of_rejected, *lengths, *stds))
+        return found
+
+    def table(self, rows: list[tuple]) -> pd.DataFrame:
+        return as_heldout_table(rows)

@@ -66,13 +66,16 @@ class ActorScorers(Scorers):
         for group in self.groups:
             group.close()
 
-    def submit_sequences(self, name: str, sequences: list[list[int] | None]) -> Callable[[], torch.Tensor]:
+    def submit_sequences(
+        self, name: str, sequences: list[list[int] | None], ends: torch.Tensor | None = None
+    ) -> Callable[[], torch.Tensor]:
         """Sequences are dealt out in turn, so that each rank gets its share of long and short ones."""
         self._turns.trainers()
         group = self._ranks
         size = group.trainer.data_parallel_size
         shards = [list(range(len(sequences)))[number::size] for number in range(size)]
-        pending = group.submit("score_by_reward_model", group.trainer.of_ranks([(name, [sequences[i] for i in s]) for s in shards]))
+        calls = [(name, [sequences[i] for i in shard], None if ends is None else ends[shard]) for shard in shards]
+        pending = group.submit("score_by_reward_model", group.trainer.of_ranks(calls))
         order = torch.argsort(torch.tensor([i for shard in shards for i in shard]))
 
         def scores() -> torch.Tensor:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from rlhf_core.algorithms.advantages import decoupled_rewards, overlong_penalty,
 from rlhf_core.algorithms.corrections import importance_weights
 from rlhf_core.algorithms.kl import KL_ESTIMATORS
 from rlhf_core.algorithms.turns import placed_rewards
-from rlhf_core.config import RlConfig
+from rlhf_core.config import RlConfig, ScorerConfig
 from rlhf_core.sampling.scoring import RewardNormalizer
 from rlhf_core.trainers.rl.shares import scorer_shares
 from rlhf_core.types import Baseline, RewardComponents, RolloutBatch, TrainBatch
@@ -57,7 +57,7 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
         "baseline_rewards": batch.baseline and baseline_rewards(batch.baseline, rl, normalizer, kl_coef=kl_coef),
         **rl.own.model_dump(),
     }
-    if rl.by_turn:
+    if rl.by_turn or batch.step_rewards:
         early = early_rewards(batch, mask, rl, normalizer)
         quantities["token_rewards"] = token_rewards(rewards - early.sum(1), kl, mask, kl_coef=kl_coef) + early
     estimator = rl.spec.estimate(by_turn=rl.by_turn)
@@ -117,12 +117,21 @@ def _named(function: Callable[..., Any], quantities: dict[str, Any]) -> dict[str
 
 
 def early_rewards(batch: RolloutBatch, mask: torch.Tensor, rl: RlConfig, normalizer: RewardNormalizer) -> torch.Tensor:
-    """What `chat.reward` gave [B, R], in units of the reward, on the last trained token of the reply or before it.
+    """Rewards that are known before a response's end [B, R], in units of the reward, on the last trained token up to where they belong.
 
-    The rest of the episode's reward belongs to its last token, so that the sum is the same as with credit by episode.
+    With credit by turn these are what `chat.reward` gave; of a process reward model, what each step adds to the response's score. The rest
+    of the reward belongs to the last token, so that the sum is the same as without.
     """
-    scale = sum(s.weight / normalizer.location_and_spread(s)[1] for s in rl.reward.scorers if s.kind == "environment" and s.weight)
-    return placed_rewards(scale * batch.turn_rewards, mask)
+
+    def per_unit(scorers: Iterable[ScorerConfig]) -> float:
+        return sum(s.weight / normalizer.location_and_spread(s)[1] for s in scorers)
+
+    early = torch.zeros(mask.shape)
+    if rl.by_turn:
+        early = per_unit(s for s in rl.reward.rewarded if s.kind == "environment") * batch.turn_rewards
+    for name, rewards in batch.step_rewards.items():
+        early = early + per_unit(s for s in rl.reward.rewarded if s.name == name) * rewards
+    return placed_rewards(early, mask)
 
 
 @functools.cache  # once in a run

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 from rlhf_core.config import RlConfig
-from rlhf_core.sampling.scoring import DISAGREEMENT, RewardNormalizer, ScorerMetrics, weighted_score
+from rlhf_core.sampling.scoring import DISAGREEMENT, RewardNormalizer, ScorerMetrics, StepScores, weighted_score
 from rlhf_core.trainers.rl.advantages import compared_rewards
 from rlhf_core.trainers.rl.data import PromptStream, baseline_of
 from rlhf_core.trainers.rl.metrics import Clock, Metrics, dialogue_metrics, finite_mean
 from rlhf_core.trainers.rl.workers import PendingForward, Workers
 from rlhf_core.types import Baseline, OldLogprobs, Prompt, RewardComponents, Rollout
 
-Scored = tuple[list[Rollout], RewardComponents]  # a prompt's rollouts are adjacent
+Steps = dict[str, StepScores]  # by scorer
+Scored = tuple[list[Rollout], RewardComponents, Steps]  # a prompt's rollouts are adjacent
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Answers:
     """What a step learns from, by engines, environments and scorers.
 
     rollouts, components: a prompt's rollouts are adjacent.
+    steps: scores of process reward models.
     drawn: of each round of generation, also the groups that dynamic sampling replaced.
     baseline: greedy responses to each row's prompt, where the algorithm needs them.
     prompts_drawn: position in the prompt stream.
@@ -33,7 +35,8 @@ class Answers:
 
     rollouts: list[Rollout]
     components: RewardComponents
-    drawn: list[Scored]
+    steps: Steps
+    drawn: list[tuple[list[Rollout], RewardComponents]]
     baseline: Baseline | None
     prompts_drawn: int
     metrics: Metrics
@@ -83,13 +86,14 @@ def collect_rollouts(
         def sample_groups(start: int, count: int, turn: int) -> Scored:
             rollouts = workers.draw(prompts, start, count, step=step, turn=turn)
             clock.lap("generate")
-            components = workers.score(rollouts, measured)
+            steps: Steps = {}
+            components = workers.score(rollouts, measured, steps)
             clock.lap("score")
             drawn.append((rollouts, components))
-            return rollouts, components
+            return rollouts, components, steps
 
         found = resample_groups(sample_groups, rl, normalizer, start=prompts_drawn, after=prompts.after)
-        (rollouts, components), prompts_drawn, metrics = found
+        (rollouts, components, steps), prompts_drawn, metrics = found
         rollouts = [replace(rollout, group_id=i // rl.group_size) for i, rollout in enumerate(rollouts)]
     else:
         rollouts = workers.draw(prompts, prompts_drawn, rl.rollout_batch_size, step=step)
@@ -97,7 +101,8 @@ def collect_rollouts(
         workers.turns.trainers(forget=not rl.spec.greedy_baseline)
         scores = workers.submit_scores(rollouts)
         forward = workers.submit_forward(rollouts, **how)
-        components = workers.collect_scores(scores, measured)
+        steps: Steps = {}
+        components = workers.collect_scores(scores, measured, steps)
         clock.lap("score")
         drawn.append((rollouts, components))
         prompts_drawn, metrics = prompts.after(prompts_drawn, rl.rollout_batch_size), {}
@@ -111,7 +116,7 @@ def collect_rollouts(
     for name in [s.name for s in rl.reward.scorers if s.members > 1]:  # the disagreement of an ensemble has a column of its own
         metrics[f"{DISAGREEMENT}_{name}"] = scorer_metrics.pop(f"{name}.{DISAGREEMENT}", math.nan)
     metrics |= dialogue_metrics(rollouts) if rl.environment is not None else {}
-    return Collected(rollouts, components, drawn, baseline, prompts_drawn, metrics, scorer_metrics, forward)
+    return Collected(rollouts, components, steps, drawn, baseline, prompts_drawn, metrics, scorer_metrics, forward)
 
 
 def resample_groups(
@@ -138,10 +143,12 @@ def resample_groups(
     wanted, size, position = rl.rollout_batch_size, rl.group_size, start
     rollouts: list[Rollout] = []
     rounds: list[RewardComponents] = []
+    steps: list[Steps] = []
     vary: list[bool] = []
     trial = normalizer.trial()
     while (missing := wanted - sum(vary)) and len(rounds) < rl.dynamic_sampling.max_rounds:
-        sampled, scores = sample_groups(position, missing, len(rounds))
+        sampled, scores, of_steps = sample_groups(position, missing, len(rounds))
+        steps.append(of_steps)
         vary += have_variance(sampled, scores, rl, trial)
         rollouts += sampled
         rounds.append(scores)
@@ -151,7 +158,9 @@ def resample_groups(
     components = {name: torch.cat([of_round[name] for of_round in rounds])[rows] for name in rounds[0]}
     scores = {"mean": weighted_score(components, rl.reward.scorers), **components}
     means = {f"drawn_score_{name}": finite_mean(values) for name, values in scores.items()}
-    kept = [rollouts[row] for row in rows[: wanted * size]], {name: values[: wanted * size] for name, values in components.items()}
+    rows = rows[: wanted * size]
+    of_steps = {name: StepScores.joined([of_round[name] for of_round in steps]).select(rows) for name in steps[0]}
+    kept = [rollouts[row] for row in rows], {name: values[: wanted * size] for name, values in components.items()}, of_steps
     return kept, position, {"dynamic_rounds": len(rounds), "dropped_groups": len(vary) - wanted, **means}
 
 

@@ -12,6 +12,7 @@ from rlhf_core.data.batching import batch_indices, stream_indices
 from rlhf_core.data.schema import Split, read_rows
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.sampling.prompts import fitting_prompts
+from rlhf_core.sampling.scoring import StepScores
 from rlhf_core.trainers.rl.curriculum import Curriculum
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.supervised.demonstrations import Demonstration, encode_demonstrations
@@ -187,6 +188,7 @@ def collate(
     baseline: Baseline | None,
     *,
     old_logprobs_source: OldLogprobs,
+    steps: Mapping[str, StepScores] | None = None,
 ) -> RolloutBatch:
     """Rollouts, their scores and the forward passes' outputs as tensors.
 
@@ -195,6 +197,7 @@ def collate(
         outputs: flat [N] over the response tokens, in order: old_logprobs with `recompute`; sampler_logprobs with top-p or top-k;
             ref_logprobs with a reference; teacher_logprobs with teachers that compute before the update; values with a critic.
         baseline: of the greedy response to each row's prompt.
+        steps: scores of process reward models, by scorer.
     """
     response_mask = _response_mask(rollouts)
     trained, versions = _origins(rollouts, response_mask)
@@ -216,6 +219,7 @@ def collate(
         policy_versions=versions,
         turns=(turns := _turns(versions)),
         turn_rewards=_turn_rewards(rollouts, turns),
+        step_rewards={name: _at_tokens(scores, response_mask.shape) for name, scores in (steps or {}).items()},
         group_ids=torch.tensor([r.group_id for r in rollouts]),
         finished=torch.tensor([r.finished for r in rollouts]),
         lengths=torch.tensor([r.num_sampled for r in rollouts]),
@@ -270,6 +274,14 @@ def _turn_rewards(rollouts: Sequence[Rollout], turns: torch.Tensor) -> torch.Ten
         for turn, reward in enumerate(rollout.dialogue.rewards if rollout.dialogue else ()):
             if reward:
                 found[row, int((turns[row] == turn).nonzero().max())] = reward
+    return found
+
+
+def _at_tokens(scores: StepScores, shape: torch.Size) -> torch.Tensor:
+    """[B, R], what each step adds to its response's score, at the token that ends it."""
+    found = torch.zeros(shape)
+    for row, (ends, rewards) in enumerate(zip(scores.ends, scores.rewards, strict=True)):
+        found[row].index_add_(0, torch.tensor(ends, dtype=torch.long), torch.tensor(rewards))
     return found
 
 

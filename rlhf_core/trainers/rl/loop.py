@@ -184,7 +184,9 @@ def train_step(run: Run, progress: Progress, stop: Stop, clock: Clock) -> StepRe
     outputs = workers.collect_forward(collected.forward)
     clock.lap("forward")
     rollouts, sequences = collected.rollouts, collected.forward.sequences
-    batch = collate(rollouts, sequences, collected.components, outputs, collected.baseline, old_logprobs_source=source)
+    batch = collate(
+        rollouts, sequences, collected.components, outputs, collected.baseline, old_logprobs_source=source, steps=collected.steps
+    )
     check_scored(batch, rl, step=step)
     if source != "from_update":
         difference = check_engine(run, batch, noted, step=step)

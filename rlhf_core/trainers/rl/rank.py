@@ -134,16 +134,19 @@ class TrainerRank:
 
     # Before the update
 
-    def score_by_reward_model(self, name: str, sequences: list[list[int] | None]) -> torch.Tensor:
+    def score_by_reward_model(self, name: str, sequences: list[list[int] | None], ends: torch.Tensor | None = None) -> torch.Tensor:
         """Raw scores [N, members] of this rank's sequences by a scorer of kind reward_model; NaN where there is none. A collective if the
         model is sharded.
+
+        Args:
+            ends: of steps, as for `score_sequences`: the scores are theirs, [N, members, S].
         """
         tokens, columns = self._job.rl.trainer.microbatch_tokens, []
         for member in self.roles.scorers[name]:
             passes = most_over_ranks if member.sharded else None
             with member.in_use() as module:
                 # The ids are those of the scorer's own tokenizer. Any of its ids can pad, and 0 always is one.
-                how = {"pad_id": 0, "microbatch_tokens": tokens, "device": self._device, "passes": passes}
+                how = {"pad_id": 0, "microbatch_tokens": tokens, "device": self._device, "passes": passes, "ends": ends}
                 columns.append(score_sequences(module, sequences, **how))
         return torch.stack(columns, 1)
 

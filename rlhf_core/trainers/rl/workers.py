@@ -21,7 +21,7 @@ from rlhf_core.engines.deepspeed.universal import of_other_ranks
 from rlhf_core.engines.ray.actors import Pending, RoleLost
 from rlhf_core.models.build import vocabulary_size
 from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
-from rlhf_core.sampling.scoring import PendingScores, ResponseScorer, RewardNormalizer, ScorerMetrics
+from rlhf_core.sampling.scoring import PendingScores, ResponseScorer, RewardNormalizer, ScorerMetrics, StepScores
 from rlhf_core.storage.node import job_storage
 from rlhf_core.trainers.rl.actor_scorers import ActorScorers
 from rlhf_core.trainers.rl.advantages import ValueUnits
@@ -156,16 +156,21 @@ class Workers:
         """Start the reward models on the trainer ranks, without waiting."""
         return self._scorer.submit(rollouts)
 
-    def collect_scores(self, pending: PendingScores, metrics: ScorerMetrics | None = None) -> RewardComponents:
+    def collect_scores(
+        self, pending: PendingScores, metrics: ScorerMetrics | None = None, steps: dict[str, StepScores] | None = None
+    ) -> RewardComponents:
         """Run the other scorers, and wait for the reward models. Raw scores by every scorer.
 
         Args:
             metrics: collects what scorers measure beside their scores.
+            steps: gets what process reward models say of steps.
         """
-        return {name: scores.float() for name, scores in self._scorer.collect(pending, metrics).items()}
+        return {name: scores.float() for name, scores in self._scorer.collect(pending, metrics, steps=steps).items()}
 
-    def score(self, rollouts: Sequence[Rollout], metrics: ScorerMetrics | None = None) -> RewardComponents:
-        return self.collect_scores(self.submit_scores(rollouts), metrics)
+    def score(
+        self, rollouts: Sequence[Rollout], metrics: ScorerMetrics | None = None, steps: dict[str, StepScores] | None = None
+    ) -> RewardComponents:
+        return self.collect_scores(self.submit_scores(rollouts), metrics, steps)
 
     def submit_forward(self, rollouts: Sequence[Rollout], *, recomputed_fraction: float, keep_graphs: bool = False) -> PendingForward:
         """Start the forward passes of policy, reference, critic and teachers over rollouts, without waiting.

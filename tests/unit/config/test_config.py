@@ -198,13 +198,14 @@ def test_every_kind_of_scorer_is_accepted_with_what_it_needs():
 
 @pytest.mark.parametrize("kind", get_args(ScorerConfig.model_fields["kind"].annotation))
 def test_every_kind_of_scorer_requires_its_own_fields_and_refuses_the_others(kind):
-    values = {"path": "file.py:name", "label": 1, "pattern": "a+", "target_length": 5}
+    values = {"path": "file.py:name", "label": 1, "steps": "sum", "pattern": "a+", "target_length": 5}
     values |= {"seconds": 0.5, "memory_mib": 128, "reward": "all"}
     values |= {"url": "http://judge:80/", "dialect": "openrlhf", "batch_size": 2, "concurrency": 2, "retries": 0, "request_timeout": 9.0}
     values |= {"api_key_env": "KEY", "api_key_file": "/run/key", "model": "judge-7b", "mode": "rubric", "scale": [0, 5]}
     values |= {"criteria": [{"criterion": "It is polite."}], "template": "judge.txt", "max_answer_tokens": 64, "request": {"top_p": 1.0}}
     values |= {"budget_tokens": 1000, "budget_cost": 2.5, "prices": {"input": 1.0, "output": 4.0}}
     beside = {
+        "steps": {"path": "a/process/model"},
         "mode": {"criteria": values["criteria"]},
         "criteria": {"mode": "rubric"},
         "budget_cost": {"prices": values["prices"]},

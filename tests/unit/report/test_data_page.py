@@ -15,6 +15,7 @@ from rlhf_core.config import SourceConfig, parse_yaml
 from rlhf_core.config.data import FORMATS
 from rlhf_core.look.look import guess, place_of, sample_of
 from rlhf_core.preparation.sources import load_source
+from rlhf_core.preparation.steps import TAG
 
 PAGE = (Path(__file__).parents[3] / "docs" / "tables" / "formats.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
@@ -76,7 +77,7 @@ class TestBlock:
                     assert QUESTION in row["text"]
                     continue
                 assert any(m["role"] == "user" and QUESTION in m["content"] for m in row["messages"])
-                good = [row[name] for name in ("response", "chosen") if row.get(name)]
+                good = [row[name] for name in ("response", "chosen") if row.get(name) and min(row.get("labels") or [1]) >= 0]
                 assert all(GOOD in text and BAD not in text for text in good)
                 assert BAD in (row.get("rejected") or BAD) and GOOD not in (row.get("rejected") or BAD)
                 if use == "prompt" and "label" in keys.get("columns", {}) and keys["format"] != "unpaired":
@@ -88,10 +89,11 @@ class TestBlock:
         path, records, keys = written(block, tmp_path)
         source = source_of(path, keys)
         rows = [row for rows in load_source(source, seed=0).rows.values() for row in rows]
-        kept = set(re.findall(r"\w+", json.dumps(rows)))
+        kept = set(re.findall(r"\w+", json.dumps(rows, ensure_ascii=False).replace("\\n", " ")))
         for record in records:
             given = {word for text in texts(read_by(record, source)) for word in re.findall(r"\w+", text)}
-            assert given and given - kept <= ({"Human", "Assistant"} if source.format in ("hh", "ranked") else set())
+            notation = {"Human", "Assistant"} if source.format in ("hh", "ranked") else {TAG} if source.format == "math_shepherd" else set()
+            assert given and given - kept <= notation
 
     def test_the_look_guesses_the_source_that_the_page_shows(self, block, tmp_path):
         path, _, keys = written(block, tmp_path)
@@ -109,7 +111,7 @@ def test_each_format_has_a_section_with_its_uses_and_columns(format_):
     section = re.search(rf"^### {format_}\n(.*?)^##", PAGE, flags=re.DOTALL | re.MULTILINE)[1]
     uses, columns = FORMATS[format_]
     message = re.search(r"^Uses (.*?)\. Columns? (.*?)\.(?:\s|$)", section, flags=re.DOTALL | re.MULTILINE)
-    assert set(re.findall(r"\b(?:pretrain|sft|preference|prompt)\b", re.sub(r"\(.*?\)", "", message[1]))) == set(uses)
+    assert set(re.findall(r"\b(?:pretrain|sft|preference|stepwise|prompt)\b", re.sub(r"\(.*?\)", "", message[1]))) == set(uses)
     assert all(re.search(rf"\b{column}\b", message[2]) for column in columns), message[2]
     assert f"format: {format_}\n" in section
 

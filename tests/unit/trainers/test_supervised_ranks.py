@@ -1,4 +1,4 @@
-"""Two data-parallel ranks of SFT, reward, DPO and KTO train as one does: losses, metrics, weights, stop and resume."""
+"""Two data-parallel ranks of SFT, reward of pairs and steps, DPO and KTO train as one does: losses, metrics, weights, stop and resume."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from rlhf_core.checkpoint.digest import differences, read_digest
 from rlhf_core.config.model import LoraConfig
 
 pytestmark = pytest.mark.usefixtures("world")
-KINDS = ("sft", "reward", "dpo", "kto")
+KINDS = ("sft", "reward", "steps", "dpo", "kto")
+OF_REWARD = ("reward", "steps")
 STAGES = (0, 3)
 LOSSES, WEIGHTS = 1e-4, 3e-4  # relative; a tenth of a step, since Adam divides tiny gradients by their own size
 # Fewer held-out examples than ranks, prompts longer than a micro-batch, references computed with every step, one prompt for all pairs.
 EDGES = {
     "sft": {"heldout": 1, "changes": {"microbatch_tokens": 1}},
-    "reward": {"heldout": 1, "changes": {"ensemble": 2}},
+    **{kind: {"heldout": 1, "changes": {"ensemble": 2}} for kind in OF_REWARD},
     "dpo": {
         "heldout": 1,
         "changes": {
@@ -47,7 +48,7 @@ SETTLED = {"optimizer": "lion", "steps": 8, "learning_rate": 0.3, "schedule": "c
 
 
 # What `make test` runs: each kind at one ZeRO stage, fewer held-out examples than ranks, and what these are compared with.
-PLAIN = {("sft", "3"), ("reward", "0"), ("dpo", "3"), ("kto", "0"), ("reward", "edge"), ("dpo", "edge")}
+PLAIN = {("sft", "3"), ("reward", "0"), ("steps", "3"), ("dpo", "3"), ("kto", "0"), ("reward", "edge"), ("dpo", "edge")}
 QUICK_ADAPTED = {("dpo", 3)}
 
 
@@ -120,9 +121,9 @@ def test_two_ranks_have_the_losses_metrics_and_weights_of_one(ranks, alone, kind
         assert numbers(mine) == pytest.approx(numbers(theirs), rel=LOSSES, abs=1e-5, nan_ok=True)
     scores = [of.get("scores", []) for of in (first["metrics"], expected["metrics"])]
     assert numbers(first["metrics"]) == pytest.approx(numbers(expected["metrics"]), rel=LOSSES, abs=1e-5, nan_ok=True)
-    assert scores[0] == pytest.approx(scores[1], abs=1e-4) and (kind == "reward") == bool(scores[0])
+    assert scores[0] == pytest.approx(scores[1], abs=1e-4) and (kind in OF_REWARD) == bool(scores[0])
     assert largest_difference(first["weights"], expected["weights"]) < WEIGHTS
-    if kind == "reward":  # saved by rank 0 alone
+    if kind in OF_REWARD:  # saved by rank 0 alone
         assert second["weights"] == {}
     else:
         assert largest_difference(first["weights"], second["weights"]) == 0

@@ -178,7 +178,7 @@ def test_rounds_of_dynamic_sampling_go_on_behind_what_was_passed_over():
     def sample_groups(start: int, count: int, turn: int):
         asked.append([p.id for p in stream.take(start, count)])
         rollouts = [Rollout(p, [Span([i], [0.0], 0)], True, group_id=0) for p in stream.take(start, count) for i in range(4)]
-        return rollouts, {"right": torch.tensor([1.0, 0.0, 0.0, 0.0] * count if turn else [1.0] * 4 * count)}
+        return rollouts, {"right": torch.tensor([1.0, 0.0, 0.0, 0.0] * count if turn else [1.0] * 4 * count)}, {}
 
     _, position, metrics = resample_groups(sample_groups, config, RewardNormalizer(config.reward), start=0, after=stream.after)
     expected_start = stream.after(0, 4)

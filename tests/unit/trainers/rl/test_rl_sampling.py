@@ -9,7 +9,7 @@ import torch
 from tiny_models import tiny_params
 
 from rlhf_core.config import RlConfig, curve_columns
-from rlhf_core.sampling.scoring import DISAGREEMENT, RewardNormalizer, ScorerMetrics
+from rlhf_core.sampling.scoring import DISAGREEMENT, RewardNormalizer, ScorerMetrics, StepScores
 from rlhf_core.trainers.rl.collect import Collected, Scored, collect_rollouts, have_variance, resample_groups
 from rlhf_core.trainers.rl.metrics import Clock
 from rlhf_core.trainers.rl.turns import GpuTimeSharing
@@ -38,10 +38,14 @@ def rollout(score: float, response_ids: list[int], *, finished: bool = True) -> 
 def scored(*groups: list[Member]) -> Scored:
     """Groups of equal sizes; `watched` differs within each of them, but has no weight."""
     rollouts, scores = zip(*(member for group in groups for member in group), strict=True)
-    return list(rollouts), {
-        "right": torch.tensor(scores),
-        "watched": torch.tensor([float(i) for group in groups for i in range(len(group))]),
-    }
+    return (
+        list(rollouts),
+        {
+            "right": torch.tensor(scores),
+            "watched": torch.tensor([float(i) for group in groups for i in range(len(group))]),
+        },
+        {},
+    )
 
 
 def config(*, enabled: bool = True, max_rounds: int = 3, minibatch_size: int = 8, **changes) -> RlConfig:
@@ -85,7 +89,7 @@ def counts(metrics: dict[str, float]) -> dict[str, float]:
 )  # fmt: skip
 def test_a_group_has_variance_where_two_scored_responses_differ(scores, informative):
     rl = config(**{"rl.grpo.group_size": len(scores), "rl.samples_per_step": 2 * len(scores), "rl.minibatch_size": len(scores)})
-    assert have_variance(*scored(group(0, *scores)), rl, RewardNormalizer(rl.reward)) == [informative]
+    assert have_variance(*scored(group(0, *scores))[:2], rl, RewardNormalizer(rl.reward)) == [informative]
 
 
 LONG = {"rl.rollout.max_new_tokens": 3, "rl.reward.overlong": {"buffer": 2, "penalty": 0.5}}
@@ -103,14 +107,14 @@ JUDGED = [
 @pytest.mark.parametrize(("changes", "members", "informative"), [case[1:] for case in JUDGED], ids=[case[0] for case in JUDGED])
 def test_variance_is_that_of_shaped_rewards(changes: dict, members: list[Member], informative: bool):
     rl = config(**changes)
-    assert have_variance(*scored(members), rl, RewardNormalizer(rl.reward)) == [informative]
+    assert have_variance(*scored(members)[:2], rl, RewardNormalizer(rl.reward)) == [informative]
 
 
 def test_running_statistics_of_a_copy_judge_groups():
     """Before anything was seen every difference would be clipped: with deviation 0 a score of 1 would be a million."""
     rl = config(**{"rl.reward.scorers": [SCORERS[0] | {"normalization": "running"}, SCORERS[1]]})
     normalizer = RewardNormalizer(rl.reward)
-    (rollouts, _), _, metrics = resample_groups(
+    (rollouts, _, _), _, metrics = resample_groups(
         lambda start, count, _: scored(*(group(i, 1.0, 2.0) for i in range(count))), rl, normalizer, start=0
     )
     assert (len(rollouts), metrics["dropped_groups"]) == (8, 0)
@@ -119,7 +123,7 @@ def test_running_statistics_of_a_copy_judge_groups():
 
 def test_uninformative_groups_are_replaced_by_the_next_prompts():
     source = Source({10, 12, 15, 16})
-    (rollouts, _), position, metrics = select(source, config(), start=10)
+    (rollouts, _, _), position, metrics = select(source, config(), start=10)
     # 10 to 13: two are missing; 14 and 15: one is missing; 16
     assert source.calls == [(10, 4, 0), (14, 2, 1), (16, 1, 2)]
     assert numbers(rollouts) == [10, 12, 15, 16]
@@ -128,7 +132,7 @@ def test_uninformative_groups_are_replaced_by_the_next_prompts():
 
 
 def test_after_the_last_round_the_rest_is_filled_up_informative_groups_first():
-    (rollouts, components), position, metrics = select(Source({3}), config(max_rounds=2), start=0)
+    (rollouts, components, _), position, metrics = select(Source({3}), config(max_rounds=2), start=0)
     assert numbers(rollouts) == [3, 0, 1, 2]
     assert components["right"].tolist() == [0.0, 1.0, *[0.0] * 6]
     assert (position, counts(metrics)) == (7, {"dynamic_rounds": 2, "dropped_groups": 3})
@@ -136,7 +140,7 @@ def test_after_the_last_round_the_rest_is_filled_up_informative_groups_first():
 
 def test_scores_of_all_groups_are_named_beside_those_of_the_groups_that_are_kept():
     rl = config()
-    (_, components), _, metrics = select(Source({10, 12, 15, 16}), rl, start=10)
+    (_, components, _), _, metrics = select(Source({10, 12, 15, 16}), rl, start=10)
     # Seven groups of two, of which four have a score of 1: 4 of 14; of the four groups that are kept 4 of 8. `watched` is 0 and 1 in each.
     assert metrics["drawn_score_mean"] == metrics["drawn_score_right"] == pytest.approx(4 / 14)
     assert metrics["drawn_score_watched"] == 0.5
@@ -146,7 +150,7 @@ def test_scores_of_all_groups_are_named_beside_those_of_the_groups_that_are_kept
 
 def test_a_round_that_is_enough_is_the_only_one():
     source = Source(set(range(100)))
-    (rollouts, _), position, metrics = select(source, config(), start=20)
+    (rollouts, _, _), position, metrics = select(source, config(), start=20)
     assert source.calls == [(20, 4, 0)] and numbers(rollouts) == [20, 21, 22, 23]
     assert (position, counts(metrics)) == (24, {"dynamic_rounds": 1, "dropped_groups": 0})
 
@@ -178,15 +182,22 @@ class RecordingWorkers:
         self.calls.append("score")
         return rollouts
 
-    def collect_scores(self, rollouts: list[Rollout], metrics: ScorerMetrics | None = None) -> RewardComponents:
+    def collect_scores(
+        self, rollouts: list[Rollout], metrics: ScorerMetrics | None = None, steps: dict[str, StepScores] | None = None
+    ) -> RewardComponents:
         self.calls.append("scored")
         if metrics is not None:
             metrics.add("right", {DISAGREEMENT: 0.25, "speed": 3.0}, count=len(rollouts))
+        if steps is not None:
+            tokens = [[r.response_ids[0]] for r in rollouts]
+            steps["right"] = StepScores([[0.5]] * len(rollouts), tokens, [[float(r.prompt.id)] for r in rollouts])
         right = torch.tensor([float(r.prompt.id != "1" and r.response_ids[0]) for r in rollouts])
         return {"right": right, "watched": torch.zeros(len(rollouts))}
 
-    def score(self, rollouts: list[Rollout], metrics: ScorerMetrics | None = None) -> RewardComponents:
-        return self.collect_scores(self.submit_scores(rollouts), metrics)
+    def score(
+        self, rollouts: list[Rollout], metrics: ScorerMetrics | None = None, steps: dict[str, StepScores] | None = None
+    ) -> RewardComponents:
+        return self.collect_scores(self.submit_scores(rollouts), metrics, steps)
 
 
 class NumberedPrompts:
@@ -217,6 +228,12 @@ def test_forward_passes_run_beside_text_scorers_unless_scores_choose_the_rollout
     assert workers.calls == calls
     assert numbers(collected.rollouts) == prompts
     assert [(r.prompt, r.response_ids) for r in collected.forward] == [(r.prompt, r.response_ids) for r in collected.rollouts]
+
+
+def test_scores_of_steps_stay_with_their_rollouts_where_groups_are_replaced():
+    collected = collect(RecordingWorkers(), config(enabled=True))
+    assert [reward for (reward,) in collected.steps["right"].rewards] == [float(r.prompt.id) for r in collected.rollouts]
+    assert collected.steps["right"].ends == [[r.response_ids[0]] for r in collected.rollouts]
 
 
 def test_without_dynamic_sampling_every_group_is_taken_and_the_next_prompt_counted():
