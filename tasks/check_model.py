@@ -28,7 +28,7 @@ def main() -> None:
         import torch
 
         from rlhf_core.agents.environment import check_environment
-        from rlhf_core.model_check.check import check_rl_job, check_turns, message, run_trials, scorers, title, verdict
+        from rlhf_core.model_check.check import check_build, check_rl_job, message, run_trials, scorers, title, verdict
         from rlhf_core.sampling.prompts import with_steps
         from rlhf_core.scorers.code.cases import check_tests
         from rlhf_core.scorers.needs import check_labels, try_services
@@ -61,7 +61,7 @@ def main() -> None:
         if refused := [message(name, finding, params) for finding in findings if finding.refusal is not None]:
             raise StageRefused("\n".join(refused))
         if is_rl:
-            check_turns(params, gpus)
+            check_build(params, gpus)
         write_json(MODEL_ACCEPTED, {"model": name, "accepted": True})
 
 

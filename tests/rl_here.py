@@ -115,7 +115,7 @@ def running(job: RlJob, *, wrap: Callable[[RolloutActor], object] = lambda actor
     rank = RankHere(TrainerRank(0, 1, job))
     engines = [
         RolloutActor(
-            number, backend="pytorch", model_path=job.sft_model, max_length=job.model.max_length, dtype="float32",
+            number, backend="pytorch", model_path=job.sft_model, max_length=job.model.max_length, dtype=job.model.dtype,
             max_concurrent_sequences=job.rl.rollout.max_concurrent_sequences, threads=1, seed=0, trust_remote_code=False,
             gpu_memory_fraction=0.3, reads_text=bool(job.rl.rollout.stop),
         )

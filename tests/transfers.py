@@ -17,8 +17,9 @@ from torch import nn
 from rlhf_core.engines.ray.actors import PeerLost
 from rlhf_core.engines.ray.rendezvous import open_store
 from rlhf_core.engines.transfer.adapter_source import AdapterSource
-from rlhf_core.engines.transfer.gloo import GlooReceiver, completed, pack_layer, unpack_layer
-from rlhf_core.engines.transfer.sender import Answer, Target, WeightSender
+from rlhf_core.engines.transfer.changes import ROW
+from rlhf_core.engines.transfer.gloo import HEADER_BYTES, GlooReceiver, completed, pack_layer, unpack_layer
+from rlhf_core.engines.transfer.sender import Answer, Target, Traffic, WeightSender
 from rlhf_core.engines.transfer.source import PolicySource, WeightSource
 from rlhf_core.models.build import FolderWeights
 
@@ -27,19 +28,26 @@ def source_of(model: nn.Module, names: Callable[[dict], dict] = lambda weights: 
     return PolicySource(nn.ModuleDict({"model": model}), names)
 
 
-def new_sender(timeout: float = 20.0) -> WeightSender:
-    return WeightSender(partial(open_store, None, timeout=30), timeout=timeout)
+def new_sender(timeout: float = 20.0, *, send_changes: bool = False) -> WeightSender:
+    return WeightSender(partial(open_store, None, timeout=30), timeout=timeout, send_changes=send_changes)
 
 
-@torch.no_grad()
 def send(
-    sender: WeightSender, targets: Sequence[Target], source: PolicySource, *, version: int, ids: Sequence[int], shared: Any = None
+    sender: WeightSender, targets: Sequence[Target], source: WeightSource, *, version: int, ids: Sequence[int], shared: Any = None
 ) -> tuple[dict[int, Answer], dict[int, str]]:
     """As `TrainerRank.send_weights`. Returns the answers, and the engines that are lost.
 
     Args:
         shared: an IpcBuffer for engines by ipc.
     """
+    return counted(sender, targets, source, version=version, ids=ids, shared=shared)[:2]
+
+
+@torch.no_grad()
+def counted(
+    sender: WeightSender, targets: Sequence[Target], source: WeightSource, *, version: int, ids: Sequence[int], shared: Any = None
+) -> tuple[dict[int, Answer], dict[int, str], Traffic]:
+    """As `send`, with what was sent."""
     transfer = sender.begin(targets, source, version=version, ids=ids)
     if shared is not None:
         shared.export()
@@ -48,7 +56,7 @@ def send(
     transfer.flush()
     answers, lost = transfer.answers()
     sender.forget(lost)
-    return answers, lost
+    return answers, lost, transfer.traffic
 
 
 def adapters_of(model: nn.Module, folder: str | Path, names: Callable[[dict], dict] = lambda weights: weights) -> AdapterSource:
@@ -86,12 +94,25 @@ class ReceiverPeer:
     Its answer is the version and the sum of each layer.
 
     Args:
+        worker: its number among the engine's processes.
+        after: the signal is sent in the transfer of this version.
         folder: of the model that it starts from; "": it gets whole weights.
+        damage: a layer, and what is damaged of it in the transfer of version 2: a value or a place of its changes, or its base.
     """
 
-    def __init__(self, number: int | None = None, signal_number: int = signal.SIGKILL, *, folder: str | Path = ""):
+    def __init__(
+        self,
+        number: int | None = None,
+        signal_number: int = signal.SIGKILL,
+        *,
+        worker: int = 0,
+        after: int = 1,
+        folder: str | Path = "",
+        damage: tuple[int, str] | None = None,
+    ):
         self._pipe, theirs = CLEAN.Pipe()
-        self.process = CLEAN.Process(target=_receive, args=(theirs, number, signal_number, folder), daemon=True)
+        how = {"worker": worker, "number": number, "signal_number": signal_number, "after": after, "folder": folder, "damage": damage}
+        self.process = CLEAN.Process(target=_receive, args=(theirs,), kwargs=how, daemon=True)
         self.process.start()
         theirs.close()
         self._pipe.recv()  # it has started
@@ -118,19 +139,49 @@ class ReceiverPeer:
         self.process.join()
 
 
-def _receive(pipe: Any, number: int | None, signal_number: int, folder: str | Path) -> None:
+def _receive(
+    pipe: Any,
+    *,
+    worker: int,
+    number: int | None,
+    signal_number: int,
+    after: int,
+    folder: str | Path,
+    damage: tuple[int, str] | None,
+) -> None:
     receiver = None
     pipe.send(None)
     while True:
         method, args = pipe.recv()
         if method == "connect_weights":
-            receiver = GlooReceiver(args[0], worker=0, folder=folder)
+            receiver = GlooReceiver(args[0], worker=worker, folder=folder)
             pipe.send(None)
             continue
         updates, version, _ = args
         sums = []
         for update in updates:
-            if update["layer"] == number:
+            if update["layer"] == number and version == after:
                 os.kill(os.getpid(), signal_number)
+            if damage is not None and damage[0] == update["layer"] and version == 2:
+                _damage(receiver, *damage)
             sums.append(sum_of(receiver.receive(update["layer"])))
         pipe.send((version, sums))
+
+
+def _damage(receiver: GlooReceiver, layer: int, what: str) -> None:
+    """Flip a bit of the layer's kept bytes, or of the changes that come next: of the last value, or of the last place."""
+    if what == "base":
+        receiver._kept[layer][7] ^= 1
+        return
+    get = receiver._get
+
+    def damaged(size: int) -> torch.Tensor:
+        flat = get(size)
+        if size > HEADER_BYTES:
+            receiver._get = get
+            rows = -(-len(receiver._kept[layer]) // 2 // ROW)
+            changed = (size - 2 * rows) // 3
+            flat[-1 if what == "place" else 2 * rows + 2 * changed - 1] ^= 1
+        return flat
+
+    receiver._get = damaged

@@ -94,6 +94,13 @@ def reordering_shown(text: str) -> str:
     return _REORDERING.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
 
 
+# Where a key of expert parallelism, as other libraries have it, is asked for.
+EXPERTS_DIVIDED = (
+    "experts can't be put on different GPUs as a whole: rl.rollout.tensor_parallel_size divides each of them over an engine's GPUs, and "
+    "zero_stage 3 over the trainer's ranks"
+)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`did you mean a.b?`, with several names where they are equally similar; empty where no name is similar.
 
@@ -101,6 +108,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     if len(name) > MAX_NAME:
         return ""
+    if re.search("expert.*parallel", name):
+        return EXPERTS_DIVIDED
     parts = name.count(".") + 1
 
     def similarity(key: str) -> float:

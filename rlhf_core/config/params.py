@@ -135,6 +135,16 @@ class Params(Section):
         yield from self._length_conflicts()
         yield from self._sample_conflicts()
         yield from self._divided_conflicts()
+        if self.rl.rollout.quantization is not None and self.model.dtype != "bfloat16":
+            yield (
+                f"rl.rollout.quantization: expected null with model.dtype {self.model.dtype}, got {self.rl.rollout.quantization}; set it "
+                "to null or model.dtype to bfloat16, because vLLM's FP8 layers compute between bfloat16 ones"
+            )
+        if self.rl.rollout.send_changes and self.model.dtype != "bfloat16":
+            yield (
+                f"rl.rollout.send_changes: expected false with model.dtype {self.model.dtype}, got true; change one, because in every "
+                "update nearly all numbers change unless they round to fewer bits"
+            )
         if self.alignment.method == "rl" and self.rl.distillation is None:
             yield from (f"rl.reward.{conflict}" for conflict in weight_conflicts(self.rl.reward.scorers))
         for key, scorers in (self.scorers_in_use | {"iterative.scorers": self.iterative.scorers}).items():

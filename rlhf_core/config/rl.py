@@ -361,6 +361,12 @@ class RlSettings(OptimizerConfig, LengthConfig):
                 f"rollout.recomputed_fraction: expected 1 with a correction, got {self.rollout.recomputed_fraction}; set it to 1, "
                 "because a correction needs the trainer's log-probabilities of every sample"
             )
+        if self.rollout.quantization is not None and self.correction.kind == "none":
+            yield (
+                f"correction.kind: expected tis, icepop, sequence_tis or sequence_mask with rollout.quantization "
+                f"{self.rollout.quantization}, got none; set it to tis, because the engine samples from the rounded weights' distribution "
+                "and not from the policy's"
+            )
         if self.rollout.max_lag and self.old_logprobs_source(0) == "from_engine" and not self.rollout.samples_whole_distribution:
             yield (
                 f"rollout.max_lag: expected 0 with top_p, top_k or min_new_tokens and without a correction, got {self.rollout.max_lag}; "

@@ -215,6 +215,8 @@ class RolloutConfig(Section):
     enforce_eager: vLLM neither compiles the model nor captures CUDA graphs: a faster start, slower sampling; on CPUs always.
     weight_transfer: how engines get the policy's weights: gloo through the hosts' memory, ipc on the ranks' GPUs, nccl between GPUs; auto:
     ipc, else nccl, else gloo, whichever is possible.
+    quantization: fp8: vLLM rounds the weights of its linear layers, and their inputs, to 8 bits, at its start and at each weight sync.
+    send_changes: over gloo, in bfloat16, send the numbers that have changed since the last sync where these are less than all.
     """
 
     backend: RolloutBackend
@@ -242,6 +244,8 @@ class RolloutConfig(Section):
     prefix_caching: Literal["auto"] | bool = "auto"
     enforce_eager: bool = False
     weight_transfer: Literal["auto", "gloo", "ipc", "nccl"] = "auto"
+    send_changes: bool = False
+    quantization: Literal["fp8"] | None = None
 
     @property
     def is_journaled(self) -> bool:
@@ -274,6 +278,7 @@ class RolloutConfig(Section):
                 "tensor_parallel_size": (self.tensor_parallel_size > 1, self.tensor_parallel_size, "1"),
                 "prefix_caching": (self.prefix_caching is True, "true", "auto or false"),
                 "enforce_eager": (self.enforce_eager, "true", "false"),
+                "quantization": (self.quantization is not None, self.quantization, "null"),
             }
             for key, (wrong, value, wanted) in only_vllm.items():
                 if wrong:
@@ -300,6 +305,8 @@ class RolloutConfig(Section):
             )
         if self.weight_transfer in ("ipc", "nccl") and self.backend == "pytorch":
             yield f"weight_transfer: expected auto or gloo with backend pytorch, got {self.weight_transfer}; change one of them"
+        if self.send_changes and self.weight_transfer in ("ipc", "nccl"):
+            yield f"send_changes: expected false with weight_transfer {self.weight_transfer}, got true; only gloo has it, so change one"
         if self.weight_transfer == "ipc" and self.max_lag:
             yield (
                 f"weight_transfer: expected auto, gloo or nccl with max_lag={self.max_lag}, got ipc; change one, because the weights for a "

@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from rlhf_core.config import LoraConfig, ModelConfig, Params, RolloutBackend, ScorerConfig
 from rlhf_core.engines.deepspeed.engine import device, join_world
-from rlhf_core.engines.vllm.refusals import refuse_without_sleep
+from rlhf_core.engines.vllm.refusals import fp8_method, refuse_without_sleep
 from rlhf_core.model_check.miniature import cut_config, random_model, smaller
 from rlhf_core.model_check.trial import Finding, Trial, TrialSettings, judged, largest, random_sequences, refused
 from rlhf_core.models.build import check_weights, classifier, vocabulary_size
@@ -134,15 +134,20 @@ def check_rl_job(params: Params, gpus: int) -> None:
         transfer_ways(params.rl, place(params.rl, gpus))
 
 
-def check_turns(params: Params, gpus: int) -> None:
-    """Check that the RL job's engines can take turns with its trainer, if params ask for it. Imports vLLM, after it has been tried.
+def check_build(params: Params, gpus: int) -> None:
+    """Check that the RL job's engines can take turns with its trainer and compute in FP8, if params ask for it. Imports vLLM, after it has
+    been tried.
 
     Raises:
-        ValueError: this machine, which is the job's cluster, has a build of vLLM that can't.
+        ValueError: this machine, which is the job's cluster, has a GPU or a build of vLLM that can't.
     """
     rl = params.rl
-    if params.cluster.address is None and rl.rollout.backend == "vllm" and place(rl, gpus).takes_turns(rl):
+    if params.cluster.address is not None or rl.rollout.backend != "vllm":
+        return
+    if place(rl, gpus).takes_turns(rl):
         refuse_without_sleep()
+    if rl.rollout.quantization is not None:
+        fp8_method()
 
 
 def try_ready_made(scorer: ScorerConfig, model: ModelConfig, folder: Path | None = None) -> Finding:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlhf_core.config import ModelConfig, RlConfig
-from rlhf_core.planning.memory import frozen_model, head_forward, head_kept, mask_bytes, trunk_activations
+from rlhf_core.planning.memory import Training, frozen_model, head_forward, head_kept, mask_bytes, trunk_activations
+from rlhf_core.planning.models import Model
 from rlhf_core.planning.stages import Models, Process, add_frozen, engine, frozen_pass, known, pass_tokens, shape_of, trained_role, training
 
 
@@ -61,10 +62,19 @@ def _rl_rank(rl: RlConfig, roles: Sequence[str], config: ModelConfig, models: Mo
             shape = shape_of(teacher)
             phases[own] += sizes.passing + tokens * shape.hidden * setup.element + head_forward(shape, tokens, dtype)
             phases[own] += setup.element * shape.embedding * (trainer.zero_stage == 3)  # its head, gathered
+    kept = _kept_by_transfer(rl, setup, policy) if "policy" in roles else 0.0
+    if kept and not on_gpu:
+        parts["policy: as it was last sent"] = kept
     copies = 1 + (rl.rollout.max_lag > 0)  # for the exported policy, and for a replaced rollout engine
-    once = copies * setup.element * policy.parameters if on_gpu and "policy" in roles else 0.0
+    once = copies * setup.element * policy.parameters + kept if on_gpu and "policy" in roles else 0.0
     name = "trainer rank" if len(rl.role_groups) == 1 else f"rank of {'+'.join(roles)}"
     return Process(f"train_policy: {name}", "rl.trainer", parts, phases, host=host, once=once, count=trainer.ranks)
+
+
+def _kept_by_transfer(rl: RlConfig, setup: Training, policy: Model) -> float:
+    """Return the bytes of what was last sent to engines, which rl.rollout.send_changes keeps in the host's memory at each end."""
+    sent = policy.parameters if setup.adapters is None else setup.adapters
+    return setup.element * sent if rl.rollout.send_changes else 0.0
 
 
 def _graphs_at_once(rl: RlConfig, length: int, tokens: int) -> int:
@@ -86,11 +96,11 @@ class RlTraining:
 
 
 def rl_engine(rl: RlConfig, config: ModelConfig, models: Models, *, on_gpu: bool, per_engine: float) -> Process:
-    rollout = rl.rollout
-    return engine(
+    rollout, policy = rl.rollout, known(models.start, "the policy")
+    process = engine(
         "train_policy: rollout engine",
         "rl.rollout",
-        known(models.start, "the policy"),
+        policy,
         config,
         backend=rollout.backend,
         on_gpu=on_gpu,
@@ -100,3 +110,7 @@ def rl_engine(rl: RlConfig, config: ModelConfig, models: Models, *, on_gpu: bool
         count=rollout.engines,
         gpus=rollout.tensor_parallel_size,
     )
+    setup = training(RlTraining(rl), policy, config.dtype, ranks=rl.trainer.ranks, on_gpu=on_gpu)
+    if not (kept := _kept_by_transfer(rl, setup, policy) * rollout.tensor_parallel_size):  # in each of its processes
+        return process
+    return replace(process, host=kept) if on_gpu else replace(process, parts=process.parts | {"engine: as last received": kept})

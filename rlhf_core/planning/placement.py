@@ -126,6 +126,11 @@ def place(rl: RlConfig, gpus: int, nodes: Sequence[int] = ()) -> GpuPlacement:
     """
     groups, engines, size = [group.ranks for group in rl.role_groups], rl.rollout.engines, rl.rollout.tensor_parallel_size
     if not gpus:
+        if rl.rollout.quantization is not None:
+            raise ValueError(
+                f"rl.rollout.quantization: expected null on a cluster without GPUs, got {rl.rollout.quantization}; change it, since vLLM "
+                "computes in 8 bits on GPUs only"
+            )
         return GpuPlacement(0, 0.0, 0.0, tensor_parallel_size=size)
     nodes = sorted(filter(None, nodes)) or [gpus]  # ranks fill the small ones
     if size > nodes[-1]:
@@ -251,6 +256,11 @@ def transfer_ways(rl: RlConfig, placement: GpuPlacement) -> list[str]:
             )
         best = next(way for way in ("ipc", "nccl", "gloo") if way in possible)
         found.append(best if wanted == "auto" else wanted)
+    if rl.rollout.send_changes and "gloo" not in found:
+        raise ValueError(
+            f"rl.rollout.send_changes: expected false where no rollout engine gets weights by gloo, got true with {sorted(set(found))}; "
+            "change it, or set rl.rollout.weight_transfer to gloo"
+        )
     return found
 
 

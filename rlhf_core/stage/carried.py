@@ -138,7 +138,8 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     ("rl.rollout.kv_cache_gib", "rl.rollout.max_concurrent_sequences", "rl.rollout.max_logprob_difference"): {},
     ("rl.rollout.bfloat16_mean_difference", "rl.rollout.bfloat16_p999_difference", "rl.rollout.recomputed_fraction"): {},
     ("rl.rollout.max_lag", "rl.rollout.last_tokens", "rl.rollout.dispatch", "rl.rollout.take_turns", "rl.rollout.tensor_parallel_size"): {},
-    ("rl.rollout.prefix_caching", "rl.rollout.enforce_eager", "rl.rollout.weight_transfer", "rl.rollout.schedule"): {},
+    ("rl.rollout.prefix_caching", "rl.rollout.enforce_eager", "rl.rollout.weight_transfer", "rl.rollout.send_changes"): {},
+    ("rl.rollout.quantization", "rl.rollout.schedule"): {},
     # RL: evaluation, limits, processes
     ("rl.evaluation.metric",): {"best": ANEW},
     ("rl.evaluation.prompts", "rl.evaluation.sources", "rl.evaluation.samples", "rl.evaluation.pass_score"): {

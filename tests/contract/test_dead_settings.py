@@ -42,6 +42,7 @@ PAIRS = [
     Pair("rl.rollout.recomputed_fraction", {"rl.rollout.recomputed_fraction": 0.5}, AHEAD, MINIBATCHES),
     Pair("rl.rollout.dispatch", {"rl.rollout.dispatch": "dynamic"}, {"rl.rollout.engines": 1}, {}),
     Pair("rl.rollout.max_lag", AHEAD, {"rl.steps": 1}, {"rl.steps": 2}),
+    Pair("rl.rollout.send_changes", {"rl.rollout.send_changes": True}, {}, {"model.dtype": "bfloat16"}),
     Pair("rl.dynamic_sampling.max_rounds", {"rl.dynamic_sampling.max_rounds": 1}, GRPO | {"rl.dynamic_sampling.enabled": True}, GRPO),
     Pair("rl.kl.refresh_reference_every", {"rl.kl.refresh_reference_every": 60}, {}, {"rl.steps": 61}),
     Pair("rl.kl.refresh_reference_every", {"rl.kl.refresh_reference_every": 5}, {"rl.kl.coef": 0.0}, {}),

@@ -279,6 +279,45 @@ def test_an_engine_computes_with_weights_that_were_sent_to_it(folder, way, monke
 
 
 @pytest.mark.vllm
+def test_an_engine_rounds_the_weights_of_each_sync_with_new_scales(tmp_path):
+    """A matrix grows by 16 in the second update: with the scale of the first one its numbers would be cut at a sixteenth."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from rlhf_core.engines.deepspeed.engine import join_world
+    from rlhf_core.engines.rollout.open import RolloutActor
+    from rlhf_core.engines.rollout.process import EngineProcess
+    from rlhf_core.engines.transfer.sender import Target
+    from rlhf_core.models.build import checkpoint_names
+
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 products need compute capability 8.9")
+    join_world()
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
+    model = LlamaForCausalLM(LlamaConfig(**shape, max_position_embeddings=96, initializer_range=0.05, pad_token_id=0)).bfloat16()
+    model.save_pretrained(tmp_path)
+    model, ids = model.cuda().eval(), list(range(5, 45))
+    settings = {"backend": "vllm", "model_path": str(tmp_path), "dtype": "bfloat16", "gpu_memory_fraction": 0.3, "quantization": "fp8"}
+    opened = EngineProcess(RolloutActor, rank=0, weight_transfer=["gloo"], **settings, **PLAIN)
+    try:
+        sender, source, before = new_sender(timeout=60.0), source_of(model, functools.partial(checkpoint_names, model)), None
+        for version, factor in ((1, 1.0), (2, 16.0)):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.02 * torch.randn_like(parameter))
+                model.model.layers[1].mlp.down_proj.weight.mul_(factor)
+                logprobs = model(torch.tensor([ids]).cuda()).logits[0, :-1].float().log_softmax(-1).cpu()
+            expected = logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+            answers, lost = send(sender, [Target(0, ApartPeer(opened), "gloo", 1)], source, version=version, ids=ids)
+            assert not lost
+            apart = (torch.tensor(answers[0][1]) - expected).abs().mean()
+            assert apart > 0  # eight bits round
+            assert before is None or apart < 0.2 * (expected - before).abs().mean()
+            before = expected
+    finally:
+        opened.close()
+
+
+@pytest.mark.vllm
 def test_an_engine_of_a_stage_gives_the_gpu_back_when_it_is_closed(folder):
     """vLLM runs in its own process: its memory is free again, and nothing of it is left in this process."""
     from rlhf_core.engines.rollout.open import open_engine

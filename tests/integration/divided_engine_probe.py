@@ -5,6 +5,7 @@ Prints its results as one line of JSON for test_divided_engine.py. --replace: al
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from transfers import adapters_of, new_sender, send, source_of
+from transfers import adapters_of, counted, new_sender, send, source_of
 
 from rlhf_core.config import LoraConfig
 from rlhf_core.engines.ray.actors import ActorGroup
@@ -103,7 +104,24 @@ def compare(engine: ActorGroup, first: LlamaForCausalLM, second: LlamaForCausalL
     keep_cache(engine, keep=False)
     _, probe = sent(sender, engine, first, 9)
     seen["back"] = [probe_difference(first, probe), sampled_difference(first, call)]
-    return seen | {"adapters": send_adapters(engine, folder)}
+    return seen | {"changes": send_changes(engine, first), "adapters": send_adapters(engine, folder)}
+
+
+def send_changes(engine: ActorGroup, policy: LlamaForCausalLM) -> list[float]:
+    """Twice change one number in 50 and send what has changed. Returns the differences of the probe to the model of each time, the change
+    of the last time, and the share of the bytes that it sent.
+    """
+    sender, changed = new_sender(send_changes=True), copy.deepcopy(policy)
+    source, found, traffic = source_of(changed, partial(checkpoint_names, changed)), [], []
+    for version in (20, 21, 22):
+        answers, _, sent = counted(sender, [Target(0, engine.peer(0), "gloo", 2)], source, version=version, ids=PROBE)
+        found.append(probe_difference(changed, answers[0][1]))
+        traffic.append(sent.nbytes)
+        last = answers[0][1]
+        with torch.no_grad():
+            for parameter in changed.parameters():
+                parameter.mul_(1 + 0.5 * (torch.rand(parameter.shape) < 0.02))
+    return [max(found), probe_difference(policy, last), max(traffic[1:]) / traffic[0]]
 
 
 def weight_bytes(engine: ActorGroup) -> list[int]:

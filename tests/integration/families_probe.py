@@ -36,7 +36,7 @@ from rlhf_core.process import configure_process
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from actors_here import HerePeer
-from transfers import adapters_of, new_sender, send, sent_bytes, source_of
+from transfers import adapters_of, counted, new_sender, send, sent_bytes, source_of
 
 VOCABULARY, LONGEST, WINDOW = 128, 384, 16
 SHAPE = {
@@ -103,7 +103,21 @@ def look(folder: Path, config: PreTrainedConfig) -> dict[str, Any]:
     apart = [float((plain_logprobs(a) - plain_logprobs(b)).abs().max()) for a, b in ((first, updates[0]), tuple(updates))]
     actor._engine.load_weights(checkpoint_names(update, update.state_dict()), 3)
     seen = {"differences": found, "apart": apart, "version": answers[0][0], "same_as_loaded": actor.probe(IDS) == answers[0][1]}
-    return seen | send_adapters(actor, first, folder)
+    return seen | send_changes(actor, update) | send_adapters(actor, first, folder)
+
+
+def send_changes(actor: RolloutActor, policy: PreTrainedModel) -> dict[str, Any]:
+    """Change one number in 50 in each of three updates and send what has changed; then send all of the last weights."""
+    source, target = source_of(policy, partial(checkpoint_names, policy)), Target(0, HerePeer(actor), "gloo", 1)
+    generator, found, traffic = torch.Generator().manual_seed(5), [], []
+    for sender in [new_sender(send_changes=True)] * 4 + [new_sender()]:
+        with torch.no_grad():
+            for parameter in policy.parameters() if 0 < len(found) < 4 else ():
+                parameter.mul_(1 + 0.5 * (torch.rand(parameter.shape, generator=generator) < 0.02))
+        answers, _, sent = counted(sender, [target], source, version=10 + len(found), ids=IDS)
+        found.append(answers[0][1])
+        traffic.append(sent.nbytes)
+    return {"changes_arrive": found[3] == found[4] != found[0], "changes_share": max(traffic[1:4]) / traffic[4]}
 
 
 def send_adapters(actor: RolloutActor, policy: PreTrainedModel, folder: Path) -> dict[str, Any]:

@@ -84,15 +84,22 @@ def test_a_shape_that_vllm_lacks_is_refused_with_what_to_set_which_then_passes(w
 
 
 @pytest.mark.parametrize(
-    ("rollout", "message"),
+    ("rl", "message"),
     [
-        ({"tensor_parallel_size": 3}, "rl.rollout.tensor_parallel_size: expected a divisor of the model's 2 heads"),
-        ({"weight_transfer": "nccl"}, "rl.rollout.weight_transfer: expected auto or gloo on a cluster without GPUs, got nccl"),
-        ({"take_turns": True}, "rl.rollout.take_turns: expected auto or false with this build of vLLM, which has no sleep mode, got true"),
+        ({"rollout": {"tensor_parallel_size": 3}}, "rl.rollout.tensor_parallel_size: expected a divisor of the model's 2 heads"),
+        ({"rollout": {"weight_transfer": "nccl"}}, "rl.rollout.weight_transfer: expected auto or gloo on a cluster without GPUs, got nccl"),
+        (
+            {"rollout": {"quantization": "fp8"}, "correction": {"kind": "tis"}},
+            "rl.rollout.quantization: expected null on a cluster without GPUs, got fp8",
+        ),
+        (
+            {"rollout": {"take_turns": True}},
+            "rl.rollout.take_turns: expected auto or false with this build of vLLM, which has no sleep mode, got true",
+        ),
     ],
 )
-def test_an_rl_job_that_cannot_start_is_refused_before_training(workspace, rollout, message):
-    change_params(workspace, {"rl": {"rollout": rollout}})
+def test_an_rl_job_that_cannot_start_is_refused_before_training(workspace, rl, message):
+    change_params(workspace, {"rl": rl, "model": {"dtype": "bfloat16" if "correction" in rl else "float32"}})
     code, printed = run(workspace)
     assert code == 1 and f"check_model: {message}" in printed and "Traceback" not in printed, printed
     assert not (workspace / "checks/model.json").exists()

@@ -47,6 +47,11 @@ def test_new_weights_reach_both_processes(seen):
     assert seen["old_after_sync"] > 0.1
 
 
+def test_changes_sent_alone_reach_both_processes(seen):
+    difference, moved, share = seen["changes"]
+    assert difference < BUDGET and moved > 0.1 and share < 0.3
+
+
 def test_adapters_sent_alone_reach_both_processes(seen):
     merged, plain = seen["adapters"]
     assert merged < BUDGET and plain > 0.1

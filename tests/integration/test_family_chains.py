@@ -41,6 +41,11 @@ def test_weights_sent_a_layer_at_a_time_compute_as_those_loaded_at_once(seen: di
 
 
 @pytest.mark.parametrize("family", families_probe.FAMILIES)
+def test_changes_sent_alone_compute_as_all_weights(seen: dict, family: str):
+    assert seen[family]["changes_arrive"] and seen[family]["changes_share"] < 0.3
+
+
+@pytest.mark.parametrize("family", families_probe.FAMILIES)
 def test_adapters_sent_alone_compute_as_merged_weights(seen: dict, family: str):
     """Though the engine has weights of another policy, all of which are replaced."""
     assert seen[family]["same_as_merged"] and seen[family]["adapters_difference"] < ADAPTED_BUDGET

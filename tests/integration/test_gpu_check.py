@@ -32,6 +32,7 @@ FIGURES = {
     "transfer": ("weights by gloo, a tiny shape, float32: speed", 1),
     "lora": ("SFT with QLoRA, a tiny shape", 1),
     "memory": ("PPO trainer, a tiny shape, bfloat16: policy: gradients", 1),
+    "fp8": ("GRPO, a tiny shape", 1),
     "tensor_parallel": ("GRPO, a tiny shape", 1),
 }
 

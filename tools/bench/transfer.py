@@ -1,7 +1,8 @@
 """Measures weight transfer over gloo: python -m tools.bench.transfer [--models medium large] [--steps N] [--rounds N] [--table FILE]
 
 Two measurements for models of 5 and 50 million parameters in float32: bytes per second from one process to another one, a layer at a time,
-beside copies of the same layers in memory (memcpy); and the share of the weight sync in a step of a GRPO job with one vLLM engine.
+beside copies of the same layers in memory (memcpy), and in bfloat16 whole and by changes; and the share of the weight sync in a step of a
+GRPO job with one vLLM engine.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from typing import Any
 from rlhf_core.process import configure_process
 from tools.bench.peers import MODELS, at_least_one, make_inputs
 
-COLUMNS = ("model", "megabytes", "gloo_mb_s", "memcpy_mb_s", "seconds_step", "seconds_sync", "share")
+COLUMNS = ("model", "megabytes", "gloo_mb_s", "memcpy_mb_s", "whole_mb_s", "changes_mb_s", "seconds_step", "seconds_sync", "share")
 STEPS_BEFORE = 1  # warm-up
 TIMEOUT = 60.0
+CHANGED = 0.01  # of the numbers, between two transfers of changes
 
 
 def main() -> None:
@@ -65,40 +67,63 @@ def share(work: Any, threads: int) -> dict[str, str]:
 
 
 def bandwidth(folder: str, rounds: int) -> dict[str, str]:
-    """Median speeds in 10^6 bytes per second, to another process and of plain copies."""
+    """Median speeds in 10^6 bytes of weights per second: to another process, with send_changes where 1% of them have changed, and of plain
+    copies. The speed with changes is that of the same model in bfloat16, beside the speed of it whole.
+    """
     import torch
 
     from rlhf_core.engines.ray.rendezvous import open_store
+    from rlhf_core.engines.transfer.changes import SentLayers
     from rlhf_core.engines.transfer.gloo import GlooLink, pack_layer
     from rlhf_core.engines.transfer.source import PolicySource
     from rlhf_core.models.build import checkpoint_names, load_language_model
 
     model = load_language_model(folder)
-    source = PolicySource(torch.nn.ModuleDict({"model": model}), partial(checkpoint_names, model))
-    store = open_store(None, timeout=TIMEOUT)
-    link = GlooLink(store, "bench", source, workers=1, timeout=TIMEOUT)
-    process = multiprocessing.get_context("spawn").Process(target=receive, args=(link.info, folder, rounds), daemon=True)
-    process.start()
-    link.open()
-    size = sum(spec.nbytes for layer in source.specs for spec in layer)
-    sent, copied = [], []
-    with torch.no_grad():
-        for _ in range(rounds):
-            began, sending = time.perf_counter(), None
-            for layer in source.layers():
-                flat = pack_layer(layer)
-                while sending is not None and not sending.wait(TIMEOUT):
-                    pass
-                sending = link.send(flat)
-            sending.wait(TIMEOUT)
-            sent.append(time.perf_counter() - began)
+    store, found, copied = open_store(None, timeout=TIMEOUT), {}, []
+    for case, dtype, latest in (("gloo", torch.float32, None), ("whole", torch.bfloat16, None), ("changes", torch.bfloat16, SentLayers())):
+        model.to(dtype)
+        source = PolicySource(torch.nn.ModuleDict({"model": model}), partial(checkpoint_names, model))
+        link = GlooLink(store, case, source, workers=1, timeout=TIMEOUT, latest=latest)
+        process = multiprocessing.get_context("spawn").Process(target=receive, args=(link.info, folder, rounds + 1), daemon=True)
+        process.start()
+        link.open()
+        size, seconds = sum(spec.nbytes for layer in source.specs for spec in layer), []
+        for _ in range(rounds + 1):
+            flip_bits(model, share=CHANGED)
+            began = time.perf_counter()
+            send_layers(link, source)
+            seconds.append(time.perf_counter() - began)
+        found[case] = size / statistics.median(seconds[1:]) / 1e6  # the first one is whole
+        process.join(TIMEOUT)
+        for _ in range(rounds if case == "gloo" else 0):
             began = time.perf_counter()
             for layer in source.layers():
                 pack_layer(layer)
-            copied.append(time.perf_counter() - began)
-    process.join(TIMEOUT)
-    speeds = {f"{name}_mb_s": f"{size / statistics.median(s) / 1e6:.0f}" for name, s in (("gloo", sent), ("memcpy", copied))}
-    return {"megabytes": f"{size / 1e6:.1f}", **speeds}
+            copied.append(size / (time.perf_counter() - began) / 1e6)
+    speeds = {"gloo": found["gloo"], "memcpy": statistics.median(copied), "whole": found["whole"], "changes": found["changes"]}
+    megabytes = sum(parameter.nbytes for parameter in model.parameters()) * 2 / 1e6
+    return {"megabytes": f"{megabytes:.1f}", **{f"{name}_mb_s": f"{speed:.0f}" for name, speed in speeds.items()}}
+
+
+def flip_bits(model: Any, *, share: float) -> None:
+    """Flip the last bit of a random share of the numbers of two bytes."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            numbers = parameter.view(torch.int16)
+            numbers ^= (torch.rand(numbers.shape) < share).to(torch.int16)
+
+
+def send_layers(link: Any, source: Any) -> None:
+    sending = None
+    for number, layer in enumerate(source.layers()):
+        packed = link.pack(number, layer)
+        while sending is not None and not sending.wait(TIMEOUT):
+            pass
+        sending = link.send(packed)
+    while not sending.wait(TIMEOUT):
+        pass
 
 
 def receive(info: dict[str, Any], folder: str, rounds: int) -> None:

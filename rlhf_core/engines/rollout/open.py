@@ -68,6 +68,7 @@ def open_here(
     prefix_caching: bool = False,
     enforce_eager: bool = False,
     weight_transfer: str | None = None,
+    quantization: str | None = None,
 ) -> VllmEngine | PytorchEngine:
     """Open an engine in this process. See the engines for the arguments; only vLLM uses `seed` and those after `reads_text`."""
     shared = {
@@ -88,7 +89,7 @@ def open_here(
     from rlhf_core.engines.vllm.engine import VllmEngine
 
     own = {"sleeps": sleeps, "tensor_parallel_size": tensor_parallel_size, "prefix_caching": prefix_caching, "enforce_eager": enforce_eager}
-    return VllmEngine(model_path, **shared, seed=seed, **own, weight_transfer=weight_transfer)
+    return VllmEngine(model_path, **shared, seed=seed, **own, weight_transfer=weight_transfer, quantization=quantization)
 
 
 class RolloutActor:

@@ -52,7 +52,7 @@ class NcclLink:
         self._communicator = trainer_init({name: self.info[name] for name in ("master_address", "master_port", "world_size")})
 
     @staticmethod
-    def pack(layer: Tensors) -> list[torch.Tensor]:
+    def pack(number: int, layer: Tensors) -> list[torch.Tensor]:
         """Copy a layer's tensors on the GPU, since the layer itself may be gone before they are sent."""
         return [tensor.detach().to("cuda", copy=True).contiguous() for tensor in layer.values()]
 
@@ -74,6 +74,11 @@ class NcclSending:
 
     tensors: list[torch.Tensor]
     event: torch.cuda.Event
+    is_resent = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def wait(self, seconds: float) -> bool:
         """Return whether the layer was sent within this number of seconds."""
@@ -141,7 +146,7 @@ class IpcLink:
         """Do nothing: no connection is needed."""
 
     def send(self, update: dict[str, Any]) -> IpcSending:
-        return IpcSending(self._peer, self._peer.submit("update_weights", update | self._packed))
+        return IpcSending(self._peer, self._peer.submit("update_weights", update | self._packed), sum(update["tensor_sizes"]))
 
     def close(self) -> None:
         """Do nothing: the link holds no connection."""
@@ -157,6 +162,8 @@ class IpcSending:
 
     peer: Any
     call: Future
+    nbytes: int
+    is_resent = False
 
     def wait(self, seconds: float) -> bool:
         """Return whether the engine has read the buffers within this number of seconds.

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from rlhf_core.engines.ray.actors import PeerLost
+from rlhf_core.engines.transfer.changes import SentLayers
 from rlhf_core.engines.transfer.gloo import GlooLink
 from rlhf_core.engines.transfer.source import Tensors, WeightSource
 
@@ -60,13 +61,31 @@ class Sent:
     """The result of a transfer on a trainer rank; empty on ranks other than 0.
 
     probe: the trainer's log-probabilities of the probe. answers: answer of each engine that has the weights, by its rank.
-    lost: why each other engine doesn't have them. nbytes: bytes sent to all engines together.
+    lost: why each other engine doesn't have them. traffic: what went to all engines together.
     """
 
     probe: list[float] = field(default_factory=list)
     answers: dict[int, Answer] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=lambda: Traffic())
+
+
+@dataclass
+class Traffic:
+    """What transfers sent.
+
+    nbytes: to all engines together. numbers, changed: with send_changes, numbers of two bytes that were compared with those sent before,
+    and those that had changed. resent: layers that an engine got whole, by a tensor's name, because the changes gave it other bytes.
+    """
+
     nbytes: int = 0
+    numbers: int = 0
+    changed: int = 0
+    resent: list[str] = field(default_factory=list)
+
+    def add(self, other: Traffic) -> None:
+        self.nbytes, self.numbers, self.changed = self.nbytes + other.nbytes, self.numbers + other.numbers, self.changed + other.changed
+        self.resent += other.resent
 
 
 class WeightSender:
@@ -75,10 +94,12 @@ class WeightSender:
     Args:
         open_store: function that opens the store at which connections are made; called for the first one that needs it.
         timeout: seconds after which an engine is given up if it takes no layer or doesn't answer.
+        send_changes: over gloo, send what has changed of a layer where that is less than the layer.
     """
 
-    def __init__(self, open_store: Callable[[], dist.TCPStore], *, timeout: float):
+    def __init__(self, open_store: Callable[[], dist.TCPStore], *, timeout: float, send_changes: bool = False):
         self._open_store, self._timeout = open_store, timeout
+        self._latest = SentLayers() if send_changes else None
         self._store: dist.TCPStore | None = None
         self._links: dict[int, tuple[str, Any]] = {}  # engine -> its peer's key and its link
         self._count = 0  # connections so far
@@ -90,7 +111,7 @@ class WeightSender:
             source: source of the layers, which the caller iterates over and sends.
             ids: token ids of the probe, whose log-probabilities each engine computes at the end.
         """
-        transfer = Transfer(version, ids, timeout=self._timeout)
+        transfer = Transfer(version, ids, timeout=self._timeout, latest=self._latest)
         self._connect([t for t in targets if self._links.get(t.engine, ("",))[0] != t.peer.key], source, transfer)
         for target in targets:
             if target.engine not in transfer.broken:
@@ -131,7 +152,7 @@ class WeightSender:
             return NcclLink(self._store.host, source.specs, workers=target.workers)
         self._count += 1
         name = f"engine {target.engine}, connection {self._count}"
-        return GlooLink(self._store, name, source, workers=target.workers, timeout=self._timeout)
+        return GlooLink(self._store, name, source, workers=target.workers, timeout=self._timeout, latest=self._latest)
 
     def forget(self, engines: Sequence[int]) -> None:
         """Drop the connections of lost engines."""
@@ -143,14 +164,16 @@ class WeightSender:
 class Transfer:
     """One transfer of a policy's weights.
 
-    broken: why an engine gets no more layers, by its rank. nbytes: bytes sent so far.
+    broken: why an engine gets no more layers, by its rank. traffic: what was sent so far.
     """
 
-    def __init__(self, version: int, ids: Sequence[int], *, timeout: float):
+    def __init__(self, version: int, ids: Sequence[int], *, timeout: float, latest: SentLayers | None = None):
         self.broken: dict[int, str] = {}
-        self.nbytes = 0
+        self.traffic = Traffic()
+        self._latest, self._compared = latest, (latest.numbers, latest.changed) if latest else (0, 0)
         self._version, self._ids, self._timeout = version, list(ids), timeout
         self._open: dict[int, tuple[Target, Any, Future]] = {}
+        self._number, self._name = -1, ""  # of the last layer, and its first tensor
         self._sending: dict[int, Any] = {}
         self._ended: set[int] = set()  # engines whose call ended early
 
@@ -170,18 +193,18 @@ class Transfer:
         Args:
             shared: vLLM's update info of the layer in the ranks' buffers, for engines that use ipc.
         """
+        self._number += 1
         if not layer:
             return
         packed: dict[str, Any] = {"ipc": shared}
         for engine, (target, link, _) in self._open.items():
             if engine not in self.broken and target.backend not in packed:
-                packed[target.backend] = link.pack(layer)
+                packed[target.backend] = link.pack(self._number, layer)
         self.flush()
-        size = sum(tensor.numel() * tensor.element_size() for tensor in layer.values())
+        self._name = next(iter(layer))
         for engine, (target, link, _) in self._open.items():
             if engine not in self.broken:
                 self._sending[engine] = link.send(packed[target.backend])
-                self.nbytes += size
 
     def flush(self) -> None:
         """Wait until the last layer has arrived, or its engine is given up."""
@@ -197,7 +220,13 @@ class Transfer:
                         raise RuntimeError(f"no progress within {self._timeout:.0f} s")
             except RuntimeError as error:
                 self.broken[engine] = _one_line(error)
+            self.traffic.nbytes += sending.nbytes
+            if sending.is_resent:
+                self.traffic.resent.append(f"engine {engine}: layer of {self._name}")
         self._sending = {}
+        if self._latest is not None:
+            numbers, changed = self._compared
+            self.traffic.numbers, self.traffic.changed = self._latest.numbers - numbers, self._latest.changed - changed
 
     def answers(self) -> tuple[dict[int, Answer], dict[int, str]]:
         """Return the answer of each engine that has the weights, and why the other engines don't have them.

@@ -17,7 +17,7 @@ from rlhf_core.engines.memory.sleep import Awake
 from rlhf_core.engines.rollout.requests import Request, Sample, SamplingSettings, end_with_due
 from rlhf_core.engines.transfer.weights import pack_experts_at_next_load, pack_tied_weights, replace_weights
 from rlhf_core.engines.vllm.parameters import at_stop, continued_parameters, sample_of, sampling_parameters
-from rlhf_core.engines.vllm.refusals import refuse_without_reload, refuse_without_sleep, refusing_unsupported
+from rlhf_core.engines.vllm.refusals import fp8_method, refuse_without_reload, refuse_without_sleep, refusing_unsupported
 from rlhf_core.engines.vllm.start import (
     BATCHED_TOKENS,
     COMMON,
@@ -74,8 +74,9 @@ class VllmEngine:
         prefix_caching: keep the keys and values of prompts, until the weights change, for others with the same beginning.
         enforce_eager: neither compile the model nor capture CUDA graphs.
         weight_transfer: how a trainer's weights arrive: gloo, ipc or nccl; None: by `load_weights` only.
+        quantization: fp8: linear layers have weights of 8 bits, which vLLM rounds anew, with new scales, whenever it loads some.
     Raises:
-        ValueError: vLLM's CPU build can't run the model or can't sleep, or vLLM can't update its weights.
+        ValueError: vLLM's CPU build can't run the model or can't sleep, or vLLM can't update its weights; or the GPU has no FP8.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class VllmEngine:
         prefix_caching: bool = False,
         enforce_eager: bool = False,
         weight_transfer: str | None = None,
+        quantization: str | None = None,
     ):
         refuse_without_reload(model_path, trust_remote_code)
         set_environment(kv_cache_gib=kv_cache_gib, threads=threads, tensor_parallel_size=tensor_parallel_size)
@@ -128,6 +130,7 @@ class VllmEngine:
             trust_remote_code=trust_remote_code,
             gpu_memory_utilization=gpu_memory_fraction,
             **(division(tensor_parallel_size) | transfer_settings(weight_transfer)),
+            quantization=None if quantization is None else fp8_method(),
         )
         if not self._on_cpu:
             how = {"fraction": gpu_memory_fraction, "dtype": dtype, "tensor_parallel_size": tensor_parallel_size}

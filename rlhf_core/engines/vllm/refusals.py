@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +11,9 @@ from pydantic import ValidationError
 from rlhf_core.config import shown
 
 LONGEST_REASON = 300  # characters
+FP8_WEIGHTS, FP8_PRODUCTS = 80, 89  # compute capabilities of Marlin's kernels, whose weights have 8 bits, and of products in 8 bits
+
+log = logging.getLogger("rlhf")
 
 # Architectures whose expert loading bypasses `reload_weights`: the old experts stay, and on the CPU the kernel is lost.
 NOT_RELOADED = ("GptOssForCausalLM",)
@@ -70,6 +74,31 @@ def refuse_without_sleep() -> None:
             "rl.rollout.take_turns: expected auto or false with this build of vLLM, which has no sleep mode, got true; change it, or "
             "set rl.rollout.backend to pytorch"
         )
+
+
+def fp8_method() -> str:
+    """Return vLLM's name of weights that it rounds to 8 bits when it loads them, with a scale for each matrix.
+
+    Raises:
+        ValueError: this build, or this GPU, has no kernels for them.
+    """
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    if capability is None or capability.to_int() < FP8_WEIGHTS:
+        got = "vLLM's build for another device" if capability is None else f"compute capability {capability.as_version_str()}"
+        raise ValueError(
+            f"rl.rollout.quantization: expected null, or a GPU of compute capability 8.9 (8.0 for the weights alone), got fp8 with {got}; "
+            "set it to null"
+        )
+    if capability.to_int() < FP8_PRODUCTS:
+        log.warning(
+            "rl.rollout.quantization: with compute capability %s only weights have 8 bits, and products 16: engines take less memory, but "
+            "aren't faster",
+            capability.as_version_str(),
+        )
+    return "fp8_per_tensor" if "fp8_per_tensor" in QUANTIZATION_METHODS else "fp8"
 
 
 def _architecture(model_path: str, trust_remote_code: bool) -> str:

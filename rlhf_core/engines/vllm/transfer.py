@@ -27,6 +27,7 @@ class GlooInitInfo(WeightTransferInitInfo):
     meeting: dict[str, Any]
     layers: list[list[tuple[str, str, tuple[int, ...]]]]
     made: list[list[tuple[tuple[str, str, tuple[int, ...]], float | None, bool]]]
+    changes: bool
 
 
 @dataclass

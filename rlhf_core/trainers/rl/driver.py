@@ -134,6 +134,7 @@ class Actors:
                 "prefix_caching": rl.caches_prefixes(job.model.max_length, on_gpu=placement.gpus > 0),
                 "enforce_eager": rl.rollout.enforce_eager,
                 "weight_transfer": self.ways,
+                "quantization": rl.rollout.quantization,
             },
             watched=rl.rollout.samples_freely,
             together=False,

@@ -123,7 +123,7 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
     bar = Bar("rl step", rl.steps, done=progress.step)
     stopping, began = False, time.monotonic() - progress.seconds
     while not progress.finished(rl) and not stopping:
-        clock, sent_before = Clock(apart=workers.turns.seconds), workers.transfer.nbytes
+        clock = Clock(apart=workers.turns.seconds)
         try:
             result = train_step(run, progress, stop, clock)
         except StepAbandoned:
@@ -144,7 +144,7 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         # The curve is written before the checkpoint: a run that is killed between the two repeats the step, and overwrites its row.
         timings = clock.timings(samples=rl.samples_per_step) | {
             "replacements": workers.replacements.count,
-            "sync_bytes": workers.transfer.nbytes - sent_before,
+            **workers.transfer.take_traffic(),
             **workers.turns.memory,
         }
         workers.turns.log_order()

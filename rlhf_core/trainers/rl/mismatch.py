@@ -110,6 +110,8 @@ def check_logprobs(batch: RolloutBatch, sampler_logprobs: torch.Tensor, rl: RlCo
 
 def _remedy(rl: RlConfig) -> str:
     """Return what to do where an engine's arithmetic differs from the trainer's."""
+    if rl.rollout.quantization is not None:
+        return "engines compute in 8 bits: raise the limit, or set rl.rollout.quantization to null"
     return "raise the limit" + (", or set rl.rollout.backend to pytorch" if rl.rollout.backend == "vllm" else "")
 
 

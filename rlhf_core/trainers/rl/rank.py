@@ -76,7 +76,8 @@ class TrainerRank:
         self._hosted = job.rl.roles if roles is None else roles
         self._tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
         self._store: dist.TCPStore | None = None
-        self._sender = WeightSender(partial(open_store, None, timeout=job.rl.deadlines.step), timeout=job.rl.deadlines.step / GIVE_UP)
+        seconds, send_changes = job.rl.deadlines.step, job.rl.rollout.send_changes
+        self._sender = WeightSender(partial(open_store, None, timeout=seconds), timeout=seconds / GIVE_UP, send_changes=send_changes)
         self._kept = KeptSource()
         self._shared: IpcBuffer | None = None
 
@@ -308,7 +309,7 @@ class TrainerRank:
             return Sent()
         answers, lost = transfer.answers()
         self._sender.forget(lost)
-        return Sent(probe, answers, lost, transfer.nbytes)
+        return Sent(probe, answers, lost, transfer.traffic)
 
     def _shared_buffer(self, specs: list[list[TensorSpec]]) -> IpcBuffer:
         from rlhf_core.engines.transfer.gpu import IpcBuffer

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
 
 from rlhf_core.engines.ray.actors import ActorGroup
 from rlhf_core.engines.ray.places import RoleLost
-from rlhf_core.engines.transfer.sender import Sent, Target
+from rlhf_core.engines.transfer.sender import Sent, Target, Traffic
 from rlhf_core.trainers.rl.groups import TrainerGroup
+
+log = logging.getLogger("rlhf")
 
 
 class WeightTransfer:
@@ -17,13 +21,27 @@ class WeightTransfer:
         ways: of each engine.
         workers: processes of an engine that have weights.
         deadline: seconds of a transfer.
+        sends_changes: rl.rollout.send_changes.
 
-    nbytes: sent so far, to all engines together.
+    traffic: sent since it was last taken.
     """
 
-    def __init__(self, policy: TrainerGroup, engines: ActorGroup, ways: Sequence[str], *, workers: int, deadline: float):
+    def __init__(
+        self, policy: TrainerGroup, engines: ActorGroup, ways: Sequence[str], *, workers: int, deadline: float, sends_changes: bool = False
+    ):
         self._policy, self._engines, self._ways, self._workers, self._deadline = policy, engines, ways, workers, deadline
-        self.nbytes = 0
+        self._sends_changes = sends_changes
+        self.traffic = Traffic()
+
+    def take_traffic(self) -> dict[str, float]:
+        """Return columns of the timings for what was sent since the last call: bytes to all engines, and with rl.rollout.send_changes the
+        fraction of numbers that had changed, and the layers that were sent again.
+        """
+        sent, self.traffic = self.traffic, Traffic()
+        if not self._sends_changes:
+            return {"sync_bytes": sent.nbytes}
+        changed = sent.changed / sent.numbers if sent.numbers else math.nan
+        return {"sync_bytes": sent.nbytes, "sync_changed": changed, "sync_resent": len(sent.resent)}
 
     def send(
         self, ranks: Sequence[int], *, version: int, ids: Sequence[int], engines_probe: bool = True, kept: bool = False
@@ -44,7 +62,9 @@ class WeightTransfer:
             "send_weights", [(targets,)] * len(self._policy), version=version, ids=list(ids), engines_probe=engines_probe, kept=kept
         )
         sent, *_ = self._policy.wait(pending, deadline=self._deadline, what="send_weights")
-        self.nbytes += sent.nbytes
+        self.traffic.add(sent.traffic)
+        for what in sent.traffic.resent:
+            log.warning("weight sync, version %d: rollout %s: the changes gave other bytes than the trainer's; sent whole", version, what)
         wrong = {engine: found for engine, (found, _) in sent.answers.items() if found != version}
         if wrong:
             raise RuntimeError(f"rollout engines: expected policy version {version} everywhere, got {wrong}")

@@ -92,7 +92,8 @@ class Workers:
         self._tokenizer, self._stops = tokenizer, stop_ids(tokenizer, job.sft_model)
         self.replacements = Replacements(job.rl.max_replacements)
         self.turns = GpuTimeSharing(actors.rollouts, actors.trainers, on=actors.take_turns, deadline=job.rl.deadlines.step)
-        how = {"workers": job.rl.rollout.tensor_parallel_size, "deadline": job.rl.deadlines.step}
+        rollout = job.rl.rollout
+        how = {"workers": rollout.tensor_parallel_size, "deadline": job.rl.deadlines.step, "sends_changes": rollout.send_changes}
         self.transfer = WeightTransfer(self._trainers.policy, actors.rollouts, actors.ways, **how)
         environment = open_environment(job, tokenizer, self._stops)
         self.rollouts = RolloutEngines(

@@ -98,6 +98,22 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear"}
             "rl.rollout.recomputed_fraction: expected 1 with a correction, got 0.5",
         ),
         (
+            {"rl.rollout.quantization": "fp8", "model.dtype": "bfloat16"},
+            "rl.correction.kind: expected tis, icepop, sequence_tis or sequence_mask with rollout.quantization fp8, got none; set it to",
+        ),
+        (
+            {"rl.rollout.quantization": "fp8", "rl.correction.kind": "tis"},
+            "rl.rollout.quantization: expected null with model.dtype float32, got fp8; set it to null or model.dtype to bfloat16",
+        ),
+        (
+            {"rl.rollout.quantization": "fp8", "rl.correction.kind": "tis", "model.dtype": "bfloat16", "rl.rollout.backend": "pytorch"},
+            "rl.rollout.quantization: expected null with backend pytorch, got fp8; change it or the backend",
+        ),
+        (
+            {"rl.rollout.send_changes": True, "model.dtype": "bfloat16", "rl.rollout.weight_transfer": "nccl"},
+            "rl.rollout.send_changes: expected false with weight_transfer nccl, got true; only gloo has it, so change one",
+        ),
+        (
             {"rl.rollout.max_lag": 1, "rl.rollout.take_turns": True},
             "rl.rollout.take_turns: expected auto or false with max_lag=1, got true",
         ),
@@ -360,6 +376,16 @@ def test_a_key_of_several_sections_gets_them_all_and_a_strange_one_none():
     assert refused({"xyzzy": 1}) == ["override xyzzy: expected a key of params.yaml, got 'xyzzy'; see params.yaml"]
     (line,) = refused({"rl.xyzzy": 1})
     assert line.endswith("got 'xyzzy'; the keys of rl are in params.yaml")
+
+
+@pytest.mark.parametrize("key", ["rl.rollout.enable_expert_parallel", "rl.trainer.expert_model_parallel_size", "rl.expert_parallel"])
+def test_a_key_of_expert_parallelism_gets_what_divides_experts_here(key: str):
+    (line,) = refused({key: 2})
+    assert "experts can't be put on different GPUs as a whole: rl.rollout.tensor_parallel_size divides each of them" in line
+    tree = read_yaml(DEFAULT)
+    tree["rl"]["rollout"]["expert_parallel_size"] = 2
+    with pytest.raises(ConfigError, match=r"rl\.rollout\.expert_parallel_size: .*tensor_parallel_size divides each of them"):
+        parse_params(tree)
 
 
 def test_an_unknown_key_of_the_file_gets_one_that_the_file_need_not_have():

@@ -175,14 +175,14 @@ def test_a_rank_sends_adapters_and_pytorchs_engines_compute_what_it_computes(mod
     expected = trained_bytes(model) + experts
     learn(model, seed=1)
     sent = trainer.send_weights(targets[:1], version=1, ids=IDS)
-    assert sent.nbytes == expected and sent.answers[0][0] == 1
+    assert sent.traffic.nbytes == expected and sent.answers[0][0] == 1
     assert sent.answers[0][1] == pytest.approx(sent.probe, abs=1e-5)
     merged = whole_weights(source_of(model, trainer._engine_names))
     assert same_bits(engines[0]._engine.own_weights(), merged)
     learn(model, seed=2)
-    assert trainer.send_weights(targets[1:], version=1, ids=IDS, kept=True).nbytes == expected
+    assert trainer.send_weights(targets[1:], version=1, ids=IDS, kept=True).traffic.nbytes == expected
     assert same_bits(engines[1]._engine.own_weights(), merged)
-    assert trainer.send_weights(targets, version=2, ids=IDS).nbytes == 2 * expected
+    assert trainer.send_weights(targets, version=2, ids=IDS).traffic.nbytes == 2 * expected
     for engine in engines:
         assert same_bits(engine._engine.own_weights(), whole_weights(source_of(model, trainer._engine_names)))
 

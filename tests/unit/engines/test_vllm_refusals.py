@@ -8,7 +8,7 @@ from typing import Annotated
 import pytest
 from pydantic import AfterValidator, TypeAdapter
 
-from rlhf_core.engines.vllm.refusals import refusing_unsupported
+from rlhf_core.engines.vllm.refusals import fp8_method, refusing_unsupported
 
 CAN_RUN = r"rollout\.backend: expected a model that vLLM's CPU build can run, got LlamaForCausalLM with "
 
@@ -68,3 +68,26 @@ def test_what_another_start_may_not_meet_goes_through(sft_folder: Path, error: E
     with pytest.raises(type(error)) as raised, refusing_unsupported(str(sft_folder), False):
         raise error
     assert raised.value is error
+
+
+@pytest.mark.parametrize(("capability", "only_weights"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((10, 0), False)])
+def test_fp8_has_a_method_of_vllm_on_gpus_that_compute_with_it(monkeypatch, caplog, capability: tuple[int, int], only_weights: bool):
+    on_a_gpu(monkeypatch, capability)
+    assert fp8_method() == "fp8_per_tensor"
+    assert ("only weights have 8 bits" in caplog.text) is only_weights
+
+
+def test_fp8_on_other_devices_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"of compute capability 8\.9 .*, got fp8 with vLLM's build for another device; set it to null"):
+        fp8_method()
+    on_a_gpu(monkeypatch, (7, 5))
+    with pytest.raises(ValueError, match=r"got fp8 with compute capability 7\.5; set it to null"):
+        fp8_method()
+
+
+def on_a_gpu(monkeypatch, capability: tuple[int, int]) -> None:
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda self, device_id=0: DeviceCapability(*capability))

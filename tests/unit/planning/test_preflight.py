@@ -284,6 +284,21 @@ def test_weights_cache_and_a_pass_of_an_engine_are_divided_over_its_gpus():
     assert [whole.gpus, four.gpus, four.count] == [1, 4, 1]
 
 
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_changes_keep_what_was_last_sent_on_the_hosts_of_both_ends(on_gpu: bool):
+    machine, moments = NODE if on_gpu else Machine(2000 * GIB), []
+    for changes in (False, True):
+        sync = {"rl__rollout__weight_transfer": "gloo", "rl__rollout__send_changes": changes, "rl__rollout__tensor_parallel_size": 2}
+        processes = check("train_policy", params(rl__rollout__engines=1, **LARGE, **sync), Models(EIGHT, EIGHT, ()), machine).moments[0]
+        moments.append({process.name.partition(": ")[2]: process for process in processes})
+    (rank, engine), (rank_of_changes, engine_of_changes) = ((found["trainer rank"], found["rollout engine"]) for found in moments)
+    weights = 2 * EIGHT.parameters
+    if on_gpu:
+        assert (rank_of_changes.once - rank.once, engine_of_changes.host - engine.host) == (weights, 2 * weights)
+    else:
+        assert (rank_of_changes.needed - rank.needed, engine_of_changes.needed - engine.needed) == (weights, 2 * weights)
+
+
 @pytest.mark.parametrize(("shape", "size", "nearest"), [("llama3-70b", 3, 2), ("llama3-70b", 6, 4), ("qwen3-32b", 7, 8)])
 def test_an_engine_that_cannot_be_divided_is_refused_with_the_nearest_size(shape, size, nearest):
     models = Models(of_shape(SIZES[shape]))

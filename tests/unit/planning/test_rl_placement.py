@@ -320,6 +320,20 @@ def test_weights_stay_on_a_gpu_or_go_to_another_one_or_through_the_host():
     assert transfer_ways(rl(), place(rl(), 0)) == ["gloo", "gloo"]
 
 
+def test_fp8_is_refused_without_gpus():
+    config = rl()
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"quantization": "fp8"})})
+    assert place(config, 2).gpus == 2
+    with pytest.raises(ValueError, match=r"rl\.rollout\.quantization: expected null on a cluster without GPUs, got fp8; change it"):
+        place(config, 0)
+
+
+def test_changes_without_an_engine_that_gets_weights_by_gloo_are_refused():
+    assert ways((0, 1, 2), max_lag=1, send_changes=True) == ["gloo", "nccl", "nccl"]
+    with pytest.raises(ValueError, match=r"rl\.rollout\.send_changes: expected false where no rollout engine gets weights by gloo"):
+        ways((0, 2), send_changes=True)
+
+
 @pytest.mark.parametrize(("way", "engine", "possible"), [("nccl", 0, ["gloo", "ipc"]), ("ipc", 2, ["gloo", "nccl"])])
 def test_a_way_that_the_gpus_do_not_allow_is_refused(way: str, engine: int, possible: list[str]):
     with pytest.raises(

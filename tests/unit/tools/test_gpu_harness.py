@@ -155,7 +155,7 @@ def test_results_of_another_device_or_of_a_rehearsal_are_not_gone_on_with(tmp_pa
 def test_parts_have_limits_under_nine_minutes_and_are_registered_once():
     assert all(0 < part.needs < part.limit <= 540 for part in PARTS)
     names = ["default_job", "ipc", "logprobs", "turns", "sft", "dpo", "reward", "tests", "transfer", "ppo", "lora", "memory"]
-    assert [part.name for part in PARTS] == [*names, "tensor_parallel"]
+    assert [part.name for part in PARTS] == [*names, "fp8", "tensor_parallel"]
 
 
 @pytest.mark.long

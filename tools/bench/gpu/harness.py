@@ -81,6 +81,7 @@ PARTS = (
     Part("ppo", "PPO with engine and trainer by turns", 90, 240, _JOBS, ("ppo",), head=True, models=(_POLICY, _REWARD)),
     Part("lora", "steps with adapters", 60, 200, _STEPS, ("lora",), models=(_POLICY,)),
     Part("memory", "where the memory goes", 60, 200, "tools.bench.gpu.memory", models=(("0.5B", "language"), ("0.5B", "reward"))),
+    Part("fp8", "GRPO with rollouts in FP8, by turns", 60, 200, _JOBS, ("fp8",), head=True, models=(_POLICY,)),
     Part("tensor_parallel", "an engine on two GPUs", 60, 240, _JOBS, ("tensor_parallel",), head=True, models=(_POLICY,)),
 )
 

@@ -1,5 +1,5 @@
 """Runs RL jobs with trainer and engine on one GPU: python -m tools.bench.gpu.jobs --out FILE.json [--rehearse] -- turns | ppo |
-tensor_parallel
+fp8 | tensor_parallel
 
 Each job is the Ray job of the stage train_policy with its driver, actors, loop and weight sync. Weights are random, so scores mean nothing.
 turns also runs GRPO by TRL with vLLM in its trainer's process: the same shape with the same weights, prompts, groups, length of responses,
@@ -38,7 +38,8 @@ def cases(base: Case, *, rehearse: bool) -> dict[str, Case]:
     """Return the jobs by their names. In a rehearsal only PyTorch's engines take turns, since vLLM's CPU build can't sleep."""
     by_turns = replace(base, turns=True, backend="pytorch" if rehearse else "vllm")
     ppo = replace(by_turns, algorithm="ppo", prompts=base.samples, group=1)
-    return {"turns": by_turns, "ppo": ppo, "tensor_parallel": replace(base, tensor_parallel=GPUS)}
+    fp8 = replace(by_turns, fp8=not rehearse, steps=3, warmup=1)  # the CPU has none
+    return {"turns": by_turns, "ppo": ppo, "fp8": fp8, "tensor_parallel": replace(base, tensor_parallel=GPUS)}
 
 
 def main() -> None:

@@ -45,7 +45,8 @@ class Case:
 
     prompts: prompts per step. group: responses per prompt. prompt: tokens of a prompt, least and most. response: tokens of a response.
     warmup: number of first steps that aren't timed. turns: whether trainer and engine take turns on the GPU.
-    transfer: value of rl.rollout.weight_transfer; None: auto. tensor_parallel: number of GPUs of the engine.
+    transfer: value of rl.rollout.weight_transfer; None: auto. tensor_parallel: number of GPUs of the engine. fp8: the engine computes in
+    FP8, and the trainer corrects for it.
     """
 
     algorithm: Literal["grpo", "ppo"]
@@ -63,6 +64,7 @@ class Case:
     turns: bool = False
     transfer: Literal["gloo", "ipc", "nccl"] | None = None
     tensor_parallel: int = 1
+    fp8: bool = False
 
     @property
     def samples(self) -> int:
@@ -73,6 +75,7 @@ class Case:
         how = ", by turns" * self.turns
         how += f", weights by {self.transfer}" if self.transfer else ""
         how += f", engine on {self.tensor_parallel} GPUs" if self.tensor_parallel > 1 else ""
+        how += ", rollouts in FP8" * self.fp8
         size = f"{self.samples} samples a step of {self.response} tokens"
         return f"{self.algorithm.upper()}, {shape_name(self.shape)}, {self.dtype}, {size}{how}"
 
@@ -103,6 +106,7 @@ class Case:
         }
         rl |= {} if self.transfer is None else {"rollout.weight_transfer": self.transfer}
         rl |= {} if self.tensor_parallel == 1 else {"rollout.tensor_parallel_size": self.tensor_parallel}
+        rl |= {"rollout.quantization": "fp8", "correction.kind": "tis"} if self.fp8 else {}
         rl |= {"kl.placement": "loss", "kl.estimator": "k3"} if self.algorithm == "grpo" else {"reward.scorers": REWARD_MODEL}
         settings = {f"rl.{key}": value for key, value in rl.items()} | SHARED | UNLIMITED
         settings |= {"model.dtype": self.dtype, "model.max_length": self.max_length, "cluster.threads": self.threads}

@@ -90,7 +90,7 @@ def measure(case: Case) -> Case:
         grown = {role: memory(process, "VmHWM") - before[role] for role, process in processes.items()}
         apart = sizes(torch.tensor(engine.probe(IDS)) - torch.tensor(sent.probe))
         engine.close()
-    return {"seconds": seconds, "bytes": sent.nbytes, "grown": grown, "apart": apart}
+    return {"seconds": seconds, "bytes": sent.traffic.nbytes, "grown": grown, "apart": apart}
 
 
 class PeerEngine(EngineProcess):

@@ -93,3 +93,19 @@ def test_an_interrupted_run_ends_with_the_same_bits(model_folders: tuple[Path, P
         assert undisturbed.rows[-1]["drawn_share"] < 1 and undisturbed.progress.curriculum == again.progress.curriculum
         _, uniform, _ = train(job_in(model_folders, tmp_path / "uniform", **changes | {"rl.curriculum": None}), STEPS)
         assert uniform != prompts
+
+
+def test_an_interrupted_run_that_sends_changes_ends_with_the_bits_of_one_that_sends_all(model_folders, tmp_path: Path):
+    changes = PLAIN | {"model.dtype": "bfloat16", "rl.learning_rate": 1e-5}
+    undisturbed, _, weights = train(job_in(model_folders, tmp_path / "all", **changes), STEPS)
+    job = job_in(model_folders, tmp_path / "changes", **changes | {"rl.rollout.send_changes": True})
+    train(job, AT)
+    again, _, same = train(job, STEPS)
+    assert again.rows == undisturbed.rows[AT:] and all(torch.equal(weights[name], same[name]) for name in weights)
+    everything, sent = undisturbed.workers.transfer.traffic, again.workers.transfer.traffic
+    assert everything.numbers == 0 < sent.changed < 0.2 * sent.numbers and not sent.resent
+    assert sent.nbytes < everything.nbytes / 2  # once all weights, and what three updates changed
+    assert again.workers.transfer.take_traffic() == {
+        "sync_bytes": sent.nbytes, "sync_changed": sent.changed / sent.numbers, "sync_resent": 0
+    }  # fmt: skip
+    assert undisturbed.workers.transfer.take_traffic() == {"sync_bytes": everything.nbytes}
