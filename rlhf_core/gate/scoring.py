@@ -14,6 +14,7 @@ from rlhf_core.data.places import locate
 from rlhf_core.engines.deepspeed.ranks import on_rank_zero
 from rlhf_core.gate.heldout import Heldout
 from rlhf_core.gate.pairs import compare, pair_points
+from rlhf_core.gate.rewardbench import section_rows
 from rlhf_core.gate.steps import HeldoutSteps, first_error_points
 from rlhf_core.preparation.sources import load_source
 from rlhf_core.provenance.dvc_cache import checkout
@@ -39,13 +40,11 @@ def score_external(config: ExternalPairsConfig, model: LoadedModel, *, confidenc
     prompts = np.array([conversation_text(row["messages"]) for row in rows])[known]
     subsets = np.array([row.get("slices", {}).get(SUBSET, "") for row in rows])[known]
     overall = _accuracy(points, prompts, confidence)
-    by_subset = [
-        {
-            "subset": str(name),
-            **{k: v for k, v in _accuracy(points[subsets == name], prompts[subsets == name], confidence).items() if k in REPORTED},
-        }
-        for name in sorted(set(subsets.tolist()))
-    ]
+
+    def accuracy(which: np.ndarray) -> dict[str, Any]:
+        return {k: v for k, v in _accuracy(points[which], prompts[which], confidence).items() if k in REPORTED}
+
+    by_subset = [{"subset": str(name), **accuracy(subsets == name)} for name in sorted(set(subsets.tolist()))]
     return {
         "name": config.name,
         "path": config.path,
@@ -55,6 +54,7 @@ def score_external(config: ExternalPairsConfig, model: LoadedModel, *, confidenc
         "left_out": dict(sorted(loaded.dropped.items())),
         "threshold": config.min_accuracy,
         "subsets": by_subset if config.subset is not None else [],
+        "sections": section_rows(subsets, accuracy),
     }
 
 

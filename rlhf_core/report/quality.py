@@ -69,11 +69,12 @@ def _step_accuracies(gate: Mapping[str, Any]) -> figure:
 
 
 def external(gate: Mapping[str, Any]) -> figure | None:
-    """Figure of the accuracy on external files and their subsets, without their thresholds; None without any."""
+    """Figure of the accuracy on external files, their sections and subsets, without their thresholds; None without any."""
     named: dict[str, Mapping[str, Any]] = {}
     for file in need(gate, "external"):
         named[slice_name({"column": "file", "value": file["name"]})] = {**file, "judged": True}
-        named |= {slice_name({"column": file["name"], "value": s["subset"]}): {**s, "judged": True} for s in file["subsets"] if s["n"]}
+        parts = [(s["section"], s) for s in file.get("sections", [])] + [(s["subset"], s) for s in file["subsets"] if s["n"]]
+        named |= {slice_name({"column": file["name"], "value": part}): {**s, "judged": True} for part, s in parts}
     scored = {name: row for name, row in named.items() if row["n"]}
     return intervals(scored, threshold=0.5, x_title="accuracy; dashed: guessing") if scored else None
 

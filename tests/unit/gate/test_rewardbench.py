@@ -1,0 +1,77 @@
+"""RewardBench's sections and score, by hand, and through a file of pairs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from tiny_models import save_tiny_models, tiny_tokenizer
+
+from rlhf_core.config import ExternalPairsConfig
+from rlhf_core.gate.rewardbench import CODE, SECTIONS, SUBSETS, mean_of, section_rows
+from rlhf_core.gate.scoring import score_external
+from rlhf_core.report.quality import external
+from rlhf_core.scorers.reward.loaded import LoadedModel
+from rlhf_core.statistics.intervals import wilson_interval
+
+
+def counted(points: np.ndarray):
+    def accuracy(which: np.ndarray) -> dict:
+        chosen = points[which]
+        low, high = wilson_interval(chosen.sum(), len(chosen), 0.95)
+        return {"accuracy": float(chosen.mean()), "low": low, "high": high, "ties": int((chosen == 0.5).sum()), "n": len(chosen)}
+
+    return accuracy
+
+
+def test_each_subset_belongs_to_one_section():
+    names = Counter(name for parts in SECTIONS.values() for part in parts for name in part)
+    assert len(SUBSETS) == 23 and set(names.values()) == {1}
+
+
+def test_sections_weigh_subsets_by_size_and_mathematics_as_much_as_code():
+    """One pair of each subset, but two of mt-bench-med and four of math-prm. Wrong are both of mt-bench-med, hep-go and one of math-prm."""
+    subsets = [*sorted(SUBSETS), "mt-bench-med", *["math-prm"] * 3]
+    points = np.array([name not in ("mt-bench-med", "hep-go") for name in subsets], dtype=float)
+    points[-1] = 0.0
+    rows = {row["section"]: row for row in section_rows(np.array(subsets), counted(points))}
+    # Chat: 4 of 6 pairs; Reasoning: (3/4 + 5/6) / 2, where pooling would give 8 of 10.
+    expected = {"Chat": 4 / 6, "Chat Hard": 1.0, "Safety": 1.0, "Reasoning": (3 / 4 + 5 / 6) / 2}
+    assert {name: rows[name]["accuracy"] for name in expected} == pytest.approx(expected)
+    assert list(rows) == [*expected, "Score"]
+    assert rows["Score"]["accuracy"] == pytest.approx(sum(expected.values()) / 4)
+    assert {name: row["n"] for name, row in rows.items()} == {"Chat": 6, "Chat Hard": 6, "Safety": 5, "Reasoning": 10, "Score": 27}
+    assert (rows["Chat"]["low"], rows["Chat"]["high"]) == pytest.approx(wilson_interval(4, 6, 0.95))
+    assert len(CODE) == 6
+
+
+def test_interval_of_a_mean_by_hand():
+    """Distances 0.3 and 0.4 below, 0.12 and 0.05 above: sqrt(0.09 + 0.16) / 2 = 0.25, sqrt(0.0144 + 0.0025) / 2 = 0.065."""
+    parts = [{"accuracy": 0.8, "low": 0.5, "high": 0.92, "ties": 1, "n": 4}, {"accuracy": 0.6, "low": 0.2, "high": 0.65, "ties": 0, "n": 6}]
+    found = mean_of(parts)
+    assert found == pytest.approx({"accuracy": 0.7, "low": 0.45, "high": 0.765, "ties": 1, "n": 10})
+    assert mean_of(parts[:1]) == pytest.approx(parts[0])
+
+
+@pytest.mark.parametrize("subsets", [sorted(SUBSETS)[:-1], [*SUBSETS, "other"], []])
+def test_other_subsets_have_no_score(subsets):
+    assert section_rows(np.array(subsets), counted(np.ones(len(subsets)))) == []
+
+
+def test_a_file_with_all_subsets_gets_a_score_in_gate_and_report(tmp_path):
+    _, folder = save_tiny_models(tmp_path, tiny_tokenizer())
+    model = LoadedModel.load(folder, max_length=64, trust_remote_code=False)
+    rows = [{"prompt": f"Sort {i}.", "chosen": f"{i} {i}", "rejected": "Sorry", "subset": name} for i, name in enumerate(sorted(SUBSETS))]
+    (tmp_path / "bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = ExternalPairsConfig(name="rewardbench", path=str(tmp_path / "bench.jsonl"), subset="subset")
+    found = score_external(config, model, confidence=0.95)
+    right = {row["subset"]: row["accuracy"] for row in found["subsets"]}
+    pooled = {name: [np.mean([right[subset] for subset in part]) for part in parts] for name, parts in SECTIONS.items()}
+    expected = {name: np.mean(parts) for name, parts in pooled.items()}
+    rows = {row["section"]: row["accuracy"] for row in found["sections"]}
+    assert rows == pytest.approx(expected | {"Score": np.mean([*expected.values()])})
+    drawn = external({"external": [found]})
+    names = list(drawn.y_range.factors)[::-1]
+    assert names[:6] == ["file: rewardbench", *(f"rewardbench: {name}" for name in rows)] and len(names) == 1 + 5 + 23
