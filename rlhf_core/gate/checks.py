@@ -117,7 +117,7 @@ def _calibration(gate: dict[str, Any], config: GateConfig) -> Iterator[Check]:
 
 
 def _probes(gate: dict[str, Any], config: GateConfig, exact_scores: bool) -> Iterator[Check]:
-    for name, probe in (gate["probes"] or {}).items():
+    for name, probe in sorted((gate["probes"] or {}).items()):  # as gate.json has them, from which the registry computes them again
         if name.startswith("format: "):
             yield within(name, probe, config.max_format_shift, "add pairs that differ in this only, or raise gate.max_format_shift")
             continue

@@ -219,15 +219,15 @@ def driver_process(workspace: Path) -> psutil.Process:
     return process
 
 
-def actor_process(workspace: Path, role: str) -> psutil.Process:
-    """The only process of a Ray actor's role; retried, because Ray changes its title around each call."""
+def actor_process(workspace: Path, role: str, *, of: int = 1) -> psutil.Process:
+    """A process of a Ray actor's role, which has `of` processes; retried, because Ray changes their titles around each call."""
     found: list[psutil.Process] = []
 
-    def one_is_there() -> bool:
+    def all_are_there() -> bool:
         found[:] = [p for p in alive_processes(workspace) if re.search(ACTOR_TITLES[role], " ".join(command_line(p)))]
-        return len(found) == 1
+        return len(found) == of
 
-    wait_until(one_is_there, 10, f"actor {role}")
+    wait_until(all_are_there, 10, f"{of} actors {role}")
     return found[0]
 
 

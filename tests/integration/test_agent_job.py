@@ -165,7 +165,7 @@ def test_a_job_with_episodes_ahead_that_is_killed_ends_with_the_same_bits(played
         code, printed = run(workspace, "tasks.train_rl")
         assert code == 0 and "rl: resuming from the checkpoint of step" in printed, printed
     else:
-        actor_process(workspace, "rollout").kill()
+        actor_process(workspace, "rollout", of=2).kill()
         assert stage.wait(timeout=400) == 0, output_of(workspace)[-3000:]
         assert "rollout rank 0: replaced" in output_of(workspace) or "rollout rank 1: replaced" in output_of(workspace)
     assert_same_bits(played_ahead, workspace)

@@ -34,3 +34,15 @@ def test_a_random_reward_model_is_rejected_with_code_3(project):
     assert code == 3 and "expected the lower end of the interval to reach gate.min_accuracy=0.6" in printed, printed[-3000:]
     found = json.loads((project / "runs/gate-reward/metrics/gate.json").read_text())
     assert not found["passed"] and found["n"] > 100
+
+
+def test_a_policy_is_compared_with_its_reference_and_registered(project):
+    models = ("--policy", "../outside/sft", "--reference", "../outside/sft", "--reward-model", "../outside/reward")
+    why = ("--set", 'gate.override="a test of random weights"')
+    code, printed = run(project, "rlhf_core.commands", "evaluate", *models, "--data", "../pairs.jsonl", "--run", "theirs", *FITTING, *why)
+    assert code == 0, printed[-3000:]
+    found = json.loads((project / "runs/theirs/metrics/evaluate.json").read_text())
+    assert found["kl"]["greedy"] == pytest.approx(0, abs=1e-4) and found["greedy"]["policy"]["n"] == 20
+    assert (project / "runs/theirs/reports/report.html").is_file()
+    code, printed = run(project, "rlhf_core.commands", "registry", "register", "policy", "--run", "theirs")
+    assert code == 0 and "Registered policy v1.0.0" in printed, printed[-3000:]

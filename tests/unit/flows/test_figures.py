@@ -64,7 +64,8 @@ def judge(root: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         params, where = load_params(), {"heldout": REWARD_HELDOUT, "prepared": PREPARED, "reward_model": REWARD_MODEL}
-        measured = {"probes": {"batch_size": {"value": 9.6e-7, "low": None, "high": None, "n": 64}}, "external": []}
+        probe = {"value": 9.6e-7, "low": None, "high": None, "n": 64}
+        measured = {"probes": dict.fromkeys(("padding_side", "batch_size", "stored_scores"), probe), "external": []}
         gate = judge_model(params, **where, source_judges={}, infer=lambda *_: {"measured": measured, "members": 1})
         gate = with_registry(gate, params.gate, dvc_md5(REWARD_MODEL))
         write_result(gate["look"]["split"], gate["look"]["model"], **{key: gate[key] for key in ("passed", "accuracy", "confidence")})
