@@ -276,6 +276,12 @@ class Params(Section):
                 f"{key}: expected none of kind environment without rl.environment.path or rl.environment.command, which score, got "
                 f"{scores}; remove it"
             )
+        compared = [s.name for s in scorers if s.mode == "head_to_head"]
+        if compared and (key != "evaluation.scorers" or self.rl.environment is not None):
+            yield (
+                f"{key}: expected mode head_to_head in evaluation.scorers alone, where two models answer, and without rl.environment, "
+                f"whose turns differ, got {compared}; set mode to pairwise, which compares with the prompt's label, or to pointwise"
+            )
         rewarded = [s for s in scorers if f"{key}.{s.name}" in self.rewarded_judges]
         of_rows = [s.name for s in rewarded if s.mode == "rubric" and s.criteria is None]
         if of_rows and self.gate.override is None:

@@ -85,7 +85,7 @@ class ScorerConfig(Section):
     model: str | None = Field(
         default=None, min_length=1
     )  # llm_judge: the model's name at its address; the fields below are of the same kind
-    mode: Literal["pointwise", "rubric", "pairwise"] = "pointwise"
+    mode: Literal["pointwise", "rubric", "pairwise", "head_to_head"] = "pointwise"
     scale: list[int] = Field(default=[1, 10], min_length=2, max_length=2)  # pointwise: worst and best score
     criteria: list[Criterion] | None = Field(default=None, min_length=1, max_length=64)  # rubric; null: those of the prompt's label
     template: str | None = None  # a file with the judge's instructions in place of the default; relative to the project's folder

@@ -34,7 +34,7 @@ from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.tokenizer import encode_prompt, stop_ids
 from rlhf_core.progress import Bar, drawing
 from rlhf_core.sampling.prompts import choose_prompts
-from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
+from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer, sampled_response
 from rlhf_core.scorers.reward.model import MICROBATCH_TOKENS
 from rlhf_core.types import Prompt, Rollout
 
@@ -190,19 +190,34 @@ def _play(
 def score_answers(models: dict[str, EvaluatedModel], samples: Samples, scorers: LocalScorers, source_judges: dict[str, str]) -> Answers:
     """The samples with their scores and, where the prompt's source has a judge, its judgement."""
     with Bar("scored answer", sum(len(groups) for by_model in samples.values() for groups in by_model.values())) as bar:
+        by_name = {name: ResponseScorer(scorers, model.tokenizer, stops=model.stops) for name, model in models.items()}
+        together = {  # by prompt, since a reward model may compute the prompt once
+            name: [list(chain(*of_prompt)) for of_prompt in zip(*(samples[mode][name] for mode in samples), strict=True)] for name in models
+        }
+        others = _others(models, by_name, together) if any(s.mode == "head_to_head" for s in scorers.configs) else {}
 
         def answers(name: str) -> dict[str, list[Answer]]:
-            """By mode; a prompt's answers are scored together, since a reward model may compute the prompt once."""
-            scorer = ResponseScorer(scorers, models[name].tokenizer, stops=models[name].stops)
-            together = [list(chain(*of_prompt)) for of_prompt in zip(*(samples[mode][name] for mode in samples), strict=True)]
-            scored = [
-                [judged(response, source_judges) for response in group] for group in scorer.score_groups(models[name].prompts, together)
-            ]
+            """By mode."""
+            groups = by_name[name].score_groups(models[name].prompts, together[name], others.get(name))
+            scored = [[judged(response, source_judges) for response in group] for group in groups]
             bar.step(len(samples) * len(scored))
             return dict(zip(samples, map(list, zip(*scored, strict=True)), strict=True))
 
         by_model = {name: answers(name) for name in models}
         return {mode: {name: by_model[name][mode] for name in models} for mode in samples}
+
+
+def _others(
+    models: dict[str, EvaluatedModel], scorers: dict[str, ResponseScorer], samples: dict[str, list[list[Any]]]
+) -> dict[str, list[list[str]]]:
+    """For each of two models the texts of the other one's samples, by prompt."""
+    texts = {
+        name: [
+            scorers[name].texts([sampled_response(prompt, s) for s in group]) for prompt, group in zip(model.prompts, groups, strict=True)
+        ]
+        for (name, model), groups in zip(models.items(), samples.values(), strict=True)
+    }
+    return dict(zip(texts, reversed(texts.values()), strict=True))
 
 
 def with_prompts_of(answers: list[Answer], others: list[Answer]) -> list[Answer]:

@@ -266,6 +266,7 @@ class ResponseScorer:
         *,
         texts: list[str] | None = None,
         steps: dict[str, StepScores] | None = None,
+        others: Sequence[str] | None = None,
     ) -> RewardComponents:
         """Run the scorers that read text, then wait for the reward models. The scores of text have 64 bits.
 
@@ -273,6 +274,7 @@ class ResponseScorer:
             metrics: collects further metrics of scorers, and the disagreement of ensembles.
             steps: gets what process reward models say of steps, by the scorer's name.
             texts: `self.texts(responses)`, if the caller has it.
+            others: the other model's responses, which scorers of mode head_to_head compare with.
         """
         by_text = [config for config in self._scorers.configs if config.name not in self._inputs]
         found: RewardComponents = {}
@@ -281,9 +283,15 @@ class ResponseScorer:
             rendered = self._rendered(pending.responses) if any(c.reads_rendered for c in by_text) else [None] * len(texts)
             items = [
                 score_item(
-                    last_reply(r).prompt, text, finished=r.finished, response_length=r.num_sampled, rendered=both, dialogue=r.dialogue
+                    last_reply(r).prompt,
+                    text,
+                    finished=r.finished,
+                    response_length=r.num_sampled,
+                    rendered=both,
+                    dialogue=r.dialogue,
+                    other=other,
                 )
-                for r, text, both in zip(pending.responses, texts, rendered, strict=True)
+                for r, text, both, other in zip(pending.responses, texts, rendered, others or [None] * len(texts), strict=True)
             ]
             for config in by_text:
                 scores, measured = self._scorers.score_texts(config, items)
@@ -318,20 +326,26 @@ class ResponseScorer:
         how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         return list(zip(*(self._tokenizer.batch_decode(ids, **how) for ids in (prompts, whole)), strict=True))
 
-    def score_groups(self, prompts: list[Prompt], samples: list[list[Sample | Rollout]]) -> list[list[ScoredResponse]]:
+    def score_groups(
+        self, prompts: list[Prompt], samples: list[list[Sample | Rollout]], others: list[list[str]] | None = None
+    ) -> list[list[ScoredResponse]]:
         """Every prompt's responses with their scores, in order. Ranks share the prompts, and each calls this with all of them.
 
         Args:
             samples: of each prompt; a rollout has the prompt as it was sampled from.
+            others: for each sample the other model's response; see `collect`.
         """
-        own = [(prompt, group) for prompt, group in zip(prompts, samples, strict=True)]
-        return in_shares(own, lambda pairs: self._score_own([p for p, _ in pairs], [group for _, group in pairs]))
+        own = list(zip(prompts, samples, others or [None] * len(prompts), strict=True))
+        return in_shares(own, lambda rows: self._score_own(*map(list, zip(*rows, strict=True))))
 
-    def _score_own(self, prompts: list[Prompt], samples: list[list[Sample | Rollout]]) -> list[list[ScoredResponse]]:
+    def _score_own(
+        self, prompts: list[Prompt], samples: list[list[Sample | Rollout]], others: list[list[str] | None]
+    ) -> list[list[ScoredResponse]]:
         responses = [sampled_response(p, s) for p, group in zip(prompts, samples, strict=True) for s in group]
         texts = self.texts(responses)
         steps: dict[str, StepScores] = {}
-        components = self.collect(self.submit(responses), texts=texts, steps=steps)
+        beside = None if None in others else [text for group in others for text in group]
+        components = self.collect(self.submit(responses), texts=texts, steps=steps, others=beside)
         configs = self._scorers.configs
         weighted = any(config.weight for config in configs)
         scores = weighted_score(components, configs).tolist() if weighted else [math.nan] * len(responses)

@@ -20,6 +20,7 @@ _TRIAL = ScoreItem(
     label="4",
     metadata={"id": "trial", "source": "trial", "finished": True, "response_length": 1},
     rendered=("What is 2 + 2?\n", "What is 2 + 2?\n4"),
+    other="5",
 )
 
 

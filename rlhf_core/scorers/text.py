@@ -53,6 +53,7 @@ class ScoreItem:
     metadata: id and source of the prompt; finished (False: truncated at the length limit); response_length in tokens; of episodes also
         turns, tool_calls and environment, the environment's score or None.
     rendered: the prompt, and the prompt with the response, as the policy's template renders them; None where no scorer reads it.
+    other: in the evaluation the other model's response to the prompt; None where no scorer reads it.
     """
 
     prompt: str
@@ -61,6 +62,7 @@ class ScoreItem:
     label: str | None
     metadata: dict[str, Any]
     rendered: tuple[str, str] | None = None
+    other: str | None = None
 
 
 def score_item(
@@ -71,11 +73,12 @@ def score_item(
     response_length: int,
     rendered: tuple[str, str] | None = None,
     dialogue: Dialogue | None = None,
+    other: str | None = None,
 ) -> ScoreItem:
     metadata = {"id": prompt.id, "source": prompt.source, "finished": finished, "response_length": response_length}
     if dialogue is not None:
         metadata |= {"turns": dialogue.turns, "tool_calls": dialogue.calls, "environment": dialogue.score}
-    return ScoreItem(prompt.messages[-1]["content"], prompt.messages, response, prompt.label, metadata, rendered)
+    return ScoreItem(prompt.messages[-1]["content"], prompt.messages, response, prompt.label, metadata, rendered, other)
 
 
 ScoreOne = Callable[[ScoreItem], float]

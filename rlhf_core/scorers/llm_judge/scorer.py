@@ -144,11 +144,12 @@ class LlmJudge:
         return [self._verdict(question, key, failures) for question, key in zip(questions, keys, strict=True)]
 
     def _of_item(self, item: ScoreItem) -> list[Question]:
-        if self._config.mode != "pairwise":
+        if self._config.mode not in ("pairwise", "head_to_head"):
             return [self._questions.on_response(item.messages, item.response, item.label)]
-        if item.label is None:
+        beside = item.other if self._config.mode == "head_to_head" else item.label
+        if beside is None:
             raise ValueError(f"the prompt has no label to compare with: {item.metadata['id']} of source {item.metadata['source']}")
-        both = (item.response, item.label), (item.label, item.response)
+        both = (item.response, beside), (beside, item.response)
         return [self._questions.on_pair(item.messages, *texts) for texts in both]
 
     def _body(self, question: Question, seed: int) -> dict[str, Any]:
