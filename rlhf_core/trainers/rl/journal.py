@@ -23,6 +23,7 @@ from rlhf_core.checkpoint.manifest import fsync
 from rlhf_core.checkpoint.store import SaveFailed
 from rlhf_core.config import RlConfig
 from rlhf_core.files import ASIDE, replacing
+from rlhf_core.sampling.scoring import StepScores
 from rlhf_core.stage.scratch import RECORDED, journal_of
 from rlhf_core.trainers.rl.collect import Answers
 from rlhf_core.types import Baseline, RewardComponents, Rollout
@@ -169,7 +170,8 @@ def answers_of(tree: dict[str, Any]) -> Answers:
     if baseline is not None:
         rest = {name: torch.tensor(values) for name, values in baseline.items() if name != "components"}
         baseline = Baseline(components=components_of(baseline["components"]), **rest)
-    return Answers(**tree | {"rollouts": rollouts, "components": components, "drawn": drawn, "baseline": baseline})
+    steps = {name: StepScores(**of_scorer) for name, of_scorer in tree["steps"].items()}
+    return Answers(**tree | {"rollouts": rollouts, "components": components, "steps": steps, "drawn": drawn, "baseline": baseline})
 
 
 def _rollouts(trees: list[dict[str, Any]]) -> list[Rollout]:

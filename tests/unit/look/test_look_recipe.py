@@ -43,7 +43,7 @@ def refused(recipe: str, folder: Path) -> set[str]:
     params, tokenizer = load_overlaid(whole, folder / "recipe.yaml"), tiny_tokenizer()
     out, limit, longest = folder / "prepared", params.validation.max_dropped_fraction, params.model.max_length
     mixed = mix(params.data, out, scratch=folder / "scratch", seed=0, max_dropped_fraction=limit)
-    measure_rows(mixed, tokenizer, params.data, folder / "measured", max_length=longest, limit=limit)
+    measure_rows(mixed, tokenizer, params.data, folder / "measured", max_length=longest, max_dropped_fraction=limit)
     for rows in mixed.rows.values():
         rows.write()
     tables = {use: open_rows(out / f"{use}.parquet") for use in mixed.uses}

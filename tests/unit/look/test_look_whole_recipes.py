@@ -47,8 +47,8 @@ def without_template(folder: Path) -> Path:
     return folder
 
 
-def looked(capsys, path: Path, model: Path, *options: str) -> dict[str, Any]:
-    assert main([str(path), "--model", str(model), "--params", str(WHOLE), "--json", *options]) == 0
+def looked(capsys, path: Path, model: Path, *options: str, params: Path = WHOLE) -> dict[str, Any]:
+    assert main([str(path), "--model", str(model), "--params", str(params), "--json", *options]) == 0
     (reading,) = json.loads(capsys.readouterr().out)["readings"]
     return reading
 
@@ -123,7 +123,7 @@ def test_a_tiny_model_gets_rates_by_which_it_learns_unless_the_user_gave_some(ch
     params = accepted(looked(capsys, path, chat_model), tmp_path)
     assert params.dpo.learning_rate == 5e-4
     (tmp_path / "own.yaml").write_text("dpo: {learning_rate: 0.002}\n")
-    reading = looked(capsys, path, chat_model, "--params", str(tmp_path / "own.yaml"))
+    reading = looked(capsys, path, chat_model, params=tmp_path / "own.yaml")
     assert "learning_rate" not in reading["yaml"] and any("learning rate 0.002" in line for line in reading["proposal"]["notes"])
 
 
@@ -132,7 +132,7 @@ def test_a_small_pretrained_model_gets_a_higher_rate_for_few_steps_on_pairs(chat
     path = written(tmp_path, PAIRS)
     assert accepted(looked(capsys, path, chat_model), tmp_path).dpo.learning_rate == 5e-6
     (tmp_path / "own.yaml").write_text("dpo: {learning_rate: 2.0e-6}\n")
-    assert "learning_rate" not in looked(capsys, path, chat_model, "--params", str(tmp_path / "own.yaml"))["yaml"]
+    assert "learning_rate" not in looked(capsys, path, chat_model, params=tmp_path / "own.yaml")["yaml"]
     monkeypatch.setattr(propose, "FEW_STEPS", 0)
     assert accepted(looked(capsys, path, chat_model), tmp_path).dpo.learning_rate == 1e-6
 

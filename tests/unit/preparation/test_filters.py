@@ -50,7 +50,7 @@ def config(*sources: dict) -> DataConfig:
 
 def prepared(of: DataConfig, folder: Path, *, limit: float = 1.0) -> Mixed:
     found = mix(of, folder / "out", scratch=folder / "aside", seed=0, max_dropped_fraction=limit)
-    measure_rows(found, tokenizer(), of, folder / "measured", max_length=MAX_LENGTH, limit=limit)
+    measure_rows(found, tokenizer(), of, folder / "measured", max_length=MAX_LENGTH, max_dropped_fraction=limit)
     for rows in found.rows.values():
         rows.write()
     return found

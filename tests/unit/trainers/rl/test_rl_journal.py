@@ -15,6 +15,7 @@ from rlhf_core.checkpoint.store import SaveFailed
 from rlhf_core.config import ConfigError, parse_params, read_yaml, set_key
 from rlhf_core.data.schema import read_rows, write_rows
 from rlhf_core.engines.rollout.requests import Request
+from rlhf_core.sampling.scoring import StepScores
 from rlhf_core.stage.scratch import is_recorded, journal_of, remove_checkpoints
 from rlhf_core.trainers.rl.collect import Answers
 from rlhf_core.trainers.rl.journal import EVALUATION, Batch, Journal
@@ -54,8 +55,9 @@ def plain(value):
 @pytest.mark.parametrize("full", [True, False])
 def test_a_batch_comes_back_as_it_was(tmp_path: Path, full: bool):
     drawn = [(ROLLOUTS[:1], {"judge": SCORES["judge"][:1]}), (ROLLOUTS, SCORES)] if full else [(ROLLOUTS, SCORES)]
+    steps = {"judge": StepScores([[0.1 + 0.2, 1.0], []], [[3, 7], []], [[0.3, -0.1], []])} if full else {}
     metrics = {"dynamic_rounds": 2, "drawn_score_mean": float("nan"), "x": 0.1 + 0.2}
-    answers = Answers(ROLLOUTS, SCORES, drawn, baseline() if full else None, 17, metrics, {"judge.cost": 1e-9})
+    answers = Answers(ROLLOUTS, SCORES, steps, drawn, baseline() if full else None, 17, metrics, {"judge.cost": 1e-9})
     batch = Batch(answers, 3e-5 if full else None, {"position": 4, "complete": 2, "rollouts": {}} if full else None)
     journal = Journal(rl("free"), tmp_path)
     journal.note_batch(5, batch)
@@ -64,7 +66,7 @@ def test_a_batch_comes_back_as_it_was(tmp_path: Path, full: bool):
 
 def test_without_a_journal_nothing_is_written(tmp_path: Path):
     journal = Journal(rl("counted"), tmp_path)
-    journal.note_batch(0, Batch(Answers(ROLLOUTS, SCORES, [(ROLLOUTS, SCORES)], None, 0, {}, {}), None, None))
+    journal.note_batch(0, Batch(Answers(ROLLOUTS, SCORES, {}, [(ROLLOUTS, SCORES)], None, 0, {}, {}), None, None))
     assert journal.batch(0) is None and journal.answer(EVALUATION, 0, lambda: {"x": 1.0}) == {"x": 1.0}
     assert not list(tmp_path.rglob("*"))
 
