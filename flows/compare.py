@@ -143,7 +143,7 @@ def method_overrides(name: str) -> dict[str, Any]:
 
 
 def run_name(variant: str, seed: int) -> str:
-    """The name of the run of a variant with a seed."""
+    """Return the name of the run of a variant with a seed."""
     return f"compare-{slug(f'{variant}-{seed}')}"
 
 

@@ -66,7 +66,7 @@ def compare(first: str, second: str, /, *more: str, output: GivenPath | None = N
 
 
 def differences(one: Results, other: Results) -> dict[str, Any]:
-    """What the page's tables show, for programs."""
+    """Return what the page's tables show, for programs."""
     changes = {"params": params_that_differ(one.params, other.params), "outs": outs_that_differ(one, other)}
     return {
         "figures": [asdict(row) for row in figures_that_count(one, other)],
@@ -75,7 +75,7 @@ def differences(one: Results, other: Results) -> dict[str, Any]:
 
 
 def summary(first: Side, second: Side) -> str:
-    """The tables of the page as text."""
+    """Return the tables of the page as text."""
     one, other = first.results, second.results
     rows = figures_that_count(one, other)
     parts = [headline(one, other, rows)[1]]
@@ -90,7 +90,7 @@ def summary(first: Side, second: Side) -> str:
 
 
 def _changes(what: str, none: str, changes: list[tuple[str, str, str]], one: Results, other: Results) -> str:
-    """A table of what differs, or the sentence `none`."""
+    """Return a table of what differs, or the sentence `none`."""
     lines = [[key, *(_short(value) for value in values)] for key, *values in changes]
     return tabulate(lines, [what, one.name, other.name], disable_numparse=True) if lines else none
 

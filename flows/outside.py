@@ -99,7 +99,7 @@ def _start(
 
 
 def assignments(reference: str, data: str, format_: str | None, settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """The overrides of params.yaml, as --set has them: no SFT, and data that is nearly all held out.
+    """Return the overrides of params.yaml, as --set has them: no SFT, and data that is nearly all held out.
 
     Raises:
         ConfigError: the data can't be read, or has no pairs where the settings ask for a reward model.
@@ -111,7 +111,7 @@ def assignments(reference: str, data: str, format_: str | None, settings: Mappin
 
 
 def source_of(data: str, format_: str | None, uses: list[str]) -> dict[str, Any]:
-    """The entry of data.sources for a file, a folder or a data set, as `rlhf data check` reads it.
+    """Return the entry of data.sources for a file, a folder or a data set, as `rlhf data check` reads it.
 
     Raises:
         ConfigError: no format fits, or several do, or the format lacks what is needed.

@@ -74,7 +74,7 @@ def show(artifact: Artifact, version: str | None = None, /, *, as_json: Json = F
 
 
 def _read(root: Path, artifact: str) -> Registry:
-    """The registry, after a warning of each tag that was left out."""
+    """Return the registry, after a warning of each tag that was left out."""
     found = read_registry(root, artifact)
     _warn(found.problems())
     return found
@@ -86,7 +86,7 @@ def _warn(problems: Iterable[str]) -> None:
 
 
 def problem_of(root: Path, version: Version) -> str | None:
-    """The contradiction between a version's tag and its commit; None if they agree."""
+    """Return the contradiction between a version's tag and its commit; None if they agree."""
     try:
         check_version(root, version)
     except ConfigError as error:
@@ -164,7 +164,7 @@ def identity(root: Path) -> str:
 
 
 def decided(artifact: str, event: Event) -> str:
-    """The message about a decision that was made."""
+    """Return the message about a decision that was made."""
     done = f"promoted {event.version}" if event.action == "promote" else f"rolled back {event.previous}"
     now = f"{event.version} is used from now on" if event.version else "no version is promoted now"
     override = f"\nOverride: {event.override}" if event.override else ""
@@ -176,7 +176,7 @@ def share(artifact: str) -> str:
 
 
 def versions_table(found: Registry, problems: dict[str, GateProblem | None]) -> str:
-    """A table of all versions.
+    """Return a table of all versions.
 
     Args:
         problems: problem of each version's verdict, from `flows.registry.evidence.gates`.
@@ -204,12 +204,12 @@ def _verdict(version: Version, problem: GateProblem | None) -> str:
 
 
 def gate_of(artifact: str) -> str:
-    """The name of an artifact's gate. A policy has none of its own."""
+    """Return the name of an artifact's gate. A policy has none of its own."""
     return "gate" if artifact == "reward-model" else "gate of its reward model"
 
 
 def uses_reward_model(version: Version) -> bool:
-    """Whether the version is a reward model, or a policy whose training used one."""
+    """Return whether the version is a reward model, or a policy whose training used one."""
     return version.artifact == "reward-model" or learned_from_reward_model(version.lineage)
 
 
@@ -222,7 +222,7 @@ def gate_facts(version: Version) -> dict[str, str]:
 
 
 def describe(found: Registry, version: Version, problem: str | None) -> dict[str, Any]:
-    """A version as JSON.
+    """Return a version as JSON.
 
     problem: contradiction between tag and commit; None if there is none.
     """
@@ -238,7 +238,7 @@ def describe(found: Registry, version: Version, problem: str | None) -> dict[str
 
 
 def summary(found: Registry, version: Version, problem: str | None = None) -> str:
-    """A version as text, without most of its params.
+    """Return a version as text, without most of its params.
 
     problem: as for `describe`.
     """
@@ -272,7 +272,7 @@ def _look_line(version: Version) -> str:
 
 
 def _look(version: Version) -> dict[str, Any] | None:
-    """The gate's look; None if the gate didn't count looks."""
+    """Return the gate's look; None if the gate didn't count looks."""
     return (version.lineage["gate"] or {}).get("look")
 
 

@@ -72,7 +72,7 @@ def of_stage(params: Params, stage: str | None, environment: Mapping[str, str]) 
 
 
 def _asks_the_hub(params: Params, environment: Mapping[str, str]) -> bool:
-    """Whether params name a model or data set of the hub and the hub may be used."""
+    """Return whether params name a model or data set of the hub and the hub may be used."""
     if environment.get("HF_HUB_OFFLINE", "1").upper() in ("1", "ON", "YES", "TRUE"):
         return False
     named = [params.model.path, params.reward.path, params.external.path, *params.teachers.values()]
@@ -95,7 +95,7 @@ def keep_visible(more: Collection[str], *, named: Iterable[str] | None = None, e
 
 
 def passed_on() -> dict[str, str]:
-    """The variables that carry these rules to a process on another node, which inherits nothing."""
+    """Return the variables that carry these rules to a process on another node, which inherits nothing."""
     return {name: os.environ.get(name, "") for name in (NAMED, WITHHELD)}
 
 

@@ -31,7 +31,7 @@ class Ledger(Generic[Line]):
     form: type[Line]
 
     def path(self, root: Path) -> Path:
-        """The file in git's common folder, which all worktrees share; without git, in `root`.
+        """Return the file in git's common folder, which all worktrees share; without git, in `root`.
 
         Raises:
             ConfigError: git fails.
@@ -68,7 +68,7 @@ class Ledger(Generic[Line]):
             yield file
 
     def read(self, file: IO[bytes]) -> list[Line]:
-        """All lines of the opened file.
+        """Return all lines of the opened file.
 
         Raises:
             ConfigError: a line has another form.
@@ -103,7 +103,7 @@ class Ledger(Generic[Line]):
 
 
 def git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str] | None:
-    """The finished command. None: git is not installed."""
+    """Return the finished command. None: git is not installed."""
     environment = without_git_places() | {"LC_ALL": "C"}
     try:
         how = {"encoding": sys.getfilesystemencoding(), "errors": "surrogateescape"}  # a path has any bytes, as for os.fsdecode

@@ -154,7 +154,7 @@ def bypass_proxies(environment: MutableMapping[str, str]) -> None:
 
 
 def socket_folder(room: int) -> str:
-    """The temporary folder, or a usual one with a shorter path where sockets in it couldn't be opened.
+    """Return the temporary folder, or a usual one with a shorter path where sockets in it couldn't be opened.
 
     Args:
         room: bytes of a socket's path below the folder.

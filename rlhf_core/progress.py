@@ -113,12 +113,12 @@ def name_stage(name: str) -> None:
 
 
 def is_progress(line: str) -> bool:
-    """Whether a line reports progress, so that the next one may replace it."""
+    """Return whether a line reports progress, so that the next one may replace it."""
     return _tells(line, " left", " so far")
 
 
 def is_end(line: str) -> bool:
-    """Whether a line is the last one of a bar."""
+    """Return whether a line is the last one of a bar."""
     return _tells(line, " in all")
 
 

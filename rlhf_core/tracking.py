@@ -134,7 +134,7 @@ class _Rows:
 
 
 def _markdown(rows: list[Row]) -> str:
-    """A Markdown table in which texts are neither Markdown nor HTML."""
+    """Return a Markdown table in which texts are neither Markdown nor HTML."""
 
     def cell(value: object) -> str:
         text = "" if value is None else _text(value) if isinstance(value, float) else str(value)

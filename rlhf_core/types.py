@@ -95,7 +95,7 @@ class Rollout:
 
     @classmethod
     def of_tree(cls, tree: dict[str, Any]) -> Rollout:
-        """The rollout of what JSON makes of its fields and theirs."""
+        """Return the rollout of what JSON makes of its fields and theirs."""
         dialogue = tree["dialogue"] and Dialogue(**tree["dialogue"])
         return cls(**tree | {"prompt": Prompt(**tree["prompt"]), "spans": [Span(**s) for s in tree["spans"]], "dialogue": dialogue})
 
@@ -163,7 +163,7 @@ class Sequences:
         return Sequences(torch.cat([self.ids[:0], *(pieces[row] for row in rows)]), self.starts[rows], self.lengths[rows])
 
     def until(self, ends: torch.Tensor) -> Sequences:
-        """Each with so many tokens of its response, [B]."""
+        """Return each with so many tokens of its response, [B]."""
         import torch
 
         lengths = self.starts + ends
@@ -274,7 +274,7 @@ class TrainBatch:
         return replace(picked, sequences=picked.sequences.until(ends), **cut)
 
     def to(self, device: torch.device) -> TrainBatch:
-        """The tensors on a device; sequences stay where they are."""
+        """Return the tensors on a device; sequences stay where they are."""
         return replace(self, **{name: tensor.to(device) for name, tensor in self._tensors().items()})
 
     def __len__(self) -> int:

@@ -32,7 +32,7 @@ def given_overrides(given: Overrides) -> dict[str, Any]:
 
 
 def flow_command(command: Callable[..., int]) -> Callable[..., int]:
-    """The command of a flow with refusals printed, and a signal's exit code."""
+    """Return the command of a flow with refusals printed, and a signal's exit code."""
 
     @wraps(command)
     def run(*arguments: Any, **options: Any) -> int:

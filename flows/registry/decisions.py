@@ -179,7 +179,7 @@ def _tag(
 
 
 def next_number(root: Path, artifact: str) -> int:
-    """The number of the next assignment: one more than the highest of all stages, as in GTO.
+    """Return the number of the next assignment: one more than the highest of all stages, as in GTO.
 
     Raises:
         ConfigError: a tag has the largest possible number.

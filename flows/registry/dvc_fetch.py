@@ -89,7 +89,7 @@ def check_remotes(root: Path, commit: str) -> None:
 
 
 def _public(url: str) -> str:
-    """The address without the user and password that it may contain."""
+    """Return the address without the user and password that it may contain."""
     return re.sub(r"//[^/@]*@", "//***@", url)
 
 
@@ -98,7 +98,7 @@ def _own(path: Path) -> str:
 
 
 def _remotes(text: str, subject: str) -> dict[str, str]:
-    """The addresses of remotes by name."""
+    """Return the addresses of remotes by name."""
     parser = configparser.ConfigParser(interpolation=None, strict=False)
     try:
         parser.read_string(text)

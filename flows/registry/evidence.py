@@ -85,7 +85,7 @@ def _text(found: Object | None, subject: str) -> str | None:
 
 
 def read_locks(root: Path, commit: str) -> dict[str, Any]:
-    """The content of dvc.lock in a commit, with the stages of its rounds of iterative DPO where it has any.
+    """Return the content of dvc.lock in a commit, with the stages of its rounds of iterative DPO where it has any.
 
     Raises:
         ConfigError: there is no dvc.lock, or it isn't one.
@@ -157,12 +157,12 @@ def _check(root: Path, version: Version, subject: str) -> None:
 
 
 def decision(artifact: str) -> dict[str, Any] | None:
-    """The stage that accepts a model of the chain, and its split; None if no stage does."""
+    """Return the stage that accepts a model of the chain, and its split; None if no stage does."""
     return {"by": "gate_reward", "split": "test"} if artifact == "reward-model" else None
 
 
 def decision_of_round(number: int, verdict: dict[str, Any]) -> dict[str, Any]:
-    """The decision that accepted a round's policy.
+    """Return the decision that accepted a round's policy.
 
     verdict: the round's evaluate.json.
     """
@@ -244,7 +244,7 @@ def _gate_problem(version: Version, found: Object | None) -> GateProblem | None:
 
 
 def _difference(key: str, wanted: Any, got: Any) -> tuple[str, str, str]:
-    """The first place where two values differ, and both values there."""
+    """Return the first place where two values differ, and both values there."""
     if isinstance(wanted, dict) and isinstance(got, dict):
         first = ("passed",) if key == "gate" else ()  # the most important key of a verdict
         for name in (*first, *sorted(wanted.keys() | got.keys())):

@@ -82,7 +82,7 @@ def _note(root: Path) -> Path:
 
 
 def version_to_approve(note: Path, found: Registry, version: str | None, *, resumed: bool) -> Version:
-    """The version that a run promotes. A resumed run uses the version of its first start, even if newer ones were registered.
+    """Return the version that a run promotes. A resumed run uses the version of its first start, even if newer ones were registered.
 
     Args:
         note: file that records the version at the first start. version: None: the newest.
@@ -104,7 +104,7 @@ def version_to_approve(note: Path, found: Registry, version: str | None, *, resu
 
 
 def question(chosen: Version) -> str:
-    """The question with the model's hash, commit and verdict, since a version's name can be given to another model."""
+    """Return the question with the model's hash, commit and verdict, since a version's name can be given to another model."""
     gate = "its gate" if chosen.artifact == "reward-model" else f"the {gate_of(chosen.artifact)}"
     verdict = f"{gate}: {chosen.verdict}" if uses_reward_model(chosen) else "its training used no reward model"
     return f"May {chosen.artifact} {chosen.version} be used from now on? It is {chosen.identity}, of commit {chosen.commit}; {verdict}."

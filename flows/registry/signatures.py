@@ -43,7 +43,7 @@ class Signature:
 
 
 def allowed_signers(root: Path) -> Signers | None:
-    """The file of allowed signers that the user's params.yaml names; None if it names none, or there is no params.yaml.
+    """Return the file of allowed signers that the user's params.yaml names; None if it names none, or there is no params.yaml.
 
     Raises:
         ConfigError: the file is missing, or section `promotion` of params.yaml is invalid.
@@ -65,7 +65,7 @@ def allowed_signers(root: Path) -> Signers | None:
 
 
 def _promotion(path: Path) -> RegistryConfig:
-    """The section `promotion` alone, so that the registry can be read while another section is invalid."""
+    """Return the section `promotion` alone, so that the registry can be read while another section is invalid."""
     try:
         return RegistryConfig.model_validate(read_yaml(path).get("promotion"))
     except ValidationError as error:
@@ -75,7 +75,7 @@ def _promotion(path: Path) -> RegistryConfig:
 
 
 def verify(root: Path, tags: Sequence[str], signers: Signers) -> dict[str, Signature]:
-    """The signature of each tag, by the hash of the tag's object."""
+    """Return the signature of each tag, by the hash of the tag's object."""
     with ThreadPoolExecutor(THREADS) as pool:
         return dict(zip(tags, pool.map(lambda tag: _verify(root, tag, signers), tags), strict=True))
 

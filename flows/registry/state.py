@@ -91,7 +91,7 @@ class Registry:
         return "superseded" if any(event.version == version for event in self.events) else "registered"
 
     def known_state(self, version: str) -> State | Literal["unknown"]:
-        """The state for a table; `unknown` if a decision was left out, since it could change every version's state."""
+        """Return the state for a table; `unknown` if a decision was left out, since it could change every version's state."""
         return "unknown" if self.bad_decisions else self.state(version)
 
     @property
@@ -106,7 +106,7 @@ class Registry:
         return "none; a clone needs its tags: `git fetch --tags`"
 
     def problems(self) -> list[str]:
-        """The problems of the tags that were left out. Tags left out because of another one are named with that one."""
+        """Return the problems of the tags that were left out. Tags left out because of another one are named with that one."""
         lines = []
         for tag in self.bad:
             if tag.cause is None:
@@ -115,7 +115,7 @@ class Registry:
         return lines
 
     def get(self, version: str | None) -> Version:
-        """A version by its name, or the promoted one for None.
+        """Return a version by its name, or the promoted one for None.
 
         Raises:
             ConfigError: there is no such version.
@@ -132,7 +132,7 @@ class Registry:
         return self.versions[version]
 
     def before(self) -> str | None:
-        """The version that a rollback promotes: the last one before the current one that wasn't rolled back."""
+        """Return the version that a rollback promotes: the last one before the current one that wasn't rolled back."""
         rolled_back, current = self.rolled_back, self.current
         for event in reversed(self.events):
             if event.version is not None and event.version not in rolled_back and current and event.version != current.version:
@@ -149,7 +149,7 @@ class Registry:
             raise ConfigError(f"{bad[0].problem}; until then it isn't certain which {self.artifact} is promoted")
 
     def newest_version(self) -> str | None:
-        """The name of the newest version; None if there is none.
+        """Return the name of the newest version; None if there is none.
 
         Raises:
             ConfigError: the tag of a version that may be newer was left out.
@@ -211,7 +211,7 @@ def _warn(problem: str) -> None:
 
 
 def read_promoted(root: Path, artifact: str) -> Version | None:
-    """The promoted version, with its tag verified against its commit; None if nothing is promoted.
+    """Return the promoted version, with its tag verified against its commit; None if nothing is promoted.
 
     Raises:
         ConfigError: as `read_for_decision`; or the tag contradicts its commit.
@@ -285,7 +285,7 @@ class LeftOut(ConfigError):
 
 
 def _cause(number: int, bad: list[BadTag]) -> str | None:
-    """The cause of the last bad decision before decision `number`, or that decision itself; None if all of them are valid."""
+    """Return the cause of the last bad decision before decision `number`, or that decision itself; None if all of them are valid."""
     before = [(int(found["number"]), tag) for tag in bad if (found := _ASSIGNMENT.fullmatch(tag.name)) and int(found["number"]) < number]
     last = max(before, key=lambda pair: pair[0], default=(0, None))[1]
     return last and (last.cause or last.name)
@@ -335,7 +335,7 @@ def _check_date(tag: str, at: str, before: Version | Event | None) -> None:
 
 
 def why_not(registry: Registry, chosen: Version) -> str | None:
-    """The reason why a version may not be promoted without an override; None if it may."""
+    """Return the reason why a version may not be promoted without an override; None if it may."""
     if (taken_back := registry.rolled_back.get(chosen.version)) is not None:
         why = shown(f"{taken_back.who}: {taken_back.reason}", 1000)
         return f"expected a version that was not rolled back, got one that was, {why}"

@@ -138,7 +138,7 @@ class Event:
 
 
 def who(by: str, signer: str | None) -> str:
-    """A tag's author, and whether that is stated or signed."""
+    """Return a tag's author, and whether that is stated or signed."""
     if signer is None:
         return f"stated by {by}"
     return f"signed by {signer}" if signer in by else f"signed by {signer}, stated by {by}"
@@ -293,7 +293,7 @@ def _parse(name: str, oid: str, found: Object | None) -> Tag:
 
 
 def _tagger(tag: str, line: str) -> tuple[str, datetime]:
-    """The tagger's name and the time."""
+    """Return the tagger's name and the time."""
     found = _TAGGER.fullmatch(line)
     if found is None:
         raise not_ours(tag, "one without a date")
@@ -305,7 +305,7 @@ def _tagger(tag: str, line: str) -> tuple[str, datetime]:
 
 
 def as_version(artifact: str, tag: Tag) -> Version:
-    """The version in a tag.
+    """Return the version in a tag.
 
     Raises:
         ConfigError: the tag's content isn't a lineage, or names another commit than the tagged one.
@@ -321,7 +321,7 @@ def as_version(artifact: str, tag: Tag) -> Version:
 
 
 def as_event(number: int, tag: Tag) -> Event | None:
-    """The decision in a tag; None if the tag only removes a version from the stage before the next one enters.
+    """Return the decision in a tag; None if the tag only removes a version from the stage before the next one enters.
 
     Raises:
         ConfigError: the tag's content isn't a decision.
@@ -346,7 +346,7 @@ def _check(tag: Tag, form: type[_Form]) -> _Form:
 
 
 def not_ours(tag: str, got: str) -> ConfigError:
-    """The error for an invalid tag. The tag's name is quoted, since users copy the command into a shell.
+    """Return the error for an invalid tag. The tag's name is quoted, since users copy the command into a shell.
 
     No removal is suggested for a decision, since the one before it would become valid; `flows.registry.state` adds the remedy.
     """
@@ -356,7 +356,7 @@ def not_ours(tag: str, got: str) -> ConfigError:
 
 
 def is_decision(tag: str) -> bool:
-    """Whether a registry tag's name is that of an assignment rather than a version."""
+    """Return whether a registry tag's name is that of an assignment rather than a version."""
     return "#" in tag.partition("@")[0]
 
 

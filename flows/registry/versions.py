@@ -87,7 +87,7 @@ def _check_committed(workspace: Path) -> None:
 
 
 def _of_round(workspace: Path, artifact: str, number: int) -> tuple[str, str, dict[str, Any]]:
-    """The path of a round's policy, DVC's address of the round's last stage, and the decision that accepted the policy.
+    """Return the path of a round's policy, DVC's address of the round's last stage, and the decision that accepted the policy.
 
     Raises:
         ConfigError: there is no such round, or its policy was not accepted.

@@ -150,7 +150,7 @@ class Chat:
         self._waits, self._cut_off = False, False
 
     async def generate(self, *, learn: bool = True, limit: int | None = None) -> Reply:
-        """The policy's next reply.
+        """Return the policy's next reply.
 
         If no token is left for it, the reply is empty and not finished.
 
@@ -195,7 +195,7 @@ class Chat:
             self._rewards[-1] += value
 
     def rollout(self, returned: float | None, *, failed: bool, group_id: int) -> Rollout | None:
-        """The episode as a rollout; None without a reply.
+        """Return the episode as a rollout; None without a reply.
 
         Args:
             returned: by `play`.    failed: it ended with an error.
@@ -225,7 +225,7 @@ class Chat:
         self._messages.append(message)
 
     def _ids_put_in(self) -> list[int]:
-        """The ids that follow the last reply, up to the next generation prompt."""
+        """Return the ids that follow the last reply, up to the next generation prompt."""
         if not self._replies:
             return []
         return ids_behind_reply(self._tokenizer, self._messages, self._replies, self._spans[-1].ids[-1], tools=self._schemas)
@@ -246,12 +246,12 @@ class Chat:
 
 
 def put_in(ids: list[int]) -> list[Span]:
-    """The span of tokens that weren't sampled; none without tokens."""
+    """Return the span of tokens that weren't sampled; none without tokens."""
     return [Span(ids, [0.0] * len(ids), None, trained=False)] if ids else []
 
 
 def _canonical(message: dict[str, Any]) -> Message:
-    """A message as rows of data have it, from one as chat templates take it: the inverse of `whole_message`."""
+    """Return a message as rows of data have it, from one as chat templates take it: the inverse of `whole_message`."""
     content, more = message["content"], {key: value for key, value in message.items() if key not in ("role", "content")}
     if not isinstance(content, str):
         content, more = joined_parts(content), {**more, "content": content}

@@ -120,7 +120,7 @@ class Endpoint:
         await self._wake()
 
     def hire(self, *, most: int) -> tuple[str, Worker]:
-        """A worker that claims up to so many episodes at once, and its key."""
+        """Return a worker that claims up to so many episodes at once, and its key."""
         key, worker = f"sk-worker-{secrets.token_urlsafe(24)}", Worker(most)
         self._workers[key] = worker
         return key, worker
@@ -216,7 +216,7 @@ class Endpoint:
             log.warning("rl.environment: requests have %s, which the run's own sampling settings replace", ", ".join(new))
 
     async def _claim(self, request: web.Request) -> web.StreamResponse:
-        """An episode for a worker: its key and its task. 204 if there is none for a while."""
+        """Return an episode for a worker: its key and its task. 204 if there is none for a while."""
         worker = self._workers.get(self._key(request))
         if worker is None:
             raise Refused("key: expected a worker's, got that of an episode; claim with the key of the environment", status=403)
@@ -236,7 +236,7 @@ class Endpoint:
         return web.json_response({"key": key, "task": session.task_tree})
 
     async def _finish(self, request: web.Request) -> web.StreamResponse:
-        """The end of an episode. It may be told again."""
+        """Return the end of an episode. It may be told again."""
         if _sent_key(request) in self._ended:
             return web.json_response({})
         session = self._session(request)

@@ -49,7 +49,7 @@ log = logging.getLogger("rlhf")
 
 
 def load_play(config: EnvironmentConfig) -> tuple[Play, list[Tool]]:
-    """The function of rl.environment, and the tools that params name.
+    """Return the function of rl.environment, and the tools that params name.
 
     Raises:
         ValueError: a function can't be loaded, or isn't what it should be.
@@ -156,7 +156,7 @@ class Environment:
     def play(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], settings: SamplingSettings, generate: Generate, *, copies: int = 1
     ) -> list[Rollout]:
-        """An episode for each seed, `copies` of each prompt; they are adjacent, and so are their seeds.
+        """Return an episode for each seed, `copies` of each prompt; they are adjacent, and so are their seeds.
 
         Args:
             settings: max_new_tokens is of a whole episode, with what tools and users put in.
@@ -196,7 +196,7 @@ class Environment:
         return Episodes(self._loop, partial(self._one, limits), self.look, deadline=self._deadline)
 
     async def _one(self, limits: Limits, begun: Rollout, sample: Sampler) -> Rollout:
-        """The rollout of a whole episode."""
+        """Return the rollout of a whole episode."""
         prompt = begun.prompt
         task = Task.of(prompt, max_turns=limits.max_turns)
         policy = Policy(prompt, self._tokenizer, sample, limits, stops=self._stops)
@@ -207,7 +207,7 @@ class Environment:
         return self._ended(policy, outcome, begun.group_id)
 
     def _ended(self, policy: Policy, outcome: float | Exception | None, group_id: int) -> Rollout:
-        """The rollout of an episode, by what `play` returned or raised."""
+        """Return the rollout of an episode, by what `play` returned or raised."""
         failed = isinstance(outcome, Exception)
         rollout = policy.played and policy.played.rollout(None if failed else outcome, failed=failed, group_id=group_id)
         if failed:
@@ -274,7 +274,7 @@ class Episodes:
         return key in self._running
 
     def wait(self, keys: Collection[Hashable]) -> tuple[dict[Hashable, Asked], dict[Hashable, Rollout]]:
-        """The replies that these episodes ask for, and the rollouts of those that have ended instead; both in the order of the keys.
+        """Return the replies that these episodes ask for, and the rollouts of those that have ended instead; both in the order of the keys.
 
         Raises:
             TimeoutError: an episode neither ends nor asks.
@@ -363,7 +363,7 @@ class Episodes:
 
 
 def complete_replies(rollout: Rollout) -> list[tuple[list[int], Sampled]]:
-    """The replies of an interrupted episode, each with all ids before it; without the last one if it was being sampled."""
+    """Return the replies of an interrupted episode, each with all ids before it; without the last one if it was being sampled."""
     found, before = [], list(rollout.prompt.prompt_ids)
     for was_sampled, group in groupby(rollout.spans, key=lambda span: span.version is not None):
         spans = list(group)
@@ -375,7 +375,7 @@ def complete_replies(rollout: Rollout) -> list[tuple[list[int], Sampled]]:
 
 
 def _cut(sample: Sample, room: int) -> Sample:
-    """The sample's first tokens. Each token depends on those before it only, so a longer limit of the batch changes none of them."""
+    """Return the sample's first tokens. Each token depends on those before it only, so a longer limit of the batch changes none of them."""
     if len(sample.response_ids) <= room:
         return sample
     return replace(sample, response_ids=sample.response_ids[:room], logprobs=sample.logprobs[:room], finished=False)

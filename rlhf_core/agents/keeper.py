@@ -68,7 +68,7 @@ def begin(command: list[str]) -> int:
 
 
 def wait_for(command: int) -> int:
-    """The exit code of the command, as a shell has it. Adopted orphans that end meanwhile are reaped."""
+    """Return the exit code of the command, as a shell has it. Adopted orphans that end meanwhile are reaped."""
     while True:
         ended, status = os.waitpid(-1, 0)
         if ended == command:

@@ -111,7 +111,7 @@ class ToolForm(_Form):
 
 
 def _as_sent(tool: dict[str, Any]) -> dict[str, Any]:
-    """The JSON schema with its keys in the order in which templates write them."""
+    """Return the JSON schema with its keys in the order in which templates write them."""
     ToolForm.model_validate(tool)
     return tool
 
@@ -162,7 +162,7 @@ class ChatRequest(BaseModel):
 
 
 def answer_of(reply: Reply, *, turn: int, usage: tuple[int, int]) -> dict[str, Any]:
-    """A reply as OpenAI's chat completion.
+    """Return a reply as OpenAI's chat completion.
 
     Args:
         turn: number of the reply in its episode, from 1 on.    usage: tokens before the reply, and of it.
@@ -200,7 +200,7 @@ def chunks_of(answer: dict[str, Any], *, with_usage: bool) -> Iterator[dict[str,
 
 
 def _parsed(arguments: str) -> Any:
-    """A call's arguments; the text itself where it isn't JSON."""
+    """Return a call's arguments; the text itself where it isn't JSON."""
     try:
         return json.loads(arguments)
     except ValueError:

@@ -58,7 +58,7 @@ class Outside:
         self._ends: str | None = None  # why the run ends
 
     async def play(self, task: Task, policy: Policy) -> float | None:
-        """An episode's score.
+        """Return an episode's score.
 
         Raises:
             AgentFailed: the agent didn't play it to the end. It has one reply at least.
@@ -102,7 +102,7 @@ class Outside:
         return f"rl.environment.command {shown(' '.join(self._config.command))}"
 
     async def _open(self) -> Endpoint:
-        """The endpoint. It starts with the first episode, and so do processes that claim."""
+        """Return the endpoint. It starts with the first episode, and so do processes that claim."""
         async with self._opened:
             if self._endpoint is None:
                 endpoint = Endpoint()
@@ -208,7 +208,7 @@ async def _end_of(process: AgentProcess, worker: Worker) -> str:
 
 
 def _score(line: str) -> float | None:
-    """The number in the last line of a process; None for null or no line.
+    """Return the number in the last line of a process; None for null or no line.
 
     Raises:
         AgentFailed: it is something else.

@@ -46,7 +46,7 @@ class AgentProcess:
         await asyncio.shield(asyncio.ensure_future(self._end()))
 
     async def wait(self) -> int:
-        """The exit code of the command, as a shell has it."""
+        """Return the exit code of the command, as a shell has it."""
         await self._exited.wait()
         self._end_group()
         await asyncio.gather(*self._streams)

@@ -93,7 +93,7 @@ class Session:
             self.ended.exception()  # as in `_continue`
 
     async def answer(self, request: ChatRequest) -> Answer:
-        """The next reply, or the recorded one.
+        """Return the next reply, or the recorded one.
 
         Raises:
             Refused: the request doesn't continue the conversation.
@@ -113,7 +113,7 @@ class Session:
         return await asyncio.shield(task)  # it goes on if this request's connection is lost
 
     async def within_timeout(self, work: Awaitable[Value]) -> Value:
-        """The result of `work`, while the agent isn't silent for too long.
+        """Return the result of `work`, while the agent isn't silent for too long.
 
         Raises:
             AgentFailed: it is.

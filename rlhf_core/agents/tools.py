@@ -43,7 +43,7 @@ class Tool:
         self._call, self._is_async = validate_call(function), inspect.iscoroutinefunction(function)
 
     async def __call__(self, arguments: Mapping[str, Any]) -> Any:
-        """The function's value. A function that isn't async runs in a thread; arguments are converted to their types."""
+        """Return the function's value. A function that isn't async runs in a thread; arguments are converted to their types."""
         return await (self._call(**arguments) if self._is_async else _in_thread(lambda: self._call(**arguments)))
 
 
@@ -75,7 +75,7 @@ class ToolCall:
     _timeout: float = field(default=30.0, repr=False)
 
     async def run(self) -> str:
-        """The tool's result as text: a string as it is, another value as JSON. An error is a text that begins with `error: `."""
+        """Return the tool's result as text: a string as it is, another value as JSON. An error is a text that begins with `error: `."""
         self.failed = True
         if self.name not in self._tools:
             return f"error: there is no tool {self.name}; there are {', '.join(self._tools)}"
@@ -111,12 +111,12 @@ def parse_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def without_calls(text: str) -> str:
-    """A reply's text around its calls."""
+    """Return a reply's text around its calls."""
     return _CALL.sub("", text).strip()
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    """The call's value, from a thread that doesn't keep the process from ending."""
+    """Return the call's value, from a thread that doesn't keep the process from ending."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 

@@ -25,14 +25,14 @@ log = logging.getLogger("rlhf")
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-    """The ids of a conversation with its tools' schemas and the generation prompt."""
+    """Return the ids of a conversation with its tools' schemas and the generation prompt."""
     return _encode(tokenizer, render(tokenizer, messages, waits=True, tools=tools))
 
 
 def ids_behind_reply(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], replies: Collection[int], last: int, *, tools: Sequence[dict[str, Any]]
 ) -> list[int]:
-    """The ids that follow the last reply's, up to the next generation prompt.
+    """Return the ids that follow the last reply's, up to the next generation prompt.
 
     Args:
         messages: the whole conversation.    replies: positions of the messages that were sampled.
@@ -103,7 +103,7 @@ def _marker(messages: Sequence[Message]) -> str:
 
 
 def _inside(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The ids of a text as they are inside of a longer one."""
+    """Return the ids of a text as they are inside of a longer one."""
     before, whole = _encode(tokenizer, ANSWER), _encode(tokenizer, ANSWER + text)
     return whole[len(before) :] if whole[: len(before)] == before else _encode(tokenizer, text)
 

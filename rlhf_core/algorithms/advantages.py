@@ -152,7 +152,7 @@ def gdpo(
 def decoupled_rewards(
     scores: torch.Tensor, weights: torch.Tensor, penalties: torch.Tensor, group_ids: torch.Tensor, response_mask: torch.Tensor
 ) -> torch.Tensor:
-    """The weighted sum of scores that are normalised by scorer and group, less the penalties.
+    """Return the weighted sum of scores that are normalised by scorer and group, less the penalties.
 
     S_i = sum_k w_k (r_ik - mean(r_k)) / max(std(r_k), 1e-4) - (p_i - mean(p)),   means and unbiased stds over the group
     The paper has no penalties. They aren't normalised: in a group with one truncated response their std would blow them up.
@@ -174,7 +174,7 @@ def decoupled_rewards(
 
 @torch.no_grad()
 def score_deviations(scores: torch.Tensor, group_ids: torch.Tensor, response_mask: torch.Tensor, *, standardized: bool) -> torch.Tensor:
-    """Each scorer's scores less their group's mean, and standardized over its std too: [B, K] float64; 0 where not counted.
+    """Return each scorer's scores less their group's mean, and standardized over its std too: [B, K] float64; 0 where not counted.
 
     Args:
         scores: [B, K]; group_ids, response_mask: as of `grpo`.

@@ -11,7 +11,7 @@ import torch
 def importance_weights(
     old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, response_mask: torch.Tensor, *, kind: str, low: float, high: float
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The factor of each token's policy loss, and the mismatch between rollout engine and trainer.
+    """Return the factor of each token's policy loss, and the mismatch between rollout engine and trainer.
 
     With ratio_t = exp(old_logprobs_t - rollout_logprobs_t):
     none:          1

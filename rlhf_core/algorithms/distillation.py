@@ -15,7 +15,7 @@ import torch
 def sampled_reverse_kl(
     logprobs: torch.Tensor, old_logprobs: torch.Tensor, teacher_logprobs: torch.Tensor, response_mask: torch.Tensor
 ) -> torch.Tensor:
-    """An estimate of KL(p || q) at each token, from the sampled token alone: the policy gradient with advantage log q - log p.
+    """Return an estimate of KL(p || q) at each token, from the sampled token alone: the policy gradient with advantage log q - log p.
 
     (p / p_old) * constant(log p - log q),   whose mean over tokens of p_old is the KL, and whose gradient is in expectation that of the KL,
         sum_v p_v (log p_v - log q_v) grad log p_v, on and off policy
@@ -59,7 +59,7 @@ def forward_kl(logprobs: torch.Tensor, teacher_logprobs: torch.Tensor) -> torch.
 
 
 def jsd(logprobs: torch.Tensor, teacher_logprobs: torch.Tensor, *, beta: float) -> torch.Tensor:
-    """The generalised Jensen-Shannon divergence: between forward KL (beta near 0) and reverse KL (beta near 1), and bounded.
+    """Return the generalised Jensen-Shannon divergence: between forward KL (beta near 0) and reverse KL (beta near 1), and bounded.
 
     beta KL(q || m) + (1 - beta) KL(p || m),   m = beta q + (1 - beta) p
     Source: Agarwal et al. 2024, equation 1. Divided by beta it becomes the forward KL as beta goes to 0, divided by 1 - beta the reverse KL
@@ -72,7 +72,7 @@ def jsd(logprobs: torch.Tensor, teacher_logprobs: torch.Tensor, *, beta: float) 
 
 
 def weighted(divergences: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """The divergences from several teachers, as one: their mean by the teachers' weights.
+    """Return the divergences from several teachers, as one: their mean by the teachers' weights.
 
     For the forward KL it has the gradient of the KL from the mixture of the teachers; for the reverse KL that from their geometric mean.
     """

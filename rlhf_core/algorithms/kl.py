@@ -46,7 +46,7 @@ def kl_loss_term(
     *,
     estimator: str,
 ) -> torch.Tensor:
-    """The KL penalty per token as a term of the loss: its gradient is in expectation that of KL(policy || reference).
+    """Return the KL penalty per token as a term of the loss: its gradient is in expectation that of KL(policy || reference).
 
     k2: as it is. Exact for samples of the current policy; after further updates on the same rollouts it lacks the ratio.
     k3: exp(log p - log p_old) * k3, the ratio live. Exact for samples of the old policy too, since
@@ -76,7 +76,7 @@ def kl_loss_term(
 
 
 def adaptive_kl_coef(coef: float, kl: float, *, target: float, horizon: int, samples: int) -> float:
-    """The KL coefficient after a step, adapted so that the KL approaches its target.
+    """Return the KL coefficient after a step, adapted so that the KL approaches its target.
 
     coef * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon)
     Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2, with samples / horizon in place of its constant 0.1.

@@ -43,7 +43,7 @@ class Algorithm:
         return self.smallest_group > 1
 
     def estimate(self, *, by_turn: bool = False) -> Callable[..., Any]:
-        """The estimator's function; imports torch."""
+        """Return the estimator's function; imports torch."""
         return pkgutil.resolve_name(self.turn_estimator if by_turn else self.estimator)
 
 

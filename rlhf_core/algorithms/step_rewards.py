@@ -9,7 +9,7 @@ START = {"min": 1.0, "sum": 0.0, "last": 0.0}
 
 
 def running_aggregate(probabilities: torch.Tensor, aggregate: str) -> torch.Tensor:
-    """The reward of a response up to each of its steps, from the probability that each is right.
+    """Return the reward of a response up to each of its steps, from the probability that each is right.
 
     min: F_k = min(p_1, ..., p_k);   sum: F_k = p_1 + ... + p_k;   last: F_k = p_k
     Sources: min, Wang et al. 2024 (Math-Shepherd), https://arxiv.org/abs/2312.08935, section 3.4; for RL Cheng et al. 2025,
@@ -33,7 +33,7 @@ def running_aggregate(probabilities: torch.Tensor, aggregate: str) -> torch.Tens
 
 
 def aggregate_of(probabilities: torch.Tensor, aggregate: str) -> torch.Tensor:
-    """The reward of each response [B]: `running_aggregate` at its last step; NaN without steps."""
+    """Return the reward of each response [B]: `running_aggregate` at its last step; NaN without steps."""
     last = probabilities.isfinite().sum(1) - 1
     if not probabilities.shape[1]:
         return torch.full((len(probabilities),), torch.nan)

@@ -68,7 +68,7 @@ class Section(BaseModel):
 
 
 def number_of(count: float, one: str, many: str | None = None) -> str:
-    """A number with its noun: "1 GPU", "2 GPUs".
+    """Return a number with its noun: "1 GPU", "2 GPUs".
 
     many: the plural; None means `one` with an s.
     """
@@ -90,7 +90,7 @@ def shown(text: str, limit: int = 200) -> str:
 
 
 def reordering_shown(text: str) -> str:
-    """The text with each character that changes the direction of reading replaced by its code point."""
+    """Return the text with each character that changes the direction of reading replaced by its code point."""
     return _REORDERING.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
 
 
@@ -134,7 +134,7 @@ def keys_of(tree: Any, path: str = "") -> Iterator[str]:
 
 
 def subsection(annotation: Any) -> tuple[type[Section] | None, bool]:
-    """The section inside a field's type (None where there is none), and whether the field is a list of such sections."""
+    """Return the section inside a field's type (None where there is none), and whether the field is a list of such sections."""
     found = next((kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and issubclass(kind, Section)), None)
     return found, getattr(annotation, "__origin__", None) is list
 
@@ -153,7 +153,7 @@ def section_keys(section: type[Section], path: str = "", *, item: str = "0") -> 
 
 
 def with_defaults(section: type[Section], tree: Any) -> Any:
-    """A section as written, with the default of every key that it leaves out; values aren't checked."""
+    """Return a section as written, with the default of every key that it leaves out; values aren't checked."""
     if not isinstance(tree, dict):
         return tree
     filled = dict(section.completed(tree))

@@ -42,7 +42,7 @@ AWS_CHANGES, AWS_DISTINCT = 16, 22
 
 
 def credential_in(text: str, key: str = "") -> str | None:
-    """The kind of credential in a text, recognised by its shape; None: there is none.
+    """Return the kind of credential in a text, recognised by its shape; None: there is none.
 
     Args:
         key: name of the text, such as its path in params: `api_key` or `tracking.wandb_project` make more shapes credentials.

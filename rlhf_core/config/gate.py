@@ -26,7 +26,7 @@ class ExternalPairsConfig(Section):
     min_accuracy: float | None = Field(default=None, ge=0, le=1)
 
     def source(self) -> SourceConfig:
-        """The pairs as a data source; the column `subset` becomes its slice SUBSET."""
+        """Return the pairs as a data source; the column `subset` becomes its slice SUBSET."""
         return SourceConfig(
             name=self.name,
             kind="file",

@@ -101,7 +101,7 @@ def sequence_conflicts(ranks: int, sequence_parallel: int) -> Iterator[str]:
 
 
 def data_parallel_keys(ranks: int, sequence_parallel: int, *, section: str = "") -> str:
-    """The keys, with values, that give the number of ranks or of groups of ranks that take different examples.
+    """Return the keys, with values, that give the number of ranks or of groups of ranks that take different examples.
 
     Args:
         section: prefix of the keys.
@@ -117,7 +117,7 @@ class LengthConfig(Section):
     steps: int | None = Field(default=None, gt=0)
 
     def steps_over(self, rows: int, *, per_step: int) -> int:
-        """The number of steps: `steps`, or those of `epochs`, rounded up and at least 1."""
+        """Return the number of steps: `steps`, or those of `epochs`, rounded up and at least 1."""
         return max(1, math.ceil(Exact(repr(self.epochs)) * rows / per_step)) if self.steps is None else self.steps
 
 

@@ -43,7 +43,7 @@ def apply_overrides(path: Path, overrides: dict[str, Any]) -> Params:
 def overridden(
     text: str, overrides: dict[str, Any], *, subject: str, source: str = "override", rounds: bool = False, complete: bool = True
 ) -> tuple[str, Params]:
-    """The text of a params.yaml with overrides, and its params. An override of `training` reaches each section that takes it over.
+    """Return the text of a params.yaml with overrides, and its params. An override of `training` reaches each section that takes it over.
 
     Args:
         subject: names the text in messages.
@@ -88,7 +88,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def with_recipes(recipes: Iterable[Path | str], overrides: dict[str, Any]) -> dict[str, Any]:
-    """The values of all recipes as dotted keys, each laid over those before it, and the overrides over all.
+    """Return the values of all recipes as dotted keys, each laid over those before it, and the overrides over all.
 
     Raises:
         ConfigError: a recipe can't be read, or it or the overrides set epochs that steps below them would replace.
@@ -102,7 +102,7 @@ def with_recipes(recipes: Iterable[Path | str], overrides: dict[str, Any]) -> di
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """A recipe as dotted keys: a nested mapping laid over params.yaml.
+    """Return a recipe as dotted keys: a nested mapping laid over params.yaml.
 
     A list, an empty mapping and a mapping that is a single value replace what is there.
     """
@@ -141,7 +141,7 @@ def set_keys(tree: Any, overrides: dict[str, Any]) -> list[str]:
             problems.append(str(error))
 
     def value_at(dotted: str) -> Any:
-        """The value at a dotted key; None where there is no such key."""
+        """Return the value at a dotted key; None where there is no such key."""
         node = tree
         for part in dotted.split("."):
             node = node.get(part) if isinstance(node, dict) else None
@@ -202,7 +202,7 @@ def _insert(holder: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _has_default(tree: Any, parts: list[str]) -> bool:
-    """Whether a dotted key exists once every key that the tree leaves out has its default."""
+    """Return whether a dotted key exists once every key that the tree leaves out has its default."""
     node = with_defaults(Params, tree)
     for part in parts:
         if isinstance(node, list) and re.fullmatch("[0-9]{1,9}", part) and int(part) < len(node):
@@ -215,7 +215,7 @@ def _has_default(tree: Any, parts: list[str]) -> bool:
 
 
 def _unknown(tree: Any, holder: Any, dotted: str, part: str) -> str:
-    """The message for a part of a dotted key that its parent lacks: what was expected and what to do."""
+    """Return the message for a part of a dotted key that its parent lacks: what was expected and what to do."""
     if dotted in RENAMED_KEYS:
         return f"expected {RENAMED_KEYS[dotted]}, got the key's old name; rename it"
     got = f"expected a key of params.yaml, got {shown(part)!r}"

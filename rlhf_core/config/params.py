@@ -333,7 +333,7 @@ def incomplete(tree: dict[str, Any], params: Params, *, rounds: bool = False) ->
 
 
 def rates_in_use(params: Params, *, rounds: bool = False) -> list[str]:
-    """The keys of the learning rates with which a run trains, without that of pretraining."""
+    """Return the keys of the learning rates with which a run trains, without that of pretraining."""
     used = tuple(f"{name}." for name in keys_in_use(params, rounds=rounds))
     keys = [key for key in (*LEARNING_RATES, "iterative.learning_rate") if key.startswith(used)]
     unused = {*CRITIC_RATES} - {f"rl.{params.rl.algorithm}.critic_learning_rate"}
@@ -362,7 +362,7 @@ def unusual(params: Params, parameters: int | None, *, rounds: bool = False) -> 
 
 
 def rows_needed(params: Params) -> tuple[UseAndSplit, ...]:
-    """The uses and splits of data/prepared that must have rows.
+    """Return the uses and splits of data/prepared that must have rows.
 
     train_sft and RL with rl.ptx read demonstrations, and evaluate answers held-out prompts. The gate of a reward model or a judge reads
     preferences of the split test, and a reward model that is trained those of train; for a process reward model both are labelled steps.
@@ -385,12 +385,12 @@ def rows_needed(params: Params) -> tuple[UseAndSplit, ...]:
 
 
 def needs_pairs(params: Params) -> bool:
-    """Whether a stage learns from two responses to one prompt; KTO and conditional SFT also take single responses with a label."""
+    """Return whether a stage learns from two responses to one prompt; KTO and conditional SFT also take single responses with a label."""
     return (params.reward.enabled and params.reward.step_separator is None) or params.alignment.method == "dpo"
 
 
 def conflicts(params: Params, *, rounds: bool = False) -> list[str]:
-    """Every conflict among the keys that the configuration uses, as `key: expected X, got Y; what to do`, sorted by key.
+    """Return every conflict among the keys that the configuration uses, as `key: expected X, got Y; what to do`, sorted by key.
 
     Args:
         rounds: for a series of rounds of iterative DPO.

@@ -47,7 +47,7 @@ def load_params(path: Path | str = "params.yaml", *, complete: bool = True) -> P
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
+    """Return the mapping in a YAML file.
 
     Raises:
         ConfigError: the file can't be read or holds something else, with the line.
@@ -56,7 +56,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file of at most MAX_BYTES.
+    """Return a UTF-8 file of at most MAX_BYTES.
 
     Raises:
         ConfigError: the file is missing, too large or not UTF-8.
@@ -79,7 +79,7 @@ def read_text(path: Path) -> str:
 
 
 def read_yaml_text(text: str, subject: str) -> dict[str, Any]:
-    """The mapping in a text; `subject` names the text in messages."""
+    """Return the mapping in a text; `subject` names the text in messages."""
     tree = parse_yaml(text, subject)
     if not isinstance(tree, dict):
         raise ConfigError(f"{subject}: expected a mapping of sections, got {type(tree).__name__}; see the default params.yaml")
@@ -87,7 +87,7 @@ def read_yaml_text(text: str, subject: str) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, subject: str) -> Any:
-    """The value of a YAML text.
+    """Return the value of a YAML text.
 
     Raises:
         ConfigError: the text isn't YAML, or its value is too deep or too large.
@@ -97,7 +97,7 @@ def parse_yaml(text: str, subject: str) -> Any:
 
 @lru_cache(maxsize=16)
 def _parse(text: str, subject: str) -> Any:
-    """The value of a YAML text; cached, because a command reads the same few files several times, each a tenth of a second."""
+    """Return the value of a YAML text; cached, because a command reads the same few files several times, each a tenth of a second."""
     if _brackets(text) > MAX_BRACKETS:
         raise ConfigError(f"{subject}: expected YAML, got more than {MAX_BRACKETS} nested brackets; is that a parameter file?")
     try:
@@ -113,7 +113,7 @@ def _parse(text: str, subject: str) -> Any:
 
 
 def parse_json(text: str, subject: str) -> Any:
-    """The value of a JSON text, within the limits of YAML files.
+    """Return the value of a JSON text, within the limits of YAML files.
 
     Raises:
         ConfigError: the text isn't JSON, has a key twice, NaN or an infinity, or is too deep or too large.
@@ -142,7 +142,7 @@ def _refuse_constant(constant: str) -> None:
 
 
 def _brackets(text: str) -> int:
-    """The greatest number of brackets that are open at once, including those inside quotes."""
+    """Return the greatest number of brackets that are open at once, including those inside quotes."""
     steps = (1 if character in "[{" else -1 for character in text if character in "[]{}")
     return max(accumulate(steps), default=0)
 
@@ -179,7 +179,7 @@ def check_size(tree: Any, subject: str) -> None:
 def parse_params(
     tree: dict[str, Any], subject: str = "params", *, problems: Sequence[str] = (), rounds: bool = False, complete: bool = True
 ) -> Params:
-    """The typed params of a tree.
+    """Return the typed params of a tree.
 
     Args:
         problems: lines that are known already; the message lists them with those found here.
@@ -220,7 +220,7 @@ def _conflicts_of_valid_sections(tree: dict[str, Any]) -> Iterator[str]:
 
 
 def forbidden_values(node: Any, path: tuple[str, ...] = ()) -> list[str]:
-    """A line for each value that no key may have: credentials, control characters, infinities and integers beyond 2^53."""
+    """Return a line for each value that no key may have: credentials, control characters, infinities and integers beyond 2^53."""
     if isinstance(node, dict):
         return [line for key, value in node.items() for line in (*forbidden_values(key, path), *forbidden_values(value, (*path, str(key))))]
     if isinstance(node, list):
@@ -244,7 +244,7 @@ def forbidden_values(node: Any, path: tuple[str, ...] = ()) -> list[str]:
 
 
 def _explain(subject: str, error: dict[str, Any]) -> str:
-    """A pydantic error as one line."""
+    """Return a pydantic error as one line."""
     key = shown(".".join(str(part) for part in error["loc"]))
     if error["type"] == "extra_forbidden":
         if key in RENAMED_KEYS:

@@ -192,7 +192,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
         return self.ranks + self.rollout.engines * self.rollout.tensor_parallel_size
 
     def over_prompts(self, prompts: int) -> RlConfig:
-        """The section with `steps` set to the number of steps for so many training prompts.
+        """Return the section with `steps` set to the number of steps for so many training prompts.
 
         Raises:
             ValueError: a setting doesn't fit the number of steps.
@@ -215,7 +215,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
             )
 
     def of_group(self, group: RoleGroup) -> RlConfig:
-        """The section with the group's number of ranks as that of `trainer`."""
+        """Return the section with the group's number of ranks as that of `trainer`."""
         return self.model_copy(update={"trainer": self.trainer.model_copy(update={"ranks": group.ranks})})
 
     @property
@@ -283,11 +283,11 @@ class RlSettings(OptimizerConfig, LengthConfig):
         return self.optimizer_steps // self.steps * sum(map(self.trains_policy, range(self.steps)))
 
     def trains_policy(self, step: int) -> bool:
-        """Whether a step, counted from 0, trains the policy: in the first ones of a critic only the critic learns."""
+        """Return whether a step, counted from 0, trains the policy: in the first ones of a critic only the critic learns."""
         return self.critic is None or step >= self.critic.critic_warmup_steps
 
     def old_logprobs_source(self, step: int) -> Literal["recompute", "from_update", "from_engine"]:
-        """The source of the old log-probabilities in the policy loss of a step, counted from 0.
+        """Return the source of the old log-probabilities in the policy loss of a step, counted from 0.
 
         from_engine: from the rollout engine, where rollouts are ahead and not corrected: its policies are those that sampled.
         from_update: from the update, where a batch has one optimizer step, which starts from the policy that sampled, and nothing before
@@ -528,7 +528,7 @@ _MISMATCH_COLUMNS = ("mismatch_mean", "mismatch_max", "mismatch_kl", "ratio_mean
 
 
 def curve_columns(rl: RlConfig) -> tuple[str, ...]:
-    """The columns of plots/train_policy.csv. They depend on the configuration alone, so that a resumed run has the same columns."""
+    """Return the columns of plots/train_policy.csv. They depend on the configuration alone, so that a resumed run has the same columns."""
     names = [s.name for s in rl.reward.scorers]
     columns = ["step", *_BATCH_COLUMNS, *(f"score_{n}" for n in names), *(f"failed_{n}" for n in names)]
     columns += [f"{kind}_{s.name}" for s in rl.reward.scorers if not s.weight for kind in ("gap", "agreement")]

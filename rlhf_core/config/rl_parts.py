@@ -33,7 +33,7 @@ class CriticConfig(Section):
 
 
 def _algorithm_section(name: str, spec: Algorithm) -> type[Section]:
-    """The section `rl.<name>` of an algorithm."""
+    """Return the section `rl.<name>` of an algorithm."""
     fields: dict[str, Any] = {"group_size": (int, Field(spec.group_size, ge=spec.smallest_group))}
     for key, default in spec.settings.items():
         fields[key] = (bool, default) if isinstance(default, bool) else (float, Field(default, ge=0.0, le=1.0))
@@ -421,7 +421,7 @@ DEFAULT_LIMITS = {
 
 
 def completed_limits(monitor: dict[str, Any]) -> dict[str, Any]:
-    """The default limits with those of `rl.monitor` laid over them.
+    """Return the default limits with those of `rl.monitor` laid over them.
 
     A limit that names its metric replaces the default of its name. One that doesn't changes only the keys that it writes. None switches a
     limit off.
@@ -472,7 +472,7 @@ class RoleGroup(Section):
 
 
 def named_placement(value: Any) -> Any:
-    """The groups that a placement's name stands for; a list of groups is returned unchanged."""
+    """Return the groups that a placement's name stands for; a list of groups is returned unchanged."""
     if not isinstance(value, str):
         return value
     if value not in PLACEMENTS:
@@ -503,11 +503,11 @@ class TrainerConfig(Section):
         return self.ranks // self.sequence_parallel
 
     def of_ranks(self, shares: Sequence[Any]) -> list[Any]:
-        """A list with one share for each rank, from a list with one for each group that shares sequences."""
+        """Return a list with one share for each rank, from a list with one for each group that shares sequences."""
         return [share for share in shares for _ in range(self.sequence_parallel)]
 
     def of_groups(self, results: Sequence[Any]) -> list[Any]:
-        """A list with one result for each group that shares sequences, from a list with one for each rank."""
+        """Return a list with one result for each group that shares sequences, from a list with one for each rank."""
         return list(results[:: self.sequence_parallel])
 
     def conflicts(self) -> Iterator[str]:

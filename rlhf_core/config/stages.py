@@ -91,7 +91,7 @@ UNTRACKED_SECTIONS = ("training", "checkpoints", "cluster", "tracking", "flow", 
 
 
 def read_stages(path: Path, params: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The stages of a dvc.yaml by name, with each `${section.key}` replaced from params as DVC does.
+    """Return the stages of a dvc.yaml by name, with each `${section.key}` replaced from params as DVC does.
 
     Raises:
         ConfigError: the file isn't YAML, or names a key that params don't have.
@@ -100,7 +100,7 @@ def read_stages(path: Path, params: dict[str, Any]) -> dict[str, dict[str, Any]]
 
 
 def fill_in(text: str, params: dict[str, Any]) -> str:
-    """A text in which each `${section.key}` is replaced by its value.
+    """Return a text in which each `${section.key}` is replaced by its value.
 
     Raises:
         ConfigError: params have no such key.

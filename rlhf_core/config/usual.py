@@ -51,7 +51,7 @@ LEARNING_RATES: dict[str, Rates] = {
 
 
 def usual(key: str, *, lora: bool, optimizer: str = "adamw") -> Usual:
-    """The usual learning rate of a key.
+    """Return the usual learning rate of a key.
 
     Args:
         key: of LEARNING_RATES. lora: whether the section trains adapters. optimizer: as in params.yaml.
@@ -78,24 +78,24 @@ def with_usual_rates(tree: Any) -> Any:
 
 
 def nulls(tree: dict[str, Any]) -> list[str]:
-    """The keys of LEARNING_RATES that are null in a tree."""
+    """Return the keys of LEARNING_RATES that are null in a tree."""
     return [key for key in LEARNING_RATES if _at(tree, key) is None]
 
 
 def _at(tree: Any, key: str) -> Any:
-    """The value at a dotted key; `...` if there is no such key."""
+    """Return the value at a dotted key; `...` if there is no such key."""
     for part in key.split("."):
         tree = tree.get(part, ...) if isinstance(tree, dict) else ...
     return tree
 
 
 def _replaced(tree: dict[str, Any], path: list[str], value: float) -> dict[str, Any]:
-    """The tree with another value at a path; `tree` itself stays unchanged."""
+    """Return the tree with another value at a path; `tree` itself stays unchanged."""
     first, *rest = path
     return {**tree, first: _replaced(tree[first], rest, value) if rest else value}
 
 
 def _short(rate: float) -> str:
-    """A rate in short form: 2e-05 as 2e-5."""
+    """Return a rate in short form: 2e-05 as 2e-5."""
     digits, _, exponent = f"{rate:.0e}".partition("e")
     return f"{digits}e{int(exponent)}"

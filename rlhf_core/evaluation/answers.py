@@ -103,7 +103,7 @@ def sample_answers(
     environments: Mapping[str, Environment] | None = None,
     ranks_per_model: int = 1,
 ) -> Samples:
-    """One response for each prompt, model and mode. Ranks share the prompts.
+    """Return one response for each prompt, model and mode. Ranks share the prompts.
 
     One engine of each rank serves all models; the weights are swapped, and the engine is closed at the end.
 
@@ -152,7 +152,7 @@ def sample_answers(
 
 
 def open_environments(params: Params, models: dict[str, EvaluatedModel]) -> dict[str, Environment]:
-    """The environment of each model; empty without rl.environment.
+    """Return the environment of each model; empty without rl.environment.
 
     Raises:
         ValueError: it can't be used.
@@ -170,7 +170,7 @@ def open_environments(params: Params, models: dict[str, EvaluatedModel]) -> dict
 def _generate(
     engine: Any, requests: list[tuple[Prompt, int]], *, settings: SamplingSettings, stop_ids: tuple[int, ...]
 ) -> list[list[Sample]]:
-    """One sample for each prompt and seed."""
+    """Return one sample for each prompt and seed."""
     ids, seeds = [prompt.prompt_ids for prompt, _ in requests], [seed for _, seed in requests]
     return engine.generate(ids, seeds, settings, stop_ids=stop_ids, group_size=1)
 
@@ -178,7 +178,7 @@ def _generate(
 def _play(
     environment: Environment, requests: list[tuple[Prompt, int]], *, settings: SamplingSettings, generate: Any
 ) -> list[list[Rollout]]:
-    """One episode for each prompt and seed."""
+    """Return one episode for each prompt and seed."""
 
     def sample(ids: list[list[int]], seeds: list[int], settings: SamplingSettings) -> list[Sample]:
         prompts = [Prompt("", "", [], of_one, None) for of_one in ids]
@@ -188,7 +188,7 @@ def _play(
 
 
 def score_answers(models: dict[str, EvaluatedModel], samples: Samples, scorers: LocalScorers, source_judges: dict[str, str]) -> Answers:
-    """The samples with their scores and, where the prompt's source has a judge, its judgement."""
+    """Return the samples with their scores and, where the prompt's source has a judge, its judgement."""
     with Bar("scored answer", sum(len(groups) for by_model in samples.values() for groups in by_model.values())) as bar:
         by_name = {name: ResponseScorer(scorers, model.tokenizer, stops=model.stops) for name, model in models.items()}
         together = {  # by prompt, since a reward model may compute the prompt once
@@ -221,12 +221,12 @@ def _others(
 
 
 def with_prompts_of(answers: list[Answer], others: list[Answer]) -> list[Answer]:
-    """The same responses after the prompts as the model of `others` renders them. Both lists are in the prompts' order."""
+    """Return the same responses after the prompts as the model of `others` renders them. Both lists are in the prompts' order."""
     return [replace(answer, prompt=other.prompt) for answer, other in zip(answers, others, strict=True)]
 
 
 def load_policy(folder: str | Path, model: ModelConfig, *, ranks_per_model: int = 1) -> PolicyModule:
-    """A frozen policy in model.dtype, on the GPU where there is one. Models that were loaded before should have no references left.
+    """Return a frozen policy in model.dtype, on the GPU where there is one. Models that were loaded before should have no references left.
 
     Args:
         ranks_per_model: above 1 the weights are divided over all ranks, and every forward pass is a collective.
@@ -247,7 +247,7 @@ def response_logprobs(
     microbatch_tokens: int = MICROBATCH_TOKENS,
     ranks_per_model: int = 1,
 ) -> torch.Tensor:
-    """The summed log-probability [len(answers)] of each response's sampled tokens given its prompt's ids. Ranks share the answers.
+    """Return the summed log-probability [len(answers)] of each response's sampled tokens given its prompt's ids. Ranks share the answers.
 
     Args:
         ranks_per_model: as for `load_policy`; above 1 ranks with fewer answers repeat some.

@@ -23,7 +23,7 @@ class Answer(ScoredResponse):
 
 
 def judged(response: ScoredResponse, source_judges: dict[str, str]) -> Answer:
-    """The response with its judgement by the judge of the prompt's source.
+    """Return the response with its judgement by the judge of the prompt's source.
 
     Args:
         source_judges: data source -> its judge.
@@ -90,7 +90,7 @@ def win_points(policy: list[Answer], baseline: list[Answer]) -> list[float | Non
 
 
 def judge_difference(policy: list[Answer], baseline: list[Answer], *, confidence: float) -> dict[str, float | int]:
-    """The share of the policy's answers that the judge accepts, less the baseline's, over prompts whose two answers it judged.
+    """Return the share of the policy's answers that the judge accepts, less the baseline's, over prompts whose two answers it judged.
 
     The keys are the fields of `PairedDifference`: `first` is the policy.
     """
@@ -98,7 +98,7 @@ def judge_difference(policy: list[Answer], baseline: list[Answer], *, confidence
 
 
 def differences(policy: list[Answer], baseline: list[Answer], *, confidence: float) -> dict[str, Any]:
-    """The policy's value of every figure of `summarize`, less the baseline's, over prompts for which both are known.
+    """Return the policy's value of every figure of `summarize`, less the baseline's, over prompts for which both are known.
 
     Shares have the fields of `PairedDifference`, means those of `MeanDifference`.
     """
@@ -129,12 +129,12 @@ def _shares(policy: Sequence[bool | None], baseline: Sequence[bool | None], conf
 
 
 def _same(one: Answer, other: Answer) -> bool:
-    """Whether two answers are equal. A truncated answer differs from a finished one with the same text."""
+    """Return whether two answers are equal. A truncated answer differs from a finished one with the same text."""
     return (one.text, one.finished, turns_before(one)) == (other.text, other.finished, turns_before(other))
 
 
 def turns_before(answer: Answer) -> list[dict[str, str]]:
-    """The messages from the first reply to before the last."""
+    """Return the messages from the first reply to before the last."""
     return answer.dialogue.messages[answer.dialogue.opening :] if answer.dialogue else []
 
 

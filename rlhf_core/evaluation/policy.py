@@ -122,7 +122,7 @@ def measure(params: Params, answers: Answers, folders: dict[str, Path], *, gate_
 
 
 def sample_table(answers: Answers, rows: int) -> list[dict[str, Any]]:
-    """The first `rows` prompts of each mode with both models' responses, scores and judgements."""
+    """Return the first `rows` prompts of each mode with both models' responses, scores and judgements."""
     return [
         {
             "id": sft.prompt.id,
@@ -148,14 +148,14 @@ def _written(messages: Sequence[Message]) -> str:
 
 
 def _written_steps(answer: Answer) -> str | None:
-    """What process reward models say of the answer's steps; None without one."""
+    """Return what process reward models say of the answer's steps; None without one."""
     names = answer.steps if len(answer.steps) > 1 else dict.fromkeys(answer.steps, "")
     found = [" ".join([*([f"{name}:"] if names[name] else []), *(f"{p:.2f}" for p in of)]) for name, of in answer.steps.items()]
     return "; ".join(found) or None
 
 
 def _written_answer(answer: Answer) -> str:
-    """The answer's text; of several turns, all that follows the prompt."""
+    """Return the answer's text; of several turns, all that follows the prompt."""
     if answer.dialogue is None:
         return answer.text
     return _written([*turns_before(answer), {"role": "assistant", "content": answer.text}])

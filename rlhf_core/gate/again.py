@@ -82,14 +82,14 @@ def differences(wanted: Any, got: Any, key: str = "") -> Iterator[tuple[str, Any
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values of JSON are equal, numbers up to rounding."""
+    """Return whether two values of JSON are equal, numbers up to rounding."""
     if all(isinstance(value, float | int) and not isinstance(value, bool) for value in (a, b)):
         return math.isclose(a, b, rel_tol=ROUNDING, abs_tol=ROUNDING)
     return type(a) is type(b) and a == b
 
 
 def _same_words(a: str, b: Any) -> bool:
-    """Whether two messages are equal up to the last shown digit of their numbers."""
+    """Return whether two messages are equal up to the last shown digit of their numbers."""
     if not isinstance(b, str) or _NUMBER.sub("0", a) != _NUMBER.sub("0", b):
         return False
     numbers = zip(*(map(float, _NUMBER.findall(text)) for text in (a, b)), strict=True)

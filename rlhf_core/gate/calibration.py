@@ -17,7 +17,7 @@ HIGHEST = 100.0  # temperature; its inverse is the lowest
 
 
 def fit_temperature(margins: np.ndarray) -> float | None:
-    """The temperature with the lowest log loss, mean log(1 + exp(-margin / T)), between 0.01 and 100.
+    """Return the temperature with the lowest log loss, mean log(1 + exp(-margin / T)), between 0.01 and 100.
 
     With b = 1 / T the loss is convex in b, and its derivative -mean(margin * sigmoid(-b margin)) has one zero. None without pairs.
     Source: Guo et al. 2017, section 4.2, https://arxiv.org/abs/1706.04599
@@ -114,7 +114,7 @@ def _gaps(margins: np.ndarray, points: np.ndarray, clusters: np.ndarray) -> np.n
 
 
 def _share_of_gaps(gaps: np.ndarray, covariance: np.ndarray, total: float, k: float) -> float:
-    """The r with M(r) + k S(r) = total, found by bisection; 0 if the sum exceeds the total at r = 0.
+    """Return the r with M(r) + k S(r) = total, found by bisection; 0 if the sum exceeds the total at r = 0.
 
     Args:
         gaps: [BINS], not negative. covariance: [BINS, BINS] of their errors.

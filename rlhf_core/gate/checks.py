@@ -40,14 +40,14 @@ class Check:
 
 
 def at_least(name: str, measured: dict[str, Any], threshold: float | None, way_out: str = "", *, value: str = "accuracy") -> Check:
-    """A check that passes if the lower end of the interval reaches the threshold."""
+    """Return a check that passes if the lower end of the interval reaches the threshold."""
     end = measured["low"]
     passed = None if threshold is None else bool(measured["n"]) and end is not None and end >= threshold
     return Check(name, measured[value], end, measured["high"], threshold, measured["n"], passed, way_out)
 
 
 def at_most(name: str, measured: dict[str, Any], threshold: float | None, way_out: str = "", *, value: str = "value") -> Check:
-    """A check that passes if the upper end of the interval (or the value, without an interval) is at most the threshold."""
+    """Return a check that passes if the upper end of the interval (or the value, without an interval) is at most the threshold."""
     end = measured["high"] if measured["high"] is not None else measured[value]
     passed = None if threshold is None or end is None else end <= threshold
     return Check(name, measured[value], measured["low"], measured["high"], threshold, measured["n"], passed, way_out)
@@ -127,7 +127,7 @@ def _probes(gate: dict[str, Any], config: GateConfig, exact_scores: bool) -> Ite
 
 
 def within(name: str, measured: dict[str, Any], limit: float | None, way_out: str) -> Check:
-    """A check that passes if the whole interval lies between -limit and limit."""
+    """Return a check that passes if the whole interval lies between -limit and limit."""
     ends = [measured["low"], measured["high"]]
     passed = None if limit is None or None in ends else max(map(abs, ends)) <= limit
     return Check(name, measured["value"], *ends, limit, measured["n"], passed, way_out)
@@ -149,7 +149,7 @@ def _others(gate: dict[str, Any], config: GateConfig) -> Iterator[Check]:
 
 
 def _not_worse(name: str, gate: dict[str, Any], role: str, config: GateConfig, way_out: str) -> Check:
-    """A check of non-inferiority, which passes if the lower end of the difference is at least minus the margin.
+    """Return a check of non-inferiority, which passes if the lower end of the difference is at least minus the margin.
 
     The check fails with too few pairs to detect a difference as large as the margin (`too_few_to_compare`). A model compared with itself
     passes on any number of pairs.
@@ -162,7 +162,7 @@ def _not_worse(name: str, gate: dict[str, Any], role: str, config: GateConfig, w
 
 
 def too_few_to_compare(check: Check, margin: float) -> bool:
-    """Whether the half-width of a difference's interval exceeds the margin, unless the whole interval is at least 0.
+    """Return whether the half-width of a difference's interval exceeds the margin, unless the whole interval is at least 0.
 
     An interval without negative values shows that the candidate is no worse, whatever its width.
     """
@@ -267,7 +267,7 @@ def _too_few_beside(other: str, check: Check, margin: float) -> str:
 
 
 def _look(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> str | None:
-    """A sentence on how earlier looks at this split widen the intervals; None if accuracy was not judged."""
+    """Return a sentence on how earlier looks at this split widen the intervals; None if accuracy was not judged."""
     judged = next(check for check in checks if check.name in ("accuracy", FIRST_ERROR))
     if judged.passed is None or not gate["n"]:
         return None
@@ -294,12 +294,12 @@ def _look(gate: dict[str, Any], checks: list[Check], config: GateConfig) -> str 
 
 
 def percent(confidence: float) -> str:
-    """A share as a percentage with as many digits as matter: 0.95 as 95%, 0.999375 as 99.94%."""
+    """Return a share as a percentage with as many digits as matter: 0.95 as 95%, 0.999375 as 99.94%."""
     return f"{100 * confidence:.4g}%" if confidence < 0.99995 else f"{100 * confidence:.7g}%"
 
 
 def reason_of(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
-    """A sentence on a check that failed, from the figures of gate.json or of a judge in it."""
+    """Return a sentence on a check that failed, from the figures of gate.json or of a judge in it."""
     return _REASONS.get(check.name, _any_reason)(gate, check, config)
 
 

@@ -65,7 +65,7 @@ def measure_scores(test: Heldout, validation_margins: np.ndarray, config: GateCo
 
 
 def distinct_responses(test: Heldout) -> tuple[list[tuple[list, str]], np.ndarray]:
-    """Each distinct response as (conversation, text), and its position in the concatenation of all chosen and all rejected ones."""
+    """Return each distinct response as (conversation, text), and its position in the concatenation of all chosen and all rejected ones."""
     texts = [row[side] for side in ("chosen", "rejected") for row in test.rows]
     prompts = np.tile(test.pairs.prompts, 2)
     first = {key: i for i, key in reversed(list(enumerate(zip(prompts, texts, strict=True))))}
@@ -75,7 +75,7 @@ def distinct_responses(test: Heldout) -> tuple[list[tuple[list, str]], np.ndarra
 
 
 def measure_length(test: Heldout, confidence: float) -> dict[str, Any]:
-    """The length bias of the scores, over the distinct responses of the pairs (`length_bias`)."""
+    """Return the length bias of the scores, over the distinct responses of the pairs (`length_bias`)."""
     pairs = test.pairs
     _, which = distinct_responses(test)
     scores, tokens = np.concatenate([pairs.chosen, pairs.rejected]), np.concatenate([pairs.chosen_tokens, pairs.rejected_tokens])

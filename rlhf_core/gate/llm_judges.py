@@ -55,7 +55,7 @@ class Answers:
 
 
 def judge_judges(params: Params, *, prepared: Path, tokenizer: Path) -> list[dict[str, Any]]:
-    """An entry of `llm_judges` in gate.json for each rewarded judge.
+    """Return an entry of `llm_judges` in gate.json for each rewarded judge.
 
     Args:
         prepared: folder of the prepared data. tokenizer: whose tokens are lengths.
@@ -79,7 +79,7 @@ def judge_judge(
     tokenizer: PreTrainedTokenizerBase,
     config: GateConfig,
 ) -> dict[str, Any]:
-    """The entry of one judge, with its verdict. Its look at the pairs is counted like a reward model's."""
+    """Return the entry of one judge, with its verdict. Its look at the pairs is counted like a reward model's."""
     of = {"key": key, "name": scorer.name, "model": scorer.model, "url": scorer.url, "mode": scorer.mode}
     if scorer.mode == "rubric" and scorer.criteria is None:
         return of | _unmeasured(
@@ -136,7 +136,7 @@ def _scores(verdicts: list[tuple[Verdict, Verdict]], mode: str) -> tuple[np.ndar
 def pairs_of(
     rows: Sequence[dict], answers: Answers, labels: dict[str, dict[str, str]], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Pairs, np.ndarray]:
-    """The pairs on which there is a verdict, and which of the rows [N] they are."""
+    """Return the pairs on which there is a verdict, and which of the rows [N] they are."""
     known = np.isfinite(answers.chosen) & np.isfinite(answers.rejected)
     lengths = {side: np.array([len(ids) for ids in tokenizer([row[side] for row in rows]).input_ids]) for side in ("chosen", "rejected")}
     columns = sorted({column for row in rows for column in labels.get(row["id"], {})})
@@ -154,7 +154,7 @@ def pairs_of(
 
 
 def measure(answers: Answers, judged: tuple[Pairs, np.ndarray], config: GateConfig, *, mode: str) -> dict[str, Any]:
-    """The figures of an entry: accuracy, slices, position and length bias, consistency, and shares of answers without a verdict."""
+    """Return the figures of an entry: accuracy, slices, position and length bias, consistency, and shares of answers without a verdict."""
     (pairs, known), confidence = judged, config.confidence
     faults = np.array([verdict.fault in (UNPARSABLE, REFUSED) for verdict in answers.verdicts], dtype=float)
     slices = slice_accuracies(pairs, config.slices, confidence=confidence, min_pairs=config.min_slice_pairs)
@@ -219,7 +219,7 @@ def _finite(low: float, high: float) -> dict[str, float | None]:
 
 
 def judge_checks(found: dict[str, Any], config: GateConfig) -> list[Check]:
-    """The checks of a judge; with fewer than gate.min_pairs pairs only that one is judged."""
+    """Return the checks of a judge; with fewer than gate.min_pairs pairs only that one is judged."""
     limits, n, better = config.llm_judge, found["n"], "take a better judge or template"
     checks = [
         Check("pairs", n, None, None, config.min_pairs, n, n >= config.min_pairs, "add preference data, or raise gate.llm_judge.pairs"),

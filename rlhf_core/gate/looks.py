@@ -21,7 +21,7 @@ SHARED = 0.1  # of a split's pairs, from which on the looks at another split cou
 
 
 def look_level(confidence: float, number: int) -> float:
-    """The one-sided level of a split's look `number`, from 1.
+    """Return the one-sided level of a split's look `number`, from 1.
 
     alpha = (1 - confidence) / 2,  level_1 = alpha,  level_k = alpha / (k (k - 1)) for k > 1
     The levels of all later looks sum to alpha, since 1 / (k (k - 1)) = 1 / (k - 1) - 1 / k. So the chance that any of any number of
@@ -33,7 +33,7 @@ def look_level(confidence: float, number: int) -> float:
 
 
 def at_look(config: GateConfig, number: int) -> GateConfig:
-    """The gate's settings with the two-sided confidence that corresponds to a look's one-sided level."""
+    """Return the gate's settings with the two-sided confidence that corresponds to a look's one-sided level."""
     return config if number == 1 else config.model_copy(update={"confidence": 1 - 2 * look_level(config.confidence, number)})
 
 
@@ -94,7 +94,7 @@ SPLITS = Ledger("rlhf-gate-splits.jsonl", "the gate", _Split)  # a file of its o
 
 
 def take_look(keys: SplitKeys, model: str, root: Path = Path()) -> Look:
-    """The look of a model at a split. A new look is added to the ledger; a repeated one keeps its number.
+    """Return the look of a model at a split. A new look is added to the ledger; a repeated one keeps its number.
 
     Looks at another split count if at least SHARED of this one's pairs were in it. Lines of older versions have no sketches of their
     splits: they count for exactly the same pairs.
@@ -171,7 +171,7 @@ def check_ledger(gate: dict[str, Any], root: Path = Path()) -> None:
 
 
 def run_name(root: Path) -> str:
-    """The name of the checked-out branch, or of the folder if there is none."""
+    """Return the name of the checked-out branch, or of the folder if there is none."""
     done = git(root, "symbolic-ref", "--short", "--quiet", "HEAD")
     name = root.resolve().name if done is None or done.returncode else done.stdout.strip()
     return os.fsencode(name).decode(errors="replace")  # JSON is UTF-8

@@ -34,7 +34,7 @@ class SplitKeys:
 
     @classmethod
     def of_rows(cls, rows: Sequence[dict[str, Any]]) -> SplitKeys:
-        """The keys of a split from its rows.
+        """Return the keys of a split from its rows.
 
         rows: with messages, chosen and rejected.
         """
@@ -44,7 +44,7 @@ class SplitKeys:
         return cls(split_hash(rows), np.array(prompts, dtype=_TYPE), np.array(responses, dtype=_TYPE))
 
     def share_in(self, prompts: np.ndarray, responses: np.ndarray) -> float:
-        """The estimated share of these pairs whose prompt, or whose responses, are in another split; the larger of the two.
+        """Return the estimated share of these pairs whose prompt, or whose responses, are in another split; the larger of the two.
 
         Args:
             prompts, responses: sketches of the other split.
@@ -60,7 +60,7 @@ def split_hash(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def write_sketch(hashes: np.ndarray) -> str:
-    """The KEPT smallest distinct hashes as base64: a random sample of the texts, the same of any split that has them.
+    """Return the KEPT smallest distinct hashes as base64: a random sample of the texts, the same of any split that has them.
 
     Source: bottom-k sketches, Cohen and Kaplan 2007, https://doi.org/10.1145/1281100.1281133
     """
@@ -68,7 +68,7 @@ def write_sketch(hashes: np.ndarray) -> str:
 
 
 def read_sketch(text: str) -> np.ndarray:
-    """The hashes in a text of `write_sketch`.
+    """Return the hashes in a text of `write_sketch`.
 
     Raises:
         ValueError: `write_sketch` didn't make the text.
@@ -81,7 +81,7 @@ def _prompt(messages: Sequence[dict[str, Any]]) -> str:
 
 
 def _known(hashes: np.ndarray, sketch: np.ndarray) -> float:
-    """The share of hashes [n] that the sketched split contains, estimated from those in the sketch's range; 1 if none is in it."""
+    """Return the share of hashes [n] that the sketched split contains, estimated from those in the sketch's range; 1 if none is in it."""
     if not len(hashes) or not len(sketch):
         return 0.0
     sampled = hashes if len(sketch) < KEPT else hashes[hashes <= sketch.max()]

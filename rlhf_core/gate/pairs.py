@@ -35,7 +35,7 @@ class Pairs:
         return len(self.chosen)
 
     def select(self, which: np.ndarray) -> Pairs:
-        """The pairs at given positions, or where a mask is True."""
+        """Return the pairs at given positions, or where a mask is True."""
         arrays = {f.name: getattr(self, f.name)[which] for f in fields(self) if f.name != "labels"}
         return replace(self, **arrays, labels={name: values[which] for name, values in self.labels.items()})
 
@@ -85,7 +85,7 @@ def summarize_points(points: np.ndarray, clusters: np.ndarray, confidence: float
 
 
 def slice_values(pairs: Pairs, column: str) -> np.ndarray | None:
-    """The value of each pair in a column, [N], None where the pair has none. Returns None if no pair has the column.
+    """Return the value of each pair in a column, [N], None where the pair has none. Returns None if no pair has the column.
 
     source; prompt_length, response_length (of the pair's longer one): thirds of the pairs, named by their tokens; length_order: which
     response is longer; other names are columns of the data.
@@ -142,7 +142,7 @@ def _first_number(name: str) -> int:
 
 
 def worst_slice(slices: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The judged slice with the lowest accuracy; of equal ones the first."""
+    """Return the judged slice with the lowest accuracy; of equal ones the first."""
     return min((s for s in slices if s["judged"]), key=lambda s: s["accuracy"], default=None)
 
 

@@ -34,7 +34,7 @@ Accuracy = dict[str, Any]
 
 
 def section_rows(subsets: np.ndarray, accuracy: Callable[[np.ndarray], Accuracy]) -> list[Accuracy]:
-    """A row for each section, and the last one for the score; empty if the pairs aren't those of RewardBench's 23 subsets.
+    """Return a row for each section, and the last one for the score; empty if the pairs aren't those of RewardBench's 23 subsets.
 
     Args:
         subsets: [n], of each pair.
@@ -47,7 +47,7 @@ def section_rows(subsets: np.ndarray, accuracy: Callable[[np.ndarray], Accuracy]
 
 
 def mean_of(parts: Sequence[Accuracy]) -> Accuracy:
-    """The mean of k accuracies on different pairs, with the interval that theirs imply if they are independent.
+    """Return the mean of k accuracies on different pairs, with the interval that theirs imply if they are independent.
 
     low = mean - sqrt(sum (p_i - low_i)^2) / k, high = mean + sqrt(sum (high_i - p_i)^2) / k
     Source: Zou and Donner 2008, https://doi.org/10.1002/sim.3095

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def judge_model(
     params: Params, *, heldout: Path, prepared: Path, reward_model: Path, source_judges: dict[str, str], infer: Callable[..., Any]
 ) -> dict[str, Any]:
-    """The content of gate.json for the reward model of this run.
+    """Return the content of gate.json for the reward model of this run.
 
     Args:
         heldout: reward_heldout.parquet, of train_reward. prepared: folder of the prepared data.

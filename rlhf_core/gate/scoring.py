@@ -27,7 +27,7 @@ REPORTED = ("accuracy", "low", "high", "ties", "n")
 
 
 def score_external(config: ExternalPairsConfig, model: LoadedModel, *, confidence: float) -> dict[str, Any]:
-    """An entry of `external` in gate.json. Records without a pair, and pairs too long for the model, are counted and left out.
+    """Return an entry of `external` in gate.json. Records without a pair, and pairs too long for the model, are counted and left out.
 
     Raises:
         ValueError, FileNotFoundError: the file is missing, or doesn't have the configured columns.
@@ -135,7 +135,7 @@ def probe_steps(test: HeldoutSteps, model: LoadedModel) -> dict[str, dict[str, A
 
 
 def _difference(own: np.ndarray, other: tuple[list[float], list[float]] | None) -> float:
-    """The largest difference; infinite where there are other steps."""
+    """Return the largest difference; infinite where there are other steps."""
     if other is None or len(other[0]) != len(own):
         return float("inf")
     return float(np.abs(own - np.array(other[0])).max())

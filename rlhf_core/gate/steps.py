@@ -77,7 +77,7 @@ def first_error_points(labels: list[np.ndarray], scores: list[np.ndarray]) -> np
 
 
 def read_steps(path: Path, prepared: Path, split: str) -> HeldoutSteps:
-    """The scored responses of a split.
+    """Return the scored responses of a split.
 
     Raises:
         ValueError: a column is missing, a score isn't finite, or a response isn't in the prepared data.
@@ -163,7 +163,7 @@ def harmonic_mean(a: float, b: float) -> float:
 
 
 def step_accuracies(test: HeldoutSteps, confidence: float) -> dict[str, Any]:
-    """The share of steps on whose side of a half the score is, over all steps and over the right and the wrong ones."""
+    """Return the share of steps on whose side of a half the score is, over all steps and over the right and the wrong ones."""
     margins, clusters = test.step_margins, _of_steps(test)
     labels = np.concatenate([np.zeros(0), *test.labels])
     points = (margins > 0) + 0.5 * (margins == 0)

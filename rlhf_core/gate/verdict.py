@@ -20,7 +20,7 @@ MAX_IDS = 10  # named in a message
 
 
 def read_heldout(path: Path, prepared: Path, split: str) -> Heldout:
-    """The scored pairs of a split.
+    """Return the scored pairs of a split.
 
     Raises:
         ValueError: a column is missing, a score isn't finite, or a pair isn't in the prepared data.
@@ -68,7 +68,7 @@ def unjudged(config: GateConfig, message: str, *, needed: bool) -> dict[str, Any
 
 
 def with_verdict(gate: dict[str, Any], config: GateConfig, *, exact_scores: bool) -> dict[str, Any]:
-    """The measured gate with its checks, whether it passed, and the message.
+    """Return the measured gate with its checks, whether it passed, and the message.
 
     exact_scores: see `all_checks`.
     """
@@ -79,7 +79,7 @@ def with_verdict(gate: dict[str, Any], config: GateConfig, *, exact_scores: bool
 
 
 def with_registry(gate: dict[str, Any], config: GateConfig, model: str) -> dict[str, Any]:
-    """The gate with the override applied, and rejected if the registry has rolled this model back.
+    """Return the gate with the override applied, and rejected if the registry has rolled this model back.
 
     model: md5 of its folder, as in dvc.lock.
 

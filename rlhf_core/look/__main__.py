@@ -161,7 +161,7 @@ def _with_model(params: Params, model: dict[str, Any]) -> Params:
 
 
 def _text(recipe: Path | None) -> str:
-    """The text of params.yaml with a recipe laid over it; the recipe alone where there is no params.yaml."""
+    """Return the text of params.yaml with a recipe laid over it; the recipe alone where there is no params.yaml."""
     path = Path("params.yaml")
     if recipe is None or not path.exists():
         return read_text(path if recipe is None else recipe)

@@ -36,7 +36,7 @@ class Column:
     values: Sequence[Any]
 
     def holds(self, kinds: Collection[str]) -> bool:
-        """Whether there are values and most have one of these kinds. Records with other values will be dropped."""
+        """Return whether there are values and most have one of these kinds. Records with other values will be dropped."""
         return sum(self.kinds[kind] for kind in kinds) > MOSTLY * len(self.values)
 
     def of(self, *kinds: str) -> list[Any]:
@@ -68,7 +68,7 @@ class Column:
         return several and len(set(map(str, self.values))) > min(FEW_MARKS, len(self.values) / 2)
 
     def _says(self, yes: Collection[str], no: Collection[str], neither: Collection[str] = ()) -> bool:
-        """Whether nearly every value is one of these words, and both yes and no occur."""
+        """Return whether nearly every value is one of these words, and both yes and no occur."""
         words = (("yes", yes), ("no", no), ("neither", neither))
         marks = Counter(next((says for says, of in words if text in of), "") for text in map(_mark_text, self.values))
         return marks["yes"] > 0 < marks["no"] and len(self.values) - marks[""] > NEARLY_ALL * len(self.values)
@@ -86,7 +86,7 @@ class Column:
 
 
 def _mark_text(value: Any) -> str:
-    """The value as text in lower case, 1.0 as `1`; empty if it can't be a mark: a long text, a large number, an object, a list."""
+    """Return the value as text in lower case, 1.0 as `1`; empty if it can't be a mark: a long text, a large number, an object, a list."""
     if isinstance(value, str):
         return value.strip().lower() if len(value) < LONGEST_MARK else ""
     if isinstance(value, bool):
@@ -104,7 +104,7 @@ def _is_number(text: str) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """The kind of a value: text, number, boolean, messages, objects, object or list."""
+    """Return the kind of a value: text, number, boolean, messages, objects, object or list."""
     if isinstance(value, bool):
         return "boolean"
     if isinstance(value, int | float):

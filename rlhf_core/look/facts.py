@@ -209,7 +209,7 @@ def _positions(settings: dict[str, Any]) -> Iterator[int]:
 
 
 def with_template(params: Params, tried: TriedReading) -> tuple[Params, PreTrainedTokenizerBase, bool]:
-    """The tokenizer of model.path, and whether the model is a chat model.
+    """Return the tokenizer of model.path, and whether the model is a chat model.
 
     A model without a template gets a named one in the params: chatml if its tokenizer has ChatML's tokens, continuation if the responses go
     on with prompts of one message, after white space. Otherwise a plain template writes the roles as text.
@@ -229,7 +229,7 @@ def with_template(params: Params, tried: TriedReading) -> tuple[Params, PreTrain
 
 
 def _continue(rows: list[dict[str, Any]]) -> bool:
-    """Whether responses go on with a text: prompts have one message, and most responses are joined to theirs by white space."""
+    """Return whether responses go on with a text: prompts have one message, and most responses are joined to theirs by white space."""
     if any(len(row["messages"]) > 1 for row in rows if "messages" in row):
         return False
     texts = [(row["messages"][0]["content"], row.get("response") or row.get("chosen")) for row in rows if row.get("messages")]

@@ -38,7 +38,7 @@ class Fit:
 
 
 def propose_fit(stage: str, params: Params, model: ModelFacts, machine: MachineFacts) -> Fit:
-    """The first settings that fit and leave room for the prediction's error.
+    """Return the first settings that fit and leave room for the prediction's error.
 
     Args:
         params: with lengths and batches.
@@ -74,13 +74,13 @@ def _shortage(stage: str, params: Params, model: Model, machine: Machine) -> str
 
 
 def _smaller(machine: Machine) -> Machine:
-    """The machine with its memory reduced by the prediction's error."""
+    """Return the machine with its memory reduced by the prediction's error."""
     gpus = tuple(Gpu(gpu.total, gpu.free / (1 + ERROR)) for gpu in machine.gpus)
     return replace(machine, host=machine.host / (1 + ERROR), gpus=gpus)
 
 
 def section_of(stage: str, params: Params) -> tuple[str, str]:
-    """The keys under which a stage has its adapters and its ranks."""
+    """Return the keys under which a stage has its adapters and its ranks."""
     method = "sft" if stage == "train_sft" else params.alignment.method
     return method, "rl.trainer" if method == "rl" else method
 

@@ -150,7 +150,7 @@ def propose(columns: Columns, named: Mapping[str, str]) -> list[Reading]:
 
 
 def _with_earlier(reading: Reading, columns: Columns) -> Reading:
-    """The mapping with columns for turns before the prompt, which are read only if the mapping names them."""
+    """Return the mapping with columns for turns before the prompt, which are read only if the mapping names them."""
     ours = FORMATS[reading.format][1]
     earlier = [("system", path) for path in ("system", "system_prompt") if path in columns and columns[path].holds(TEXT)][:1]
     if "history" in columns and columns["history"].holds({"list"}):
@@ -168,7 +168,7 @@ def columns_line(format_: str, columns: Columns) -> str:
 
 
 def _mapping(reading: Reading) -> Mapped:
-    """The mapping without columns that have our name anyway, except those that are read only if the mapping names them."""
+    """Return the mapping without columns that have our name anyway, except those that are read only if the mapping names them."""
     named = {"system", "history"}
     return {ours: theirs for ours, theirs in reading.columns.items() if ours != theirs or ours in named}
 
@@ -238,7 +238,7 @@ def _graded_readings(columns: Columns, completions: str | list[str], text: str, 
 
 
 def _inner(objects: Sequence[Mapping[str, Any]], marks: Sequence[str] = GOOD) -> tuple[str, str] | None:
-    """The keys of a completion's text and of its mark: true or false, or a number if the marks are ranks or scores."""
+    """Return the keys of a completion's text and of its mark: true or false, or a number if the marks are ranks or scores."""
     keys = list(dict.fromkeys(key for item in objects for key in item))
     values = {key: [item[key] for item in objects if item.get(key) is not None] for key in keys}
     text_keys = [key for key in (*COMPLETION, "text", "content") if values.get(key)]
@@ -276,7 +276,7 @@ def is_number(value: Any) -> bool:
 
 
 def _are_parallel(completions: Column, marks: Column, is_mark: Callable[[Any], bool] = is_number) -> bool:
-    """Whether nearly every list of texts goes with a list of as many marks."""
+    """Return whether nearly every list of texts goes with a list of as many marks."""
     pairs = list(zip(completions.values, marks.values, strict=False))
     lists = [isinstance(texts, list) and isinstance(of, list) and len(texts) == len(of) for texts, of in pairs]
     fit = [
@@ -387,7 +387,7 @@ def _instructions(columns: Columns) -> Iterator[Reading]:
 
 
 def _marks(columns: Columns, path: str) -> bool:
-    """Whether a column that is called like an expected answer marks the responses."""
+    """Return whether a column that is called like an expected answer marks the responses."""
     return path.rpartition(".")[2] in GOOD and columns[path].is_mark
 
 

@@ -39,6 +39,6 @@ KNOWN = (
 
 
 def known_as(columns: Columns, readings: Iterable[Reading]) -> str | None:
-    """The well-known data set with such columns, if its format is the one of a reading or no format reads it."""
+    """Return the well-known data set with such columns, if its format is the one of a reading or no format reads it."""
     formats = {form for r in readings for form in (r.format, " ".join([r.format, *r.options]))}
     return next((name for name, wanted, form in KNOWN if wanted <= set(columns) and form in ("", *formats)), None)

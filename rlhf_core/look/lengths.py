@@ -39,13 +39,13 @@ class Lengths:
 
 
 def round_up(tokens: float) -> int:
-    """The smallest round length, such as 512 or 768, that is at least the given one."""
+    """Return the smallest round length, such as 512 or 768, that is at least the given one."""
     step = next(step for most, step in STEPS if tokens <= most)
     return max(1, math.ceil(tokens / step)) * step
 
 
 def propose_lengths(data: DataFacts, choice: Choice, positions: int | None, *, given: int | None, on_gpu: bool) -> Lengths:
-    """The shortest round lengths that keep the share KEPT of each use's rows, or all rows if they are short.
+    """Return the shortest round lengths that keep the share KEPT of each use's rows, or all rows if they are short.
 
     Prompts must leave room for a sampled response within the model's positions.
 

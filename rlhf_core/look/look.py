@@ -58,7 +58,7 @@ class Place:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def source(self, format_: str, uses: Iterable[str], columns: Mapping[str, Any], options: Mapping[str, Any]) -> SourceConfig:
-        """The source of this place with a format.
+        """Return the source of this place with a format.
 
         Raises:
             ConfigError: the keys contradict each other.
@@ -123,13 +123,13 @@ class Inspection:
 
 
 def name_of(path: str) -> str:
-    """A valid name for the source, from its path."""
+    """Return a valid name for the source, from its path."""
     stem = re.sub(r"(\.(jsonl|json|csv|tsv|parquet))?(\.gz)?$", "", Path(path).name, flags=re.IGNORECASE)
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip("-.") or "data"
 
 
 def place_of(path: str, options: Mapping[str, Any]) -> Place:
-    """A file, a folder or the name of a data set on the hub. Options that are None are left out.
+    """Return a file, a folder or the name of a data set on the hub. Options that are None are left out.
 
     Raises:
         FileNotFoundError: the path can only be a file's, and there is no such file.
@@ -157,7 +157,7 @@ def place_of(path: str, options: Mapping[str, Any]) -> Place:
 
 
 def files_aside(place: Place) -> tuple[str, ...]:
-    """The names of a folder's files that aren't read, since they name another split."""
+    """Return the names of a folder's files that aren't read, since they name another split."""
     folder = locate(place.path)
     if place.kind != "file" or not folder.is_dir():
         return ()
@@ -166,7 +166,7 @@ def files_aside(place: Place) -> tuple[str, ...]:
 
 
 def sample_of(place: Place, limit: int) -> tuple[list[RawRecord], bool]:
-    """The first records, and whether there are no others; nothing beyond the limit is read."""
+    """Return the first records, and whether there are no others; nothing beyond the limit is read."""
     anything = place.source("text", ["pretrain"], {}, {})
     records: list[RawRecord] = []
     characters = 0
@@ -179,7 +179,7 @@ def sample_of(place: Place, limit: int) -> tuple[list[RawRecord], bool]:
 
 
 def guess(place: Place, records: list[RawRecord], *, whole: bool, format_: str | None, columns: Mapping[str, Any]) -> Guess:
-    """The readings that fit the sample.
+    """Return the readings that fit the sample.
 
     Args:
         format_, columns: the user's choice; no other readings are tried.
@@ -288,13 +288,13 @@ def try_reading(place: Place, reading: Reading, records: list[RawRecord]) -> Tri
 
 
 def _end_tokens(rows: Mapping[str, list[dict]]) -> set[str]:
-    """The end tokens, as text, with which a record's answers end."""
+    """Return the end tokens, as text, with which a record's answers end."""
     answers = (row[name] for of_use in rows.values() for row in of_use for name in TEXTS if name != "text" and row.get(name))
     return {token for answer in answers if (token := end_token(answer)) is not None}
 
 
 def _with_warnings(tried: TriedReading, columns: Mapping[str, Column]) -> TriedReading:
-    """The reading with the columns that it leaves unread, and warnings about some of them."""
+    """Return the reading with the columns that it leaves unread, and warnings about some of them."""
     aside = unread_columns(tried.reading, columns)
     meant = [path for path in aside if path in MEANINGFUL]
     warnings = [f"column {shown(path, 60)} is not read, though it may belong to the conversation" for path in meant]

@@ -34,7 +34,7 @@ class Choice:
 
 
 def choose(data: DataFacts, model: ModelFacts) -> Choice:
-    """The method for this data, with its reason.
+    """Return the method for this data, with its reason.
 
     DPO for pairs, KTO for marked responses, GRPO for prompts with labels that a program can compare, SFT alone for demonstrations.
     """
@@ -79,7 +79,7 @@ def _sft(data: DataFacts, model: ModelFacts, *, good: str) -> tuple[bool, str]:
 
 
 def _verifier(data: DataFacts) -> tuple[str, float]:
-    """The kind of scorer that compares most labels, and their share; empty if it can't compare nearly all of them.
+    """Return the kind of scorer that compares most labels, and their share; empty if it can't compare nearly all of them.
 
     math reads numbers too, and exact_match any text.
     """

@@ -146,7 +146,7 @@ def _tokens(sequence: Sequence, parts: list[tuple[str, bool, int, int]]) -> Iter
 
 
 def _safe(text: str) -> str:
-    """The text without terminal control characters, changes of text direction and this page's own marks; line breaks stay."""
+    """Return the text without terminal control characters, changes of text direction and this page's own marks; line breaks stay."""
     lines = text.replace(OPEN, "\\u27e6").replace(CLOSE, "\\u27e7").split("\n")
     return "\n".join(shown(line, 10 * len(line)) for line in lines)
 
@@ -156,7 +156,7 @@ def _one_line(text: str) -> str:
 
 
 def _marked(parts: list[tuple[str, bool]], colour: bool) -> str:
-    """The text with its trained spans marked; the middle of a very long text is left out."""
+    """Return the text with its trained spans marked; the middle of a very long text is left out."""
     begin, end = (COLOUR, PLAIN) if colour else (OPEN, CLOSE)
     written, inside, length, cut = [], False, sum(len(text) for text, _ in parts), False
     at = 0
@@ -176,7 +176,7 @@ def _marked(parts: list[tuple[str, bool]], colour: bool) -> str:
 
 
 def _excerpt(parts: list[tuple[str, bool, int, int]]) -> str:
-    """The tokens around the first trained one."""
+    """Return the tokens around the first trained one."""
     first = next((i for i, part in enumerate(parts) if part[1]), len(parts))
     low = max(0, min(first, len(parts)) - MAX_PIECES // 2)
     some = parts[low : low + MAX_PIECES]
@@ -227,13 +227,13 @@ def _length_bias(values: Mapping[str, Any], limit: float) -> str:
 
 
 def _too_many(found: Inspection, params: Params) -> str:
-    """A note if prepare_data would stop because too much of a use is left out."""
+    """Return a note if prepare_data would stop because too much of a use is left out."""
     (share, _), limit = dropped_share(found, [], list(found.counts), params.model.max_length), params.validation.max_dropped_fraction
     return f" ({share:.1%}; validation.max_dropped_fraction is {limit:g}: prepare_data stops)" if share > limit else ""
 
 
 def objection(kind: str, count: int, rows: int, params: Params) -> str:
-    """A line about rows of a kind: share, limit, and whether validate_data would stop."""
+    """Return a line about rows of a kind: share, limit, and whether validate_data would stop."""
     limit = LIMITS.get(kind)
     share = count / rows
     line = f"{count} {kind.replace('_', ' ')} ({share:.1%})"
@@ -272,7 +272,7 @@ def describe_proposal(reading: InspectedReading) -> Iterator[str]:
 
 
 def as_json(guess: Guess, found: list[InspectedReading]) -> dict[str, Any]:
-    """The same content as JSON values, with unescaped texts and complete token ids and masks."""
+    """Return the same content as JSON values, with unescaped texts and complete token ids and masks."""
     return {
         "records": len(guess.records),
         "whole": guess.whole,

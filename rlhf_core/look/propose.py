@@ -84,7 +84,7 @@ class UserInput:
 
 
 def propose(found: Inspection, data: DataFacts, model: ModelFacts, machine: MachineFacts, given: UserInput) -> Proposal:
-    """A recipe for the data, the model and the machine.
+    """Return a recipe for the data, the model and the machine.
 
     Raises:
         ConfigError: params.yaml with the proposal laid over it is refused: a fault of the proposal or of the given recipe.
@@ -139,7 +139,7 @@ def propose(found: Inspection, data: DataFacts, model: ModelFacts, machine: Mach
 
 
 def _without_method(found: Inspection, choice: Choice, model: ModelFacts, machine: MachineFacts, given: UserInput) -> Proposal:
-    """A proposal of the source and the model alone, for data that is enough for no method."""
+    """Return a proposal of the source and the model alone, for data that is enough for no method."""
     params = overridden(given.text, _model_settings(given), subject="params.yaml", complete=False)[1]
     limits = recipe.needed_limits(found, found.tried.source.uses, params)
     source = found.tried.source.model_copy(update={"drop": limits.drop})
@@ -167,7 +167,7 @@ def _small_models_rates(choice: Choice, model: ModelFacts, given: UserInput) -> 
 
 
 def _few_steps_rate(choice: Choice, model: ModelFacts, given: UserInput, params: Params, rows: Mapping[str, Rows]) -> dict[str, float]:
-    """A higher learning rate for full training of a small pretrained model on few pairs, where the user gave none."""
+    """Return a higher learning rate for full training of a small pretrained model on few pairs, where the user gave none."""
     if choice.name not in ("dpo", "kto") or model.parameters is None or not SMALL_MODEL <= model.parameters < FEW_STEPS_MODEL:
         return {}
     settings, key = getattr(params, choice.name), f"{choice.name}.learning_rate"
@@ -190,7 +190,7 @@ def _trained(choice: Choice) -> list[str]:
 
 
 def _speed(model: ModelFacts, machine: MachineFacts, params: Params) -> Speed | None:
-    """The machine's speed; None if the planner doesn't predict the model, or the kind of this machine's GPUs is unknown."""
+    """Return the machine's speed; None if the planner doesn't predict the model, or the kind of this machine's GPUs is unknown."""
     if model.sizes is None:
         return None
     if machine.gpu is not None:
@@ -245,7 +245,7 @@ def _peak(plan: Plan, *, on_gpu: bool) -> float:
 
 
 def _differing(settings: Mapping[str, Any], given: UserInput) -> dict[str, Any]:
-    """The settings that differ from params.yaml, in its order, without the source, which is written separately."""
+    """Return the settings that differ from params.yaml, in its order, without the source, which is written separately."""
     plain = read_yaml_text(given.text, "params.yaml")
     order = list(keys_of(with_defaults(Params, plain)))
     kept = {key: value for key, value in settings.items() if key != "data.sources" and _at(plain, key) != value}
@@ -253,7 +253,7 @@ def _differing(settings: Mapping[str, Any], given: UserInput) -> dict[str, Any]:
 
 
 def _at(tree: Any, key: str) -> Any:
-    """The value at a dotted key of params.yaml as written, or its default; `...`: there is none."""
+    """Return the value at a dotted key of params.yaml as written, or its default; `...`: there is none."""
     node = with_defaults(Params, tree)
     for name in key.split("."):
         node = node.get(name, ...) if isinstance(node, dict) else ...
@@ -278,7 +278,7 @@ def _too_long(choice: Choice, share: float, use: str) -> str:
 
 
 def _trained_with(section: str, params: Params) -> str:
-    """The settings that matter most, whether the recipe writes them or params.yaml has them."""
+    """Return the settings that matter most, whether the recipe writes them or params.yaml has them."""
     settings = getattr(params, section)
     found = [f"learning rate {settings.learning_rate:g}{'' if settings.lora is None else ' of adapters'}"]
     if section == "rl":

@@ -45,7 +45,7 @@ def costs(found: Proposal) -> Iterator[str]:
 
 
 def _parts(cost: StageCost) -> str:
-    """What check_model does, or the predicted seconds of each part of an RL step."""
+    """Return what check_model does, or the predicted seconds of each part of an RL step."""
     if cost.stage == "check_model":
         return "  tries training and sampling on a small copy of the model"
     if cost.time is None or not cost.time.parts:
@@ -54,7 +54,7 @@ def _parts(cost: StageCost) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration in words. Two digits are as much as a prediction is worth."""
+    """Return a duration in words. Two digits are as much as a prediction is worth."""
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 1.5 * size:
             return f"{seconds / size:.2g} {unit}"
@@ -62,7 +62,7 @@ def duration(seconds: float) -> str:
 
 
 def as_json(found: Proposal) -> dict[str, Any]:
-    """The proposal as JSON values, in seconds and bytes."""
+    """Return the proposal as JSON values, in seconds and bytes."""
     return {
         "method": found.choice.name,
         "settings": dict(found.settings),

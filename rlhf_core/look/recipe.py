@@ -55,7 +55,7 @@ def recipe(found: Inspection, params: Params, model: Mapping[str, Any]) -> str:
 
 
 def recipe_lines(source: SourceConfig, settings: Mapping[str, Any], why: Mapping[str, str]) -> str:
-    """A source and dotted keys as YAML lines.
+    """Return a source and dotted keys as YAML lines.
 
     why: comment for each key.
     """
@@ -87,7 +87,7 @@ def _tree_lines(tree: Mapping[str, Any], depth: int) -> Iterator[str]:
 
 
 def needed_limits(found: Inspection, uses: list[str], params: Params, *, most_too_long: float = MOST_TOO_LONG) -> Limits:
-    """The limits that the data exceeds, raised far enough to accept it.
+    """Return the limits that the data exceeds, raised far enough to accept it.
 
     Args:
         uses: of the source. most_too_long: share of a use's rows that `drop` may leave out because they are too long.
@@ -110,7 +110,7 @@ def needed_limits(found: Inspection, uses: list[str], params: Params, *, most_to
 
 
 def _too_long(found: Inspection, uses: list[str], params: Params) -> float:
-    """The largest share of rows of one use that are too long."""
+    """Return the largest share of rows of one use that are too long."""
     return max(found.counts[use].longer_than(params.model.max_length) / found.counts[use].rows for use in uses if use in found.counts)
 
 
@@ -130,7 +130,7 @@ def exceeds_limit(kind: str, count: int, rows: int, params: Params) -> bool:
 
 
 def dropped_share(found: Inspection, drop: list[DropKind], uses: list[str], max_length: int) -> tuple[float, str]:
-    """The largest share of one use's rows that prepare_data could leave out, with its use."""
+    """Return the largest share of one use's rows that prepare_data could leave out, with its use."""
     counted = {use: counts for use, counts in found.counts.items() if use in uses}
     tally = Tally(found.dropped, Counter({use: counts.rows for use, counts in counted.items()}))
     tally.dropped.update({use: counts.dropped(drop, max_length) for use, counts in counted.items()})
@@ -138,18 +138,18 @@ def dropped_share(found: Inspection, drop: list[DropKind], uses: list[str], max_
 
 
 def _above(share: float, highest: float) -> float:
-    """A limit one to two percentage points above the share, in whole points, since records after the sample may differ a little."""
+    """Return a limit one to two percentage points above the share, in whole points, since records after the sample may differ a little."""
     return min(highest, (int(100 * share) + 2) / 100)
 
 
 def yaml_lines(source: SourceConfig) -> str:
-    """The source as YAML for params.yaml, without keys at their default."""
+    """Return the source as YAML for params.yaml, without keys at their default."""
     first, *others = [f"{key}: {_yaml_value(value)}" for key, value in plain(source).items()]
     return "\n".join(["data:", "  sources:", f"    - {first}", *(f"      {line}" for line in others)])
 
 
 def plain(source: SourceConfig) -> dict[str, Any]:
-    """The source's keys in the order in which they are written, without those at their default, but with the weight."""
+    """Return the source's keys in the order in which they are written, without those at their default, but with the weight."""
     fields = type(source).model_fields
     given = source.model_dump()
     rest = [key for key in given if key not in KEYS]
@@ -158,7 +158,7 @@ def plain(source: SourceConfig) -> dict[str, Any]:
 
 
 def _yaml_value(value: Any) -> str:
-    """A value in YAML's flow style, in which JSON strings are valid."""
+    """Return a value in YAML's flow style, in which JSON strings are valid."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_yaml_value(k)}: {_yaml_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -20,7 +20,7 @@ _RANK = {
 
 
 def resolve_readings(readings: Sequence[Reading], columns: Columns) -> list[Reading]:
-    """The readings that remain: a single one is the guess; several are a choice for the user."""
+    """Return the readings that remain: a single one is the guess; several are a choice for the user."""
     sure = [reading for reading in readings if not reading.doubtful]
     if not sure:
         return list(readings)
@@ -45,7 +45,7 @@ def _with_answers(left: list[Reading], readings: Sequence[Reading], columns: Col
 
 
 def _is_derived(reading: Reading, others: Sequence[Reading], columns: Columns) -> bool:
-    """Whether plain text repeats the texts of other columns, as Alpaca's does."""
+    """Return whether plain text repeats the texts of other columns, as Alpaca's does."""
     if reading.format != "text" or len(others) == 1:
         return False
     text = columns[str(reading.columns.get("text", "text"))]
@@ -71,7 +71,7 @@ def unread_marks(reading: Reading, columns: Columns) -> list[str]:
 
 
 def unreadable_marks(columns: Columns, readings: Iterable[Reading]) -> str | None:
-    """A message about responses with marks, if no reading reads the marks; else None."""
+    """Return a message about responses with marks, if no reading reads the marks; else None."""
     if {"message_id", "parent_id", "role", "text"} <= set(columns):
         return "each record is one message of a tree (message_id, parent_id); take the file of whole trees, which format tree reads"
     marks = [name for name in MARKS if name in columns and columns[name].holds({"number"}) and not columns[name].is_flag]
@@ -84,7 +84,7 @@ def unreadable_marks(columns: Columns, readings: Iterable[Reading]) -> str | Non
 
 
 def unread_answers(columns: Columns, readings: Sequence[Reading]) -> str | None:
-    """A message about two columns of texts beside a prompt that may be its answers, if the only reading is as prompts; else None."""
+    """Return a message about two columns of texts beside a prompt that may be its answers, if the only reading is as prompts; else None."""
     if len(readings) != 1 or readings[0].format != "prompt" or "label" in readings[0].columns:
         return None
     texts = [path for path in unread_columns(readings[0], columns) if columns[path].is_prose]

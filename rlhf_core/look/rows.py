@@ -172,7 +172,7 @@ class UseCounts:
         return int(times[ways[pair] > 1].sum()), int(times[times > 1].sum())
 
     def quantile(self, share: float) -> int:
-        """The length in tokens that the share `share` of the rows doesn't exceed; 0 without rows."""
+        """Return the length in tokens that the share `share` of the rows doesn't exceed; 0 without rows."""
         return quantile(self.lengths, share)
 
     def longer_than(self, tokens: int) -> int:
@@ -186,7 +186,7 @@ class UseCounts:
 
 
 def quantile(lengths: Counter[int], share: float) -> int:
-    """The length that the share `share` of them doesn't exceed; 0 for none."""
+    """Return the length that the share `share` of them doesn't exceed; 0 for none."""
     left = share * lengths.total()
     for tokens, rows in sorted(lengths.items()):
         left -= rows
@@ -235,7 +235,7 @@ class Sequence:
 
 
 def sequences(use: str, row: dict, tokenizer: PreTrainedTokenizerBase, params: Params) -> list[Sequence]:
-    """The sequences that trainers make of a row, also of one that is too long.
+    """Return the sequences that trainers make of a row, also of one that is too long.
 
     Raises:
         Unrenderable: the chat template refuses the conversation.
@@ -255,7 +255,7 @@ def sequences(use: str, row: dict, tokenizer: PreTrainedTokenizerBase, params: P
 
 
 def _of_steps(row: dict, tokenizer: PreTrainedTokenizerBase, separator: str) -> Sequence:
-    """The sequence of a process reward model, with the tokens at which it scores."""
+    """Return the sequence of a process reward model, with the tokens at which it scores."""
     turns = encode_scored_turns(tokenizer, [(row["messages"], row["response"])])
     ends = turn_step_ends(turns, 0, tokenizer, separator)
     labels = " ".join(map(str, row["labels"]))

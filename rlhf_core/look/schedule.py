@@ -100,17 +100,17 @@ def rl_schedule(train: int, machine: MachineFacts) -> dict[str, Any]:
 
 
 def every(steps: float, times: int) -> int:
-    """A round number of steps between events of which there should be about so many."""
+    """Return a round number of steps between events of which there should be about so many."""
     return nice(max(FEWEST_BETWEEN, steps / times))
 
 
 def power_of_two(number: float) -> int:
-    """The largest power of two that isn't above the number; at least 1."""
+    """Return the largest power of two that isn't above the number; at least 1."""
     return 1 << max(0, int(number).bit_length() - 1)
 
 
 def nice(number: float) -> int:
-    """The number rounded down to its first digit, as 80 for 87 and 4 for 4.9; at least 1."""
+    """Return the number rounded down to its first digit, as 80 for 87 and 4 for 4.9; at least 1."""
     whole = max(1, int(number))
     ten = 10 ** (len(str(whole)) - 1)
     return whole // ten * ten

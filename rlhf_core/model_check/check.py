@@ -187,7 +187,7 @@ def _score_difference(scorer: ScorerConfig, folder: Path, model: ModelConfig) ->
 
 
 def adapters(params: Params) -> tuple[LoraConfig, ...]:
-    """The distinct adapter settings of all stages."""
+    """Return the distinct adapter settings of all stages."""
     method = params.alignment.method
     sections = (
         *[params.sft] * params.sft.enabled,

@@ -29,7 +29,7 @@ KIND_ATTRIBUTES = ("attention_type", "layer_type", "block_type", "is_sliding", "
 
 
 def cut_config(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    """The configuration of a small copy of a language model.
+    """Return the configuration of a small copy of a language model.
 
     Raises:
         ValueError: the model's folder lacks a file, its library can't build the model, or it has fewer positions than model.max_length.
@@ -51,7 +51,7 @@ def cut_config(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Pretr
 
 
 def smaller(config: PretrainedConfig, *, kind: type = AutoModelForCausalLM, trust_remote_code: bool = False) -> PretrainedConfig:
-    """A model's configuration with fewer layers, fewer token ids and narrower feed-forward layers.
+    """Return a model's configuration with fewer layers, fewer token ids and narrower feed-forward layers.
 
     Args:
         kind: class that builds the model.
@@ -71,7 +71,7 @@ def smaller(config: PretrainedConfig, *, kind: type = AutoModelForCausalLM, trus
 
 
 def layer_signatures(model: PreTrainedModel) -> list[tuple]:
-    """A signature of each layer, equal for layers of one kind: its modules and how it attends."""
+    """Return a signature of each layer, equal for layers of one kind: its modules and how it attends."""
     count = model.config.get_text_config().num_hidden_layers
     stack = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
     return [_kind(layer) for layer in stack]

@@ -115,7 +115,7 @@ class Trial:
         self.sequences = random_sequences(language_model.config.get_text_config().vocab_size, settings.max_length, seed=settings.seed)
 
     def run(self, column: str) -> Finding:
-        """The finding of one of COLUMNS. Any exception of a library about the model is a refusal."""
+        """Return the finding of one of COLUMNS. Any exception of a library about the model is a refusal."""
         shutil.rmtree(self._scratch / column, ignore_errors=True)
         try:
             return getattr(self, f"_{column}")()
@@ -289,7 +289,7 @@ class Trial:
             return float("inf")
 
     def _engine_difference(self, rollouts: Any, folder: Path) -> float:
-        """The largest difference on given and on sampled tokens. An engine reserves room for one more token than it is given."""
+        """Return the largest difference on given and on sampled tokens. An engine reserves room for one more token than it is given."""
         given = [ids[: self._settings.max_length - 1] for ids in self.sequences]
         scored = torch.tensor([x for ids in given for x in rollouts.probe(ids)])
         prompts = [ids[: max(1, len(ids) - SAMPLED)] for ids in given]

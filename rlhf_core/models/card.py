@@ -79,13 +79,13 @@ def write_card(folder: Path, facts: CardFacts) -> None:
 
 
 def has_card(folder: Path) -> bool:
-    """Whether a folder has a card with metadata, as Hugging Face and this library write it."""
+    """Return whether a folder has a card with metadata, as Hugging Face and this library write it."""
     path = folder / CARD
     return path.is_file() and re.match(r"---\n.*?---\n", path.read_text(encoding="utf-8", errors="replace"), re.DOTALL) is not None
 
 
 def render_card(facts: CardFacts) -> str:
-    """The card's text, which begins with Hugging Face's metadata."""
+    """Return the card's text, which begins with Hugging Face's metadata."""
     title, what, _ = KINDS[facts.kind]
     use = _USE_REWARD_MODEL if facts.kind == "reward" else _USE_LANGUAGE_MODEL
     base = "trained from nothing" if facts.base is None else f"started from {_named(facts.base)}"
@@ -121,12 +121,12 @@ def metadata(facts: CardFacts) -> dict[str, Any]:
 
 
 def with_metadata(head: Mapping[str, Any], body: str) -> str:
-    """A card's text: metadata, then body."""
+    """Return a card's text: metadata, then body."""
     return f"---\n{as_yaml(head)}---\n\n{body}"
 
 
 def split_card(text: str) -> tuple[dict[str, Any], str]:
-    """The metadata and the body of a card.
+    """Return the metadata and the body of a card.
 
     Raises:
         ValueError: it doesn't begin with metadata.
@@ -138,7 +138,7 @@ def split_card(text: str) -> tuple[dict[str, Any], str]:
 
 
 def _is_on_the_hub(path: str) -> bool:
-    """Whether a path is the name of a model or data set on Hugging Face, not a folder."""
+    """Return whether a path is the name of a model or data set on Hugging Face, not a folder."""
     return is_hub_name(path) and not locate(path).exists()
 
 
@@ -192,7 +192,7 @@ def as_yaml(content: Mapping[str, Any]) -> str:
 
 
 def _named(path: str) -> str:
-    """The name of a model or file without a path on a machine."""
+    """Return the name of a model or file without a path on a machine."""
     return shown(Path(path).name if path.startswith(("/", "~", ".")) else path)
 
 

@@ -42,7 +42,7 @@ class Divergence:
     targets: Sequence[Target]
 
     def __call__(self, logprobs: torch.Tensor, rows: slice, *, temperature: float) -> torch.Tensor:
-        """The divergence [n] at some of the tokens.
+        """Return the divergence [n] at some of the tokens.
 
         Models whose vocabularies are padded to other sizes are compared on the ids that both have.
 

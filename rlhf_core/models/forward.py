@@ -28,7 +28,7 @@ GENERAL, CPU = Backend(), CpuBackend()
 
 
 def backend_of(model: PreTrainedModel) -> Backend:
-    """The fastest backend for a model in its current state: an engine may move it, cast it or partition its weights.
+    """Return the fastest backend for a model in its current state: an engine may move it, cast it or partition its weights.
 
     Gradient checkpointing is a matter of the model's own layers.
     """
@@ -36,7 +36,7 @@ def backend_of(model: PreTrainedModel) -> Backend:
 
 
 def common_backend(*modules: PolicyModule | ScalarModule) -> Backend:
-    """The fastest backend for all of these modules, for work that involves several."""
+    """Return the fastest backend for all of these modules, for work that involves several."""
     return CPU if all(module.backend is CPU for module in modules) else GENERAL
 
 
@@ -73,7 +73,7 @@ class PolicyModule(nn.Module):
         self.model = model
 
         def hidden_states(ids: torch.Tensor) -> torch.Tensor:
-            """The trunk's output [N, H] at the given rows and positions, and the router logits of the routed tokens, if any."""
+            """Return the trunk's output [N, H] at the given rows and positions, and the router logits of the routed tokens, if any."""
             everywhere = torch.ones_like(ids, dtype=torch.bool)
             # In bfloat16 the model's own rounding, of several percent in a deep model, would look like another rule.
             backend = backend_of(model) if model.dtype == torch.float32 else GENERAL
@@ -101,7 +101,7 @@ class PolicyModule(nn.Module):
         divergence: Divergence | None = None,
         states_only: bool = False,
     ) -> PolicyOutput | torch.Tensor:
-        """The log-probability of each selected token given all tokens before it.
+        """Return the log-probability of each selected token given all tokens before it.
 
         The first token of a sequence can't be selected: nothing predicts it.
 
@@ -153,7 +153,7 @@ class PolicyModule(nn.Module):
         routed: torch.Tensor | None,
         **output_options: Any,
     ) -> PolicyOutput:
-        """The output for all selected tokens; this rank computes those that its own columns predict."""
+        """Return the output for all selected tokens; this rank computes those that its own columns predict."""
         if routed is not None:
             raise ValueError("sequence_parallel: expected no router logits to be needed, got some; set sequence_parallel to 1")
         part = own_columns(self.model, batch, rows, predicted_by, split)
@@ -174,7 +174,7 @@ class PolicyModule(nn.Module):
         top_p: float,
         divergence: Divergence | None = None,
     ) -> PolicyOutput:
-        """The output for the selected tokens, from their hidden states.
+        """Return the output for the selected tokens, from their hidden states.
 
         Args:
             states: [N, H] hidden states that predict the tokens; without a rule for the head their logits [N, V].
@@ -230,7 +230,7 @@ class ScalarModule(nn.Module):
         return backend_of(self.model) if self.score_head.per_token and self.split is None else GENERAL
 
     def forward(self, batch: TokenBatch) -> torch.Tensor:
-        """The score [N] at each selected position, which has seen that token and all before it.
+        """Return the score [N] at each selected position, which has seen that token and all before it.
 
         A model without scores of tokens (`score_head.per_token`) takes rows of one whole sequence each, whose last token is selected.
         """
@@ -258,7 +258,7 @@ class ScalarModule(nn.Module):
             )
 
     def _whole_sequences(self, batch: TokenBatch) -> list[list[int]]:
-        """The sequences of the rows, without padding."""
+        """Return the sequences of the rows, without padding."""
         if batch.visible is not None or batch.segments is not None or not bool((batch.selected.sum(1) == 1).all()):
             raise ValueError(
                 f"reward model: expected whole sequences for {type(self.model).__name__}, which has no scores of tokens, got parts; "

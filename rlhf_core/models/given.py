@@ -45,13 +45,13 @@ _CONVERSATIONS = ([_USER], [_SYSTEM, _USER], [_USER, _ANSWER, _USER])
 
 
 def load_as_given(path: str | Path, config: ModelConfig) -> PreTrainedModel:
-    """The language model in a folder with exactly the weights of its files, in their own dtype; quantized ones in `config.dtype`."""
+    """Return the language model in a folder with exactly the weights of its files, in their own dtype; quantized ones in `config.dtype`."""
     load_options = {"trust_remote_code": config.trust_remote_code, "max_length": config.max_length}
     return load_language_model(path, training_dtype=files_dtype(path, default=config.dtype), **load_options)
 
 
 def files_dtype(path: str | Path, *, default: str) -> str:
-    """The narrowest dtype that represents all of a folder's weights; `default` if the files are quantized or have no floats."""
+    """Return the narrowest dtype that represents all of a folder's weights; `default` if the files are quantized or have no floats."""
     found = {_TORCH[tensor["dtype"]] for tensor in read_headers(path) if tensor["dtype"] in _TORCH}
     if not found or quantization(read_settings(Path(path), "config.json")) is not None:
         return default
@@ -61,7 +61,7 @@ def files_dtype(path: str | Path, *, default: str) -> str:
 
 
 def load_policy_from_elsewhere(path: str, config: ModelConfig) -> PreTrainedModel:
-    """The policy at `external.path`: a whole model as it is, or LoRA adapters merged into the base model that they name.
+    """Return the policy at `external.path`: a whole model as it is, or LoRA adapters merged into the base model that they name.
 
     Raises:
         ValueError: there is no such model, its adapters are of another kind or incomplete, or their base model isn't there.
@@ -76,7 +76,7 @@ def load_policy_from_elsewhere(path: str, config: ModelConfig) -> PreTrainedMode
 
 
 def base_for_adapters(folder: Path) -> str | None:
-    """The folder of the model into which a folder's adapters are merged; None if it has no adapters.
+    """Return the folder of the model into which a folder's adapters are merged; None if it has no adapters.
 
     Raises:
         ValueError: the adapters are of another kind, in another form than safetensors, or their base model isn't there.
@@ -95,7 +95,7 @@ def base_for_adapters(folder: Path) -> str | None:
 
 
 def _merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """A float32 model with a folder's adapters added to its weights.
+    """Return a float32 model with a folder's adapters added to its weights.
 
     Raises:
         ValueError: the adapters lack a weight, or have one that the model has no place for.
@@ -136,7 +136,7 @@ def _settings(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def config_of(path: str | Path, config: ModelConfig) -> PretrainedConfig:
-    """The configuration with which the model in a folder is loaded."""
+    """Return the configuration with which the model in a folder is loaded."""
     with refusals(path):
         found = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     fix_frequencies(found, config.max_length)
@@ -144,7 +144,7 @@ def config_of(path: str | Path, config: ModelConfig) -> PretrainedConfig:
 
 
 def tokenizer_of_policy(path: str, own: PreTrainedTokenizerBase, config: ModelConfig, *, own_template: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer to save with a policy from elsewhere: the chain's, or with `own_template` the policy's.
+    """Return the tokenizer to save with a policy from elsewhere: the chain's, or with `own_template` the policy's.
 
     Raises:
         ValueError: the policy's tokenizer has other tokens, its template writes conversations otherwise and `own_template` is false, or
@@ -202,7 +202,7 @@ def check_tokens(theirs: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase, 
 
 
 def teacher_folder(path: str, own: PreTrainedTokenizerBase, config: ModelConfig, *, key: str) -> Path:
-    """The folder of a teacher of rl.distillation, whose files are checked; no weight is read.
+    """Return the folder of a teacher of rl.distillation, whose files are checked; no weight is read.
 
     Args:
         own: tokenizer of the policy.
@@ -230,14 +230,14 @@ def teacher_folder(path: str, own: PreTrainedTokenizerBase, config: ModelConfig,
 
 
 def _splitting(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The settings that decide how a fast tokenizer splits a text; None if it isn't a fast one."""
+    """Return the settings that decide how a fast tokenizer splits a text; None if it isn't a fast one."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     tree = {} if backend is None else json.loads(backend.to_str())
     return {key: tree.get(key) for key in ("normalizer", "pre_tokenizer", "model")} if tree else None
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int] | None:
-    """The token ids of a conversation; None if the template refuses it."""
+    """Return the token ids of a conversation; None if the template refuses it."""
     try:
         return encode_prompt(tokenizer, messages)
     except Unrenderable:

@@ -41,14 +41,14 @@ class LogitRule:
     cap: float | None = None
 
     def __call__(self, output: torch.Tensor) -> torch.Tensor:
-        """The logits for the head's output, of the same shape; where they differ, in float32 at least."""
+        """Return the logits for the head's output, of the same shape; where they differ, in float32 at least."""
         if self == PLAIN:
             return output
         logits = output.to(torch.promote_types(output.dtype, torch.float32)) * self.scale
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
     def output_gradient(self, gradient: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:
-        """The gradient with respect to the head's output, given that with respect to the logits.
+        """Return the gradient with respect to the head's output, given that with respect to the logits.
 
         d logits / d output = scale * (1 - (logits / cap)^2)
 
@@ -65,7 +65,7 @@ PLAIN = LogitRule()
 
 @torch.no_grad()
 def logit_rule(model: PreTrainedModel, hidden_states: Callable[[torch.Tensor], torch.Tensor]) -> LogitRule | None:
-    """The rule by which the model's logits follow from its hidden states, tried on a few tokens; None if no known rule does.
+    """Return the rule by which the model's logits follow from its hidden states, tried on a few tokens; None if no known rule does.
 
     Args:
         hidden_states: function from token ids [1, T] to the trunk's output [T, H], computed as in training.
@@ -89,7 +89,7 @@ def logit_rule(model: PreTrainedModel, hidden_states: Callable[[torch.Tensor], t
 
 
 def _expected_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """The logits [T, V] of the model's own forward.
+    """Return the logits [T, V] of the model's own forward.
 
     Raises:
         ValueError: it gives none.
@@ -143,7 +143,7 @@ class LogprobHead(nn.Linear):
     def forward(
         self, hidden: torch.Tensor, token_ids: torch.Tensor | None = None, *, divergence: Divergence | None = None, **options: Any
     ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
-        """The head's output; with token ids the result of `head_logprobs`, or with a divergence of `head_divergence`."""
+        """Return the head's output; with token ids the result of `head_logprobs`, or with a divergence of `head_divergence`."""
         if token_ids is None:
             return super().forward(hidden)
         if divergence is not None:
@@ -170,7 +170,7 @@ def head_logprobs(
     rule: LogitRule = PLAIN,
     keep: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The `token_logprobs` of the logits that the rule makes of the head's output, and their `token_entropy` without a gradient.
+    """Return the `token_logprobs` of the logits that the rule makes of the head's output, and their `token_entropy` without a gradient.
 
     Args:
         weight: [V, H], the head's weight.
@@ -195,7 +195,7 @@ def head_divergence(
     with_entropy: bool,
     rule: LogitRule = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """The result of `head_logprobs`, and the divergence [N] from the teachers; logits are computed again in the backward pass."""
+    """Return the result of `head_logprobs`, and the divergence [N] from the teachers; logits are computed again in the backward pass."""
 
     def outputs(product: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return token_outputs(rule(product), token_ids[rows], divergence, rows, temperature=temperature)
@@ -206,7 +206,7 @@ def head_divergence(
 
 
 def rows_at_a_time(vocabulary: int) -> int:
-    """The number of rows of hidden states that are projected together where a CPU's cache doesn't matter."""
+    """Return the number of rows of hidden states that are projected together where a CPU's cache doesn't matter."""
     return min(MOST_ROWS, max(LEAST_ROWS, PIECE_BYTES // (4 * vocabulary)))
 
 
@@ -256,7 +256,7 @@ CACHED_BYTES = 1_000_000
 
 
 def piece_rows(num_rows: int, weight: torch.Tensor, *, at_most: int | None = None) -> int:
-    """The number of rows to multiply together by a weight [width, inputs]; at least one.
+    """Return the number of rows to multiply together by a weight [width, inputs]; at least one.
 
     Args:
         at_most: number of rows if the cache doesn't matter, as on a GPU; None: all rows.

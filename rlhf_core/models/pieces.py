@@ -14,7 +14,7 @@ BEFORE = 4  # preceding tokens that a token's text may depend on
 def token_pieces(
     tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response_ids: Sequence[int], *, special: bool = True
 ) -> list[str]:
-    """The text that each token of a response adds after its prompt; that of special tokens is "" unless `special`.
+    """Return the text that each token of a response adds after its prompt; that of special tokens is "" unless `special`.
 
     The last token of a character that several tokens encode has the character; those before it have "". Where the tokenizer can't decode
     token by token (bytes that are no text, or a tokenizer in Python alone), each token is decoded by itself.

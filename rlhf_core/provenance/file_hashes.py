@@ -57,11 +57,11 @@ class FileHashes:
         self._new: dict[str, Entry] = {}
 
     def of(self, path: Path) -> FileHash:
-        """The hash of a file or folder. Raises the errors of `of_file`."""
+        """Return the hash of a file or folder. Raises the errors of `of_file`."""
         return of_listing(self.of_folder(path)) if path.is_dir() else self.of_file(path)
 
     def of_file(self, path: Path) -> FileHash:
-        """The hash of a file.
+        """Return the hash of a file.
 
         Raises:
         OSError: the file can't be read.
@@ -70,7 +70,7 @@ class FileHashes:
         return FileHash(*self._hash(path, "sha256"))
 
     def md5s(self, paths: Collection[Path]) -> list[str]:
-        """The md5 of each file that is a stage's input. Raises the errors of `of_file`."""
+        """Return the md5 of each file that is a stage's input. Raises the errors of `of_file`."""
         large = {path for path in paths if path.stat().st_size >= SMALL}
         found = dict(zip(large, _in_threads(lambda path: self._hash(path, "md5")[1], large), strict=True))
         return [found[path] if path in large else _md5(path) for path in paths]
@@ -94,7 +94,7 @@ class FileHashes:
         raise ValueError(f"{path}: expected a file that doesn't change during reading, got one that does; wait until it is written")
 
     def of_folder(self, folder: Path) -> dict[str, FileHash]:
-        """The hash of each file in a folder by its relative path, sorted."""
+        """Return the hash of each file in a folder by its relative path, sorted."""
         names = sorted(path.relative_to(folder).as_posix() for path in files_below(folder))
         return dict(zip(names, _in_threads(lambda name: self.of_file(folder / name), names), strict=True))
 
@@ -114,7 +114,7 @@ class FileHashes:
                 old.unlink(missing_ok=True)
 
     def list_of(self, sha256: str) -> dict[str, FileHash] | None:
-        """The files saved by `keep_list`; None if they are no longer saved."""
+        """Return the files saved by `keep_list`; None if they are no longer saved."""
         with suppress(OSError, ValueError):
             return {name: FileHash(*found) for name, found in json.loads(self._list(sha256).read_text(encoding="utf-8")).items()}
         return None
@@ -130,7 +130,7 @@ class FileHashes:
 
 
 def folder_sha256(files: Mapping[str, str]) -> str:
-    """The sha256 of a folder: the sha256 of `sha256sum`'s output for its files, sorted by the bytes of their names.
+    """Return the sha256 of a folder: the sha256 of `sha256sum`'s output for its files, sorted by the bytes of their names.
 
     Args:
         files: the sha256 of each file, by its name with slashes.
@@ -140,13 +140,13 @@ def folder_sha256(files: Mapping[str, str]) -> str:
 
 
 def of_listing(listing: Mapping[str, FileHash]) -> FileHash:
-    """The hash of a folder, computed from those of its files."""
+    """Return the hash of a folder, computed from those of its files."""
     sha256 = folder_sha256({name: found.sha256 for name, found in listing.items()})
     return FileHash(sum(found.size for found in listing.values()), sha256)
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """The files among `entries_below`."""
+    """Return the files among `entries_below`."""
     return (path for path in entries_below(folder) if path.is_file())
 
 
@@ -166,23 +166,23 @@ def _looks(path: Path) -> list[int]:
 
 
 def _merged(known: Entry, found: Entry) -> Entry:
-    """The known hashes of a file, with new ones added if the file looks as when the known ones were computed."""
+    """Return the known hashes of a file, with new ones added if the file looks as when the known ones were computed."""
     return known | found if known.get("looks") == found["looks"] else found
 
 
 def dvc_md5(path: Path) -> str:
-    """The md5 of a file, or of the listing of a folder, as in dvc.lock. Every file is read."""
+    """Return the md5 of a file, or of the listing of a folder, as in dvc.lock. Every file is read."""
     return _md5(path) if path.is_file() else dvc_folder_md5(dvc_md5_of_files(path))
 
 
 def dvc_md5_of_files(folder: Path) -> dict[str, str]:
-    """The md5 of each file in a folder, by its name with slashes."""
+    """Return the md5 of each file in a folder, by its name with slashes."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return dict(zip((path.relative_to(folder).as_posix() for path in files), _in_threads(_md5, files), strict=True))
 
 
 def _in_threads(function: Callable[[Item], Result], items: Collection[Item]) -> list[Result]:
-    """The function applied to each item, in threads; in this thread alone while the interpreter ends and allows no new ones."""
+    """Return the function applied to each item, in threads; in this thread alone while the interpreter ends and allows no new ones."""
     try:
         with ThreadPoolExecutor(THREADS) as pool:
             return list(pool.map(function, items))
@@ -191,7 +191,7 @@ def _in_threads(function: Callable[[Item], Result], items: Collection[Item]) -> 
 
 
 def dvc_folder_md5(files: Mapping[str, str]) -> str:
-    """The md5 of a folder as in dvc.lock.
+    """Return the md5 of a folder as in dvc.lock.
 
     Args:
         files: the md5 of each file, by its name with slashes.

@@ -60,14 +60,14 @@ def read_inputs(params: Params, workspace: Path = Path()) -> Tree:
 
 
 def read_recorded(workspace: Path = Path()) -> Tree | None:
-    """The content of data/inputs.json; None if there is no such file."""
+    """Return the content of data/inputs.json; None if there is no such file."""
     with suppress(OSError, ValueError):
         return json.loads((workspace / INPUTS).read_text(encoding="utf-8"))
     return None
 
 
 def _source(source: SourceConfig, workspace: Path, hashes: FileHashes) -> Tree | None:
-    """The entry of a data source; None if the source reads no external input."""
+    """Return the entry of a data source; None if the source reads no external input."""
     if source.path is None or source.kind == "clerk":
         return None
     if source.kind == "huggingface" and not exists(locate(source.path, workspace)):
@@ -152,7 +152,7 @@ def _with_keys(lists: Mapping[str, list[ScorerConfig]]) -> list[tuple[str, Score
 
 
 def is_ready_made(scorer: ScorerConfig) -> bool:
-    """Whether a scorer's reward model comes from outside the chain."""
+    """Return whether a scorer's reward model comes from outside the chain."""
     return scorer.kind == "reward_model" and scorer.path is not None and os.path.normpath(scorer.path) not in OWN_MODELS
 
 
@@ -175,7 +175,7 @@ def _functions(named: Iterable[tuple[str, str | None]], workspace: Path, hashes:
 
 
 def _shown_path(path: Path, file: str, workspace: Path) -> str:
-    """The path to record for an imported file: relative to the workspace, or below the folder of `file` as params name it, or else
+    """Return the path to record for an imported file: relative to the workspace, or below the folder of `file` as params name it, or else
     absolute.
     """
     for root, prefix in ((workspace, ""), ((workspace / file).parent, os.path.dirname(file))):
@@ -185,7 +185,7 @@ def _shown_path(path: Path, file: str, workspace: Path) -> str:
 
 
 def _local(path: str, workspace: Path, hashes: FileHashes, by: Path | None = None) -> Tree | None:
-    """The entry of a file or folder; None if nothing is there."""
+    """Return the entry of a file or folder; None if nothing is there."""
     place = by or locate(path, workspace)
     if place.is_dir():
         listing = hashes.of_folder(place)

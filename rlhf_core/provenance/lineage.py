@@ -24,7 +24,7 @@ CRITIC_FROM_REWARD_MODEL = ("reward_model", "reward_model_trunk")  # values of c
 def lineage(
     path: str, *, commit: str, run: str, params: Tree, lock: Tree, gate: Tree | None, decided: Tree | None, check: Tree | None = None
 ) -> Tree:
-    """The lineage of the model at `path` in a commit.
+    """Return the lineage of the model at `path` in a commit.
 
     Args:
         run: the branch that the commit was on.
@@ -75,13 +75,13 @@ def named_inputs(inputs: Tree) -> Iterator[tuple[str, str, str]]:
 
 
 def _policies_before(stage: Tree) -> dict[str, str]:
-    """The policy that a round of iterative DPO started from, and its md5."""
+    """Return the policy that a round of iterative DPO started from, and its md5."""
     deps = {dep["path"]: dep["md5"] for dep in stage.get("deps", [])}
     return {path: md5 for path, md5 in deps.items() if path.rpartition("/")[2].startswith("policy")}
 
 
 def history(lock: Tree, path: str) -> list[str]:
-    """The stages of dvc.lock that lead to a file or folder, in order; the last one makes it.
+    """Return the stages of dvc.lock that lead to a file or folder, in order; the last one makes it.
 
     Raises:
         ValueError: no stage makes it.
@@ -148,7 +148,7 @@ def trained_from(lineage: Tree) -> dict[str, str]:
 
 
 def evaluated_by_reward_model(lineage: Tree) -> bool:
-    """Whether the chain's own reward model scored the policy's evaluation, by its params."""
+    """Return whether the chain's own reward model scored the policy's evaluation, by its params."""
     params = lineage["params"]
     own = _section(params, "evaluation")
     scored_by = _section(_section(params, "rl"), "reward") if own.get("scorers") is None else own
@@ -167,13 +167,13 @@ def _method_uses_reward_model(params: Tree) -> bool:
 
 
 def _has_own_reward_model(section: Tree) -> bool:
-    """Whether a section's scorers include the chain's own reward model."""
+    """Return whether a section's scorers include the chain's own reward model."""
     scorers = section.get("scorers")
     entries = [s for s in scorers if isinstance(s, dict)] if isinstance(scorers, list) else []
     return any(s.get("kind") == "reward_model" and s.get("path") is None for s in entries)
 
 
 def _section(tree: Tree, name: str) -> Tree:
-    """A section of params.yaml; empty if it has another form, since a tag can hold anything."""
+    """Return a section of params.yaml; empty if it has another form, since a tag can hold anything."""
     found = tree.get(name)
     return found if isinstance(found, dict) else {}

@@ -18,7 +18,7 @@ LOCKS = (Path("dvc.lock"), ROUNDS_PIPELINE.with_suffix(".lock"))
 
 
 def locked_hashes(root: Path = Path()) -> dict[str, str]:
-    """The md5 of each output in dvc.lock and rounds/dvc.lock by its path; empty without these files."""
+    """Return the md5 of each output in dvc.lock and rounds/dvc.lock by its path; empty without these files."""
     stages: list[dict[str, Any]] = []
     for lock in LOCKS:
         if (root / lock).is_file():
@@ -27,7 +27,7 @@ def locked_hashes(root: Path = Path()) -> dict[str, str]:
 
 
 def check_locked(path: str, found: str | None = None, *, root: Path = Path()) -> str | None:
-    """The md5 of an output, if it was computed. Check that an output of the project at `root` has the md5 of dvc.lock. An
+    """Return the md5 of an output, if it was computed. Check that an output of the project at `root` has the md5 of dvc.lock. An
     output that dvc.lock doesn't have is accepted.
 
     Args:

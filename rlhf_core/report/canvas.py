@@ -37,7 +37,7 @@ def curves(
     legend: str = "top_right",
     y_axis_type: str = "linear",
 ) -> figure:
-    """A figure of curves over steps; hovering shows the values at the nearest step.
+    """Return a figure of curves over steps; hovering shows the values at the nearest step.
 
     Args:
         band: a column whose value is drawn as a band around the first line.
@@ -83,7 +83,7 @@ def add_frontier(plot: figure, rows: pd.DataFrame, color: str, name: str = "") -
 
 
 def _precise(values: pd.Series, usual: str) -> str:
-    """A number format that still shows digits of very small values."""
+    """Return a number format that still shows digits of very small values."""
     largest = values.abs().max()
     return "0.00e+0" if usual == "0.0000" and 0 < largest < 0.01 else usual
 
@@ -100,7 +100,7 @@ def place_legend(plot: figure, location: str) -> None:
 
 
 def canvas(y_title: str, *, x_title: str, height: int = HEIGHT, **options: Any) -> figure:
-    """An empty figure in the report's style."""
+    """Return an empty figure in the report's style."""
     plot = figure(height=height, sizing_mode="stretch_width", toolbar_location=None, tools="", **options)
     plot.background_fill_alpha = plot.border_fill_alpha = 0.0
     plot.outline_line_color = None

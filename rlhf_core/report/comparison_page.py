@@ -43,7 +43,7 @@ OVERLAID = (
 
 
 def render_comparison(first: Side, second: Side) -> str:
-    """The HTML page that compares two runs."""
+    """Return the HTML page that compares two runs."""
     one, other = first.results, second.results
     rows = figures_that_count(one, other)
     tone, sentence = headline(one, other, rows)
@@ -78,7 +78,7 @@ def _key(stage: str, phase: str | None, column: str) -> str:
 
 
 def _both(first: Side, second: Side, stage: str, phase: str | None, column: str, y_title: str, percent: bool) -> figure | None:
-    """A column of both runs in one figure; None if neither run measured it."""
+    """Return a column of both runs in one figure; None if neither run measured it."""
     parts, lines = [], []
     for key, side, color in (("first", first, BLUE), ("second", second, ORANGE)):
         rows = side.curves.get(stage)

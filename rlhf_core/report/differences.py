@@ -120,7 +120,7 @@ def params_that_differ(first: Tree, second: Tree) -> list[tuple[str, str, str]]:
 
 
 def changed_keys(first: Tree, second: Tree) -> list[tuple[str, str, str]]:
-    """Each dotted key of two trees whose value differs, with both values as text."""
+    """Return each dotted key of two trees whose value differs, with both values as text."""
     one, other = dict(_flat(first)), dict(_flat(second))
     return [(k, _text(one, k), _text(other, k)) for k in {**one, **other} if _text(one, k) != _text(other, k)]
 
@@ -138,13 +138,13 @@ def _text(flat: Tree, key: str) -> str:
 
 
 def outs_that_differ(first: Results, second: Results) -> list[tuple[str, str, str]]:
-    """Each path whose md5 differs, with both md5s."""
+    """Return each path whose md5 differs, with both md5s."""
     paths = sorted({*first.outs, *second.outs})
     return [(p, first.outs.get(p, "–"), second.outs.get(p, "–")) for p in paths if first.outs.get(p) != second.outs.get(p)]
 
 
 def same_rewards(first: Results, second: Results) -> bool:
-    """Whether both runs' scores are comparable: the same scorers with the same reward model."""
+    """Return whether both runs' scores are comparable: the same scorers with the same reward model."""
     own = [r.params["evaluation"].get("scorers") for r in (first, second)]
     scorers = [r.params["rl"]["reward"]["scorers"] if given is None else given for given, r in zip(own, (first, second), strict=True)]
     return scorers[0] == scorers[1] and first.outs.get(str(REWARD_MODEL)) == second.outs.get(str(REWARD_MODEL))
@@ -163,7 +163,7 @@ def figures_that_count(first: Results, second: Results) -> list[Difference]:
 
 
 def judged_together(rows: list[Difference], confidence: float) -> list[Difference]:
-    """The rows of one table with their tones, after Holm's correction for the number of rows.
+    """Return the rows of one table with their tones, after Holm's correction for the number of rows.
 
     An insignificant row gets its detectable difference at the level that Holm's method leaves to such rows.
     """
@@ -216,7 +216,7 @@ def _evaluated(first: Results, second: Results, mode: str, tables: Tables | None
 
 
 def find(results: Results, *path: str) -> Any:
-    """A value of a stage's metrics; None if the stage didn't run or has no such figure."""
+    """Return a value of a stage's metrics; None if the stage didn't run or has no such figure."""
     node: Any = results.metrics
     for key in path:
         node = node.get(key) if isinstance(node, Mapping) else None
@@ -224,7 +224,7 @@ def find(results: Results, *path: str) -> Any:
 
 
 def _gate(results: Results, confidence: float) -> Interval | None:
-    """The reward model's accuracy with an interval at `confidence`. The interval in gate.json is wider at later looks."""
+    """Return the reward model's accuracy with an interval at `confidence`. The interval in gate.json is wider at later looks."""
     accuracy, n = (find(results, "gate_reward", key) for key in ("accuracy", "n_effective"))
     if accuracy is None or not n:  # baselines of older versions have the interval only
         return _triple(find(results, "gate_reward"), "accuracy", "low", "high")
@@ -253,7 +253,7 @@ def _confidence(results: Results) -> float:
 def _apart(
     second: Results, label: str, form: Form, both: tuple[Interval | None, Interval | None], *, more_is_better: bool | None
 ) -> Difference:
-    """The difference of two figures from their intervals, taking the runs as independent."""
+    """Return the difference of two figures from their intervals, taking the runs as independent."""
     values = tuple(None if v is None else v[0] for v in both)
     one, other = both
     if one is None or other is None:
@@ -289,14 +289,14 @@ def _paired(
 
 
 def _plain(first: Results, second: Results, label: str, path: tuple[str, ...], form: Form) -> Difference:
-    """The difference of two figures without intervals, and so without a test."""
+    """Return the difference of two figures without intervals, and so without a test."""
     values = [find(r, *path) for r in (first, second)]
     change = None if None in values else values[1] - values[0]
     return Difference(label, form, values[0], values[1], change, None, None, None)
 
 
 def of_one_configuration(first: Results, second: Results) -> bool:
-    """Whether two runs' params differ at most in the seed and in what was promoted when they started."""
+    """Return whether two runs' params differ at most in the seed and in what was promoted when they started."""
     return not params_that_differ(_configuration(first.params), _configuration(second.params))
 
 
@@ -307,13 +307,13 @@ def _configuration(params: Tree) -> dict[str, Any]:
 
 
 def differ_in_seed_only(first: Results, second: Results) -> tuple[Any, Any] | None:
-    """The seeds of two runs that differ only in their seed; None if configurations differ or it is the same run twice."""
+    """Return the seeds of two runs that differ only in their seed; None if configurations differ or it is the same run twice."""
     seeds = tuple(r.params.get("seed") for r in (first, second))
     return None if seeds[0] == seeds[1] or not of_one_configuration(first, second) else seeds  # type: ignore[return-value]
 
 
 def headline(first: Results, second: Results, rows: list[Difference]) -> tuple[Literal["good", "bad", "open"], str]:
-    """A sentence that says which policy is better, by the judge or else by a common reward.
+    """Return a sentence that says which policy is better, by the judge or else by a common reward.
 
     A policy is called better only if the difference is significant in both modes.
 

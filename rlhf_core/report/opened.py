@@ -18,12 +18,12 @@ def open_page(page: Path) -> None:
 
 
 def _has_display() -> bool:
-    """Whether a browser has a window to open; without one a text browser would take over the terminal."""
+    """Return whether a browser has a window to open; without one a text browser would take over the terminal."""
     return sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
 def run_folder(run: str) -> Path:
-    """The folder of a run.
+    """Return the folder of a run.
 
     Raises:
         ConfigError: there is none.

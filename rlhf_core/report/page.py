@@ -69,7 +69,7 @@ LOOKS_SHOWN = 20  # earlier looks of the gate
 
 
 def render(inputs: ReportInputs) -> str:
-    """The page, or the finished part of it if the chain stopped. The same inputs give the same text in every process."""
+    """Return the page, or the finished part of it if the chain stopped. The same inputs give the same text in every process."""
     scorers = inputs.evaluation_scorers
     training = {"train_sft": inputs.sft, "train_reward": inputs.reward, "train_policy": inputs.policy}
     content = {
@@ -151,7 +151,7 @@ def _evaluated(inputs: ReportInputs, scorers: Sequence[Mapping[str, Any]]) -> di
 
 
 def render_times(title: str, times: Mapping[str, StageTime], nodes: Mapping[str, Sequence[tuple[str, Mapping[str, Any]]]]) -> str:
-    """The page of timings.
+    """Return the page of timings.
 
     nodes: result of `read_processes`.
     """

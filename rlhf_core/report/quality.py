@@ -22,7 +22,7 @@ COLUMN_COLORS = {"messages": PURPLE, "text": PURPLE, "chosen": BLUE, "rejected":
 
 
 def token_lengths(rows: pd.DataFrame) -> dict[str, figure]:
-    """A histogram of token lengths for each use.
+    """Return a histogram of token lengths for each use.
 
     rows: of plots/token_lengths.csv.
     """

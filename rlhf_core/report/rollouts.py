@@ -61,7 +61,7 @@ def write_page(
 
 
 def saved_rollouts(folder: Path) -> pa.Table:
-    """The rollouts of a finished run, or those that a run in training has saved so far.
+    """Return the rollouts of a finished run, or those that a run in training has saved so far.
 
     Raises:
         ConfigError: there are none.
@@ -81,7 +81,7 @@ def saved_rollouts(folder: Path) -> pa.Table:
 
 
 def render_rollouts(table: pa.Table, name: str) -> str:
-    """The page. The same table gives the same text."""
+    """Return the page. The same table gives the same text."""
     tokens = Tokens(table)
     steps = table["step"].unique().to_pylist()
     content = {
@@ -127,7 +127,7 @@ class Tokens:
         self.pieces, self._piece = _vocabulary(_flat_list(table, "token_ids"), _flat_list(table, "tokens"))
 
     def per_rollout(self, values: np.ndarray, reduce: Any) -> list[float | None]:
-        """A figure of each rollout's values that are known; None without any."""
+        """Return a figure of each rollout's values that are known; None without any."""
         parts = np.split(values, self._ends[1:-1])
         return [_number(reduce(known)) if len(known := part[np.isfinite(part)]) else None for part in parts]
 
@@ -206,7 +206,7 @@ def _flat(table: pa.Table, name: str) -> np.ndarray:
 
 
 def _vocabulary(ids: pa.Array, pieces: pa.Array) -> tuple[list[list[Any]], np.ndarray]:
-    """The different pairs of id and text, and the place of each token's pair."""
+    """Return the different pairs of id and text, and the place of each token's pair."""
     text = pieces.dictionary_encode()
     pairs = pa.array(ids.to_numpy().astype(np.int64) * len(text.dictionary) + text.indices.to_numpy()).dictionary_encode()
     words = text.dictionary.to_pylist()
@@ -215,7 +215,7 @@ def _vocabulary(ids: pa.Array, pieces: pa.Array) -> tuple[list[list[Any]], np.nd
 
 
 def _short(values: np.ndarray) -> Any:
-    """A list with null for NaN; one number if all are equal."""
+    """Return a list with null for NaN; one number if all are equal."""
     unknown = np.isnan(values)
     if len(values) and (unknown.all() or (values == values[0]).all()):
         return None if unknown[0] else float(values[0])

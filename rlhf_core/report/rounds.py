@@ -110,7 +110,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def _kept(rows: Sequence[Row], mode: str, key: str) -> tuple[list[int], list[float]]:
-    """A figure of the current policy by round: of the initial policy, then of each accepted one."""
+    """Return a figure of the current policy by round: of the initial policy, then of each accepted one."""
     kept = [row for row in rows if row["accepted"]]
     start = [(0, rows[0][mode]["before"][key])] if rows else []
     points = [*start, *((row["round"], row[mode]["after"][key]) for row in kept)]
@@ -118,7 +118,7 @@ def _kept(rows: Sequence[Row], mode: str, key: str) -> tuple[list[int], list[flo
 
 
 def _number(value: float | None) -> float:
-    """The number, or NaN for None, which matplotlib doesn't draw."""
+    """Return the number, or NaN for None, which matplotlib doesn't draw."""
     return math.nan if value is None else value
 
 

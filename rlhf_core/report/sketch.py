@@ -30,7 +30,7 @@ class Panel:
 
 
 def sketch(metrics: Mapping[str, Any], curves: Mapping[str, pd.DataFrame]) -> str | None:
-    """The figures of finished stages as SVG text; None if there are none.
+    """Return the figures of finished stages as SVG text; None if there are none.
 
     Args:
         metrics: each stage's metrics. curves: each stage's rows, one per step.

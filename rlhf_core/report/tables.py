@@ -112,7 +112,7 @@ def tiles(evaluation: Mapping[str, Any], rewarder: str, confidence: float) -> It
 
 
 def data_rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row per use: rows by split and source, mean lengths in tokens."""
+    """Return one row per use: rows by split and source, mean lengths in tokens."""
     by_source, tokens = need(data, "rows_by_source"), need(data, "mean_tokens")
     return [
         {"use": use, "splits": splits, "total": sum(splits.values()), "sources": by_source.get(use, {}), "tokens": tokens.get(use, {})}
@@ -121,7 +121,7 @@ def data_rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def source_rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row per source: records read (None: generated), rows kept by use, the largest share dropped, and counts by reason."""
+    """Return one row per source: records read (None: generated), rows kept by use, the largest share dropped, and counts by reason."""
     by_source, records, shares = need(data, "rows_by_source"), data.get("records", {}), data.get("dropped_fraction", {})
     return [
         {
@@ -136,7 +136,7 @@ def source_rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def expectations(validation: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
-    """The notable expectations, failed ones first: those that failed, found exceptions or compare a number with a limit."""
+    """Return the notable expectations, failed ones first: those that failed, found exceptions or compare a number with a limit."""
     notable: list[Mapping[str, Any]] = []
     plain: list[Mapping[str, Any]] = []
     for e in need(validation, "expectations"):
@@ -219,7 +219,7 @@ def key_params(params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def method_name(params: Mapping[str, Any]) -> str:
-    """The name of the RL algorithm, or of the method with its loss."""
+    """Return the name of the RL algorithm, or of the method with its loss."""
     method = need(params, "alignment", "method")
     if method == "rl":
         rl = need(params, "rl")
@@ -234,14 +234,14 @@ def _shown(value: Any) -> str:
 
 
 def scorer_name(scorer: Mapping[str, Any]) -> str:
-    """A scorer's name, kind (if it differs from the name) and weight as text."""
+    """Return a scorer's name, kind (if it differs from the name) and weight as text."""
     kind = "" if scorer["kind"] == scorer["name"] else f"{scorer['kind'].replace('_', ' ')}, "
     weight = f"weight {scorer['weight']:g}" if scorer["weight"] else "only measured"
     return f"{scorer['name'].replace('_', ' ')} ({kind}{weight})"
 
 
 def evaluation_rows(evaluation: Mapping[str, Any], scorers: Sequence[Mapping[str, Any]], confidence: float) -> list[dict[str, Any]]:
-    """A row per figure with the change from SFT model to policy in each mode; scores come last.
+    """Return a row per figure with the change from SFT model to policy in each mode; scores come last.
 
     A change has a tone if it is significant after Holm's correction for all changes of the table that have a better direction.
     """
@@ -328,7 +328,7 @@ def _cells(
 
 
 def samples(table: pd.DataFrame, start: str = SFT) -> list[dict[str, Any]]:
-    """A card for each prompt and mode, the largest changes in score first.
+    """Return a card for each prompt and mode, the largest changes in score first.
 
     start: result of `start_name`.
     """
@@ -342,7 +342,7 @@ def samples(table: pd.DataFrame, start: str = SFT) -> list[dict[str, Any]]:
 
 
 def answer(model: str, text: str, score: float | None, ok: bool | None, steps: str | None = None) -> dict[str, Any]:
-    """One side of a card, with None for NaN, as which pandas reads null.
+    """Return one side of a card, with None for NaN, as which pandas reads null.
 
     steps: probabilities of a process reward model, as text.
     """

@@ -36,12 +36,12 @@ def markdown_block(text: str) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share as a percentage; an en dash for None."""
+    """Return a share as a percentage; an en dash for None."""
     return "–" if value is None else f"{value:.1%}".replace("-", "−")
 
 
 def number(value: float | None) -> str:
-    """A number with three digits, or with thousands separated; an en dash for None."""
+    """Return a number with three digits, or with thousands separated; an en dash for None."""
     if value is None:
         return "–"
     shown = f"{value:.2e}" if 0 < abs(value) < 1e-4 else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
@@ -64,5 +64,5 @@ def signed(value: float | None, form: str) -> str:
 
 
 def count(value: float | None) -> str:
-    """A rounded count with thousands separated; an en dash for None."""
+    """Return a rounded count with thousands separated; an en dash for None."""
     return "–" if value is None else f"{value:,.0f}"

@@ -35,7 +35,7 @@ def outcome(
     trained_on: Sequence[Mapping[str, Any]] | None = None,
     selected: Sequence[str] = (),
 ) -> Verdict:
-    """The verdict on the policy compared with the SFT model.
+    """Return the verdict on the policy compared with the SFT model.
 
     If there is a judge, it decides. The reward is weaker evidence, because the policy was trained on it. A policy that the reward prefers
     and the judge rejects has hacked its reward. The details note a judge that was part of the reward or selected the policy.
@@ -81,7 +81,7 @@ def _rewarded(scorers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _is_of_the_chain(scorer: Mapping[str, Any]) -> bool:
-    """Whether a scorer is the reward model that the chain trained and its gate judged."""
+    """Return whether a scorer is the reward model that the chain trained and its gate judged."""
     return scorer["kind"] == "reward_model" and scorer.get("path") is None
 
 
@@ -102,7 +102,7 @@ NOT_COMPARED = Verdict(
 
 
 def is_scored(evaluation: Mapping[str, Any]) -> bool:
-    """Whether any prompt has scores for both models' answers."""
+    """Return whether any prompt has scores for both models' answers."""
     return any(need(evaluation, "win_rate", mode, "n") for mode in MODES)
 
 
@@ -119,7 +119,7 @@ class ByMode:
 
 
 def by_mode(evaluation: Mapping[str, Any], who: str, confidence: float) -> ByMode | None:
-    """The policy's results by mode; None if both modes have the same result.
+    """Return the policy's results by mode; None if both modes have the same result.
 
     who: judge or reward.
     """
@@ -179,7 +179,7 @@ def judge_selects(params: Mapping[str, Any]) -> list[str]:
 
 
 def rewarded_by(scorers: Sequence[Mapping[str, Any]]) -> str:
-    """The page's name for the score: `reward model` if that is the only scorer with a weight, else `reward`."""
+    """Return the page's name for the score: `reward model` if that is the only scorer with a weight, else `reward`."""
     rewarded = [s["kind"] for s in scorers if s["weight"] != 0]
     return "reward model" if rewarded == ["reward_model"] else "reward"
 
@@ -262,7 +262,7 @@ def _judge_shares(evaluation: Mapping[str, Any], confidence: float) -> str:
 
 
 def _detectable(evaluation: Mapping[str, Any], confidence: float) -> str:
-    """The detectable difference of an unclear comparison, at the level of one of the headline's four tests."""
+    """Return the detectable difference of an unclear comparison, at the level of one of the headline's four tests."""
     found = [need(evaluation, "difference", mode, "judge_ok") for mode in MODES]
     points = [100 * detectable_difference(f["low"], f["high"], confidence, tests=2 * len(MODES)) for f in found]
     return (
@@ -281,7 +281,7 @@ def _win_rates(evaluation: Mapping[str, Any], rewarder: str, confidence: float) 
 
 
 def gate_verdict(gate: Mapping[str, Any]) -> Verdict:
-    """The gate's verdict: a headline and its message."""
+    """Return the gate's verdict: a headline and its message."""
     passed = need(gate, "passed")
     message = str(need(gate, "message")).partition(": ")[2]
     if not need(gate, "needed"):
@@ -291,7 +291,7 @@ def gate_verdict(gate: Mapping[str, Any]) -> Verdict:
 
 
 def data_verdict(validation: Mapping[str, Any]) -> Verdict:
-    """The verdict on the data: whether all expectations were met, and which were not."""
+    """Return the verdict on the data: whether all expectations were met, and which were not."""
     expectations = need(validation, "expectations")
     failed = [e for e in expectations if not e["passed"]]
     if failed:
@@ -309,7 +309,7 @@ _STOPPED = {
 
 
 def stopped_verdict(stopped: Stopped) -> Verdict:
-    """The verdict on a chain that stopped before the evaluation."""
+    """Return the verdict on a chain that stopped before the evaluation."""
     headline = f"Stopped at {stopped.stage}: {_STOPPED.get(stopped.stage, 'the stage ended with an error.')}"
     reasons = (stopped.because,) if stopped.because else ()
     return Verdict("bad", headline, (*reasons, "There is no final result; this page shows what was completed before the chain stopped."))

@@ -19,7 +19,7 @@ from rlhf_core.rounds.pins import Round, prompts_hash
 
 
 def prompts_of_round(ids: Iterable[str], number: int, count: int, *, seed: int) -> list[str]:
-    """The ids of a round's prompts: a slice of an endless sequence of passes over the pool, each pass in its own seeded order.
+    """Return the ids of a round's prompts: a slice of an endless sequence of passes over the pool, each pass in its own seeded order.
 
     No prompt comes again before all were used. Where a round spans two passes, the second pass has the round's earlier prompts last, so
     that no round has a prompt twice.
@@ -45,7 +45,7 @@ def prompts_of_round(ids: Iterable[str], number: int, count: int, *, seed: int) 
 
 
 def rows_of_round(rows: list[dict], entry: Round, number: int, params: Params) -> list[dict]:
-    """The rows of a round's prompts, in its order.
+    """Return the rows of a round's prompts, in its order.
 
     Args:
         rows: all training rows of the use prompt.
@@ -154,7 +154,7 @@ def _best_and_worst(responses: Sequence[Response], min_margin: float) -> tuple[i
 
 
 def _identified(row: dict) -> dict:
-    """The row with its id, a hash of its content. A round has each prompt once, so no two rows are equal."""
+    """Return the row with its id, a hash of its content. A round has each prompt once, so no two rows are equal."""
     content = {key: value for key, value in row.items() if key not in ("source", "split")}
     (identified,) = with_ids([content], row["source"])
     return {**row, "id": identified["id"]}

@@ -82,7 +82,7 @@ class Round(Section):
 
 
 def read_rounds(root: Path = Path()) -> dict[int, Round]:
-    """All rounds by number, from 1.
+    """Return all rounds by number, from 1.
 
     Raises:
         ConfigError: the file is malformed, or its rounds have no error budget.
@@ -105,7 +105,7 @@ def read_rounds(root: Path = Path()) -> dict[int, Round]:
 
 
 def read_round(number: int) -> Round:
-    """The pinned inputs of one round."""
+    """Return the pinned inputs of one round."""
     rounds = read_rounds()
     if number not in rounds:
         raise ConfigError(
@@ -124,12 +124,12 @@ def write_rounds(rounds: dict[int, Round], root: Path = Path()) -> None:
 
 
 def read_round_stages(number: int, root: Path = Path()) -> dict[str, dict[str, Any]]:
-    """The stages of one round by name (`sample_round@1`), with `${key}` and `${item...}` filled in as by DVC's foreach."""
+    """Return the stages of one round by name (`sample_round@1`), with `${key}` and `${item...}` filled in as by DVC's foreach."""
     entry = read_yaml(root / ROUNDS_FILE)["rounds"][str(number)]
     text = fill_in((root / ROUNDS_PIPELINE).read_text(encoding="utf-8"), {"key": str(number), "item": entry, "rounds": "rounds"})
     return {f"{name}@{number}": stage["do"] for name, stage in read_yaml_text(text, str(ROUNDS_PIPELINE))["stages"].items()}
 
 
 def prompts_hash(ids: Sequence[str]) -> str:
-    """The sha256 that identifies a round's prompt ids."""
+    """Return the sha256 that identifies a round's prompt ids."""
     return hashlib.sha256("\n".join(ids).encode()).hexdigest()

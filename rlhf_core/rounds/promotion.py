@@ -31,14 +31,14 @@ ROUNDING = 1e-9  # relative, of a sum of levels
 
 
 def share(comparison: int, rounds: int) -> float:
-    """The share of the error budget that the comparison with this number, from 1, may spend."""
+    """Return the share of the error budget that the comparison with this number, from 1, may spend."""
     if comparison <= rounds:
         return WITHIN_HORIZON / rounds
     return (1 - WITHIN_HORIZON) * rounds / (comparison * (comparison - 1))
 
 
 def next_budget(before: BudgetPin | None, *, accepted: bool, error_budget: float, rounds: int) -> BudgetPin:
-    """The budget of the next comparison: its level by number, but at most 0.8 of what comparisons with other settings have left.
+    """Return the budget of the next comparison: its level by number, but at most 0.8 of what comparisons with other settings have left.
 
     Args:
         before: of the last comparison; None before the first. A round whose data was refused made no comparison.
@@ -53,7 +53,7 @@ def next_budget(before: BudgetPin | None, *, accepted: bool, error_budget: float
 
 
 def spent_after(budget: BudgetPin, *, accepted: bool) -> float:
-    """The part of the error budget that is spent after a comparison: the sum of the levels of comparisons that accepted nothing."""
+    """Return the part of the error budget that is spent after a comparison: the sum of the levels of comparisons that accepted nothing."""
     return budget.spent if accepted else budget.spent + budget.level
 
 
@@ -71,7 +71,7 @@ def check_budget(budget: BudgetPin, error_budget: float) -> None:
 
 
 def verdict(metrics: dict[str, Any], config: PromotionConfig, budget: BudgetPin) -> dict[str, Any]:
-    """Whether the new policy is better by the configured statistic, at the level of this comparison, and why.
+    """Return whether the new policy is better by the configured statistic, at the level of this comparison, and why.
 
     Args:
         metrics: of `rlhf_core.rounds.comparison.compare`.

@@ -67,7 +67,7 @@ class Before:
 
 
 def improved(params: Params) -> str:
-    """What a series improves: the model that `iterative.start` names, with its base model.
+    """Return what a series improves: the model that `iterative.start` names, with its base model.
 
     A start that was trained again is another file, but the same thing to improve.
     """
@@ -159,7 +159,7 @@ def _spent(comparisons: Sequence[Comparison]) -> float:
 
 
 def _comparisons(lines: Sequence[_Line]) -> list[Comparison]:
-    """The ledger's comparisons in the order in which they began, each with its last outcome."""
+    """Return the ledger's comparisons in the order in which they began, each with its last outcome."""
     found: list[Comparison] = []
     at: dict[tuple[str, int], int] = {}
     for line in lines:

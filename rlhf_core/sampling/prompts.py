@@ -20,7 +20,7 @@ log = logging.getLogger("rlhf")
 
 
 def fitting_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, longest: int, what: str = "prompts") -> list[Prompt]:
-    """The prompts of at most `longest` tokens, in the order of the rows. The log says how many are left out.
+    """Return the prompts of at most `longest` tokens, in the order of the rows. The log says how many are left out.
 
     Args:
         rows: of the use prompt (rlhf_core.data.schema).
@@ -42,14 +42,14 @@ def fitting_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, lon
 
 
 def choose_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, longest: int, count: int | None, seed: int) -> list[Prompt]:
-    """The first `count` (None: all) of the prompts of at most `longest` tokens, in a seeded order. Raises as `fitting_prompts`."""
+    """Return the first `count` (None: all) of the prompts of at most `longest` tokens, in a seeded order. Raises as `fitting_prompts`."""
     prompts = fitting_prompts(rows, tokenizer, longest=longest)
     order = batch_indices(0, batch_size=len(prompts), num_examples=len(prompts), seed=seed)
     return [prompts[i] for i in order[:count]]
 
 
 def difficulties(prepared: Path, prompts: list[Prompt], rl: RlConfig) -> dict[str, float] | None:
-    """Each prompt's value of the curriculum's column, by id; None without one.
+    """Return each prompt's value of the curriculum's column, by id; None without one.
 
     Raises:
         ValueError: a prompt has none, or one that isn't a finite number.
@@ -76,7 +76,7 @@ def _number(text: str | None) -> float | None:
 
 
 def with_steps(params: Params, tokenizer_folder: Path) -> RlConfig:
-    """The section rl with a number of steps, which its epochs over the training prompts may give; checked against their number.
+    """Return the section rl with a number of steps, which its epochs over the training prompts may give; checked against their number.
 
     Raises:
         ValueError: another setting doesn't fit that number, or no prompt leaves room for a response.

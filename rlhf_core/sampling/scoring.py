@@ -93,7 +93,7 @@ def sampled_response(prompt: Prompt, sample: Sample | Rollout) -> SampledRespons
 
 
 def last_reply(response: Response) -> SampledResponse:
-    """The last reply of a response, after the conversation before it."""
+    """Return the last reply of a response, after the conversation before it."""
     dialogue, ids = response.dialogue, response.response_ids
     if dialogue is None:
         return SampledResponse(response.prompt, ids, response.finished)
@@ -314,7 +314,7 @@ class ResponseScorer:
         return {config.name: found[config.name].masked_fill(failed, torch.nan) for config in self._scorers.configs}
 
     def texts(self, responses: Sequence[Response]) -> list[str]:
-        """The text of each response; of several turns, that of the last reply."""
+        """Return the text of each response; of several turns, that of the last reply."""
         replies = [last_reply(r) for r in responses]
         token_ids = [without_stop(r.response_ids, self._stops, finished=r.finished) for r in replies]
         return [response_text(self._tokenizer, r.prompt.prompt_ids, ids) for r, ids in zip(replies, token_ids, strict=True)]
@@ -329,7 +329,7 @@ class ResponseScorer:
     def score_groups(
         self, prompts: list[Prompt], samples: list[list[Sample | Rollout]], others: list[list[str]] | None = None
     ) -> list[list[ScoredResponse]]:
-        """Every prompt's responses with their scores, in order. Ranks share the prompts, and each calls this with all of them.
+        """Return every prompt's responses with their scores, in order. Ranks share the prompts, and each calls this with all of them.
 
         Args:
             samples: of each prompt; a rollout has the prompt as it was sampled from.
@@ -381,7 +381,7 @@ def without_prompts(groups: list[list[ScoredResponse]]) -> list[list[dict[str, A
 
 
 def with_prompts(groups: list[list[dict[str, Any]]], prompts: list[Prompt]) -> list[list[ScoredResponse]]:
-    """The inverse of `without_prompts`."""
+    """Return the inverse of `without_prompts`."""
     return [[ScoredResponse(prompt=prompt, **fields) for fields in group] for prompt, group in zip(prompts, groups, strict=True)]
 
 
@@ -423,7 +423,7 @@ class RewardNormalizer:
         self.moments = {s.name: Moments() for s in self._rewarded if s.normalization != "none"}
 
     def trial(self) -> RewardNormalizer:
-        """A copy whose moments can change independently."""
+        """Return a copy whose moments can change independently."""
         other = RewardNormalizer(self._config)
         other.moments = dict(self.moments)
         return other

@@ -31,7 +31,7 @@ class Answer:
 
 
 def finite(value: Any) -> float | None:
-    """A JSON number as a finite float; None for anything else, true and false among it."""
+    """Return a JSON number as a finite float; None for anything else, true and false among it."""
     try:
         number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     except OverflowError:
@@ -51,7 +51,7 @@ def request_of_items(scorer: str, items: Named) -> dict[str, Any]:
 
 
 def request_of_openrlhf(scorer: str, items: Named) -> dict[str, Any]:
-    """What OpenRLHF's trainer sends to --reward.remote_url; query: prompt and response as the policy's template renders them."""
+    """Return what OpenRLHF's trainer sends to --reward.remote_url; query: prompt and response as the policy's template renders them."""
     return {
         "query": [item.rendered[1] for _, item in items],
         "prompts": [item.rendered[0] for _, item in items],
@@ -85,7 +85,7 @@ def _list(tree: Any, name: str, count: int) -> list[Any]:
 
 
 def _metrics(tree: Any) -> dict[str, float]:
-    """The numbers of an object by name; of a list with one for each item their mean. What is neither is left out."""
+    """Return the numbers of an object by name; of a list with one for each item their mean. What is neither is left out."""
     found = {}
     for name, value in list(tree.items())[:MAX_METRICS] if isinstance(tree, dict) else ():
         numbers = [number for v in (value if isinstance(value, list) else [value]) if (number := finite(v)) is not None]

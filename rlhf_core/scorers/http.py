@@ -71,7 +71,7 @@ class HttpScorer:
         self._known: dict[str, str] = {}  # what the service said of itself
 
     def __call__(self, items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:
-        """One score per item (NaN: not scored), and means of what the service measured."""
+        """Return one score per item (NaN: not scored), and means of what the service measured."""
         found = asyncio.run(self._score(items))
         for reason, count in found.missing.values():
             self._report(reason, count=count)

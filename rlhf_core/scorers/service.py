@@ -84,7 +84,7 @@ class Service:
                     group.create_task(coroutine)
 
     def said(self, content: bytes) -> str:
-        """The beginning of a body for messages, without the key, which a service may repeat."""
+        """Return the beginning of a body for messages, without the key, which a service may repeat."""
         text = content.decode("utf-8", "replace")
         return shown(text if self._key is None else text.replace(self._key, "***"))
 
@@ -178,7 +178,7 @@ class Exchange:
 
 
 def read_key(config: ScorerConfig) -> str | None:
-    """The service's key; None if the scorer names none.
+    """Return the service's key; None if the scorer names none.
 
     Raises:
         ValueError: there is no key where the scorer says.
@@ -201,13 +201,13 @@ def read_key(config: ScorerConfig) -> str | None:
 
 
 def proxy_for(url: str) -> str | None:
-    """The proxy that environment variables name for this address; none for this machine."""
+    """Return the proxy that environment variables name for this address; none for this machine."""
     parts = urlsplit(url)
     return None if parts.hostname in LOOPBACK or proxy_bypass(parts.netloc) else getproxies().get(parts.scheme)
 
 
 async def read_at_most(response: aiohttp.ClientResponse, limit: int, where: str) -> bytes:
-    """The whole body.
+    """Return the whole body.
 
     Raises:
         MayPass: it is larger; the rest isn't read.

@@ -234,7 +234,7 @@ def length(item: ScoreItem, config: ScorerConfig) -> float:
 
 
 def environment(item: ScoreItem, config: ScorerConfig) -> float:
-    """What rl.environment gave: the number that `play` returned, and chat.reward's."""
+    """Return what rl.environment gave: the number that `play` returned, and chat.reward's."""
     score = item.metadata.get("environment")
     if score is None:
         raise ValueError("play returned None, and called no chat.reward")

@@ -20,12 +20,12 @@ def step_file(folder: Path, step: int) -> Path:
 
 
 def step_files(folder: Path) -> dict[int, Path]:
-    """The saved steps of a job's folder, in order."""
+    """Return the saved steps of a job's folder, in order."""
     return {int(path.stem.removeprefix("rollouts-")): path for path in sorted(folder.glob("rollouts-*.parquet"))}
 
 
 def read_rollouts(folder: Path) -> pa.Table:
-    """All saved rollouts in a job's folder; without any, a table without rows."""
+    """Return all saved rollouts in a job's folder; without any, a table without rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

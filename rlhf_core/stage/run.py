@@ -394,7 +394,7 @@ def check_gate(gate: dict[str, Any]) -> str | None:
 
 
 def check_gate_of_judges(gate: dict[str, Any], key: str, scorers: Sequence[ScorerConfig]) -> str | None:
-    """The same for the rewarded language models that judge among the scorers at `key`."""
+    """Return the same for the rewarded language models that judge among the scorers at `key`."""
     names = [f"{key}.{scorer.name}" for scorer in scorers if scorer.is_rewarded_judge]
     verdicts = {judge["key"]: judge for judge in gate["llm_judges"]} if names else {}
     for name in names:

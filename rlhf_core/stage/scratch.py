@@ -299,7 +299,7 @@ def journal_of(scratch: Path, *, kept: bool) -> Path:
 
 
 def is_recorded(scratch: Path) -> bool:
-    """Whether a journal has all that this work needs, so that no engine is needed."""
+    """Return whether a journal has all that this work needs, so that no engine is needed."""
     return (journal_of(scratch, kept=True) / RECORDED).exists()
 
 

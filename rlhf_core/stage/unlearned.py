@@ -15,7 +15,7 @@ REWARD = "reward"
 
 
 def unlearned(section: str, metrics: Mapping[str, Any], params: Params) -> str | None:
-    """A sentence on training that taught nothing or hardly anything, with the usual remedies; None if it taught something.
+    """Return a sentence on training that taught nothing or hardly anything, with the usual remedies; None if it taught something.
 
     Nothing: the interval of the fall in held-out loss below an untrained model's doesn't lie above 0, and that of the held-out accuracy not
     above 0.5. Hardly anything: the loss has changed by less than LITTLE of the untrained model's, with all of its interval.

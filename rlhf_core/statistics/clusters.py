@@ -111,7 +111,7 @@ def share_interval(points: np.ndarray, clusters: np.ndarray, confidence: float) 
 
 
 def accuracy_needed(threshold: float, n_effective: float, confidence: float) -> float:
-    """The share whose interval begins at the threshold.
+    """Return the share whose interval begins at the threshold.
 
     Wilson's lower end is where p - threshold = z sqrt(threshold (1 - threshold) / n).
 
@@ -160,7 +160,7 @@ def difference_interval(differences: np.ndarray, clusters: np.ndarray, confidenc
 
 
 def bootstrap(statistic: Callable[[np.ndarray], float], clusters: np.ndarray, *, draws: int = DRAWS) -> np.ndarray:
-    """The statistic on `draws` resamples of as many clusters, drawn with replacement; equal clusters always give equal draws.
+    """Return the statistic on `draws` resamples of as many clusters, drawn with replacement; equal clusters always give equal draws.
 
     Source: Davison and Hinkley 1997, Bootstrap Methods and their Application, section 3.8
 

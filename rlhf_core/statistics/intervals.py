@@ -265,7 +265,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def detectable_difference(low: float, high: float, confidence: float, *, tests: int = 1) -> float:
-    """The true difference that such a sample detects with probability POWER, with Bonferroni's correction for `tests`.
+    """Return the true difference that such a sample detects with probability POWER, with Bonferroni's correction for `tests`.
 
     (z(1 - a / 2 tests) + z(POWER)) * s, a = 1 - confidence and s the standard error from the interval's width.
     """
@@ -275,7 +275,7 @@ def detectable_difference(low: float, high: float, confidence: float, *, tests: 
 
 
 def detectable_mean_difference(low: float, high: float, n: int, confidence: float, *, tests: int = 1) -> float:
-    """The true mean of n values that Student's interval detects with probability POWER, from the noncentral t distribution.
+    """Return the true mean of n values that Student's interval detects with probability POWER, from the noncentral t distribution.
 
     The true mean, in standard errors, at which a t statistic with n - 1 degrees of freedom is above its critical value with probability
     POWER. Source: Owen 1965, https://doi.org/10.1093/biomet/52.3-4.437

@@ -50,7 +50,7 @@ POLICY_HERE = Choice()
 
 
 def refusing(command: Callable[..., int]) -> Callable[..., int]:
-    """The command, which prints why it refuses."""
+    """Return the command, which prints why it refuses."""
 
     @wraps(command)
     def run(*arguments: Any, **options: Any) -> int:

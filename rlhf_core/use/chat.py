@@ -130,7 +130,7 @@ def chat(partners: list[Partner], lines: Iterable[str], out: TextIO, notes: Text
 
 
 def introduction(partners: list[Partner], sampling: SamplingSettings) -> str:
-    """What chat prints before the first message."""
+    """Return what chat prints before the first message."""
     contexts = ", ".join(f"{partner.name} {partner.context}" for partner in partners)
     return (
         f"Context in tokens, all messages and answers together: {contexts}; an answer has at most {sampling.max_new_tokens}. "

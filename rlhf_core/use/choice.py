@@ -39,7 +39,7 @@ class Chosen:
 
 
 def choose(*, run: str | None = None, model: Path | None = None, version: str | None = None) -> Chosen:
-    """The chosen model; by default the policy of the current folder. At most one argument may be given.
+    """Return the chosen model; by default the policy of the current folder. At most one argument may be given.
 
     Raises:
         ConfigError: there is no such model.
@@ -64,7 +64,7 @@ def choose(*, run: str | None = None, model: Path | None = None, version: str | 
 
 
 def beside(chosen: Chosen, other: str) -> Chosen:
-    """The second model of a chat: `sft`, models/sft of the chosen model's run, or a folder.
+    """Return the second model of a chat: `sft`, models/sft of the chosen model's run, or a folder.
 
     Raises:
         ConfigError: there is no such model.
@@ -79,7 +79,7 @@ def beside(chosen: Chosen, other: str) -> Chosen:
 
 
 def reward_class(chosen: Chosen) -> str | None:
-    """The model's class, if it is one that scores text; None: it generates text."""
+    """Return the model's class, if it is one that scores text; None: it generates text."""
     kinds = [str(kind) for kind in read_settings(chosen.folder, "config.json").get("architectures") or []]
     return kinds[0] if kinds and all(kind.endswith("ForSequenceClassification") for kind in kinds) else None
 
@@ -95,7 +95,7 @@ def check_language_model(chosen: Chosen) -> None:
 
 
 def context_length(chosen: Chosen, wanted: int | None, *, trust_remote_code: bool) -> int:
-    """The longest conversation in tokens, answers included.
+    """Return the longest conversation in tokens, answers included.
 
     Raises:
         ConfigError: `wanted` exceeds the model's positions.
@@ -107,13 +107,13 @@ def context_length(chosen: Chosen, wanted: int | None, *, trust_remote_code: boo
 
 
 def saved_dtype(chosen: Chosen, *, trust_remote_code: bool) -> str:
-    """The dtype of the model's files, in which it is also run; float32 if unknown."""
+    """Return the dtype of the model's files, in which it is also run; float32 if unknown."""
     found = str(_text_config(chosen, trust_remote_code).get("dtype")).removeprefix("torch.")
     return found if found in _DTYPES else "float32"
 
 
 def head_width(chosen: Chosen, *, trust_remote_code: bool) -> int | None:
-    """The size of an attention head; None if the model's configuration names none."""
+    """Return the size of an attention head; None if the model's configuration names none."""
     config = _text_config(chosen, trust_remote_code)
     width, heads = config.get("hidden_size"), config.get("num_attention_heads")
     return config.get("head_dim") or (width // heads if width and heads else None)
@@ -156,7 +156,7 @@ def _checked(found: Chosen) -> Chosen:
 
 
 def _project_of(folder: Path) -> Path | None:
-    """The run or checkout that contains a model's folder."""
+    """Return the run or checkout that contains a model's folder."""
     parents = folder.absolute().parents
     return next((p for p in parents[1:4] if (p / "dvc.yaml").is_file() and (p / "params.yaml").is_file()), None)
 
@@ -168,5 +168,5 @@ def _runs_here() -> str:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The content of a JSON file; None if it doesn't exist."""
+    """Return the content of a JSON file; None if it doesn't exist."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

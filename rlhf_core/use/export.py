@@ -62,7 +62,7 @@ def export(chosen: Chosen, folder: Path, *, root: Path = Path()) -> Path:
 
 
 def _source(chosen: Chosen, root: Path) -> tuple[str | None, READ]:
-    """The commit of the model's run (None if unknown) and a reader of the run's files. A version's files come from its commit."""
+    """Return the commit of the model's run (None if unknown) and a reader of the run's files. A version's files come from its commit."""
     if "@" in chosen.name and chosen.project is None:
         commit = _git(root, "rev-parse", "--verify", f"refs/tags/{chosen.name}^{{commit}}")
         return commit, lambda path: _git(root, "show", f"{commit}:{path}", strip=False) if commit else None
@@ -117,7 +117,7 @@ def _external_inputs(stages: dict[str, Any], path: str) -> Iterator[str]:
 
 
 def _of_this_model(stages: dict[str, Any], path: str, md5: str, metrics: str, read: READ) -> dict[str, Any] | None:
-    """A metrics file if dvc.lock has a stage that read this model and wrote exactly this file, else None."""
+    """Return a metrics file if dvc.lock has a stage that read this model and wrote exactly this file, else None."""
     for stage in stages.values():
         deps = {dep["path"]: dep["md5"] for dep in stage.get("deps", [])}
         outs = {out["path"]: out["md5"] for out in stage.get("outs", [])}
@@ -179,7 +179,7 @@ def _figure(value: Any) -> str:
 
 
 def _git(root: Path, *command: str, strip: bool = True) -> str | None:
-    """The output of a git command; None if it failed or git isn't installed."""
+    """Return the output of a git command; None if it failed or git isn't installed."""
     process_options = {"cwd": root, "env": without_git_places(), "timeout": GIT_SECONDS, "encoding": "utf-8"}
     try:
         done = subprocess.run(["git", *command], **process_options, capture_output=True, text=True, check=False)

@@ -144,7 +144,7 @@ class RewardService:
         return [self._fitting(lambda text=text: self._completed(text)) for text in texts]
 
     def _completed(self, text: str) -> list[int]:
-        """Ids of a rendered conversation. What the template writes after a turn's end is added: no sampled response has it."""
+        """Return ids of a rendered conversation. What the template writes after a turn's end is added: no sampled response has it."""
         ids, (trained, after) = self._model.tokenizer(text, add_special_tokens=False)["input_ids"], self._end
         return [*ids, *after] if trained and tuple(ids[-len(trained) :]) == trained else ids
 
@@ -208,7 +208,7 @@ def serve_rewards(chosen: Chosen, settings: ServerSettings, out: TextIO, *, key_
 
 
 def curl(settings: ServerSettings, key_variable: str | None) -> str:
-    """A shell command with an example request. The key stays in its environment variable."""
+    """Return a shell command with an example request. The key stays in its environment variable."""
     body = {"version": VERSION, "items": [{"messages": [{"role": "user", "content": "Hello"}], "response": "Hello to you."}]}
     key = "" if key_variable is None else f' -H "Authorization: Bearer ${key_variable}"'
     return f"curl {settings.address}/score -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"

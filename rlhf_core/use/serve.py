@@ -74,7 +74,7 @@ def serve(settings: ServerSettings, out: TextIO, *, key_variable: str | None) ->
 
 
 def curl(settings: ServerSettings, key_variable: str | None) -> str:
-    """A shell command with an example request. The key stays in its environment variable."""
+    """Return a shell command with an example request. The key stays in its environment variable."""
     body = {"model": settings.name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}
     key = "" if key_variable is None else f' -H "Authorization: Bearer ${key_variable}"'
     return f"curl {settings.address}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"

@@ -62,7 +62,7 @@ class FrozenModel:
 
     @torch.no_grad()
     def whole(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight of the module; of a sharded one a copy of all ranks' shares, for which every rank calls this."""
+        """Return a weight of the module; of a sharded one a copy of all ranks' shares, for which every rank calls this."""
         if not self.sharded:
             return weight
         import deepspeed

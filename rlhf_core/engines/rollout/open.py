@@ -147,7 +147,7 @@ class RolloutActor:
         return samples
 
     def look(self, call: int, end: bool) -> bool:
-        """Whether the due responses of a call of `advance` have ended. In another thread than that call.
+        """Return whether the due responses of a call of `advance` have ended. In another thread than that call.
 
         Args:
             end: tell the call to end with them.

@@ -80,7 +80,7 @@ class Condition:
     functions: Mapping[str, Callable[..., Any]]
 
     def expressions(self) -> list[str]:
-        """The parts that the sandbox computes: all that isn't a literal, a comparison, arithmetic or one of the functions."""
+        """Return the parts that the sandbox computes: all that isn't a literal, a comparison, arithmetic or one of the functions."""
         return _expressions(self.test, self.functions)
 
     def holds(self, values: Mapping[str, Any]) -> bool:
@@ -101,13 +101,13 @@ class Asserts:
         return list(dict.fromkeys(e for condition in self.conditions for e in condition.expressions()))
 
     def passed(self, values: Mapping[str, Any]) -> list[bool]:
-        """Whether each condition holds for values by expression. A missing value fails it."""
+        """Return whether each condition holds for values by expression. A missing value fails it."""
         return [condition.holds(values) for condition in self.conditions]
 
 
 @lru_cache(maxsize=128)
 def read_cases(label: str) -> tuple[InputOutput, ...] | Asserts:
-    """The tests of a label.
+    """Return the tests of a label.
 
     Raises:
         ValueError: it has none, or none of the known forms.
@@ -156,7 +156,7 @@ def _inputs_outputs(content: dict[str, Any]) -> tuple[InputOutput, ...]:
 
 
 def _text(value: Any) -> str:
-    """A text, or the text of a list of lines."""
+    """Return a text, or the text of a list of lines."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):
@@ -203,7 +203,7 @@ def _check_constants(node: ast.expr, functions: Mapping[str, Callable[..., Any]]
 
 
 def _parts(node: ast.AST, functions: Mapping[str, Any]) -> list[ast.expr] | None:
-    """The operands of an expression that is computed here; None: the sandbox computes it."""
+    """Return the operands of an expression that is computed here; None: the sandbox computes it."""
     match node:
         case ast.Constant():
             return []
@@ -257,7 +257,7 @@ def _value(node: ast.expr, values: Mapping[str, Any], functions: Mapping[str, Ca
 
 
 def _computed(kind: type, left: Any, right: Any) -> Any:
-    """An operation whose result can't be huge."""
+    """Return an operation whose result can't be huge."""
     numbers = [value for value in (left, right) if isinstance(value, int | float)]
     if kind is ast.Mult and len(numbers) == 1:
         (times,) = numbers
@@ -272,7 +272,7 @@ def _computed(kind: type, left: Any, right: Any) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """The value that `driver.encoded` wrote.
+    """Return the value that `driver.encoded` wrote.
 
     Raises:
         ValueError, TypeError: a program forged it, and it is no value.

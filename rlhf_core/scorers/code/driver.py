@@ -9,7 +9,7 @@ import os
 
 
 def encoded(value):
-    """The value as JSON that `cases.decoded` reads. Of other objects it says whether they are true."""
+    """Return the value as JSON that `cases.decoded` reads. Of other objects it says whether they are true."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int | float):

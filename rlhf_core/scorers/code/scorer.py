@@ -36,7 +36,7 @@ class Verdict:
 
 
 def program_of(response: str) -> str | None:
-    """The content of the last fenced code block; None: it has none that is closed."""
+    """Return the content of the last fenced code block; None: it has none that is closed."""
     blocks = _BLOCK.findall(response)
     return blocks[-1][1] if blocks else None
 
@@ -78,7 +78,7 @@ class CodeScorer:
         return float(verdict.passed == 1) if self._all else verdict.passed
 
     def _judged(self, program: str | None, label: str | None, until: float) -> Verdict | str:
-        """A verdict, or why there is none."""
+        """Return a verdict, or why there is none."""
         if label is None:
             return "the prompt has no label with tests"
         try:
@@ -122,7 +122,7 @@ class CodeScorer:
         return _by_asserts(program, cases, run) if isinstance(cases, Asserts) else self._by_outputs(program, cases, run)
 
     def _by_outputs(self, program: str, cases: tuple[InputOutput, ...], run: Callable[..., Outcome]) -> Verdict:
-        """One run for each input; after a run that takes too long the rest fail."""
+        """Return one run for each input; after a run that takes too long the rest fail."""
         passed = 0
         for case in cases:
             outcome = run({"program.py": program}, case.stdin)
@@ -134,7 +134,7 @@ class CodeScorer:
 
 
 def _by_asserts(program: str, cases: Asserts, run: Callable[..., Outcome]) -> Verdict:
-    """One run for all of them."""
+    """Return one run for all of them."""
     expressions = json.dumps([cases.setup, cases.expressions()])
     outcome = run({"driver.py": _DRIVER, "program.py": program, "expressions.json": expressions})
     values = {}

@@ -32,7 +32,7 @@ class BudgetSpent(ValueError):
 
 
 def question_key(request: dict[str, Any], url: str) -> str:
-    """A hash of all that an answer depends on."""
+    """Return a hash of all that an answer depends on."""
     return hashlib.sha256(json.dumps([url, request], sort_keys=True).encode()).hexdigest()[:32]
 
 

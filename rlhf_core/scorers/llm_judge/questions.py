@@ -65,7 +65,7 @@ class Questions:
         self._config, self._instructions = config, instructions or DEFAULTS[config.mode]
 
     def on_response(self, messages: Sequence[Message], response: str, label: str | None, *, again: bool = False) -> Question:
-        """The question of the modes pointwise and rubric.
+        """Return the question of the modes pointwise and rubric.
 
         Args:
             again: the same in another order, for a judge's consistency.
@@ -83,7 +83,7 @@ class Questions:
         return self._question(data, _criteria_schema(list(weights)), partial(_weighted_share, weights=weights), listed)
 
     def on_pair(self, messages: Sequence[Message], first: str, second: str, *, again: bool = False) -> Question:
-        """The question which of two responses is better. Its verdict is 1 for the first, 0 for the second, 0.5 for a tie."""
+        """Return the question which of two responses is better. Its verdict is 1 for the first, 0 for the second, 0.5 for a tie."""
         data = {"conversation": _conversation(messages), "responses": {FIRST: first, SECOND: second}}
         return self._question(_in_order(data, again), _PAIR_SCHEMA, _better)
 
@@ -102,12 +102,12 @@ _FORMS = {
 
 
 def as_data(tree: Any) -> str:
-    """One line of JSON which contains nothing that a chat template could take for a special token; json.loads gives `tree` again."""
+    """Return one line of JSON which contains nothing that a chat template could take for a special token; json.loads gives `tree` again."""
     return SPECIAL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(tree, ensure_ascii=False))
 
 
 def criteria_of(label: str | None) -> list[Criterion]:
-    """The criteria in a row's label, a JSON list of objects with `criterion` and perhaps `weight`.
+    """Return the criteria in a row's label, a JSON list of objects with `criterion` and perhaps `weight`.
 
     Raises:
         ValueError: there are none.
@@ -125,7 +125,7 @@ def criteria_of(label: str | None) -> list[Criterion]:
 
 
 def answer_object(text: str) -> dict[str, Any]:
-    """The object that an answer consists of. Thoughts before it, in <think>, and a code fence around it are left out.
+    """Return the object that an answer consists of. Thoughts before it, in <think>, and a code fence around it are left out.
 
     Raises:
         ValueError: there is something else, or a key twice.
@@ -161,7 +161,7 @@ def _in_order(tree: dict[str, Any], again: bool) -> dict[str, Any]:
 
 
 def _schema(name: str, values: dict[str, Any]) -> dict[str, Any]:
-    """The reason comes first, so that the judge thinks before it decides."""
+    """Return a schema in which the reason comes first, so that the judge thinks before it decides."""
     properties = {"reason": {"type": "string"}, name: values}
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
@@ -201,7 +201,7 @@ def _better(found: dict[str, Any]) -> float:
 
 
 def _only(found: dict[str, Any], name: str) -> Any:
-    """The value of `name`, beside which there may be a reason only."""
+    """Return the value of `name`, beside which there may be a reason only."""
     if name not in found or found.keys() - {name, "reason"}:
         raise ValueError(f"it has other keys than `reason` and `{name}`: {shown(', '.join(found), 100)}")
     return found[name]

@@ -119,7 +119,7 @@ class LlmJudge:
         return {"name": self._model}
 
     def ask(self, questions: Sequence[Question], *, seed: int = 0, seconds: float | None = None, anew: bool = False) -> list[Verdict]:
-        """A verdict on each question, equal ones asked once.
+        """Return a verdict on each question, equal ones asked once.
 
         Args:
             seconds: for all of them; None: as `in_time` says. anew: ask what is known too.
@@ -251,7 +251,7 @@ def combined(values: Sequence[float]) -> float:
 
 
 def read_template(config: ScorerConfig) -> str | None:
-    """The instructions in the scorer's file; None without one.
+    """Return the instructions in the scorer's file; None without one.
 
     Raises:
         ValueError: they can't be read.

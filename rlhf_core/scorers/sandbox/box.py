@@ -144,7 +144,7 @@ class Sandbox:
 
 
 def remedy() -> str:
-    """What to allow, by what the kernel says that it forbids."""
+    """Return what to allow, by what the kernel says that it forbids."""
     todo = [advice for path, (value, advice) in _FORBIDDING.items() if _content(path) == value]
     if "\nSeccomp:\t2\n" in _content("/proc/self/status", strip=False):
         todo.append(_UNCONFINED)

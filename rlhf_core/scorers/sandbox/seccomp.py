@@ -95,7 +95,7 @@ _CLONE_THREAD = 0x00010000
 
 
 def seccomp_program(machine: str | None = None) -> bytes:
-    """The filter as an array of struct sock_filter.
+    """Return the filter as an array of struct sock_filter.
 
     Raises:
         OSError: the machine's system calls aren't known here.

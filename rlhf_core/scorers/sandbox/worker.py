@@ -42,12 +42,12 @@ _NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | k
 
 
 def interpreter() -> str:
-    """The interpreter without its virtual environment: programs have the standard library."""
+    """Return the interpreter without its virtual environment: programs have the standard library."""
     return os.path.realpath(sys._base_executable)
 
 
 def visible_paths() -> list[str]:
-    """What programs can read: libraries and the interpreter's installation."""
+    """Return what programs can read: libraries and the interpreter's installation."""
     homes = [os.path.realpath(path) for path in (sys.base_prefix, sys.base_exec_prefix, os.path.dirname(interpreter()))]
     roots = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache"]
     for home in sorted(homes):
@@ -85,7 +85,7 @@ def enter() -> int:
 
 
 def _build_as_root() -> bool:
-    """Whether the root could be built with root's rights, which reach interpreters in folders that are closed to others."""
+    """Return whether the root could be built with root's rights, which reach interpreters in folders that are closed to others."""
     try:
         kernel.unshare(kernel.CLONE_NEWNS)
     except PermissionError:

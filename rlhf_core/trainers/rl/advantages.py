@@ -78,7 +78,7 @@ def compute_advantages(batch: RolloutBatch, rl: RlConfig, normalizer: RewardNorm
 
 
 def without_reward(batch: RolloutBatch, rl: RlConfig) -> tuple[TrainBatch, Metrics]:
-    """The batch of a policy that learns from teachers alone: advantages are 0, and no length penalty applies.
+    """Return the batch of a policy that learns from teachers alone: advantages are 0, and no length penalty applies.
 
     With rl.reward.mask_truncated a truncated response is masked.
     """
@@ -112,7 +112,7 @@ def _train_batch(
 
 
 def _named(function: Callable[..., Any], quantities: dict[str, Any]) -> dict[str, Any]:
-    """The quantities that a function's parameters name."""
+    """Return the quantities that a function's parameters name."""
     return {name: quantities[name] for name in inspect.signature(function).parameters if name in quantities}
 
 

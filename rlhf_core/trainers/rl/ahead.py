@@ -56,7 +56,7 @@ class Admitted:
         return replace(self, position=position, rollouts=rollouts)
 
     def open(self, rl: RlConfig, steps: Iterable[int]) -> list[Place]:
-        """The rollouts of these steps that haven't ended."""
+        """Return the rollouts of these steps that haven't ended."""
         limit, known = rl.rollout.max_new_tokens, [step for step in steps if step in self.rollouts and step > self.complete]
         growing = [(s, i) for s in known for i, r in enumerate(self.rollouts[s]) if not r.finished and r.num_tokens < limit]
         return [(s, i) for s, i in growing if self.rollouts[s][i].dialogue is None]
@@ -71,7 +71,7 @@ class Admitted:
 
 
 def state_of(admitted: Admitted, *, since: int) -> dict[str, Any]:
-    """The rollouts of steps from `since` on, as JSON has them, but for rollouts, which `json` gets by `vars`."""
+    """Return the rollouts of steps from `since` on, as JSON has them, but for rollouts, which `json` gets by `vars`."""
     return vars(admitted) | {"rollouts": {step: rows for step, rows in admitted.rollouts.items() if step >= since}}
 
 
@@ -81,7 +81,7 @@ def begun(prompts: Sequence[Prompt], group_size: int) -> list[Rollout]:
 
 
 def extended(rollout: Rollout, sample: Sample) -> Rollout:
-    """A rollout with the tokens that an engine has added. Those of one version in a row are one span."""
+    """Return a rollout with the tokens that an engine has added. Those of one version in a row are one span."""
     spans = list(rollout.spans)
     if spans and sample.response_ids and spans[-1].version == sample.version:
         last = spans.pop()
@@ -92,7 +92,7 @@ def extended(rollout: Rollout, sample: Sample) -> Rollout:
 
 
 def request(rollout: Rollout, seed: int, limit: int) -> Request:
-    """The request that continues a rollout.
+    """Return the request that continues a rollout.
 
     Args:
         seed: of the whole rollout.
@@ -122,7 +122,7 @@ class RolloutsAhead:
         self._short: tuple[list[Rollout], Dealt] | None = None
 
     def draw(self, stream: PromptStream, start: int, count: int, *, step: int, turn: int = 0) -> list[Rollout]:
-        """The rollouts of a step, or in further turns of `count` more prompts for it.
+        """Return the rollouts of a step, or in further turns of `count` more prompts for it.
 
         Args:
             start: position in the prompt stream at which a run begins that has no rollouts yet.

@@ -165,7 +165,7 @@ def resample_groups(
 
 
 def have_variance(rollouts: list[Rollout], components: RewardComponents, rl: RlConfig, normalizer: RewardNormalizer) -> list[bool]:
-    """Whether at least two different responses of each group have different rewards; masked responses don't count.
+    """Return whether at least two different responses of each group have different rewards; masked responses don't count.
 
     The rewards are normalised, clipped and less the length penalties, but not less the KL, which differs between almost any two responses.
     Equal responses count once: their scores may differ by rounding.

@@ -34,11 +34,11 @@ class Curriculum:
         self.step = 0  # steps done
 
     def draws(self, prompt: Prompt, position: int) -> bool:
-        """Whether the prompt at this position of the stream is drawn, and not passed over."""
+        """Return whether the prompt at this position of the stream is drawn, and not passed over."""
         return prompt.id not in self.seen or np.random.default_rng([self._seed, 3, position]).random() < self.share(prompt.id)
 
     def share(self, prompt_id: str) -> float:
-        """The share of its turns in which the prompt is drawn."""
+        """Return the share of its turns in which the prompt is drawn."""
         chance = mixed_chance(*(PRIOR + count for count in self._counts(prompt_id)), self._group_size)
         return min(1.0, max(self._config.floor, chance / self._unseen))
 
@@ -63,7 +63,7 @@ class Curriculum:
         }
 
     def _groups(self, rollouts: Sequence[Rollout], components: RewardComponents) -> list[tuple[str, list[bool]]]:
-        """Each group's prompt, and of its scored responses whether they succeed."""
+        """Return each group's prompt, and of its scored responses whether they succeed."""
         scores = weighted_score(components, self._scorers) if self._config.scorer == "score" else components[self._config.scorer]
         pairs = list(zip(rollouts, scores.tolist(), strict=True))
         groups = [pairs[i : i + self._size] for i in range(0, len(pairs), self._size)]
@@ -77,7 +77,7 @@ class Curriculum:
 
 
 def mixed_chance(successes: float, failures: float, group_size: int) -> float:
-    """The chance that a group of samples isn't all successes or all failures, with success ~ Beta(successes, failures).
+    """Return the chance that a group of samples isn't all successes or all failures, with success ~ Beta(successes, failures).
 
     1 - E[s^n] - E[(1 - s)^n],   E[s^n] = prod over i < n of (a + i) / (a + b + i)
     """

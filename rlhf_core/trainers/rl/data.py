@@ -20,7 +20,7 @@ from rlhf_core.types import Baseline, OldLogprobs, Prompt, RewardComponents, Rol
 
 
 def read_prompts(job: RlJob, split: Split) -> list[Prompt]:
-    """The prompts of a split that leave room for `rollout.max_new_tokens`, in file order.
+    """Return the prompts of a split that leave room for `rollout.max_new_tokens`, in file order.
 
     Raises:
         ValueError: no prompt does.
@@ -73,11 +73,11 @@ class PromptStream:
         self._sources = SourceDraws([weights.get(name, 1.0) for name in sorted(by_source)], seed=seed) if weights else None
 
     def take(self, start: int, count: int) -> list[Prompt]:
-        """The next `count` prompts from the position `start` on."""
+        """Return the next `count` prompts from the position `start` on."""
         return self._draw(start, count)[0]
 
     def after(self, start: int, count: int) -> int:
-        """The position behind the prompts that `take` returns."""
+        """Return the position behind the prompts that `take` returns."""
         return self._draw(start, count)[1]
 
     def _draw(self, start: int, count: int) -> tuple[list[Prompt], int]:
@@ -98,7 +98,7 @@ class PromptStream:
         return drawn, position
 
     def _at(self, start: int, count: int) -> list[Prompt]:
-        """The prompts at `count` positions from `start` on."""
+        """Return the prompts at `count` positions from `start` on."""
         if self._sources is None:
             (pool,) = self._pools
             return self._of_pool(pool, start, count)
@@ -118,7 +118,7 @@ class PromptStream:
         return ordered[start - first * size :][:count]
 
     def _pass(self, pool: list[Prompt], number: int) -> list[Prompt]:
-        """All prompts of a pool, by difficulty."""
+        """Return all prompts of a pool, by difficulty."""
         permuted = [pool[i] for i in stream_indices(number * len(pool), len(pool), num_examples=len(pool), seed=self._seed)]
         return sorted(permuted, key=lambda prompt: self._difficulties[prompt.id])
 

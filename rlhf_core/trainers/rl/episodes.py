@@ -139,7 +139,7 @@ class _Table:
                 episodes.start(place, self._rollouts[place])
 
     def playing(self, step: int | None = None) -> list[Place]:
-        """The episodes that haven't ended; of a step, or of all."""
+        """Return the episodes that haven't ended; of a step, or of all."""
         return [place for place, rollout in self._rollouts.items() if rollout.dialogue is None and step in (None, place[0])]
 
     def admitted(self, *, complete: int) -> Admitted:
@@ -147,7 +147,7 @@ class _Table:
         return replace(self._before, rollouts=rollouts, complete=complete)
 
     def wait(self, places: Sequence[Place]) -> dict[Place, Asked]:
-        """The replies that these episodes ask for; those that don't have ended."""
+        """Return the replies that these episodes ask for; those that don't have ended."""
         found: dict[Place, Asked] = {}
         while places:
             further, places = self._note(*self._episodes.wait(places))
@@ -155,11 +155,11 @@ class _Table:
         return found
 
     def poll(self, places: Sequence[Place], seconds: float) -> dict[Place, Asked]:
-        """The replies that these episodes ask for by now; if none does, waits for one so long."""
+        """Return the replies that these episodes ask for by now; if none does, waits for one so long."""
         return self._note(*self._episodes.poll(places, seconds))[0]
 
     def _note(self, asked: dict[Place, Asked], ended: dict[Place, Rollout]) -> tuple[dict[Place, Asked], list[Place]]:
-        """The replies that are asked for, and the places of those that an interrupted run had already, which get them."""
+        """Return the replies that are asked for, and the places of those that an interrupted run had already, which get them."""
         for place, rollout in (ended | {place: one.so_far for place, one in asked.items()}).items():
             self._rollouts[place] = resumed(self._rollouts[place], rollout)
         full = [place for place, one in asked.items() if self._is_complete(place, one)]
@@ -201,7 +201,7 @@ class _Table:
 
 
 def resumed(before: Rollout, now: Rollout) -> Rollout:
-    """An episode that asks for a reply or has ended, with the tokens that this reply has already.
+    """Return an episode that asks for a reply or has ended, with the tokens that this reply has already.
 
     Args:
         before: as it was known.    now: as `play` has it.
@@ -228,7 +228,7 @@ def settle(future: Future[Any], work: Callable[[], Any]) -> None:
 
 
 def in_background(work: Callable[[], Any]) -> Future[Any]:
-    """What a function returns or raises in a thread, which doesn't keep the process from ending."""
+    """Return what a function returns or raises in a thread, which doesn't keep the process from ending."""
     future: Future[Any] = Future()
     threading.Thread(target=settle, args=(future, work), name="episodes ahead", daemon=True).start()
     return future

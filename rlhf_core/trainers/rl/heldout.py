@@ -66,7 +66,7 @@ def _figures(scores: np.ndarray, passed: np.ndarray | None) -> dict[str, float]:
 
 
 def _share(name: str, points: np.ndarray) -> dict[str, float]:
-    """The mean of points [prompts, trials], NaN left out. Trials of one prompt give pass@1, whether any of them passes pass@k."""
+    """Return the mean of points [prompts, trials], NaN left out. Trials of one prompt give pass@1, whether any of them passes pass@k."""
     prompts = np.broadcast_to(np.arange(len(points))[:, None], points.shape)[np.isfinite(points)]
     if not len(prompts):
         return _with_ends(name, math.nan, (math.nan, math.nan))

@@ -66,7 +66,7 @@ class Journal:
         return next(n for n in itertools.count() if not (self._on and self._path(BATCH, step + n).exists()))
 
     def batch(self, step: int) -> Batch | None:
-        """The batch of a step, counted from 0; None: it is still to be sampled, and what was noted of later steps is forgotten."""
+        """Return the batch of a step, counted from 0; None: it is still to be sampled, and what was noted of later steps is forgotten."""
         tree = self._read(BATCH, step) if self._on else None
         if tree is None:
             self._remove(lambda kind, of: of >= step if kind == BATCH else of > step)
@@ -84,7 +84,7 @@ class Journal:
             self._write(BATCH, step, tree)
 
     def answer(self, kind: str, step: int, ask: Callable[[], Answer]) -> Answer:
-        """The noted answer, as JSON has it, or else what `ask` returns, which is noted.
+        """Return the noted answer, as JSON has it, or else what `ask` returns, which is noted.
 
         Args:
             step: number of steps done.
@@ -151,7 +151,7 @@ class Journal:
 
 
 def tree_of(answers: Answers) -> dict[str, Any]:
-    """The answers as JSON has them, but for rollouts, which `json` gets by `vars`."""
+    """Return the answers as JSON has them, but for rollouts, which `json` gets by `vars`."""
     baseline, drawn = answers.baseline, answers.drawn
     is_plain = len(drawn) == 1 and drawn[0][0] is answers.rollouts
     return {name: getattr(answers, name) for name in ANSWERS} | {
@@ -162,7 +162,7 @@ def tree_of(answers: Answers) -> dict[str, Any]:
 
 
 def answers_of(tree: dict[str, Any]) -> Answers:
-    """The inverse of `tree_of`, of what JSON made of it."""
+    """Return the inverse of `tree_of`, of what JSON made of it."""
     rollouts, components, baseline = _rollouts(tree["rollouts"]), components_of(tree["components"]), tree["baseline"]
     drawn = [(rollouts, components)]
     if tree["drawn"] is not None:

@@ -162,7 +162,7 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
 
 
 def train_step(run: Run, progress: Progress, stop: Stop, clock: Clock) -> StepResult:
-    """One step of the loop, up to the weight sync.
+    """Return one step of the loop, up to the weight sync.
 
     Raises:
         StepAbandoned: SIGTERM while the rollouts were collected, which changes no state.
@@ -356,12 +356,12 @@ def export(job: RlJob, workers: Workers, progress: Progress) -> None:
 
 
 def saves_rollouts(progress: Progress, rl: RlConfig) -> bool:
-    """Whether the rollouts of the step that has ended are saved: every so many steps, of the first step and of the last."""
+    """Return whether the rollouts of the step that has ended are saved: every so many steps, of the first step and of the last."""
     return rl.save_rollouts_every is not None and (progress.step == 1 or progress.finished(rl) or is_due(rl.rollouts_every, progress, rl))
 
 
 def trained_rollouts(run: Run, result: StepResult) -> TrainedRollouts:
-    """The step's rollouts with what the update made of them."""
+    """Return the step's rollouts with what the update made of them."""
     batch, rl = result.batch, run.job.rl
     rewards = shaped_rewards(batch.components, batch.finished, batch.lengths, rl, run.normalizer, learn=False)
     return TrainedRollouts(result.collected.rollouts, batch, result.train_batch, result.update.old_logprobs, rewards)
@@ -375,5 +375,5 @@ def log_findings(findings: list[Finding], rl: RlConfig) -> None:
 
 
 def is_due(every: int | None, progress: Progress, rl: RlConfig) -> bool:
-    """Whether what happens every so many steps, and after the last one, happens after this one."""
+    """Return whether what happens every so many steps, and after the last one, happens after this one."""
     return every is not None and (progress.step % every == 0 or progress.is_last(rl))

@@ -195,7 +195,7 @@ def distinct(response_ids: torch.Tensor, response_mask: torch.Tensor, *, n: int)
 
 
 def _ngrams(ids: torch.Tensor, mask: torch.Tensor, *, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A code of each n-gram [B, max(R - n + 1, 0)], equal for equal n-grams only, and whether all of its tokens are unmasked."""
+    """Return a code of each n-gram [B, max(R - n + 1, 0)], equal for equal n-grams only, and whether all of its tokens are unmasked."""
     if ids.shape[1] < n:
         return ids[:, :0], mask[:, :0]
     base = int(ids.max()) + 1

@@ -232,7 +232,7 @@ class TrainerRank:
     # The update
 
     def update(self, minibatches: list[Minibatch], *, kl_coef: float, train_policy: bool) -> RankUpdate:
-        """One optimizer step for each minibatch; see RlUpdate."""
+        """Return one optimizer step for each minibatch; see RlUpdate."""
         graphs, self._graphs = self._graphs, []
         rl, teachers = self._job.rl, self.roles.teachers if self._job.rl.teaches_whole_distributions and train_policy else []
         with in_use([teacher.model for teacher in teachers]):
@@ -273,7 +273,7 @@ class TrainerRank:
         return self.roles.policy(batch).logprobs.float().cpu().tolist()
 
     def weights(self) -> dict[str, torch.Tensor] | None:
-        """The policy's full weights under the names of its Hugging Face folder, on rank 0; None on other ranks."""
+        """Return the policy's full weights under the names of its Hugging Face folder, on rank 0; None on other ranks."""
         state = self.roles.policy.state_dict()
         return checkpoint_names(self.roles.language_model, state) if self._rank == 0 else None
 
@@ -329,7 +329,7 @@ class TrainerRank:
         return checkpoint_names(model, weights)
 
     def policy_weights(self) -> dict[str, PackedTensor] | None:
-        """The policy's full weights under the model's own names, packed for a reference elsewhere; None on ranks other than 0."""
+        """Return the policy's full weights under the model's own names, packed for a reference elsewhere; None on ranks other than 0."""
         state, tied = self.roles.policy.state_dict(), self.roles.language_model.all_tied_weights_keys
         return pack({name: tensor for name, tensor in state.items() if name not in tied}) if self._rank == 0 else None
 

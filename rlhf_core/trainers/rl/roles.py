@@ -212,7 +212,7 @@ def engine_settings(job: RlJob, learning_rate: float, *, steps: int, ema_decay: 
 
 
 def initial_critic(job: RlJob, tokenizer: PreTrainedTokenizerBase, how: dict[str, Any]) -> PreTrainedModel:
-    """The critic by critic_init; the weights of a new head are 0.
+    """Return the critic by critic_init; the weights of a new head are 0.
 
     Args:
         tokenizer: of the policy.

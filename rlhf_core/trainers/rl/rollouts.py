@@ -111,11 +111,11 @@ class RolloutEngines:
         return self._several_each(prompts, self._job.rl.evaluation.samples, step=EVALUATION_STEP)
 
     def generate_for_calibration(self, prompts: Sequence[Prompt]) -> list[Rollout]:
-        """One rollout of each prompt."""
+        """Return one rollout of each prompt."""
         return self._one_each(prompts, request_seeds(self._job.seed, CALIBRATION_STEP, len(prompts)), self.sampling)
 
     def generate_greedy(self, prompts: Sequence[Prompt]) -> list[Rollout]:
-        """The policy's greedy response to each prompt."""
+        """Return the policy's greedy response to each prompt."""
         return self._one_each(prompts, [0] * len(prompts), self.sampling.greedy)
 
     def _several_each(self, prompts: Sequence[Prompt], count: int, *, step: int, turn: int = 0) -> list[Rollout]:
@@ -129,7 +129,7 @@ class RolloutEngines:
         return self._generate(prompts, seeds, sampling, group_size=1)
 
     def _play(self, prompts: Sequence[Prompt], seeds: list[int], sampling: SamplingSettings) -> list[Rollout]:
-        """An episode for each seed, equally many of each prompt."""
+        """Return an episode for each seed, equally many of each prompt."""
 
         def sample(ids: list[list[int]], seeds: list[int], sampling: SamplingSettings) -> list[Sample]:
             rollouts = self._generate([Prompt("", "", [], of_one, None) for of_one in ids], seeds, sampling, group_size=1)
@@ -199,7 +199,7 @@ class RolloutEngines:
         return [list(positions)[rank :: len(self._engines)] for rank in range(len(self._engines))]
 
     def _wait(self, dealt: Dealt) -> list[Any]:
-        """The results of each position."""
+        """Return the results of each position."""
         results = self.recovery.wait_with_weights(dealt.call)
         pairs = zip(dealt.shards, results, strict=True)
         found = {i: result for shard, of_rank in pairs for i, result in zip(shard, of_rank, strict=True)}

@@ -66,11 +66,11 @@ class Progress:
         return replace(self, step=self.step + 1, prompts_drawn=prompts_drawn, kl_coef=coef)
 
     def is_last(self, rl: RlConfig) -> bool:
-        """Whether all steps are done, or rl.max_minutes are over."""
+        """Return whether all steps are done, or rl.max_minutes are over."""
         return self.step == rl.steps or out_of_time(self.seconds, rl.max_minutes)
 
     def finished(self, rl: RlConfig) -> bool:
-        """Whether this step is the last, or a limit ended the run."""
+        """Return whether this step is the last, or a limit ended the run."""
         return self.is_last(rl) or self.monitor.stopped is not None
 
     @property
@@ -79,7 +79,7 @@ class Progress:
         return self.best is not None and self.best.step == self.step
 
     def improves(self, value: float) -> bool:
-        """Whether a policy with this value is better than the best before; at the same value the earlier one stays."""
+        """Return whether a policy with this value is better than the best before; at the same value the earlier one stays."""
         return math.isfinite(value) and (self.best is None or value > self.best.value)
 
     def write(self, path: Path, normalizer: RewardNormalizer) -> None:
@@ -107,7 +107,7 @@ class Progress:
         return cls(**state, best=best and BestPolicy(**{"metric": "", **best}), monitor=monitor)
 
     def resumed(self, rl: RlConfig, names: Collection[str] = ()) -> Progress:
-        """The state for a run that resumes with this configuration; the log says what begins anew.
+        """Return the state for a run that resumes with this configuration; the log says what begins anew.
 
         Args:
             names: fields of the state that mean something else in this run (rlhf_core/stage/carried.py).
@@ -191,7 +191,7 @@ class RunStore:
         return replace(progress, seconds=found.manifest.get("seconds", 0.0))
 
     def of_step(self, step: int) -> Found:
-        """The checkpoint of a step.
+        """Return the checkpoint of a step.
 
         Raises:
             SaveFailed: it is damaged.

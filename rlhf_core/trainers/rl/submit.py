@@ -49,7 +49,7 @@ def check_rewards(rl: RlConfig, gate: dict) -> str | None:
 
 
 def uses_chain_reward_model(rl: RlConfig) -> bool:
-    """Whether the chain's own reward model scores responses, or the critic starts from it."""
+    """Return whether the chain's own reward model scores responses, or the critic starts from it."""
     return rl.critic_starts_from_reward_model or uses_own_reward_model(rl.reward.scorers)
 
 
@@ -96,7 +96,7 @@ def check_teachers(params: Params) -> None:
 
 
 def rl_job(job: RlJob, params: Params, *, root: Path, work: Path) -> Job:
-    """An RL job for the driver.
+    """Return an RL job for the driver.
 
     Args:
         params: of which the driver reads the sections cluster and flow.

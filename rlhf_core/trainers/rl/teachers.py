@@ -22,7 +22,7 @@ class Teacher:
     weight: float
 
     def target(self, batch: TokenBatch, logits: Projection) -> Target:
-        """What the teacher computes for the selected tokens.
+        """Return what the teacher computes for the selected tokens.
 
         Args:
             logits: of its head.
@@ -49,7 +49,7 @@ class Teaching:
         self._teachers = [(teacher, teacher.model.module.projection(teacher.model.whole)) for teacher in teachers]
 
     def divergence(self, batch: TokenBatch) -> Divergence:
-        """The divergence from the teachers at the selected tokens of a micro-batch."""
+        """Return the divergence from the teachers at the selected tokens of a micro-batch."""
         targets = [teacher.target(batch, logits) for teacher, logits in self._teachers]
         return Divergence(self._config.loss, self._config.options, targets)
 

@@ -172,7 +172,7 @@ class RlUpdate:
         return [Microbatch([i for g in part for i in groups[g]], [row for g in part for row in rows[g]]) for part in chosen]
 
     def _tokens(self, part: Microbatch, minibatch: Minibatch) -> TokenBatch:
-        """The sequences of a micro-batch, its trained tokens selected in the order of its rows."""
+        """Return the sequences of a micro-batch, its trained tokens selected in the order of its rows."""
         return token_batch(part.branches, minibatch.batch.response_mask[part.rows], pad_id=self.pad_id).to(self.device)
 
     # Policy
@@ -227,7 +227,7 @@ class RlUpdate:
     def _policy_loss(
         self, batch: TrainBatch, logprobs: torch.Tensor, output: PolicyOutput, minibatch: Minibatch
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """A micro-batch's share of the step's policy loss, KL and entropy terms included; and sums over its tokens."""
+        """Return a micro-batch's share of the step's policy loss, KL and entropy terms included; and sums over its tokens."""
         rl, mask = self.rl, batch.response_mask
         old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         token_loss, stats = POLICY_LOSSES[rl.policy_loss](logprobs, old_logprobs, batch.advantages, mask, **bounds(rl))
@@ -259,7 +259,7 @@ class RlUpdate:
         return sampled_reverse_kl(logprobs, old_logprobs, batch.teacher_logprobs, mask) * batch.importance_weights.where(mask, 0.0)
 
     def _too_far(self, approx_kl_sum: float, num_loss_tokens: int) -> bool:
-        """Whether the minibatch's mean of KL(sampling policy || policy), over all ranks' tokens, is above rl.max_approx_kl."""
+        """Return whether the minibatch's mean of KL(sampling policy || policy), over all ranks' tokens, is above rl.max_approx_kl."""
         limit = self.rl.max_approx_kl
         if limit is None:
             return False
@@ -325,7 +325,7 @@ def numbers(values: dict[str, torch.Tensor]) -> Totals:
 
 
 def bounds(rl: RlConfig) -> dict[str, float | None]:
-    """The arguments of the policy loss that say how far the policy may go from the old one."""
+    """Return the arguments of the policy loss that say how far the policy may go from the old one."""
     if rl.policy_loss == "sapo":
         return rl.sapo.model_dump()
     clip = {"clip_low": rl.clip_low, "clip_high": rl.clip_high}

@@ -363,7 +363,7 @@ class Workers:
 
 
 def open_environment(job: RlJob, tokenizer: PreTrainedTokenizerBase, stops: Collection[int]) -> Environment | None:
-    """The environment of rl.environment; None without one.
+    """Return the environment of rl.environment; None without one.
 
     Raises:
         ValueError: it can't be used.
@@ -408,7 +408,7 @@ def old_logprobs_of(batch: RolloutBatch, plans: list[list[Minibatch]], results: 
 
 
 def save_lost(lost: RoleLost, folder: Path) -> RoleLost:
-    """The loss of a rank during a save, with folder, bytes and what to do."""
+    """Return the loss of a rank during a save, with folder, bytes and what to do."""
     written = bytes_shown(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
     what = f"got {written} of the checkpoint in {folder}; raise checkpoints.save_timeout if the rank is late, or use a faster disk"
     return RoleLost(f"{lost}; {what}", lost.ranks)
