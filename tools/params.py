@@ -46,7 +46,7 @@ def show(key: str, /, *, given: Overrides = NONE_GIVEN, as_json: Json = False) -
         return json.dumps(asdict(found), indent=1, ensure_ascii=False)
     facts = {
         "type": found.kind,
-        "default": "none; it must be given" if found.required else json.dumps(found.default, ensure_ascii=False),
+        "default": "none; params.yaml or a recipe must give it" if found.required else json.dumps(found.default, ensure_ascii=False),
         "value": _value(key, given),
         "reruns": f"{', '.join(found.stages)}; then what depends on their results" if found.stages else "nothing: no result depends on it",
     }

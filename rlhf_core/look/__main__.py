@@ -99,7 +99,7 @@ def look(path: FileOrName, /, *, given: Options = NOTHING_GIVEN) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except (ConfigError, ValueError, OSError) as error:
-        print(f"look: {error}", file=sys.stderr)
+        print(f"data check: {error}", file=sys.stderr)
         return UNDECIDED
 
 

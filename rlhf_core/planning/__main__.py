@@ -54,6 +54,7 @@ def plan(*, arguments: Options = NOTHING_GIVEN) -> int:
         params, overrides = params_of(arguments)
         if arguments.stages:
             return print_stages(params, arguments)
+        require_room(params)
         return print_step(params, overrides, arguments)
     except (ConfigError, ValueError) as error:
         print(error, file=sys.stderr)
@@ -69,8 +70,20 @@ def params_of(arguments: Options) -> tuple[Params, dict[str, Any]]:
         overrides |= of_options
         params = overridden(text, overrides, subject=subject, complete=False)[1]
     if params.model.path is None and params.model.architecture is None:
-        raise ValueError("model: expected --model, or a --recipe that names one, got none; add one of them")
+        raise ValueError("model: expected --model, or --params with a recipe that names one, got none; add one of them")
     return params, overrides
+
+
+def require_room(params: Params) -> None:
+    """Raise ConfigError if responses of RL leave no token for a prompt."""
+    longest, limit = params.rl.rollout.max_new_tokens, params.model.max_length
+    if longest >= limit:
+        method = params.alignment.method
+        hint = "" if method == "rl" else f"; for alignment.method {method}, which has no RL, pass --stages"
+        raise ConfigError(
+            f"rl.rollout.max_new_tokens: expected less than model.max_length, {limit}, got {longest}; "
+            f"lower it, or pass --prompt-length{hint}"
+        )
 
 
 def print_step(params: Params, overrides: dict[str, Any], arguments: Options) -> int:
@@ -152,6 +165,10 @@ def start_of(params: Params, arguments: Options) -> Model | None:
 def notices(params: Params, arguments: Options) -> list[str]:
     """Return notes on where the prediction differs from params.yaml or from the number format of the GPU's figures."""
     found = []
+    if params.alignment.method != "rl":
+        found.append(
+            f"alignment.method: {params.alignment.method} has no RL; the prediction is for alignment.method rl (--stages is for yours)"
+        )
     if params.model.dtype == "float32" and arguments.gpu_flops is None:
         found.append(f"{arguments.gpu}: its FLOP/s are for bfloat16, but the model's dtype is float32; pass --dtype or --gpu-flops")
     room = params.model.max_length - params.rl.rollout.max_new_tokens

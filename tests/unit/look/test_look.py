@@ -227,7 +227,8 @@ def test_what_cannot_be_read_ends_with_2_and_says_where(tmp_path, capsys):
     assert main([str(path)]) == 2
     assert "Invalid control character in column 14; correct it" in capsys.readouterr().err
     assert main([str(tmp_path / "nothing.jsonl")]) == 2
-    assert "got nothing there" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.startswith("data check: ") and "got nothing there" in err
 
 
 @pytest.mark.parametrize(

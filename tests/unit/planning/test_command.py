@@ -138,3 +138,23 @@ def test_usage_names_the_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["__main__.py", "--help"])
     assert main() == 0
     assert capsys.readouterr().out.startswith("Usage: rlhf plan [OPTIONS]")
+
+
+def test_a_plan_without_a_model_names_options_that_exist(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["__main__.py"])
+    assert main() == 2
+    assert "expected --model, or --params with a recipe that names one" in capsys.readouterr().err
+
+
+def test_a_plan_whose_responses_leave_no_room_for_prompts_is_refused(monkeypatch, capsys):
+    command = ["plan", "--params-file", str(PARAMS), "--set", "rl.rollout.max_new_tokens=500", "--set", "alignment.method=dpo"]
+    monkeypatch.setattr(sys, "argv", command)
+    assert main() == 2
+    err = capsys.readouterr().err
+    assert "rl.rollout.max_new_tokens: expected less than model.max_length" in err and "dpo, which has no RL, pass --stages" in err
+
+
+def test_a_plan_of_rl_for_another_method_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plan", "--params-file", str(PARAMS), "--set", "alignment.method=dpo"])
+    assert main() == 0
+    assert "alignment.method: dpo has no RL" in capsys.readouterr().err
