@@ -21,6 +21,7 @@ SCHEMA = Path("params.schema.json")
 METHOD = "${alignment.method}"  # in STAGE_SECTIONS: the section of the method
 METHODS = ("rl", "dpo", "kto", "rejection_sampling", "conditional_sft", "external")
 _ENTRY = re.compile(r"^([a-z_]+(?:, [a-z_]+)*): (.*)$")
+_LATER_ENTRY = re.compile(r"(?<=\. )([a-z_]+(?:, [a-z_]+)*): ")
 
 
 @dataclass(frozen=True)
@@ -92,16 +93,26 @@ def _docstring(section: type[Section]) -> str:
 
 
 def _entries(section: type[Section]) -> dict[str, str]:
-    """What docstrings of a section and of those that it extends say of single keys, in lines such as `key, key: text`."""
+    """What docstrings of a section and of those that it extends say of single keys: sentences such as `key, key: text`."""
     found: dict[str, str] = {}
     for owner in reversed([one for one in section.__mro__ if issubclass(one, Section)]):
         names: list[str] = []
-        for line in _docstring(owner).splitlines():
+        for line in (part for whole in _docstring(owner).splitlines() for part in _parts(whole, owner)):
             entry = _ENTRY.match(line)
             names = entry[1].split(", ") if entry else names if line.strip() else []
             for name in names:
                 found[name] = entry[2] if entry else f"{found[name]} {line.strip()}"
     return found
+
+
+def _parts(line: str, section: type[Section]) -> Iterator[str]:
+    """Yield the line in parts, which begin where a sentence is the entry of keys of the section."""
+    start = 0
+    for later in _LATER_ENTRY.finditer(line):
+        if all(name in section.model_fields for name in later[1].split(", ")):
+            yield line[start : later.start()].rstrip()
+            start = later.start()
+    yield line[start:]
 
 
 def comments_of(text: str) -> dict[str, str]:

@@ -54,6 +54,8 @@ def test_every_key_is_explained_with_type_and_stages():
     assert len(found) > 300 and all(one.kind for one in found.values())
     assert found["gate.min_slice_pairs"].text == "a smaller slice is shown, not judged."
     assert found["sft.ranks"].text == COMMENTS["training.ranks"] and found["sft.ranks"].default == 1
+    assert found["rl.eps"].text == "not of lion." and found["rl.ema_decay"].text.startswith("of the average of the weights")
+    assert found["cluster.start_timeout"].text == "seconds." and found["cluster.silence_timeout"].text.startswith("seconds without a sign")
     assert found["sft.steps"].stages == ("train_sft", "report")
     assert found["rl.kl.coef"].stages == ("train_policy (with alignment.method: rl)", "report")
     assert "train_policy" in found["alignment.method"].stages and found["cluster.address"].stages == ()
