@@ -196,6 +196,9 @@ class Params(Section):
                 f"rl.{self.rl.algorithm}.critic_init: expected reward_model_trunk or sft with a process reward model, whose scores are of "
                 "single steps, got reward_model; change it"
             )
+        of_pairs = ("min_slice_accuracy", "min_shorter_accuracy", "max_format_shift")
+        for key in (key for key in of_pairs if getattr(self.gate, key) is not None):
+            yield f"gate.{key}: expected null with a process reward model, of which it isn't judged, got {getattr(self.gate, key)}; remove it"
         if self.gate.external:
             yield (
                 "gate.external: expected none with a process reward model, which is judged by labelled steps, got "
