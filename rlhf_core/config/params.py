@@ -197,8 +197,9 @@ class Params(Section):
                 "single steps, got reward_model; change it"
             )
         of_pairs = ("min_slice_accuracy", "min_shorter_accuracy", "max_format_shift")
-        for key in (key for key in of_pairs if getattr(self.gate, key) is not None):
-            yield f"gate.{key}: expected null with a process reward model, of which it isn't judged, got {getattr(self.gate, key)}; remove it"
+        for key, limit in ((key, getattr(self.gate, key)) for key in of_pairs):
+            if limit is not None:
+                yield f"gate.{key}: expected null with a process reward model, which has no pairs to judge by, got {limit:g}; remove it"
         if self.gate.external:
             yield (
                 "gate.external: expected none with a process reward model, which is judged by labelled steps, got "

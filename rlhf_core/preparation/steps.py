@@ -96,8 +96,8 @@ def _choice(step: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], int | Non
     are_texts = isinstance(completions, list) and all(isinstance(one, Mapping) for one in (*completions, own or {}))
     if not are_texts or not (chosen is None or chosen in range(len(completions))):
         message = (
-            "column 'label': expected steps with lists of completions, each with a text, and in chosen_completion null or the place of one, "
-            f"got {kind(step)}; correct the record"
+            "column 'label': expected steps with lists of completions, each with a text, and the place of one or null as "
+            f"chosen_completion, got {kind(step)}; correct the record"
         )
         raise Misfit(message, "label has no steps with completions")
     return completions, None if chosen is None else int(chosen), own

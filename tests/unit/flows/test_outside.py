@@ -56,7 +56,8 @@ def test_data_without_pairs_is_no_data_for_a_gate(tmp_path):
 
 
 def test_single_answers_with_a_verdict_are_no_pairs_for_a_gate(tmp_path):
-    rated = written(tmp_path / "rated.jsonl", [{"prompt": f"What is {n}?", "completion": f"It is {n}.", "label": n % 2 == 0} for n in range(9)])
+    rows = [{"prompt": f"What is {n}?", "completion": f"It is {n}.", "label": n % 2 == 0} for n in range(9)]
+    rated = written(tmp_path / "rated.jsonl", rows)
     with pytest.raises(ConfigError, match="expected pairs of a better and a worse answer, got unpaired; give preferences"):
         source_of(rated, None, ["preference", "prompt"])
 
