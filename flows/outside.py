@@ -118,10 +118,13 @@ def source_of(data: str, format_: str | None, uses: list[str]) -> dict[str, Any]
     """
     reading = ["--format", format_] if format_ is not None else []
     command = [sys.executable, "-m", "rlhf_core.look", data, "--yaml-only", *reading]  # a process of its own, since flows import no torch
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_SECONDS, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{data}: expected its format within {LOOK_SECONDS:g} s, got none; give a local file, or --format") from None
     if done.returncode != 0:
         raise ConfigError(f"{data}: expected data of one format; `rlhf data check` says:\n{done.stderr.strip()}")
     (source,) = read_yaml_text(done.stdout, data)["data"]["sources"]
-    if "preference" in uses and "preference" not in source["uses"]:
+    if "preference" in uses and ("preference" not in source["uses"] or source["format"] == "unpaired"):
         raise ConfigError(f"{data}: expected pairs of a better and a worse answer, got {source['format']}; give preferences")
     return source | {"uses": uses}

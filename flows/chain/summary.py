@@ -50,8 +50,9 @@ def _gate(m: dict[str, Any]) -> str:
     number = (m.get("look") or {"number": 1})["number"]
     look = f", look {number}" if number > 1 else ""
     verdict = "passed" if m["passed"] else "rejected"
-    if "first_error" in m and m["first_error"]["n"]:
-        found = m["first_error"]
+    if (found := m.get("first_error")) is not None:
+        if not found["n"]:
+            return f"no F1 of first errors without responses of both kinds{look}: {verdict}"
         return f"F1 of first errors {found['f1']:.3f}, at least {found['low']:.3f} (needs {m['threshold']:.3f}){look}: {verdict}"
     return f"accuracy {m['accuracy']:.3f}, at least {m['low']:.3f} (needs {m['threshold']:.3f}){look}: {verdict}"
 

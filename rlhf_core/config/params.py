@@ -196,6 +196,10 @@ class Params(Section):
                 f"rl.{self.rl.algorithm}.critic_init: expected reward_model_trunk or sft with a process reward model, whose scores are of "
                 "single steps, got reward_model; change it"
             )
+        of_pairs = ("min_slice_accuracy", "min_shorter_accuracy", "max_format_shift")
+        for key, limit in ((key, getattr(self.gate, key)) for key in of_pairs):
+            if limit is not None:
+                yield f"gate.{key}: expected null with a process reward model, which has no pairs to judge by, got {limit:g}; remove it"
         if self.gate.external:
             yield (
                 "gate.external: expected none with a process reward model, which is judged by labelled steps, got "

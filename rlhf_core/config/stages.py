@@ -30,6 +30,7 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "check_model": (
         *("model", "alignment", "sft.enabled", "sft.lora", "sft.zero_stage", "reward.enabled", "reward.path", "reward.lora"),
+        "reward.step_separator",
         *(
             "rl.reward.scorers",
             "rl.distillation",

@@ -328,6 +328,11 @@ def explain(gate: dict[str, Any]) -> Iterator[str]:
     for external in gate["external"]:
         found = "no pair got a score" if not external["n"] else f"accuracy {external['accuracy']:.4f} on {external['n']} pairs"
         yield f"external {external['name']}: {found}"
+        if missing := external.get("unscored_subsets"):
+            yield (
+                f"external {external['name']}: no sections and no score of RewardBench, since {len(missing)} of its subsets have no scored "
+                f"pair: {', '.join(missing)}; see not_scored and left_out in metrics/gate.json"
+            )
     for role in ("incumbent", "anchor"):
         if (other := gate[role]) is not None:
             difference = f"{other['difference']:+.4f} ({other['low']:+.4f} to {other['high']:+.4f})"

@@ -46,6 +46,12 @@ def section_rows(subsets: np.ndarray, accuracy: Callable[[np.ndarray], Accuracy]
     return [{"section": name, **row} for name, row in [*sections.items(), (SCORE, mean_of([*sections.values()]))]]
 
 
+def unscored_subsets(subsets: np.ndarray) -> list[str]:
+    """Return the names of RewardBench's subsets that are missing among these, [n] of each pair, if all of these are among the 23."""
+    found = set(subsets.tolist())
+    return sorted(SUBSETS - found) if found and found < SUBSETS else []
+
+
 def mean_of(parts: Sequence[Accuracy]) -> Accuracy:
     """Return the mean of k accuracies on different pairs, with the interval that theirs imply if they are independent.
 

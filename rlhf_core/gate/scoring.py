@@ -14,7 +14,7 @@ from rlhf_core.data.places import locate
 from rlhf_core.engines.deepspeed.ranks import on_rank_zero
 from rlhf_core.gate.heldout import Heldout
 from rlhf_core.gate.pairs import compare, pair_points
-from rlhf_core.gate.rewardbench import section_rows
+from rlhf_core.gate.rewardbench import section_rows, unscored_subsets
 from rlhf_core.gate.steps import HeldoutSteps, first_error_points
 from rlhf_core.preparation.sources import load_source
 from rlhf_core.provenance.dvc_cache import checkout
@@ -55,6 +55,7 @@ def score_external(config: ExternalPairsConfig, model: LoadedModel, *, confidenc
         "threshold": config.min_accuracy,
         "subsets": by_subset if config.subset is not None else [],
         "sections": section_rows(subsets, accuracy),
+        "unscored_subsets": unscored_subsets(subsets),
     }
 
 

@@ -15,7 +15,7 @@ from rlhf_core.engines.vllm.refusals import fp8_method, refuse_without_sleep
 from rlhf_core.model_check.miniature import cut_config, random_model, smaller
 from rlhf_core.model_check.trial import Finding, Trial, TrialSettings, judged, largest, random_sequences, refused
 from rlhf_core.models.build import check_weights, classifier, vocabulary_size
-from rlhf_core.models.folder import check_model_folder, locate_model, refusals
+from rlhf_core.models.folder import check_model_folder, locate_model, refusals, step_separator
 from rlhf_core.models.forward import ScalarModule
 from rlhf_core.models.given import base_for_adapters, check_same_architecture, config_of, teacher_folder, tokenizer_of_policy
 from rlhf_core.models.rows import check_rows
@@ -25,7 +25,7 @@ from rlhf_core.planning.models import base_model
 from rlhf_core.planning.placement import place, transfer_ways
 from rlhf_core.planning.shape import check_engine
 from rlhf_core.scorers.needs import ready_made_folder
-from rlhf_core.scorers.reward.members import check_ready_made
+from rlhf_core.scorers.reward.members import check_ready_made, check_separator
 from rlhf_core.scorers.reward.model import score_sequences
 
 SEED = 0  # of the copy's weights: the check is of the architecture and not of a run
@@ -51,12 +51,16 @@ def run_trials(params: Params, tokenizer_folder: Path, scratch: Path) -> tuple[s
     Returns:
         The model's class name, and a finding for each part.
     Raises:
-        ValueError: the model's files don't fit its configuration or its tokenizer.
+        ValueError: the model's files don't fit its configuration or its tokenizer, or reward.path has another step separator.
     """
     join_world()
     model, loras = params.model, adapters(params)
     tokenizer = load_tokenizer(str(tokenizer_folder), trust_remote_code=model.trust_remote_code)
     check_files(model, tokenizer)
+    given = params.reward.enabled and params.reward.path is not None and not params.reward.is_registered
+    folder = Path(locate_model(params.reward.path, key="reward.path")) if given else None
+    if folder is not None:
+        check_separator(folder, params.reward.step_separator)
     config = cut_config(model, tokenizer)
     language_model = random_model(config, seed=SEED, trust_remote_code=model.trust_remote_code)
     settings = TrialSettings(
@@ -74,8 +78,7 @@ def run_trials(params: Params, tokenizer_folder: Path, scratch: Path) -> tuple[s
     columns = [*["sft"] * supervised, *["reward"] * params.reward.is_trained, *["dpo"] * on_pairs, *["lora"] * bool(loras)]
     findings = [trial.run(column) for column in (*columns, "shared_prefix")]
     findings += [try_ready_made(scorer, model) for scorer in scorers(params) if scorer.kind == "reward_model" and scorer.path]
-    if params.reward.enabled and params.reward.path is not None and not params.reward.is_registered:
-        folder = Path(locate_model(params.reward.path, key="reward.path"))
+    if folder is not None:
         findings.append(try_ready_made(ScorerConfig(name="reward_model", kind="reward_model"), model, folder))
     if params.alignment.method == "external":
         check_external(params, tokenizer)
@@ -177,6 +180,8 @@ def _score_difference(scorer: ScorerConfig, folder: Path, model: ModelConfig) ->
     cut = smaller(config, kind=classifier(type(config)), trust_remote_code=model.trust_remote_code)
     copy = random_model(cut, seed=0, labels=cut.num_labels, trust_remote_code=model.trust_remote_code).to(device()).eval()
     module = ScalarModule(copy, label=scorer.label)
+    if step_separator(folder) is not None:
+        module.check_scores_tokens("process reward model", "take a decoder with a linear score layer")
     longest = min(model.max_length, module.score_head.max_tokens or model.max_length)
     sequences = random_sequences(cut.get_text_config().vocab_size, longest, seed=0)
     ours = score_sequences(module, sequences, pad_id=0, microbatch_tokens=4 * longest, device=device())
@@ -210,7 +215,7 @@ def backends(params: Params) -> dict[str, RolloutBackend]:
 def scorers(params: Params) -> list[ScorerConfig]:
     """Scorers of the method and the evaluation; those that differ in their weight or normalisation alone once."""
     used = [scorer for scorers in params.scorers_in_use.values() for scorer in scorers]
-    return list({(s.name, s.kind, s.path, s.label, s.url): s for s in used}.values())
+    return list({(s.name, s.kind, s.path, s.label, s.steps, s.url): s for s in used}.values())
 
 
 def title(finding: Finding) -> str:

@@ -38,3 +38,18 @@ def turn_step_ends(turns: EncodedTurns, i: int, tokenizer: PreTrainedTokenizerBa
     """Return the positions in `turns.ids(i)` of the tokens that end a step of its turn."""
     ids, start = turns.ids(i), turns.start(i)
     return [start + end for end in step_ends(tokenizer, ids[:start], ids[start:], separator)]
+
+
+def check_kept_steps(changed: Sequence[str], count: int) -> None:
+    """Check that the chat template kept the steps of labelled responses.
+
+    Args:
+        changed: ids of the rows whose response has other steps. count: number of all rows.
+    Raises:
+        ValueError: it changed some.
+    """
+    if changed:
+        raise ValueError(
+            f"train_reward: expected the chat template to keep the steps of responses, got others in {len(changed)} of {count} "
+            f"({changed[0]} the first); take another template, or a reward.step_separator that the template doesn't write"
+        )

@@ -76,11 +76,10 @@ def rated_solutions(steps: Any) -> Iterator[Solution]:
     texts: list[str] = []
     ratings: list[int] = []
     for step in steps:
-        completions, chosen = step.get("completions") or [], step.get("chosen_completion")
+        completions, chosen, own = _choice(step)
         for number, completion in enumerate(completions):
             if number != chosen and completion.get("rating") is not None:
                 yield [*texts, read_text(completion.get("text"), "text")], [*ratings, _rating(completion)]
-        own = step.get("human_completion")
         if chosen is not None and completions[chosen].get("rating") is not None:
             texts, ratings = [*texts, read_text(completions[chosen].get("text"), "text")], [*ratings, _rating(completions[chosen])]
         elif chosen is None and own is not None:
@@ -89,6 +88,19 @@ def rated_solutions(steps: Any) -> Iterator[Solution]:
             break
     if texts:
         yield texts, ratings
+
+
+def _choice(step: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], int | None, Mapping[str, Any] | None]:
+    """Return a step's completions, the position of the chosen one and the labeller's own completion; None without one."""
+    completions, chosen, own = step.get("completions") or [], step.get("chosen_completion"), step.get("human_completion")
+    are_texts = isinstance(completions, list) and all(isinstance(one, Mapping) for one in (*completions, own or {}))
+    if not are_texts or not (chosen is None or chosen in range(len(completions))):
+        message = (
+            "column 'label': expected steps with lists of completions, each with a text, and the place of one or null as "
+            f"chosen_completion, got {kind(step)}; correct the record"
+        )
+        raise Misfit(message, "label has no steps with completions")
+    return completions, None if chosen is None else int(chosen), own
 
 
 def _rating(completion: Mapping[str, Any]) -> int:
@@ -102,7 +114,7 @@ def tagged_steps(text: str, marked: str) -> tuple[str, Solution]:
     """Return the question, the steps and the labels of Math-Shepherd's two texts.
 
     Raises:
-        Dropped: the texts differ in more than the tags, or no step is the first.
+        Dropped: the texts differ in more than the tags, no step is the first, or the last one has no tag.
         Misfit: the text has no tags.
     """
     *pieces, rest = text.split(TAG)
@@ -113,6 +125,8 @@ def tagged_steps(text: str, marked: str) -> tuple[str, Solution]:
     rebuilt = "".join(piece + sign for piece, sign in zip(pieces, signs, strict=True)) + rest
     if not SIGNS.keys() >= set(signs) or rebuilt.strip() != marked.strip():
         raise Dropped("input and label differ in more than the tags of steps")
+    if rest.strip():
+        raise Dropped("there isn't one label for each step")
     first = _FIRST_STEP.search(pieces[0])
     if first is None:
         raise Dropped("the text before the first tag has no 'Step 1:'")

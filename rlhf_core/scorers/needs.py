@@ -7,9 +7,8 @@ from pathlib import Path
 
 from rlhf_core.config import ScorerConfig
 from rlhf_core.data.places import locate
-from rlhf_core.models.folder import step_separator
 from rlhf_core.progress import Reasons
-from rlhf_core.scorers.reward.members import check_ready_made, member_folders
+from rlhf_core.scorers.reward.members import check_ready_made, check_scores_steps, member_folders
 from rlhf_core.scorers.text import ScoreItem, TextScorers
 
 TRIAL_SECONDS = 30.0  # of a service
@@ -48,20 +47,16 @@ def check_scorers(
     Raises:
         ValueError: a reward model's folder, a function or every label is missing, or a ready-made reward model or a service can't be used.
     """
-    members, how = {s.name: s.members for s in scorers}, {s.name: s.steps for s in scorers}
+    by_name = {s.name: s for s in scorers}
     for name, folder in model_folders(scorers, reward_model).items():
         if not (folder / "config.json").is_file():
             raise ValueError(
                 f"scorer {name}: expected a reward model's folder, got no config.json at {folder}; correct its path, which is relative to "
                 "the project's folder"
             )
-        if how[name] is not None and step_separator(folder) is None:
-            raise ValueError(
-                f"scorer {name}: expected a process reward model at {folder} with steps: {how[name]}, got one that scores whole responses; "
-                "remove steps"
-            )
-        if (found := len(member_folders(folder))) < members[name]:
-            raise ValueError(f"scorer {name}: expected an ensemble of {members[name]} at {folder}, got {found}; lower members")
+        check_scores_steps(by_name[name], folder)
+        if (found := len(member_folders(folder))) < (wanted := by_name[name].members):
+            raise ValueError(f"scorer {name}: expected an ensemble of {wanted} at {folder}, got {found}; lower members")
     for scorer in scorers:
         if scorer.kind == "reward_model" and scorer.path is not None:
             check_ready_made(scorer, ready_made_folder(scorer))

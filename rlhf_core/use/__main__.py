@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number, mutually_exclusive
 
-from rlhf_core.commands import INTERRUPTED, REFUSED, Count, GivenPath, run_module
+from rlhf_core.commands import INTERRUPTED, REFUSED, Count, FileOrName, GivenPath, run_module
 from rlhf_core.config import ConfigError
 from rlhf_core.process import configure_process, exit_with
 
@@ -72,7 +72,7 @@ def refusing(command: Callable[..., int]) -> Callable[..., int]:
 def chat(
     *,
     choice: Choice = POLICY_HERE,
-    beside: str | None = None,
+    beside: FileOrName | None = None,
     system: str | None = None,
     temperature: Annotated[float, Parameter(validator=Number(gte=0, lt=float("inf")))] = 0.7,
     top_p: Annotated[float, Parameter(validator=Number(gt=0, lte=1))] = 1.0,

@@ -74,6 +74,14 @@ def test_the_command_works_in_a_folder_below_with_paths_from_there():
     assert started(ROOT, "params", "print", "data.sources.0.kind", "--params", "recipes/clerk.yaml").stdout == done.stdout
 
 
+@pytest.mark.parametrize(("given", "expected"), [("../docs", "docs"), ("sft", "sft")])
+def test_a_model_beside_is_a_folder_from_where_the_command_is_typed(given, expected, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("rlhf_core.commands.start", ROOT / "recipes")
+    _, bound, _ = tree().parse_args(["chat", "--beside", given], exit_on_error=False, print_error=False)
+    assert bound.arguments["beside"] == expected
+
+
 def test_outside_of_a_checkout_the_command_says_what_it_expects(tmp_path):
     refused = started(tmp_path, "runs", "list")
     assert refused.returncode == 2 and refused.stderr.startswith("rlhf: expected a checkout of the pipeline (params.yaml, ")

@@ -13,11 +13,12 @@ from rlhf_core.config import RewardConfig, ScorerConfig
 from rlhf_core.data.hashing import prompt_name
 from rlhf_core.data.schema import read_rows
 from rlhf_core.engines.deepspeed.ranks import threads_of_rank
-from rlhf_core.models.folder import check_model_folder, locate_model, step_separator
+from rlhf_core.models.folder import check_model_folder, locate_model
+from rlhf_core.models.steps import check_kept_steps
 from rlhf_core.models.tokenizer import encode_prompts
 from rlhf_core.provenance.dvc_cache import checkout
 from rlhf_core.scorers.reward.loaded import LoadedModel
-from rlhf_core.scorers.reward.members import check_ready_made, member_folders
+from rlhf_core.scorers.reward.members import check_ready_made, check_separator, member_folders
 
 if TYPE_CHECKING:
     from rlhf_core.stage.training import TrainRun
@@ -71,17 +72,17 @@ def check_reward_folder(folder: Path, separator: str | None) -> None:
     """
     check_model_folder(folder)
     check_ready_made(ScorerConfig(name="reward_model", kind="reward_model"), folder)
-    if (own := step_separator(folder)) != separator:
-        raise ValueError(
-            f"reward.step_separator: expected that of the model at {KEY}, {own!r}, got {separator!r}; set it to the model's, which is null "
-            "for one that scores whole responses"
-        )
+    check_separator(folder, separator)
     if (found := len(member_folders(folder))) > 1:
         raise ValueError(f"{KEY}: expected one model in {folder}, got an ensemble of {found}; name another, or a folder with one of them")
 
 
 def score_heldout_steps(run: TrainRun, folder: Path, prepared: Path) -> dict[str, Any]:
-    """Score the steps of the held-out responses on each rank; as `score_heldout_pairs`, with the rows of a process reward model."""
+    """Score the steps of the held-out responses on each rank; as `score_heldout_pairs`, with the rows of a process reward model.
+
+    Raises:
+        ValueError: the model's chat template changes a response's steps.
+    """
     torch.set_num_threads(threads_of_rank(run.params.cluster.threads))
     model = run.params.model
     options = {"max_length": model.max_length, "trust_remote_code": model.trust_remote_code, "template_date": model.template_date}
@@ -89,11 +90,10 @@ def score_heldout_steps(run: TrainRun, folder: Path, prepared: Path) -> dict[str
     for split in HELDOUT_SPLITS:
         of_split = read_rows(prepared, "stepwise", split)
         found = loaded.score_steps([(row["messages"], row["response"]) for row in of_split])
-        for row, scores in zip(of_split, found, strict=True):
-            if scores is None or len(scores[0]) != len(row["labels"]):
-                left_out += 1
-            else:
-                rows.append((row["id"], row["source"], split, prompt_name(row["messages"]), row["labels"], *scores))
+        known = [(row, scores) for row, scores in zip(of_split, found, strict=True) if scores is not None]
+        check_kept_steps([row["id"] for row, scores in known if len(scores[0]) != len(row["labels"])], len(of_split))
+        left_out += len(of_split) - len(known)
+        rows += [(row["id"], row["source"], split, prompt_name(row["messages"]), row["labels"], *scores) for row, scores in known]
     return {"rows": rows, "left_out": left_out}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_core.config import ScorerConfig
-from rlhf_core.models.folder import read_settings
+from rlhf_core.models.folder import read_settings, step_separator
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +37,9 @@ def check_ready_made(scorer: ScorerConfig, folder: Path) -> None:
     """Check a ready-made reward model by its files. Loading it checks the rest.
 
     Raises:
-        ValueError: the model needs a label or a chat template, or is an encoder-decoder.
+        ValueError: the model needs a label or a chat template, is an encoder-decoder, or scores no steps where the scorer has `steps`.
     """
+    check_scores_steps(scorer, folder)
     config = read_settings(folder, "config.json")
     names = [str(name) for name in (config.get("id2label") or {}).values()]
     if scorer.label is None and len(names) > 1:
@@ -52,4 +53,30 @@ def check_ready_made(scorer: ScorerConfig, folder: Path) -> None:
         raise ValueError(
             f"scorer {scorer.name}: expected a chat template at {folder}, got none; add a chat_template.jinja that writes what "
             "the model was trained on (docs/scorers.md)"
+        )
+
+
+def check_scores_steps(scorer: ScorerConfig, folder: Path) -> None:
+    """Check that the model of a scorer with `steps` is a process reward model.
+
+    Raises:
+        ValueError: it scores whole responses.
+    """
+    if scorer.steps is not None and step_separator(folder) is None:
+        raise ValueError(
+            f"scorer {scorer.name}: expected a process reward model at {folder} with steps: {scorer.steps}, got one that scores whole "
+            "responses; remove steps"
+        )
+
+
+def check_separator(folder: Path, separator: str | None) -> None:
+    """Check that `reward.step_separator` is that of the ready-made reward model in a folder.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    if (own := step_separator(folder)) != separator:
+        raise ValueError(
+            f"reward.step_separator: expected that of the model at reward.path, {own!r}, got {separator!r}; set it to the model's, which "
+            "is null for one that scores whole responses"
         )

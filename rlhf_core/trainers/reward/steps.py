@@ -20,7 +20,7 @@ from rlhf_core.data.tokens import Examples
 from rlhf_core.engines.deepspeed.engine import TrainEngine, device
 from rlhf_core.engines.deepspeed.ranks import merged, own_parts, summed, total
 from rlhf_core.models.batch import collate_steps, padded_ends
-from rlhf_core.models.steps import turn_step_ends
+from rlhf_core.models.steps import check_kept_steps, turn_step_ends
 from rlhf_core.models.tokenizer import encode_scored_turns
 from rlhf_core.trainers.supervised.encoding import Begin, at_once
 from rlhf_core.trainers.supervised.loop import Metrics, Phase, beside_untrained
@@ -56,11 +56,7 @@ def begin_solutions(
     def result(_: int) -> tuple[Sequence[Solution], int]:
         turns = encoded()
         parts = [(i, turn_step_ends(turns, i, tokenizer, separator)) for i in range(len(rows)) if turns.length(i) <= max_length]
-        if changed := [rows[i]["id"] for i, ends in parts if len(ends) != len(rows[i]["labels"])]:
-            raise ValueError(
-                f"train_reward: expected the chat template to keep the steps of responses, got others in {len(changed)} of {len(rows)} "
-                f"({changed[0]} the first); take another template, or a reward.step_separator that the template doesn't write"
-            )
+        check_kept_steps([rows[i]["id"] for i, ends in parts if len(ends) != len(rows[i]["labels"])], len(rows))
 
         def solution(i: int, ends: list[int]) -> Solution:
             return Solution(turns.ids(i), ends, [label >= 0 for label in rows[i]["labels"]], rows[i]["id"])

@@ -55,6 +55,19 @@ def test_data_without_pairs_is_no_data_for_a_gate(tmp_path):
         source_of(shown, None, ["preference", "prompt"])
 
 
+def test_single_answers_with_a_verdict_are_no_pairs_for_a_gate(tmp_path):
+    rows = [{"prompt": f"What is {n}?", "completion": f"It is {n}.", "label": n % 2 == 0} for n in range(9)]
+    rated = written(tmp_path / "rated.jsonl", rows)
+    with pytest.raises(ConfigError, match="expected pairs of a better and a worse answer, got unpaired; give preferences"):
+        source_of(rated, None, ["preference", "prompt"])
+
+
+def test_data_that_takes_too_long_to_read_is_refused(pairs, monkeypatch):
+    monkeypatch.setattr("flows.outside.LOOK_SECONDS", 0.01)
+    with pytest.raises(ConfigError, match=r"expected its format within 0\.01 s, got none; give a local file"):
+        source_of(pairs, None, ["prompt"])
+
+
 def test_a_missing_file_is_refused_before_anything_runs(tmp_path, capsys):
     missing = str(tmp_path / "absent.jsonl")
     assert gate(reward_model="../reward", pairs=missing, reference="../base") == 2

@@ -33,6 +33,19 @@ def test_a_later_look_of_the_gate_has_its_number(workspace):
     assert "look" not in figure_of(workspace, "gate_reward")
 
 
+def test_a_gate_without_wrong_steps_shows_no_accuracy_beside_the_limit_of_the_f1(workspace):
+    metrics = {
+        "needed": True,
+        "passed": False,
+        "accuracy": 0.97,
+        "low": 0.9,
+        "threshold": 0.4,
+        "first_error": {"n": 0, "f1": None, "low": 0.0},
+    }
+    (workspace / "metrics/gate.json").write_text(json.dumps(metrics))
+    assert figure_of(workspace, "gate_reward") == "no F1 of first errors without responses of both kinds: rejected"
+
+
 def test_rl_shows_its_score_or_its_distance_from_the_teachers_or_both(workspace):
     figures = {"method": "rl", "algorithm": "distillation", "kl_mean": 2.0, "monitor": {"stopped": None}}
     figures |= {"distillation_loss_first_step": 0.5, "distillation_loss": 0.125}

@@ -7,9 +7,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from gate_verdicts import gate_config
 from tiny_models import save_tiny_models, tiny_tokenizer
 
 from rlhf_core.config import ExternalPairsConfig
+from rlhf_core.gate.checks import explain
+from rlhf_core.gate.heldout import nothing_measured
 from rlhf_core.gate.rewardbench import CODE, SECTIONS, SUBSETS, mean_of, section_rows
 from rlhf_core.gate.scoring import score_external
 from rlhf_core.report.quality import external
@@ -75,3 +78,18 @@ def test_a_file_with_all_subsets_gets_a_score_in_gate_and_report(tmp_path):
     drawn = external({"external": [found]})
     names = list(drawn.y_range.factors)[::-1]
     assert names[:6] == ["file: rewardbench", *(f"rewardbench: {name}" for name in rows)] and len(names) == 1 + 5 + 23
+
+
+def test_a_subset_without_a_scored_pair_is_named_in_place_of_the_sections(tmp_path):
+    _, folder = save_tiny_models(tmp_path, tiny_tokenizer())
+    model = LoadedModel.load(folder, max_length=64, trust_remote_code=False)
+    rows = [{"prompt": f"Sort {i}.", "chosen": f"{i} {i}", "rejected": "Sorry", "subset": name} for i, name in enumerate(sorted(SUBSETS))]
+    too_long = next(row for row in rows if row["subset"] == "math-prm")
+    too_long["chosen"] = "1 " * 100
+    (tmp_path / "bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = ExternalPairsConfig(name="rewardbench", path=str(tmp_path / "bench.jsonl"), subset="subset")
+    found = score_external(config, model, confidence=0.95)
+    assert found["sections"] == [] and found["not_scored"] == 1
+    gate = nothing_measured(gate_config()) | {"external": [found], "needed": False, "passed": False, "message": ""}
+    (line,) = [line for line in explain(gate) if "RewardBench" in line]
+    assert "1 of its subsets have no scored pair: math-prm;" in line

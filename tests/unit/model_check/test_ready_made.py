@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,10 @@ import torch
 from chat_templates import templated
 from classifiers import save_classifier
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_params
+from tiny_models import tiny_params, tiny_tokenizer
 
 from rlhf_core.config import ScorerConfig
-from rlhf_core.model_check.check import try_ready_made
+from rlhf_core.model_check.check import run_trials, try_ready_made
 from rlhf_core.model_check.trial import LIMIT
 
 
@@ -54,3 +55,28 @@ def test_one_with_weights_that_nothing_reads_is_refused_by_their_names(tmp_path)
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {"gating.0.weight": torch.ones(2, 2)}, folder / "model.safetensors", metadata={"format": "pt"})
     assert "got 1 other, such as gating.0.weight" in tried(folder).refusal
+
+
+def of_steps(folder: Path, separator: str) -> Path:
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"step_separator": separator}))
+    return folder
+
+
+def test_a_scorer_with_steps_needs_a_process_reward_model(tmp_path):
+    folder = save_classifier(tmp_path, "llama", templated("chatml"), vocab_size=400)
+    assert "with steps: sum, got one that scores whole responses; remove steps" in tried(folder, steps="sum").refusal
+    assert tried(of_steps(folder, "\n"), steps="sum").refusal is None
+
+
+def test_a_process_reward_model_without_scores_of_tokens_is_refused(tmp_path):
+    folder = of_steps(save_classifier(tmp_path, "bert", templated("chatml"), vocab_size=400), "\n")
+    assert "which scores whole sequences only; take a decoder" in tried(folder).refusal
+
+
+def test_another_separator_than_that_of_reward_path_is_refused_before_anything_is_trained(tmp_path):
+    folder = of_steps(save_classifier(tmp_path / "model", "llama", templated("chatml"), vocab_size=400), "\n")
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    params = tiny_params(reward__path=str(folder), rl__ppo__critic_init="sft")
+    with pytest.raises(ValueError, match=r"reward\.step_separator: expected that of the model at reward\.path, '\\n', got None"):
+        run_trials(params, tmp_path / "tokenizer", tmp_path / "trial")

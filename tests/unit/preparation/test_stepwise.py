@@ -78,6 +78,21 @@ class TestPrm800k:
         steps = [*RECORD["label"]["steps"], {"completions": [{"text": "g", "rating": None}], "chosen_completion": 0}]
         assert steps_of(RECORD | {"label": {"steps": steps}}, "prm800k")[-1] == ("a\n\nd\n\ne", [1, 1, 0])
 
+    @pytest.mark.parametrize(
+        "step",
+        [
+            {"completions": [{"text": "a", "rating": 1}], "chosen_completion": 1},
+            {"completions": [{"text": "a", "rating": 1}], "chosen_completion": -1},
+            {"completions": [{"text": "a", "rating": 1}], "chosen_completion": "0"},
+            {"completions": ["a"], "chosen_completion": 0},
+            {"completions": {"text": "a", "rating": 1}, "chosen_completion": None},
+            {"completions": [{"text": "a", "rating": 1}], "human_completion": "own", "chosen_completion": None},
+        ],
+    )
+    def test_a_step_without_the_chosen_completion_does_not_fit(self, step):
+        with pytest.raises(Misfit, match="expected steps with lists of completions"):
+            steps_of(RECORD | {"label": {"steps": [step]}}, "prm800k")
+
     def test_a_problem_without_ratings_is_dropped(self):
         with pytest.raises(Dropped, match="a solution without rated steps"):
             steps_of(RECORD | {"label": {"steps": [{"completions": None, "chosen_completion": None}]}}, "prm800k")
@@ -103,6 +118,11 @@ class TestMathShepherd:
     def test_a_tag_without_its_sign_is_dropped(self, signs):
         with pytest.raises(Dropped, match="input and label differ in more than the tags"):
             steps_of(self.record(*signs), "math_shepherd")
+
+    def test_a_text_behind_the_last_tag_has_no_label_and_is_dropped(self):
+        record = self.record("+", text=f"2 + 2? Step 1: 2 and 2 {TAG}\nStep 2: The answer is: 5")
+        with pytest.raises(Dropped, match="there isn't one label for each step"):
+            steps_of(record, "math_shepherd")
 
     def test_a_text_without_tags_does_not_fit(self):
         with pytest.raises(Misfit, match="expected steps that end in"):
@@ -170,3 +190,8 @@ class TestConfig:
     def test_steps_of_a_scorer_of_whole_responses_are_refused(self):
         scorers = [{"name": "reward_model", "kind": "reward_model", "steps": "sum"}]
         assert "expected no steps of reward_model without reward.step_separator" in self.of(rl__reward__scorers=scorers)
+
+    @pytest.mark.parametrize("key", ["min_slice_accuracy", "min_shorter_accuracy", "max_format_shift"])
+    def test_requirements_of_pairs_are_refused(self, key):
+        found = self.of(data__sources=[SOURCE], reward__step_separator="\n", **{f"gate__{key}": 0.5})
+        assert f"gate.{key}: expected null with a process reward model" in found

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from supervised_ranks import Case, run_case
-from tiny_models import PAD, TEXTS, scalar_engine, tiny_tokenizer
+from tiny_models import PAD, TEXTS, scalar_engine, tiny_params, tiny_tokenizer
 
 from rlhf_core.algorithms.step_losses import step_cross_entropy
+from rlhf_core.data.schema import write_rows
 from rlhf_core.models.batch import collate_steps, padded_ends
 from rlhf_core.models.build import load_scalar_model, scalar_head, trunk
 from rlhf_core.models.steps import step_ends
 from rlhf_core.models.tokenizer import build_tokenizer, encode_prompt
+from rlhf_core.scorers.reward import heldout
+from rlhf_core.stage.training import TrainRun
 from rlhf_core.trainers.reward.steps import begin_solutions, score_heldout_steps, step_phase
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -149,6 +155,19 @@ def test_a_template_that_writes_the_separator_is_refused():
     tokenizer.chat_template = tokenizer.chat_template.replace("message['content'] +", "'So:\n\n' + message['content'] +")
     with pytest.raises(ValueError, match="expected the chat template to keep the steps of responses"):
         begin_solutions(ROWS, tokenizer, "\n\n", max_length=64)(0)
+
+
+def test_a_template_of_a_ready_made_model_that_writes_the_separator_is_refused(reward_folder: Path, tmp_path: Path):
+    shutil.copytree(reward_folder, tmp_path / "model")
+    settings = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(settings | {"step_separator": "\n\n"}))
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("message['content'] +", "'So:\n\n' + message['content'] +")
+    tokenizer.save_pretrained(tmp_path / "model")
+    write_rows(tmp_path / "prepared", "stepwise", [{**row, "split": "test"} for row in ROWS])
+    run = TrainRun(SimpleNamespace(params=tiny_params(model__max_length=64)), lambda: False)
+    with pytest.raises(ValueError, match="expected the chat template to keep the steps of responses, got others in 4 of 4"):
+        heldout.score_heldout_steps(run, tmp_path / "model", tmp_path / "prepared")
 
 
 def test_a_training_that_is_stopped_and_resumed_has_the_bits_of_an_undisturbed_one(sft_folder: Path, tmp_path: Path):
