@@ -69,7 +69,8 @@ class ReservedGpus:
         """Check that each process has as many GPUs as planned and shares none that the placement gives to one process.
 
         Args:
-            ranks: places of each group's ranks by their names. engines: places of the engines by their names; None: they aren't checked.
+            ranks: places of each group's ranks by their names.
+            engines: places of the engines by their names; None: they aren't checked; empty: there are none.
         Raises:
             ValueError: processes share a GPU that they shouldn't, or one has another number of GPUs.
         """
@@ -77,7 +78,7 @@ class ReservedGpus:
             return
         where = [[(gpu,) for gpu in gpus] for gpus in self._placement.ranks]
         where.append(list(map(self._placement.engine_gpus, self._placement.engines)))
-        found = [*ranks, *([engines] if engines is not None else [])]
+        found = [*ranks, *([engines] if engines else [])]
         planned = {name: gpus for names, of_group in zip(found, where, strict=False) for name, gpus in zip(names, of_group, strict=True)}
         ids = {name: [f"{at.host} (node {at.node[:8]}) GPU {gpu}" for gpu in at.gpus] for names in found for name, at in names.items()}
         check_gpus(planned, ids)

@@ -93,6 +93,7 @@ def land(rl, is_shared):
         ranks = [start(name, reserved.of_ranks(k)) for k, name in enumerate(names)]
         groups = [*ranks, engines]
         reserved.check([group.places() for group in ranks], engines.places())
+        reserved.check([group.places() for group in ranks], {})  # a recorded run that is trained again has no engines
         seen = {"found": {name: gpus for group in groups for name, gpus in gpus_of(group).items()}, "has_gpus": engines.has_gpus}
         seen["lines"] = by_node({name: place for group in groups for name, place in group.places().items()})
         engines.replace([1])  # a new process, in the bundle of the lost one
