@@ -31,6 +31,7 @@ class WeightTransfer:
     ):
         self._policy, self._engines, self._ways, self._workers, self._deadline = policy, engines, ways, workers, deadline
         self._sends_changes = sends_changes
+        self._compared: int | None = None  # the last version that was compared with the one before
         self.traffic = Traffic()
 
     def take_traffic(self) -> dict[str, float]:
@@ -62,6 +63,9 @@ class WeightTransfer:
             "send_weights", [(targets,)] * len(self._policy), version=version, ids=list(ids), engines_probe=engines_probe, kept=kept
         )
         sent, *_ = self._policy.wait(pending, deadline=self._deadline, what="send_weights")
+        if version == self._compared:  # sent again, for a new engine: compared with itself
+            sent.traffic.numbers = sent.traffic.changed = 0
+        self._compared = version
         self.traffic.add(sent.traffic)
         for what in sent.traffic.resent:
             log.warning("weight sync, version %d: rollout %s: the changes gave other bytes than the trainer's; sent whole", version, what)

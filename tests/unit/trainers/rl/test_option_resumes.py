@@ -109,3 +109,17 @@ def test_an_interrupted_run_that_sends_changes_ends_with_the_bits_of_one_that_se
         "sync_bytes": sent.nbytes, "sync_changed": sent.changed / sent.numbers, "sync_resent": 0
     }  # fmt: skip
     assert undisturbed.workers.transfer.take_traffic() == {"sync_bytes": everything.nbytes}
+
+
+def test_a_policy_that_is_sent_again_to_an_engine_counts_once_in_what_has_changed(model_folders, tmp_path: Path):
+    """As for an engine that replaces a lost one, with which the others already have the policy."""
+    changes = PLAIN | {"model.dtype": "bfloat16", "rl.learning_rate": 1e-5, "rl.rollout.send_changes": True}
+    with running(job_in(model_folders, tmp_path, **changes)) as run:
+        for _ in range(2):
+            run.step()
+        transfer = run.workers.transfer
+        sent = transfer.traffic
+        numbers, changed, nbytes = sent.numbers, sent.changed, sent.nbytes
+        transfer.send([0], version=run.progress.step, ids=[5, 6])
+        again = transfer.take_traffic()
+    assert again["sync_changed"] == changed / numbers and again["sync_bytes"] > nbytes
