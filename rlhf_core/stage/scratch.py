@@ -33,6 +33,7 @@ from rlhf_core.storage.address import Storage, StorageFailed
 
 WORK = "work.json"  # in a scratch folder: command, params and hashes of its work
 STORED = "stored.json"  # in a scratch folder: where a storage has the work's files
+JOURNAL = ".journal"  # ending of a kept journal's folder, whose name begins with that of the scratch folder
 RECORDED = "recorded"  # in a journal's folder: it has the whole run
 RESUMED_FROM = "resumed_from.json"  # in a scratch folder: the other work that it resumed from, oldest first
 TAKING_OVER = "taking-over-"
@@ -283,19 +284,27 @@ def _tell(older: Path, inputs: StageInputs, stage: str) -> None:
 
 
 def _clear(scratch: Path, older: list[Path], keep: int, *, spared: Path | None) -> None:
-    """Keep the newest `keep` folders of other work with a checkpoint, and as many without; remove the rest."""
+    """Keep the newest `keep` folders of other work with a checkpoint, and as many without; remove the rest, and with them the journals of
+    unfinished work.
+    """
     without = [folder for folder in _older(scratch) if folder not in older]
     for folder in {*older[keep:], *without[keep:]} - {spared}:
         log.info("%s: removed, the scratch folder of abandoned work", folder)
         _remove_stored(folder)
         shutil.rmtree(folder)
-    for left_over in scratch.parent.glob(f"{TAKING_OVER}*"):
+    kept = {journal_of(folder, kept=True) for folder in (scratch, *_older(scratch))}
+    unfinished = [folder for folder in scratch.parent.glob(f"*{JOURNAL}") if folder not in kept and not (folder / RECORDED).exists()]
+    for left_over in (*scratch.parent.glob(f"{TAKING_OVER}*"), *unfinished):
         shutil.rmtree(left_over)
 
 
 def journal_of(scratch: Path, *, kept: bool) -> Path:
-    """Where RL's journal is (trainers/rl/journal.py). One that is kept stays when the stage has succeeded."""
-    return scratch.with_name(f"{scratch.name}.journal") if kept else scratch / "journal"
+    """Return where RL's journal is (trainers/rl/journal.py). One that is kept stays when the stage has succeeded; its name has the other
+    work's checkpoint from which this work resumed, since another policy sampled what follows that.
+    """
+    if not kept:
+        return scratch / "journal"
+    return scratch.with_name("-".join([scratch.name, *(f"{e['scratch']}-{e['step']}" for e in resumed_from(scratch)[-1:])]) + JOURNAL)
 
 
 def is_recorded(scratch: Path) -> bool:

@@ -69,9 +69,13 @@ class Journal:
         """Return the batch of a step, counted from 0; None: it is still to be sampled, and what was noted of later steps is forgotten."""
         tree = self._read(BATCH, step) if self._on else None
         if tree is None:
-            self._remove(lambda kind, of: of >= step if kind == BATCH else of > step)
+            self.forget(step)
             return None
         return Batch(answers_of(tree["answers"]), tree["difference"], tree["ahead"])
+
+    def forget(self, step: int) -> None:
+        """Remove the batch of a step, counted from 0, and what was noted of later steps."""
+        self._remove(lambda kind, of: of >= step if kind == BATCH else of > step)
 
     def note_batch(self, step: int, batch: Batch) -> None:
         """Write a batch. It is on the disk when this returns.
@@ -99,6 +103,7 @@ class Journal:
     def end(self) -> None:
         """Note that the run has ended, if it keeps its journal: it can be trained again without engines."""
         if self._keeps:
+            self._folder.mkdir(parents=True, exist_ok=True)  # a run that resumed behind its last step has noted nothing
             self._whole.touch()
             fsync(self._folder)
 

@@ -203,7 +203,11 @@ def train_step(run: Run, progress: Progress, stop: Stop, clock: Clock) -> StepRe
     update = workers.update(plans, batch, kl_coef=kl_coef, train_policy=rl.trains_policy(step))
     clock.lap("update")
     if source == "from_update":  # the policy's log-probabilities are known only now
-        difference = check_logprobs(batch, update.old_logprobs, rl, step=step, dtype=run.job.model.dtype)
+        try:
+            difference = check_logprobs(batch, update.old_logprobs, rl, step=step, dtype=run.job.model.dtype)
+        except LogprobMismatch:
+            run.journal.forget(step)  # a rerun, whose engines may be right, samples it anew
+            raise
     if samples_ahead:
         workers.ahead.end()
     clock.lap("generate")

@@ -17,7 +17,7 @@ import warm_python
 from rlhf_core.checkpoint.store import CheckpointStore, Origin, StoreSettings
 from rlhf_core.config import CheckpointsConfig, ConfigError, read_yaml
 from rlhf_core.provenance.file_hashes import dvc_folder_md5
-from rlhf_core.stage.scratch import RESUMED_FROM, WORK, StageInputs, checkpoint_of, prepare_scratch, stage_files
+from rlhf_core.stage.scratch import RECORDED, RESUMED_FROM, WORK, StageInputs, checkpoint_of, journal_of, prepare_scratch, stage_files
 
 BEFORE = StageInputs(
     "exec python -m tasks.train_sft",
@@ -191,6 +191,20 @@ def test_the_newest_folders_of_given_up_work_stay_and_older_ones_go(tmp_path: Pa
     prepare_scratch(top / NOW.folder_name, NOW, chosen, "train_sft")
     # Of those with a checkpoint the newest and the one that was chosen, of those without the newest.
     assert {p.name for p in top.iterdir()} == {NOW.folder_name, folders[3].name, folders[1].name, folders[5].name}
+
+
+def test_journals_of_unfinished_work_go_with_its_folder_and_whole_ones_stay(tmp_path: Path):
+    top, works = tmp_path / "train_policy", [replace(BEFORE, params={"seed": n}) for n in range(3)]
+    folders = [begun(top, work, 10, phase="checkpoints") for work in works]
+    for seconds, folder in enumerate(reversed(folders)):
+        journal_of(folder, kept=True).mkdir()
+        age(folder, 100 * seconds)
+    (journal_of(folders[1], kept=True) / RECORDED).touch()
+    own = journal_of(top / NOW.folder_name, kept=True)
+    own.mkdir()
+    prepare_scratch(top / NOW.folder_name, NOW, replace_config(keep_abandoned=1), "train_policy")
+    assert [folder.exists() for folder in folders] == [False, False, True]
+    assert [journal_of(folder, kept=True).exists() for folder in folders] == [False, True, True] and own.exists()
 
 
 @pytest.mark.parametrize("value", ["train_sft", "../x/0123456789abcdef", "train_sft/..", "gate_reward/0123456789abcdef", "train_sft/0123"])

@@ -16,9 +16,10 @@ from rlhf_core.config import ConfigError, parse_params, read_yaml, set_key
 from rlhf_core.data.schema import read_rows, write_rows
 from rlhf_core.engines.rollout.requests import Request
 from rlhf_core.sampling.scoring import StepScores
-from rlhf_core.stage.scratch import is_recorded, journal_of, remove_checkpoints
+from rlhf_core.stage.scratch import RESUMED_FROM, is_recorded, journal_of, remove_checkpoints, write_record
 from rlhf_core.trainers.rl.collect import Answers
 from rlhf_core.trainers.rl.journal import EVALUATION, Batch, Journal
+from rlhf_core.trainers.rl.mismatch import LogprobMismatch
 from rlhf_core.types import Baseline, Dialogue, Prompt, Rollout, Span
 
 PROMPT = Prompt("p", "made", [{"role": "user", "content": "Sort é."}], [5, 6], None)
@@ -104,6 +105,28 @@ def test_what_was_written_after_an_edit_of_the_inputs_is_removed(tmp_path: Path)
     assert all(path.exists() for path in noted)
     remove_checkpoints(scratch, since=0)
     assert not any(path.exists() for path in noted)
+
+
+def test_a_recorded_journal_is_of_the_checkpoint_that_the_work_began_from(tmp_path: Path):
+    """checkpoints.resume_from is no part of the fingerprint, but another policy sampled the batches behind its checkpoint."""
+    scratch = tmp_path / "0123456789abcdef"
+    scratch.mkdir()
+    noted = Batch(Answers(ROLLOUTS, SCORES, {}, [(ROLLOUTS, SCORES)], None, 0, {}, {}), None, None)
+    (alone := Journal(rl("recorded"), scratch)).note_batch(4, noted)
+    alone.end()
+    for step in (4, 6):
+        write_record(scratch / RESUMED_FROM, [{"scratch": "fedcba9876543210", "step": step}])
+        resumed = Journal(rl("recorded"), scratch)
+        assert resumed.count(4) == 0 and resumed.batch(4) is None and not is_recorded(scratch)
+        resumed.note_batch(step, noted)
+        assert Journal(rl("recorded"), scratch).count(step) == 1, "a rerun has the same journal"
+    (scratch / RESUMED_FROM).unlink()
+    assert Journal(rl("recorded"), scratch).count(4) == 1 and is_recorded(scratch)
+
+
+def test_a_run_that_resumes_behind_its_last_step_ends_without_a_batch(tmp_path: Path):
+    Journal(rl("recorded"), tmp_path / "work").end()
+    assert is_recorded(tmp_path / "work")
 
 
 def test_a_storage_refuses_a_journal():
@@ -275,6 +298,24 @@ def test_a_damaged_batch_ends_the_replay(model_folders: tuple[Path, Path], tmp_p
             "batch-000004.json.gz" not in names
             and {"batch-000003.json.gz", "evaluation-000004.json.gz", "calibration-000000.json.gz"} <= names
         )
+
+
+class Stale(Fickle):
+    """An engine whose log-probabilities are those of another policy."""
+
+    def generate(self, *args, **how):
+        groups = super().generate(*args, **how)
+        return [[replace(s, logprobs=[logprob - 1 for logprob in s.logprobs]) for s in group] for group in groups]
+
+
+def test_a_batch_that_the_update_finds_wrong_is_sampled_anew(model_folders: tuple[Path, Path], tmp_path: Path):
+    job = job_of(model_folders, tmp_path, **{"rl.kl.placement": "loss", "rl.kl.estimator": "k3"})
+    assert job.rl.old_logprobs_source(0) == "from_update"
+    with running(job, wrap=lambda actor: Stale(actor, 1)) as first, pytest.raises(LogprobMismatch):
+        first.step()
+    with running(job, wrap=(engines := Fickles(2))) as second:
+        second.step()
+        assert engines.asked and second.rows[0]["logprob_difference"] < 1e-4
 
 
 def test_batches_stay_until_two_checkpoints_have_their_updates(model_folders: tuple[Path, Path], tmp_path: Path):
