@@ -40,5 +40,10 @@ def distillation_conflicts(rl: RlConfig) -> Iterator[str]:
             f"correction.kind: expected none {without} and with distillation.loss {loss}, got {rl.correction.kind}; set it to none, "
             "for it weights losses of sampled tokens"
         )
+    if rl.teaches_whole_distributions and rl.rollout.quantization is not None:
+        yield (
+            f"rollout.quantization: expected null {without} and with distillation.loss {loss}, got {rl.rollout.quantization}; set it to "
+            "null, or distillation.loss to sampled, for there is no correction of losses of whole distributions"
+        )
     if rl.evaluation.every is not None and rl.evaluation.metric == "score":
         yield f"evaluation.metric: expected a scorer's name {without}, got score; name one of weight 0, or set evaluation.every to null"

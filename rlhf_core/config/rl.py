@@ -361,7 +361,8 @@ class RlSettings(OptimizerConfig, LengthConfig):
                 f"rollout.recomputed_fraction: expected 1 with a correction, got {self.rollout.recomputed_fraction}; set it to 1, "
                 "because a correction needs the trainer's log-probabilities of every sample"
             )
-        if self.rollout.quantization is not None and self.correction.kind == "none":
+        corrects = self.learns_from_reward or not self.teaches_whole_distributions
+        if corrects and self.rollout.quantization is not None and self.correction.kind == "none":
             yield (
                 f"correction.kind: expected tis, icepop, sequence_tis or sequence_mask with rollout.quantization "
                 f"{self.rollout.quantization}, got none; set it to tis, because the engine samples from the rounded weights' distribution "

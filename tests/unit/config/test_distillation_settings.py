@@ -67,6 +67,10 @@ def test_the_teachers_of_a_run_are_named_by_their_keys():
         ({"rl.dynamic_sampling.enabled": True}, "rl.dynamic_sampling.enabled: expected false without a scorer with a weight"),
         ({"rl.kl.placement": "reward"}, "rl.kl.placement: expected loss without a scorer with a weight"),
         ({"rl.correction.kind": "tis"}, "rl.correction.kind: expected none without a scorer with a weight"),
+        (
+            {"rl.rollout.quantization": "fp8", "model.dtype": "bfloat16"},
+            "rl.rollout.quantization: expected null without a scorer with a weight in reward.scorers and with distillation.loss reverse_kl",
+        ),
         ({"rl.evaluation.every": 5}, "rl.evaluation.metric: expected a scorer's name without a scorer with a weight"),
         ({"rl.distillation": None}, "rl.reward.scorers: expected one with a weight other than 0, got none"),
         ({"alignment.method": "distillation"}, "alignment.method: expected rl, whose section has distillation, got distillation; set"),
