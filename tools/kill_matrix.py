@@ -243,12 +243,17 @@ def main() -> int:
     return 1 if any(row.problems for row in rows) else 0
 
 
-def write_table(rows: list[Row], seed: int) -> None:
-    with TABLE.open("w", encoding="utf-8", newline="") as file:
+def write_table(rows: list[Row], seed: int, table: Path = TABLE) -> None:
+    """Write one row for each kill. Runs that weren't made keep their rows."""
+    with table.open(encoding="utf-8", newline="") as file:
+        header, *written = csv.reader(file)
+    found = [[r.schedule, str(seed), str(r.run), r.killed, str(r.after), "; ".join(r.problems) or "same bits"] for r in rows]
+    made = {tuple(row[:3]) for row in found}
+    found += [row for row in written if tuple(row[:3]) not in made]
+    with table.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["schedule", "seed", "run", "killed", "after row", "result"])
-        for row in sorted(rows, key=lambda row: (row.schedule, row.run, row.after)):
-            writer.writerow([row.schedule, seed, row.run, row.killed, row.after, "; ".join(row.problems) or "same bits"])
+        writer.writerow(header)
+        writer.writerows(sorted(found, key=lambda row: (row[0], *map(int, row[1:3]), int(row[4]))))
 
 
 if __name__ == "__main__":
