@@ -86,7 +86,7 @@ def apply_changes(flat: torch.Tensor, changes: torch.Tensor) -> bool:
     if counts.min() < 0 or len(given) != 2 * rows + 3 * total:
         return False
     positions = np.repeat(np.arange(rows) * ROW, counts) + given[2 * rows + 2 * total :]
-    if total and positions[-1] >= len(numbers):
+    if total and positions.max() >= len(numbers):  # damaged places of the last row
         return False
     numbers[positions] = given[2 * rows : 2 * rows + 2 * total].view(np.int16)
     return True

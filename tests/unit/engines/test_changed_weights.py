@@ -193,6 +193,16 @@ def test_a_damaged_layer_is_noticed_by_name_and_sent_whole(processes, damage: st
         assert traffic.resent == (["engine 0: layer of layers.2.weight"] if version == 2 else [])
 
 
+def test_places_behind_the_last_number_change_nothing():
+    old = torch.zeros(2 * 10, dtype=torch.uint8)
+    new = old.clone()
+    new[[0, 18]] = 1
+    changes = pack_changes(new, changed_numbers(old, new))
+    assert apply_changes(old.clone(), changes)
+    changes[-2] = 200  # of the first of two
+    assert not apply_changes(old, changes) and not old.any()
+
+
 class DividedPeer:
     """An engine over several processes."""
 
