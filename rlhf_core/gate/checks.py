@@ -202,13 +202,6 @@ def _measured_steps(found: dict[str, Any], prompts: int, config: GateConfig) -> 
     )
 
 
-def _bad_at_first_errors(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
-    return (
-        f"rejected: expected the lower end of the interval to reach gate.min_first_error_f1={config.min_first_error_f1}, got "
-        f"{check.low:.4f} ({_measured(gate, config)}); {check.way_out}."
-    )
-
-
 def _counted(gate: dict[str, Any]) -> str:
     return "test responses" if "first_error" in gate else "test pairs"
 
@@ -221,8 +214,9 @@ def _too_few(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
 
 
 def _inaccurate(gate: dict[str, Any], check: Check, config: GateConfig) -> str:
+    key = f"min_{check.name}"
     return (
-        f"rejected: expected the lower end of the interval to reach gate.min_accuracy={config.min_accuracy}, got {check.low:.4f} "
+        f"rejected: expected the lower end of the interval to reach gate.{key}={getattr(config, key)}, got {check.low:.4f} "
         f"({_measured(gate, config)}); {check.way_out}."
     )
 
@@ -346,7 +340,7 @@ def explain(gate: dict[str, Any]) -> Iterator[str]:
 _REASONS: dict[str, Callable[[dict[str, Any], Check, GateConfig], str]] = {
     "pairs": _too_few,
     "accuracy": _inaccurate,
-    FIRST_ERROR: _bad_at_first_errors,
+    FIRST_ERROR: _inaccurate,
     "incumbent_difference": _worse_than_promoted,
     "anchor_difference": _worse_than_promoted,
 }
