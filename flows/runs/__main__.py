@@ -22,8 +22,8 @@ from flows.chain.updates import own_params, run_params
 from flows.runs.delete import delete, versions_of
 from flows.runs.record import GATE_REJECTED, read_record
 from flows.runs.state import RunState, lock_of, read_runs, run_names
-from rlhf_core.commands import FileOrName, Json, printed, run_module
-from rlhf_core.config import ConfigError, overridden, read_yaml_text
+from rlhf_core.commands import Json, RunFolder, printed, run_module
+from rlhf_core.config import ConfigError, number_of, overridden, read_yaml_text
 from rlhf_core.paths import REPORT, RUNS, STOPPED_REPORT
 from rlhf_core.process import exit_with
 from rlhf_core.provenance.lineage import hashes_of_outs
@@ -44,14 +44,14 @@ def delete_runs(*names: Annotated[str, Parameter(required=True)], force: bool = 
 
 
 @printed()
-def stages(name: FileOrName = ".", /, *, as_json: Json = False) -> str:
+def stages(run: RunFolder = ".", *, as_json: Json = False) -> str:
     """List the stages of a run with their states.
 
     Args:
-        name: a run's name, or a folder; by default the current one.
+        run: a run's name, or a folder; by default the current one.
     """
-    folder = run_folder(name)
-    (state,) = read_runs(Path.cwd(), [name]) if folder.parent == RUNS else [None]
+    folder = run_folder(run)
+    (state,) = read_runs(Path.cwd(), [run]) if folder.parent == RUNS else [None]
     found = list(_stages(folder, state))
     if as_json:
         return json.dumps(found, indent=1)
@@ -59,14 +59,14 @@ def stages(name: FileOrName = ".", /, *, as_json: Json = False) -> str:
 
 
 @printed()
-def report(name: FileOrName = ".", /, *, open_: Annotated[bool, Parameter("--open", negative_bool="no-")] = True) -> str:
+def report(run: RunFolder = ".", *, open_: Annotated[bool, Parameter("--open", negative_bool="no-")] = True) -> str:
     """Open the report of a run, or the page of a run that stopped, where there is a display.
 
     Args:
-        name: a run's name, or a folder; by default the current one.
+        run: a run's name, or a folder; by default the current one.
         open_: open it in a browser.
     """
-    folder = run_folder(name)
+    folder = run_folder(run)
     page = max(filter(Path.is_file, (folder / REPORT, folder / STOPPED_REPORT)), key=lambda page: page.stat().st_mtime, default=None)
     if page is None:
         raise ConfigError(f"{folder}: expected a report, got none at {REPORT}; `rlhf run` writes it")
@@ -86,7 +86,7 @@ def list_runs(*, as_json: Json = False) -> str:
     rows = [_row(state) for state in states]
     headers = ("run", "made", "last used", "commit", "method", "outcome", "gate", "judge", "MB")
     total = sum(state.size for state in states)
-    return f"{tabulate(rows, headers, disable_numparse=True)}\n\n{len(states)} runs, {total / 1e6:.0f} MB. Times are UTC."
+    return f"{tabulate(rows, headers, disable_numparse=True)}\n\n{number_of(len(states), 'run')}, {total / 1e6:.0f} MB. Times are UTC."
 
 
 def _row(state: RunState) -> tuple[str, ...]:
@@ -109,14 +109,14 @@ def _figures(state: RunState) -> str:
 
 
 @printed()
-def show(name: str, /, *, as_json: Json = False) -> str:
+def show(run: Annotated[str, Parameter("--run")], *, as_json: Json = False) -> str:
     """Show a run.
 
     Args:
-        name: of the run.
+        run: its name.
     """
     root = Path.cwd()
-    (state,) = read_runs(root, [name])
+    (state,) = read_runs(root, [run])
     known = details(root, state)
     if as_json:
         return json.dumps({**asdict(state), **known}, indent=1, ensure_ascii=False)
@@ -132,7 +132,7 @@ def show(name: str, /, *, as_json: Json = False) -> str:
         "registered": ", ".join(known["registered"]),
         "warnings": "\n".join(known["warnings"]),
     }
-    parts = [f"Run {name}", tabulate([fact for fact in facts.items() if fact[1]], tablefmt="plain")]
+    parts = [f"Run {run}", tabulate([fact for fact in facts.items() if fact[1]], tablefmt="plain")]
     parts.append(_params_text(known["params"]))
     parts.append(_stages_table(known["stages"]) if known["stages"] else "")
     parts.append("Lineage:\n" + tabulate(known["outs"].items(), ("path", "md5"), disable_numparse=True) if known["outs"] else "")

@@ -96,7 +96,7 @@ class Options:
     """
 
     base: Annotated[GivenPath, Parameter("--params-file")] = Path("params.yaml")
-    recipes: Annotated[tuple[GivenPath, ...], Parameter(("--params", "--recipe"))] = ()
+    recipes: Annotated[tuple[GivenPath, ...], Parameter("--params")] = ()
     assignments: Annotated[tuple[str, ...], Parameter("--set")] = ()
     stages: bool = False
     check: bool = False

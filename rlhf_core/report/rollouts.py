@@ -10,7 +10,6 @@ import base64
 import gzip
 import json
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from cyclopts import Parameter
 
-from rlhf_core.commands import FileOrName, GivenPath, run_module
+from rlhf_core.commands import GivenPath, RunFolder, printed, run_module
 from rlhf_core.config import ConfigError
 from rlhf_core.paths import REPORTS, ROLLOUTS, SCRATCH
 from rlhf_core.process import exit_with
@@ -35,9 +34,10 @@ SIGNIFICANT = 3  # digits of numbers by token
 SCALE_QUANTILE = 0.99  # of the absolute values of all tokens, which has the strongest colour
 
 
+@printed()
 def write_page(
-    run: FileOrName = ".", /, *, output: GivenPath | None = None, open_: Annotated[bool, Parameter("--open", negative_bool="no-")] = True
-) -> int:
+    run: RunFolder = ".", *, output: GivenPath | None = None, open_: Annotated[bool, Parameter("--open", negative_bool="no-")] = True
+) -> str:
     """Write a page of the rollouts that an RL run has saved, and open it where there is a display.
 
     Args:
@@ -45,19 +45,14 @@ def write_page(
         output: the page; reports/rollouts.html in the run's folder otherwise.
         open_: open the page in a browser.
     """
-    try:
-        folder = run_folder(run)
-        table = saved_rollouts(folder)
-    except ConfigError as error:
-        print(f"rollouts: {error}", file=sys.stderr)
-        return 2
+    folder = run_folder(run)
+    table = saved_rollouts(folder)
     output = output or folder / REPORTS / "rollouts.html"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(render_rollouts(table, folder.resolve().name), encoding="utf-8", newline="\n")
-    print(f"Page: {output}")
     if open_:
         open_page(output)
-    return 0
+    return f"Page: {output}"
 
 
 def saved_rollouts(folder: Path) -> pa.Table:

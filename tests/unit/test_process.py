@@ -101,7 +101,7 @@ def test_work_beside_a_block_is_told_of_its_end_and_waited_for(fails):
         [
             "rlhf_core.planning --help",
             "rlhf_core.planning --check",
-            "rlhf_core.planning --stages --recipe recipes/clerk.yaml",
+            "rlhf_core.planning --stages --params recipes/clerk.yaml",
             "rlhf_core.look --help",
             "rlhf_core.use --help",
             "rlhf_core.storage.clean --help",
@@ -110,7 +110,7 @@ def test_work_beside_a_block_is_told_of_its_end_and_waited_for(fails):
             "flows.compare_runs --help",
             "tools.params",
         ],
-        ["rlhf_core.planning --stages --recipe recipes/clerk.yaml", "flows.runs list", "tools.params"],
+        ["rlhf_core.planning --stages --params recipes/clerk.yaml", "flows.runs list", "tools.params"],
     ),
 )
 def test_a_command_ends_quietly_when_the_reader_of_its_output_has_gone(command: str):

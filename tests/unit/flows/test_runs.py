@@ -122,6 +122,9 @@ def test_show_has_params_stages_and_registered_versions(project, capsys):
     assert {(c["key"], c["default"], c["run"]) for c in found["params"]} == {("seed", 0, 7), ("rl.algorithm", "ppo", "grpo")}
     assert [s["state"] for s in found["stages"] if s["stage"] == "train_policy"] == ["failed"]
     assert runs.main(["show", "one"]) == 0
+    by_position = capsys.readouterr().out
+    assert runs.main(["show", "--run", "one"]) == 0 and capsys.readouterr().out == by_position
+    assert runs.main(["show", "one"]) == 0
     reported = capsys.readouterr().out
     for words in ("failed at train_policy: train_policy: no room", "rl.algorithm", '"ppo"', '"grpo"', "run/one at ", "runs/one, "):
         assert words in reported

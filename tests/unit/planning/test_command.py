@@ -60,7 +60,7 @@ def test_a_sync_by_gloo_is_predicted_to_take_longer(monkeypatch, capsys, tmp_pat
     for way in ("auto", "gloo"):
         recipe = tmp_path / f"{way}.yaml"
         recipe.write_text(f"rl: {{rollout: {{weight_transfer: {way}}}}}")
-        found = json.loads(printed(monkeypatch, capsys, "--json", "--model", "llama3-8b", *FOUR_ENGINES, "--recipe", str(recipe)))
+        found = json.loads(printed(monkeypatch, capsys, "--json", "--model", "llama3-8b", *FOUR_ENGINES, "--params", str(recipe)))
         seconds[way] = [found["layouts"][name]["seconds"]["sync"] for name in ("apart", "colocated")]
     weights = 4 * 8.03e9  # float32, to 4 engines or 8
     assert seconds["gloo"][0] > 4 * weights / 2.1e9 > 10 * seconds["auto"][0]
@@ -69,7 +69,7 @@ def test_a_sync_by_gloo_is_predicted_to_take_longer(monkeypatch, capsys, tmp_pat
 
 def test_the_bandwidth_of_gloo_can_be_set(monkeypatch, capsys, tmp_path):
     (tmp_path / "gloo.yaml").write_text("rl: {rollout: {weight_transfer: gloo}}")
-    arguments = ("--json", "--model", "llama3-8b", "--layout", "apart", *FOUR_ENGINES, "--recipe", str(tmp_path / "gloo.yaml"))
+    arguments = ("--json", "--model", "llama3-8b", "--layout", "apart", *FOUR_ENGINES, "--params", str(tmp_path / "gloo.yaml"))
     given = ((), ("--gloo", "2.1"), ("--gloo", "8.4"))
     default, same, faster = (json.loads(printed(monkeypatch, capsys, *arguments, *more))["proposed"]["seconds"]["sync"] for more in given)
     assert default == same
@@ -105,7 +105,7 @@ def test_refused_and_unpredicted_stages_are_told_first_and_apart(monkeypatch, ca
         "{sft: {ranks: 4}, reward: {enabled: false}, rl: {algorithm: grpo, reward: {scorers: "
         "[{name: other, kind: reward_model, path: no-such-model, normalization: initial}]}}}"
     )
-    arguments = (*EIGHT_ON, "2", "--recipe", str(tmp_path / "recipe.yaml"))
+    arguments = (*EIGHT_ON, "2", "--params", str(tmp_path / "recipe.yaml"))
     found = verdicts(printed(monkeypatch, capsys, *arguments, code=1))
     assert found["train_sft"].startswith("refused: sft.ranks: expected at most the 2 GPUs that are there, got 4; lower it")
     assert found["train_policy"].startswith("not predicted: ") and "no-such-model" in found["train_policy"]

@@ -251,7 +251,7 @@ def test_the_groups_of_params_are_predicted_where_each_rank_has_a_gpu():
 
 def test_a_placement_of_params_is_predicted_on_request_and_mentioned_otherwise(tmp_path):
     (tmp_path / "recipe.yaml").write_text("rl: {placement: two_groups, rollout: {engines: 2}}")
-    recipe = ("--json", "--recipe", str(tmp_path / "recipe.yaml"), "--gpus", "4", "--dtype", "bfloat16")
+    recipe = ("--json", "--params", str(tmp_path / "recipe.yaml"), "--gpus", "4", "--dtype", "bfloat16")
     assert "rl.placement: the proposal is free to place roles otherwise" in command(*recipe).stderr
     done = command(*recipe, "--layout", "params")
     assert done.returncode == 0 and done.stderr == "", done.stderr
