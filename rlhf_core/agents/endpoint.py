@@ -94,7 +94,9 @@ class Endpoint:
 
     @property
     def listens(self) -> bool:
-        return bool(self._runner.addresses) and self._site._server.is_serving()
+        """Whether requests are accepted. Any thread may ask, also while the server closes: its sockets, which have no
+        address then, aren't read."""
+        return self._site._server.is_serving()
 
     @property
     def address(self) -> str:

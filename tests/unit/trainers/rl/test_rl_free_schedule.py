@@ -220,9 +220,8 @@ def test_what_ends_during_an_update_is_told_within_5_seconds(model_folders: tupl
         lose(environment)
         until = time.monotonic() + 5
         with pytest.raises(error, match=name):
-            while time.monotonic() < until:
+            while time.monotonic() < until:  # without a pause: a look in the midst of the end says the same
                 ahead.look()
-                time.sleep(0.1)
     finally:
         ahead._trained.set()
         environment.close()
