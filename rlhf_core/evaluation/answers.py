@@ -34,7 +34,8 @@ from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.tokenizer import encode_prompt, stop_ids
 from rlhf_core.progress import Bar, drawing
 from rlhf_core.sampling.prompts import choose_prompts
-from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer, sampled_response
+from rlhf_core.sampling.responses import sampled_response
+from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
 from rlhf_core.scorers.reward.model import MICROBATCH_TOKENS
 from rlhf_core.types import Prompt, Rollout
 

@@ -35,7 +35,7 @@ from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.process import collect_by_default
 from rlhf_core.scorers.reward.model import score_sequences
 from rlhf_core.storage.node import job_storage
-from rlhf_core.trainers.rl.advantages import ValueUnits
+from rlhf_core.trainers.rl.credit import ValueUnits
 from rlhf_core.trainers.rl.job import POLICY, RlJob
 from rlhf_core.trainers.rl.minibatch import Minibatch, before, prompt_rows
 from rlhf_core.trainers.rl.roles import HostedRoles

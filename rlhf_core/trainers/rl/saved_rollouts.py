@@ -20,7 +20,7 @@ from rlhf_core.config import RlConfig
 from rlhf_core.files import replacing
 from rlhf_core.models.pieces import token_pieces
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.sampling.scoring import weighted_score
+from rlhf_core.sampling.rewards import weighted_score
 from rlhf_core.stage.rollouts import COMPRESSION, step_file, step_files
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.types import Rollout, RolloutBatch, TrainBatch

@@ -19,8 +19,8 @@ from rlhf_core.checkpoint.store import StoreSettings
 from rlhf_core.config import Params, parse_params, set_key
 from rlhf_core.engines.deepspeed.engine import TrainEngine, device
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
-from rlhf_core.sampling.scoring import RewardNormalizer
-from rlhf_core.trainers.rl.advantages import compute_advantages
+from rlhf_core.sampling.rewards import RewardNormalizer
+from rlhf_core.trainers.rl.credit import compute_advantages
 from rlhf_core.trainers.rl.data import DemonstrationStream, collate, pack
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.minibatch import plan_update

@@ -18,8 +18,8 @@ from tiny_models import rl_job, tiny_params
 
 from rlhf_core.engines.rollout.requests import Request, Sample, SamplingSettings
 from rlhf_core.process import StepAbandoned
-from rlhf_core.trainers.rl.advantages import correct
 from rlhf_core.trainers.rl.ahead import SAVED, Admitted, RolloutsAhead, begun, extended, request
+from rlhf_core.trainers.rl.credit import correct
 from rlhf_core.trainers.rl.data import PromptStream, collate, pack
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.recovery import Replacements

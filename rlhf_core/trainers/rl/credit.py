@@ -17,7 +17,7 @@ from rlhf_core.algorithms.corrections import importance_weights
 from rlhf_core.algorithms.kl import KL_ESTIMATORS
 from rlhf_core.algorithms.turns import placed_rewards
 from rlhf_core.config import RlConfig, ScorerConfig
-from rlhf_core.sampling.scoring import RewardNormalizer
+from rlhf_core.sampling.rewards import RewardNormalizer
 from rlhf_core.trainers.rl.shares import scorer_shares
 from rlhf_core.types import Baseline, RewardComponents, RolloutBatch, TrainBatch
 
