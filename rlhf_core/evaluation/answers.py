@@ -29,9 +29,10 @@ from rlhf_core.engines.rollout.open import open_engine
 from rlhf_core.engines.rollout.requests import Sample, SamplingSettings
 from rlhf_core.evaluation.figures import Answer, judged
 from rlhf_core.models.batch import collate_tokens
-from rlhf_core.models.build import frozen, load_language_model
+from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.tokenizer import encode_prompt, stop_ids
+from rlhf_core.models.weights import frozen
 from rlhf_core.progress import Bar, drawing
 from rlhf_core.sampling.prompts import choose_prompts
 from rlhf_core.sampling.responses import sampled_response

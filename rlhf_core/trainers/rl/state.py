@@ -11,7 +11,8 @@ from pathlib import Path
 
 from rlhf_core.algorithms.kl import adaptive_kl_coef
 from rlhf_core.checkpoint.digest import write_digest
-from rlhf_core.checkpoint.store import CheckpointStore, Found, StoreSettings
+from rlhf_core.checkpoint.settings import StoreSettings
+from rlhf_core.checkpoint.store import CheckpointStore, Found
 from rlhf_core.checkpoint.stored import check_checkpoint
 from rlhf_core.config import RlConfig
 from rlhf_core.sampling.rewards import Moments, RewardNormalizer
