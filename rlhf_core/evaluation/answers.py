@@ -199,7 +199,7 @@ def score_answers(models: dict[str, EvaluatedModel], samples: Samples, scorers: 
         others = _others(models, by_name, together) if any(s.mode == "head_to_head" for s in scorers.configs) else {}
 
         def answers(name: str) -> dict[str, list[Answer]]:
-            """By mode."""
+            """Return a model's answers, scored and judged, by mode."""
             groups = by_name[name].score_groups(models[name].prompts, together[name], others.get(name))
             scored = [[judged(response, source_judges) for response in group] for group in groups]
             bar.step(len(samples) * len(scored))

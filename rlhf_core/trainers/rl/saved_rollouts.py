@@ -175,7 +175,13 @@ def _per_rollout(values: torch.Tensor, rows: list[int]) -> pa.Array:
 
 
 def _per_token(values: torch.Tensor | None, mask: torch.Tensor | None, rows: list[int], lengths: list[int]) -> pa.Array:
-    """Args: values, mask: [B, R], or None: no values; all are valid. lengths: tokens of each response of `rows`."""
+    """Return the responses' values as a list for each of `rows`.
+
+    Args:
+        values: [B, R]; None: there are none.
+        mask: [B, R]; None: all values are valid.
+        lengths: tokens of each response of `rows`.
+    """
     offsets = pa.array([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], pa.int32())
     if values is None:
         return pa.ListArray.from_arrays(offsets, pa.nulls(sum(lengths), pa.float32()))
