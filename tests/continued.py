@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.engines.rollout.requests import SamplingSettings, request_seeds
-from rlhf_core.models.build import checkpoint_names
+from rlhf_core.models.weights import checkpoint_names
 from rlhf_core.trainers.rl.ahead import begun, extended, request
 from rlhf_core.types import Prompt, Rollout
 

@@ -15,8 +15,8 @@ from tiny_models import rl_job, sequences
 
 from rlhf_core.config import RlConfig
 from rlhf_core.engines.deepspeed.ranks import all_gather, rank, world_size
-from rlhf_core.sampling.scoring import RewardNormalizer
-from rlhf_core.trainers.rl.advantages import compute_advantages
+from rlhf_core.sampling.rewards import RewardNormalizer
+from rlhf_core.trainers.rl.credit import compute_advantages
 from rlhf_core.trainers.rl.data import DemonstrationStream, baseline_of, collate, pack
 from rlhf_core.trainers.rl.metrics import update_metrics
 from rlhf_core.trainers.rl.minibatch import Totals, add_totals, plan_update

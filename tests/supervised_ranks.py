@@ -19,7 +19,8 @@ from rank_processes import run_processes
 from tiny_models import tiny_params
 
 from rlhf_core.checkpoint.digest import write_digest
-from rlhf_core.checkpoint.store import CheckpointStore, StoreSettings
+from rlhf_core.checkpoint.settings import StoreSettings
+from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.engines.deepspeed.engine import join_world
 from rlhf_core.engines.deepspeed.rank_store import RankStore
 from rlhf_core.engines.deepspeed.ranks import is_first, rank, wait_for_all, world_size

@@ -21,7 +21,7 @@ from rlhf_core.engines.transfer.changes import ROW
 from rlhf_core.engines.transfer.gloo import HEADER_BYTES, GlooReceiver, completed, pack_layer, unpack_layer
 from rlhf_core.engines.transfer.sender import Answer, Target, Traffic, WeightSender
 from rlhf_core.engines.transfer.source import PolicySource, WeightSource
-from rlhf_core.models.build import FolderWeights
+from rlhf_core.models.weights import FolderWeights
 
 
 def source_of(model: nn.Module, names: Callable[[dict], dict] = lambda weights: weights) -> PolicySource:

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import load_params
-from rlhf_core.config.rl_parts import PLACEMENTS
+from rlhf_core.config.placement import PLACEMENTS
 from rlhf_core.data.schema import write_rows
 from rlhf_core.engines.ray.cluster import local_head, python_path, run_job
-from rlhf_core.models.build import read_state_dict
 from rlhf_core.models.folder import SEPARATOR_KEY
+from rlhf_core.models.weights import read_state_dict
 from rlhf_core.process import configure_process
 from rlhf_core.stage.job import pulse_file
 from rlhf_core.stage.ray_job import DRIVER

@@ -17,7 +17,7 @@ class Algorithm:
     """An online algorithm, and its section `rl.<name>` of params.yaml.
 
     estimator: module:function that computes the advantages. It names as parameters what it needs of the quantities that
-        `rlhf_core.trainers.rl.advantages.compute_advantages` offers, and returns advantages [B, R], with a critic advantages and returns.
+        `rlhf_core.trainers.rl.credit.compute_advantages` offers, and returns advantages [B, R], with a critic advantages and returns.
     group_size: default samples of a prompt.    smallest_group: the fewest that the estimator can compare.
     settings: further keys of the section, arguments of the estimator, and their defaults: a bool is a switch, a float a share of 0 to 1.
     critic: a value model learns beside the policy; the section has the critic's keys too.

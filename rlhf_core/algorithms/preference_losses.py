@@ -31,7 +31,7 @@ def bradley_terry(
 
 
 class PairLogprobs(NamedTuple):
-    """Of B pairs, each [B]: log-probabilities summed over the response's tokens, its end included, and how many tokens those are.
+    """Log-probabilities of B pairs, each [B]: summed over the response's tokens, its end included, and how many tokens those are.
 
     The policy's carry the gradient; the reference's (ref_) are of the model that training started from, and a loss without a reference
     doesn't look at them.
@@ -57,7 +57,7 @@ class PairLogprobs(NamedTuple):
 
 
 class PairLosses(NamedTuple):
-    """Of B pairs, each [B]: the loss, to be summed and divided by the pairs of the optimizer step, and the implicit rewards, detached."""
+    """Losses [B] of pairs, to be summed and divided by the pairs of the optimizer step, and their implicit rewards [B], detached."""
 
     losses: torch.Tensor
     chosen_rewards: torch.Tensor
@@ -175,7 +175,7 @@ def _log_complement(logprobs: torch.Tensor) -> torch.Tensor:
 
 
 class ResponseLosses(NamedTuple):
-    """Of B responses, each [B]: the loss, to be summed and divided by the responses of the optimizer step, and the detached reward."""
+    """Losses [B] of responses, to be summed and divided by the responses of the optimizer step, and detached rewards [B]."""
 
     losses: torch.Tensor
     rewards: torch.Tensor

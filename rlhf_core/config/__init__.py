@@ -18,6 +18,7 @@ from rlhf_core.config.alignment import (
 )
 from rlhf_core.config.base import ConfigError, RolloutBackend, Section, bytes_shown, keys_of, number_of, reordering_shown, shown
 from rlhf_core.config.credentials import credential_in
+from rlhf_core.config.curves import DEFAULT_LIMITS, KL_COLUMNS, LimitAction, LimitConfig, curve_columns
 from rlhf_core.config.data import CLERK_JUDGE, ClerkConfig, DataConfig, SamplesConfig, SourceConfig, ValidationConfig
 from rlhf_core.config.gate import ExternalPairsConfig, GateConfig, IncumbentConfig, RolledBackConfig
 from rlhf_core.config.model import (
@@ -31,6 +32,7 @@ from rlhf_core.config.model import (
 )
 from rlhf_core.config.overrides import apply_overrides, load_overlaid, overridden, parse_assignment, read_recipe, set_key, with_recipes
 from rlhf_core.config.params import Params, needs_pairs, rows_needed, unusual
+from rlhf_core.config.placement import RoleGroup, TrainerConfig
 from rlhf_core.config.reading import (
     MAX_BYTES,
     load_params,
@@ -41,20 +43,9 @@ from rlhf_core.config.reading import (
     read_yaml,
     read_yaml_text,
 )
-from rlhf_core.config.rl import KL_COLUMNS, RlConfig, curve_columns
-from rlhf_core.config.rl_parts import (
-    DEFAULT_LIMITS,
-    CorrectionConfig,
-    CurriculumConfig,
-    DistillationConfig,
-    EnvironmentConfig,
-    KlConfig,
-    LimitAction,
-    LimitConfig,
-    RoleGroup,
-    TeacherConfig,
-    TrainerConfig,
-)
+from rlhf_core.config.rl import RlConfig
+from rlhf_core.config.rl_parts import CorrectionConfig, CurriculumConfig, DistillationConfig, KlConfig, TeacherConfig
+from rlhf_core.config.rollout import EnvironmentConfig
 from rlhf_core.config.run import CheckpointsConfig, EvaluationConfig, FlowConfig, RegistryConfig, TrackingConfig
 from rlhf_core.config.scorers import LABEL_SCORERS, ScoreConfig, ScorerConfig
 from rlhf_core.config.stages import INPUT_SECTIONS, ROUND_STAGE_SECTIONS, STAGE_SECTIONS, UNTRACKED_SECTIONS, fill_in, read_stages

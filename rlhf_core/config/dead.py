@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rlhf_core.config.rl_parts import DEFAULT_LIMITS, LimitConfig
+from rlhf_core.config.curves import DEFAULT_LIMITS, LimitConfig
 
 if TYPE_CHECKING:
     from rlhf_core.config.rl import RlConfig

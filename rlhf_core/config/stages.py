@@ -9,20 +9,15 @@ from typing import Any
 from rlhf_core.config.base import ConfigError
 from rlhf_core.config.reading import read_yaml_text
 
+_NAMED_OUTSIDE = (  # keys that name models, data and code outside the project, whose content `hash_inputs` hashes
+    *("model", "data", "reward.path", "alignment.method", "external.path", "gate.external"),
+    *("rl.reward.scorers", "rl.distillation", "rl.environment"),
+    *("rejection_sampling.scorers", "iterative.scorers", "evaluation.scorers"),
+)
 # Sections and single keys of params.yaml that each stage reads; dvc.yaml lists the same (a contract test compares them).
 # A single key has no default, because DVC refuses a listed key that params.yaml lacks.
 STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
-    "hash_inputs": (
-        *("model", "data", "reward.path", "alignment.method", "external.path", "gate.external"),
-        *(
-            "rl.reward.scorers",
-            "rl.distillation",
-            "rl.environment",
-            "rejection_sampling.scorers",
-            "iterative.scorers",
-            "evaluation.scorers",
-        ),
-    ),
+    "hash_inputs": _NAMED_OUTSIDE,
     "prepare_data": ("seed", "data", "model", "reward.step_separator", "validation.max_dropped_fraction"),
     "validate_data": (
         *("validation", "model", "sft.enabled", "reward.enabled", "reward.path", "reward.step_separator", "alignment", "rl.ptx"),
@@ -58,17 +53,7 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
 }
 # The same for rounds/dvc.yaml, which has its stages once for each round of iterative DPO.
 ROUND_STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
-    "hash_inputs": (
-        *("model", "data", "reward.path", "alignment.method", "external.path", "gate.external"),
-        *(
-            "rl.reward.scorers",
-            "rl.distillation",
-            "rl.environment",
-            "rejection_sampling.scorers",
-            "iterative.scorers",
-            "evaluation.scorers",
-        ),
-    ),
+    "hash_inputs": _NAMED_OUTSIDE,
     "sample_round": ("seed", "model", "reward", "iterative", "evaluation.max_new_tokens"),
     "validate_round": ("validation", "model", "iterative"),
     "train_round": ("seed", "model", "dpo", "iterative"),

@@ -29,12 +29,14 @@ from rlhf_core.engines.rollout.open import open_engine
 from rlhf_core.engines.rollout.requests import Sample, SamplingSettings
 from rlhf_core.evaluation.figures import Answer, judged
 from rlhf_core.models.batch import collate_tokens
-from rlhf_core.models.build import frozen, load_language_model
+from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.tokenizer import encode_prompt, stop_ids
+from rlhf_core.models.weights import frozen
 from rlhf_core.progress import Bar, drawing
 from rlhf_core.sampling.prompts import choose_prompts
-from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer, sampled_response
+from rlhf_core.sampling.responses import sampled_response
+from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
 from rlhf_core.scorers.reward.model import MICROBATCH_TOKENS
 from rlhf_core.types import Prompt, Rollout
 
@@ -197,7 +199,7 @@ def score_answers(models: dict[str, EvaluatedModel], samples: Samples, scorers: 
         others = _others(models, by_name, together) if any(s.mode == "head_to_head" for s in scorers.configs) else {}
 
         def answers(name: str) -> dict[str, list[Answer]]:
-            """By mode."""
+            """Return a model's answers, scored and judged, by mode."""
             groups = by_name[name].score_groups(models[name].prompts, together[name], others.get(name))
             scored = [[judged(response, source_judges) for response in group] for group in groups]
             bar.step(len(samples) * len(scored))

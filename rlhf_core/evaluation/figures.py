@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.data.judge import Judgement, judgement
-from rlhf_core.sampling.scoring import ScoredResponse, last_reply
+from rlhf_core.sampling.responses import ScoredResponse, last_reply
 from rlhf_core.statistics.intervals import mean_interval, paired_difference, paired_means, points_interval, sign_test
 
 

@@ -173,7 +173,7 @@ def measure(answers: Answers, judged: tuple[Pairs, np.ndarray], config: GateConf
 
 
 def _position(answers: Answers, known: np.ndarray, pairs: Pairs, confidence: float) -> dict[str, Any]:
-    """By how much more than half of the verdicts the first response wins; of a judge that doesn't look at positions 0."""
+    """Return by how much more than half of the verdicts the first response wins; 0 for a judge that ignores positions."""
     values = np.array([(first.value + second.value) / 2 - 0.5 for first, second in answers.once])[known]
     flipped = np.array([first.value != 1 - second.value for first, second in answers.once])[known]
     low, high = mean_interval(values, pairs.clusters, confidence) if len(values) else (-math.inf, math.inf)

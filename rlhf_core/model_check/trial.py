@@ -27,16 +27,11 @@ from rlhf_core.engines.rollout.open import open_engine
 from rlhf_core.engines.rollout.requests import SamplingSettings
 from rlhf_core.models.attention import fix_frequencies
 from rlhf_core.models.batch import TokenBatch, collate_branches, collate_tokens, shared_row
-from rlhf_core.models.build import (
-    checkpoint_names,
-    classifier,
-    load_language_model,
-    load_scalar_model,
-    save_model,
-)
+from rlhf_core.models.build import classifier, load_language_model, load_scalar_model, save_model
 from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.probe import PROBE_ERRORS, shares_prefixes
+from rlhf_core.models.weights import checkpoint_names
 from rlhf_core.trainers.preference.objectives import Continuation, Pair, PairObjective, ResponseForward, no_reference
 from rlhf_core.trainers.reward.train import Comparison, reward_phase
 from rlhf_core.trainers.sft.train import sft_phase

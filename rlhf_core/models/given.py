@@ -13,7 +13,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from rlhf_core.config import ModelConfig, number_of, shown
 from rlhf_core.models.attention import fix_frequencies
-from rlhf_core.models.build import check_weights, frozen, load_language_model, vocabulary_size
+from rlhf_core.models.build import check_weights, load_language_model, vocabulary_size
 from rlhf_core.models.folder import (
     ADAPTERS,
     base_of_adapters,
@@ -26,6 +26,7 @@ from rlhf_core.models.folder import (
 )
 from rlhf_core.models.rows import check_rows
 from rlhf_core.models.tokenizer import Unrenderable, encode_prompt, load_tokenizer
+from rlhf_core.models.weights import frozen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

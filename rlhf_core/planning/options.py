@@ -11,7 +11,7 @@ from cyclopts import Group, Parameter
 from rlhf_core.algorithms.online import ALGORITHMS
 from rlhf_core.commands import Count, FileOrName, GivenPath, Json, Positive, Switch
 from rlhf_core.config import Params
-from rlhf_core.config.rl import KL_COLUMNS
+from rlhf_core.config.curves import KL_COLUMNS
 from rlhf_core.planning.hardware import GPUS, Efficiency
 from rlhf_core.planning.search import LAYOUTS
 from rlhf_core.planning.shape import REPOSITORIES

@@ -24,7 +24,8 @@ class Record:
     def __init__(
         self, values: Mapping[str, Any], source: SourceConfig, notation: Notation = PLAIN, start: str | None = None, separator: str = ""
     ):
-        """
+        """Read a record of a source.
+
         Args:
             start: the text with which answers begin and that isn't a part of them; None: the record's prompt, where notation says so.
             separator: between the steps of a response.

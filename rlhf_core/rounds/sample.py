@@ -19,7 +19,8 @@ from rlhf_core.rounds.data import Group, build_pairs
 from rlhf_core.rounds.pins import Round
 from rlhf_core.sampling.drawing import sample_responses
 from rlhf_core.sampling.prompts import choose_prompts
-from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer, ScoredResponse, with_prompts, without_prompts
+from rlhf_core.sampling.responses import ScoredResponse, with_prompts, without_prompts
+from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
 from rlhf_core.types import Prompt
 
 if TYPE_CHECKING:

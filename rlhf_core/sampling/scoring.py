@@ -1,4 +1,4 @@
-"""Scores of responses by every scorer, and the one reward that they make.
+"""Scores of responses by every scorer.
 
 RL, evaluation, rejection sampling and rounds of iterative DPO all score here. They differ in where scorers run: `LocalScorers` runs them in
 this process, `rlhf_core.trainers.rl.actor_scorers` in Ray actors.
@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.algorithms.step_rewards import aggregate_of, step_rewards
-from rlhf_core.config import ModelConfig, ScoreConfig, ScorerConfig
+from rlhf_core.config import ModelConfig, ScorerConfig
 from rlhf_core.engines.deepspeed.engine import device
 from rlhf_core.engines.deepspeed.ranks import in_shares
 from rlhf_core.engines.rollout.requests import Sample
@@ -27,78 +27,16 @@ from rlhf_core.models.batch import padded_ends
 from rlhf_core.models.folder import step_separator
 from rlhf_core.models.tokenizer import load_tokenizer, response_text
 from rlhf_core.progress import Reasons
+from rlhf_core.sampling.responses import Response, ScoredResponse, last_reply, sampled_response
+from rlhf_core.sampling.rewards import weighted_score
 from rlhf_core.scorers.needs import model_folders
 from rlhf_core.scorers.reward.input import RewardModelInput, without_stop
 from rlhf_core.scorers.reward.members import combine_members
 from rlhf_core.scorers.reward.model import MICROBATCH_TOKENS, load_members, score_by_members
 from rlhf_core.scorers.text import ScoreItem, TextScorers, score_item
-from rlhf_core.types import Dialogue, Prompt, RewardComponents, Rollout
+from rlhf_core.types import Prompt, RewardComponents, Rollout
 
 DISAGREEMENT = "disagreement"  # of an ensemble: the standard deviation over its members, in units of the raw score
-
-
-class Response(Protocol):
-    """A sampled response: `rlhf_core.types.Rollout`, for one.
-
-    response_ids: up to and including the end token, if one was sampled.
-    num_sampled: its tokens that the model sampled.
-    finished: the model ended the response; False: it was truncated at the length limit.
-    dialogue: of a response of several turns. Scorers see its last reply, and the conversation before it as the prompt.
-    """
-
-    prompt: Prompt
-    finished: bool
-    dialogue: Dialogue | None
-
-    @property
-    def response_ids(self) -> list[int]: ...
-
-    @property
-    def num_sampled(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class SampledResponse:
-    """A `Response` outside RL, without log-probabilities."""
-
-    prompt: Prompt
-    response_ids: list[int]
-    finished: bool
-    dialogue: Dialogue | None = field(default=None, kw_only=True)
-
-    @property
-    def num_sampled(self) -> int:
-        return len(self.response_ids) if self.dialogue is None else sum(self.dialogue.sampled)
-
-
-@dataclass(frozen=True)
-class ScoredResponse(SampledResponse):
-    """A response with its text and scores.
-
-    score: weighted sum of the raw scores; NaN where a scorer with a weight has no score, or no scorer has a weight.
-    components: raw score by scorer's name; NaN = not scored.
-    steps: of each process reward model the probabilities that the steps are right.
-    """
-
-    text: str
-    score: float
-    components: dict[str, float]
-    steps: dict[str, list[float]] = field(default_factory=dict, kw_only=True)
-
-
-def sampled_response(prompt: Prompt, sample: Sample | Rollout) -> SampledResponse:
-    if isinstance(sample, Rollout):
-        return SampledResponse(sample.prompt, sample.response_ids, sample.finished, dialogue=sample.dialogue)
-    return SampledResponse(prompt, sample.response_ids, sample.finished)
-
-
-def last_reply(response: Response) -> SampledResponse:
-    """Return the last reply of a response, after the conversation before it."""
-    dialogue, ids = response.dialogue, response.response_ids
-    if dialogue is None:
-        return SampledResponse(response.prompt, ids, response.finished)
-    before = replace(response.prompt, messages=dialogue.messages, prompt_ids=[*response.prompt.prompt_ids, *ids[: dialogue.start]])
-    return SampledResponse(before, ids[dialogue.start :], response.finished)
 
 
 @dataclass
@@ -276,42 +214,38 @@ class ResponseScorer:
             texts: `self.texts(responses)`, if the caller has it.
             others: the other model's responses, which scorers of mode head_to_head compare with.
         """
+        metrics, steps = ScorerMetrics() if metrics is None else metrics, {} if steps is None else steps
         by_text = [config for config in self._scorers.configs if config.name not in self._inputs]
-        found: RewardComponents = {}
-        if by_text:
-            texts = self.texts(pending.responses) if texts is None else texts
-            rendered = self._rendered(pending.responses) if any(c.reads_rendered for c in by_text) else [None] * len(texts)
-            items = [
-                score_item(
-                    last_reply(r).prompt,
-                    text,
-                    finished=r.finished,
-                    response_length=r.num_sampled,
-                    rendered=both,
-                    dialogue=r.dialogue,
-                    other=other,
-                )
-                for r, text, both, other in zip(pending.responses, texts, rendered, others or [None] * len(texts), strict=True)
-            ]
-            for config in by_text:
-                scores, measured = self._scorers.score_texts(config, items)
-                found[config.name] = torch.tensor(scores, dtype=torch.float64)
-                if metrics is not None:
-                    metrics.add(config.name, measured, count=len(items))
-        for config in self._scorers.configs:
-            if config.name in pending.by_model:
-                combined, std = combine_members(pending.by_model[config.name](), std_coef=config.std_coef)
-                if config.name in pending.steps:
-                    probabilities = combined.sigmoid()
-                    combined = aggregate_of(probabilities, config.aggregate)
-                    if steps is not None:
-                        steps[config.name] = _step_scores(pending, config, probabilities)
-                known = std[std.isfinite()]
-                if metrics is not None and config.members > 1 and len(known):
-                    metrics.add(config.name, {DISAGREEMENT: float(known.mean())}, count=len(known))
-                found[config.name] = combined
+        items = self._items(pending.responses, by_text, texts, others) if by_text else []
+        found = {config.name: self._text_scores(config, items, metrics) for config in by_text}
+        for config in (c for c in self._scorers.configs if c.name in pending.by_model):
+            found[config.name] = _model_scores(pending, config, metrics, steps)
         failed = torch.tensor([r.dialogue is not None and r.dialogue.failed for r in pending.responses])
         return {config.name: found[config.name].masked_fill(failed, torch.nan) for config in self._scorers.configs}
+
+    def _items(
+        self, responses: Sequence[Response], configs: list[ScorerConfig], texts: list[str] | None, others: Sequence[str] | None
+    ) -> list[ScoreItem]:
+        """Return what scorers of text read; see `collect`."""
+        texts = self.texts(responses) if texts is None else texts
+        rendered = self._rendered(responses) if any(config.reads_rendered for config in configs) else [None] * len(texts)
+        return [
+            score_item(
+                last_reply(r).prompt,
+                text,
+                finished=r.finished,
+                response_length=r.num_sampled,
+                rendered=both,
+                dialogue=r.dialogue,
+                other=other,
+            )
+            for r, text, both, other in zip(responses, texts, rendered, others or [None] * len(texts), strict=True)
+        ]
+
+    def _text_scores(self, config: ScorerConfig, items: list[ScoreItem], metrics: ScorerMetrics) -> torch.Tensor:
+        scores, measured = self._scorers.score_texts(config, items)
+        metrics.add(config.name, measured, count=len(items))
+        return torch.tensor(scores, dtype=torch.float64)
 
     def texts(self, responses: Sequence[Response]) -> list[str]:
         """Return the text of each response; of several turns, that of the last reply."""
@@ -363,6 +297,19 @@ class ResponseScorer:
         return [[next(scored) for _ in group] for group in samples]
 
 
+def _model_scores(pending: PendingScores, config: ScorerConfig, metrics: ScorerMetrics, steps: dict[str, StepScores]) -> torch.Tensor:
+    """Wait for a reward model's scores [B]; metrics and steps as for `ResponseScorer.collect`."""
+    combined, std = combine_members(pending.by_model[config.name](), std_coef=config.std_coef)
+    if config.name in pending.steps:
+        probabilities = combined.sigmoid()
+        combined = aggregate_of(probabilities, config.aggregate)
+        steps[config.name] = _step_scores(pending, config, probabilities)
+    known = std[std.isfinite()]
+    if config.members > 1 and len(known):
+        metrics.add(config.name, {DISAGREEMENT: float(known.mean())}, count=len(known))
+    return combined
+
+
 def _step_scores(pending: PendingScores, config: ScorerConfig, probabilities: torch.Tensor) -> StepScores:
     """Scores and rewards of steps from their probabilities [N, S]."""
     dialogues = [0 if r.dialogue is None else r.dialogue.start for r in pending.responses]
@@ -373,120 +320,3 @@ def _step_scores(pending: PendingScores, config: ScorerConfig, probabilities: to
         return [row[:n] for row, n in zip(values.tolist(), counts, strict=True)]
 
     return StepScores(rows(probabilities), ends, rows(step_rewards(probabilities, config.aggregate)))
-
-
-def without_prompts(groups: list[list[ScoredResponse]]) -> list[list[dict[str, Any]]]:
-    """Scored responses as JSON objects without their prompt, which the group's position gives."""
-    return [[{name: value for name, value in vars(response).items() if name != "prompt"} for response in group] for group in groups]
-
-
-def with_prompts(groups: list[list[dict[str, Any]]], prompts: list[Prompt]) -> list[list[ScoredResponse]]:
-    """Return the inverse of `without_prompts`."""
-    return [[ScoredResponse(prompt=prompt, **fields) for fields in group] for prompt, group in zip(prompts, groups, strict=True)]
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Count, mean and summed squared deviation of scores, merged batch by batch (Chan et al. 1979)."""
-
-    count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0
-
-    def merge(self, scores: torch.Tensor) -> Moments:
-        known = scores[scores.isfinite()].double()
-        if len(known) == 0:
-            return self
-        count, mean = len(known), float(known.mean())
-        delta, total = mean - self.mean, self.count + len(known)
-        squares = self.squares + float(((known - mean) ** 2).sum()) + delta**2 * self.count * count / total
-        return replace(self, count=total, mean=self.mean + delta * count / total, squares=squares)
-
-    @property
-    def std(self) -> float:
-        """Biased; 0 without scores."""
-        return math.sqrt(self.squares / self.count) if self.count else 0.0
-
-
-class RewardNormalizer:
-    """One reward per response: the weighted sum of the scorers' scores, each normalised to mean 0 and std 1 if so configured.
-
-    Normalisation `initial` uses the initial policy's samples (Ziegler et al. 2019, section 2.2, https://arxiv.org/abs/1909.08593);
-    `running` uses all samples so far.
-
-    moments: by the name of each normalised scorer; the state that checkpoints save.
-    """
-
-    def __init__(self, config: ScoreConfig):
-        self._config = config
-        self._rewarded = config.rewarded
-        self.moments = {s.name: Moments() for s in self._rewarded if s.normalization != "none"}
-
-    def trial(self) -> RewardNormalizer:
-        """Return a copy whose moments can change independently."""
-        other = RewardNormalizer(self._config)
-        other.moments = dict(self.moments)
-        return other
-
-    @property
-    def needs_calibration(self) -> bool:
-        return any(s.normalization == "initial" for s in self._rewarded)
-
-    def calibrate(self, components: RewardComponents | None) -> None:
-        """Set the moments of `initial` normalisation from the initial policy's scores, by scorer's name. None: nothing to set.
-
-        Raises:
-            ValueError: a scorer has no finite score.
-        """
-        if components is None:
-            return
-        for scorer in self._rewarded:
-            if scorer.normalization != "initial":
-                continue
-            scores = components[scorer.name]
-            self.moments[scorer.name] = Moments().merge(scores)
-            if self.moments[scorer.name].count == 0:
-                raise ValueError(
-                    f"reward normalisation of {scorer.name}: expected scores of the initial policy's {len(scores)} samples, got none that "
-                    "is finite; see that scorer's warnings, and whether model.max_length is long enough for a reward model"
-                )
-
-    def location_and_spread(self, scorer: ScorerConfig) -> tuple[float, float]:
-        """Mean that is subtracted from a scorer's scores, and std that they are then divided by."""
-        if scorer.normalization == "none":
-            return 0.0, 1.0
-        moments = self.moments[scorer.name]
-        return moments.mean, max(moments.std, 1e-6)
-
-    def __call__(self, components: RewardComponents, *, learn: bool = True) -> torch.Tensor:
-        """Rewards [B], the sum clipped; NaN where a scorer with a weight has no finite score.
-
-        Args:
-            learn: False: don't update running statistics.
-        """
-        for scorer in self._rewarded:
-            if scorer.normalization == "running" and learn:
-                self.moments[scorer.name] = self.moments[scorer.name].merge(components[scorer.name])
-        total = sum(scorer.weight * scores for scorer, scores in zip(self._rewarded, self.normalized(components), strict=True))
-        limit = self._config.clip
-        return total if limit is None else total.clamp(-limit, limit)
-
-    def normalized(self, components: RewardComponents) -> list[torch.Tensor]:
-        """Return each rewarded scorer's normalised scores [B], unweighted; NaN where it has no finite score."""
-        scaled = [(_known(components[s.name]), *self.location_and_spread(s), s) for s in self._rewarded]
-        return [scores if s.normalization == "none" else (scores - mean) / std for scores, mean, std, s in scaled]
-
-
-def weighted_score(components: RewardComponents, scorers: list[ScorerConfig], *, count: int = 0) -> torch.Tensor:
-    """Weighted sum [B] of raw scores, neither normalised nor clipped; NaN where a scorer with a weight has no finite score.
-
-    Args:
-        count: B, of NaN where no scorer has a weight.
-    """
-    if not any(s.weight for s in scorers):
-        return torch.full((count,), torch.nan)
-    return sum(s.weight * _known(components[s.name].float()) for s in scorers if s.weight)
-
-
-def _known(scores: torch.Tensor) -> torch.Tensor:
-    return scores.where(scores.isfinite(), torch.nan)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.checkpoint.store import StoreSettings
+from rlhf_core.checkpoint.settings import StoreSettings
 from rlhf_core.config import Params
 from rlhf_core.environment import of_stage
 from rlhf_core.files import replacing

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import rlhf_core
 from rlhf_core.checkpoint.manifest import MANIFEST
-from rlhf_core.checkpoint.store import Origin, SaveFailed, StoreSettings
+from rlhf_core.checkpoint.settings import Origin, StoreSettings
+from rlhf_core.checkpoint.store import SaveFailed
 from rlhf_core.config import ConfigError, Params, ScorerConfig, reordering_shown, with_usual_rates
 from rlhf_core.environment import keep_visible, of_stage
 from rlhf_core.files import lock_file

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.checkpoint.manifest import MANIFEST, read_manifest
-from rlhf_core.checkpoint.store import Origin, checkpoint_steps
+from rlhf_core.checkpoint.settings import Origin
+from rlhf_core.checkpoint.store import checkpoint_steps
 from rlhf_core.config import CheckpointsConfig, ConfigError, read_stages, read_yaml
 from rlhf_core.files import replace_text
 from rlhf_core.provenance.file_hashes import FileHashes, dvc_folder_md5

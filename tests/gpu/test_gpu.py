@@ -208,8 +208,9 @@ def test_engine_and_trainer_agree_before_and_after_a_weight_sync(folder, backend
     from rlhf_core.engines.rollout.open import open_engine
     from rlhf_core.engines.rollout.requests import SamplingSettings, request_seeds
     from rlhf_core.models.batch import collate_tokens
-    from rlhf_core.models.build import checkpoint_names, load_language_model
+    from rlhf_core.models.build import load_language_model
     from rlhf_core.models.forward import PolicyModule
+    from rlhf_core.models.weights import checkpoint_names
 
     model = load_language_model(folder)
     engine = open_engine(backend, str(folder), dtype="float32", gpu_memory_fraction=0.3, **PLAIN)
@@ -252,7 +253,8 @@ def test_an_engine_computes_with_weights_that_were_sent_to_it(folder, way, monke
     from rlhf_core.engines.rollout.process import EngineProcess
     from rlhf_core.engines.transfer.gpu import IpcBuffer
     from rlhf_core.engines.transfer.sender import Target
-    from rlhf_core.models.build import checkpoint_names, load_language_model
+    from rlhf_core.models.build import load_language_model
+    from rlhf_core.models.weights import checkpoint_names
 
     if way == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("NCCL needs two GPUs")
@@ -287,7 +289,7 @@ def test_an_engine_rounds_the_weights_of_each_sync_with_new_scales(tmp_path):
     from rlhf_core.engines.rollout.open import RolloutActor
     from rlhf_core.engines.rollout.process import EngineProcess
     from rlhf_core.engines.transfer.sender import Target
-    from rlhf_core.models.build import checkpoint_names
+    from rlhf_core.models.weights import checkpoint_names
 
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("FP8 products need compute capability 8.9")
@@ -322,7 +324,7 @@ def test_an_engine_of_a_stage_gives_the_gpu_back_when_it_is_closed(folder):
     """vLLM runs in its own process: its memory is free again, and nothing of it is left in this process."""
     from rlhf_core.engines.rollout.open import open_engine
     from rlhf_core.engines.rollout.process import EngineProcess
-    from rlhf_core.models.build import read_state_dict
+    from rlhf_core.models.weights import read_state_dict
 
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
@@ -400,7 +402,7 @@ def test_a_sleeping_engine_gives_the_gpu_back_and_wakes_up_with_its_weights(fold
     """In a process of its own: vLLM allows one engine that sleeps in a process, and its pool of memory may not outlive it."""
     from rlhf_core.engines.rollout.open import open_here
     from rlhf_core.engines.rollout.process import EngineProcess
-    from rlhf_core.models.build import read_state_dict
+    from rlhf_core.models.weights import read_state_dict
 
     how = {"dtype": "bfloat16", "gpu_memory_fraction": 0.3, "shares_gpu": True, "sleeps": True}
     opened = EngineProcess(open_here, backend="vllm", model_path=str(folder), **how, **PLAIN)

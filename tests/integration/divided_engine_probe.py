@@ -29,9 +29,9 @@ from rlhf_core.engines.ray.places import RoleLost
 from rlhf_core.engines.rollout.requests import SamplingSettings, request_seeds
 from rlhf_core.engines.transfer.sender import Answer, Target, WeightSender
 from rlhf_core.models.batch import collate_tokens
-from rlhf_core.models.build import checkpoint_names
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.lora import add_adapters
+from rlhf_core.models.weights import checkpoint_names
 from rlhf_core.process import configure_process
 
 EOS, VOCABULARY, LONGEST, BLOCK = 1, 101, 320, 128

@@ -30,8 +30,8 @@ from rlhf_core.engines.rollout.open import RolloutActor
 from rlhf_core.engines.rollout.requests import SamplingSettings
 from rlhf_core.engines.transfer.sender import Target
 from rlhf_core.engines.vllm.engine import VllmEngine
-from rlhf_core.models.build import checkpoint_names
 from rlhf_core.models.lora import add_adapters
+from rlhf_core.models.weights import checkpoint_names
 from rlhf_core.process import configure_process
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

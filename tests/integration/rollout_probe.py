@@ -21,8 +21,8 @@ from rlhf_core.engines.rollout.requests import Sample, SamplingSettings, request
 from rlhf_core.engines.transfer.weights import replace_weights
 from rlhf_core.engines.vllm.engine import VllmEngine
 from rlhf_core.models.batch import collate_tokens
-from rlhf_core.models.build import read_state_dict
 from rlhf_core.models.forward import PolicyModule
+from rlhf_core.models.weights import read_state_dict
 from rlhf_core.process import configure_process
 from rlhf_core.trainers.rl.data import collate, pack
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch, check_logprobs

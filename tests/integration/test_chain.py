@@ -24,7 +24,7 @@ from small_chain import (
 )
 
 from rlhf_core.data.schema import read_rows
-from rlhf_core.models.build import read_state_dict
+from rlhf_core.models.weights import read_state_dict
 from rlhf_core.report.page import METHOD_TITLES
 
 pytestmark = pytest.mark.timeout(900)

@@ -12,7 +12,7 @@ import torch
 from small_chain import PYTORCH_ROLLOUTS, SMALL, change_params, make_chain, ran, run
 from tiny_models import save_tiny_models, tiny_tokenizer
 
-from rlhf_core.models.build import read_state_dict
+from rlhf_core.models.weights import read_state_dict
 from rlhf_core.provenance.file_hashes import dvc_md5
 
 STEPS = {"steps": 6, "batch_size": 8, "checkpoint_every": 3, "eval_every": 3}

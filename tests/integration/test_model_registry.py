@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import warm_python
 from collision import FIRST, SECOND
 from registry_tags import write_tag
 
@@ -103,7 +104,7 @@ def seen_by_others(project: Path) -> tuple[list[str], str]:
         "import gto.api, dvc.api; found = gto.api.find_versions_in_stage('.', 'reward-model', 'prod', versions_per_stage=-1) or []; "
         "print(*[v.version for v in found], dvc.api.artifacts_show('reward-model', stage='prod')['rev'])"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=project, env=environment(), capture_output=True, text=True, check=True)
+    done = warm_python.run([sys.executable, "-c", program], cwd=project, env=environment(), check=True)
     *versions, commit_id = done.stdout.split()
     return versions, commit_id
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.checkpoint.store import StoreSettings
+from rlhf_core.checkpoint.settings import StoreSettings
 from rlhf_core.config import Params
 from rlhf_core.data.schema import write_rows
 from rlhf_core.engines.ray.cluster import local_head, python_path, run_job

@@ -21,8 +21,8 @@ def rl_step(prompts: int) -> tuple[float, float, int]:
 
     from rlhf_core.engines.rollout.pytorch_engine import PytorchEngine
     from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
-    from rlhf_core.sampling.scoring import RewardNormalizer
-    from rlhf_core.trainers.rl.advantages import compute_advantages
+    from rlhf_core.sampling.rewards import RewardNormalizer
+    from rlhf_core.trainers.rl.credit import compute_advantages
     from rlhf_core.trainers.rl.data import DemonstrationStream, PromptStream, collate, pack, read_prompts
     from rlhf_core.trainers.rl.minibatch import plan_update
     from rlhf_core.trainers.rl.rank import TrainerRank

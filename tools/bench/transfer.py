@@ -76,7 +76,8 @@ def bandwidth(folder: str, rounds: int) -> dict[str, str]:
     from rlhf_core.engines.transfer.changes import SentLayers
     from rlhf_core.engines.transfer.gloo import GlooLink, pack_layer
     from rlhf_core.engines.transfer.source import PolicySource
-    from rlhf_core.models.build import checkpoint_names, load_language_model
+    from rlhf_core.models.build import load_language_model
+    from rlhf_core.models.weights import checkpoint_names
 
     model = load_language_model(folder)
     store, found, copied = open_store(None, timeout=TIMEOUT), {}, []

@@ -184,7 +184,8 @@ def train_supervised(case: Case, folder: Path, scratch: Path) -> None:
 
 
 def training_loop(case: Case, scratch: Path) -> TrainLoop:
-    from rlhf_core.checkpoint.store import CheckpointStore, StoreSettings
+    from rlhf_core.checkpoint.settings import StoreSettings
+    from rlhf_core.checkpoint.store import CheckpointStore
     from rlhf_core.config import TrackingConfig
     from rlhf_core.engines.deepspeed.ranks import rank
     from rlhf_core.tracking import MetricsLog
@@ -253,7 +254,7 @@ def train_rl(case: Case, folder: Path, scratch: Path) -> None:
 
 
 def rl_job(case: Case, folder: Path) -> Any:
-    from rlhf_core.checkpoint.store import StoreSettings
+    from rlhf_core.checkpoint.settings import StoreSettings
     from rlhf_core.trainers.rl.job import RlJob
 
     params, reward = params_of(case), f"{folder}-reward"

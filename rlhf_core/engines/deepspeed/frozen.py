@@ -13,7 +13,7 @@ from rlhf_core.engines.deepspeed.engine import device, gathered_weights, on_host
 from rlhf_core.engines.deepspeed.freeing import free
 from rlhf_core.engines.deepspeed.sequence_parallel import split_sequences
 from rlhf_core.engines.memory.offload import OnDevice, Stays, weights_of
-from rlhf_core.models.build import frozen
+from rlhf_core.models.weights import frozen
 
 
 class FrozenModel:

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from rlhf_core.engines.vllm.engine import VllmEngine
 
 
+ONLY_VLLM = frozenset(
+    ("seed", "sleeps", "tensor_parallel_size", "prefix_caching", "enforce_eager", "weight_transfer", "quantization"),
+)
+
+
 def open_engine(
     backend: RolloutBackend, model_path: str, *, ranks_per_model: int = 1, **settings: Any
 ) -> VllmEngine | PytorchEngine | EngineProcess | EngineOfOtherRank:
@@ -49,47 +54,16 @@ def open_engine(
     return open_here(backend, model_path, **settings)
 
 
-def open_here(
-    backend: RolloutBackend,
-    model_path: str,
-    *,
-    max_length: int,
-    dtype: str,
-    max_concurrent_sequences: int,
-    threads: int,
-    seed: int,
-    trust_remote_code: bool,
-    gpu_memory_fraction: float,
-    kv_cache_gib: int = 1,
-    shares_gpu: bool = False,
-    reads_text: bool = False,
-    sleeps: bool = False,
-    tensor_parallel_size: int = 1,
-    prefix_caching: bool = False,
-    enforce_eager: bool = False,
-    weight_transfer: str | None = None,
-    quantization: str | None = None,
-) -> VllmEngine | PytorchEngine:
-    """Open an engine in this process. See the engines for the arguments; only vLLM uses `seed` and those after `reads_text`."""
-    shared = {
-        "max_length": max_length,
-        "dtype": dtype,
-        "kv_cache_gib": kv_cache_gib,
-        "max_concurrent_sequences": max_concurrent_sequences,
-        "threads": threads,
-        "trust_remote_code": trust_remote_code,
-        "gpu_memory_fraction": gpu_memory_fraction,
-        "shares_gpu": shares_gpu,
-        "reads_text": reads_text,
-    }
+def open_here(backend: RolloutBackend, model_path: str, **settings: Any) -> VllmEngine | PytorchEngine:
+    """Open an engine in this process. See the engines for the settings; ONLY_VLLM are ignored by PyTorch's."""
+    settings = {"kv_cache_gib": 1} | settings
     if backend == "pytorch":
         from rlhf_core.engines.rollout.pytorch_engine import PytorchEngine
 
-        return PytorchEngine(model_path, **shared)
+        return PytorchEngine(model_path, **{name: value for name, value in settings.items() if name not in ONLY_VLLM})
     from rlhf_core.engines.vllm.engine import VllmEngine
 
-    own = {"sleeps": sleeps, "tensor_parallel_size": tensor_parallel_size, "prefix_caching": prefix_caching, "enforce_eager": enforce_eager}
-    return VllmEngine(model_path, **shared, seed=seed, **own, weight_transfer=weight_transfer, quantization=quantization)
+    return VllmEngine(model_path, **settings)
 
 
 class RolloutActor:

@@ -17,10 +17,11 @@ from rlhf_core.engines.memory.gpu_memory import memory_in_use
 from rlhf_core.engines.memory.offload import Offloaded, storages_of
 from rlhf_core.engines.memory.sleep import Awake
 from rlhf_core.engines.rollout.requests import Request, Sample, SamplingSettings, end_with_due, stop_finder
-from rlhf_core.models.build import frozen, kv_cache_bytes, load_language_model, read_state_dict, with_weights
+from rlhf_core.models.build import kv_cache_bytes, load_language_model
 from rlhf_core.models.decoding import Decoder
 from rlhf_core.models.forward import backend_of
 from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.models.weights import frozen, read_state_dict, with_weights
 from rlhf_core.progress import drawn
 
 PROMPT_TOKENS = 32_768  # of a batch's prompts, which are one forward pass

@@ -24,8 +24,8 @@ from rlhf_core.engines.transfer.source import (
     specs_of,
     unit_layers,
 )
-from rlhf_core.models.build import FolderWeights
 from rlhf_core.models.lora import Adapter, WeightUnit
+from rlhf_core.models.weights import FolderWeights
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from rlhf_core.engines.ray.rendezvous import join_store
 from rlhf_core.engines.transfer.changes import PackedLayer, SentLayers, apply_changes, digest, padded
 from rlhf_core.engines.transfer.source import MadeWeight, Tensors, TensorSpec, WeightSource, adapter_names
-from rlhf_core.models.build import FolderWeights
 from rlhf_core.models.lora import corrected
+from rlhf_core.models.weights import FolderWeights
 
 OTHERS = 10  # a worker waits so many times longer for the sender than the sender for a worker
 HEADER_BYTES = 16  # the size of the changes that follow, and the digest of the layer with them

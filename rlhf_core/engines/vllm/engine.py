@@ -275,7 +275,7 @@ class VllmEngine:
         """Load the weights of a Hugging Face folder as `load_weights` does; each process of an engine on several GPUs reads the folder
         itself.
         """
-        from rlhf_core.models.build import read_state_dict
+        from rlhf_core.models.weights import read_state_dict
 
         if not self._is_divided:
             return self.load_weights(read_state_dict(Path(folder)), version)

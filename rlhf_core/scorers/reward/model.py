@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from rlhf_core.models.batch import collate_steps, collate_tokens
-from rlhf_core.models.build import frozen, load_scalar_model
+from rlhf_core.models.build import load_scalar_model
 from rlhf_core.models.forward import ScalarModule
+from rlhf_core.models.weights import frozen
 from rlhf_core.scorers.reward.members import member_folders
 
 MICROBATCH_TOKENS = 8192  # of a forward pass outside training

@@ -137,7 +137,7 @@ class RolloutsAhead:
         return self._whole(stream.take(position, count), step=step, turn=turn)
 
     def _complete(self, admitted: Admitted, *, due: int) -> Admitted:
-        """With the first step's rollouts, which nothing was sampled ahead of."""
+        """Return what is admitted with the first step's rollouts sampled to their end, since none were sampled ahead."""
         return self._finish(self._submit(admitted, due=due))
 
     def _whole(self, prompts: Sequence[Prompt], *, step: int, turn: int) -> list[Rollout]:

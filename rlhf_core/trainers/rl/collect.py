@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from rlhf_core.config import RlConfig
-from rlhf_core.sampling.scoring import DISAGREEMENT, RewardNormalizer, ScorerMetrics, StepScores, weighted_score
-from rlhf_core.trainers.rl.advantages import compared_rewards
+from rlhf_core.sampling.rewards import RewardNormalizer, weighted_score
+from rlhf_core.sampling.scoring import DISAGREEMENT, ScorerMetrics, StepScores
+from rlhf_core.trainers.rl.credit import compared_rewards
 from rlhf_core.trainers.rl.data import PromptStream, baseline_of
 from rlhf_core.trainers.rl.metrics import Clock, Metrics, dialogue_metrics, finite_mean
 from rlhf_core.trainers.rl.workers import PendingForward, Workers

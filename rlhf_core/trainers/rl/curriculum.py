@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlhf_core.config import CurriculumConfig, RlConfig
-from rlhf_core.sampling.scoring import weighted_score
+from rlhf_core.sampling.rewards import weighted_score
 from rlhf_core.types import Prompt, RewardComponents, Rollout
 
 PRIOR = 0.5  # of successes and of failures: Jeffreys' prior of a share

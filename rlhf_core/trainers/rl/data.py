@@ -173,7 +173,7 @@ class DemonstrationStream:
             self._demonstrations = kept
 
     def batch(self, number: int) -> list[Demonstration]:
-        """Args: number: of the optimizer step in the whole run."""
+        """Return the demonstrations of an optimizer step; `number` counts the steps of the whole run."""
         if not self._demonstrations:
             return []
         chosen = batch_indices(number, batch_size=self._batch_size, num_examples=len(self._demonstrations), seed=self._seed)

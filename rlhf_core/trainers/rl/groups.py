@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.config import RlConfig, RoleGroup
-from rlhf_core.config.rl_parts import TrainerConfig
+from rlhf_core.config.placement import TrainerConfig
 from rlhf_core.engines.ray.actors import ActorGroup, Pending
 
 LOOK_SECONDS = 5.0

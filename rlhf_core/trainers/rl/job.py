@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.checkpoint.store import StoreSettings
+from rlhf_core.checkpoint.settings import StoreSettings
 from rlhf_core.config import ModelConfig, RlConfig, Section, TrackingConfig
 
 POLICY = "policy"  # in the storage, if there is one: the set of the exported policy's files

@@ -19,11 +19,11 @@ from rlhf_core.config import RlConfig, curve_columns
 from rlhf_core.process import STOPPED_BY_SIGNAL, StepAbandoned, Stop, collect_by_default, freeze_gc
 from rlhf_core.progress import Bar
 from rlhf_core.sampling.prompts import difficulties
-from rlhf_core.sampling.scoring import RewardNormalizer, weighted_score
+from rlhf_core.sampling.rewards import RewardNormalizer, weighted_score
 from rlhf_core.stage.job import FULL, refuse
 from rlhf_core.tracking import MetricsLog
-from rlhf_core.trainers.rl.advantages import compute_advantages, correct, sampling_logprobs, shaped_rewards, value_units
 from rlhf_core.trainers.rl.collect import Collected, collect_again, collect_rollouts
+from rlhf_core.trainers.rl.credit import compute_advantages, correct, sampling_logprobs, shaped_rewards, value_units
 from rlhf_core.trainers.rl.curriculum import Curriculum
 from rlhf_core.trainers.rl.data import DemonstrationStream, PromptStream, collate, evaluation_prompts, read_prompts
 from rlhf_core.trainers.rl.heldout import evaluation_metrics

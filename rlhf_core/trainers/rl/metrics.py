@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from rlhf_core.config import RlConfig, ScoreConfig
-from rlhf_core.sampling.scoring import weighted_score
+from rlhf_core.sampling.rewards import weighted_score
 from rlhf_core.trainers.rl.minibatch import EXTREMES
 from rlhf_core.types import Rollout, RolloutBatch
 

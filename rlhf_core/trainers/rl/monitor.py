@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rlhf_core.config import KL_COLUMNS, LimitAction, LimitConfig, RlConfig
-from rlhf_core.sampling.scoring import Moments, weighted_score
+from rlhf_core.sampling.rewards import Moments, weighted_score
 from rlhf_core.trainers.rl.metrics import Metrics
 from rlhf_core.types import RolloutBatch
 

@@ -28,14 +28,15 @@ from rlhf_core.engines.transfer.source import KeptSource, PolicySource, TensorSp
 from rlhf_core.engines.transfer.weights import PackedTensor, pack, unpack
 from rlhf_core.models.backend import Backend
 from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, collate_tokens
-from rlhf_core.models.build import checkpoint_names, save_model
+from rlhf_core.models.build import save_model
 from rlhf_core.models.forward import GENERAL, PolicyModule, ScalarModule, common_backend
 from rlhf_core.models.lora import has_adapters, without_adapters
 from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.models.weights import checkpoint_names
 from rlhf_core.process import collect_by_default
 from rlhf_core.scorers.reward.model import score_sequences
 from rlhf_core.storage.node import job_storage
-from rlhf_core.trainers.rl.advantages import ValueUnits
+from rlhf_core.trainers.rl.credit import ValueUnits
 from rlhf_core.trainers.rl.job import POLICY, RlJob
 from rlhf_core.trainers.rl.minibatch import Minibatch, before, prompt_rows
 from rlhf_core.trainers.rl.roles import HostedRoles

@@ -20,7 +20,7 @@ from rlhf_core.config import RlConfig
 from rlhf_core.files import replacing
 from rlhf_core.models.pieces import token_pieces
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.sampling.scoring import weighted_score
+from rlhf_core.sampling.rewards import weighted_score
 from rlhf_core.stage.rollouts import COMPRESSION, step_file, step_files
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.types import Rollout, RolloutBatch, TrainBatch
@@ -175,7 +175,13 @@ def _per_rollout(values: torch.Tensor, rows: list[int]) -> pa.Array:
 
 
 def _per_token(values: torch.Tensor | None, mask: torch.Tensor | None, rows: list[int], lengths: list[int]) -> pa.Array:
-    """Args: values, mask: [B, R], or None: no values; all are valid. lengths: tokens of each response of `rows`."""
+    """Return the responses' values as a list for each of `rows`.
+
+    Args:
+        values: [B, R]; None: there are none.
+        mask: [B, R]; None: all values are valid.
+        lengths: tokens of each response of `rows`.
+    """
     offsets = pa.array([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], pa.int32())
     if values is None:
         return pa.ListArray.from_arrays(offsets, pa.nulls(sum(lengths), pa.float32()))

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from rlhf_core.algorithms.kl import adaptive_kl_coef
 from rlhf_core.checkpoint.digest import write_digest
-from rlhf_core.checkpoint.store import CheckpointStore, Found, StoreSettings
+from rlhf_core.checkpoint.settings import StoreSettings
+from rlhf_core.checkpoint.store import CheckpointStore, Found
 from rlhf_core.checkpoint.stored import check_checkpoint
 from rlhf_core.config import RlConfig
-from rlhf_core.sampling.scoring import Moments, RewardNormalizer
+from rlhf_core.sampling.rewards import Moments, RewardNormalizer
 from rlhf_core.trainers.rl.curriculum import Seen
 from rlhf_core.trainers.rl.monitor import MonitorState, begun_anew, under_limits
 from rlhf_core.trainers.supervised.time_limit import out_of_time

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.agents.environment import check_environment
-from rlhf_core.checkpoint.store import StoreSettings
+from rlhf_core.checkpoint.settings import StoreSettings
 from rlhf_core.config import Params, RlConfig, ScorerConfig
 from rlhf_core.data.places import locate
 from rlhf_core.data.schema import read_rows

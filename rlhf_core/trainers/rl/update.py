@@ -21,7 +21,7 @@ from rlhf_core.engines.deepspeed.ranks import summed, total
 from rlhf_core.models.backend import Backend
 from rlhf_core.models.batch import Branches, TokenBatch
 from rlhf_core.models.forward import PolicyOutput
-from rlhf_core.trainers.rl.advantages import ValueUnits
+from rlhf_core.trainers.rl.credit import ValueUnits
 from rlhf_core.trainers.rl.minibatch import (
     Minibatch,
     Totals,

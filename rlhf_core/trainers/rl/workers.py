@@ -21,11 +21,12 @@ from rlhf_core.engines.deepspeed.universal import of_other_ranks
 from rlhf_core.engines.ray.actors import Pending, RoleLost
 from rlhf_core.models.build import vocabulary_size
 from rlhf_core.models.tokenizer import load_tokenizer, stop_ids
-from rlhf_core.sampling.scoring import PendingScores, ResponseScorer, RewardNormalizer, ScorerMetrics, StepScores
+from rlhf_core.sampling.rewards import RewardNormalizer
+from rlhf_core.sampling.scoring import PendingScores, ResponseScorer, ScorerMetrics, StepScores
 from rlhf_core.storage.node import job_storage
 from rlhf_core.trainers.rl.actor_scorers import ActorScorers
-from rlhf_core.trainers.rl.advantages import ValueUnits
 from rlhf_core.trainers.rl.ahead import RolloutsAhead
+from rlhf_core.trainers.rl.credit import ValueUnits
 from rlhf_core.trainers.rl.data import PromptStream, pack
 from rlhf_core.trainers.rl.episodes import EpisodesAhead
 from rlhf_core.trainers.rl.groups import TrainerGroup

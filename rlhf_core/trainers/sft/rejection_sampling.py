@@ -23,7 +23,8 @@ from rlhf_core.files import replace_text
 from rlhf_core.models.tokenizer import stop_ids, turn_end
 from rlhf_core.sampling.drawing import sample_responses
 from rlhf_core.sampling.prompts import choose_prompts
-from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer, ScoredResponse, with_prompts, without_prompts
+from rlhf_core.sampling.responses import ScoredResponse, with_prompts, without_prompts
+from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
 from rlhf_core.trainers.supervised.demonstrations import Demonstration, encode_demonstrations
 from rlhf_core.types import Prompt
 

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.checkpoint.manifest import MANIFEST, damage
-from rlhf_core.checkpoint.store import CheckpointStore, NoSpace, Origin, SaveFailed, StoreSettings
+from rlhf_core.checkpoint.settings import Origin, StoreSettings
+from rlhf_core.checkpoint.store import CheckpointStore, NoSpace, SaveFailed
 from rlhf_core.config import bytes_shown
 
 

@@ -24,7 +24,7 @@ from rlhf_core.checkpoint.saving import without_crc32
 from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.checkpoint.torch_file import SavedTensor, read_torch_file
 from rlhf_core.engines.deepspeed.engine import TrainEngine
-from rlhf_core.sampling.scoring import Moments, RewardNormalizer
+from rlhf_core.sampling.rewards import Moments, RewardNormalizer
 from rlhf_core.stage.carried import STATE
 from rlhf_core.trainers.rl.monitor import MonitorState, Track
 from rlhf_core.trainers.rl.state import BestPolicy, Progress

@@ -16,7 +16,8 @@ from rlhf_core.checkpoint.digest import read_digest, write_digest
 from rlhf_core.checkpoint.manifest import MANIFEST, damage
 from rlhf_core.checkpoint.parts import gather, save_part
 from rlhf_core.checkpoint.saved_state import SavedFile
-from rlhf_core.checkpoint.store import CheckpointStore, NoSpace, SaveOverdue, StoreSettings
+from rlhf_core.checkpoint.settings import StoreSettings
+from rlhf_core.checkpoint.store import CheckpointStore, NoSpace, SaveOverdue
 from rlhf_core.storage.hashing import FileHash
 
 RANKS = range(3)

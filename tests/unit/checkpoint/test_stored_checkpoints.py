@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from rlhf_core.checkpoint.parts import save_part
-from rlhf_core.checkpoint.store import CheckpointStore, SaveFailed, StoreSettings
+from rlhf_core.checkpoint.settings import StoreSettings
+from rlhf_core.checkpoint.store import CheckpointStore, SaveFailed
 from rlhf_core.checkpoint.stored import check_checkpoint, download_folder, download_for_driver, remove_folder, upload_folder
 from rlhf_core.checkpoint.torch_file import check_torch_file
 from rlhf_core.storage import node

@@ -18,8 +18,9 @@ from rlhf_core.config import LoraConfig
 from rlhf_core.engines.rollout.open import RolloutActor
 from rlhf_core.engines.transfer.sender import Target
 from rlhf_core.models import lora
-from rlhf_core.models.build import checkpoint_names, load_language_model, read_state_dict, save_model
+from rlhf_core.models.build import load_language_model, save_model
 from rlhf_core.models.lora import add_adapters
+from rlhf_core.models.weights import checkpoint_names, read_state_dict
 from rlhf_core.trainers.rl.rank import TrainerRank
 
 IDS = [5, 6, 7, 8]

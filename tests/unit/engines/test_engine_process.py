@@ -17,8 +17,9 @@ from rlhf_core.config import load_params
 from rlhf_core.engines.rollout.open import open_here
 from rlhf_core.engines.rollout.process import EngineLost, EngineProcess
 from rlhf_core.engines.rollout.requests import SamplingSettings
-from rlhf_core.models.build import new_language_model, read_state_dict, save_model
+from rlhf_core.models.build import new_language_model, save_model
 from rlhf_core.models.tokenizer import build_tokenizer
+from rlhf_core.models.weights import read_state_dict
 
 HOW = {"backend": "pytorch", "max_length": 64, "dtype": "float32", "max_concurrent_sequences": 8, "threads": 1, "seed": 0}
 HOW |= {"trust_remote_code": False, "gpu_memory_fraction": 0.5}

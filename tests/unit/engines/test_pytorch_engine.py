@@ -22,10 +22,11 @@ from transformers import (
 from rlhf_core.engines.rollout.pytorch_engine import PROMPT_TOKENS, PytorchEngine, sample_tokens
 from rlhf_core.engines.rollout.requests import Sample, SamplingSettings, request_seeds
 from rlhf_core.models.batch import collate_tokens
-from rlhf_core.models.build import checkpoint_names, load_language_model, read_state_dict, save_model, with_weights
+from rlhf_core.models.build import load_language_model, save_model
 from rlhf_core.models.cpu.decoder import LlamaDecoder
 from rlhf_core.models.decoding import HuggingFaceDecoder
 from rlhf_core.models.forward import PolicyModule
+from rlhf_core.models.weights import checkpoint_names, read_state_dict, with_weights
 from tests.model_families import OTHERS
 from tests.tiny_models import save_tiny_experts, tiny_tokenizer
 

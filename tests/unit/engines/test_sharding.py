@@ -29,11 +29,12 @@ from rlhf_core.engines.transfer.adapter_source import AdapterSource
 from rlhf_core.engines.transfer.source import PolicySource
 from rlhf_core.models import head as heads
 from rlhf_core.models.batch import collate_tokens
-from rlhf_core.models.build import frozen, load_language_model, load_scalar_model, save_model
+from rlhf_core.models.build import load_language_model, load_scalar_model, save_model
 from rlhf_core.models.cpu import packed
 from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.recompute import recomputes_layers
+from rlhf_core.models.weights import frozen
 from rlhf_core.trainers.rl.rank import TrainerRank
 from rlhf_core.types import Sequences
 from tests.tiny_models import settings

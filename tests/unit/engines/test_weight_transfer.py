@@ -23,8 +23,9 @@ from rlhf_core.engines.rollout.open import RolloutActor
 from rlhf_core.engines.transfer.gloo import pack_layer, unpack_layer
 from rlhf_core.engines.transfer.sender import END_SECONDS, Target
 from rlhf_core.engines.transfer.source import by_size, layer_of, specs_of
-from rlhf_core.models.build import checkpoint_names, load_language_model
+from rlhf_core.models.build import load_language_model
 from rlhf_core.models.lora import add_adapters, weight_units
+from rlhf_core.models.weights import checkpoint_names
 
 IDS = [5, 6, 7, 8]
 MIXED = {

@@ -22,7 +22,8 @@ from rlhf_core.models.cpu import packed
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.tokenizer import encode_prompt
 from rlhf_core.sampling import scoring
-from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer, ScoredResponse
+from rlhf_core.sampling.responses import ScoredResponse
+from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
 from rlhf_core.scorers.reward.model import score_by_members
 from rlhf_core.types import Prompt
 

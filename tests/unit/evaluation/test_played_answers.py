@@ -18,7 +18,8 @@ from rlhf_core.evaluation.policy import sample_table
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.tokenizer import encode_prompt, write_ends
-from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer, last_reply
+from rlhf_core.sampling.responses import last_reply
+from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
 from rlhf_core.types import Prompt
 
 WORDS = ["one", "two", "three", "four"]

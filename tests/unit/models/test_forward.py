@@ -10,17 +10,9 @@ from tiny_models import save_tiny_experts, sequences, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.models.batch import TokenBatch, collate_tokens
-from rlhf_core.models.build import (
-    checkpoint_names,
-    load_language_model,
-    load_scalar_model,
-    new_scalar_model,
-    read_state_dict,
-    save_model,
-    scalar_head,
-    trunk,
-)
+from rlhf_core.models.build import load_language_model, load_scalar_model, new_scalar_model, save_model, scalar_head, trunk
 from rlhf_core.models.forward import PolicyModule, ScalarModule
+from rlhf_core.models.weights import checkpoint_names, read_state_dict
 from rlhf_core.scorers.reward.model import score_sequences
 
 IDS = sequences(7, seed=3)

@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.engines.deepspeed.engine import TrainEngine
 from rlhf_core.models.batch import collate_tokens
-from rlhf_core.models.build import frozen
 from rlhf_core.models.forward import PolicyModule
+from rlhf_core.models.weights import frozen
 from tests.tiny_models import settings
 
 LENGTH = 300

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_core.config import Params
 from rlhf_core.model_check.check import check_external
-from rlhf_core.models.build import read_state_dict, save_model
+from rlhf_core.models.build import save_model
 from rlhf_core.models.given import (
     check_same_architecture,
     config_of,
@@ -25,6 +25,7 @@ from rlhf_core.models.given import (
     teacher_folder,
     tokenizer_of_policy,
 )
+from rlhf_core.models.weights import read_state_dict
 
 IDS = torch.tensor([[5, 9, 40, 41, 60, 7]])
 MODEL = tiny_params().model

@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from hostile import is_clear, mangled
 
-from rlhf_core.models.build import load_language_model, load_scalar_model, new_scalar_model, read_state_dict
+from rlhf_core.models.build import load_language_model, load_scalar_model, new_scalar_model
 from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.models.weights import read_state_dict
 
 LOADERS = [load_language_model, load_scalar_model, lambda folder: load_tokenizer(str(folder), trust_remote_code=False)]
 

@@ -9,9 +9,10 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, PhiConfig, PhiForCausalLM
 
 from rlhf_core.models.batch import collate_tokens
-from rlhf_core.models.build import frozen, trunk
+from rlhf_core.models.build import trunk
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.head import PLAIN, LogitRule
+from rlhf_core.models.weights import frozen
 from tests.model_families import FAMILIES, OTHERS
 
 IDS = [[5, 9, 33, 60, 7, 12], [90, 3, 14]]

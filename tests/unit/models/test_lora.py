@@ -22,17 +22,10 @@ from tiny_models import (
 from rlhf_core.config import LoraConfig
 from rlhf_core.engines.deepspeed.engine import TrainEngine
 from rlhf_core.models.batch import collate_tokens
-from rlhf_core.models.build import (
-    checkpoint_names,
-    load_language_model,
-    load_scalar_model,
-    new_scalar_model,
-    read_state_dict,
-    save_model,
-    scalar_head,
-)
+from rlhf_core.models.build import load_language_model, load_scalar_model, new_scalar_model, save_model, scalar_head
 from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters, without_adapters
+from rlhf_core.models.weights import checkpoint_names, read_state_dict
 from rlhf_core.trainers.rl.rank import TrainerRank
 from rlhf_core.types import Sequences
 from tests.model_families import FAMILIES, OTHERS

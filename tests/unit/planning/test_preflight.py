@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_core.config import Params, RoleGroup, load_params
 from rlhf_core.config.model import LoraConfig
-from rlhf_core.config.rl_parts import named_placement
+from rlhf_core.config.placement import named_placement
 from rlhf_core.planning import preflight as module
 from rlhf_core.planning.hardware import GIB
 from rlhf_core.planning.machine import Gpu, Machine

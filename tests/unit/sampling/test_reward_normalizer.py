@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny_models import tiny_params
 
 from rlhf_core.config import ScoreConfig
-from rlhf_core.sampling.scoring import Moments, RewardNormalizer, weighted_score
+from rlhf_core.sampling.rewards import Moments, RewardNormalizer, weighted_score
 
 NAN, INF = math.nan, math.inf
 

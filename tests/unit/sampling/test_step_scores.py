@@ -13,7 +13,8 @@ from tiny_models import tiny_params
 from rlhf_core.config import ScorerConfig
 from rlhf_core.models.build import load_scalar_model
 from rlhf_core.models.tokenizer import encode_prompt
-from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer, SampledResponse
+from rlhf_core.sampling.responses import SampledResponse
+from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
 from rlhf_core.scorers.needs import check_scorers
 from rlhf_core.scorers.reward.loaded import LoadedModel
 from rlhf_core.trainers.reward.steps import begin_solutions

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from clerk_params import CLERK_PARAMS
 
-from rlhf_core.checkpoint.store import StoreSettings
+from rlhf_core.checkpoint.settings import StoreSettings
 from rlhf_core.config import Params, load_params
 from rlhf_core.stage.job import Job
 from rlhf_core.stage.ray_job import REACHED, submit_job

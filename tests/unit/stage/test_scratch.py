@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import warm_python
 
-from rlhf_core.checkpoint.store import CheckpointStore, Origin, StoreSettings
+from rlhf_core.checkpoint.settings import Origin, StoreSettings
+from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.config import CheckpointsConfig, ConfigError, read_yaml
 from rlhf_core.provenance.file_hashes import dvc_folder_md5
 from rlhf_core.stage.scratch import RECORDED, RESUMED_FROM, WORK, StageInputs, checkpoint_of, journal_of, prepare_scratch, stage_files

@@ -36,7 +36,8 @@ stages:
 WORK = """
 import sys, time
 from pathlib import Path
-from rlhf_core.checkpoint.store import CheckpointStore, StoreSettings
+from rlhf_core.checkpoint.store import CheckpointStore
+from rlhf_core.checkpoint.settings import StoreSettings
 from rlhf_core.paths import METRICS
 from rlhf_core.stage.files import write_json
 from rlhf_core.process import Interrupted

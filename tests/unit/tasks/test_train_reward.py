@@ -16,8 +16,8 @@ from tiny_models import tiny_params
 
 from rlhf_core.data.schema import write_rows
 from rlhf_core.gate.scoring import LoadedModel
-from rlhf_core.models.build import read_state_dict
 from rlhf_core.models.tokenizer import encode_prompt
+from rlhf_core.models.weights import read_state_dict
 from rlhf_core.process import Interrupted
 from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.stage.run import Stage

@@ -16,7 +16,8 @@ from supervised_ranks import ticking
 from tiny_models import PAD, largest_difference, policy_engine, sequences
 from whole_matrix import cells
 
-from rlhf_core.checkpoint.store import CheckpointStore, Origin, StoreSettings, checkpoint_steps
+from rlhf_core.checkpoint.settings import Origin, StoreSettings
+from rlhf_core.checkpoint.store import CheckpointStore, checkpoint_steps
 from rlhf_core.config import TrackingConfig
 from rlhf_core.engines.deepspeed.engine import TrainEngine
 from rlhf_core.process import Interrupted

@@ -13,7 +13,7 @@ from tiny_models import tiny_params
 
 from rlhf_core.data.schema import write_rows
 from rlhf_core.engines.rollout.requests import Sample
-from rlhf_core.sampling.scoring import ScoredResponse
+from rlhf_core.sampling.responses import ScoredResponse
 from rlhf_core.stage.files import write_json
 from rlhf_core.stage.run import StageRefused
 from rlhf_core.trainers.sft.rejection_sampling import as_demonstration, best_responses, saved, score_means, with_prompts, without_prompts

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import PAD, assert_weights_agree, scalar_engine, sequences, tensor_bytes, tiny_params
 
-from rlhf_core.checkpoint.store import CheckpointStore, StoreSettings
+from rlhf_core.checkpoint.settings import StoreSettings
+from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_scalar_model, scalar_head
 from rlhf_core.models.forward import ScalarModule

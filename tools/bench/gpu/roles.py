@@ -15,12 +15,12 @@ from typing import Any
 import psutil
 import torch
 
-from rlhf_core.checkpoint.store import StoreSettings
+from rlhf_core.checkpoint.settings import StoreSettings
 from rlhf_core.config import Params, parse_params, set_key
 from rlhf_core.engines.deepspeed.engine import TrainEngine, device
 from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer
-from rlhf_core.sampling.scoring import RewardNormalizer
-from rlhf_core.trainers.rl.advantages import compute_advantages
+from rlhf_core.sampling.rewards import RewardNormalizer
+from rlhf_core.trainers.rl.credit import compute_advantages
 from rlhf_core.trainers.rl.data import DemonstrationStream, collate, pack
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.trainers.rl.minibatch import plan_update
@@ -253,7 +253,8 @@ def measure_engine(case: dict[str, Any]) -> dict[str, Any]:
     values, 0 if the engine allocates them per batch; tokens: capacity of the cache.
     """
     from rlhf_core.engines.rollout.requests import SamplingSettings, request_seeds
-    from rlhf_core.models.build import kv_cache_bytes, read_state_dict
+    from rlhf_core.models.build import kv_cache_bytes
+    from rlhf_core.models.weights import read_state_dict
 
     folder = model_folder(case["shape"], Path(case["models"]))
     tokenizer = load_tokenizer(str(folder), trust_remote_code=False)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_rl_advantages import rl, rollouts, scorer
+from test_credit import rl, rollouts, scorer
 from tiny_models import rl_job
 
-from rlhf_core.sampling.scoring import RewardNormalizer
-from rlhf_core.trainers.rl.advantages import ValueUnits, compute_advantages, value_units
+from rlhf_core.sampling.rewards import RewardNormalizer
+from rlhf_core.trainers.rl.credit import ValueUnits, compute_advantages, value_units
 from rlhf_core.trainers.rl.state import Progress
 
 

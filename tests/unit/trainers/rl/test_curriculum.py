@@ -14,7 +14,7 @@ from tiny_models import tiny_params
 
 from rlhf_core.config import ConfigError, curve_columns, load_params, parse_params, read_yaml, set_key
 from rlhf_core.sampling.prompts import difficulties
-from rlhf_core.sampling.scoring import RewardNormalizer
+from rlhf_core.sampling.rewards import RewardNormalizer
 from rlhf_core.trainers.rl.ahead import Admitted
 from rlhf_core.trainers.rl.collect import resample_groups
 from rlhf_core.trainers.rl.curriculum import Curriculum, mixed_chance

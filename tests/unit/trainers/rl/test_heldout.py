@@ -13,7 +13,7 @@ from tiny_models import tiny_params
 
 from rlhf_core.config import ConfigError, RlConfig, curve_columns
 from rlhf_core.data.schema import write_rows
-from rlhf_core.sampling.scoring import weighted_score
+from rlhf_core.sampling.rewards import weighted_score
 from rlhf_core.trainers.rl.data import evaluation_prompts
 from rlhf_core.trainers.rl.heldout import check_evaluated_sources, evaluation_metrics
 from rlhf_core.trainers.rl.loop import evaluate

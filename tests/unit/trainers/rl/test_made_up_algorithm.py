@@ -35,7 +35,7 @@ def main(sft: Path, reward: Path) -> None:
     import pytest
     import torch
     from one_rl_rank import connected, update
-    from test_rl_advantages import advantages_of, rl, rollouts
+    from test_credit import advantages_of, rl, rollouts
     from tiny_models import largest_difference, whole
 
     from rlhf_core.config import ConfigError

@@ -14,7 +14,7 @@ from tiny_models import rl_job, train_batch, whole
 from rlhf_core.engines.ray.actors import PeerLost
 from rlhf_core.engines.ray.places import RoleLost
 from rlhf_core.engines.rollout.open import RolloutActor
-from rlhf_core.sampling.scoring import RewardNormalizer
+from rlhf_core.sampling.rewards import RewardNormalizer
 from rlhf_core.trainers.rl.groups import TrainerGroups
 from rlhf_core.trainers.rl.rank import TrainerRank
 from rlhf_core.trainers.rl.recovery import Replacements

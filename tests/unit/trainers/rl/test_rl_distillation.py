@@ -15,8 +15,8 @@ from tiny_models import assert_weights_agree, largest_difference, rl_job, save_t
 from whole_matrix import cells
 
 from rlhf_core.models.build import load_language_model
-from rlhf_core.sampling.scoring import RewardNormalizer
-from rlhf_core.trainers.rl.advantages import compute_advantages
+from rlhf_core.sampling.rewards import RewardNormalizer
+from rlhf_core.trainers.rl.credit import compute_advantages
 from rlhf_core.trainers.rl.loop import trained_rollouts
 from rlhf_core.trainers.rl.minibatch import Minibatch
 from rlhf_core.trainers.rl.rank import TrainerRank

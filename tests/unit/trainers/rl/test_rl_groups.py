@@ -11,8 +11,8 @@ import torch
 from actors_here import Here
 from tiny_models import demonstrations, largest_difference, rl_job, sequences, train_batch, whole
 
-from rlhf_core.checkpoint.store import StoreSettings
-from rlhf_core.sampling.scoring import RewardNormalizer
+from rlhf_core.checkpoint.settings import StoreSettings
+from rlhf_core.sampling.rewards import RewardNormalizer
 from rlhf_core.trainers.rl.actor_scorers import ActorScorers
 from rlhf_core.trainers.rl.groups import TrainerGroups
 from rlhf_core.trainers.rl.minibatch import Minibatch

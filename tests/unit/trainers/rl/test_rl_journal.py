@@ -10,6 +10,7 @@ import pytest
 import torch
 from clerk_params import CLERK_PARAMS
 from rl_here import Killed, RunHere, rl_job_here, running
+from whole_matrix import cells
 
 from rlhf_core.checkpoint.store import SaveFailed
 from rlhf_core.config import ConfigError, parse_params, read_yaml, set_key
@@ -205,9 +206,9 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
-def test_a_killed_run_trains_on_what_was_noted_without_its_engines(model_folders: tuple[Path, Path], tmp_path: Path, changes: dict):
-    job = job_of(model_folders, tmp_path, **changes)
+@pytest.mark.parametrize("case", cells(CASES, CASES.keys() - {"ahead"}))  # two engines ahead do what one does, and more
+def test_a_killed_run_trains_on_what_was_noted_without_its_engines(model_folders: tuple[Path, Path], tmp_path: Path, case: str):
+    job = job_of(model_folders, tmp_path, **CASES[case])
     with running(job, wrap=Fickles(1)) as first:
         for _ in range(2):
             first.step()

@@ -10,8 +10,8 @@ import torch
 from tiny_models import tiny_params
 
 from rlhf_core.config import RlConfig, curve_columns
-from rlhf_core.sampling.scoring import RewardNormalizer
-from rlhf_core.trainers.rl.advantages import compute_advantages
+from rlhf_core.sampling.rewards import RewardNormalizer
+from rlhf_core.trainers.rl.credit import compute_advantages
 from rlhf_core.trainers.rl.heldout import evaluation_metrics
 from rlhf_core.trainers.rl.metrics import TooManyUnscored, batch_metrics, check_scored, lag_metrics, update_metrics
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch, check_logprobs

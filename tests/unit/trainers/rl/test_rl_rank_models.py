@@ -13,8 +13,9 @@ from classifiers import own_scores_alone, save_classifier
 from one_rl_rank import connected, resident, update
 from tiny_models import largest_difference, rl_job, save_tiny_models, sequences, train_batch, whole
 
-from rlhf_core.models.build import load_language_model, load_scalar_model, read_state_dict, trunk
-from rlhf_core.trainers.rl.advantages import ValueUnits
+from rlhf_core.models.build import load_language_model, load_scalar_model, trunk
+from rlhf_core.models.weights import read_state_dict
+from rlhf_core.trainers.rl.credit import ValueUnits
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.types import Sequences
 

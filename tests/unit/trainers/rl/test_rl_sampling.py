@@ -9,7 +9,8 @@ import torch
 from tiny_models import tiny_params
 
 from rlhf_core.config import RlConfig, curve_columns
-from rlhf_core.sampling.scoring import DISAGREEMENT, RewardNormalizer, ScorerMetrics, StepScores
+from rlhf_core.sampling.rewards import RewardNormalizer
+from rlhf_core.sampling.scoring import DISAGREEMENT, ScorerMetrics, StepScores
 from rlhf_core.trainers.rl.collect import Collected, Scored, collect_rollouts, have_variance, resample_groups
 from rlhf_core.trainers.rl.metrics import Clock
 from rlhf_core.trainers.rl.turns import GpuTimeSharing

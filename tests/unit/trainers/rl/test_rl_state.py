@@ -12,9 +12,10 @@ import torch
 from tiny_models import tiny_params
 
 from rlhf_core.checkpoint.manifest import damage
-from rlhf_core.checkpoint.store import Origin, SaveFailed, StoreSettings
+from rlhf_core.checkpoint.settings import Origin, StoreSettings
+from rlhf_core.checkpoint.store import SaveFailed
 from rlhf_core.engines.ray.actors import RoleLost
-from rlhf_core.sampling.scoring import RewardNormalizer
+from rlhf_core.sampling.rewards import RewardNormalizer
 from rlhf_core.trainers.rl.loop import is_due, note_if_best
 from rlhf_core.trainers.rl.monitor import Finding, MonitorState, Track
 from rlhf_core.trainers.rl.state import BestPolicy, Progress, RunStore

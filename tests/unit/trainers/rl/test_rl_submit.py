@@ -16,7 +16,7 @@ import pytest
 from clerk_params import CLERK_PARAMS
 from tiny_models import tiny_tokenizer
 
-from rlhf_core.checkpoint.store import StoreSettings
+from rlhf_core.checkpoint.settings import StoreSettings
 from rlhf_core.config import Params, parse_params, read_yaml, set_key
 from rlhf_core.data.schema import write_rows
 from rlhf_core.stage.job import Job, forget_refusal, refusal_of, refuse

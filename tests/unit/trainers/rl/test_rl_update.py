@@ -13,7 +13,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from whole_matrix import cells
 
 from rlhf_core.models.batch import collate_tokens
-from rlhf_core.models.build import load_language_model, load_scalar_model, read_state_dict, scalar_head, trunk
+from rlhf_core.models.build import load_language_model, load_scalar_model, scalar_head, trunk
+from rlhf_core.models.weights import read_state_dict
 from rlhf_core.trainers.rl.rank import TrainerRank
 from rlhf_core.types import Sequences, TrainBatch
 

@@ -10,9 +10,9 @@ from tiny_models import tiny_params
 
 from rlhf_core.algorithms.online import ALGORITHMS
 from rlhf_core.config import curve_columns
-from rlhf_core.sampling.scoring import RewardNormalizer
-from rlhf_core.trainers.rl.advantages import compute_advantages
+from rlhf_core.sampling.rewards import RewardNormalizer
 from rlhf_core.trainers.rl.collect import have_variance
+from rlhf_core.trainers.rl.credit import compute_advantages
 from rlhf_core.types import Baseline, Prompt, Rollout, RolloutBatch, Sequences, Span
 
 pytestmark = pytest.mark.filterwarnings("ignore:groups of equal rewards")

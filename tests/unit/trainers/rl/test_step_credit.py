@@ -9,8 +9,9 @@ import torch
 from tiny_models import tiny_params
 
 from rlhf_core.config import RlConfig
-from rlhf_core.sampling.scoring import RewardNormalizer, StepScores
-from rlhf_core.trainers.rl.advantages import compute_advantages
+from rlhf_core.sampling.rewards import RewardNormalizer
+from rlhf_core.sampling.scoring import StepScores
+from rlhf_core.trainers.rl.credit import compute_advantages
 from rlhf_core.trainers.rl.data import collate, pack
 from rlhf_core.types import Prompt, Rollout, RolloutBatch, Span
 

@@ -12,8 +12,8 @@ from one_rl_rank import SUMS, connected, update
 from tiny_models import tiny_params, whole
 
 from rlhf_core.models.build import load_language_model
-from rlhf_core.sampling.scoring import RewardNormalizer
-from rlhf_core.trainers.rl.advantages import compute_advantages
+from rlhf_core.sampling.rewards import RewardNormalizer
+from rlhf_core.trainers.rl.credit import compute_advantages
 from rlhf_core.trainers.rl.data import collate, pack
 from rlhf_core.trainers.rl.metrics import batch_metrics
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch, check_finite, check_logprobs

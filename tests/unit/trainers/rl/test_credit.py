@@ -12,9 +12,9 @@ from tiny_models import tiny_params
 from rlhf_core.algorithms.advantages import whiten
 from rlhf_core.algorithms.online import ALGORITHMS
 from rlhf_core.config import CorrectionConfig
-from rlhf_core.sampling.scoring import RewardNormalizer
-from rlhf_core.trainers.rl import advantages
-from rlhf_core.trainers.rl.advantages import compute_advantages, explained_variance, sampling_logprobs
+from rlhf_core.sampling.rewards import RewardNormalizer
+from rlhf_core.trainers.rl import credit
+from rlhf_core.trainers.rl.credit import compute_advantages, explained_variance, sampling_logprobs
 from rlhf_core.trainers.rl.metrics import batch_metrics
 from rlhf_core.trainers.rl.monitor import MonitorState, observe
 from rlhf_core.trainers.rl.state import Progress
@@ -389,7 +389,7 @@ def test_rows_that_were_scored_but_teach_nothing_are_counted():
 @pytest.mark.parametrize("algorithm", tuple(ALGORITHMS))
 @pytest.mark.filterwarnings("error")
 def test_where_every_response_is_masked_figures_are_missing_and_one_sentence_says_so(algorithm: str, caplog: pytest.LogCaptureFixture):
-    advantages._tell_nothing_is_learned.cache_clear()
+    credit._tell_nothing_is_learned.cache_clear()
     config = rl(algorithm, **{"rl.reward.mask_truncated": True, "rl.correction.kind": "tis"})
     baseline = [1.0] * 4 if algorithm == "remax" else None
     batch = rollouts([1.0, 2.0, 1.0, 0.0], [3, 2, 3, 3], finished=[False] * 4, groups=[0, 0, 1, 1], baseline=baseline)

@@ -17,7 +17,7 @@ from rlhf_core.algorithms.corrections import importance_weights
 from rlhf_core.algorithms.kl import KL_ESTIMATORS
 from rlhf_core.algorithms.turns import placed_rewards
 from rlhf_core.config import RlConfig, ScorerConfig
-from rlhf_core.sampling.scoring import RewardNormalizer
+from rlhf_core.sampling.rewards import RewardNormalizer
 from rlhf_core.trainers.rl.shares import scorer_shares
 from rlhf_core.types import Baseline, RewardComponents, RolloutBatch, TrainBatch
 
@@ -93,7 +93,7 @@ def without_reward(batch: RolloutBatch, rl: RlConfig) -> tuple[TrainBatch, Metri
 def _train_batch(
     batch: RolloutBatch, mask: torch.Tensor, advantages: torch.Tensor, returns: torch.Tensor, metrics: Metrics, rl: RlConfig
 ) -> tuple[TrainBatch, Metrics]:
-    """With the weights of the correction, and its metrics beside the others."""
+    """Return the batch with the weights of the correction, and its metrics beside the others."""
     weights, mismatch = torch.ones_like(batch.rollout_logprobs), {}
     if batch.old_logprobs_source == "recompute":
         weights, mismatch = correct(batch.sampler_logprobs, batch.rollout_logprobs, mask, rl)
