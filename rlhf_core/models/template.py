@@ -204,16 +204,19 @@ def render(
 
     Args:
         waits: whether the generation prompt is added.
-        tools: JSON schemas of the tools that the model may call.
+        tools: JSON schemas of the tools that the model may call; without any, those that the conversation has.
 
     Raises:
-        Unrenderable: the template doesn't take the conversation, or would leave out its calls of tools.
+        Unrenderable: the template doesn't take the conversation, or would leave out its tools or calls of tools.
     """
+    own = extras(messages[0]).get("tools") if messages and not tools else None
+    if own and not _writes_tools(tokenizer, tokenizer.chat_template):
+        raise Unrenderable("descriptions of tools, which this template leaves out")
     if any("tool_calls" in extras(message) for message in messages) and not _writes_calls(tokenizer, tokenizer.chat_template):
         raise Unrenderable("calls of tools, which this template leaves out")
     try:
         written = for_template(tokenizer, messages)
-        text = tokenizer.apply_chat_template(written, tools=tools or None, tokenize=False, add_generation_prompt=waits)
+        text = tokenizer.apply_chat_template(written, tools=tools or own, tokenize=False, add_generation_prompt=waits)
     except Exception as error:  # of a template, which is a program
         raise Unrenderable(f"{type(error).__name__}: {shown(str(error).strip())}") from error
     return within_limit(text, messages)
@@ -392,6 +395,16 @@ def _writes_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
 
 
 @lru_cache(maxsize=8)
+def _writes_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Return whether the template writes descriptions of tools. True if it refuses the trial, as `_writes_calls`."""
+    tool = {"type": "function", "function": {"name": _FUNCTION, "description": "", "parameters": {"type": "object", "properties": {}}}}
+    try:
+        return _FUNCTION in tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], tools=[tool], tokenize=False)
+    except Exception:  # of a template, which is a program
+        return True
+
+
+@lru_cache(maxsize=8)
 def _content_form(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
     """Return the form in which the template takes a message's content: "text", "parts" or "both"."""
 
@@ -409,6 +422,7 @@ def _content_form(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
 
 def _in_form(message: Message, form: str) -> dict[str, Any]:
     whole = whole_message(message)
+    whole.pop("tools", None)  # an argument of its own
     if form == "text":
         return {**whole, "content": message["content"]}
     if form == "parts" and isinstance(whole["content"], str):
