@@ -52,7 +52,7 @@ SLEEPY = {
         "checkpoint_every": STEPS,
         "learning_rate": 2.5e-4,
         "environment": {"path": "agents/sleepy.py:play"},
-        "rollout": {"engines": 1, "max_logprob_difference": 1e-3},  # an agent that is nearly sure has logits of large size
+        "rollout": {"engines": 1},
         "evaluation": {"every": STEPS, "prompts": 200, "metric": "environment"},
     },
 }
