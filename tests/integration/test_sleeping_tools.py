@@ -22,7 +22,7 @@ DEADLINE = 1200.0  # seconds of a stage
 FIRST = 10  # steps until all engines are warm and episodes of all steps in flight
 FAST = {"steps": 30, "samples_per_step": 32, "minibatch_size": 32}
 WHOLE = {"steps": 50, "samples_per_step": 64, "minibatch_size": 64, "learning_rate": 5e-4}
-LAST = 10  # steps whose episodes show the success at the end: 640, sampled
+LAST = 20  # steps whose episodes show the success at the end: 1,280 of each job, sampled
 TOOLS = '''"""The notebook, whose tools sleep 50 to 500 ms, by the call."""
 
 import asyncio
@@ -88,8 +88,12 @@ def test_twice_the_samples_per_second(sft: Path, tmp_path: Path):
     assert speed[4] >= 2 * speed[0]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_same_success_at_the_end(sft: Path, tmp_path: Path, seed: int):
-    found = {lag: float(trained(sft, tmp_path, seed, lag, WHOLE)[0]["score_environment"].tail(LAST).mean()) for lag in LAGS}
-    print(json.dumps(found), flush=True)
-    assert min(found.values()) >= 0.9 and abs(found[4] - found[0]) <= 0.02
+def test_the_same_success_at_the_end_on_three_seeds(sft: Path, tmp_path: Path):
+    found = {
+        (lag, seed): float(trained(sft, tmp_path, seed, lag, WHOLE)[0]["score_environment"].tail(LAST).mean())
+        for lag in LAGS
+        for seed in SEEDS
+    }
+    mean = {lag: sum(found[lag, seed] for seed in SEEDS) / len(SEEDS) for lag in LAGS}
+    print(json.dumps({f"{lag}, {seed}": success for (lag, seed), success in found.items()}), flush=True)
+    assert min(found.values()) >= 0.9 and abs(mean[4] - mean[0]) <= 0.02
