@@ -40,6 +40,9 @@ class EnginesHere(Here):
     def look(self, rank: int, *args) -> object:
         return self.actors[rank].look(*args)
 
+    def find_newly_dead(self) -> list[int]:
+        return []
+
 
 class RankHere(Here):
     """A trainer rank of this process. weights: the policy's, by the version under which they were sent to the engines."""

@@ -17,11 +17,13 @@ import json
 import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.agents.tools import OutsideTool, Tool, ToolCall, parse_calls
 from rlhf_core.agents.turns import check_turns, ids_behind_reply, prompt_ids
 from rlhf_core.data.schema import Message, joined_parts, whole_message
+from rlhf_core.models.pieces import token_pieces
 from rlhf_core.models.response_ids import response_text
 from rlhf_core.types import Dialogue, Prompt, Rollout, Span
 
@@ -186,13 +188,17 @@ class Chat:
         """Put in a message of the user."""
         self._put_in({"role": "user", "content": text})
 
-    def reward(self, value: float) -> None:
-        """Add to the episode's score. With rl.environment.credit `turn` it belongs to the last reply, and to those before."""
+    def reward(self, value: float, *, reply: int = -1) -> None:
+        """Add to the episode's score. With rl.environment.credit `turn` it belongs to a reply, and to those before.
+
+        Args:
+            reply: number of the reply, from 0 on; -1: the last one.
+        """
         if not math.isfinite(value):
             raise ValueError(f"chat.reward: expected a finite number, got {value}; leave it out")
         self._reward = (self._reward or 0.0) + value
         if self._rewards:
-            self._rewards[-1] += value
+            self._rewards[reply] += value
 
     def rollout(self, returned: float | None, *, failed: bool, group_id: int) -> Rollout | None:
         """Return the episode as a rollout; None without a reply.
@@ -212,6 +218,26 @@ class Chat:
     def usage(self) -> tuple[int, int]:
         """The number of tokens before the last reply, and of that reply."""
         return len(self._prompt.prompt_ids) + self._start, len(self._ids) - self._start
+
+    def tokens(self, reply: int) -> list[tuple[str, float]]:
+        """Return text and log-probability of each token of a reply; none of one that had no token left.
+
+        Args:
+            reply: number of the reply, from 0 on.
+        """
+        before, number = list(self._prompt.prompt_ids), 0
+        for was_sampled, group in groupby(self._spans, key=lambda span: span.version is not None):
+            spans = list(group)
+            ids = [token for span in spans for token in span.ids]
+            if was_sampled and number == reply:
+                logprobs = [logprob for span in spans for logprob in span.logprobs]
+                return list(zip(token_pieces(self._tokenizer, before, ids), logprobs, strict=True))
+            before, number = before + ids, number + was_sampled
+        return []
+
+    @property
+    def num_replies(self) -> int:
+        return len(self._replies)
 
     @property
     def _ids(self) -> list[int]:

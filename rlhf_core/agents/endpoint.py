@@ -1,6 +1,6 @@
 """An OpenAI-compatible endpoint on the loopback address, whose key says which episode a request belongs to.
 
-POST /v1/chat/completions (streams too), GET /v1/models; and for processes that play one episode after the other
+POST /v1/chat/completions (streams too), GET /v1/models, POST /v1/episodes/reward; and for processes that play one episode after the other
 POST /v1/episodes/claim with a worker's key, POST /v1/episodes/finish with an episode's.
 """
 
@@ -38,6 +38,14 @@ class _Finish(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     score: float | int | None = None
     error: str | None = None
+
+
+class _Reward(BaseModel):
+    """The reward of a reply.    id: of its answer."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    id: str
+    reward: float | int
 
 
 class Worker:
@@ -81,6 +89,7 @@ class Endpoint:
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name}", self._models)
+        app.router.add_post("/v1/episodes/reward", self._reward)
         app.router.add_post("/v1/episodes/claim", self._claim)
         app.router.add_post("/v1/episodes/finish", self._finish)
         self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=IDLE_SECONDS, shutdown_timeout=0.1)
@@ -236,6 +245,13 @@ class Endpoint:
             key = self._unclaimed.pop(0)
             worker.claim(key, session := self._sessions[key])
         return web.json_response({"key": key, "task": session.task_tree})
+
+    async def _reward(self, request: web.Request) -> web.StreamResponse:
+        """Return once the reward of a reply is noted. It may be told again."""
+        session = self._session(request)
+        told = _Reward.model_validate_json(await request.read())
+        session.reward(told.id, told.reward)
+        return web.json_response({})
 
     async def _finish(self, request: web.Request) -> web.StreamResponse:
         """Return the end of an episode. It may be told again."""

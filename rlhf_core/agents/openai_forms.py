@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -15,6 +15,7 @@ from rlhf_core.config import shown
 from rlhf_core.data.schema import joined_parts
 
 MODEL = "policy"  # the only one; a request may name any
+REPLY_ID = "chatcmpl-"  # with the reply's number in its episode, from 1 on
 # Left to the run: how tokens are sampled (greedily in an evaluation), so that what is trained on was sampled as params say.
 OF_THE_RUN = frozenset(("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty"))
 # What doesn't concern the reply's text.
@@ -23,7 +24,7 @@ WITHOUT_EFFECT = frozenset(("user", "metadata", "store", "service_tier", "safety
 ONLY: dict[str, Any] = {
     "n": 1,
     "stop": [],
-    "logprobs": False,
+    "top_logprobs": 0,
     "logit_bias": {},
     "tool_choice": "auto",
     "parallel_tool_calls": True,
@@ -121,7 +122,7 @@ class StreamOptions(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    """The body of a request for the next reply."""
+    """The body of a request for the next reply. `learn` isn't OpenAI's."""
 
     model_config = ConfigDict(extra="allow")
     model: str = MODEL
@@ -131,6 +132,8 @@ class ChatRequest(BaseModel):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    logprobs: bool | None = None
+    learn: bool | None = None  # False: the reply isn't trained on
 
     @model_validator(mode="after")
     def _known(self) -> ChatRequest:
@@ -175,13 +178,20 @@ def answer_of(reply: Reply, *, turn: int, usage: tuple[int, int]) -> dict[str, A
     message = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
     reason = "length" if not reply.finished else "tool_calls" if calls else "stop"
     return {
-        "id": f"chatcmpl-{turn}",
+        "id": f"{REPLY_ID}{turn}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": MODEL,
         "choices": [{"index": 0, "message": message | ({"tool_calls": calls} if calls else {}), "logprobs": None, "finish_reason": reason}],
         "usage": {"prompt_tokens": usage[0], "completion_tokens": usage[1], "total_tokens": sum(usage)},
     }
+
+
+def with_logprobs(answer: dict[str, Any], tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
+    """Return an answer that also has the text and log-probability of each token."""
+    (choice,) = answer["choices"]
+    content = [{"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []} for text, logprob in tokens]
+    return {**answer, "choices": [{**choice, "logprobs": {"content": content, "refusal": None}}]}
 
 
 def chunks_of(answer: dict[str, Any], *, with_usage: bool) -> Iterator[dict[str, Any]]:
@@ -192,8 +202,9 @@ def chunks_of(answer: dict[str, Any], *, with_usage: bool) -> Iterator[dict[str,
     deltas += [{"content": message["content"]}] if message["content"] else []
     deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(message.get("tool_calls", []))]
     own = {**answer, "object": "chat.completion.chunk", "usage": None}
-    for delta in deltas:
-        yield {**own, "choices": [{**empty, "delta": delta}]}
+    for i, delta in enumerate(deltas):
+        logprobs = choice["logprobs"] if i == len(deltas) - 1 else None  # once, for readers add them up
+        yield {**own, "choices": [{**empty, "delta": delta, "logprobs": logprobs}]}
     yield {**own, "choices": [{**empty, "delta": {}, "finish_reason": choice["finish_reason"]}]}
     if with_usage:
         yield {**own, "choices": [], "usage": answer["usage"]}

@@ -7,12 +7,13 @@ A request that came before gets its recorded answer, so an agent may repeat one,
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
 from rlhf_core.agents.chat import Policy, Task
-from rlhf_core.agents.openai_forms import ChatRequest, MessageForm, Refused, Said, answer_of
+from rlhf_core.agents.openai_forms import REPLY_ID, ChatRequest, MessageForm, Refused, Said, answer_of, with_logprobs
 from rlhf_core.agents.tools import OutsideTool, ToolCall
 from rlhf_core.config import shown
 
@@ -58,6 +59,7 @@ class Session:
         self._answers: dict[int, asyncio.Task[Answer]] = {}  # by the number of messages before the reply
         self._schemas: list[dict[str, Any]] = []
         self._calls: dict[str, ToolCall] = {}
+        self._rewards: dict[str, float] = {}  # by the reply's id
         self._wait_for_agent()
 
     @property
@@ -109,8 +111,25 @@ class Session:
             if len(said) <= known:
                 raise Refused(f"messages: expected the whole conversation of {known} messages and a new one, got {len(said)}; append to it")
             self._continue(request, request.messages[known:])
-        task = self._answers[len(said)]
-        return await asyncio.shield(task)  # it goes on if this request's connection is lost
+        number = list(self._answers).index(len(said))
+        answer = await asyncio.shield(self._answers[len(said)])  # it goes on if this request's connection is lost
+        return with_logprobs(answer, self._policy.played.tokens(number)) if request.logprobs else answer
+
+    def reward(self, reply: str, value: float) -> None:
+        """Set the reward of a reply; the same again changes nothing, since a request may be repeated.
+
+        Args:
+            reply: id of its answer.
+        Raises:
+            Refused: there is no such reply, or the reward isn't finite.
+        """
+        known = [f"{REPLY_ID}{i + 1}" for i in range(self._policy.played.num_replies if self._policy.played else 0)]
+        if reply not in known:
+            raise Refused(f"id: expected that of an answer, got {shown(reply)}; there were {known}")
+        if not math.isfinite(value):
+            raise Refused(f"reward: expected a finite number, got {value}")
+        self._policy.played.reward(value - self._rewards.get(reply, 0.0), reply=known.index(reply))
+        self._rewards[reply] = value
 
     async def within_timeout(self, work: Awaitable[Value]) -> Value:
         """Return the result of `work`, while the agent isn't silent for too long.
@@ -150,7 +169,7 @@ class Session:
         else:
             self._begin(request)
         self._said += [message.said for message in messages]
-        self._answers[len(self._said)] = task = self._loop.create_task(self._reply(request.limit))
+        self._answers[len(self._said)] = task = self._loop.create_task(self._reply(request))
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # else Python logs one that nobody has taken
 
     def _begin(self, request: ChatRequest) -> None:
@@ -176,7 +195,7 @@ class Session:
         call.failed = message.text.startswith("error: ")
         self._policy.played.tool(call, message.text)
 
-    async def _reply(self, limit: int | None) -> Answer:
+    async def _reply(self, request: ChatRequest) -> Answer:
         """
         Raises:
             Refused: no token is left, or the template doesn't take the conversation.
@@ -184,7 +203,7 @@ class Session:
         self._alarm.cancel()
         chat = self._policy.played
         try:
-            reply = await chat.generate(limit=limit)
+            reply = await chat.generate(learn=request.learn is not False, limit=request.limit)
         except (RuntimeError, ValueError) as error:
             raise Refused(str(error), code="context_length_exceeded") from error
         finally:

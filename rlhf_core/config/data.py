@@ -74,22 +74,22 @@ DropKind = Literal["empty", "identical", "contradictory", "duplicate", "too_long
 
 # Format -> its possible uses, and the names of its columns in `columns`.
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "preference": (("sft", "preference", "prompt"), ("prompt", "chosen", "rejected", "system")),
+    "preference": (("sft", "preference", "prompt"), ("prompt", "chosen", "rejected", "system", "tools")),
     "hh": (("sft", "preference", "prompt"), ("chosen", "rejected")),
-    "instruction": (("sft", "prompt"), ("instruction", "input", "output", "label", "system", "history")),
-    "messages": (("sft", "prompt"), ("messages", "label", "system")),
-    "unpaired": (("sft", "preference", "prompt"), ("prompt", "completion", "label", "system")),
-    "graded": (("sft", "preference", "prompt"), ("prompt", "completions", "completion", "good", "system")),
-    "ranked": (("sft", "preference", "prompt"), ("prompt", "completions", "completion", "rank", "score", "system")),
+    "instruction": (("sft", "prompt"), ("instruction", "input", "output", "label", "system", "tools", "history")),
+    "messages": (("sft", "prompt"), ("messages", "label", "system", "tools")),
+    "unpaired": (("sft", "preference", "prompt"), ("prompt", "completion", "label", "system", "tools")),
+    "graded": (("sft", "preference", "prompt"), ("prompt", "completions", "completion", "good", "system", "tools")),
+    "ranked": (("sft", "preference", "prompt"), ("prompt", "completions", "completion", "rank", "score", "system", "tools")),
     "compared": (
         ("sft", "preference", "prompt"),
-        ("prompt", "first", "second", "preference", "winner", "first_score", "second_score", "system"),
+        ("prompt", "first", "second", "preference", "winner", "first_score", "second_score", "system", "tools"),
     ),
-    "stepwise": (("stepwise", "prompt"), ("prompt", "completions", "labels", "system")),
+    "stepwise": (("stepwise", "prompt"), ("prompt", "completions", "labels", "system", "tools")),
     "prm800k": (("stepwise", "prompt"), ("question", "label")),
     "math_shepherd": (("stepwise", "prompt"), ("input", "label")),
     "tree": (("sft", "preference", "prompt"), ("tree", "text", "replies", "rank")),
-    "prompt": (("prompt",), ("prompt", "label", "system")),
+    "prompt": (("prompt",), ("prompt", "label", "system", "tools")),
     "text": (("pretrain",), ("text",)),
 }
 

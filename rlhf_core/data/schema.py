@@ -10,8 +10,8 @@
 
 messages: the conversation up to the last message of the user or of a tool, a list of {"role", "content"}. Roles: system (optional,
     first), then user and assistant in turn; tool messages answer an assistant that calls tools. `content` is text. Other keys of a message
-    are in `extra`, a JSON object: tool_calls, tool_call_id, name, and content in parts as it was. The column has the field `extra` only if
-    some message needs it.
+    are in `extra`, a JSON object: tool_calls, tool_call_id, name, and content in parts as it was; in the first message also `tools`, the
+    JSON schemas of the conversation's tools. The column has the field `extra` only if some message needs it.
 response, chosen, rejected: text of the assistant's next message. Unpaired feedback is a preference row in which one of
     chosen and rejected is null.
 labels: of each step of a stepwise row's response, which reward.step_separator divides: 1 right, 0 neutral, -1 wrong.
@@ -70,6 +70,14 @@ ROW_GROUP_BYTES = 2**25  # uncompressed, of a file written piece by piece; a sma
 def extras(message: Message) -> dict[str, Any]:
     """Return a message's further keys."""
     return json.loads(message.get("extra") or "{}")
+
+
+def with_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
+    """Return a conversation with the JSON schemas of its tools; unchanged without any."""
+    if not tools:
+        return messages
+    first = {**messages[0], "extra": json.dumps({**extras(messages[0]), "tools": tools}, ensure_ascii=False)}
+    return [first, *messages[1:]]
 
 
 def edgeless(messages: Sequence[Message | None]) -> list[Message | None]:

@@ -18,6 +18,7 @@ from rlhf_core.config import shown
 from rlhf_core.config.data import FORMATS
 from rlhf_core.look.columns import Column, kind_of, same_keys
 from rlhf_core.preparation.steps import TAG
+from rlhf_core.preparation.values import read_tools
 from rlhf_core.preparation.verdicts import is_verdict
 
 Columns = Mapping[str, Column]
@@ -97,7 +98,7 @@ STEP_LABELS = ("labels", "ratings", "step_labels")
 MOSTLY_VERDICTS = 0.9  # share of a column's values
 
 _TEXTS = {*PROMPT, *COMPLETION, *INSTRUCTION, *CONTEXT, *OUTPUT, *LABEL, *PLAIN} - {*GOOD}  # columns whose content is learned or checked
-_CAN_DO_WITHOUT = ("system", "history", "input", "label", "winner", "first_score", "second_score", "rank")
+_CAN_DO_WITHOUT = ("system", "tools", "history", "input", "label", "winner", "first_score", "second_score", "rank")
 _LIKELY = {
     **{
         "prompt": PROMPT,
@@ -155,9 +156,18 @@ def _with_earlier(reading: Reading, columns: Columns) -> Reading:
     earlier = [("system", path) for path in ("system", "system_prompt") if path in columns and columns[path].holds(TEXT)][:1]
     if "history" in columns and columns["history"].holds({"list"}):
         earlier.append(("history", "history"))
+    if "tools" in columns and _are_tools(columns["tools"].values):
+        earlier.append(("tools", "tools"))
     mapped = {name: path for name, path in earlier if name in ours}
     why = tuple(f"{path} comes before the prompt" for path in mapped.values())
     return replace(reading, columns={**reading.columns, **mapped}, why=(*reading.why, *why)) if mapped else reading
+
+
+def _are_tools(values: Sequence[Any]) -> bool:
+    try:
+        return any([read_tools(value, "tools") for value in values])
+    except ValueError:
+        return False
 
 
 def columns_line(format_: str, columns: Columns) -> str:
@@ -169,7 +179,7 @@ def columns_line(format_: str, columns: Columns) -> str:
 
 def _mapping(reading: Reading) -> Mapped:
     """Return the mapping without columns that have our name anyway, except those that are read only if the mapping names them."""
-    named = {"system", "history"}
+    named = {"system", "tools", "history"}
     return {ours: theirs for ours, theirs in reading.columns.items() if ours != theirs or ours in named}
 
 

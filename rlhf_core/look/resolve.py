@@ -57,7 +57,7 @@ def _is_derived(reading: Reading, others: Sequence[Reading], columns: Columns) -
 
 def unread_columns(reading: Reading, columns: Columns) -> list[str]:
     """Filled top-level columns that the reading doesn't read."""
-    ours = {*FORMATS[reading.format][1]} - {"system", "history"} - {*reading.columns}
+    ours = {*FORMATS[reading.format][1]} - {"system", "tools", "history"} - {*reading.columns}
     read = {path.split(".")[0] for path in (*reading.theirs(), *ours)}
     return [path for path, column in columns.items() if "." not in path and path not in read and column.values]
 

@@ -59,6 +59,7 @@ class CardFacts:
     kind: one of KINDS. method: how it was trained, such as dpo or rl. base: `model.path`; None: weights from nothing.
     params: the part of params.yaml on which the stage depends. sources: content of data/prepared/sources.json.
     inputs: md5 in dvc.lock of each input that counts, by its path. gate: content of metrics/gate.json, if the method uses the reward model.
+    judges: entries of its `llm_judges`, with its `override`, of those that the policy learned from.
     figures: metrics of the stage that describe the model. notes: further sentences.
     """
 
@@ -69,6 +70,7 @@ class CardFacts:
     sources: Mapping[str, Mapping[str, Any]]
     inputs: Mapping[str, str]
     gate: Mapping[str, Any] | None = None
+    judges: Sequence[Mapping[str, Any]] = ()
     figures: Mapping[str, float] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
@@ -102,6 +104,7 @@ def render_card(facts: CardFacts) -> str:
         sections.append("## Figures of the training\n\nOn the validation split.\n\n" + table(("figure", "value"), rows))
     if facts.gate is not None:
         sections.append(f"{GATE_HEADING}\n\n{verdict(facts.gate)}\n")
+    sections += [f"## Gate of the judge {judge['name']}\n\nModel: {_named(judge['model'])}. {verdict(judge)}\n" for judge in facts.judges]
     return with_metadata(metadata(facts), "\n".join(sections))
 
 
@@ -144,7 +147,11 @@ def _is_on_the_hub(path: str) -> bool:
 
 def verdict(gate: Mapping[str, Any]) -> str:
     outcome, message = ("Passed:" if gate["passed"] else "Not passed:"), _line(gate["message"])
-    reason = "" if gate.get("override") is None else f"\n\nUsed although it was rejected, for this reason: {_line(gate['override'])}"
+    reason = (
+        ""
+        if gate["passed"] or gate.get("override") is None
+        else f"\n\nUsed although it was rejected, for this reason: {_line(gate['override'])}"
+    )
     return f"{outcome} {message.removeprefix('passed: ').removeprefix('rejected: ')}{reason}"
 
 

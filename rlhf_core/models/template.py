@@ -10,6 +10,7 @@ docs/templates.md explains both for users.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Sequence
 from datetime import date
@@ -44,6 +45,8 @@ _FUNCTION = "find_it"
 _CONTROL = re.compile(r"(?!</?[a-z][a-z0-9]*>$)[<\[].+[>\]]")  # an added token in brackets, but no tag of HTML
 # Variables that apply_chat_template always passes.
 _TAKEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "strftime_now", "raise_exception"}
+
+log = logging.getLogger("rlhf")
 
 
 def named_template(wanted: str) -> str:
@@ -204,16 +207,19 @@ def render(
 
     Args:
         waits: whether the generation prompt is added.
-        tools: JSON schemas of the tools that the model may call.
+        tools: JSON schemas of the tools that the model may call; without any, those that the conversation has.
 
     Raises:
         Unrenderable: the template doesn't take the conversation, or would leave out its calls of tools.
     """
+    own = extras(messages[0]).get("tools") if messages and not tools else None
+    if own:
+        _check_tools(tokenizer, tokenizer.chat_template)
     if any("tool_calls" in extras(message) for message in messages) and not _writes_calls(tokenizer, tokenizer.chat_template):
         raise Unrenderable("calls of tools, which this template leaves out")
     try:
         written = for_template(tokenizer, messages)
-        text = tokenizer.apply_chat_template(written, tools=tools or None, tokenize=False, add_generation_prompt=waits)
+        text = tokenizer.apply_chat_template(written, tools=tools or own, tokenize=False, add_generation_prompt=waits)
     except Exception as error:  # of a template, which is a program
         raise Unrenderable(f"{type(error).__name__}: {shown(str(error).strip())}") from error
     return within_limit(text, messages)
@@ -392,6 +398,18 @@ def _writes_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
 
 
 @lru_cache(maxsize=8)
+def _check_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    """Warn, once, if the template leaves out descriptions of tools."""
+    tool = {"type": "function", "function": {"name": _FUNCTION, "description": "", "parameters": {"type": "object", "properties": {}}}}
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], tools=[tool], tokenize=False)
+    except Exception:  # of a template, which is a program; it will refuse the conversation too, with a reason
+        return
+    if _FUNCTION not in text:
+        log.warning("chat template: expected descriptions of the tools that conversations have, got none; calls are learned without")
+
+
+@lru_cache(maxsize=8)
 def _content_form(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
     """Return the form in which the template takes a message's content: "text", "parts" or "both"."""
 
@@ -409,6 +427,7 @@ def _content_form(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
 
 def _in_form(message: Message, form: str) -> dict[str, Any]:
     whole = whole_message(message)
+    whole.pop("tools", None)  # an argument of its own
     if form == "text":
         return {**whole, "content": message["content"]}
     if form == "parts" and isinstance(whole["content"], str):

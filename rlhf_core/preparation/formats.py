@@ -17,7 +17,7 @@ from typing import Any
 from rlhf_core.config import SourceConfig, shown
 from rlhf_core.config.data import VERDICTS
 from rlhf_core.data.control import PICTURES, is_blank, is_filled, placeholder
-from rlhf_core.data.schema import TEXTS, Message, extras
+from rlhf_core.data.schema import TEXTS, Message, extras, with_tools
 from rlhf_core.preparation.drops import Dropped, Misfit
 from rlhf_core.preparation.notation import Notation
 from rlhf_core.preparation.record import PLAIN, Record, as_message, written_conversation
@@ -33,6 +33,7 @@ from rlhf_core.preparation.values import (
     read_number,
     read_scalar,
     read_text,
+    read_tools,
 )
 from rlhf_core.preparation.verdicts import best_and_worse, best_replies, branchings, sign_of_winner
 
@@ -377,7 +378,7 @@ def _are_same(turns: list[Message], others: list[Message]) -> bool:
 
 
 def _answerable(record: Record, messages: list[Message]) -> list[Message]:
-    """Return a conversation that waits for an answer, after the text of the column `system`."""
+    """Return a conversation that waits for an answer, after the text of the column `system` and with the tools of the column `tools`."""
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise Dropped("the prompt doesn't end with a message of the user or of a tool")
     system = record.mapped("system")
@@ -388,7 +389,7 @@ def _answerable(record: Record, messages: list[Message]) -> list[Message]:
         messages = [first, *messages]
     if not in_order(messages):
         raise Dropped("the turns are out of order")
-    return messages
+    return with_tools(messages, read_tools(record.mapped("tools"), "tools"))
 
 
 def _answer_text(last: Message) -> str:

@@ -215,6 +215,41 @@ def read_messages(value: Any, column: str) -> list[Message]:
     return [_message(m, column) for m in messages]
 
 
+def read_tools(value: Any, column: str) -> list[dict[str, Any]]:
+    """Read JSON schemas of tools: a list of objects, or of texts in JSON, or one such text; empty and null are no tools.
+
+    Objects lose keys without a value, which tables give to each object of a column if one has them.
+
+    Raises:
+        Misfit: the value is something else.
+    """
+    if _is_empty(value):
+        return []
+    try:
+        tools = json.loads(value) if isinstance(value, str) else value
+        tools = [json.loads(tool) if isinstance(tool, str) else _without_nulls(tool) for tool in tools]
+        read_text(json.dumps(tools, ensure_ascii=False, allow_nan=False), column)
+    except Misfit:
+        raise
+    except (TypeError, ValueError, RecursionError):
+        tools = [None]
+    if not all(isinstance(_tool_name(tool), str) for tool in tools):
+        message = f"column {column!r}: expected a list of tools as JSON schemas, each with a name, got {kind(value)}; convert it first"
+        raise Misfit(message, "tools are no list of JSON schemas")
+    return tools
+
+
+def _tool_name(tool: Any) -> Any:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
 def in_order(messages: list[Message]) -> bool:
     """Return whether an assistant's message can follow: system first if at all, user and assistant in turn, tools after a call."""
     return _IN_ORDER.match(",".join(message["role"] for message in messages)) is not None

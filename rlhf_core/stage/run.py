@@ -316,9 +316,19 @@ class Stage:
             sources=read_json(SOURCES),
             inputs=inputs,
             gate=gate,
+            judges=self._verdicts_of_judges() if kind == "policy" else [],
             figures=figures,
             notes=[*notes, *[resumed] * bool(self.resumed_from)],
         )
+
+    def _verdicts_of_judges(self) -> list[dict[str, Any]]:
+        """Return the gate's entries of the language models that the policy learns from."""
+        key, scorers = self.params.method_scorers or ("", [])
+        judges = [f"{key}.{scorer.name}" for scorer in scorers if scorer.is_rewarded_judge]
+        if self._round_number is not None or not judges:
+            return []
+        gate = read_json(GATE_METRICS)
+        return [judge | {"override": gate["override"]} for judge in gate["llm_judges"] if judge["key"] in judges]
 
     def _base_of(self, kind: str) -> str | None:
         """Return the model that the stage's model was made from."""

@@ -453,8 +453,7 @@ def test_the_default_job_runs_with_trainer_and_engines_on_one_gpu(folder, tmp_pa
     ]
     write_rows(tmp_path / "prepared", "prompt", rows)
     steps = {"rl.steps": 2, "rl.samples_per_step": 32, "rl.minibatch_size": 32, "rl.reward.normalization_samples": 32}
-    limits = {"rl.rollout.max_logprob_difference": 1e-3}
-    changes = {"model.dtype": dtype, "model.max_length": 96, "rl.rollout.backend": backend, **steps, **limits}
+    changes = {"model.dtype": dtype, "model.max_length": 96, "rl.rollout.backend": backend, **steps}
     changes["rl.rollout.enforce_eager"] = backend == "vllm"
     (tmp_path / "work").mkdir()
     job = rl_job(folder, tmp_path / "reward", **changes).model_copy(

@@ -20,7 +20,7 @@ from tools.bench.gpu.record import Figure
 from tools.bench.gpu.table import REHEARSAL
 
 MOST_SECONDS = 1500  # two minutes of CPU time, on cores shared with other tests
-BUDGET = 1e-4  # nats, rl.rollout.max_logprob_difference of params.yaml
+BUDGET = 1e-4  # nats
 JOB = "PPO, a tiny shape, float32, 16 samples a step of 16 tokens, by turns"
 # part: prefix of a figure's name, and how many such figures have a value
 FIGURES = {

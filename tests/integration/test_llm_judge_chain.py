@@ -102,6 +102,7 @@ def test_a_bad_judge_stops_the_chain_and_a_good_ones_answers_survive_a_kill(tmp_
     assert {(m["helpful.tokens"], m["helpful.unparsable"]) for m in measured} == {(110.0, 0.0)}
     # a question has 100 tokens at 1 per million, an answer 10 at 2
     assert [m["helpful.cost"] for m in measured] == pytest.approx([0.00012] * STEPS)
+    assert "## Gate of the judge helpful\n\nModel: clerk. Passed: accuracy" in (workspace / "models/policy/README.md").read_text()
     report = (workspace / "reports/report.html").read_text()
     assert "The judge helpful" in report and "passed: accuracy" in report
     assert f"Scores of helpful come from {service.url}, which has no hash and calls itself rule-1." in report

@@ -15,7 +15,7 @@ import rollout_probe
 from small_workspace import ROOT
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
-BUDGET = 1e-4  # nats, rl.rollout.max_logprob_difference of params.yaml; measured: 1e-5
+BUDGET = 1e-4  # nats; measured: 1e-5
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Episodes ahead hide tools that sleep 50 to 500 ms: twice the samples per second of lock step, and the same success, on three seeds.
 
-The recipe of the notebook with such tools, and with fewer samples a step, so that two cores spend most of a step in lock step waiting.
+The recipe of the notebook with such tools, and with fewer samples a step, so that two cores spend most of a step in lock step waiting. The
+success is compared where it has converged, after steps of twice as many samples.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ pytestmark = [pytest.mark.timeout(3600), pytest.mark.long]
 
 SEEDS, LAGS = (0, 1, 2), (0, 4)
 DEADLINE = 1200.0  # seconds of a stage
-STEPS, PER_STEP, FIRST = 160, 32, 10  # FIRST: steps until all engines are warm and episodes of all steps in flight
+FIRST = 10  # steps until all engines are warm and episodes of all steps in flight
+FAST = {"steps": 30, "samples_per_step": 32, "minibatch_size": 32}
+WHOLE = {"steps": 50, "samples_per_step": 64, "minibatch_size": 64, "learning_rate": 5e-4}
+LAST = 20  # steps whose episodes show the success at the end: 1,280 of each job, sampled
 TOOLS = '''"""The notebook, whose tools sleep 50 to 500 ms, by the call."""
 
 import asyncio
@@ -45,21 +49,14 @@ async def add(a: int, b: int) -> int:
 '''
 SLEEPY = {
     "cluster": {"threads": 1},
-    "rl": {
-        "steps": STEPS,
-        "samples_per_step": PER_STEP,
-        "minibatch_size": PER_STEP,
-        "checkpoint_every": STEPS,
-        "learning_rate": 2.5e-4,
-        "environment": {"path": "agents/sleepy.py:play"},
-        "rollout": {"engines": 1, "max_logprob_difference": 1e-3},  # an agent that is nearly sure has logits of large size
-        "evaluation": {"every": STEPS, "prompts": 200, "metric": "environment"},
-    },
+    "rl": {"learning_rate": 2.5e-4, "environment": {"path": "agents/sleepy.py:play"}, "rollout": {"engines": 1}},
 }
 
 
-def prepared(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def sft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The chain up to the SFT model."""
+    folder = tmp_path_factory.mktemp("sleepy") / "chain"
     (folder / "agents").mkdir(parents=True)
     play = (ROOT / "agents/notebook.py").read_text()
     (folder / "agents/sleepy.py").write_text(TOOLS + play[play.index("\nasync def play") :])
@@ -71,34 +68,32 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
-def figures(folder: Path) -> dict[str, float]:
-    """Samples a second, success greedy and sampled, and the largest lag of a finished run."""
-    curves = pd.read_csv(folder / "plots/train_policy.csv")
-    (timings,) = [path for path in folder.rglob("*timings*/train_policy.csv") if ".dvc" not in path.parts]
-    seconds = pd.read_csv(timings)["seconds"]
-    return {
-        "samples_per_second": PER_STEP * (STEPS - FIRST) / float(seconds[FIRST:].sum()),
-        "greedy": float(curves["eval_environment"].iloc[-1]),
-        "sampled": float(curves["score_environment"].tail(5).mean()),
-        "lag": float(curves["policy_lag_max"].max()) if "policy_lag_max" in curves else 0.0,
-        "failed": float(curves["failed_episodes"].sum()),
+def trained(sft: Path, folder: Path, seed: int, lag: int, rl: dict) -> tuple[pd.DataFrame, float]:
+    """Curves and samples a second of a job."""
+    workspace = copy_chain(sft, folder / f"{seed}-{lag}")
+    change_params(workspace, {"seed": seed, "rl": {**rl, "checkpoint_every": rl["steps"], "rollout": {"max_lag": lag}}})
+    code, printed = run(workspace, "tasks.train_rl", deadline=DEADLINE)
+    assert code == 0, printed
+    curves = pd.read_csv(workspace / "plots/train_policy.csv")
+    assert curves["failed_episodes"].sum() == 0
+    assert not lag or curves["policy_lag_max"].max() == lag
+    (timings,) = [path for path in workspace.rglob("*timings*/train_policy.csv") if ".dvc" not in path.parts]
+    seconds = pd.read_csv(timings)["seconds"][FIRST:]
+    return curves, rl["samples_per_step"] * len(seconds) / float(seconds.sum())
+
+
+def test_twice_the_samples_per_second(sft: Path, tmp_path: Path):
+    speed = {lag: trained(sft, tmp_path, 0, lag, FAST)[1] for lag in LAGS}
+    print(json.dumps(speed), flush=True)
+    assert speed[4] >= 2 * speed[0]
+
+
+def test_the_same_success_at_the_end_on_three_seeds(sft: Path, tmp_path: Path):
+    found = {
+        (lag, seed): float(trained(sft, tmp_path, seed, lag, WHOLE)[0]["score_environment"].tail(LAST).mean())
+        for lag in LAGS
+        for seed in SEEDS
     }
-
-
-def test_twice_the_samples_per_second_at_the_same_success(tmp_path: Path):
-    chain, found = prepared(tmp_path / "chain"), {}
-    for seed in SEEDS:
-        for lag in LAGS:
-            folder = copy_chain(chain, tmp_path / f"{seed}-{lag}")
-            change_params(folder, {"seed": seed, "rl": {"rollout": {"max_lag": lag}}})
-            code, printed = run(folder, "tasks.train_rl", deadline=DEADLINE)
-            assert code == 0, printed
-            found[seed, lag] = figures(folder)
-            print(json.dumps({"seed": seed, "max_lag": lag, **found[seed, lag]}), flush=True)
-    mean = {
-        (name, lag): sum(found[seed, lag][name] for seed in SEEDS) / len(SEEDS)
-        for name in ("samples_per_second", "greedy") for lag in LAGS
-    }  # fmt: skip
-    assert mean["samples_per_second", 4] >= 2 * mean["samples_per_second", 0]
-    assert abs(mean["greedy", 4] - mean["greedy", 0]) <= 0.02
-    assert all(one["failed"] == 0 for one in found.values()) and {found[seed, 4]["lag"] for seed in SEEDS} == {4.0}
+    mean = {lag: sum(found[lag, seed] for seed in SEEDS) / len(SEEDS) for lag in LAGS}
+    print(json.dumps({f"{lag}, {seed}": success for (lag, seed), success in found.items()}), flush=True)
+    assert min(found.values()) >= 0.9 and abs(mean[4] - mean[0]) <= 0.02

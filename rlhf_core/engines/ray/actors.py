@@ -148,6 +148,7 @@ class ActorGroup:
         self.actors: list[Any] = []
         self._places: list[Pending] = []
         self._late: dict[int, str] = {}  # what was got instead of an answer, by rank
+        self._watched: dict[int, tuple[Any, Pending | None]] = {}  # by rank: the actor, and its answer to `find_newly_dead`; None: dead
         for rank in range(size):
             self._start(rank)
 
@@ -189,6 +190,20 @@ class ActorGroup:
         answers = [actor.ready.remote() for actor in self.actors]
         ray.wait(answers, num_returns=len(answers), timeout=patience)
         return {rank for rank, answer in enumerate(answers) if _is_dead(answer, 0)}
+
+    def find_newly_dead(self) -> list[int]:
+        """Return the ranks whose death has become known since the last call, without waiting. A rank at work answers later."""
+        dead = []
+        for rank, actor in enumerate(self.actors):
+            of, answer = self._watched.get(rank, (None, None))
+            if of is actor and answer is None:
+                continue
+            if of is actor and _is_dead(answer, 0):
+                self._watched[rank] = actor, None
+                dead.append(rank)
+            elif of is not actor or ray.wait([answer], timeout=0)[0]:
+                self._watched[rank] = actor, actor.ready.remote()
+        return dead
 
     def check(self, patience: float) -> None:
         """Check that no rank has died or was late.

@@ -171,7 +171,8 @@ class RolloutsAhead:
         self._admitted = self._drawn if running is None else self._finish(running)
 
     def look(self) -> None:
-        """Raise what has ended something that works in the background."""
+        """Raise what has ended something that works in the background, as far as it can't be replaced."""
+        self._engines.recovery.look()
 
     def short_rollouts(self) -> list[Rollout]:
         """Rollouts whose last few tokens are of the current policy, at least one for each trainer rank; none before the last update. Only

@@ -82,8 +82,11 @@ class EpisodesAhead(RolloutsAhead):
     def look(self) -> None:
         """Raise what has ended the thread that calls the engines, or what plays episodes."""
         self._environment.look()
-        if self._played is not None and self._played.done():
+        if self._played is not None:
+            if not self._played.done():
+                return  # its thread calls the engines, and replaces those that die
             self._played.result()
+        super().look()
 
     def _wait_short(self, dealt: Dealt) -> list[Sample]:
         return self._compared.result()

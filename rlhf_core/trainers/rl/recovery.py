@@ -26,9 +26,13 @@ class Replacements:
     def __init__(self, limit: int):
         self.limit, self.count = limit, 0
 
+    def has_room(self, lost: RoleLost) -> bool:
+        """Return whether the lost actors may be replaced."""
+        return self.count + len(lost.ranks) <= self.limit
+
     def allow(self, lost: RoleLost) -> bool:
-        """Return whether the lost actors may be replaced. If so, they are counted and logged."""
-        if self.count + len(lost.ranks) > self.limit:
+        """As `has_room`; if so, they are counted and logged."""
+        if not self.has_room(lost):
             log.warning("%s; %d actors were replaced before, and rl.max_replacements=%d allows no more", lost, self.count, self.limit)
             return False
         self.count += len(lost.ranks)
@@ -87,6 +91,18 @@ class RolloutRecovery:
     def submit(self, method: str, per_rank: list[tuple], **kwargs: Any) -> EngineCall:
         """Call every engine, without waiting."""
         return EngineCall(method, per_rank, kwargs, self.engines.submit(method, per_rank, **kwargs))
+
+    def look(self) -> None:
+        """Log an engine that has died while others are waited for. Its next call replaces it.
+
+        Raises:
+            RoleLost: it may not be replaced.
+        """
+        if dead := self.engines.find_newly_dead():
+            lost = self.engines.dead(dead, "its work")
+            if not self._replacements.has_room(lost):
+                raise lost
+            log.warning("%s; to be replaced once it is called", lost)
 
     def wait_with_weights(self, call: EngineCall) -> list[Any]:
         """Return the results of a call that needs the policy's weights, which a new engine gets first.

@@ -229,6 +229,71 @@ def test_an_earlier_request_has_its_answer_so_that_another_process_can_take_over
     assert rollout.dialogue.score == 1.0 and (rollout.dialogue.turns, rollout.dialogue.calls) == (3, 2)
 
 
+def test_log_probabilities_are_those_of_the_sampled_tokens_also_in_a_stream_and_of_a_recorded_answer():
+    async def agent(task: Task, address: str, key: str) -> None:
+        create = asynchronous(address, key).chat.completions.create
+        asked = {"model": "policy", "messages": task.messages, "tools": [SCHEMA]}
+        assert (await create(**asked)).choices[0].logprobs is None
+        (choice,) = (await create(**asked, logprobs=True, top_logprobs=0)).choices
+        tokens = choice.logprobs.content
+        assert "".join(token.token for token in tokens) == f"{TEXTS[0]}<|im_end|>" and len(tokens) > 20
+        assert {token.logprob for token in tokens} == {-0.5} and bytes(tokens[0].bytes).decode() == tokens[0].token
+        chunks = [chunk async for chunk in await create(**asked, logprobs=True, stream=True)]
+        assert [t for chunk in chunks if chunk.choices[0].logprobs for t in chunk.choices[0].logprobs.content] == tokens
+        messages = [*task.messages, choice.message, *(TOOL | {"tool_call_id": c.id, "content": "é"} for c in choice.message.tool_calls)]
+        second = await create(**(asked | {"messages": messages}), logprobs=True)
+        assert "".join(token.token for token in second.choices[0].logprobs.content) == f"{TEXTS[1]}<|im_end|>"
+        assert len(second.choices[0].logprobs.content) == second.usage.completion_tokens
+
+    (rollout,) = played(agent, *TEXTS)
+    assert rollout.dialogue.turns == 2
+
+
+async def coached(task, policy):
+    chat = policy.chat(task.messages)
+    await chat.generate(learn=False)
+    chat.reward(0.25)
+    chat.user("Sure?")
+    await chat.generate()
+    chat.reward(-1.0)
+    return 2.0
+
+
+def test_replies_have_rewards_and_may_be_left_out_of_training_as_in_a_play():
+    async def agent(task: Task, address: str, key: str) -> float:
+        client = asynchronous(address, key)
+
+        async def ask(**more) -> openai.types.chat.ChatCompletion:
+            return await client.chat.completions.create(model="policy", messages=messages, **more)
+
+        async def reward(reply: openai.types.chat.ChatCompletion, value: float) -> None:
+            await client.post("/episodes/reward", cast_to=httpx.Response, body={"id": reply.id, "reward": value})
+
+        messages = list(task.messages)
+        first = await ask(extra_body={"learn": False})
+        messages += [first.choices[0].message, {"role": "user", "content": "Sure?"}]
+        second = await ask()
+        for reply, value in ((second, -1.0), (first, 8.0), (first, 0.25), (first, 0.25)):  # late, corrected, told twice
+            await reward(reply, value)
+        for body, problem in (
+            (
+                {"id": "chatcmpl-3", "reward": 1.0},
+                "id: expected that of an answer, got chatcmpl-3; there were ['chatcmpl-1', 'chatcmpl-2']",
+            ),
+            ({"id": first.id, "reward": "1"}, "reward.float"),
+            ({"id": first.id, "reward": 1.0, "more": 1}, "more: Extra inputs"),
+        ):
+            code, error = await status(address, f"Bearer {key}", body, path="/episodes/reward")
+            assert code == 400 and problem in error["message"], error
+        code, error = await status(address, f"Bearer {key}", b'{"id": "chatcmpl-1", "reward": 1e999}', path="/episodes/reward")
+        assert code == 400 and "reward: expected a finite number" in error["message"]
+        return 2.0
+
+    expected = rollouts(coached, script("A.", "B."), 2)
+    assert played(agent, "A.", "B.", count=2) == expected
+    assert [r.dialogue.rewards for r in expected] == [[0.25, -1.0]] * 2 and expected[0].dialogue.score == 1.25
+
+
 async def status(address: str, header: str | None, body: dict | bytes, path: str = "/chat/completions") -> tuple[int, dict]:
     headers = {} if header is None else {"Authorization": header}
     async with httpx.AsyncClient(trust_env=False) as client:
@@ -246,7 +311,7 @@ USER = {"role": "user", "content": "Add 0."}
         ({"n": 2}, "n: expected 1, got 2; the endpoint has no other"),
         ({"stop": ["x"]}, "stop: expected []"),
         ({"tool_choice": "required"}, "tool_choice: expected"),
-        ({"logprobs": True}, "logprobs: expected false"),
+        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs: expected 0"),
         ({"response_format": {"type": "json_object"}}, "response_format: expected"),
         ({"functions": []}, "functions: expected no such parameter"),
         ({"messages": []}, "messages: List should have at least 1 item"),
@@ -384,7 +449,7 @@ def test_a_silent_agent_has_a_deadline_that_a_wait_for_the_policy_does_not_count
 
             usage = (1, 1)
 
-            async def generate(self, limit=None):
+            async def generate(self, *, learn, limit):
                 await asyncio.sleep(0.6)
                 return Reply("A.", [], True)
 

@@ -31,9 +31,10 @@ QUICK = ("apart, 4",)  # groups on both nodes, and an engine that needs a whole 
 # Where Ray puts processes is all that is looked at. Actors, which host nothing, are started where GPUs are shared; elsewhere a task in each
 # one's place does, since its bundle's GPUs are its own.
 PROGRAM = """
-import json, sys, time
+import json, logging, sys, time
 import ray
 from pathlib import Path
+from types import SimpleNamespace
 from ray.cluster_utils import Cluster
 from rlhf_core.config import RlConfig
 from rlhf_core.engines.ray import places
@@ -44,6 +45,7 @@ from rlhf_core.engines.ray.gpus import ReservedGpus, node_gpus, reserve_gpus
 from rlhf_core.engines.ray.processes import by_node
 from rlhf_core.planning.placement import place
 from rlhf_core.trainers.rl.groups import TrainerGroups
+from rlhf_core.trainers.rl.recovery import Replacements, RolloutRecovery
 from tools.clerk import clerk_tree
 
 DEADLINE = 200.0
@@ -151,7 +153,35 @@ for meanwhile in (lambda: waits.append("looked"), gone):
         places.reserve("rollout", [{"CPU": 100.0}] * 2, deadline=3.0, meanwhile=meanwhile)
     except RoleLost as error:
         waits.append(str(error))
-print(json.dumps({"jobs": seen, "refused": refused, "has_gpus": alone.has_gpus, "lost": lost, "late": late, "waits": waits}))
+
+sleepers = nothing | {"kwargs": {"nap": time.sleep}}
+engines, trainer = (ActorGroup(role, "types:SimpleNamespace", 2, **sleepers) for role in ("rollout", "trainer"))
+unused = dict.fromkeys(("sync_check", "transfer", "renew", "check_trainers"))
+recovery = RolloutRecovery(
+    SimpleNamespace(rl=job("together", 1)), engines, replacements=Replacements(1), turns=SimpleNamespace(), **unused
+)
+died, updates = [], trainer.submit("nap", [(40,)] * 2)
+logging.getLogger("rlhf").addHandler(SimpleNamespace(level=0, handle=lambda record: died.append((time.monotonic(), record.getMessage()))))
+engines.wait_ready()
+busy = engines.submit_one(1, "nap", 40)
+kills = []
+
+
+def watch():
+    recovery.look()
+    if len(died) == len(kills) < 2:  # the one at rest, then the one at work
+        ray.kill(engines.actors[len(kills)])
+        kills.append(time.monotonic())
+        recovery._replacements.limit = 2 - len(kills)
+
+
+trainer.meanwhile = watch
+try:
+    trainer.wait(updates, deadline=DEADLINE, what="update")
+except RoleLost as error:
+    died.append((time.monotonic(), str(error)))
+died = [(seconds - killed, message) for (seconds, message), killed in zip(died, kills)]
+print(json.dumps({"died": died, "jobs": seen, "refused": refused, "has_gpus": alone.has_gpus, "lost": lost, "late": late, "waits": waits}))
 ray.shutdown()
 cluster.shutdown()
 """
@@ -220,6 +250,13 @@ def test_a_group_that_is_ended_has_no_process_any_more(seen):
 def test_a_rank_that_died_without_a_call_is_found(seen):
     assert seen["lost"]["ranks"] == [3]  # the second of the second group
     assert re.match(r"trainer.1 rank 1: expected its work to finish, got a dead process \(process \d+ on ", seen["lost"]["message"])
+
+
+def test_an_engine_that_dies_during_an_update_is_named_in_seconds_and_ends_it_if_it_may_not_be_replaced(seen):
+    (after, told), (later, raised) = seen["died"]
+    assert max(after, later) < 5.0
+    assert re.match(r"rollout rank 0: expected its work to finish, got a dead process .*; to be replaced once it is called$", told)
+    assert re.match(r"rollout rank 1: expected its work to finish, got a dead process \(process \d+ on ", raised)
 
 
 def test_a_late_rank_is_not_called_dead(seen):

@@ -82,7 +82,7 @@ SHAPES = {
         {"messages": "conversations"},
     ),
     "openai": ({"messages": [ASK, GOOD]}, "messages", {}),
-    "openai_tools": (WITH_TOOLS, "messages", {}),
+    "openai_tools": (WITH_TOOLS, "messages", {"tools": "tools"}),
     "alpaca": ({"instruction": "Add.", "input": "2 2", "output": "Here it is: 4", "text": "Add. 2 2 Here it is: 4"}, "instruction", {}),
     "dolly": (
         {"instruction": "Add.", "context": "2 and 2", "response": "The sum is four.", "category": "open_qa"},

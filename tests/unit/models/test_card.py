@@ -56,6 +56,14 @@ def test_data_inputs_figures_and_the_gates_verdict_are_in_it():
     assert "## Gate" not in changed(gate=None)
 
 
+def test_each_judge_that_the_policy_learned_from_has_its_verdict():
+    judge = {"name": "helpful", "model": "/home/somebody/judge", "passed": True, "message": "passed: accuracy 0.9.", "override": "a try"}
+    text = changed(judges=[judge, judge | {"name": "kind", "passed": False, "message": "rejected: position bias."}])
+    assert "## Gate of the judge helpful\n\nModel: judge. Passed: accuracy 0.9.\n" in text
+    assert "Not passed: position bias.\n\nUsed although it was rejected, for this reason: a try" in text and text.count("a try") == 1
+    assert "Gate of the judge" not in render_card(FACTS)
+
+
 def test_no_path_of_a_machine_is_in_it():
     assert "somebody" not in render_card(FACTS) and "/home" not in changed(base="/home/somebody/models/mine")
     assert "started from stories" in changed(base="../shared/data/stories")

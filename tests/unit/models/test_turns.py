@@ -9,6 +9,7 @@ import torch
 from chat_templates import ENDS, TEMPLATES, templated
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from rlhf_core.data.schema import with_tools
 from rlhf_core.models.build import save_model
 from rlhf_core.models.tokenizer import (
     Unrenderable,
@@ -162,6 +163,24 @@ def test_calls_of_tools_and_their_results_arrive_in_the_prompt_and_a_call_can_be
     call, start = turns.ids(0), turns.start(0)
     assert [*call, *turn_end(tokenizer).after] == tokenizer.apply_chat_template(TOOLS[:2], return_dict=False)
     assert call[:start] == rendered(tokenizer, QUESTION)
+
+
+SCHEMA = {"type": "object", "properties": {"digits": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "sort", "description": "Sortiert für dich.", "parameters": SCHEMA}}
+WITH_TOOLS = "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+
+
+def test_tools_of_a_conversation_are_what_apply_chat_template_makes_of_them(caplog):
+    tokenizer = templated("thinks")
+    stored = with_tools(STORED, [TOOL])
+    assert encode_prompt(tokenizer, stored) == encode_prompt(tokenizer, stored) == encode_prompt(tokenizer, STORED)
+    assert caplog.text.count("expected descriptions of the tools that conversations have, got none") == 1
+    tokenizer.chat_template = WITH_TOOLS + tokenizer.chat_template
+    ids, start = encode_conversation(tokenizer, stored, RESPONSE)
+    assert ids[:start] == encode_prompt(tokenizer, stored) == rendered(tokenizer, TOOLS, tools=[TOOL])
+    assert encode_scored(tokenizer, stored, RESPONSE) == rendered(tokenizer, TOOLS, RESPONSE, tools=[TOOL])
+    assert '"tools": [' not in tokenizer.decode(ids) and "für dich" in tokenizer.decode(ids)
+    assert encode_prompt(tokenizer, STORED) == rendered(tokenizer, TOOLS) != ids[:start]
 
 
 def test_parts_are_joined_for_a_template_that_wants_text_and_kept_for_one_that_knows_them():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from rlhf_core.config import SourceConfig
@@ -121,6 +123,32 @@ def test_messages_in_both_spellings():
         convert({"messages": [user("q")]}, source("messages"))
     with pytest.raises(ValueError, match="column 'messages': expected messages with role"):
         convert({"messages": [{"role": "robot", "content": "q"}]}, source("messages"))
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
+IN_A_TABLE = {"type": "function", "function": {**TOOL["function"], "strict": None}, "example": None}
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)], [IN_A_TABLE]])
+def test_tools_that_the_source_maps_belong_to_the_first_message(tools):
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b", "tools": tools}
+    mapped = convert({**pair, "more": "s"}, source("preference", columns={"tools": "tools", "system": "more"}))
+    for (row,) in (mapped["sft"], mapped["preference"], mapped["prompt"]):
+        first, second = row["messages"]
+        assert (first["content"], json.loads(first["extra"])) == ("s", {"tools": [TOOL]}) and second == user("q")
+    assert convert(pair, source("preference"))["sft"][0]["messages"] == [user("q")]
+
+
+@pytest.mark.parametrize("tools", [None, [], "", "[]"])
+def test_a_record_without_tools_is_as_it_was(tools):
+    talk = {"messages": [user("q"), assistant("a")], "tools": tools}
+    assert convert(talk, source("messages", columns={"tools": "tools"}))["sft"] == [{"messages": [user("q")], "response": "a"}]
+
+
+@pytest.mark.parametrize("tools", ["add", ["add"], [{"type": "function"}], {"name": "add"}, 7, "[null]"])
+def test_tools_that_are_no_schemas_are_refused(tools):
+    with pytest.raises(ValueError, match=r"column 'tools': expected a list of tools as JSON schemas, each with a name, got"):
+        convert({"messages": [user("q"), assistant("a")], "tools": tools}, source("messages", columns={"tools": "tools"}))
 
 
 @pytest.mark.parametrize(("label", "good"), [(True, True), (0, False), ("True", True), ("false", False)])

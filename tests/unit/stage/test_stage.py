@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ from clerk_params import CLERK_PARAMS
 from ruamel.yaml import YAML
 from safetensors.torch import save_file
 
-from rlhf_core.config import ConfigError, load_params
+from rlhf_core.config import ConfigError, ScorerConfig, load_params
 from rlhf_core.engines.ports import free_ports
 from rlhf_core.process import STOPPED_BY_SIGNAL
 from rlhf_core.provenance.file_hashes import dvc_md5
@@ -378,6 +379,14 @@ def test_a_card_names_the_inputs_that_count_and_their_md5s(workspace):
     requested = stage.card("policy", "rl (rloo)", {}, gate={"passed": True, "message": "good"})
     assert facts.inputs == {name: dvc_md5(workspace / name) for name in ("data/prepared", "inputs")}
     assert requested.inputs == facts.inputs | {"models/reward": dvc_md5(workspace / "models/reward")}
+    judged = ScorerConfig(name="helpful", kind="llm_judge", url="http://a/v1", model="m")
+    rl = stage.params.rl.model_copy(update={"reward": stage.params.rl.reward.model_copy(update={"scorers": [judged]})})
+    method = stage.params.alignment.model_copy(update={"method": "rl"})
+    stage.params = stage.params.model_copy(update={"rl": rl, "alignment": method})
+    entry = {"key": "rl.reward.scorers.helpful", "name": "helpful", "model": "m", "passed": False, "message": "rejected: x"}
+    gate = {"override": "a try", "llm_judges": [entry, entry | {"key": "iterative.scorers.helpful"}]}
+    (workspace / "metrics/gate.json").write_text(json.dumps(gate))
+    assert stage.card("policy", "rl (rloo)", {}).judges == [entry | {"override": "a try"}] and not facts.judges
     assert facts.figures == {"heldout_loss": 0.5} and facts.gate is None and facts.params.keys() == {"seed", "model", "dpo"}
 
 

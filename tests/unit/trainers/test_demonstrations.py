@@ -8,6 +8,7 @@ import pickle
 import pytest
 from chat_templates import TEMPLATES, templated
 
+from rlhf_core.data.schema import with_tools
 from rlhf_core.models.tokenizer import encode_conversation, turn_end
 from rlhf_core.trainers.supervised.demonstrations import Demonstration, collate_demonstrations, encode_demonstrations
 
@@ -99,6 +100,16 @@ def test_calls_of_tools_are_turns_and_masks_stay_apart(thoughts):
     messages[1] = {"role": "assistant", "content": thinking, "tool_calls": [call]}
     whole = [*messages, {"role": "assistant", "content": f"{thinking}Sorted: 1247."}]
     assert [*example.ids, *turn_end(tokenizer).after] == tokenizer.apply_chat_template(whole, return_dict=False)
+
+
+def test_all_turns_with_tools_are_the_rendering_of_the_whole_conversation_with_them():
+    tokenizer = templated("chatml")
+    tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + tokenizer.chat_template
+    tools = [{"type": "function", "function": {"name": "sort", "parameters": {"type": "object", "properties": {}}}}]
+    (example,) = encode(tokenizer, {**ROW, "messages": with_tools(CONVERSATION, tools)}, train_on="all_turns")
+    whole = [*CONVERSATION, {"role": "assistant", "content": "Sorted: 12."}]
+    assert [*example.ids, *turn_end(tokenizer).after] == tokenizer.apply_chat_template(whole, tools=tools, return_dict=False)
+    assert trained(tokenizer, example) == ["Certainly: 1247.<|im_end|>", "Sorted: 12.<|im_end|>"]
 
 
 def test_an_example_that_is_too_long_is_dropped_alone():

@@ -114,7 +114,7 @@ def test_the_sampling_engine_is_compared_with_the_distribution_that_was_sampled_
         difference[1, 1] = bad
         with pytest.raises(
             LogprobMismatch,
-            match=r"step 4: expected the rollout .*got a largest difference of .*rl\.rollout\.max_logprob_difference=0\.0001;",
+            match=r"step 4: expected the rollout .*got a largest difference of .*rl\.rollout\.max_logprob_difference=0\.001;",
         ):
             compared(difference, config())
 
@@ -203,7 +203,7 @@ def test_in_bfloat16_the_mean_and_the_quantile_count_and_a_single_token_does_not
     difference = torch.full((1, 3000), 0.02)
     difference[0, :3] = 5.0
     assert compared(difference, config(), "bfloat16") == pytest.approx(0.02)
-    with pytest.raises(LogprobMismatch, match=r"a largest difference of 5, above rl\.rollout\.max_logprob_difference=0\.0001"):
+    with pytest.raises(LogprobMismatch, match=r"a largest difference of 5, above rl\.rollout\.max_logprob_difference=0\.001"):
         compared(difference, config(), "float32")
     difference[0, 3] = 5.0
     with pytest.raises(
