@@ -142,8 +142,7 @@ class Exchange:
         headers = {"Content-Type": "application/json", "Idempotency-Key": hashlib.sha256(body).hexdigest()[:32]}
         url = self._service.url
         try:
-            how = {"headers": headers, "allow_redirects": False, "proxy": proxy_for(url)}
-            async with self._session.post(url, data=body, **how) as response:
+            async with self._session.post(url, data=body, headers=headers, allow_redirects=False, proxy=proxy_for(url)) as response:
                 try:
                     await self._check_status(response, where)
                     content = await read_at_most(response, MAX_ANSWER, where)

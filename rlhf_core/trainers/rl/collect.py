@@ -81,7 +81,7 @@ def collect_rollouts(
         prompts_drawn: position in the prompt stream.
     """
     measured, drawn = ScorerMetrics(), []
-    how = _forward_settings(rl, old_logprobs_source)
+    settings = _forward_settings(rl, old_logprobs_source)
     if rl.dynamic_sampling.enabled:
 
         def sample_groups(start: int, count: int, turn: int) -> Scored:
@@ -101,7 +101,7 @@ def collect_rollouts(
         clock.lap("generate")
         workers.turns.trainers(forget=not rl.spec.greedy_baseline)
         scores = workers.submit_scores(rollouts)
-        forward = workers.submit_forward(rollouts, **how)
+        forward = workers.submit_forward(rollouts, **settings)
         steps: Steps = {}
         components = workers.collect_scores(scores, measured, steps)
         clock.lap("score")
@@ -112,7 +112,7 @@ def collect_rollouts(
         baseline = greedy_baseline(workers, [rollout.prompt for rollout in rollouts[:: rl.group_size]], rl)
         clock.lap("baseline")
     if rl.dynamic_sampling.enabled:
-        forward = workers.submit_forward(rollouts, **how)
+        forward = workers.submit_forward(rollouts, **settings)
     scorer_metrics = measured.means()
     for name in [s.name for s in rl.reward.scorers if s.members > 1]:  # the disagreement of an ensemble has a column of its own
         metrics[f"{DISAGREEMENT}_{name}"] = scorer_metrics.pop(f"{name}.{DISAGREEMENT}", math.nan)

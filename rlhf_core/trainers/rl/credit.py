@@ -146,8 +146,8 @@ def correct(
     sampler_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, mask: torch.Tensor, rl: RlConfig
 ) -> tuple[torch.Tensor, Metrics]:
     """Importance weights [B, R] by rl.correction, and the mismatch of engine and trainer: see `importance_weights`."""
-    how = rl.correction
-    return importance_weights(sampler_logprobs, rollout_logprobs, mask, kind=how.kind, low=how.low, high=how.high)
+    correction = rl.correction
+    return importance_weights(sampler_logprobs, rollout_logprobs, mask, kind=correction.kind, low=correction.low, high=correction.high)
 
 
 def shaped_rewards(

@@ -164,8 +164,9 @@ class DemonstrationStream:
         if job.rl.ptx.coef:
             tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
             rows = read_rows(Path(job.prepared), "sft", "train")
-            how = {"train_on": job.train_on, "train_on_thoughts": job.train_on_thoughts}
-            kept, _ = encode_demonstrations(rows, tokenizer, max_length=job.model.max_length, **how)
+            kept, _ = encode_demonstrations(
+                rows, tokenizer, max_length=job.model.max_length, train_on=job.train_on, train_on_thoughts=job.train_on_thoughts
+            )
             if not kept:
                 raise ValueError(
                     f"rl.ptx: expected demonstrations of at most model.max_length tokens, got none of {len(rows)}; set coef to 0"

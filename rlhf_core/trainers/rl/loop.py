@@ -197,8 +197,7 @@ def train_step(run: Run, progress: Progress, stop: Stop, clock: Clock) -> StepRe
     clock.lap("collate")
     train_batch, advantage_metrics = compute_advantages(batch, rl, run.normalizer, kl_coef=kl_coef)
     clock.lap("advantages")
-    how = {"seed": run.job.seed, "step": step}
-    plans = [plan_update(train_batch, run.demonstrations, rl.of_group(group), **how) for group in rl.learning_groups]
+    plans = [plan_update(train_batch, run.demonstrations, rl.of_group(group), seed=run.job.seed, step=step) for group in rl.learning_groups]
     clock.lap("plan")
     update = workers.update(plans, batch, kl_coef=kl_coef, train_policy=rl.trains_policy(step))
     clock.lap("update")

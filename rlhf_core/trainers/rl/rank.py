@@ -148,8 +148,9 @@ class TrainerRank:
             passes = most_over_ranks if member.sharded else None
             with member.in_use() as module:
                 # The ids are those of the scorer's own tokenizer. Any of its ids can pad, and 0 always is one.
-                how = {"pad_id": 0, "microbatch_tokens": tokens, "device": self._device, "passes": passes, "ends": ends}
-                columns.append(score_sequences(module, sequences, **how))
+                columns.append(
+                    score_sequences(module, sequences, pad_id=0, microbatch_tokens=tokens, device=self._device, passes=passes, ends=ends)
+                )
         return torch.stack(columns, 1)
 
     @torch.no_grad()
@@ -206,8 +207,8 @@ class TrainerRank:
         batch = collate_branches(part.branches, pad_id=self._pad_id, every_token=True).to(self._device)
         with torch.set_grad_enabled(keep):
             if with_policy:
-                how = policy_arguments(rl) if keep else {"temperature": rl.rollout.temperature}
-                policy = roles.policy(batch, **how, top_k=rl.rollout.top_k, top_p=rl.rollout.top_p)
+                arguments = policy_arguments(rl) if keep else {"temperature": rl.rollout.temperature}
+                policy = roles.policy(batch, **arguments, top_k=rl.rollout.top_k, top_p=rl.rollout.top_p)
                 outputs["old_logprobs"] = policy.logprobs
                 if policy.sampler_logprobs is not None:
                     outputs["sampler_logprobs"] = policy.sampler_logprobs

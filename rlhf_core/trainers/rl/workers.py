@@ -94,8 +94,14 @@ class Workers:
         self.replacements = Replacements(job.rl.max_replacements)
         self.turns = GpuTimeSharing(actors.rollouts, actors.trainers, on=actors.take_turns, deadline=job.rl.deadlines.step)
         rollout = job.rl.rollout
-        how = {"workers": rollout.tensor_parallel_size, "deadline": job.rl.deadlines.step, "sends_changes": rollout.send_changes}
-        self.transfer = WeightTransfer(self._trainers.policy, actors.rollouts, actors.ways, **how)
+        self.transfer = WeightTransfer(
+            self._trainers.policy,
+            actors.rollouts,
+            actors.ways,
+            workers=rollout.tensor_parallel_size,
+            deadline=job.rl.deadlines.step,
+            sends_changes=rollout.send_changes,
+        )
         environment = open_environment(job, tokenizer, self._stops)
         self.rollouts = RolloutEngines(
             job,
@@ -226,10 +232,9 @@ class Workers:
         self.turns.trainers()
         (policy, *critic), (plan, *critic_plan) = self._trainers.learning, plans
         can_end_early = train_policy and self._job.rl.max_approx_kl is not None and batch.old_logprobs is not None
-        how = {"kl_coef": kl_coef, "train_policy": train_policy}
 
         def submit(group: TrainerGroup, plan: list[list[Minibatch]], count: int | None = None) -> list[Pending]:
-            return group.submit("update", [(minibatches[:count],) for minibatches in plan], **how)
+            return group.submit("update", [(minibatches[:count],) for minibatches in plan], kl_coef=kl_coef, train_policy=train_policy)
 
         def wait(group: TrainerGroup, pending: list[Pending]) -> list[RankUpdate]:
             return group.trainer.of_groups(group.wait(pending, deadline=self._job.rl.deadlines.step, what="update"))
