@@ -1,7 +1,8 @@
 """Stage check_model: train and sample from a small copy of the configured model before the real training.
 
-The stage also loads scorer functions and the tasks of evaluation.harness, tries services that score and the sandbox of programs, checks that there are labels for the
-evaluation's scorers, and checks what is known of the RL job: its number of steps, GPUs, the engines' division, and how weights travel.
+The stage also loads scorer functions and the tasks of evaluation.harness, tries services that score and the sandbox of programs, checks
+that there are labels for the evaluation's scorers, and checks what is known of the RL job: its number of steps, GPUs, the engines'
+division, and how weights travel.
 
 A model with wrong computations is refused within seconds, before SFT, reward model and gate. Numerical differences vary between machines
 and are in reports/check_model.json, outside DVC; verdicts are in metrics/check_model.json. train_sft depends on

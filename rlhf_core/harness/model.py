@@ -158,7 +158,7 @@ class HarnessModel(TemplateLM):
         room = self.max_length - behind
         if room < 1:
             raise ValueError(
-                f"evaluation.harness.max_length: expected more than the {behind} tokens of a continuation of task {self._asked[number][0]}, "
+                f"evaluation.harness.max_length: expected more than the {behind} tokens of a continuation of {self._asked[number][0]}, "
                 f"got {self.max_length}; raise it"
             )
         if len(context) > room:

@@ -98,7 +98,8 @@ def run_harness(params: Params, folders: Mapping[str, Path]) -> dict[str, Any]:
     for name, task in tasks.items():
         if cut := {model: count for model, count in task["truncated"].items() if count}:
             log.warning("harness: %s: contexts longer than %d tokens lost their beginning: %s", name, params.harness_max_length, cut)
-    return {"lm_eval": version("lm_eval"), "max_length": params.harness_max_length, "tasks": tasks}
+    settings = {"chat_template": config.chat_template, "limit": config.limit, "max_length": params.harness_max_length}
+    return {"lm_eval": version("lm_eval"), **settings, "confidence": params.evaluation.confidence, "tasks": tasks}
 
 
 def _model(params: Params, folder: Path, engine: SharedEngine) -> HarnessModel:

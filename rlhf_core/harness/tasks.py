@@ -81,8 +81,8 @@ def _load_problem(config: HarnessConfig, error: Exception) -> str:
     reason = shown((str(error).strip() or type(error).__name__).splitlines()[0], 300)
     fetched = "" if hub_is_online() else "fetch the data set once with HF_HUB_OFFLINE=0, or "
     return (
-        f"{KEY}.tasks: expected {', '.join(config.tasks)} with their data, got {type(error).__name__}: {reason}; {fetched}write a task with "
-        "local files in evaluation.harness.include_path (docs/harness.md)"
+        f"{KEY}.tasks: expected {', '.join(config.tasks)} with their data, got {type(error).__name__}: {reason}; {fetched}write a task "
+        "with local files in evaluation.harness.include_path (docs/harness.md)"
     )
 
 

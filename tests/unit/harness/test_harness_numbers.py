@@ -7,17 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tiny_models import save_tiny_models, tiny_params
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf_core.config import ConfigError, HarnessConfig, Params
-from rlhf_core.harness.figures import compared
-from rlhf_core.harness.model import HarnessModel
-from rlhf_core.harness.run import SharedEngine, _model, run_harness
-from rlhf_core.harness.tasks import load_tasks, run_tasks, try_tasks
+from rlhf_core.config import Params
+from rlhf_core.harness.run import SharedEngine, _model
+from rlhf_core.harness.tasks import run_tasks
 
 LONGEST = 48
 QUESTIONS = [f"Please sort {number}." for number in (4172, 309, 81, 5526, 730, 1, 98, 64)]
@@ -27,7 +23,9 @@ TASKS = {
         doc_to_text: "{{question}}"
         doc_to_target: "{{gold}}"
         doc_to_choice: "{{options}}"
-        metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}, {metric: acc_norm, aggregation: mean, higher_is_better: true}]
+        metric_list:
+          - {metric: acc, aggregation: mean, higher_is_better: true}
+          - {metric: acc_norm, aggregation: mean, higher_is_better: true}
     """,
     "endings": """
         output_type: loglikelihood
