@@ -7,6 +7,7 @@ import logging
 import os
 import random
 from difflib import get_close_matches
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def _manager(config: HarnessConfig, folder: Path | None) -> Any:
     own = None if folder is None else TaskManager(include_path=str(folder), include_defaults=False)
     if own is not None and set(config.tasks) <= set(own.all_tasks):
         return own
-    manager = TaskManager(include_path=None if folder is None else str(folder))
+    manager = _manager_of_all(folder)
     if unknown := sorted(set(config.tasks) - set(manager.all_tasks)):
         near = get_close_matches(unknown[0], manager.all_tasks, n=4)
         local = "" if own is None else f"; {shown(config.include_path)} has {', '.join(own.all_tasks) or 'none'}"
@@ -75,6 +76,13 @@ def _manager(config: HarnessConfig, folder: Path | None) -> Any:
             f"{'names like it are ' + ', '.join(near) if near else '`lm-eval ls tasks` lists them'}"
         )
     return manager
+
+
+@cache
+def _manager_of_all(folder: Path | None) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=None if folder is None else str(folder))
 
 
 def _load_problem(config: HarnessConfig, error: Exception) -> str:

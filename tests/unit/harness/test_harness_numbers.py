@@ -12,10 +12,10 @@ from tiny_models import save_tiny_models, tiny_params
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_core.config import Params
-from rlhf_core.harness.run import SharedEngine, _model
+from rlhf_core.harness.run import SharedEngine, _model, run_harness
 from rlhf_core.harness.tasks import run_tasks
 
-LONGEST = 48
+LONGEST = 32
 QUESTIONS = [f"Please sort {number}." for number in (4172, 309, 81, 5526, 730, 1, 98, 64)]
 TASKS = {
     "choices": """
@@ -138,3 +138,19 @@ def test_answers_are_those_of_the_harness(tasks, folders, world, chat):
     assert_same(found, theirs(given, folders["sft"], max_length=LONGEST))
     texts = {sample["resps"][0][0] for sample in found["samples"]["answers"]}
     assert len(texts) > 3 and not any("s" in text for text in texts)
+
+
+def test_both_models_have_their_own_figures_and_cut_contexts_are_counted(tasks, folders, world):
+    """One engine samples from both in turn; the second model samples before its log-likelihoods."""
+    given = params(tasks, "choices", "answers", num_fewshot=1, limit=6)
+    found = run_harness(given, folders)
+    for name, folder in folders.items():
+        for task, longest in (("choices", LONGEST - 1), ("answers", LONGEST)):
+            figures = theirs(given, folder, max_length=longest)["results"][task]
+            for key, figure in found["tasks"][task]["figures"].items():
+                assert figure[name]["value"] == pytest.approx(figures[key], abs=1e-9)
+                assert figure[name]["stderr"] == pytest.approx(figures[key.replace(",", "_stderr,")], abs=1e-9)
+    choices = found["tasks"]["choices"]
+    assert (choices["n"], choices["documents"], choices["num_fewshot"]) == (6, len(QUESTIONS), 1)
+    assert choices["figures"]["acc,none"]["difference"]["n"] == 6
+    assert 0 < choices["truncated"]["sft"] <= 6 and found["tasks"]["answers"]["truncated"]["sft"] > 0
