@@ -61,6 +61,7 @@ class SharedEngine:
             params.evaluation_backend,
             str(folder),
             ranks_per_model=ranks_per_model,
+            apart=True,  # after the engine of the evaluation's answers
             max_length=params.harness_max_length,
             dtype=params.model.dtype,
             max_concurrent_sequences=MAX_CONCURRENT_SEQUENCES,

@@ -154,3 +154,23 @@ def test_both_models_have_their_own_figures_and_cut_contexts_are_counted(tasks, 
     assert (choices["n"], choices["documents"], choices["num_fewshot"]) == (6, len(QUESTIONS), 1)
     assert choices["figures"]["acc,none"]["difference"]["n"] == 6
     assert 0 < choices["truncated"]["sft"] <= 6 and found["tasks"]["answers"]["truncated"]["sft"] > 0
+
+
+@pytest.mark.long  # starts vLLM; quick tests have PyTorch's engine
+def test_answers_of_vllm_are_those_of_pytorch_for_both_models(tasks, tokenizer, tmp_path, world):
+    """Greedy answers end at the same stop strings, and the engine has the second model's weights for its answers."""
+    folders = {
+        name: save_tiny_models(tmp_path / name, tokenizer, seed=seed, hidden_size=64)[0] for name, seed in (("sft", 1), ("policy", 5))
+    }
+    pytorch = params(tasks, "answers", "choices", num_fewshot=1)
+    config = pytorch.evaluation.model_copy(update={"backend": "vllm"})
+    vllm = pytorch.model_copy(update={"evaluation": config})
+    by_vllm, by_pytorch = SharedEngine(vllm), SharedEngine(pytorch)
+    try:
+        for folder in folders:
+            found = [run_tasks(p.evaluation.harness, _model(p, folder, e), limit=None) for p, e in ((vllm, by_vllm), (pytorch, by_pytorch))]
+            one, other = ([s["resps"] for s in of["samples"]["answers"]] for of in found)
+            assert one == other and len({text for ((text,),) in one}) > 3
+    finally:
+        by_vllm.close()
+        by_pytorch.close()
