@@ -92,7 +92,8 @@ def _harness(m: dict[str, Any]) -> str:
     """The first figure of the harness's first tasks."""
     tasks = list(m.get("harness", {}).get("tasks", {}).items())
     first = [(task, *next(iter(of["figures"].items()))) for task, of in tasks if of["figures"]][:TASKS_SHOWN]
-    return "".join(f", {task} {key.partition(',')[0]} {f['sft']['value']:.3f} -> {f['policy']['value']:.3f}" for task, key, f in first)
+    known = [(task, key.partition(",")[0], f["sft"]["value"], f["policy"]["value"]) for task, key, f in first]
+    return "".join(f", {task} {metric} {sft:.3f} -> {policy:.3f}" for task, metric, sft, policy in known if None not in (sft, policy))
 
 
 # Stage -> key figure from its metrics file. Stages not listed show none.

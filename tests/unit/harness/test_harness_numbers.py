@@ -159,9 +159,7 @@ def test_both_models_have_their_own_figures_and_cut_contexts_are_counted(tasks, 
 @pytest.mark.long  # starts vLLM; quick tests have PyTorch's engine
 def test_answers_of_vllm_are_those_of_pytorch_for_both_models(tasks, tokenizer, tmp_path, world):
     """Greedy answers end at the same stop strings, and the engine has the second model's weights for its answers."""
-    folders = {
-        name: save_tiny_models(tmp_path / name, tokenizer, seed=seed, hidden_size=64)[0] for name, seed in (("sft", 1), ("policy", 5))
-    }
+    folders = [save_tiny_models(tmp_path / str(seed), tokenizer, seed=seed, hidden_size=64)[0] for seed in (1, 5)]
     pytorch = params(tasks, "answers", "choices", num_fewshot=1)
     config = pytorch.evaluation.model_copy(update={"backend": "vllm"})
     vllm = pytorch.model_copy(update={"evaluation": config})
