@@ -185,6 +185,8 @@ class PeriodicEvaluationConfig(Section):
             yield f"pass_score: expected 1 without samples, got {self.pass_score}; set samples, or remove it"
         if len(set(self.sources)) < len(self.sources):
             yield f"sources: expected each source once, got {self.sources}; remove the others"
+
+
 class DeadlineConfig(Section):
     """Seconds after which the start of an actor, or its work in one step, counts as failed."""
 
