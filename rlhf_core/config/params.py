@@ -92,6 +92,11 @@ class Params(Section):
         return self.evaluation.backend or self.rl.rollout.backend
 
     @property
+    def harness_max_length(self) -> int:
+        """Tokens of a request of evaluation.harness and its answer together."""
+        return (self.evaluation.harness and self.evaluation.harness.max_length) or self.model.max_length
+
+    @property
     def evaluation_stop(self) -> list[str]:
         """The strings that end an answer of the evaluation."""
         return self.rl.rollout.stop if self.evaluation.stop is None else self.evaluation.stop
