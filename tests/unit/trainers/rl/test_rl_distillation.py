@@ -26,7 +26,8 @@ from rlhf_core.types import TrainBatch
 pytestmark = pytest.mark.usefixtures("world")
 
 TEMPERATURE = 0.8
-LOSSES = ("sampled", "reverse_kl", "forward_kl", "jsd")
+TOP = 4
+LOSSES = ("sampled", "reverse_kl", "forward_kl", "jsd", "top reverse_kl", "top forward_kl", "top jsd")
 ALONE = {"rl.reward.scorers": [], "rl.kl.coef": 0.0, "rl.algorithm": "grpo", "rl.weight_decay": 0.0}
 Folders = tuple[Path, Path]
 
@@ -40,7 +41,8 @@ def teachers(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> list[Path]:
 
 def distillation(loss: str, folders: list[Path], *, weights: tuple[float, ...] = (3.0, 1.0), **further: Any) -> dict[str, Any]:
     named = [{"path": str(folder), "weight": weight} for folder, weight in zip(folders, weights, strict=False)]
-    return {"rl.distillation": {"teachers": named, "loss": loss, **({"beta": 0.3} if loss == "jsd" else {}), **further}}
+    top, of = {"top_k": TOP} if loss.startswith("top ") else {}, loss.removeprefix("top ")
+    return {"rl.distillation": {"teachers": named, "loss": of, **({"beta": 0.3} if of == "jsd" else {}), **top, **further}}
 
 
 def logprobs_of(model, batch: TrainBatch, row: int) -> torch.Tensor:
@@ -59,27 +61,32 @@ def plain_loss(batch: TrainBatch, loss: str, policy, teachers: list, weights: tu
         for teacher, weight in zip(teachers, weights, strict=True):
             theirs = logprobs_of(teacher, batch, i).detach()
             p, q = own.exp(), theirs.exp()
+            if loss.startswith("top "):
+                best = q.topk(TOP).indices
+                p, q = (torch.cat([x.gather(1, best), 1 - x.gather(1, best).sum(1, keepdim=True)], 1) for x in (p, q))
             if loss == "sampled":
                 ratio = (own.gather(1, ids)[:, 0] - batch.old_logprobs[i][mask]).exp()
                 value = batch.importance_weights[i][mask] * ratio * (own.detach() - theirs).gather(1, ids)[:, 0]
-            elif loss == "jsd":
+            elif loss.endswith("jsd"):
                 m = 0.3 * q + 0.7 * p
                 value = 0.3 * (q * (q / m).log()).sum(-1) + 0.7 * (p * (p / m).log()).sum(-1)
             else:
-                value = (p * (own - theirs)).sum(-1) if loss == "reverse_kl" else (q * (theirs - own)).sum(-1)
+                value = (p * (p / q).log()).sum(-1) if loss.endswith("reverse_kl") else (q * (q / p).log()).sum(-1)
             total = total + weight / sum(weights) * value
         found.append(total)
     return torch.cat(found)
 
 
 def with_teachers(rank: TrainerRank, batch: TrainBatch, job: TrainerRank | None = None) -> Minibatch:
-    """A batch as it comes to the update: with the log-probabilities of teachers that compute before it."""
-    outputs = (job or rank).forward(batch.sequences)
-    if "teacher_logprobs" not in outputs:
-        return whole(batch)
+    """A batch as it comes to the update: with what teachers say that compute before it."""
+    outputs = (job or rank).forward(batch.sequences, batch.teacher_sequences)
     mask = torch.arange(batch.response_mask.shape[1]) < (batch.sequences.lengths - batch.sequences.starts)[:, None]
-    flat = outputs["teacher_logprobs"]
-    return whole(replace(batch, teacher_logprobs=torch.full(mask.shape, torch.nan).masked_scatter(mask, flat)))
+    found = {}
+    for name in [name for name in outputs if name.startswith("teacher_")]:
+        flat = outputs[name]
+        found[name] = torch.full((*mask.shape, *flat.shape[1:]), torch.nan if flat.is_floating_point() else 0, dtype=flat.dtype)
+        found[name][mask] = flat
+    return whole(replace(batch, **found))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -114,7 +121,8 @@ HOW = {
 
 
 @pytest.mark.parametrize(
-    ("loss", "how"), cells([(loss, how) for loss in LOSSES for how in HOW], [("sampled", "sharded"), *(("jsd", h) for h in HOW)])
+    ("loss", "how"),
+    cells([(loss, how) for loss in LOSSES for how in HOW], [("sampled", "sharded"), ("top jsd", "sharded"), *(("jsd", h) for h in HOW)]),
 )
 def test_losses_do_not_depend_on_how_they_are_computed(model_folders: Folders, teachers: list[Path], loss: str, how: str):
     results = []
@@ -165,10 +173,13 @@ RUNS = {
     "reverse_kl": {"rl.kl.coef": 0.01},
     "jsd": {"rl.minibatch_size": 4, "rl.trainer.microbatch_tokens": 64},
     "forward_kl": {"rl.rollout.max_lag": 1},
+    "top reverse_kl": {"rl.minibatch_size": 4},
+    "top forward_kl": {"rl.rollout.max_lag": 1},
+    "top jsd": {},
 }
 
 
-@pytest.mark.parametrize("loss", cells(LOSSES, ["sampled", "jsd"]))
+@pytest.mark.parametrize("loss", cells(LOSSES, ["sampled", "jsd", "top reverse_kl"]))
 def test_a_run_without_a_reward_resumes_to_the_same_bits(model_folders: Folders, teachers: list[Path], tmp_path: Path, loss: str):
     options = SMALL | RUNS[loss] | distillation(loss, teachers)
     with running(rl_job_here(model_folders, tmp_path / "whole", **options)) as uninterrupted:
