@@ -75,7 +75,7 @@ class KlConfig(Section):
 
 
 class TeacherConfig(Section):
-    """A teacher of rl.distillation: a folder or a Hugging Face name with the policy's tokens, or a service, and its weight among several."""
+    """A teacher of rl.distillation with the policy's tokens: a folder, a Hugging Face name or a service, and its weight among several."""
 
     path: str | None = None
     service: TeacherService | None = None

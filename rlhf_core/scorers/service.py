@@ -1,4 +1,4 @@
-"""Requests to a scorer's or teacher's service over HTTP: its key, connections, repetitions of faults that may pass, and limits of time and size.
+"""Requests to a service over HTTP: its key, connections, repetitions of faults that may pass, and limits of time and size.
 
 Faults that may pass are tried again: a lost connection, 408, 425, 429, 5xx, and an answer that breaks the protocol.
 """
