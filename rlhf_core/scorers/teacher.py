@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CHECK_SECONDS = 60.0  # for all texts of a check
 PROBED = 2048  # tokens of the vocabulary, evenly spaced, whose texts are split by both tokenizers
-PROBE_TOKENS = 128  # in a text
+PROBE_TOKENS = 32  # in a text, about
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class TeacherClient:
 def probe_texts(own: PreTrainedTokenizerBase) -> list[str]:
     """Return the texts of tokens from the whole vocabulary, some at a time."""
     spaced = range(0, len(own), max(1, len(own) // PROBED))
-    ids = [token for token in spaced if token not in own.all_special_ids]
+    ids = [token for token in spaced if token not in own.all_special_ids and "\ufffd" not in own.decode([token])]  # not parts of characters
     texts = [own.decode(ids[start : start + PROBE_TOKENS]) for start in range(0, len(ids), PROBE_TOKENS)]
     return [text for text in texts if len(own(text, add_special_tokens=False)["input_ids"]) > 1]
 

@@ -131,7 +131,7 @@ def test_vllms_server_is_such_a_teacher(tmp_path: Path, tokenizer, top: int):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    how = {"api_key": "secret", "max_length": 256, "dtype": "float32", "trust_remote_code": False, "start_seconds": 300.0}
+    how = {"api_key": "secret", "max_length": 64, "dtype": "float32", "trust_remote_code": False, "start_seconds": 300.0}
     settings = ServerSettings(name="teacher", folder=folder, host="127.0.0.1", port=port, **how)
     key = tmp_path / "key"
     key.write_text("secret")
