@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rlhf_core.progress import Reasons
 
 CHECK_SECONDS = 60.0  # for all texts of a check
+OTHER = "the service has another tokenizer"
 PROBED = 2048  # tokens of the vocabulary, evenly spaced, whose texts are split by both tokenizers
 PROBE_TOKENS = 32  # in a text, about
 
@@ -91,6 +92,7 @@ class TeacherClient:
         asked = [*texts, *probe_texts(own)]
         asyncio.run(self._service.run(lambda exchange: [one(exchange, text) for text in asked], seconds=CHECK_SECONDS))
         if reasons:
+            reasons.sort(key=lambda reason: not reason.startswith(OTHER))  # a text of more tokens there may be too long
             raise ValueError(
                 f"{key}: expected a model at {self._config.url} that returns log-probabilities of a prompt's tokens (prompt_logprobs, as "
                 f"vLLM does) and has the tokens of models/sft, got: {shown(reasons[0], 1000)}; start such a server, or correct the keys"
@@ -131,7 +133,7 @@ def read_prompt(tree: Any, *, ids: list[int], count: int, top: int, vocabulary: 
     if theirs != ids:
         place = next((n for n, pair in enumerate(zip(theirs, ids, strict=False)) if pair[0] != pair[1]), min(len(theirs), len(ids)))
         raise Refused(
-            f"the service has another tokenizer: expected token {ids[place : place + 1]} at place {place}, got {theirs[place : place + 1]}"
+            f"{OTHER}: expected token {ids[place : place + 1]} at place {place}, got {theirs[place : place + 1]}"
         )
     if len(places) != len(ids):
         raise ValueError(f"expected {len(ids)} places in prompt_logprobs, got {len(places)}")
