@@ -132,9 +132,7 @@ def read_prompt(tree: Any, *, ids: list[int], count: int, top: int, vocabulary: 
         raise Refused("the service's answer has no prompt_token_ids and prompt_logprobs, which vLLM's have")
     if theirs != ids:
         place = next((n for n, pair in enumerate(zip(theirs, ids, strict=False)) if pair[0] != pair[1]), min(len(theirs), len(ids)))
-        raise Refused(
-            f"{OTHER}: expected token {ids[place : place + 1]} at place {place}, got {theirs[place : place + 1]}"
-        )
+        raise Refused(f"{OTHER}: expected token {ids[place : place + 1]} at place {place}, got {theirs[place : place + 1]}")
     if len(places) != len(ids):
         raise ValueError(f"expected {len(ids)} places in prompt_logprobs, got {len(places)}")
     asked = list(zip(ids, places, strict=True))[len(ids) - count :]
