@@ -93,6 +93,8 @@ def check_teachers(params: Params) -> None:
     """
     if params.teachers or params.teacher_services:
         own = load_tokenizer(str(SFT_MODEL), trust_remote_code=params.model.trust_remote_code)
+        if (top_k := params.rl.distillation.top_k) is not None and top_k >= len(own):
+            raise ValueError(f"rl.distillation.top_k: expected less than the {len(own)} tokens there are, got {top_k}; set it to null")
         for key, path in params.teachers.items():
             teacher_folder(path, own, params.model, key=key)
         rows, template = read_rows(PREPARED, "prompt", "train"), params.rl.teacher_template
