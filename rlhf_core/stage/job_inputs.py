@@ -65,7 +65,7 @@ class JobInputs:
             return value.model_copy(update={"include_path": self.add(locate(value.include_path))})
         if isinstance(value, EnvironmentConfig):
             return value.on_files(self.add_function, self.add)
-        if isinstance(value, TeacherConfig):
+        if isinstance(value, TeacherConfig) and value.path is not None:
             folder = Path(locate_model(value.path))
             return value.model_copy(update={"path": self.add(folder)}) if folder.is_dir() else value
         if isinstance(value, ModelConfig) and value.path is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,23 @@ def test_a_policy_is_compared_with_its_reference_and_registered(project):
     assert "At most 8 documents of each task" in (project / "runs/theirs/reports/report.html").read_text()
     code, printed = run(project, "rlhf_core.commands", "registry", "register", "policy", "--run", "theirs")
     assert code == 0 and "Registered policy v1.0.0" in printed, printed[-3000:]
+
+
+def test_a_process_reward_model_is_judged_by_first_wrong_steps(project):
+    """The share of right steps alone would let a random model pass here; it finds few first wrong ones."""
+    folder = project.parent / "outside/process"
+    shutil.copytree(project.parent / "outside/reward", folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"step_separator": "\n"}))
+    rows = [
+        {"prompt": f"What is {n}+{n}?", "completions": [f"It is {n}.", f"So {2 * n + n % 2}."], "labels": [True, n % 2 == 0]}
+        for n in range(200)
+    ]
+    (project.parent / "steps.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = ("--reward-model", "../outside/process", "--reference", "../outside/sft", "--pairs", "../steps.jsonl")
+    code, printed = run(project, "rlhf_core.commands", "gate", *given, *FITTING, "--set", "gate.min_first_error_f1=0.6")
+    assert code == 3 and "expected the lower end of the interval to reach gate.min_first_error_f1=0.6" in printed, printed[-3000:]
+    found = json.loads((project / "runs/gate-process/metrics/gate.json").read_text())
+    assert found["first_error"]["erroneous"]["n"] > 50 and found["first_error"]["correct"]["n"] > 50
+    code, printed = run(project, "rlhf_core.commands", "gate", *given[:-1], "../pairs.jsonl", *FITTING, "--run", "pairs")
+    assert code == 2 and "expected labelled steps for a process reward model, got preference" in printed, printed[-3000:]

@@ -107,6 +107,9 @@ def _train_batch(
         returns=returns,
         importance_weights=weights,
         teacher_logprobs=batch.teacher_logprobs,
+        teacher_top_logprobs=batch.teacher_top_logprobs,
+        teacher_top_ids=batch.teacher_top_ids,
+        teacher_sequences=batch.teacher_sequences,
     )
     return train_batch, metrics | mismatch
 

@@ -35,6 +35,7 @@ from rlhf_core.trainers.rl.metrics import (
     TooManyUnscored,
     batch_metrics,
     check_scored,
+    check_taught,
     lag_metrics,
     progress_figures,
 )
@@ -184,10 +185,10 @@ def train_step(run: Run, progress: Progress, stop: Stop, clock: Clock) -> StepRe
     outputs = workers.collect_forward(collected.forward)
     clock.lap("forward")
     rollouts, sequences = collected.rollouts, collected.forward.sequences
-    batch = collate(
-        rollouts, sequences, collected.components, outputs, collected.baseline, old_logprobs_source=source, steps=collected.steps
-    )
+    how = {"old_logprobs_source": source, "steps": collected.steps, "taught": collected.taught}
+    batch = collate(rollouts, sequences, collected.components, outputs, collected.baseline, **how)
     check_scored(batch, rl, step=step)
+    check_taught(collected.taught, rl, step=step)
     if source != "from_update":
         difference = check_engine(run, batch, noted, step=step)
     if noted is None:

@@ -90,7 +90,8 @@ class HostedRoles:
 
     def _load_teachers(self, load_options: dict[str, Any]) -> list[Teacher]:
         configs, found = self._job.rl.distillation.teachers, []
-        for config, folder in zip(configs, self._job.teacher_models, strict=True):
+        here = [config for config in configs if config.path is not None]
+        for config, folder in zip(here, self._job.teacher_models, strict=True):
             model = load_language_model(folder, **load_options)
             self._note_sharing(model)
             found.append(Teacher(self._frozen(PolicyModule(model)), config.weight / sum(c.weight for c in configs)))
