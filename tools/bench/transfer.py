@@ -124,7 +124,8 @@ def of_updates(folder: str, rate: float, rounds: int) -> dict[str, str]:
     from rlhf_core.engines.transfer.changes import SentLayers
     from rlhf_core.engines.transfer.gloo import GlooLink
     from rlhf_core.engines.transfer.source import PolicySource
-    from rlhf_core.models.build import checkpoint_names, load_language_model
+    from rlhf_core.models.build import load_language_model
+    from rlhf_core.models.weights import checkpoint_names
 
     trained, model = load_language_model(folder).float(), load_language_model(folder).to(torch.bfloat16)
     optimizer, store = (
