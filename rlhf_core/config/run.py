@@ -56,7 +56,7 @@ class EvaluationConfig(Section):
 
 
 class ReportConfig(Section):
-    title: str
+    title: str  # of the report
 
 
 class CheckpointsConfig(Section):
@@ -128,8 +128,8 @@ def _is_web_address(text: str) -> bool:
 
 
 class TrackingConfig(Section):
-    tensorboard_dir: str | None
-    wandb_project: str | None
+    tensorboard_dir: str | None  # folder for TensorBoard's curves; null: none
+    wandb_project: str | None  # project of Weights & Biases; null: none
 
 
 class FlowConfig(Section):

@@ -70,7 +70,9 @@ def test_the_address_leaves_the_environment_and_only_its_public_form_stays(monke
 
 def test_a_database_that_does_not_answer_is_named_without_the_password():
     url = f"postgresql+asyncpg://me:hidden@127.0.0.1:{free_ports(1)[0]}/prefect"
-    with pytest.raises(ConfigError, match=r"database postgresql\+asyncpg://me:\*\*\*@127.*Connect call failed.*that PostgreSQL runs") as refused:
+    with pytest.raises(
+        ConfigError, match=r"database postgresql\+asyncpg://me:\*\*\*@127.*Connect call failed.*that PostgreSQL runs"
+    ) as refused:
         check_database(url)
     assert "hidden" not in str(refused.value)
 
