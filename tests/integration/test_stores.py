@@ -96,7 +96,10 @@ def test_a_promoted_version_and_its_run_reach_an_empty_clone(project, tmp_path):
     assert code == 0 and "from DVC's remote in models/promoted/reward-model-v1.0.0" in said and "rlhf serve --version" in said, said
     pulled = other / "models/promoted/reward-model-v1.0.0"
     assert (pulled / "deeper/weights").read_bytes() == b"\x01" * 1000
-    assert "promoted" in rlhf(other, "registry", "show", NAME)[1]
+    shown = rlhf(other, "registry", "show")[1]
+    assert shown.startswith(f"{NAME}\n") and " promoted " in shown and "policy: registered versions: none" in shown
+    both = json.loads(rlhf(other, "registry", "show", "--json")[1])
+    assert both["policy"] == [] and both[NAME] == json.loads(rlhf(other, "registry", "show", NAME, "--json")[1])
 
     code, said = rlhf(other, "pull", "first")
     assert code == 2 and "run/first at origin: expected the run's branch, got none (runs there: none)" in said, said
