@@ -108,9 +108,7 @@ def tiles(evaluation: Mapping[str, Any], rewarder: str, confidence: float) -> It
         note = f"by the {rewarder}, greedy; {share(rate['low'])} to {share(rate['high'])}, {count(rate['ties'])} of {count(rate['n'])} tied"
         yield {"label": "Win rate", "before": "", "after": share(rate["value"]), "note": note}
     kl = need(evaluation, "kl", "sampled")
-    chance = "; the KL is never negative, but its estimate from samples of two models that hardly differ can be" if kl < 0 else ""
-    note = f"KL to the reference model per sampled response{chance}"
-    yield {"label": "Distance", "before": "", "after": f"{number(kl)} nats", "note": note}
+    yield {"label": "Distance", "before": "", "after": f"{number(kl)} nats", "note": "KL to the reference model per sampled response"}
 
 
 def data_rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
