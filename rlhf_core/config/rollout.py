@@ -40,11 +40,11 @@ class RolloutConfig(Section):
     """
 
     backend: RolloutBackend
-    max_new_tokens: int = Field(gt=0)
-    min_new_tokens: int = Field(default=0, ge=0)
-    temperature: float = Field(gt=0)
-    top_p: float = Field(gt=0, le=1)
-    top_k: int | None = Field(gt=0)
+    max_new_tokens: int = Field(gt=0)  # of a response, which is cut off there
+    min_new_tokens: int = Field(default=0, ge=0)  # before an end token may be sampled
+    temperature: float = Field(gt=0)  # of sampling; the trainer's log-probabilities have it too
+    top_p: float = Field(gt=0, le=1)  # sample from the most likely tokens with this probability together
+    top_k: int | None = Field(gt=0)  # sample from so many most likely tokens; null: from all
     stop: StopStrings
     engines: int = Field(ge=1)
     gpus_per_engine: GpuShare
