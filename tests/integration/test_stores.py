@@ -23,6 +23,7 @@ from small_workspace import environment, git, wait_until
 from rlhf_core.commands import main
 from rlhf_core.provenance.file_hashes import dvc_md5
 
+pytestmark = pytest.mark.timeout(590)
 NAME = "reward-model"
 BULK = 60  # files of a megabyte, so that a push can be killed in the middle
 
