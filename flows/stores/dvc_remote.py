@@ -192,4 +192,6 @@ def explained(result: dict[str, Any], remote: str | None) -> str:
 def _advice(result: dict[str, Any]) -> str | None:
     """Return what to do about a known error, such as a missing password; None: nothing failed, or files are missing."""
     names = set(result.get("error", "").split())
+    if any("authentication fail" in word.lower() for word in result.get("words", [])):  # an SSH server's way to say so
+        names.add("PermissionDenied")
     return next((text for kinds, text in _ADVICE.items() if names & set(kinds)), None)
