@@ -90,9 +90,9 @@ class KlConfig(Section):
 class TeacherConfig(Section):
     """A teacher of rl.distillation with the policy's tokens: a folder, a Hugging Face name or a service, and its weight among several."""
 
-    path: str | None = None
+    path: str | None = None  # a folder or a Hugging Face name
     service: TeacherService | None = None
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0)  # relative to those of the other teachers
 
     def conflicts(self) -> Iterator[str]:
         if (self.path is None) == (self.service is None):

@@ -50,7 +50,7 @@ class RolloutConfig(Section):
     gpus_per_engine: GpuShare
     gpu_memory_fraction: float = Field(gt=0, lt=1)
     kv_cache_gib: int = Field(gt=0)
-    max_concurrent_sequences: int = Field(gt=0)
+    max_concurrent_sequences: int = Field(gt=0)  # that an engine samples at the same time
     max_logprob_difference: float = Field(default=1e-3, gt=0)
     bfloat16_mean_difference: float = Field(default=0.08, gt=0)
     bfloat16_p999_difference: float = Field(default=0.8, gt=0)

@@ -98,10 +98,10 @@ class ScorerConfig(Section):
     prices: TokenPrices | None = None
     url: str | None = None  # http, llm_judge: the service's address, of an llm_judge that before /chat/completions; so the fields below
     concurrency: int = Field(default=16, ge=1, le=256)  # requests at the same time
-    retries: int = Field(default=4, ge=0, le=20)  # of a request
+    retries: int = Field(default=4, ge=0, le=20)  # of a request that fails
     request_timeout: float | None = Field(default=None, gt=0)  # seconds for a request, which is then retried; null: those of timeout
     api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")  # environment variable with the service's key
-    api_key_file: str | None = None  # or an absolute path of a file with nothing but the key
+    api_key_file: str | None = None  # in its place: absolute path of a file with nothing but the key
 
     @property
     def is_own_reward_model(self) -> bool:
@@ -189,11 +189,11 @@ class TeacherService(Section):
     url: str  # before /completions
     model: str = Field(min_length=1)  # its name there
     timeout: float = Field(default=300.0, gt=0)  # seconds for a step's responses
-    concurrency: int = Field(default=16, ge=1, le=256)
-    retries: int = Field(default=4, ge=0, le=20)
-    request_timeout: float | None = Field(default=None, gt=0)
-    api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    api_key_file: str | None = None
+    concurrency: int = Field(default=16, ge=1, le=256)  # requests at the same time
+    retries: int = Field(default=4, ge=0, le=20)  # of a request that fails
+    request_timeout: float | None = Field(default=None, gt=0)  # seconds for a request, which is then retried; null: those of timeout
+    api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")  # environment variable with the service's key
+    api_key_file: str | None = None  # in its place: absolute path of a file with nothing but the key
 
     @property
     def subject(self) -> str:
