@@ -3,7 +3,7 @@
 # make smollm2 align a real chat model of 135M parameters (recipes/smollm2.yaml), in runs/smollm2; downloads it once, 93 MB
 # make test    the tests, a quarter of an hour on two idle cores; sets up .venv first
 # make test-long  the long tests, with a row for each file in docs/tables/long_tests.csv; PART="FILE ..." runs these alone
-# make server  Prefect's server, work pool, deployments and worker, until Ctrl-C
+# make server  Prefect's server, work pool, deployments and worker, until Ctrl-C; on PostgreSQL with DATABASE=postgresql://USER@HOST/NAME
 # make bench   speed beside TRL and beside the machine's limits (docs/performance.md); needs an idle machine
 # make gpu-check  what works on this GPU and how fast, at most fifteen minutes (docs/gpu.md); installs nothing
 # make docs    the documentation site in site/, which opens without a server; checks its links
@@ -27,6 +27,7 @@ DOCTOR_ARGS ?=
 TEST_WORKERS ?= 2
 PART ?= tests
 PORT ?= 4200
+DATABASE ?=
 STAMP := $(VENV)/.set-up
 
 .PHONY: setup run stories smollm2 test test-long server bench gpu-check docs lint clean
@@ -74,7 +75,7 @@ test-long: setup
 	$(VENV)/bin/python -m pytest $(PART) -m long --results docs/tables/long_tests.csv $(TEST_ARGS)
 
 server: setup
-	$(VENV)/bin/python -m flows.server --port $(PORT)
+	$(VENV)/bin/python -m flows.server --port $(PORT) $(if $(DATABASE),--database '$(DATABASE)')
 
 bench: setup
 	$(VENV)/bin/python -m tools.bench.peers $(BENCH_ARGS)

@@ -45,32 +45,50 @@ def register(artifact: Artifact, /, *, run: str | None = None, round_: Annotated
     gate = "".join(f"{name.capitalize()}: {text}\n" for name, text in gate_facts(version).items())
     return (
         f"Registered {artifact} {version.version}: "
-        f"commit {version.commit[:SHORT]} of {version.lineage['run']}, {version.identity}\n{gate}{share(artifact)}"
+        f"commit {version.commit[:SHORT]} of {version.lineage['run']}, {version.identity}\n{gate}{share(artifact, version.version)}"
     )
 
 
 @printed()
-def show(artifact: Artifact, version: str | None = None, /, *, as_json: Json = False) -> str:
+def show(artifact: Artifact | None = None, version: str | None = None, /, *, as_json: Json = False) -> str:
     """Show all versions, or one in detail.
 
     Args:
         version: for example v2.0.0; `promoted` for the promoted one.
     """
     root = Path.cwd()
+    if artifact is None:
+        if as_json:
+            return json.dumps({name: _described(root, _read(root, name)) for name in ARTIFACTS}, indent=1)
+        return "\n\n".join(_all_versions(root, _read(root, name), f"{name}\n") for name in ARTIFACTS)
     found = _read(root, artifact)
     if version is None:
-        problems = gates(root, list(found.versions.values()))
-        texts = {name: problem and problem.message for name, problem in problems.items()}
-        _warn(filter(None, texts.values()))
-        if as_json:
-            return json.dumps([describe(found, version, texts[version.version]) for version in found.versions.values()], indent=1)
-        return versions_table(found, problems)
+        return json.dumps(_described(root, found), indent=1) if as_json else _all_versions(root, found)
     if version == "promoted":
         found.check_decisions()
     one = found.get(None if version == "promoted" else version)
     problem = problem_of(root, one)
     _warn(filter(None, [problem]))
     return json.dumps(describe(found, one, problem), indent=1) if as_json else summary(found, one, problem)
+
+
+def _described(root: Path, found: Registry) -> list[dict[str, Any]]:
+    """Return all versions as JSON."""
+    texts = _gate_problems(root, found)[1]
+    return [describe(found, version, texts[version.version]) for version in found.versions.values()]
+
+
+def _all_versions(root: Path, found: Registry, title: str = "") -> str:
+    """Return the table of all versions, below the title if there are any."""
+    return (title if found.versions else "") + versions_table(found, _gate_problems(root, found)[0])
+
+
+def _gate_problems(root: Path, found: Registry) -> tuple[dict[str, GateProblem | None], dict[str, str | None]]:
+    """Return the problems of the versions' verdicts, and their texts, which are warned of."""
+    problems = gates(root, list(found.versions.values()))
+    texts = {name: problem and problem.message for name, problem in problems.items()}
+    _warn(filter(None, texts.values()))
+    return problems, texts
 
 
 def _read(root: Path, artifact: str) -> Registry:
@@ -168,11 +186,11 @@ def decided(artifact: str, event: Event) -> str:
     done = f"promoted {event.version}" if event.action == "promote" else f"rolled back {event.previous}"
     now = f"{event.version} is used from now on" if event.version else "no version is promoted now"
     override = f"\nOverride: {event.override}" if event.override else ""
-    return f"{artifact}: {done}, {event.who}; {now}. Why: {event.reason}{override}\n{share(artifact)}"
+    return f"{artifact}: {done}, {event.who}; {now}. Why: {event.reason}{override}\n{share(artifact, event.version or event.previous)}"
 
 
-def share(artifact: str) -> str:
-    return f"To share it: git push origin 'refs/tags/{artifact}*', and dvc push"
+def share(artifact: str, version: str | None) -> str:
+    return f"To share it: rlhf push {artifact}@{version}"
 
 
 def versions_table(found: Registry, problems: dict[str, GateProblem | None]) -> str:

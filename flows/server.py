@@ -1,13 +1,15 @@
 """Prefect's server on this machine: a temporary one for a run from the command line, and `make server` with a worker.
 
-Both store their data in the project's .prefect/ (PREFECT_HOME), listen on the loopback address only, require a password and end with this
-process. The password is in .prefect/auth, which only this user may read. Processes get it by their environment, never by a command line.
+Both store their data in the project's .prefect/ (PREFECT_HOME) or in PostgreSQL (flows/database.py), listen on the loopback address only,
+require a password and end with this process. The password is in .prefect/auth, which only this user may read. Processes get it by their
+environment, never by a command line.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import importlib.metadata
 import json
 import logging
@@ -23,10 +25,11 @@ import urllib.request
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from flows.chain.children import stop_session
-from flows.runs.liveness import DATABASES, ask, crash_orphaned_command_lines, crash_orphaned_runs
+from flows.database import NAME, take_database, use_database
+from flows.runs.liveness import ask, crash_orphaned_command_lines, crash_orphaned_runs
 from rlhf_core.commands import run_module
 from rlhf_core.config import ConfigError
 from rlhf_core.engines.ports import free_ports
@@ -104,16 +107,18 @@ def use_server(root: Path) -> Iterator[None]:
         yield
         return
     os.environ["PREFECT_API_AUTH_STRING"] = auth_string(home)
-    if url := running_server(home):
-        os.environ["PREFECT_API_URL"] = url
+    if server := running_server(home):
+        url = os.environ["PREFECT_API_URL"] = server["url"]
+        use_database(server["database"])
         _end_lost(home, url, None)
         yield
         return
+    database = take_database(None)
     (port,) = free_ports(1)
     url = os.environ["PREFECT_API_URL"] = f"http://{HOST}:{port}/api"
     # The services of Prefect's own ephemeral server: those that record a run, without a scheduler that starts others.
     environment = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_UI_ENABLED": "0"}
-    environment |= {"PREFECT_SERVER_API_AUTH_STRING": os.environ["PREFECT_API_AUTH_STRING"], **_server_logging(home)}
+    environment |= {"PREFECT_SERVER_API_AUTH_STRING": os.environ["PREFECT_API_AUTH_STRING"], **_server_logging(home), **database}
     factory = ["--factory", "prefect.server.api.server:create_app", "--host", HOST, "--port", str(port), "--log-level", "error"]
     with first_start(home):
         server = start(module_command("uvicorn", *factory, "--lifespan", "on"), **environment)
@@ -134,7 +139,7 @@ def _end_lost(home: Path, url: str, given_url: str | None) -> None:
 
 def _end_orphaned(url: str, secret: str, patience: float = 0.0) -> None:
     """Set the runs of deployments whose process is gone to Crashed, unless another machine's worker shares the database."""
-    for name in [] if any(name in os.environ for name in DATABASES) else crash_orphaned_runs(url, secret, patience=patience):
+    for name in [] if NAME in os.environ else crash_orphaned_runs(url, secret, patience=patience):
         print(f"Run {name}: its process is gone; it is now Crashed, and `prefect flow-run retry` resumes it", flush=True)
 
 
@@ -152,7 +157,8 @@ def first_start(home: Path) -> Iterator[None]:
 
     Starts with an existing database don't wait for each other.
     """
-    laid_out = home / f"database-of-{importlib.metadata.version('prefect')}"
+    database = f"{hashlib.sha256(os.environ[NAME].encode()).hexdigest()[:16]}-" if NAME in os.environ else ""
+    laid_out = home / f"database-{database}of-{importlib.metadata.version('prefect')}"
     if laid_out.exists():
         yield
         return
@@ -162,11 +168,11 @@ def first_start(home: Path) -> Iterator[None]:
         laid_out.touch()
 
 
-def running_server(home: Path) -> str | None:
-    """Return the address of this project's `make server` if it runs, else None."""
+def running_server(home: Path) -> dict[str, Any] | None:
+    """Return the address of this project's `make server` and that of its database, if it runs, else None."""
     with contextlib.suppress(OSError, json.JSONDecodeError, KeyError):
-        url = json.loads((home / "server.json").read_text())["url"]
-        return url if answers(url) else None
+        server = json.loads((home / "server.json").read_text())
+        return {"database": None, **server} if answers(server["url"]) else None
     return None
 
 
@@ -181,7 +187,8 @@ def wait_for(url: str, server: subprocess.Popen) -> None:
     while not answers(url):
         if server.poll() is not None:
             raise ConfigError(
-                f"Prefect's server: expected to start, got exit code {server.returncode}; see the lines above, or delete .prefect/"
+                f"Prefect's server: expected to start, got exit code {server.returncode}; see the lines above or .prefect/server.log; "
+                "with SQLite deleting .prefect/ helps"
             )
         if time.monotonic() > until:
             raise ConfigError(
@@ -219,14 +226,15 @@ def stop(child: subprocess.Popen, grace: float = 10.0) -> None:
     stop_session(child, grace)
 
 
-def serve(root: Path, port: int) -> int:
+def serve(root: Path, port: int, database: str | None = None) -> int:
     """Run server, work pool, deployments and worker until Ctrl-C or until one of them exits."""
     home = use_home(root)
-    if url := running_server(home):
-        raise ConfigError(f"make server: expected no running server in this project, got one at {url}; use it or stop it")
+    if server := running_server(home):
+        raise ConfigError(f"make server: expected no running server in this project, got one at {server['url']}; use it or stop it")
     profile = home / "profiles.toml"
     if profile.exists() and _MARK not in profile.read_text(encoding="utf-8"):
         raise ConfigError(f"{profile}: expected no such file, since `make server` writes its own, got one of yours; move it away")
+    connection = take_database(database)
     url = os.environ["PREFECT_API_URL"] = f"http://{HOST}:{port}/api"
     os.environ.setdefault("PREFECT_SERVER_UI_API_URL", url)
     secret = os.environ["PREFECT_API_AUTH_STRING"] = auth_string(home)
@@ -239,7 +247,7 @@ def serve(root: Path, port: int) -> int:
         with first_start(home), (home / "server.log").open("w") as log:
             command = [*prefect, "server", "start", "--host", HOST, "--port", str(port)]
             protection = {"PREFECT_SERVER_API_AUTH_STRING": secret, "PREFECT_SERVER_LOGGING_LEVEL": "WARNING", **_server_logging(home)}
-            children.append(start(command, log, **protection))
+            children.append(start(command, log, **protection, **connection))
             wait_for(url, children[0])
         _end_orphaned(url, secret)
         _end_lost(home, url, None)
@@ -249,7 +257,7 @@ def serve(root: Path, port: int) -> int:
         subprocess.run([*prefect, "deploy", "--all"], check=True, stdout=subprocess.DEVNULL, cwd=root)
         delete_former_deployments(url, secret)
         write_private(profile, _PROFILE.format(url=json.dumps(url), secret=json.dumps(secret)))
-        (home / "server.json.new").write_text(json.dumps({"url": url}))
+        (home / "server.json.new").write_text(json.dumps({"url": url, "database": os.environ.get(NAME)}))
         (home / "server.json.new").replace(home / "server.json")  # written atomically, so that readers find it complete
         # The worker starts flows in temporary folders, where Prefect's logging needs this code before it loads the flow.
         code = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
@@ -299,14 +307,16 @@ In another terminal, from this folder:
 Ctrl-C ends server, worker and runs."""
 
 
-def start_server(*, port: int = 4200) -> int:
+def start_server(*, port: int = 4200, database: str | None = None) -> int:
     """Run server, worker and deployments until Ctrl-C.
 
     Args:
         port: of the server; 0 takes a free one.
+        database: keep runs in PostgreSQL at this address without password, such as postgresql://rlhf@db.example/prefect; by default
+            PREFECT_SERVER_DATABASE_CONNECTION_URL, or SQLite.
     """
     try:
-        return serve(Path.cwd(), port or free_ports(1)[0])
+        return serve(Path.cwd(), port or free_ports(1)[0], database)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

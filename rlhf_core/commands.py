@@ -229,6 +229,18 @@ COMMANDS: dict[str, tuple[str, str, str, str]] = {
         "rlhf registry fetch policy --to served",
         CODES,
     ),
+    "push": (
+        "flows.stores.__main__:push",
+        "Send a run or a registered version to DVC's and git's remotes.",
+        "rlhf push policy@v1.0.0",
+        CODES,
+    ),
+    "pull": (
+        "flows.stores.__main__:pull",
+        "Fetch a run or a registered version from DVC's and git's remotes, and verify each file.",
+        "rlhf pull policy",
+        CODES,
+    ),
     "rounds run": (
         "flows.iterative_dpo:start",
         "Run rounds of iterative DPO, one after the other.",

@@ -5,10 +5,15 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import io
+import itertools
 import re
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +25,9 @@ from rlhf_core.config.base import did_you_mean, section_keys, subsection
 SCHEMA = Path("params.schema.json")
 METHOD = "${alignment.method}"  # in STAGE_SECTIONS: the section of the method
 METHODS = ("rl", "dpo", "kto", "rejection_sampling", "conditional_sft", "external")
-_ENTRY = re.compile(r"^([a-z_]+(?:, [a-z_]+)*): (.*)$")
-_LATER_ENTRY = re.compile(r"(?<=\. )([a-z_]+(?:, [a-z_]+)*): ")
+_KEYS = "[a-z][a-z0-9_]*(?:, [a-z][a-z0-9_]*)*"
+_ENTRY = re.compile(rf"^({_KEYS}): (.*)$")
+_LATER_ENTRY = re.compile(rf"(?<=\. )({_KEYS}): ")
 
 
 @dataclass(frozen=True)
@@ -81,11 +87,13 @@ def _field(parts: list[str]) -> tuple[type[Section], FieldInfo]:
 
 
 def _text(owner: type[Section], name: str, path: str, comments: dict[str, str]) -> str:
-    """A key's comment in params.yaml, else its entry in the section's docstring, else the beginning of its own section's docstring."""
+    """A key's comment in params.yaml, else its entry in the section's docstring, else the comment at its field, else its own section's
+    first sentences.
+    """
     below, _ = subsection(owner.model_fields[name].annotation)
     own = _docstring(below).split("\n\n")[0].replace("\n", " ") if below else ""
     shared = comments.get(f"training.{name}") if issubclass(owner, SharedTrainingConfig) else None
-    return comments.get(path) or shared or _entries(owner).get(name) or own
+    return comments.get(path) or shared or _entries(owner).get(name) or _comment_at(owner, name) or own
 
 
 def _docstring(section: type[Section]) -> str:
@@ -105,6 +113,32 @@ def _entries(section: type[Section]) -> dict[str, str]:
     return found
 
 
+def _comment_at(section: type[Section], name: str) -> str | None:
+    """What the comment behind a field of a section, or else above it, says, or the description of a field that an algorithm has."""
+    owners = (owner for owner in section.__mro__ if name in inspect.get_annotations(owner))
+    return section.model_fields[name].description or _own_comments(next(owners)).get(name)
+
+
+@cache
+def _own_comments(section: type[Section]) -> dict[str, str]:
+    try:
+        source = inspect.getsource(section)
+    except OSError:  # an algorithm's, made of its line in ALGORITHMS
+        return {}
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type == tokenize.COMMENT]
+    comments = {token.start[0]: token.string.lstrip("# ") for token in tokens if "noqa" not in token.string}
+    alone = {token.start[0] for token in tokens if token.line.lstrip().startswith("#")}
+    found: dict[str, str] = {}
+    for node in ast.parse(source).body[0].body:
+        if not isinstance(node, ast.AnnAssign):
+            continue
+        behind = [comments[line] for line in range(node.lineno, node.end_lineno + 1) if line in comments]
+        above = list(itertools.takewhile(alone.__contains__, range(node.lineno - 1, 0, -1)))
+        if words := behind or [comments[line] for line in reversed(above) if line in comments]:
+            found[node.target.id] = " ".join(words)
+    return found
+
+
 def _parts(line: str, section: type[Section]) -> Iterator[str]:
     """Yield the line in parts, which begin where a sentence is the entry of keys of the section."""
     start = 0
@@ -121,7 +155,7 @@ def comments_of(text: str) -> dict[str, str]:
     path: list[tuple[int, str]] = []
     above: list[str] = []
     for line in text.splitlines():
-        key = re.match(r"( *)([a-z_]+):(.*)$", line)
+        key = re.match(r"( *)([a-z][a-z0-9_]*):(.*)$", line)
         if key is None:
             above = [*above, line.strip().lstrip("# ")] if line.strip().startswith("#") else []
             continue

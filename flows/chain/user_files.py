@@ -14,6 +14,7 @@ from pathlib import Path
 
 from flows.chain.worktree import git_environment, worktree_path
 from rlhf_core.config import ConfigError, Params, shown
+from rlhf_core.data.places import base_of
 from rlhf_core.paths import RUNS
 from rlhf_core.provenance.inputs import input_problems
 
@@ -94,7 +95,7 @@ def _has(root: Path, commit: str, path: str | None = None) -> bool:
 def _problem(key: str, wanted: str, in_root: str | None, root: Path, name: str | None) -> str:
     place = "in the project's folder" if name is None else f"in the worktree {RUNS}/{name}"
     if name is None or in_root is None:
-        return f"{key}: expected {shown(wanted)} {place}, got no such file; correct the path, relative to the project's folder"
+        return f"{key}: expected {shown(wanted)} {place}, got no such file; correct the path{base_of(wanted)}"
     here = Path(os.path.normpath(root.absolute() / in_root))
     if not here.is_relative_to(root.absolute()):
         _, colon, function = wanted.rpartition(":")

@@ -51,7 +51,7 @@ def prepare_worktree(root: Path, name: str, overrides: dict[str, Any]) -> Path:
     path = worktree_path(root, name)
     with undone_on_failure(root, name):
         if not path.exists():
-            _add(root, path, name)
+            add_worktree(root, path, name)
         elif Path(git(path, "rev-parse", "--show-toplevel")) != path.resolve():
             raise ConfigError(f"{RUNS}/{name}: expected a worktree of git, got another folder; move it away or choose another name")
         share_cache(root, path)
@@ -198,7 +198,7 @@ def commit_results(path: Path, message: str, files: list[str], inputs: list[str]
         )
 
 
-def _add(root: Path, path: Path, name: str) -> None:
+def add_worktree(root: Path, path: Path, name: str) -> None:
     """Make the worktree. Raises ConfigError if git or a hook refuses."""
     branch = f"run/{name}"
     git(root, "worktree", "prune")
@@ -236,7 +236,21 @@ def share_cache(root: Path, path: Path) -> None:
             shutil.copy2(root / ".dvc" / "config.local", aside)
         settings = ConfigObj(str(aside), encoding="utf-8", interpolation=False)
         settings.setdefault("cache", {})["dir"] = str(cache_folder(root).parents[1].resolve())
+        _share_remotes(root, settings)
         settings.write()
+
+
+def _share_remotes(root: Path, settings: ConfigObj) -> None:
+    """Add the main checkout's remotes to settings: the run's commit may be older than they are, and relative paths begin at their file."""
+    shared = ConfigObj(str(root / ".dvc" / "config"), encoding="utf-8", interpolation=False)
+    for name, remote in shared.items():
+        if name.startswith('remote "'):
+            settings[name] = {**remote, **settings.get(name, {})}
+    for name, remote in settings.items():
+        if name.startswith('remote "') and "://" not in (url := remote.get("url", "://")):
+            remote["url"] = str((root / ".dvc" / url).resolve())
+    if default := shared.get("core", {}).get("remote"):
+        settings.setdefault("core", {}).setdefault("remote", default)
 
 
 def _warn_of_newer_commits(root: Path, path: Path, name: str) -> None:

@@ -8,67 +8,41 @@ from __future__ import annotations
 
 import configparser
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-from flows.chain.stages import dvc_environment
 from flows.chain.worktree import verify_remotes
 from flows.registry.evidence import read_files
+from flows.stores.dvc_remote import fetch_hashes
 from rlhf_core.config import ConfigError, shown
 from rlhf_core.provenance.dvc_cache import cache_folder, listing, missing
 
 CONFIG, LOCAL = ".dvc/config", ".dvc/config.local"
-DEADLINE = 24 * 3600.0  # seconds, for files of any size
-# Runs in a subprocess. DVC's command line can only fetch files named in a commit, not a hash.
-_PROGRAM = """
-import sys
-from dvc.exceptions import DvcException
-from dvc.repo import Repo
-from dvc_data.hashfile.hash_info import HashInfo
-try:
-    with Repo(".") as repo:
-        repo.cloud.pull([HashInfo("md5", md5) for md5 in sys.stdin.read().split()])
-except DvcException as error:
-    sys.exit(str(error))
-"""
 
 
-def fetch_from_remote(root: Path, commit: str, path: str, md5: str) -> None:
-    """Fetch a folder's listing and its files from the default remote of the project at `root`.
+def fetch_from_remote(root: Path, commit: str, path: str, md5: str, remote: str | None = None) -> None:
+    """Fetch a folder's listing and its files from a remote of the project at `root`.
 
     Args:
-        commit: the version's commit; path: the folder's path there.
+        commit: the version's commit; path: the folder's path there; remote: its name, None: the default one.
     Raises:
         ConfigError: the remote is missing or incomplete, or the commit's settings name a remote that the project doesn't have.
     """
     check_remotes(root, commit)
     verify_remotes(root)
     cache = cache_folder(root)
-    failure = _pull(root, [md5])
+    failure = fetch_hashes(root, [md5], remote)
     try:
         if (cache / md5[:2] / md5[2:]).is_file():  # the listing
-            failure = _pull(root, [file for file in listing(md5, cache).values() if not (cache / file[:2] / file[2:]).is_file()]) or failure
+            absent = [file for file in listing(md5, cache).values() if not (cache / file[:2] / file[2:]).is_file()]
+            failure = fetch_hashes(root, absent, remote) or failure
         lost = missing(md5, cache)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
     if lost:
         raise ConfigError(
-            f"{path}: expected it in DVC's cache or in the remote, got neither: {failure or shown(lost[0])}; `dvc push` it where it was "
-            "made, or set a remote with `dvc remote add`"
+            f"{path}: expected it in DVC's cache or in the remote, got neither: {failure or shown(lost[0])}; `rlhf push` it where it "
+            "was made, or set a remote with `dvc remote add --local`"
         )
-
-
-def _pull(root: Path, hashes: list[str]) -> str:
-    """Fetch hashes, and return DVC's error on one line; empty if there is none."""
-    if not hashes:
-        return ""
-    process_options = {"cwd": root, "env": dvc_environment(root), "input": "\n".join(hashes), "timeout": DEADLINE}
-    try:
-        done = subprocess.run([sys.executable, "-P", "-c", _PROGRAM], capture_output=True, text=True, check=False, **process_options)
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"DVC's remote: expected all files within {DEADLINE:.0f} s, got none; see `dvc remote list`") from None
-    return shown(" ".join(done.stderr.split()), 1000)
 
 
 def check_remotes(root: Path, commit: str) -> None:

@@ -40,7 +40,7 @@ def register(root: Path, artifact: str, run: str | None, round_number: int | Non
     workspace = root if run is None else worktree_path(root, run)
     if not (workspace / "dvc.yaml").is_file():
         raise ConfigError(f"{workspace.name}: expected the worktree of a run, got none; `git worktree list` shows them")
-    _check_committed(workspace)
+    check_committed(workspace)
     commit, branch = git(workspace, "rev-parse", "HEAD"), git(workspace, "rev-parse", "--abbrev-ref", "HEAD")
     lock, gate = read_locks(workspace, commit), _read(workspace, GATE)
     if artifact == "reward-model" and not gate["needed"]:
@@ -69,7 +69,7 @@ def register(root: Path, artifact: str, run: str | None, round_number: int | Non
         return add_version(root, artifact, made_of)
 
 
-def _check_committed(workspace: Path) -> None:
+def check_committed(workspace: Path) -> None:
     """Check that the results are committed. Other untracked files are ignored.
 
     Raises:
@@ -166,11 +166,11 @@ def _check_in_cache(workspace: Path, lock: dict[str, Any], path: str) -> dict[st
     return verify(made[path], root=workspace)
 
 
-def fetch(root: Path, registry: Registry, version: str | None, folder: Path) -> tuple[Version, str]:
+def fetch(root: Path, registry: Registry, version: str | None, folder: Path, remote: str | None = None) -> tuple[Version, str]:
     """Fetch a version's files by their hashes from DVC's cache, or else from its remote, into `folder`.
 
     Args:
-        version: None: the promoted one.
+        version: None: the promoted one. remote: DVC's name of it; None: the default one.
     Returns:
         The version, and `cache` or `remote`.
     Raises:
@@ -179,7 +179,7 @@ def fetch(root: Path, registry: Registry, version: str | None, folder: Path) -> 
     if version is None:
         registry.check_decisions()
     chosen = registry.get(version)
-    source = bring_into_cache(root, chosen)
+    source = bring_into_cache(root, chosen, remote)
     try:
         checkout(chosen.md5, folder, root=root, sha256=chosen.lineage.get("sha256"))
     except ValueError as error:
@@ -187,7 +187,7 @@ def fetch(root: Path, registry: Registry, version: str | None, folder: Path) -> 
     return chosen, source
 
 
-def bring_into_cache(root: Path, version: Version) -> str:
+def bring_into_cache(root: Path, version: Version, remote: str | None = None) -> str:
     """Check a version's tag, and fetch its files from DVC's remote if DVC's cache lacks any. Returns `cache` or `remote`.
 
     Raises:
@@ -199,5 +199,5 @@ def bring_into_cache(root: Path, version: Version) -> str:
             return "cache"
     except ValueError as error:
         raise ConfigError(f"{version.artifact} {version.version}: {error}") from error
-    fetch_from_remote(root, version.commit, version.lineage["path"], version.md5)
+    fetch_from_remote(root, version.commit, version.lineage["path"], version.md5, remote)
     return "remote"

@@ -23,6 +23,7 @@ from typing import IO, Any
 
 import psutil
 
+from flows.database import NAME
 from rlhf_core.files import try_lock
 
 AT_WORK = ["RUNNING", "PENDING", "CANCELLING"]
@@ -31,7 +32,6 @@ BUSY = 503
 MESSAGE = "Its process is gone and could not report its end; a retry resumes from the last checkpoint."
 SAME_COMMAND = "Its process is gone and could not report its end; the same command resumes from the last checkpoint."
 SIGNS = "alive"  # folder of PREFECT_HOME
-DATABASES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")  # instead of the one in PREFECT_HOME
 
 
 def crash_orphaned_runs(url: str, secret: str, *, patience: float = 0.0) -> list[str]:
@@ -126,9 +126,8 @@ def _read_sign(file: IO[str]) -> dict[str, str] | None:
 
 
 def _database(home: Path, given_url: str | None) -> str:
-    """Return a hash of the address of a run's database, since an address may contain a password."""
-    other = next((os.environ[name] for name in DATABASES if name in os.environ), str(home.resolve()))
-    return hashlib.sha256((given_url or other).encode()).hexdigest()[:16]
+    """Return a hash of the address of a run's server or database, since an address may contain a password."""
+    return hashlib.sha256((given_url or os.environ.get(NAME) or str(home.resolve())).encode()).hexdigest()[:16]
 
 
 def _machine() -> dict[str, str]:

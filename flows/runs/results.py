@@ -84,7 +84,9 @@ def read_results(name: str, read: Read) -> Results:
         raise ConfigError(f"{name}: expected a run with params.yaml, got none there; name a run, a folder or a commit of this project")
     metrics = {stage: json.loads(text) for stage, path in STAGE_METRICS.items() if (text := read(str(path))) is not None}
     if not metrics:
-        raise ConfigError(f"{name}: expected the results of a run, got no file of {METRICS}/; run it first")
+        raise ConfigError(
+            f"{name}: expected the results of a run, got no file of {METRICS}/; name a run, branch or commit that has them, or run it first"
+        )
     stages = {} if lock is None else read_yaml_text(lock.decode(), f"dvc.lock of {name}")["stages"]
     outs = {out["path"]: out["md5"] for stage in stages.values() for out in stage.get("outs", [])}
     kept = {path: md5 for path, md5 in outs.items() if path.startswith(TRACKED)}

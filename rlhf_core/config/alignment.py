@@ -35,7 +35,7 @@ class DpoConfig(TrainingConfig):
     """
 
     loss: PreferenceLoss
-    beta: float = Field(gt=0)
+    beta: float = Field(gt=0)  # strength of the pull to the reference model: a larger one keeps the policy nearer
     label_smoothing: float = Field(ge=0, lt=0.5)
     length_normalize: bool
     simpo_margin: float = Field(ge=0)
@@ -75,10 +75,10 @@ class KtoConfig(TrainingConfig):
     """
 
     loss: Literal["kto", "apo_zero_unpaired"]
-    beta: float = Field(gt=0)
-    desirable_weight: float = Field(ge=0)
-    undesirable_weight: float = Field(ge=0)
-    reference: Literal["precomputed", "live"]
+    beta: float = Field(gt=0)  # strength of the pull to the reference model: a larger one keeps the policy nearer
+    desirable_weight: float = Field(ge=0)  # of good responses in the loss
+    undesirable_weight: float = Field(ge=0)  # of bad ones
+    reference: Literal["precomputed", "live"]  # as of DpoConfig
     offload_frozen: bool = False
 
     @property
@@ -97,14 +97,14 @@ class KtoConfig(TrainingConfig):
 class SamplingConfig(Section):
     """Settings for sampling responses to training prompts."""
 
-    backend: RolloutBackend
-    prompts: int | None = Field(gt=0)
-    samples_per_prompt: int = Field(ge=2)
-    max_new_tokens: int = Field(gt=0)
-    temperature: float = Field(gt=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    max_concurrent_sequences: int = Field(default=256, gt=0)
-    gpu_memory_fraction: float = Field(default=0.5, gt=0, lt=1)
+    backend: RolloutBackend  # vllm or pytorch
+    prompts: int | None = Field(gt=0)  # training prompts to sample for; null: all
+    samples_per_prompt: int = Field(ge=2)  # responses to each
+    max_new_tokens: int = Field(gt=0)  # of a response, which is cut off there
+    temperature: float = Field(gt=0)  # of sampling
+    top_p: float = Field(default=1.0, gt=0, le=1)  # sample from the most likely tokens with this probability together
+    max_concurrent_sequences: int = Field(default=256, gt=0)  # that an engine samples at the same time
+    gpu_memory_fraction: float = Field(default=0.5, gt=0, lt=1)  # of a GPU, for vLLM's weights and cache
 
 
 class RejectionSamplingConfig(TrainingConfig):
@@ -127,7 +127,7 @@ class ConditionalSftConfig(TrainingConfig):
 
     label_by: Literal["preference", "scores"]
     levels: int = Field(ge=2, le=10)
-    wanted: int = Field(ge=0)
+    wanted: int = Field(ge=0)  # the quality level in the policy's prompts; the highest is the best
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()

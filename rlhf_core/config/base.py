@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchema, model_validator
 
@@ -26,6 +26,7 @@ MOVED_KEYS = {
 RENAMED_COLUMNS = {"cut_off_fraction": "truncated_fraction"}  # the same for columns of plots/train_policy.csv
 
 MIN_SIMILARITY = 0.7  # of difflib's ratio: rollout.max_tokens suggests rl.rollout.max_new_tokens
+HIGH_SIMILARITY = 0.8  # below it, a key of several parts suggests first those with the same last word
 SIMILARITY_MARGIN = 0.02  # names within this of the best one are suggested too
 MAX_SUGGESTIONS = 4
 MAX_NAME = 120  # characters; a longer name gets no suggestion
@@ -104,23 +105,26 @@ EXPERTS_DIVIDED = (
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`did you mean a.b?`, with several names where they are equally similar; empty where no name is similar.
 
-    A name is compared with the whole of a dotted key and with its end: rollout.backend finds rl.rollout.backend.
+    A name is compared with the whole of a dotted key and with its end: rollout.backend finds rl.rollout.backend. If none is very similar,
+    keys with the same last word come first: preference.beta finds dpo.beta.
     """
     if len(name) > MAX_NAME:
         return ""
     if re.search("expert.*parallel", name):
         return EXPERTS_DIVIDED
-    parts = name.count(".") + 1
+    parts = name.split(".")
 
     def similarity(key: str) -> float:
-        ends = {key, ".".join(key.split(".")[-parts:])}
+        ends = {key, ".".join(key.split(".")[-len(parts) :])}
         return max(difflib.SequenceMatcher(None, name.lower(), end.lower()).ratio() for end in ends)
 
     similarities = {key: similarity(key) for key in dict.fromkeys(known)}
     best = max(similarities.values(), default=0.0)
-    if best < MIN_SIMILARITY:
+    same_word = [key for key in similarities if key.rpartition(".")[2] == parts[-1]] if len(parts) > 1 and best < HIGH_SIMILARITY else []
+    if best < MIN_SIMILARITY and not same_word:
         return ""
-    found = [shown(key) for key, ratio in similarities.items() if ratio >= best - SIMILARITY_MARGIN][:MAX_SUGGESTIONS]
+    near = [key for key, ratio in similarities.items() if ratio >= best - SIMILARITY_MARGIN]
+    found = [shown(key) for key in sorted(same_word, key=similarities.__getitem__, reverse=True) or near][:MAX_SUGGESTIONS]
     several = f"{', '.join(found[:-1])} or {found[-1]}" if len(found) == MAX_SUGGESTIONS else " or ".join(found)
     return f"did you mean {several}?"
 
@@ -135,8 +139,10 @@ def keys_of(tree: Any, path: str = "") -> Iterator[str]:
 
 def subsection(annotation: Any) -> tuple[type[Section] | None, bool]:
     """Return the section inside a field's type (None where there is none), and whether the field is a list of such sections."""
-    found = next((kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and issubclass(kind, Section)), None)
-    return found, getattr(annotation, "__origin__", None) is list
+    kinds = (annotation, *get_args(annotation))
+    items = next((get_args(kind) for kind in kinds if get_origin(kind) is list), ())
+    found = next((kind for kind in (*items, *kinds) if isinstance(kind, type) and issubclass(kind, Section)), None)
+    return found, bool(items)
 
 
 def section_keys(section: type[Section], path: str = "", *, item: str = "0") -> Iterator[str]:

@@ -20,10 +20,10 @@ class ClerkConfig(Section):
     notebook: requests that take tools, for uses sft and prompt (recipes/agent.yaml); only the numbers of demonstrations and prompts count.
     """
 
-    pretrain_lines: int = Field(default=24_000, ge=0)
-    demonstrations: int = Field(default=3000, ge=0)
-    prompts: int = Field(default=6000, ge=0)
-    responses_per_prompt: int = Field(default=6, ge=2)
+    pretrain_lines: int = Field(default=24_000, ge=0)  # texts for pretraining
+    demonstrations: int = Field(default=3000, ge=0)  # for SFT
+    prompts: int = Field(default=6000, ge=0)  # with pairs of responses
+    responses_per_prompt: int = Field(default=6, ge=2)  # of which the pairs are made
     label_noise: float = Field(default=0.08, ge=0, le=1)
     garbled_fraction: float = Field(default=0.12, ge=0, le=1)
     polite_errors_only: bool = False
@@ -44,9 +44,9 @@ class SamplesConfig(Section):
     opening_tokens: int = Field(default=0, ge=0)
     prompts: int = Field(ge=1)
     responses_per_prompt: int = Field(ge=2)
-    max_new_tokens: int = Field(ge=1)
-    temperature: float = Field(gt=0)
-    top_p: float = Field(gt=0, le=1)
+    max_new_tokens: int = Field(ge=1)  # of a response
+    temperature: float = Field(gt=0)  # of sampling
+    top_p: float = Field(gt=0, le=1)  # sample from the most likely tokens with this probability together
     label_noise: float = Fraction
 
 
@@ -108,10 +108,10 @@ BUILT_IN_SLICES = ("source", "prompt_length", "response_length", "length_order")
 
 
 class SourceConfig(Section):
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
-    kind: Literal["clerk", "file", "huggingface", "samples"]
-    uses: list[DataUse] = Field(min_length=1)
-    weight: float = Field(default=1.0, gt=0)
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")  # in reports, slices, curves and prompt_weights
+    kind: Literal["clerk", "file", "huggingface", "samples"]  # clerk: built-in; samples: the model's own answers, labelled by the judge
+    uses: list[DataUse] = Field(min_length=1)  # what its rows are for: a stage takes those with its use
+    weight: float = Field(default=1.0, gt=0)  # share of its rows that is kept, relative to the heaviest source
     clerk: ClerkConfig | None = None  # never None with kind clerk
     samples: SamplesConfig | None = None
     judge: str | None = None  # a rule, file.py:name or package.module:name; with kind samples it also labels the pairs
@@ -121,7 +121,7 @@ class SourceConfig(Section):
     subset: str | None = None  # of a Hugging Face data set
     dataset_split: str = "train"  # of a Hugging Face data set, or of a folder whose files are named by splits
     revision: str | None = None  # of a Hugging Face data set: branch, tag or commit; None: what the cache has, or the newest
-    format: DataFormat | None = None
+    format: DataFormat | None = None  # what a record looks like: docs/tables/formats.md
     columns: dict[str, str | list[str]] = Field(
         default_factory=dict
     )  # name in the format -> column in the file; dots reach into nested columns
@@ -233,6 +233,7 @@ class DataConfig(Section):
     test_fraction: float = Field(gt=0, lt=1)
     promotion_fraction: float = Field(default=0.0, ge=0, lt=1)
     max_rows: int | None = Field(default=None, gt=0)
+    # of a use's records that the model's chat template refuses; more are an error
     max_unrenderable_fraction: float = Field(default=0.05, ge=0, le=1)
     sources: list[SourceConfig]
 
@@ -250,10 +251,10 @@ class DataConfig(Section):
 
 class ValidationConfig(Section):
     max_dropped_fraction: float = Fraction
-    max_empty_fraction: float = Field(default=0.0, ge=0, le=1)
-    max_identical_fraction: float = Field(default=0.0, ge=0, le=1)
-    max_templated_fraction: float = Field(default=0.01, ge=0, le=1)
-    max_end_token_fraction: float = Field(default=0.01, ge=0, le=1)
+    max_empty_fraction: float = Field(default=0.0, ge=0, le=1)  # of rows with an empty text
+    max_identical_fraction: float = Field(default=0.0, ge=0, le=1)  # of pairs whose two responses are equal
+    max_templated_fraction: float = Field(default=0.01, ge=0, le=1)  # of rows with control tokens as text, such as <|im_start|> or [INST]
+    max_end_token_fraction: float = Field(default=0.01, ge=0, le=1)  # of answers that end in an end token as text
     max_duplicate_fraction: float = Fraction
     max_near_duplicate_fraction: float = Field(default=0.02, ge=0, le=1)
     max_contained_fraction: float = Field(default=0.25, ge=0, le=1)
@@ -262,4 +263,4 @@ class ValidationConfig(Section):
     max_length_bias: float = Field(ge=0, le=0.5)
     min_label_balance: float = Field(ge=0, le=0.5)
     min_pairs: int = Field(ge=0)
-    max_reported_ids: int = Field(default=50, ge=1)
+    max_reported_ids: int = Field(default=50, ge=1)  # rows that a report names for each expectation that fails

@@ -16,13 +16,14 @@ SUBSET = "subset"
 class ExternalPairsConfig(Section):
     """Pairs that had no part in training, such as RewardBench's; subset names the column by which they are reported."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
-    path: str
-    format: Literal["preference", "hh"] = "preference"
-    columns: dict[str, str] = Field(default_factory=dict)
-    implicit_prompt: bool | None = None  # as of a data source, as is transcripts
-    transcripts: bool | None = None
-    subset: str | None = None
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")  # in the report
+    path: str  # a file or a folder
+    format: Literal["preference", "hh"] = "preference"  # as of a data source
+    columns: dict[str, str] = Field(default_factory=dict)  # name in the format -> column in the file
+    implicit_prompt: bool | None = None  # as of a data source
+    transcripts: bool | None = None  # as of a data source
+    subset: str | None = None  # column with the name of each pair's subset
+    # for the lower bound of the accuracy's interval; null: it is shown, not judged
     min_accuracy: float | None = Field(default=None, ge=0, le=1)
 
     def source(self) -> SourceConfig:
@@ -47,15 +48,15 @@ class IncumbentConfig(Section):
     sha256: of the folder; None if the version was registered by its md5 only.
     """
 
-    version: str
-    md5: str = Field(pattern=r"^[0-9a-f]{32}\.dir$")
+    version: str  # in the registry, such as v2.0.0
+    md5: str = Field(pattern=r"^[0-9a-f]{32}\.dir$")  # of its folder, as in dvc.lock
     sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
 
 
 class RolledBackConfig(IncumbentConfig):
     """A reward model that was promoted and then rolled back, and why."""
 
-    reason: str
+    reason: str  # of the rollback
 
 
 class JudgeGateConfig(Section):
@@ -95,8 +96,8 @@ class GateConfig(Section):
 
     min_accuracy: float = Fraction
     min_first_error_f1: float = Field(default=0.4, ge=0, le=1)
-    confidence: float = Field(gt=0, lt=1)
-    min_pairs: int = Field(ge=1)
+    confidence: float = Field(gt=0, lt=1)  # of the intervals that the requirements are held against
+    min_pairs: int = Field(ge=1)  # with fewer test pairs the model is rejected
     slices: list[str]
     min_slice_accuracy: float | None = Field(default=None, ge=0, le=1)
     min_slice_pairs: int = Field(default=100, ge=1)

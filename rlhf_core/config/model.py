@@ -21,11 +21,11 @@ REGISTERED = re.compile(r"registry|v\d+\.\d+\.\d+")  # reward.path: a version of
 
 
 class ArchitectureConfig(Section):
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    layers: int = Field(gt=0)
-    heads: int = Field(gt=0)
-    vocab_size: int = Field(ge=300)
+    hidden_size: int = Field(gt=0)  # width of the residual stream; an even multiple of heads
+    intermediate_size: int = Field(gt=0)  # width of a layer's MLP
+    layers: int = Field(gt=0)  # transformer layers
+    heads: int = Field(gt=0)  # attention heads of a layer
+    vocab_size: int = Field(ge=300)  # tokens of the tokenizer that is trained with the model
 
     def conflicts(self) -> Iterator[str]:
         if self.hidden_size % self.heads or (self.hidden_size // self.heads) % 2:
@@ -44,9 +44,9 @@ class ModelConfig(Section):
     """
 
     path: str | None
-    revision: str | None = None
+    revision: str | None = None  # branch, tag or commit of a model on Hugging Face; null: what the cache has, or the newest
     chat_template: str | None = None
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # run Python code that comes with the model
     dtype: Literal["float32", "bfloat16"]
     max_length: int = Field(ge=8)
     template_date: str = "2024-07-26"
@@ -73,9 +73,9 @@ class LoraConfig(Section):
     quantize: nf4 rounds the frozen linear layers to 4 bits (QLoRA); None keeps them.
     """
 
-    rank: int = Field(default=8, gt=0)
-    alpha: float = Field(default=16.0, gt=0)
-    dropout: float = Field(default=0.0, ge=0, lt=1)
+    rank: int = Field(default=8, gt=0)  # width of the adapters
+    alpha: float = Field(default=16.0, gt=0)  # the adapters' output is multiplied by alpha / rank
+    dropout: float = Field(default=0.0, ge=0, lt=1)  # share of the adapters' inputs that training drops
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     quantize: Literal["nf4"] | None = None
 
@@ -113,8 +113,8 @@ def data_parallel_keys(ranks: int, sequence_parallel: int, *, section: str = "")
 class LengthConfig(Section):
     """How long training takes: epochs (passes over the training rows), or a number of steps, which replaces them."""
 
-    epochs: float = Field(default=1.0, gt=0)
-    steps: int | None = Field(default=None, gt=0)
+    epochs: float = Field(default=1.0, gt=0)  # passes over the training rows; steps replaces it
+    steps: int | None = Field(default=None, gt=0)  # optimizer steps; null: those of epochs
 
     def steps_over(self, rows: int, *, per_step: int) -> int:
         """Return the number of steps: `steps`, or those of `epochs`, rounded up and at least 1."""
@@ -132,11 +132,12 @@ class OptimizerConfig(Section):
     schedule: Schedule = "cosine"
     min_learning_rate_fraction: float = Fraction
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
-    optimizer: Optimizer = "adamw"
+    optimizer: Optimizer = "adamw"  # adamw_8bit keeps its state in 8 bits, on GPUs
+    # decay of the running averages of the gradient and, with adamw, of its square
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
     eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(ge=0)
-    max_grad_norm: float = Field(gt=0)
+    weight_decay: float = Field(ge=0)  # share of a weight, times the learning rate, that a step subtracts from it
+    max_grad_norm: float = Field(gt=0)  # a gradient with a larger norm is scaled down to it
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
 
     def warmup_conflicts(self, key: str, warmup: float) -> Iterator[str]:
@@ -205,8 +206,8 @@ class SharedTrainingConfig(OptimizerConfig):
 class TrainingConfig(SharedTrainingConfig, LengthConfig):
     """Keys of every supervised stage."""
 
-    batch_size: int = Field(gt=0)
-    learning_rate: LearningRate
+    batch_size: int = Field(gt=0)  # rows of an optimizer step, over all ranks; pairs or responses, where the stage learns from those
+    learning_rate: LearningRate  # peak of the schedule; null: the usual one for the stage, with or without adapters
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
@@ -221,8 +222,8 @@ class PretrainConfig(LengthConfig):
     """
 
     steps: int | None = Field(default=None, ge=0)
-    batch_size: int = Field(gt=0)
-    learning_rate: float = Field(gt=0)
+    batch_size: int = Field(gt=0)  # texts of an optimizer step, over all ranks
+    learning_rate: float = Field(gt=0)  # peak of the schedule
 
 
 class SftConfig(TrainingConfig):
@@ -256,7 +257,7 @@ class RewardConfig(TrainingConfig):
     path: str | None
     pinned: IncumbentConfig | None = None
     step_separator: str | None = Field(min_length=1)
-    margin: float = 0.0
+    margin: float = 0.0  # subtracted from the difference of a pair's scores in the loss, so that they should differ by more
     centering_coef: float = Field(ge=0)
     ensemble: int = Field(ge=1, le=16)
 

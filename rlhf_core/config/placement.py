@@ -39,7 +39,7 @@ class RoleGroup(Section):
     ranks: None means trainer.ranks.
     """
 
-    roles: list[Role] = Field(min_length=1)
+    roles: list[Role] = Field(min_length=1)  # the models of the group
     ranks: int | None = Field(default=None, ge=1)
 
     @property
@@ -72,12 +72,13 @@ class TrainerConfig(Section):
     ranks: int = Field(ge=1)
     sequence_parallel: int = Field(default=1, ge=1)
     gpus_per_rank: GpuShare
+    # what DeepSpeed divides among ranks: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too
     zero_stage: Literal[0, 1, 2, 3]
-    offload_optimizer: bool
-    offload_parameters: bool = False
+    offload_optimizer: bool  # the optimizer's state is in the host's memory
+    offload_parameters: bool = False  # the weights too, with zero_stage 3
     offload_frozen: bool = False
-    gradient_checkpointing: bool = False
-    microbatch_tokens: int = Field(gt=0)
+    gradient_checkpointing: bool = False  # compute activations again in the backward pass: less memory, a third more time
+    microbatch_tokens: int = Field(gt=0)  # tokens with padding of one forward pass on a rank
 
     @property
     def data_parallel_size(self) -> int:

@@ -43,18 +43,19 @@ class RlSettings(OptimizerConfig, LengthConfig):
     samples_per_step: int = Field(gt=0)
     minibatch_size: int = Field(gt=0)
     ppo_epochs: int = Field(ge=1)
-    learning_rate: LearningRate
+    learning_rate: LearningRate  # peak of the policy's schedule; null: the usual one, with or without adapters
     schedule: Schedule = "constant"
     warmup_steps: int = Field(ge=0)
     min_learning_rate_fraction: float = Field(default=0.0, ge=0, le=1)
     policy_loss: Literal["ppo_clip", "gspo", "cispo", "dppo_tv", "dppo_kl", "sapo"]
     loss_aggregation: Literal["auto", "token_mean", "sequence_mean", "constant_horizon"]
     clip_low: float = Field(gt=0, lt=1)
-    clip_high: float = Field(gt=0)
+    clip_high: float = Field(gt=0)  # a ratio above 1 + clip_high gets no gradient that raises it; see policy_loss
+    # bound of the loss of tokens with a negative advantage, times the advantage; null: none
     dual_clip: float | None = Field(default=None, gt=1)
     sapo: SapoConfig = Field(default_factory=SapoConfig)
-    entropy_coef: float = Field(ge=0)
-    moe_aux_coef: float = Field(default=0.0, ge=0)
+    entropy_coef: float = Field(ge=0)  # of the bonus for the policy's entropy per token, in the loss
+    moe_aux_coef: float = Field(default=0.0, ge=0)  # of the loss that balances the experts of a mixture-of-experts model
     max_approx_kl: float | None = Field(gt=0)
     lora: LoraConfig | None
     kl: KlConfig
@@ -64,6 +65,7 @@ class RlSettings(OptimizerConfig, LengthConfig):
     dynamic_sampling: DynamicSamplingConfig
     curriculum: CurriculumConfig | None
     ptx: PtxConfig
+    # source -> how often its prompts are drawn; {}: each prompt once an epoch
     prompt_weights: dict[str, float] = Field(default_factory=dict)
     environment: EnvironmentConfig | None
     rollout: RolloutConfig
@@ -71,10 +73,10 @@ class RlSettings(OptimizerConfig, LengthConfig):
     monitor: dict[str, LimitConfig | None] = Field(default_factory=dict)
     placement: Annotated[list[RoleGroup], BeforeValidator(named_placement, json_schema_input_type=str | list[Any])]
     trainer: TrainerConfig
-    checkpoint_every: int = Field(gt=0)
+    checkpoint_every: int = Field(gt=0)  # steps
     save_rollouts_every: Literal["auto"] | Annotated[int, Field(gt=0)] | None = "auto"
     deadlines: DeadlineConfig = Field(default_factory=DeadlineConfig)
-    max_replacements: int = Field(default=4, ge=0)
+    max_replacements: int = Field(default=4, ge=0)  # lost engines and scorers that a job replaces before it fails
 
     @model_validator(mode="before")
     @classmethod

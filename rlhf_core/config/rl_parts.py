@@ -16,8 +16,8 @@ class CriticConfig(Section):
     """Keys of the critic, in the section of an algorithm that has one."""
 
     value_clip: float | None = Field(gt=0)
-    value_coef: float = Field(gt=0)
-    critic_learning_rate: LearningRate
+    value_coef: float = Field(gt=0)  # of the critic's loss
+    critic_learning_rate: LearningRate  # peak of the critic's schedule; null: the usual one
     critic_init: Literal["reward_model", "reward_model_trunk", "sft"]
     critic_warmup_steps: int = Field(ge=0)
 
@@ -29,11 +29,22 @@ class CriticConfig(Section):
 
 def _algorithm_section(name: str, spec: Algorithm) -> type[Section]:
     """Return the section `rl.<name>` of an algorithm."""
-    fields: dict[str, Any] = {"group_size": (int, Field(spec.group_size, ge=spec.smallest_group))}
+    fields: dict[str, Any] = {"group_size": (int, Field(spec.group_size, ge=spec.smallest_group, description="samples of each prompt"))}
     for key, default in spec.settings.items():
-        fields[key] = (bool, default) if isinstance(default, bool) else (float, Field(default, ge=0.0, le=1.0))
+        limits = {} if isinstance(default, bool) else {"ge": 0.0, "le": 1.0}
+        fields[key] = (type(default), Field(default, description=_SETTINGS.get(key), **limits))
     base = CriticConfig if spec.critic else Section
-    return create_model(f"{name.title().replace('_', '')}Config", __base__=base, __module__=__name__, **fields)
+    title = f"{name.title().replace('_', '')}Config"
+    return create_model(title, __base__=base, __module__=__name__, __doc__=f"Keys of rl.algorithm {name}.", **fields)
+
+
+# What the keys of algorithms do. Others have their meaning in the estimator's docstring only.
+_SETTINGS = {
+    "gamma": "discount of later rewards, per token",
+    "gae_lambda": "1: advantages from rewards alone, without bias by the critic; lower: more from the critic, with less variance",
+    "whiten_advantages": "advantages of a batch are shifted and scaled to mean 0 and deviation 1",
+    "normalize_std": "advantages are divided by the standard deviation of their group's rewards",
+}
 
 
 ALGORITHM_SECTIONS = {name: _algorithm_section(name, spec) for name, spec in ALGORITHMS.items()}
@@ -43,17 +54,19 @@ globals().update({section.__name__: section for section in ALGORITHM_SECTIONS.va
 class SapoConfig(Section):
     """Temperatures of SAPO's gate, for tokens with an advantage above 0 and for the others; a higher one fades gradients sooner."""
 
-    positive_temperature: float = Field(default=1.0, gt=0)
-    negative_temperature: float = Field(default=1.05, gt=0)
+    positive_temperature: float = Field(default=1.0, gt=0)  # for tokens with an advantage above 0
+    negative_temperature: float = Field(default=1.05, gt=0)  # for the other tokens
 
 
 class KlConfig(Section):
-    coef: float = Field(ge=0)
+    """The KL divergence from the reference model: its penalty, or only its measure."""
+
+    coef: float = Field(ge=0)  # of the KL penalty against the reference model; 0: none
     placement: Literal["reward", "loss"]
     estimator: Literal["k1", "k2", "k3"]
     target: float | None = Field(gt=0)
-    horizon: int = Field(default=10_000, gt=0)
-    refresh_reference_every: int | None = Field(default=None, gt=0)
+    horizon: int = Field(default=10_000, gt=0)  # samples in which target changes coef by at most 20%
+    refresh_reference_every: int | None = Field(default=None, gt=0)  # steps after which the policy becomes the new reference; null: never
     measure: bool
 
     @property
@@ -77,9 +90,9 @@ class KlConfig(Section):
 class TeacherConfig(Section):
     """A teacher of rl.distillation with the policy's tokens: a folder, a Hugging Face name or a service, and its weight among several."""
 
-    path: str | None = None
+    path: str | None = None  # a folder or a Hugging Face name
     service: TeacherService | None = None
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0)  # relative to those of the other teachers
 
     def conflicts(self) -> Iterator[str]:
         if (self.path is None) == (self.service is None):
@@ -143,9 +156,10 @@ class DistillationConfig(Section):
 
 
 class CorrectionConfig(Section):
+    # tis, sequence_tis: weights cut at the limits; icepop, sequence_mask: nothing beyond them is learned from
     kind: Literal["none", "tis", "icepop", "sequence_tis", "sequence_mask"]
-    low: float = Field(ge=0)
-    high: float = Field(gt=0)
+    low: float = Field(ge=0)  # least ratio of the trainer's to the engine's probability
+    high: float = Field(gt=0)  # greatest ratio
 
     def conflicts(self) -> Iterator[str]:
         if self.low >= self.high:
@@ -153,8 +167,8 @@ class CorrectionConfig(Section):
 
 
 class DynamicSamplingConfig(Section):
-    enabled: bool
-    max_rounds: int = Field(ge=1)
+    enabled: bool  # replace groups of samples whose rewards are all equal
+    max_rounds: int = Field(ge=1)  # of sampling in a step, after which the step goes on with what it has
 
 
 class CurriculumConfig(Section):
@@ -170,7 +184,7 @@ class CurriculumConfig(Section):
     by: Literal["success", "column"]
     column: str | None = None
     scorer: str = "score"
-    threshold: float = 0.5
+    threshold: float = 0.5  # raw score from which a response counts as a success
     half_life: float = Field(default=20.0, gt=0)
     floor: float = Field(default=0.05, gt=0, le=1)
 
@@ -181,8 +195,8 @@ class CurriculumConfig(Section):
 
 
 class PtxConfig(Section):
-    coef: float = Field(ge=0)
-    batch_size: int = Field(gt=0)
+    coef: float = Field(ge=0)  # of the SFT loss in the policy's loss; 0: none
+    batch_size: int = Field(gt=0)  # demonstrations of an update
 
 
 class PeriodicEvaluationConfig(Section):
@@ -192,10 +206,10 @@ class PeriodicEvaluationConfig(Section):
     sources: data sources that are evaluated apart, on `prompts` prompts each; []: all sources together.
     """
 
-    every: int | None = Field(gt=0)
-    prompts: int = Field(gt=0)
-    metric: str
-    keep_best: bool
+    every: int | None = Field(gt=0)  # steps; null: no evaluation during training
+    prompts: int = Field(gt=0)  # validation prompts, the same each time
+    metric: str  # score, or the name of a scorer
+    keep_best: bool  # true: the stage's policy is the best by metric, not the last
     samples: int = Field(default=0, ge=0)
     pass_score: float = 1.0
     sources: list[str] = Field(default_factory=list)
@@ -225,5 +239,5 @@ class PeriodicEvaluationConfig(Section):
 class DeadlineConfig(Section):
     """Seconds after which the start of an actor, or its work in one step, counts as failed."""
 
-    start: float = Field(default=300.0, gt=0)
-    step: float = Field(default=600.0, gt=0)
+    start: float = Field(default=300.0, gt=0)  # of an actor
+    step: float = Field(default=600.0, gt=0)  # of its work in a step

@@ -40,17 +40,17 @@ class RolloutConfig(Section):
     """
 
     backend: RolloutBackend
-    max_new_tokens: int = Field(gt=0)
-    min_new_tokens: int = Field(default=0, ge=0)
-    temperature: float = Field(gt=0)
-    top_p: float = Field(gt=0, le=1)
-    top_k: int | None = Field(gt=0)
+    max_new_tokens: int = Field(gt=0)  # of a response, which is cut off there
+    min_new_tokens: int = Field(default=0, ge=0)  # before an end token may be sampled
+    temperature: float = Field(gt=0)  # of sampling; the trainer's log-probabilities have it too
+    top_p: float = Field(gt=0, le=1)  # sample from the most likely tokens with this probability together
+    top_k: int | None = Field(gt=0)  # sample from so many most likely tokens; null: from all
     stop: StopStrings
     engines: int = Field(ge=1)
     gpus_per_engine: GpuShare
     gpu_memory_fraction: float = Field(gt=0, lt=1)
     kv_cache_gib: int = Field(gt=0)
-    max_concurrent_sequences: int = Field(gt=0)
+    max_concurrent_sequences: int = Field(gt=0)  # that an engine samples at the same time
     max_logprob_difference: float = Field(default=1e-3, gt=0)
     bfloat16_mean_difference: float = Field(default=0.08, gt=0)
     bfloat16_p999_difference: float = Field(default=0.8, gt=0)

@@ -44,19 +44,19 @@ class EvaluationConfig(Section):
     backend: RolloutBackend | None
     stop: StopStrings | None
     harness: HarnessConfig | None
-    prompts: int = Field(gt=0)
-    max_new_tokens: int = Field(gt=0)
-    temperature: float = Field(gt=0)
-    confidence: float = Field(gt=0, lt=1)
-    table_rows: int = Field(default=40, gt=0)
-    gpu_memory_fraction: float = Field(default=0.5, gt=0, lt=1)
+    prompts: int = Field(gt=0)  # test prompts that both models answer
+    max_new_tokens: int = Field(gt=0)  # of an answer, which is cut off there
+    temperature: float = Field(gt=0)  # of the sampled answers; each prompt has a greedy one too
+    confidence: float = Field(gt=0, lt=1)  # of the intervals in evaluation and report
+    table_rows: int = Field(default=40, gt=0)  # prompts whose answers the report shows
+    gpu_memory_fraction: float = Field(default=0.5, gt=0, lt=1)  # of a GPU, for vLLM's weights and cache
 
     def conflicts(self) -> Iterator[str]:
         yield from name_conflicts(self.scorers or [])
 
 
 class ReportConfig(Section):
-    title: str
+    title: str  # of the report
 
 
 class CheckpointsConfig(Section):
@@ -128,8 +128,8 @@ def _is_web_address(text: str) -> bool:
 
 
 class TrackingConfig(Section):
-    tensorboard_dir: str | None
-    wandb_project: str | None
+    tensorboard_dir: str | None  # folder for TensorBoard's curves; null: none
+    wandb_project: str | None  # project of Weights & Biases; null: none
 
 
 class FlowConfig(Section):

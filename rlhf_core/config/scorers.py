@@ -35,21 +35,21 @@ GRACE = 10.0  # further seconds in which they return
 class Criterion(Section):
     """A criterion of a rubric, which a response meets or not."""
 
-    criterion: str = Field(min_length=1)
-    weight: float = Field(default=1.0, gt=0)
+    criterion: str = Field(min_length=1)  # what a response should do, in words
+    weight: float = Field(default=1.0, gt=0)  # relative to those of the other criteria
 
 
 class TokenPrices(Section):
     """Prices of a million tokens, in any currency."""
 
-    input: float = Field(ge=0)
-    output: float = Field(ge=0)
+    input: float = Field(ge=0)  # of questions
+    output: float = Field(ge=0)  # of answers
 
 
 class ScorerConfig(Section):
     """One component of the reward; with weight 0 it is measured, not rewarded."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_]+$")
+    name: str = Field(pattern=r"^[A-Za-z0-9_]+$")  # in curves and reports
     kind: Literal[
         *(
             "reward_model",
@@ -65,8 +65,9 @@ class ScorerConfig(Section):
             "llm_judge",
             "environment",
         )
-    ]
-    weight: float = 1.0
+    ]  # docs/scorers.md describes each
+    weight: float = 1.0  # in the sum; below 0 it is a penalty, with 0 the score is only measured
+    # initial: by mean and deviation of the SFT model's scores; running: of those so far
     normalization: Literal["initial", "running", "none"] = "none"
     path: str | None = None  # reward_model: a folder, null takes the chain's own; function: file.py:name or package.module:name
     members: int = Field(default=1, ge=1)  # reward_model: size of the ensemble; the score is the members' mean
@@ -80,26 +81,27 @@ class ScorerConfig(Section):
     memory_mib: int | None = Field(default=None, ge=1)  # code: address space of a program; null: 256
     reward: Literal["fraction", "all"] | None = None  # code: share of the tests passed, or 1 for all of them, else 0; null: fraction
     timeout: float = Field(default=60.0, gt=0)  # seconds for a step's responses
-    dialect: Literal["items", "openrlhf"] = "items"  # http
+    dialect: Literal["items", "openrlhf"] = "items"  # http: items, or OpenRLHF's form of requests
     batch_size: int = Field(default=8, ge=1, le=1024)  # http: responses in a request
     model: str | None = Field(
         default=None, min_length=1
     )  # llm_judge: the model's name at its address; the fields below are of the same kind
+    # llm_judge: one response at a time, by criteria, or two against each other
     mode: Literal["pointwise", "rubric", "pairwise", "head_to_head"] = "pointwise"
     scale: list[int] = Field(default=[1, 10], min_length=2, max_length=2)  # pointwise: worst and best score
     criteria: list[Criterion] | None = Field(default=None, min_length=1, max_length=64)  # rubric; null: those of the prompt's label
     template: str | None = None  # a file with the judge's instructions in place of the default; relative to the project's folder
-    max_answer_tokens: int = Field(default=512, ge=1)
+    max_answer_tokens: int = Field(default=512, ge=1)  # llm_judge: of an answer
     request: dict[str, Any] = Field(default={})  # further keys of each request; null removes one of ours
     budget_tokens: int | None = Field(default=None, ge=1)  # of questions and answers, in all of a run
     budget_cost: float | None = Field(default=None, gt=0)  # in the currency of prices
     prices: TokenPrices | None = None
     url: str | None = None  # http, llm_judge: the service's address, of an llm_judge that before /chat/completions; so the fields below
     concurrency: int = Field(default=16, ge=1, le=256)  # requests at the same time
-    retries: int = Field(default=4, ge=0, le=20)  # of a request
+    retries: int = Field(default=4, ge=0, le=20)  # of a request that fails
     request_timeout: float | None = Field(default=None, gt=0)  # seconds for a request, which is then retried; null: those of timeout
     api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")  # environment variable with the service's key
-    api_key_file: str | None = None  # or an absolute path of a file with nothing but the key
+    api_key_file: str | None = None  # in its place: absolute path of a file with nothing but the key
 
     @property
     def is_own_reward_model(self) -> bool:
@@ -187,11 +189,11 @@ class TeacherService(Section):
     url: str  # before /completions
     model: str = Field(min_length=1)  # its name there
     timeout: float = Field(default=300.0, gt=0)  # seconds for a step's responses
-    concurrency: int = Field(default=16, ge=1, le=256)
-    retries: int = Field(default=4, ge=0, le=20)
-    request_timeout: float | None = Field(default=None, gt=0)
-    api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    api_key_file: str | None = None
+    concurrency: int = Field(default=16, ge=1, le=256)  # requests at the same time
+    retries: int = Field(default=4, ge=0, le=20)  # of a request that fails
+    request_timeout: float | None = Field(default=None, gt=0)  # seconds for a request, which is then retried; null: those of timeout
+    api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")  # environment variable with the service's key
+    api_key_file: str | None = None  # in its place: absolute path of a file with nothing but the key
 
     @property
     def subject(self) -> str:
@@ -245,8 +247,8 @@ def raw_scorer_conflicts(scorers: list[ScorerConfig]) -> Iterator[str]:
 class OverlongConfig(Section):
     """DAPO's soft penalty, which rises linearly from 0 at max_new_tokens - buffer tokens to `penalty` at max_new_tokens."""
 
-    buffer: int = Field(gt=0)
-    penalty: float = Field(gt=0)
+    buffer: int = Field(gt=0)  # tokens before max_new_tokens in which the penalty grows from 0
+    penalty: float = Field(gt=0)  # at max_new_tokens
 
 
 class ScoreConfig(Section):
@@ -256,7 +258,7 @@ class ScoreConfig(Section):
     """
 
     scorers: list[ScorerConfig]
-    normalization_samples: int = Field(ge=16)
+    normalization_samples: int = Field(ge=16)  # responses of the SFT model that are scored first, for normalization initial
     clip: float | None = Field(gt=0)
     no_eos_penalty: float = Field(ge=0)
     mask_truncated: bool

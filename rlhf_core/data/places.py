@@ -33,6 +33,11 @@ def locate(path: str, folder: Path = Path()) -> Path:
     return here
 
 
+def base_of(path: str) -> str:
+    """Return from where a path counts, for an error: `, relative to the project's folder`; nothing for an absolute one."""
+    return "" if Path(path).is_absolute() else ", relative to the project's folder"
+
+
 def main_checkout(folder: Path) -> Path | None:
     """Return the main checkout of a git worktree; None if the folder is no worktree."""
     link = folder / ".git"

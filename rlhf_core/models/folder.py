@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import shown
-from rlhf_core.data.places import ADAPTERS, fetch_model, hub_is_online, is_hub_name, locate, model_commit, model_snapshot
+from rlhf_core.data.places import ADAPTERS, base_of, fetch_model, hub_is_online, is_hub_name, locate, model_commit, model_snapshot
 
 SEPARATOR_KEY = "step_separator"  # in the config.json of a process reward model
 INDEX = "model.safetensors.index.json"
@@ -47,8 +47,8 @@ def locate_model(path: str, revision: str | None = None, *, key: str = "model.pa
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         got = "a file" if folder.exists() else "nothing"
         raise ValueError(
-            f"{key}: expected a folder with a pretrained model, got {shown(path)} with {got} there "
-            f"(relative to the project's folder); put one there, or set {key} to another folder, or to a Hugging Face name, which is "
+            f"{key}: expected a folder with a pretrained model, got {shown(path)} with {got} there"
+            f"{base_of(path)}; put one there, or set {key} to another folder, or to a Hugging Face name, which is "
             "downloaded with HF_HUB_OFFLINE=0"
         )
     if (snapshot := model_snapshot(path, revision)) is not None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from rlhf_core.config import SourceConfig, shown
 from rlhf_core.config.data import ALL_FILES
-from rlhf_core.data.places import exists, locate
+from rlhf_core.data.places import base_of, exists, locate
 from rlhf_core.preparation.drops import excerpt
 from rlhf_core.preparation.tables import MAX_RATIO, parquet_records
 from rlhf_core.preparation.values import MAX_CHARACTERS, MAX_NAME, RawRecord
@@ -56,7 +56,7 @@ def file_records(source: SourceConfig) -> Iterator[RawRecord]:
     """
     path = locate(source.path)
     if not exists(path):
-        got = "nothing there; correct the path, relative to the project's folder"
+        got = f"nothing there; correct the path{base_of(source.path)}"
         raise FileNotFoundError(f"{_name(path)}: expected a data file or folder, got {got}")
     files, aside = files_of_split(path, source.dataset_split) if path.is_dir() else ([path], [])
     if aside:

@@ -18,7 +18,7 @@ from typing import Any
 
 from rlhf_core.config import EnvironmentConfig, HarnessConfig, Params, ScorerConfig, SourceConfig, number_of, read_yaml, shown
 from rlhf_core.data import places
-from rlhf_core.data.places import DATA_ENDINGS, exists, is_data_file, is_hub_name, locate
+from rlhf_core.data.places import DATA_ENDINGS, base_of, exists, is_data_file, is_hub_name, locate
 from rlhf_core.paths import INPUTS, POLICY_MODEL, REWARD_MODEL, SFT_MODEL
 from rlhf_core.provenance.file_hashes import FileHash, FileHashes, files_below, of_listing
 from rlhf_core.provenance.imported_files import imported_files
@@ -358,7 +358,7 @@ def _data_problem(path: str, workspace: Path) -> str | None:
     place = locate(path, workspace)
     if not place.exists():
         got = "a link to nothing" if place.is_symlink() else "nothing there"
-        return f"expected a data file or folder at {shown(path)}, got {got}; correct the path, relative to the project's folder"
+        return f"expected a data file or folder at {shown(path)}, got {got}; correct the path{base_of(path)}"
     files = sorted(f for f in files_below(place) if is_data_file(f.name)) if place.is_dir() else [place]
     if not files:
         return f"expected files in {shown(path)} that end in {', '.join(DATA_ENDINGS)}, got none; correct the path"
@@ -384,7 +384,7 @@ def _ready_made_problem(path: str, workspace: Path) -> str | None:
 def _template_problem(path: str, workspace: Path) -> str | None:
     if locate(path, workspace).is_file():
         return None
-    return f"expected a file with the judge's instructions at {shown(path)}, got none; correct the path, relative to the project's folder"
+    return f"expected a file with the judge's instructions at {shown(path)}, got none; correct the path{base_of(path)}"
 
 
 def _harness_problem(harness: HarnessConfig | None, workspace: Path) -> str | None:
@@ -410,7 +410,7 @@ def _model_problem(path: str | None, workspace: Path, *, key: str, revision: str
     elif exists(place) or not is_hub_name(path):
         got = "a file" if exists(place) else "nothing"
         return (
-            f"expected a folder with a pretrained model, got {shown(path)} with {got} there (relative to the project's folder); put "
+            f"expected a folder with a pretrained model, got {shown(path)} with {got} there{base_of(path)}; put "
             "one there, or name another folder, or any model on Hugging Face, which is downloaded with HF_HUB_OFFLINE=0"
         )
     elif (place := places.model_snapshot(path, revision)) is None:

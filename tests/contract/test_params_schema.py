@@ -49,13 +49,16 @@ def test_an_editor_marks_what_the_pipeline_refuses(tree, problem):
 
 
 def test_every_key_is_explained_with_type_and_stages():
-    keys = [key for key in section_keys(Params) if ".0." not in key]
-    found = {key: explain(key, COMMENTS) for key in keys}
-    assert len(found) > 300 and all(one.kind for one in found.values())
+    found = {key.replace(".0", ""): explain(key, COMMENTS) for key in section_keys(Params)}
+    assert len(found) > 500 and all(one.kind for one in found.values())
+    assert [key for key, one in found.items() if not one.text] == [], "write what it does behind the field in rlhf_core/config"
     assert found["gate.min_slice_pairs"].text == "a smaller slice is shown, not judged."
     assert found["sft.ranks"].text == COMMENTS["training.ranks"] and found["sft.ranks"].default == 1
     assert found["rl.eps"].text == "not of lion." and found["rl.ema_decay"].text.startswith("of the average of the weights")
     assert found["cluster.start_timeout"].text == "seconds." and found["cluster.silence_timeout"].text.startswith("seconds without a sign")
+    assert found["sft.lora.rank"].text == "width of the adapters" and found["rl.ppo.group_size"].text == "samples of each prompt"
+    assert found["evaluation.scorers.pattern"].text == "regex: 1 where it is found in the response, else 0"
+    assert found["gate.incumbent.sha256"].text.startswith("of the folder; None if")
     assert found["sft.steps"].stages == ("train_sft", "report")
     assert found["rl.kl.coef"].stages == ("train_policy (with alignment.method: rl)", "report")
     assert "train_policy" in found["alignment.method"].stages and found["cluster.address"].stages == ()
@@ -67,6 +70,8 @@ def test_an_unknown_key_is_refused_with_the_nearest_one():
         ConfigError, match=r"rl\.kl\.coeff: expected a key of params.yaml, got none of that name; did you mean rl\.kl\.coef\?"
     ):
         explain("rl.kl.coeff", COMMENTS)
+    with pytest.raises(ConfigError, match=r"did you mean dpo\.beta or kto\.beta or rl\.distillation\.beta\?"):
+        explain("preference.beta", COMMENTS)
 
 
 def test_a_key_is_shown_with_its_value_and_the_pages_about_it(monkeypatch, capsys):

@@ -161,7 +161,7 @@ def test_missing_files_are_named_before_a_worktree_is_made(project):
     assert done.stderr.splitlines() == [
         "data.sources.mine: expected files in ../data that end in .jsonl, .jsonl.gz, .json, .json.gz, .csv, .csv.gz, .tsv, .tsv.gz, "
         ".parquet, got none; correct the path",
-        "model.path: expected a folder with a pretrained model, got ../model with nothing there (relative to the project's folder); put "
+        "model.path: expected a folder with a pretrained model, got ../model with nothing there, relative to the project's folder; put "
         "one there, or name another folder, or any model on Hugging Face, which is downloaded with HF_HUB_OFFLINE=0",
     ]
     assert not (project / "runs/new").exists() and git(project, "branch", "--list", "run/*") == ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import ScorerConfig, shown
-from rlhf_core.data.places import locate
+from rlhf_core.data.places import base_of, locate
 from rlhf_core.paths import JUDGE_ANSWERS
 from rlhf_core.progress import Reasons
 from rlhf_core.scorers.llm_judge.answers import BudgetSpent, JudgeAnswer, JudgeAnswers, question_key
@@ -264,7 +264,7 @@ def read_template(config: ScorerConfig) -> str | None:
             content = file.read(MAX_TEMPLATE + 1)
         text = content.decode()
     except (OSError, ValueError) as error:
-        raise ValueError(f"{subject}, got {error}; correct the path, relative to the project's folder") from error
+        raise ValueError(f"{subject}, got {error}; correct the path{base_of(config.template)}") from error
     if not text.strip() or len(content) > MAX_TEMPLATE:
         raise ValueError(f"{subject}, got {len(content)} bytes of at most {MAX_TEMPLATE}, or none but white space; write them")
     return text

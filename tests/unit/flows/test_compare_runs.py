@@ -294,7 +294,7 @@ def test_a_run_in_a_folder_against_one_of_a_branch(project, capsys):
             "three: expected a run in runs/, a folder with params.yaml, or a branch, tag or commit, got none of these",
         ),
         ("--output=x", 'rlhf compare: Command "compare" parameter SECOND requires an argument.'),
-        ("empty", "empty: expected the results of a run, got no file of metrics/; run it first"),
+        ("empty", "empty: expected the results of a run, got no file of metrics/; name a run, branch or commit that has them"),
     ],
 )
 def test_a_run_that_is_not_there_is_named(project, capsys, name, message):
