@@ -154,6 +154,12 @@ COMMANDS: dict[str, tuple[str, str, str, str]] = {
         CODES,
     ),
     "report": ("flows.runs.__main__:report", "Open the report of a run, and print its path.", "rlhf report my-grpo", CODES),
+    "track": (
+        "flows.track:track",
+        "Send a run to the configured trackers, wandb, TensorBoard and MLflow: what they lack of it.",
+        "rlhf track my-grpo --set tracking.mlflow_uri=sqlite:///mlflow.db",
+        "0 done, 2 refused, a tracker is down, or wrong options",
+    ),
     "rollouts": (
         "rlhf_core.report.rollouts:write_page",
         "Write a page of the rollouts that an RL run has saved, and open it.",
