@@ -23,13 +23,14 @@ from flows.registry.state import ARTIFACTS, Registry, read_registry
 from flows.registry.tags import Event, Version, who
 from rlhf_core.commands import GivenPath, Json, printable, printed, run_module
 from rlhf_core.config import ConfigError
-from rlhf_core.paths import PROMOTED, REWARD_MODEL
+from rlhf_core.paths import PROMOTED, REPORTS, REWARD_MODEL
 from rlhf_core.provenance.lineage import evaluated_by_reward_model, learned_from_reward_model, named_inputs, trained_from
 
 SHORT = 10  # characters of a hash in a table
 SHORT_INPUT = 12  # of the hash of an external input
 
 
+Opened = Annotated[bool, Parameter("--open", negative_bool="no-")]
 Artifact = Annotated[Literal[tuple(ARTIFACTS)], Parameter(help="Whose versions.")]
 
 
@@ -107,6 +108,52 @@ def promote(artifact: Artifact, version: str | None = None, /, *, reason: str, b
     root = Path.cwd()
     event = decisions.promote(root, artifact, version, by=by or identity(root), reason=reason, override=override)
     return decided(artifact, event)
+
+
+@printed()
+def review(
+    artifact: Artifact,
+    version: str,
+    /,
+    *,
+    approve: Annotated[bool, Parameter("--approve", negative_bool="", negative="--reject")],
+    reason: str,
+    by: str | None = None,
+) -> str:
+    """Approve or reject a version.
+
+    Args:
+        version: for example v2.0.0.
+        approve: whether it may be used; --reject: it may not be promoted.
+        reason: kept with the review.
+        by: who reviews; without it the name and address from git's settings.
+    """
+    root = Path.cwd()
+    done = decisions.review(root, artifact, version, "approve" if approve else "reject", by=by or identity(root), reason=reason)
+    return f"{artifact} {version}: {done.line}\n{share(artifact)}"
+
+
+@printed()
+def page(artifact: Artifact, version: str | None = None, /, *, output: GivenPath | None = None, open_: Opened = True) -> str:
+    """Write the page of a version for its reviewers, and open it.
+
+    Args:
+        version: for example v2.0.0; without it the newest.
+        output: the page; reports/ARTIFACT-VERSION.html otherwise.
+        open_: open it in a browser.
+    """
+    from flows.registry.page import render_version  # imports Bokeh
+    from rlhf_core.report.opened import open_page
+
+    root = Path.cwd()
+    found = _read(root, artifact)
+    chosen = found.get(version or found.newest_version() or "latest")
+    path = output or REPORTS / f"{artifact}-{chosen.version}.html"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render_version(root, found, chosen, problem_of(root, chosen)), encoding="utf-8", newline="\n")
+    if open_:
+        open_page(path)
+    return str(path)
 
 
 @printed()

@@ -217,6 +217,18 @@ COMMANDS: dict[str, tuple[str, str, str, str]] = {
         'rlhf registry promote policy v1.0.0 --reason "better on held-out prompts"',
         CODES,
     ),
+    "registry review": (
+        "flows.promote:review",
+        "Approve or reject a version, with a reason.",
+        'rlhf registry review policy v2.0.0 --approve --by "Ada Lovelace" --reason "read 50 answers"',
+        CODES,
+    ),
+    "registry page": (
+        "flows.promote:page",
+        "Write and open the page of a version for its reviewers: what it is, what changed, who said what.",
+        "rlhf registry page policy v2.0.0",
+        CODES,
+    ),
     "registry rollback": (
         "flows.promote:rollback",
         "Roll back the promoted version; the one before it is promoted again, if there is one.",

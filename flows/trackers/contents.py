@@ -117,13 +117,13 @@ class RunFiles:
         return dict(read_curve(path, {}).points) if mine else {}
 
     def figures(self) -> dict[str, Value]:
-        """The figures of all finished stages and the gate's verdict, `stage/name` -> number or text."""
+        """The figures of all finished stages and the gate's verdict, `results/STAGE/NAME` -> number or text."""
         done, at_work = self.reached()
         ended = [*done, *([at_work] if at_work is not None and self.outcome == GATE_REJECTED else [])]
         found: dict[str, Value] = {}
         for part in ended:
             if part.metrics is not None and (path := self.workspace / part.metrics).is_file():
-                found |= {f"{part.name}/{name}": value for name, value in flat(json.loads(path.read_text("utf-8")), "/").items()}
+                found |= {f"results/{part.name}/{name}": value for name, value in flat(json.loads(path.read_text("utf-8")), "/").items()}
         return shareable({name: _short(value) for name, value in found.items() if value is not None})
 
     def settings(self) -> dict[str, Any]:
