@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from tabulate import tabulate
 from flows.chain.worktree import git
 from flows.registry import decisions, versions
 from flows.registry.evidence import GateProblem, check_version, gates
+from flows.registry.reviews import Review, Reviews, read_reviews
 from flows.registry.state import ARTIFACTS, Registry, read_registry
 from flows.registry.tags import Event, Version, who
 from rlhf_core.commands import GivenPath, Json, printable, printed, run_module
@@ -64,14 +65,24 @@ def show(artifact: Artifact, version: str | None = None, /, *, as_json: Json = F
         texts = {name: problem and problem.message for name, problem in problems.items()}
         _warn(filter(None, texts.values()))
         if as_json:
-            return json.dumps([describe(found, version, texts[version.version]) for version in found.versions.values()], indent=1)
+            reviews = _reviews(root, found)
+            described = [describe(found, v, texts[v.version], reviews.of(v.version)) for v in found.versions.values()]
+            return json.dumps(described, indent=1)
         return versions_table(found, problems)
     if version == "promoted":
         found.check_decisions()
     one = found.get(None if version == "promoted" else version)
     problem = problem_of(root, one)
     _warn(filter(None, [problem]))
-    return json.dumps(describe(found, one, problem), indent=1) if as_json else summary(found, one, problem)
+    reviews = _reviews(root, found).of(one.version)
+    return json.dumps(describe(found, one, problem, reviews), indent=1) if as_json else summary(found, one, problem, reviews)
+
+
+def _reviews(root: Path, found: Registry) -> Reviews:
+    """Return the reviews, after a warning of each tag that was left out."""
+    reviews = read_reviews(root, found)
+    _warn(tag.problem for tag in reviews.bad)
+    return reviews
 
 
 def _read(root: Path, artifact: str) -> Registry:
@@ -268,7 +279,7 @@ def gate_facts(version: Version) -> dict[str, str]:
     return {"reward model": "none used in training"} | (evaluated if evaluated_by_reward_model(version.lineage) else {})
 
 
-def describe(found: Registry, version: Version, problem: str | None) -> dict[str, Any]:
+def describe(found: Registry, version: Version, problem: str | None, reviews: Sequence[Review] = ()) -> dict[str, Any]:
     """Return a version as JSON.
 
     problem: contradiction between tag and commit; None if there is none.
@@ -280,11 +291,12 @@ def describe(found: Registry, version: Version, problem: str | None) -> dict[str
         "state": found.known_state(version.version),
         "problem": problem,
         "events": events,
+        "reviews": [asdict(review) for review in reviews],
         "trained_from": trained_from(version.lineage),
     }
 
 
-def summary(found: Registry, version: Version, problem: str | None = None) -> str:
+def summary(found: Registry, version: Version, problem: str | None = None, reviews: Sequence[Review] = ()) -> str:
     """Return a version as text, without most of its params.
 
     problem: as for `describe`.
@@ -309,7 +321,12 @@ def summary(found: Registry, version: Version, problem: str | None = None) -> st
     }
     events = [decided(found.artifact, e).splitlines()[0] for e in found.events if version.version in (e.version, e.previous)]
     return "\n".join(
-        [f"{found.artifact} {version.version}", tabulate([fact for fact in facts.items() if fact[1]], tablefmt="plain"), *events]
+        [
+            f"{found.artifact} {version.version}",
+            tabulate([fact for fact in facts.items() if fact[1]], tablefmt="plain"),
+            *(f"review {r.number}: {r.line}" for r in reviews),
+            *events,
+        ]
     )
 
 

@@ -126,9 +126,10 @@ def _compared(root: Path, version: Version, before: Version | None) -> dict[str,
 def _results(root: Path, version: Version) -> Results | None:
     """The results in a version's commit; None if they aren't here, or aren't a run's."""
     try:
-        return replace(read_side(root, version.commit).results, name=version.version)
+        results = read_side(root, version.commit).results
     except ConfigError:
         return None
+    return replace(results, name=version.version) if "evaluation" in results.params else None
 
 
 def _made_of(line: dict[str, Any]) -> dict[str, str]:
