@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def render_version(root: Path, found: Registry, version: Version, problem: str |
         "artifact": found.artifact,
         "version": version,
         "state": state,
-        "tone": "bad" if rejected or problem else TONES.get(state, "open"),
+        "tone": "bad" if rejected or problem else TONES.get(state, "open" if last is None else _tone(last)),
         "sentence": _sentence(version, state, last, problem),
         "problem": problem,
         "facts": _facts(version),
@@ -63,13 +64,14 @@ def _sentence(version: Version, state: str, last: Review | None, problem: str | 
         return f"{name} contradicts its commit: don’t use it"
     if last is None:
         return f"{name} is {state}, and nobody has reviewed it"
-    return f"{name} is {state}, and {last.by} has {'approved' if last.answer == 'approve' else 'rejected'} it"
+    by = last.by.partition(" <")[0]
+    return f"{name} is {state}, and {by} has {'approved' if last.answer == 'approve' else 'rejected'} it"
 
 
 def _facts(version: Version) -> list[tuple[str, str]]:
     line = version.lineage
     return [
-        ("Registered", f"{version.at}, {who(version.by, version.signer)}"),
+        ("Registered", f"{_time(version.at)}, {who(version.by, version.signer)}"),
         ("Commit", f"{version.commit} ({line['run']})"),
         ("md5", version.md5),
         ("sha256", version.sha256 or "registered by its md5 only"),
@@ -84,10 +86,14 @@ def _entries(version: Version, reviews: list[Review], found: Registry) -> list[d
     """Reviews and decisions about a version in the order of time."""
     events = [event for event in found.events if version.version in (event.version, event.previous)]
     rows = [
-        {"at": r.at, "what": "approved" if r.answer == "approve" else "rejected", "who": r.who, "why": r.reason, "tone": _tone(r)}
+        {"at": _time(r.at), "what": "approved" if r.answer == "approve" else "rejected", "who": r.who, "why": r.reason, "tone": _tone(r)}
         for r in reviews
-    ] + [{"at": e.at, "what": _decided(e), "who": e.who, "why": _why(e), "tone": "open"} for e in events]
+    ] + [{"at": _time(e.at), "what": _decided(e), "who": e.who, "why": _why(e), "tone": "open"} for e in events]
     return sorted(rows, key=lambda row: row["at"])
+
+
+def _time(at: str) -> str:
+    return datetime.fromisoformat(at).astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def _tone(review: Review) -> str:

@@ -40,7 +40,7 @@ def main(tracker: str, folder: str) -> int:
             return 0
         except Exception as error:  # the process's border: a tracker's client raises what it likes
             if not told:
-                print(f"{tracker}: {type(error).__name__}: {' '.join(str(error).split())[:500]}", flush=True)
+                print(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", flush=True)
             told = True
         if ended:
             return 1

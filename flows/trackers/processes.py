@@ -122,5 +122,5 @@ def _end(name: str, started: Child, until: float, workspace: Path) -> bool:
         output.seek(0)
         problem = output.read().strip() or ("it didn't take everything in time" if late else "it ended early")
     if late or child.returncode:
-        log.warning("tracking: %s; the run's results are whole, and `rlhf track %s` sends the rest", shown(problem, 600), workspace.name)
+        log.warning("tracking: %s: %s; the results are whole, `rlhf track %s` sends the rest", name, shown(problem, 600), workspace.name)
     return not late and child.returncode == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import time
@@ -61,7 +62,8 @@ class Wandb:
             x_disable_meta=True,
             x_disable_stats=True,
         )
-        self._run = wandb.init(project=config.wandb_project, id=run_id, name=name, resume="allow", settings=quiet)
+        folder = os.environ.get("WANDB_DIR", os.getcwd())
+        self._run = wandb.init(project=config.wandb_project, id=run_id, name=name, resume="allow", dir=folder, settings=quiet)
         self._known: set[str] = set()
 
     def settings(self, params: dict[str, Any], lineage: dict[str, str]) -> None:

@@ -136,8 +136,8 @@ class TrackingConfig(Section):
 
     tensorboard_dir: str | None
     wandb_project: str | None
-    mlflow_uri: str | None
-    texts: bool
+    mlflow_uri: str | None = None
+    texts: bool = True
 
 
 class FlowConfig(Section):

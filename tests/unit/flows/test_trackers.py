@@ -30,14 +30,12 @@ from rlhf_core.config import ConfigError, TrackingConfig, apply_overrides, load_
 ROOT = Path(__file__).parents[3]
 STEPS = 60  # of train_policy
 KEYS = {"wandb": "wandb_project", "tensorboard": "tensorboard_dir", "mlflow": "mlflow_uri"}
-PLACES = {"wandb": "made", "tensorboard": "events", "mlflow": "sqlite:///mlflow.db"}
+PLACES = {"wandb": "made", "tensorboard": "events", "mlflow": "sqlite:///{}/mlflow.db"}
 
 
 def config(*trackers: str, texts: bool = True, **places: str) -> TrackingConfig:
-    named = {key: (places | PLACES)[name] if name in trackers else None for name, key in KEYS.items()} | {
-        KEYS[name]: place for name, place in places.items()
-    }
-    return TrackingConfig(**named, texts=texts)
+    places = {name: PLACES[name].format(Path.cwd()) for name in trackers} | places
+    return TrackingConfig(**{key: places.get(name) for name, key in KEYS.items()}, texts=texts)
 
 
 @pytest.fixture
@@ -47,6 +45,9 @@ def run(tmp_path: Path, monkeypatch) -> Path:
         monkeypatch.setenv(name, value)
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
     workspace = make_workspace(tmp_path / "runs/one", steps=STEPS)
+    for stage in ("train_sft", "train_reward"):
+        rows = (workspace / f"plots/{stage}.csv").read_text().splitlines(keepends=True)
+        (workspace / f"plots/{stage}.csv").write_text("".join(rows[:41]))
     (workspace / "reports").mkdir()
     (workspace / "reports/report.html").write_text("<h1>The report</h1>")
     (workspace / "dvc.lock").write_text(json.dumps({"stages": {"train_sft": {"outs": [{"path": "models/sft", "md5": "5f7"}]}}}))
@@ -267,13 +268,13 @@ def test_a_tracker_that_is_down_neither_stops_nor_slows_a_run(
     if tracker == "wandb":
         for name, value in {"WANDB_MODE": "online", "WANDB_BASE_URL": url, "WANDB_API_KEY": "0" * 40}.items():
             monkeypatch.setenv(name, value)
-    training(run, 20)
     began = time.monotonic()
     with tracked(run, config(**{tracker: url if tracker == "mlflow" else "made"})):
         started = time.monotonic() - began
+        training(run, 20)
         time.sleep(2.0)
         note(run, outcome="done", until=None)
-    assert started < 3.0 and time.monotonic() - began < started + 2.0 + 3.0 + 6.0
+    assert started < 5.0 and time.monotonic() - began < started + 2.0 + 3.0 + 8.0
     assert "`rlhf track one` sends the rest" in caplog.text and tracker in caplog.text
     left = [p for p in psutil.process_iter(["cmdline"]) if "flows.trackers" in (p.info["cmdline"] or []) and str(run) in p.info["cmdline"]]
     assert left == []
@@ -284,8 +285,9 @@ def test_a_tracker_that_is_down_neither_stops_nor_slows_a_run(
 def test_what_a_tracker_missed_is_sent_later_although_its_process_was_killed(run: Path, tmp_path: Path, monkeypatch, tracker: str):
     for name in ("WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
-    training(run, 20)
+    note(run, outcome="running", stage="train_policy")
     with tracked(run, config(tracker)):
+        training(run, 20)
         until = time.monotonic() + 60
         while not (note_path(run, tracker).is_file() and "train_policy" in json.loads(note_path(run, tracker).read_text())["curves"]):
             assert time.monotonic() < until, "expected 20 steps to be sent"
