@@ -106,6 +106,7 @@ def _environment(name: str, workspace: Path, code: Path) -> Mapping[str, str]:
     kept = dvc_environment(workspace) | {"PYTHONPATH": str(code)}
     settings = {key: value for key, value in kept.items() if key.startswith("MLFLOW_") and key not in CREDENTIALS[name]}
     keep_visible(CREDENTIALS[name], environment=kept)
+    kept.pop("WANDB_SERVICE", None)  # of a program that tracks itself: it would serve our run too
     return {**settings, **kept} if name == "mlflow" else kept
 
 
