@@ -16,6 +16,7 @@ from rlhf_core.config import TrackingConfig
 
 Rows = Sequence[Mapping[str, Any]]
 TEXT_ROWS = 16  # of a table in TensorBoard, which shows it as text
+FLUSH_SECONDS = 0.2  # after which wandb's own process has written what it was given to its file, also online
 BATCH = 100  # params or tags that MLflow takes at once; of metrics it takes 1,000
 _MARKS = re.compile(r"[^\w\s.,;]")  # characters that may mean something in Markdown or HTML
 _NOT_IN_MLFLOW = re.compile(r"[^\w\-. :/]")
@@ -55,6 +56,7 @@ class Wandb:
         quiet = wandb.Settings(
             silent=True,
             console="off",
+            x_transaction_log_flush_interval=FLUSH_SECONDS,
             x_save_requirements=False,
             disable_git=True,
             disable_code=True,
@@ -76,6 +78,7 @@ class Wandb:
             self._known.add(stage)
         for number, (step, values) in enumerate(points, position):
             self._run.log({f"{stage}/step": step, **{f"{stage}/{name}": value for name, value in values.items()}}, step=number)
+        time.sleep(3 * FLUSH_SECONDS)  # a kill from here on loses none of them
 
     def figures(self, figures: dict[str, Value]) -> None:
         self._run.summary.update(figures)
