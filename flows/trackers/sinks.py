@@ -77,7 +77,7 @@ class Wandb:
             self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
             self._known.add(stage)
         for number, (step, values) in enumerate(points, position):
-            self._run.log({f"{stage}/step": step, **{f"{stage}/{name}": value for name, value in values.items()}}, step=number)
+            self._run.log({f"{stage}/step": step, **{f"{stage}/{name}": value for name, value in values.items()}}, step=number, commit=True)
         time.sleep(3 * FLUSH_SECONDS)  # a kill from here on loses none of them
 
     def figures(self, figures: dict[str, Value]) -> None:
@@ -85,7 +85,7 @@ class Wandb:
 
     def table(self, name: str, step: int, rows: Rows, position: int) -> None:
         shown = self._wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-        self._run.log({f"{name}_step": step, name: shown}, step=position)
+        self._run.log({f"{name}_step": step, name: shown}, step=position, commit=True)
 
     def file(self, path: Path) -> None:
         artifact = self._wandb.Artifact(f"report-{self.id}", type="report")
