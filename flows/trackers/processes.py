@@ -27,7 +27,7 @@ from rlhf_core.environment import keep_visible
 from rlhf_core.process import end_with_parent, module_command
 
 END_SECONDS = 30.0  # from the end of a run to that of its trackers
-STOP_SECONDS = 5.0  # the same after a signal
+STOP_SECONDS = 2.0  # the same after a signal
 SEND_SECONDS = 600.0  # of `rlhf track`
 # Deadlines of the clients, unless the environment has others.
 PATIENCE = {
