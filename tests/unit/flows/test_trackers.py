@@ -257,8 +257,15 @@ def silent_port() -> Iterator[str]:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("tracker", ["wandb", "mlflow"])
-@pytest.mark.parametrize("opened", [closed_port, silent_port])
+@pytest.mark.parametrize(
+    ("tracker", "opened"),
+    [
+        ("wandb", silent_port),
+        ("mlflow", closed_port),
+        pytest.param("wandb", closed_port, marks=pytest.mark.long),
+        pytest.param("mlflow", silent_port, marks=pytest.mark.long),
+    ],
+)
 def test_a_tracker_that_is_down_neither_stops_nor_slows_a_run(
     run: Path, tmp_path: Path, monkeypatch, caplog, tracker: str, opened: Callable[[], Iterator[str]]
 ):
@@ -281,7 +288,7 @@ def test_a_tracker_that_is_down_neither_stops_nor_slows_a_run(
     address.close()
 
 
-@pytest.mark.parametrize("tracker", ["wandb", "mlflow"])
+@pytest.mark.parametrize("tracker", ["wandb", pytest.param("mlflow", marks=pytest.mark.long)])
 def test_what_a_tracker_missed_is_sent_later_although_its_process_was_killed(run: Path, tmp_path: Path, monkeypatch, tracker: str):
     for name in ("WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
