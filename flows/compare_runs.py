@@ -1,7 +1,7 @@
 """Compares two runs, or configurations over seeds: rlhf compare A B [C ...], or python -m flows.compare_runs.
 
-Each argument is a run's name (a folder of runs/), a folder, a branch, a tag or a commit. Two runs give a list of differences and an HTML
-page. Three or more are grouped by configuration (runs that differ only in their seed) and compared over seeds, as text.
+Each argument is a run's name (a folder of runs/), a folder, a branch, a tag or a commit. Two runs give a list of differences. Three or
+more are grouped by configuration (runs that differ only in their seed) and compared over seeds. Both give an HTML page too.
 Exit codes: 0 done, 2 a run is missing or has no results, or the runs can't be grouped.
 """
 
@@ -26,6 +26,7 @@ from rlhf_core.report.comparison import tables, trained
 from rlhf_core.report.comparison_page import cards, render_comparison
 from rlhf_core.report.differences import Difference, Results, figures_that_count, headline, outs_that_differ, params_that_differ, read_as
 from rlhf_core.report.inputs import Side
+from rlhf_core.report.several_page import render_several
 from rlhf_core.report.texts import visible
 
 MARK = "*"  # of a significant change
@@ -33,13 +34,13 @@ MAX_WIDTH = 48  # characters of a value in the terminal
 
 
 def compare(first: str, second: str, /, *more: str, output: GivenPath | None = None, as_json: Json = False) -> int:
-    """Print how two runs differ and write it as a page, or compare configurations over seeds. Returns the exit code.
+    """Print how runs differ and write it as a page: two runs, or configurations over seeds. Returns the exit code.
 
     Args:
         first: a run's name, a folder, or a branch, tag or commit.
         second: the second run; changes are shown from the first to it.
         more: further runs: all are then grouped by configuration and compared over seeds.
-        output: the page; reports/compare-FIRST-SECOND.html otherwise.
+        output: the page; reports/compare-FIRST-SECOND-....html otherwise.
     """
     try:
         sides = [read_side(Path.cwd(), name) for name in (first, second, *more)]
@@ -49,6 +50,7 @@ def compare(first: str, second: str, /, *more: str, output: GivenPath | None = N
                 return 0
             print(*(f"{warning}\n" for side in sides for warning in side.results.warnings), sep="", end="", file=sys.stderr)
             print(tables(trained([side.results for side in sides]), sides[0].results.params["evaluation"]["confidence"]), end="")
+            _write(render_several(sides), output or REPORTS / f"compare-{slug('-'.join((first, second, *more)))}.html")
             return 0
     except (ConfigError, ValueError) as error:
         print(f"compare: {error}", file=sys.stderr)
@@ -58,11 +60,14 @@ def compare(first: str, second: str, /, *more: str, output: GivenPath | None = N
         print(json.dumps(differences(one.results, other.results), indent=1))
         return 0
     print(summary(one, other))
-    output = output or REPORTS / f"compare-{slug(first)}-{slug(second)}.html"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(render_comparison(one, other), encoding="utf-8", newline="\n")
-    print(f"Page: {output}")
+    _write(render_comparison(one, other), output or REPORTS / f"compare-{slug(first)}-{slug(second)}.html")
     return 0
+
+
+def _write(page: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8", newline="\n")
+    print(f"Page: {path}")
 
 
 def differences(one: Results, other: Results) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,17 +19,19 @@ from tabulate import tabulate
 from flows.chain.worktree import git
 from flows.registry import decisions, versions
 from flows.registry.evidence import GateProblem, check_version, gates
+from flows.registry.reviews import Review, Reviews, read_reviews
 from flows.registry.state import ARTIFACTS, Registry, read_registry
 from flows.registry.tags import Event, Version, who
 from rlhf_core.commands import GivenPath, Json, printable, printed, run_module
 from rlhf_core.config import ConfigError
-from rlhf_core.paths import PROMOTED, REWARD_MODEL
+from rlhf_core.paths import PROMOTED, REPORTS, REWARD_MODEL
 from rlhf_core.provenance.lineage import evaluated_by_reward_model, learned_from_reward_model, named_inputs, trained_from
 
 SHORT = 10  # characters of a hash in a table
 SHORT_INPUT = 12  # of the hash of an external input
 
 
+Opened = Annotated[bool, Parameter("--open", negative_bool="no-")]
 Artifact = Annotated[Literal[tuple(ARTIFACTS)], Parameter(help="Whose versions.")]
 
 
@@ -69,13 +71,21 @@ def show(artifact: Artifact | None = None, version: str | None = None, /, *, as_
     one = found.get(None if version == "promoted" else version)
     problem = problem_of(root, one)
     _warn(filter(None, [problem]))
-    return json.dumps(describe(found, one, problem), indent=1) if as_json else summary(found, one, problem)
+    reviews = _reviews(root, found).of(one.version)
+    return json.dumps(describe(found, one, problem, reviews), indent=1) if as_json else summary(found, one, problem, reviews)
+
+
+def _reviews(root: Path, found: Registry) -> Reviews:
+    """Return the reviews, after a warning of each tag that was left out."""
+    reviews = read_reviews(root, found)
+    _warn(tag.problem for tag in reviews.bad)
+    return reviews
 
 
 def _described(root: Path, found: Registry) -> list[dict[str, Any]]:
     """Return all versions as JSON."""
-    texts = _gate_problems(root, found)[1]
-    return [describe(found, version, texts[version.version]) for version in found.versions.values()]
+    texts, reviews = _gate_problems(root, found)[1], _reviews(root, found)
+    return [describe(found, version, texts[version.version], reviews.of(version.version)) for version in found.versions.values()]
 
 
 def _all_versions(root: Path, found: Registry, title: str = "") -> str:
@@ -125,6 +135,52 @@ def promote(artifact: Artifact, version: str | None = None, /, *, reason: str, b
     root = Path.cwd()
     event = decisions.promote(root, artifact, version, by=by or identity(root), reason=reason, override=override)
     return decided(artifact, event)
+
+
+@printed()
+def review(
+    artifact: Artifact,
+    version: str,
+    /,
+    *,
+    approve: Annotated[bool, Parameter("--approve", negative_bool="", negative="--reject")],
+    reason: str,
+    by: str | None = None,
+) -> str:
+    """Approve or reject a version.
+
+    Args:
+        version: for example v2.0.0.
+        approve: whether it may be used; --reject: it may not be promoted.
+        reason: kept with the review.
+        by: who reviews; without it the name and address from git's settings.
+    """
+    root = Path.cwd()
+    done = decisions.review(root, artifact, version, "approve" if approve else "reject", by=by or identity(root), reason=reason)
+    return f"{artifact} {version}: {done.line}\n{share(artifact)}"
+
+
+@printed()
+def page(artifact: Artifact, version: str | None = None, /, *, output: GivenPath | None = None, open_: Opened = True) -> str:
+    """Write the page of a version for its reviewers, and open it.
+
+    Args:
+        version: for example v2.0.0; without it the newest.
+        output: the page; reports/ARTIFACT-VERSION.html otherwise.
+        open_: open it in a browser.
+    """
+    from flows.registry.page import render_version  # imports Bokeh
+    from rlhf_core.report.opened import open_page
+
+    root = Path.cwd()
+    found = _read(root, artifact)
+    chosen = found.get(version or found.newest_version() or "latest")
+    path = output or REPORTS / f"{artifact}-{chosen.version}.html"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render_version(root, found, chosen, problem_of(root, chosen)), encoding="utf-8", newline="\n")
+    if open_:
+        open_page(path)
+    return str(path)
 
 
 @printed()
@@ -239,7 +295,7 @@ def gate_facts(version: Version) -> dict[str, str]:
     return {"reward model": "none used in training"} | (evaluated if evaluated_by_reward_model(version.lineage) else {})
 
 
-def describe(found: Registry, version: Version, problem: str | None) -> dict[str, Any]:
+def describe(found: Registry, version: Version, problem: str | None, reviews: Sequence[Review] = ()) -> dict[str, Any]:
     """Return a version as JSON.
 
     problem: contradiction between tag and commit; None if there is none.
@@ -251,11 +307,12 @@ def describe(found: Registry, version: Version, problem: str | None) -> dict[str
         "state": found.known_state(version.version),
         "problem": problem,
         "events": events,
+        "reviews": [asdict(review) for review in reviews],
         "trained_from": trained_from(version.lineage),
     }
 
 
-def summary(found: Registry, version: Version, problem: str | None = None) -> str:
+def summary(found: Registry, version: Version, problem: str | None = None, reviews: Sequence[Review] = ()) -> str:
     """Return a version as text, without most of its params.
 
     problem: as for `describe`.
@@ -280,7 +337,12 @@ def summary(found: Registry, version: Version, problem: str | None = None) -> st
     }
     events = [decided(found.artifact, e).splitlines()[0] for e in found.events if version.version in (e.version, e.previous)]
     return "\n".join(
-        [f"{found.artifact} {version.version}", tabulate([fact for fact in facts.items() if fact[1]], tablefmt="plain"), *events]
+        [
+            f"{found.artifact} {version.version}",
+            tabulate([fact for fact in facts.items() if fact[1]], tablefmt="plain"),
+            *(f"review {r.number}: {r.line}" for r in reviews),
+            *events,
+        ]
     )
 
 

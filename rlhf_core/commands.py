@@ -154,6 +154,12 @@ COMMANDS: dict[str, tuple[str, str, str, str]] = {
         CODES,
     ),
     "report": ("flows.runs.__main__:report", "Open the report of a run, and print its path.", "rlhf report my-grpo", CODES),
+    "track": (
+        "flows.track:track",
+        "Send a run to the configured trackers, wandb, TensorBoard and MLflow: what they lack of it.",
+        "rlhf track my-grpo --set tracking.mlflow_uri=sqlite:///mlflow.db",
+        "0 done, 2 refused, a tracker is down, or wrong options",
+    ),
     "rollouts": (
         "rlhf_core.report.rollouts:write_page",
         "Write a page of the rollouts that an RL run has saved, and open it.",
@@ -209,6 +215,18 @@ COMMANDS: dict[str, tuple[str, str, str, str]] = {
         "flows.promote:promote",
         "Make a version the promoted one.",
         'rlhf registry promote policy v1.0.0 --reason "better on held-out prompts"',
+        CODES,
+    ),
+    "registry review": (
+        "flows.promote:review",
+        "Approve or reject a version, with a reason.",
+        'rlhf registry review policy v2.0.0 --approve --by "Ada Lovelace" --reason "read 50 answers"',
+        CODES,
+    ),
+    "registry page": (
+        "flows.promote:page",
+        "Write and open the page of a version for its reviewers: what it is, what changed, who said what.",
+        "rlhf registry page policy v2.0.0",
         CODES,
     ),
     "registry rollback": (

@@ -1,7 +1,8 @@
 """Environment variables that a stage and its child processes may see: a fixed list, and those named in params.yaml.
 
 Reward functions, judges and a model's remote code run in these processes. They don't see the tokens and cloud keys of the shell unless
-flow.environment names them. A stage gets a key that it needs (WANDB_API_KEY, HF_TOKEN) if params use the service.
+flow.environment names them. A stage gets a key that it needs (HF_TOKEN) if params use the service; a tracker's key goes to
+the tracker's own process (flows/trackers).
 This isn't a sandbox: code that runs as a user can read that user's files.
 """
 
@@ -62,8 +63,6 @@ def of_stage(params: Params, stage: str | None, environment: Mapping[str, str]) 
     """
     stage = stage and stage.rpartition(":")[2].partition("@")[0]
     names = set(params.environment)
-    if params.tracking.wandb_project is not None and stage in (None, *TRAINING):
-        names.add("WANDB_API_KEY")
     if stage in (None, *MODEL_READERS) and _asks_the_hub(params, environment):
         names |= {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
     if params.cluster.address is not None and stage in (None, *TRAINING, *(INFERENCE_STAGES if params.cluster.inference_ranks > 1 else ())):

@@ -8,8 +8,7 @@ from typing import Any
 from tiny_models import tiny_params
 
 from rlhf_core.checkpoint.store import CheckpointStore
-from rlhf_core.config import TrackingConfig
-from rlhf_core.tracking import MetricsLog
+from rlhf_core.curves import MetricsLog
 from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_examples, train_on_pairs
 from rlhf_core.trainers.supervised.loop import TrainLoop
 
@@ -27,8 +26,7 @@ def run_of(folder: Path, scratch: Path, *, steps: int = 4, stop_after: int | Non
     seen = []
 
     def metrics_log(step: int) -> MetricsLog:
-        tracking = TrackingConfig(tensorboard_dir=None, wandb_project=None)
-        return MetricsLog(scratch / "curves.csv", COLUMNS, timings=None, tracking=tracking, run_name="tiny", first_step=step)
+        return MetricsLog(scratch / "curves.csv", COLUMNS, timings=None, first_step=step)
 
     def stop_requested() -> bool:
         seen.append(1)

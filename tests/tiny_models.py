@@ -209,7 +209,7 @@ def rl_job(sft: Path, reward: Path, **overrides: Any) -> RlJob:
     teachers = [*params.teachers.values()]
     return RlJob(
         seed=0, model=params.model, train_on=params.sft.train_on, train_on_thoughts=params.sft.train_on_thoughts, rl=params.rl,
-        tracking=params.tracking, threads=1, run_name="tiny", prepared="", sft_model=str(sft),
+        threads=1, prepared="", sft_model=str(sft),
         reward_model=str(reward), scorer_models=scorers, teacher_models=teachers, source_judges={}, work="", checkpoints=StoreSettings(),
         output="", timings="",
     )  # fmt: skip

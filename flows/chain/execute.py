@@ -27,6 +27,7 @@ from flows.chain.summary import read_metrics, report_line, report_of, stage_tabl
 from flows.chain.worktree import commit_results, run_within
 from flows.runs.record import GATE_REJECTED, note, read_record, recording
 from flows.runs.results import input_paths, read_side, result_paths
+from flows.trackers.processes import tracked
 from rlhf_core.config import ConfigError, reordering_shown
 from rlhf_core.report.sketch import sketch
 from rlhf_core.report.texts import markdown_text
@@ -43,7 +44,7 @@ def run_chain(run: PreparedRun, run_stage: RunStage, log: Log) -> State | None:
     Raises:
         ConfigError: the results can't be committed.
     """
-    with recording(run.workspace):
+    with tracked(run.workspace, run.params.tracking), recording(run.workspace):
         state = _run_stages(run, run_stage, log)
         note(run.workspace, **outcome_of(state, run.until))
     if state is not None:

@@ -21,6 +21,7 @@ from flows.chain.updates import check_run, check_update
 from flows.chain.user_files import check_user_files
 from flows.chain.worktree import commit, prepare_worktree, undone_on_failure, worktree_path
 from flows.runs.record import REFUSED, note
+from flows.trackers.processes import check_installed
 from rlhf_core.config import ConfigError, Params, parse_params, read_yaml
 
 
@@ -103,10 +104,11 @@ def read_run(root: Path, workspace: Path, *, force: str | None = None, until: st
     """Read the params and stages of a workspace, and ask DVC what is up to date.
 
     Raises:
-        ConfigError: a file is invalid, or there is no such stage.
+        ConfigError: a file is invalid, there is no such stage, or a tracker's package isn't installed.
     """
     tree = read_yaml(workspace / "params.yaml")
     params = parse_params(tree, subject=str(workspace / "params.yaml"))
+    check_installed(params.tracking)
     stages = read_stages(workspace, tree)
     order = [*stages]
     check_chosen(order, force=force, until=until)  # a new worktree has the stages of the last commit

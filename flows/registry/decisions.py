@@ -16,6 +16,7 @@ from flows.chain.worktree import IDENTITY, git, has_identity
 from flows.registry.evidence import check_version
 from flows.registry.figures import check_accuracy
 from flows.registry.objects import failure_text, run_git
+from flows.registry.reviews import Answer, Review, read_reviews, rejected
 from flows.registry.signatures import allowed_signers, signing, verify
 from flows.registry.state import STAGE, Registry, read_for_decision, read_registry, version_number, why_not
 from flows.registry.tags import Event, Version
@@ -92,12 +93,32 @@ def promote(
         check_version(root, chosen)
         if chosen.gate_accuracy is not None and not check_accuracy(root, chosen):
             log.warning("%s %s: its accuracy isn't computed again, since DVC's cache here lacks its scores", artifact, chosen.version)
-        refusal = why_not(registry, chosen)
+        refusal = why_not(registry, chosen) or rejected(root, registry, chosen)
         if refusal and override is None:
             raise ConfigError(f"{artifact} {chosen.version}: {refusal}; to promote it anyway, give a reason with --override")
         if registry.current == chosen:
             raise ConfigError(f"{artifact} {chosen.version}: expected one that isn't promoted, got the promoted one; nothing to do")
         return _assign(root, registry, "promote", chosen.version, by=by, reason=reason, override=override if refusal else None)
+
+
+def review(root: Path, artifact: str, version: str, answer: Answer, *, by: str, reason: str) -> Review:
+    """Record a review of a version.
+
+    Raises:
+        ConfigError: there is no such version, its tag contradicts its commit, or a name or reason is missing.
+    """
+    check_words(by=by, reason=reason)
+    with registry_lock(root):
+        registry = read_registry(root, artifact)
+        chosen = registry.get(version)
+        check_version(root, chosen)
+        known = read_reviews(root, registry)
+        known.check(chosen.version)
+        number = max((earlier.number for earlier in known.of(chosen.version)), default=0) + 1
+        content = {"action": answer, "by": by, "reason": reason, "model": chosen.model}
+        head = f"{artifact} {chosen.version}: review {number}, {answer}, stated by {by}: {reason}".replace("\n", " ")
+        write_tag(root, f"{artifact}-review-{chosen.version}-{number}", chosen.commit, head, content, after=registry.newest)
+        return read_reviews(root, registry).of(chosen.version)[-1]
 
 
 class AnotherModel(ConfigError):
@@ -141,14 +162,23 @@ def rollback(root: Path, artifact: str, to: str | None, *, by: str, reason: str)
         return _assign(root, registry, "rollback", target, by=by, reason=reason, override=None)
 
 
-def _assign(root: Path, registry: Registry, action: str, version: str | None, *, by: str, reason: str, override: str | None) -> Event:
-    for name, value in (("by", by), ("reason", reason), *((("override", override),) if override is not None else ())):
+def check_words(**words: str) -> None:
+    """Check a decision's texts.
+
+    Raises:
+        ConfigError: one is empty, or has control characters or a credential.
+    """
+    for name, value in words.items():
         if not value.strip():
             raise ConfigError(f"{name}: expected some words, got none; write them, since they are kept with the decision")
         if not value.replace("\n", " ").isprintable():
             raise ConfigError(f"{name}: expected words, got {shown(repr(value))}; write them without control characters")
         if found := credential_in(value):  # later runs copy reasons of rollbacks to params.yaml, which refuses credentials
             raise ConfigError(f"{name}: expected words, got {found}; remove it, since the tag is shared")
+
+
+def _assign(root: Path, registry: Registry, action: str, version: str | None, *, by: str, reason: str, override: str | None) -> Event:
+    check_words(by=by, reason=reason, **({"override": override} if override is not None else {}))
     artifact, previous = registry.artifact, registry.current
     entry = {"action": action, "version": version, "previous": previous and previous.version, "by": by, "reason": reason}
     entry["override"] = override

@@ -18,6 +18,7 @@ from flows.chain.console import tell, tell_end
 from flows.promote import decided, gate_of, identity, summary, uses_reward_model
 from flows.registry import decisions
 from flows.registry.evidence import check_version
+from flows.registry.reviews import read_reviews, rejected
 from flows.registry.state import Registry, read_for_decision, why_not
 from flows.registry.tags import Event, Version
 from rlhf_core.commands import printable
@@ -57,11 +58,12 @@ def promote(
         found = read_for_decision(root, artifact)
         chosen = version_to_approve(_note(root), found, version, resumed=runtime.flow_run.run_count > 1)
         check_version(root, chosen)
-        refusal = why_not(found, chosen)
+        refusal = why_not(found, chosen) or rejected(root, found, chosen)
         if refusal and override is None:
             raise ConfigError(f"{artifact} {chosen.version}: {refusal}; to promote it anyway, give the reason in `override`")
         details = printable(summary(found, chosen)) + (f"\nOverride: {override}" if refusal else "")
-        decision = _ask(chosen, details, config) if config.require_approval else _given(root, by, reason)
+        given = None if config.require_approval else _given(root, by, reason)
+        decision = given or _reviewed(root, found, chosen) or _ask(chosen, details, config)
         if not decision.approve:
             log.info("%s %s: not approved", artifact, chosen.version)
             message = f"{artifact} {chosen.version}: stated by {decision.by}: {decision.reason}"
@@ -123,6 +125,14 @@ def _ask(chosen: Version, details: str, config: RegistryConfig) -> Approval:
     create_markdown_artifact(text, key=f"promote-{chosen.artifact}", description=text_of_question)
     form = Approval.with_initial_data(description=text_of_question)
     return suspend_flow_run(wait_for_input=form, timeout=config.approval_timeout, key=key)
+
+
+def _reviewed(root: Path, found: Registry, chosen: Version) -> Approval | None:
+    """The answer of a review that approves the version, if the last one does; nobody is asked again."""
+    last = read_reviews(root, found).last(chosen.version)
+    if last is None or last.answer != "approve":
+        return None
+    return Approval(approve=True, by=last.who.removeprefix("stated by "), reason=last.reason)
 
 
 def _given(root: Path, by: str | None, reason: str | None) -> Approval:

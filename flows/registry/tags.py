@@ -229,6 +229,15 @@ class _Event(_Form):
     model: _Model | None = None
 
 
+class ReviewForm(_Form):
+    """The JSON of a review's tag."""
+
+    action: Literal["approve", "reject"]
+    by: str
+    reason: str
+    model: _Model
+
+
 class _Unassignment(_Form):
     action: Literal["unassign"]
     version: str

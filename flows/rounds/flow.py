@@ -30,6 +30,7 @@ from flows.rounds.series import (
 )
 from flows.runs.record import ROUND_REFUSED, note, recording
 from flows.runs.results import input_paths, result_paths
+from flows.trackers.processes import tracked
 from rlhf_core.config import with_recipes
 from rlhf_core.paths import ROUNDS_FIGURE
 
@@ -66,7 +67,7 @@ def iterative_dpo(
 def run_prepared(run: PreparedRun, rounds: int) -> State | None:
     """Run the chain before the rounds and then the rounds, record the outcome, and return a state if not all ended well."""
     get_run_logger().info("Workspace: %s", run.workspace)
-    with recording(run.workspace):
+    with tracked(run.workspace, run.params.tracking), recording(run.workspace):
         warn_of_settings(run.workspace, run.params, rounds=True)
         state = _chain(run) or _rounds(run, rounds)
         note(run.workspace, **outcome_of(state))

@@ -128,8 +128,16 @@ def _is_web_address(text: str) -> bool:
 
 
 class TrackingConfig(Section):
+    """Settings of the trackers (flows/trackers).
+
+    mlflow_uri: of a server or a database, such as http://127.0.0.1:5000 or sqlite:///mlflow.db.
+    texts: whether samples and the report, which have prompts and answers, are sent too.
+    """
+
     tensorboard_dir: str | None  # folder for TensorBoard's curves; null: none
     wandb_project: str | None  # project of Weights & Biases; null: none
+    mlflow_uri: str | None = None
+    texts: bool = True
 
 
 class FlowConfig(Section):

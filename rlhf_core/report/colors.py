@@ -9,17 +9,18 @@ import numpy as np
 import pandas as pd
 
 INK, MUTED, GRID = "#3d4451", "#6b7280", "#e4e7ec"
-BLUE, ORANGE, GREEN, RED, PURPLE, TEAL = "#2f6fdb", "#d9730d", "#1f8a4c", "#c93c37", "#7a4fd0", "#0e8a94"
+# Told apart with every kind of colour blindness, by lightness where not by hue, and at least 3:1 against the page (tests/unit/report).
+BLUE, ORANGE, GREEN, RED, PURPLE, TEAL = "#2f6fdb", "#d9730d", "#1ea567", "#a80805", "#4f0078", "#083c40"
 DARK = {
     INK: "#cfd6e1",
     MUTED: "#98a2b3",
     GRID: "#2b313c",
     BLUE: "#6ea8ff",
     ORANGE: "#ffa657",
-    GREEN: "#57c785",
-    RED: "#ff7b72",
-    PURPLE: "#b795ff",
-    TEAL: "#4fd1d9",
+    GREEN: "#b9f3c0",
+    RED: "#ca375d",
+    PURPLE: "#9d23e6",
+    TEAL: "#28f9f6",
 }
 MAX_POINTS = 1000  # of one curve; longer ones are thinned evenly
 

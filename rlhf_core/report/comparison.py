@@ -18,6 +18,7 @@ from tabulate import tabulate
 from rlhf_core.report.differences import Results, of_one_configuration
 from rlhf_core.statistics.intervals import MeanDifference, detectable_mean_difference, holm, mean_interval, paired_means
 
+Table = tuple[list[str], list[list[Any]]]  # heads and rows
 LAST = 5  # final training steps that are averaged
 
 
@@ -43,7 +44,7 @@ def evaluated(evaluation: Mapping[str, Any], *, judge: bool) -> dict[str, float 
     return found | {"win rate, sampled": evaluation["win_rate"]["sampled"]["value"], "KL, nats": evaluation["kl"]["sampled"]}
 
 
-def trained(runs: Sequence[Results]) -> list[Trained]:
+def configurations(runs: Sequence[Results]) -> dict[str, list[Results]]:
     """Runs grouped by configuration (`of_one_configuration`), each group named after its first run.
 
     Raises:
@@ -59,29 +60,47 @@ def trained(runs: Sequence[Results]) -> list[Trained]:
         if len({run.params["seed"] for run in group}) < len(group):
             twice = ", ".join(run.name for run in group)
             raise ValueError(f"{name}: expected one run of each seed of a configuration, got {twice}; leave out repeated seeds")
-    judge = all(run.metrics["evaluate"]["judge"] for run in runs)
+    return names
+
+
+def trained(runs: Sequence[Results]) -> list[Trained]:
+    """Runs in the order of their configurations. Errors are those of `configurations`."""
+    judge = all(run.metrics.get("evaluate", {}).get("judge") for run in runs)
     return [
-        Trained(name, run.params["seed"], evaluated(run.metrics["evaluate"], judge=judge)) for name, group in names.items() for run in group
+        Trained(name, run.params["seed"], evaluated(run.metrics["evaluate"], judge=judge))
+        for name, group in configurations(runs).items()
+        for run in group
     ]
 
 
 def tables(runs: Sequence[Trained], confidence: float) -> str:
     """Markdown tables of each configuration's means and of its differences from the first one, with notes on how to read them."""
-    missing = {name for run in runs for name, value in run.figures.items() if value is None}
-    runs = [replace(run, figures={name: run.figures[name] for name in run.figures if name not in missing}) for run in runs]
-    parts = [_means(runs, confidence), _note(runs, confidence)]
-    differences = _differences(runs, confidence)
+    parts = [_markdown(means_table(runs, confidence)) + "\n", note(runs, confidence)]
+    differences = _markdown(difference_table(runs, confidence))
     return "\n".join([*parts, *([f"\n{differences}"] if differences else [])]) + "\n"
 
 
-def _means(runs: Sequence[Trained], confidence: float) -> str:
+def _markdown(table: Table) -> str:
+    heads, rows = table
+    return tabulate(rows, heads, tablefmt="github", disable_numparse=True) if rows else ""
+
+
+def _complete(runs: Sequence[Trained]) -> list[Trained]:
+    """The runs without the figures that one of them lacks."""
+    missing = {name for run in runs for name, value in run.figures.items() if value is None}
+    return [replace(run, figures={name: run.figures[name] for name in run.figures if name not in missing}) for run in runs]
+
+
+def means_table(runs: Sequence[Trained], confidence: float) -> Table:
+    """Heads and rows: each configuration's means over its seeds, with their intervals."""
+    runs = _complete(runs)
     groups = _grouped(runs)
     names = list(runs[0].figures)
     rows = []
     for configuration, of_seed in groups.items():
         cells = [_mean([run.figures[name] for run in of_seed.values()], confidence) for name in names]
         rows.append([configuration, len(of_seed), *cells])
-    return tabulate(rows, ["configuration", "seeds", *names], tablefmt="github", disable_numparse=True) + "\n"
+    return ["configuration", "seeds", *names], rows
 
 
 def _mean(values: list[float], confidence: float) -> str:
@@ -92,7 +111,8 @@ def _mean(values: list[float], confidence: float) -> str:
     return f"{mean} ({low:.3f} to {high:.3f})"
 
 
-def _note(runs: Sequence[Trained], confidence: float) -> str:
+def note(runs: Sequence[Trained], confidence: float) -> str:
+    """How to read the table of means."""
     remarks = []
     groups = _grouped(runs).values()
     if any(len(of_seed) > 1 for of_seed in groups):
@@ -102,11 +122,12 @@ def _note(runs: Sequence[Trained], confidence: float) -> str:
     return " ".join(remarks)
 
 
-def _differences(runs: Sequence[Trained], confidence: float) -> str:
-    """Table of each configuration's differences from the first one by seed; "" if none has two seeds in common with it.
+def difference_table(runs: Sequence[Trained], confidence: float) -> Table:
+    """Heads and rows: each configuration's differences from the first one by seed; no rows if none has two seeds in common with it.
 
     Holm's method corrects all p-values of the table together.
     """
+    runs = _complete(runs)
     first, *others = _grouped(runs).items()
     found: dict[tuple[str, str], MeanDifference] = {}
     for name, of_seed in others:
@@ -116,7 +137,7 @@ def _differences(runs: Sequence[Trained], confidence: float) -> str:
             if own != base or "SFT" not in figure:  # equal figures of a common SFT model are no test
                 found[name, figure] = paired_means(own, base, confidence)
     if not found:
-        return ""
+        return [], []
     corrected = holm([difference.p_value for difference in found.values()])
     unclear = sum(p >= 1 - confidence for p in corrected)
 
@@ -133,7 +154,7 @@ def _differences(runs: Sequence[Trained], confidence: float) -> str:
         for ((name, figure), d), p in zip(found.items(), corrected, strict=True)
     ]
     heads = [f"less {first[0]}", "figure", "seeds", "difference", f"{confidence:.0%} interval over seeds", "p, corrected (Holm)", ""]
-    return tabulate(rows, heads, tablefmt="github", disable_numparse=True)
+    return heads, rows
 
 
 def _grouped(runs: Sequence[Trained]) -> dict[str, dict[int, Trained]]:

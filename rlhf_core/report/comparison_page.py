@@ -48,10 +48,10 @@ def render_comparison(first: Side, second: Side) -> str:
     rows = figures_that_count(one, other)
     tone, sentence = headline(one, other, rows)
     drawn = {
-        _key(stage, phase, column): _both(first, second, stage, phase, column, y_title, percent)
+        key(stage, phase, column): _both(first, second, stage, phase, column, y_title, percent)
         for stage, phase, column, _, y_title, percent in OVERLAID
     } | {"frontier": _frontier(first, second)}
-    titles = {_key(stage, phase, column): title for stage, phase, column, title, _, _ in OVERLAID} | {"frontier": "RL: score against KL"}
+    titles = {key(stage, phase, column): title for stage, phase, column, title, _, _ in OVERLAID} | {"frontier": "RL: score against KL"}
     content = {
         "title": f"{one.name} and {other.name}",
         "names": (one.name, other.name),
@@ -73,7 +73,8 @@ def render_comparison(first: Side, second: Side) -> str:
     return page("comparison.html.jinja", as_items(drawn), content)
 
 
-def _key(stage: str, phase: str | None, column: str) -> str:
+def key(stage: str, phase: str | None, column: str) -> str:
+    """The name of a figure of a stage's column."""
     return "_".join(filter(None, (stage, phase, column)))
 
 

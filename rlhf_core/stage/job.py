@@ -54,7 +54,6 @@ class Job:
     ranks: int
     root: Path
     work: Path
-    run_name: str
     checkpoints: StoreSettings
     threads: int
     sequence_parallel: int = 1

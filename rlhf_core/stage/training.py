@@ -138,7 +138,6 @@ def _job(
         ranks=ranks,
         root=Path.cwd(),
         work=stage.scratch,
-        run_name=f"{stage.name}-{stage.fingerprint[:8]}",
         checkpoints=stage.store_settings(zero_stage=zero_stage, world_size=ranks),
         threads=stage.params.cluster.threads,
         sequence_parallel=sequence_parallel,

@@ -55,7 +55,7 @@ FRAME = {
     "rlhf_core/files.py": "files that are replaced as a whole, and locks",
     "rlhf_core/ledger.py": "records that all worktrees of a repository share",
     "rlhf_core/process.py": "environment variables that silence libraries",
-    "rlhf_core/tracking.py": "where curves are written to",
+    "rlhf_core/curves.py": "where curves are written to",
     "rlhf_core/planning": "what memory a stage takes, checked before it starts",
     "rlhf_core/storage": "brings files to nodes and back, verified by their hashes",
     "rlhf_core/checkpoint": "where unfinished work is kept, and its state digests",

@@ -484,8 +484,8 @@ def test_the_default_job_runs_with_trainer_and_engines_on_one_gpu(folder, tmp_pa
 def test_pairs_are_learned_on_the_gpu_whatever_its_attention_takes(folder, tmp_path, dtype):
     """With and without flash attention, a precomputed reference, adapters."""
     from rlhf_core.config import LoraConfig
+    from rlhf_core.curves import MetricsLog
     from rlhf_core.engines.deepspeed.engine import join_world
-    from rlhf_core.tracking import MetricsLog
     from rlhf_core.trainers.preference.train import COLUMNS, PreferenceRun, train_on_pairs
     from rlhf_core.trainers.supervised.loop import TrainLoop
 
@@ -500,7 +500,7 @@ def test_pairs_are_learned_on_the_gpu_whatever_its_attention_takes(folder, tmp_p
 
     def curves(step: int) -> MetricsLog:
         path = tmp_path / "curves.csv"
-        return MetricsLog(path, COLUMNS, timings=None, tracking=params.tracking, run_name="gpu", first_step=step)
+        return MetricsLog(path, COLUMNS, timings=None, first_step=step)
 
     loop = TrainLoop(0, 100, 100, 0, lambda phase: CheckpointStore(tmp_path / "scratch" / phase), curves, lambda: False)
     run = PreferenceRun(folder, params.model.model_copy(update={"dtype": dtype}), tmp_path / "scratch", loop, 12)

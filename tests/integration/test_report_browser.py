@@ -20,6 +20,7 @@ FIGURES = 22
 SHOWN = "[...document.querySelectorAll('#samples article')].map(card => card.innerText)"
 GAINS = "[...document.querySelectorAll('#samples article')].map(card => Number(card.dataset.gain))"
 COUNT = "document.querySelector('#samples output').textContent"
+CONTROLS = "a[href], input, select, button:not([hidden]), summary"
 # The set of `r,g,b` of the opaque pixels of a figure's canvas.
 COLOURS = """(() => {
   const canvas = [...document.querySelectorAll('[data-figure=rl_kl]')].flatMap(function find(node) {
@@ -186,3 +187,29 @@ def test_the_page_of_two_runs_draws_and_filters(browser, tmp_path, report):
     choose(browser, "mode", "greedy")
     assert browser.evaluate(COUNT) == f"{len(HOSTILE)} of {2 * len(HOSTILE)}"
     assert browser.evaluate("window.hacked") is None and browser.problems == []
+
+
+def test_the_keyboard_reaches_every_control_and_shows_where_it_is(page: Browser):
+    wanted = page.evaluate(f"document.querySelectorAll('{CONTROLS}').length")
+    page.evaluate("document.activeElement.blur()")
+    reached = set()
+    for _ in range(wanted + 60):  # scrolling texts and tables are stops too
+        for kind in ("rawKeyDown", "keyUp"):
+            page.call("Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab", windowsVirtualKeyCode=9)
+        reached.add(page.evaluate(f"[...document.querySelectorAll('{CONTROLS}')].indexOf(document.activeElement)"))
+        assert page.evaluate("document.activeElement === document.body || getComputedStyle(document.activeElement).outlineWidth === '2px'")
+    assert len(reached - {-1}) == wanted
+
+
+def test_nothing_is_cut_off_or_left_over_in_print(page: Browser):
+    page.call("Emulation.setDeviceMetricsOverride", width=690, height=900, deviceScaleFactor=1, mobile=False)
+    page.call("Emulation.setEmulatedMedia", media="print", features=[])
+    hidden = "[...document.querySelectorAll('nav, .controls, .more')].every(e => getComputedStyle(e).display === 'none')"
+    cut = (
+        "[...document.querySelectorAll('.scroll, .text, pre')].filter(e => e.checkVisibility()"
+        " && e.scrollHeight > e.clientHeight + 1 && getComputedStyle(e).overflowY !== 'visible').length"
+    )
+    assert page.evaluate(hidden) and page.evaluate(cut) == 0
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    page.call("Emulation.setEmulatedMedia", media="", features=[])
+    page.call("Emulation.setDeviceMetricsOverride", width=1200, height=900, deviceScaleFactor=1, mobile=False)

@@ -102,7 +102,7 @@ def test_a_name_that_can_be_none_of_a_variable_is_refused(name):
     ("changes", "online", "names"),
     [
         ({}, "0", {}),
-        ({"tracking__wandb_project": "p"}, "1", {"WANDB_API_KEY": rules.TRAINING}),
+        ({"tracking__wandb_project": "p"}, "1", {}),
         ({"model__path": "org/model"}, "0", {"HF_TOKEN": rules.MODEL_READERS}),
         ({"model__path": "org/model"}, "1", {}),
         ({"model__path": str(ROOT)}, "0", {}),

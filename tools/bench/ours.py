@@ -9,12 +9,12 @@ import torch
 
 from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.config import TrainingConfig
+from rlhf_core.curves import MetricsLog, Row
 from rlhf_core.engines.deepspeed.engine import EngineSettings, TrainEngine, join_world
 from rlhf_core.models.build import load_language_model, load_scalar_model
 from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.probe import can_share_prefixes
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.tracking import MetricsLog, Row
 from rlhf_core.trainers.preference.train import PreferenceRun, train_on_pairs
 from rlhf_core.trainers.reward.train import encode_comparisons, reward_phase
 from rlhf_core.trainers.sft.train import sft_phase
@@ -32,8 +32,6 @@ class Watch(MetricsLog):
             folder / "curves.csv",
             COLUMNS,
             timings=folder / "timings.csv",
-            tracking=work.params.tracking,
-            run_name=work.method,
             first_step=0,
         )
         self._run = run

@@ -44,6 +44,7 @@ OPTIONAL: dict[str, str] = {
     "bitsandbytes": "lora.quantize",
     "wandb": "tracking.wandb_project",
     "tensorboard": "tracking.tensorboard_dir",
+    "mlflow-skinny": "tracking.mlflow_uri",
 }
 NEEDED_MEMORY = 8.0  # GiB, of the default run
 NEEDED_DISK = 5.0  # GiB

@@ -186,21 +186,19 @@ def train_supervised(case: Case, folder: Path, scratch: Path) -> None:
 def training_loop(case: Case, scratch: Path) -> TrainLoop:
     from rlhf_core.checkpoint.settings import StoreSettings
     from rlhf_core.checkpoint.store import CheckpointStore
-    from rlhf_core.config import TrackingConfig
+    from rlhf_core.curves import MetricsLog
     from rlhf_core.engines.deepspeed.ranks import rank
-    from rlhf_core.tracking import MetricsLog
     from rlhf_core.trainers.preference.train import COLUMNS
     from rlhf_core.trainers.supervised.loop import TrainLoop
 
     settings = StoreSettings(world_size=case.ranks, zero_stage=case.changes.get("zero_stage", 0))
-    tracking = {"timings": None, "tracking": TrackingConfig(tensorboard_dir=None, wandb_project=None), "run_name": "memory"}
     return TrainLoop(
         seed=0,
         checkpoint_every=100,
         eval_every=100,
         first_step=0,
         checkpoints=lambda phase: CheckpointStore(scratch / phase, settings),
-        metrics_log=lambda step: MetricsLog(scratch / f"curves-{rank()}.csv", (*COLUMNS, "accuracy"), first_step=step, **tracking),
+        metrics_log=lambda step: MetricsLog(scratch / f"curves-{rank()}.csv", (*COLUMNS, "accuracy"), timings=None, first_step=step),
         stop_requested=lambda: False,
     )
 
@@ -264,9 +262,7 @@ def rl_job(case: Case, folder: Path) -> Any:
         train_on=params.sft.train_on,
         train_on_thoughts=params.sft.train_on_thoughts,
         rl=params.rl,
-        tracking=params.tracking,
         threads=1,
-        run_name="memory",
         prepared="",
         sft_model=str(folder),
         reward_model=reward,

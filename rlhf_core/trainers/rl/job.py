@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rlhf_core.checkpoint.settings import StoreSettings
-from rlhf_core.config import ModelConfig, RlConfig, Section, TrackingConfig
+from rlhf_core.config import ModelConfig, RlConfig, Section
 
 POLICY = "policy"  # in the storage, if there is one: the set of the exported policy's files
 PLACEMENT = "placement.json"  # in the job's folder: shares of the cluster's GPUs, and what `auto` of rl.rollout has become
@@ -36,9 +36,7 @@ class RlJob(Section):
     train_on: Literal["last_turn", "all_turns"]
     train_on_thoughts: bool
     rl: RlConfig
-    tracking: TrackingConfig
     threads: int
-    run_name: str
     prepared: str
     sft_model: str
     reward_model: str | None

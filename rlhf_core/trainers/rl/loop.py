@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 from rlhf_core.checkpoint.store import SaveFailed
 from rlhf_core.config import RlConfig, curve_columns
+from rlhf_core.curves import MetricsLog
 from rlhf_core.process import STOPPED_BY_SIGNAL, StepAbandoned, Stop, collect_by_default, freeze_gc
 from rlhf_core.progress import Bar
 from rlhf_core.sampling.prompts import difficulties
 from rlhf_core.sampling.rewards import RewardNormalizer, weighted_score
 from rlhf_core.stage.job import FULL, refuse
-from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.rl.collect import Collected, collect_again, collect_rollouts
 from rlhf_core.trainers.rl.credit import compute_advantages, correct, sampling_logprobs, shaped_rewards, value_units
 from rlhf_core.trainers.rl.curriculum import Curriculum
@@ -116,8 +116,6 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         Path(job.work) / "curves.csv",
         curve_columns(rl),
         timings=Path(job.timings),
-        tracking=job.tracking,
-        run_name=job.run_name,
         first_step=progress.step + 1,
     )
     saved = SavedRollouts(job, first_step=progress.step + 1)
@@ -136,7 +134,7 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
         progress, row, findings = finish_step(run, replace(progress, seconds=time.monotonic() - began), result)
         clock.lap("evaluate")
         if saves_rollouts(progress, rl):
-            curves.log_table("rollouts", saved.write(progress.step, trained_rollouts(run, result)), step=progress.step)
+            saved.write(progress.step, trained_rollouts(run, result))
         clock.lap("save_rollouts")
         stopping = stop.is_set()
         if stopping or progress.is_best or is_due(rl.checkpoint_every, progress, rl):
@@ -149,7 +147,7 @@ def train(job: RlJob, workers: Workers, stop: Stop) -> Progress:
             **workers.turns.memory,
         }
         workers.turns.log_order()
-        curves.log(row, timings, result.collected.scorer_metrics)
+        curves.log(row, timings)
         workers.store.publish()
         run.journal.trim(workers.store.surely_done)
         bar.step(**progress_figures(row, rl, clock))

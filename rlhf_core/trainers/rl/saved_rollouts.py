@@ -61,8 +61,8 @@ class SavedRollouts:
             if step >= first_step:
                 path.unlink()
 
-    def write(self, step: int, trained: TrainedRollouts) -> list[dict]:
-        """Write a step's rollouts, as many as the limits allow. Returns them for `MetricsLog.log_table`, without the lists by token."""
+    def write(self, step: int, trained: TrainedRollouts) -> None:
+        """Write a step's rollouts, as many as the limits allow."""
         rows = kept_rows(trained.batch.group_ids.tolist(), trained.batch.sequences.lengths.tolist())
         table = rollout_table(step, trained, rows, self._rl, self._tokenizer)
         limit = RUN_BYTES // self._rl.saved_steps
@@ -72,16 +72,6 @@ class SavedRollouts:
             aside.write_bytes(content)
         if not len(table):
             log.warning("rl: step %d: no rollout is saved, since one of them alone passes the limits on size (docs/rl.md)", step)
-        return _for_tracking(table)
-
-
-def _for_tracking(table: pa.Table) -> list[dict]:
-    by_token = {field.name for field in table.schema if pa.types.is_list(field.type)}
-    lengths = [len(of_one) - of_one.count(None) for of_one in table["version"].to_pylist()]  # sampled tokens
-    rows = table.drop_columns(sorted(by_token | {"rollouts"})).to_pylist()
-    advantages = ([a for a in of_one if a is not None] for of_one in table["advantage"].to_pylist())
-    means = [sum(of_one) / len(of_one) if of_one else None for of_one in advantages]
-    return [row | {"advantage": mean, "tokens": n} for row, mean, n in zip(rows, means, lengths, strict=True)]
 
 
 def kept_rows(group_ids: Sequence[int], tokens: Sequence[int]) -> list[int]:

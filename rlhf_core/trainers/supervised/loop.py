@@ -20,6 +20,7 @@ from rlhf_core.checkpoint.digest import write_digest
 from rlhf_core.checkpoint.store import CheckpointStore, Found
 from rlhf_core.checkpoint.stored import download_folder, remove_folder, upload_folder
 from rlhf_core.config import TrainingConfig, number_of
+from rlhf_core.curves import MetricsLog, NoLog
 from rlhf_core.data.batching import batch_indices
 from rlhf_core.engines.deepspeed.engine import EngineSettings, TrainEngine
 from rlhf_core.engines.deepspeed.rank_store import RankStore
@@ -29,7 +30,6 @@ from rlhf_core.paths import TIMINGS
 from rlhf_core.process import Interrupted, collect_by_default
 from rlhf_core.progress import Bar
 from rlhf_core.stage.training import TrainRun
-from rlhf_core.tracking import MetricsLog, NoLog
 from rlhf_core.trainers.supervised.time_limit import ended_by_time, out_of_time
 
 log = logging.getLogger("rlhf")
@@ -109,8 +109,6 @@ def train_loop(run: TrainRun, config: TrainingConfig, columns: tuple[str, ...], 
             run.scratch / "curves.csv",
             columns,
             timings=TIMINGS / f"{run.job.stage}.csv",
-            tracking=run.params.tracking,
-            run_name=run.job.run_name,
             first_step=step,
         )
 

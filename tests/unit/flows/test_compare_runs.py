@@ -17,7 +17,8 @@ from report_workspace import HOSTILE, answer_otherwise, edit_metrics, make_works
 from scipy.stats import ttest_1samp
 
 from flows.compare_runs import main, summary
-from rlhf_core.config import TrackingConfig, apply_overrides, read_yaml
+from rlhf_core.config import apply_overrides, read_yaml
+from rlhf_core.curves import MetricsLog
 from rlhf_core.gate.looks import look_level
 from rlhf_core.report.differences import (
     Difference,
@@ -31,7 +32,6 @@ from rlhf_core.report.differences import (
 )
 from rlhf_core.report.inputs import Side, read_times, summarize
 from rlhf_core.statistics.intervals import mean_interval, paired_interval, sign_test, wilson_interval
-from rlhf_core.tracking import MetricsLog
 
 PARAMS = {
     "alignment": {"method": "rl"},
@@ -238,8 +238,6 @@ def test_timings_belong_to_the_curves_they_were_taken_with(tmp_path):
         curves,
         ("step", "loss"),
         timings=tmp_path / "reports/timings/train_sft.csv",
-        tracking=TrackingConfig(tensorboard_dir=None, wandb_project=None),
-        run_name="x",
         first_step=0,
     )
     log.log({"step": 0, "loss": 1.0}, {"seconds": 3.0})

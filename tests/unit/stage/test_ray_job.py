@@ -45,7 +45,7 @@ def begun(folder: Path, **cluster) -> Begun:
 
 
 def submit(stage: Begun) -> None:
-    job = Job("train_policy", "launch", "run", (), stage.params, 1, Path(), stage.scratch, "run", StoreSettings(), 1)
+    job = Job("train_policy", "launch", "run", (), stage.params, 1, Path(), stage.scratch, StoreSettings(), 1)
     submit_job(stage, job, subject="RL job", description=stage.scratch / "job.pkl", cpus=2)
 
 

@@ -53,7 +53,7 @@ def work(stage):
     if how == "refuse":
         raise StageRefused("the data is empty")
     if how == "submit":
-        job = Job(stage.name, "launch", "run", (), stage.params, 1, Path(), stage.scratch, "run", StoreSettings(), 1)
+        job = Job(stage.name, "launch", "run", (), stage.params, 1, Path(), stage.scratch, StoreSettings(), 1)
         submit_job(stage, job, subject="RL job", description=stage.scratch / "job.pkl", cpus=1)
     if how in ("save", "finish"):
         store = CheckpointStore(stage.scratch / "sft", stage.store_settings(zero_stage=0))

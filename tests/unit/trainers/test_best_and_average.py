@@ -18,10 +18,9 @@ from whole_matrix import cells
 
 from rlhf_core.checkpoint.settings import Origin, StoreSettings
 from rlhf_core.checkpoint.store import CheckpointStore, checkpoint_steps
-from rlhf_core.config import TrackingConfig
+from rlhf_core.curves import MetricsLog
 from rlhf_core.engines.deepspeed.engine import TrainEngine
 from rlhf_core.process import Interrupted
-from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.sft.train import sft_phase
 from rlhf_core.trainers.supervised import loop as supervised
 from rlhf_core.trainers.supervised.demonstrations import Demonstration
@@ -70,9 +69,8 @@ class Run:
         return engine, train_phase(engine, of or phase(), loop)
 
     def curves(self, step: int) -> MetricsLog:
-        nowhere = TrackingConfig(tensorboard_dir=None, wandb_project=None)
         columns = ("step", "phase", "loss", "heldout_loss", "learning_rate", "grad_norm")
-        return MetricsLog(self.folder / "curves.csv", columns, timings=None, tracking=nowhere, run_name="x", first_step=step)
+        return MetricsLog(self.folder / "curves.csv", columns, timings=None, first_step=step)
 
     @property
     def rows(self) -> list[dict[str, str]]:

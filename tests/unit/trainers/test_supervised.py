@@ -14,12 +14,11 @@ import torch
 from tiny_models import PAD, largest_difference, sequences, settings, tiny_params
 
 from rlhf_core.checkpoint.store import CheckpointStore
-from rlhf_core.config import TrackingConfig
+from rlhf_core.curves import MetricsLog
 from rlhf_core.engines.deepspeed.engine import TrainEngine
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.process import Interrupted
-from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.sft.train import sft_phase
 from rlhf_core.trainers.supervised.demonstrations import Demonstration
 from rlhf_core.trainers.supervised.loop import TrainLoop, engine_settings, load_random_state, save_random_state, train_phase
@@ -67,8 +66,7 @@ class Work:
         return engine
 
     def curves(self, step: int) -> MetricsLog:
-        nowhere = TrackingConfig(tensorboard_dir=None, wandb_project=None)
-        return MetricsLog(self.folder / "curves.csv", COLUMNS, timings=None, tracking=nowhere, run_name="x", first_step=step)
+        return MetricsLog(self.folder / "curves.csv", COLUMNS, timings=None, first_step=step)
 
     @property
     def curve(self) -> str:

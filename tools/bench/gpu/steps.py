@@ -16,7 +16,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from rlhf_core.checkpoint.store import CheckpointStore
-from rlhf_core.config import Params, TrackingConfig, parse_params, set_key
+from rlhf_core.config import Params, parse_params, set_key
+from rlhf_core.curves import MetricsLog
 from rlhf_core.engines.deepspeed.engine import TrainEngine, join_world
 from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.build import load_language_model, new_scalar_model
@@ -25,7 +26,6 @@ from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.probe import can_share_prefixes
 from rlhf_core.models.score_head import probe_score_head
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.tracking import MetricsLog
 from rlhf_core.trainers.preference.train import PreferenceRun, train_on_pairs
 from rlhf_core.trainers.reward.train import encode_comparisons, reward_phase
 from rlhf_core.trainers.sft.train import sft_phase
@@ -173,8 +173,7 @@ def loop(steps: Steps, folder: Path, watch: Callable[[], bool]) -> TrainLoop:
     """A loop of optimizer steps alone, without checkpoints and evaluation."""
 
     def curves(step: int) -> MetricsLog:
-        tracking = TrackingConfig(tensorboard_dir=None, wandb_project=None)
-        return MetricsLog(folder / "curves.csv", COLUMNS[steps.method], timings=None, tracking=tracking, run_name="gpu", first_step=step)
+        return MetricsLog(folder / "curves.csv", COLUMNS[steps.method], timings=None, first_step=step)
 
     return TrainLoop(
         seed=0,

@@ -12,7 +12,6 @@ import pytest
 import torch
 from made_rollouts import trained_rollouts
 from rl_here import RunHere, rl_job_here, running
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_models import rl_job, tiny_params, tiny_tokenizer
 
 from rlhf_core.data.schema import write_rows
@@ -148,12 +147,11 @@ def test_a_run_that_is_killed_and_resumed_has_the_same_table(model_folders, tmp_
     assert tables[0] == tables[1]
 
 
-def test_the_loop_saves_rollouts_shows_them_and_evaluates_as_configured(model_folders, tmp_path):
+def test_the_loop_saves_rollouts_and_evaluates_as_configured(model_folders, tmp_path):
     changes = {
         "rl.steps": 5,
         "rl.save_rollouts_every": 2,
         **{"rl.evaluation.every": 2, "rl.evaluation.prompts": 4, "rl.evaluation.samples": 2, "rl.evaluation.pass_score": -100.0},
-        "tracking.tensorboard_dir": str(tmp_path / "events"),
     }
     job = rl_job_here(model_folders, tmp_path, **changes)
     row = {"source": "made", "label": None, "messages": [{"role": "user", "content": "sort 309."}]}
@@ -172,5 +170,3 @@ def test_the_loop_saves_rollouts_shows_them_and_evaluates_as_configured(model_fo
     assert curves["eval_pass_1"].dropna().to_dict() == curves["eval_pass_2"].dropna().to_dict() == {2: 1.0, 4: 1.0, 5: 1.0}
     assert (curves["eval_pass_2_low"].dropna() < 1).all() and len(curves["eval_score_low"].dropna()) == 3
     assert list(pd.read_csv(tmp_path / "timings.csv")["seconds_save_rollouts"] > 0.001) == [True, True, False, True, True]
-    events = EventAccumulator(str(next((tmp_path / "events").iterdir()))).Reload()
-    assert [event.step for event in events.Tensors("rollouts/text_summary")] == [1, 2, 4, 5]
