@@ -1,4 +1,4 @@
-"""The worker of recipes/docker/compose.yaml, with its environment and that of its server, on this machine instead of in containers."""
+"""The worker of deploy/docker/compose.yaml, with its environment and that of its server, on this machine instead of in containers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flows.server import answers, start, stop
 from rlhf_core.engines.ports import free_ports
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
-SERVICES = YAML(typ="safe", pure=True).load((ROOT / "recipes/docker/compose.yaml").read_text())["services"]
+SERVICES = YAML(typ="safe", pure=True).load((ROOT / "deploy/docker/compose.yaml").read_text())["services"]
 AUTH = "rlhf:secret"
 
 
@@ -51,7 +51,7 @@ def test_the_worker_clones_deploys_and_runs_a_flow(places, tmp_path):
         try:
             wait_until(lambda: answers(url), SERVER_SECONDS, "the server")
             given = compose_environment("worker", PREFECT_API_URL=url, IMAGE_CODE=str(image), WORKSPACE=str(disk), **home)
-            worker = start([bash, str(ROOT / "recipes/docker/worker.sh"), *kind], out, **given)
+            worker = start([bash, str(ROOT / "deploy/docker/worker.sh"), *kind], out, **given)
             found = deployment(url)
             assert found["path"] == str(disk / "rlhf-pipeline")
             parameters = {"run": "small", "recipes": ["recipes/clerk.yaml"], "until": "hash_inputs"}

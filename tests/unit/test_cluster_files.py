@@ -23,7 +23,7 @@ from rlhf_core.config import Params, overridden, parse_assignment, read_recipe, 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes/cluster"
 MANIFESTS = {path.stem: YAML(typ="safe", pure=True).load(path.read_text()) for path in sorted((FOLDER / "kubernetes").glob("*.yaml"))}
-DOCKERFILES = {"cuda": (FOLDER / "Dockerfile").read_text(), "cpu": (ROOT / "recipes/docker/Dockerfile").read_text()}
+DOCKERFILES = {"cuda": (FOLDER / "Dockerfile").read_text(), "cpu": (ROOT / "deploy/docker/Dockerfile").read_text()}
 DOCKERFILE = DOCKERFILES["cuda"]
 SCRIPT = (FOLDER / "slurm.sh").read_text()
 GI = {"Gi": 1.0, "Ti": 1024.0}

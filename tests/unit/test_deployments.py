@@ -18,10 +18,10 @@ from ruamel.yaml import YAML
 from rlhf_core.commands import tree
 
 ROOT = Path(__file__).parents[2]
-COMPOSE = YAML(typ="safe", pure=True).load((ROOT / "recipes/docker/compose.yaml").read_text())
-WORKFLOW = YAML(typ="safe", pure=True).load((ROOT / "recipes/ci/github.yml").read_text())
-DOCKERFILE = (ROOT / "recipes/docker/Dockerfile").read_text()
-POOLS = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "recipes/pools").glob("*.json"))}
+COMPOSE = YAML(typ="safe", pure=True).load((ROOT / "deploy/docker/compose.yaml").read_text())
+WORKFLOW = YAML(typ="safe", pure=True).load((ROOT / "deploy/ci/github.yml").read_text())
+DOCKERFILE = (ROOT / "deploy/docker/Dockerfile").read_text()
+POOLS = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "deploy/pools").glob("*.json"))}
 CLAIM = YAML(typ="safe", pure=True).load((ROOT / "recipes/cluster/kubernetes/workspace.yaml").read_text())["metadata"]["name"]
 
 
@@ -95,9 +95,9 @@ def test_compose_publishes_to_this_machine_alone_and_has_no_password():
 def test_compose_builds_and_starts_what_is_there():
     services = COMPOSE["services"]
     build = services["server"]["build"]
-    assert (ROOT / "recipes/docker" / build["context"] / build["dockerfile"]).resolve() == ROOT / "recipes/docker/Dockerfile"
+    assert (ROOT / "deploy/docker" / build["context"] / build["dockerfile"]).resolve() == ROOT / "deploy/docker/Dockerfile"
     program, script, kind = services["worker"]["command"]
-    assert (program, script) == ("bash", "/opt/rlhf-pipeline/recipes/docker/worker.sh") and (ROOT / "recipes/docker/worker.sh").exists()
+    assert (program, script) == ("bash", "/opt/rlhf-pipeline/deploy/docker/worker.sh") and (ROOT / "deploy/docker/worker.sh").exists()
     assert f"WORKDIR {Path(script).parents[2]}" in DOCKERFILE and kind in ("process", "none")
 
 
@@ -106,7 +106,7 @@ def git(folder: Path, *words: str) -> str:
 
 
 def test_the_worker_script_asks_for_its_kind_and_names_it(tmp_path):
-    done = subprocess.run(["bash", ROOT / "recipes/docker/worker.sh"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(["bash", ROOT / "deploy/docker/worker.sh"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode and "expected process or none" in done.stderr
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Brings the clone on the disk to the image's commit, registers the deployments of prefect.yaml, and works for them.
 #   worker.sh process        # flows run in this container
-#   worker.sh none           # registers only, for workers of recipes/pools that start containers or pods
+#   worker.sh none           # registers only, for workers of deploy/pools that start containers or pods
 # The clone is in $WORKSPACE (/workspace), which outlives the container. One with commits or changes in the way is kept as it is.
 set -euo pipefail
 kind=${1:?worker.sh: expected process or none}
