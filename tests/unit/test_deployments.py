@@ -63,6 +63,7 @@ def test_the_docker_pool_runs_flows_on_the_disk_and_network_of_compose():
     mounted = COMPOSE["services"]["worker"]["volumes"][0]
     assert volume == f"{COMPOSE['name']}_{mounted}" and found.networks == [f"{COMPOSE['name']}_default"]
     assert found.container_create_kwargs["init"] and found.env["PYTHONPATH"] == "/workspace/rlhf-pipeline"
+    assert found.env["PREFECT_API_URL"] == COMPOSE["services"]["worker"]["environment"]["PREFECT_API_URL"]
     with pytest.raises(ValueError, match="volume"):
         configured("docker", {"volumes": ["workspace"]})
 
