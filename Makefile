@@ -30,7 +30,7 @@ TEST_WORKERS ?= 2
 PART ?= tests
 PORT ?= 4200
 # What both files of exact versions cover besides the build of vLLM.
-LOCKED := compare dev docs peers pools qlora track
+LOCKED := compare dev docs eval peers pools qlora track
 LOCK_ARGS ?=
 STAMP := $(VENV)/.set-up
 

@@ -20,6 +20,8 @@ from flows.full_pipeline import start
 from rlhf_core.commands import NONE_GIVEN, REFUSED, FileOrName, Overrides
 from rlhf_core.config import ConfigError, read_yaml_text
 from rlhf_core.config.data import DataFormat
+from rlhf_core.data.places import locate, model_snapshot
+from rlhf_core.models.folder import step_separator
 
 HELD_OUT = {"data.validation_fraction": 0.1, "data.test_fraction": 0.8, "data.promotion_fraction": 0.0}  # nothing learns from the rest
 LOOK_SECONDS = 600.0  # for a data set that is fetched
@@ -45,11 +47,11 @@ NEW_RUN = Run()
 
 
 def gate(*, reward_model: FileOrName, pairs: FileOrName, reference: FileOrName, format_: Format = None, run: Run = NEW_RUN) -> int:
-    """Judge a reward model on pairs that it wasn't trained on.
+    """Judge a reward model on pairs, or a process reward model on labelled steps, that it wasn't trained on.
 
     Args:
         reward_model: folder or Hugging Face name of a model with a score head.
-        pairs: preferences, a file, a folder or a Hugging Face name.
+        pairs: preferences, or labelled steps; a file, a folder or a Hugging Face name.
         reference: the model whose answers it is to score: its template renders the conversations.
     """
     settings = {"reward.enabled": True, "reward.path": reward_model, "alignment.method": "dpo", "rl.rollout.backend": "pytorch"}  # unused
@@ -70,7 +72,7 @@ def evaluate(
     Args:
         policy: folder or Hugging Face name of the trained model or of its LoRA adapters.
         reference: the model from which it was trained.
-        data: prompts, or pairs with --reward-model; a file, a folder or a Hugging Face name.
+        data: prompts, or with --reward-model pairs, or labelled steps; a file, a folder or a Hugging Face name.
         reward_model: by which answers are compared; without it --set evaluation.scorers.
     """
     judged = {"reward.enabled": reward_model is not None, "reward.path": reward_model}
@@ -91,7 +93,7 @@ def _start(
     """Run the chain with these models and this data; --set of the user wins."""
     try:
         own = assignments(reference, data, format_, settings)
-    except ConfigError as error:
+    except ValueError as error:
         print(f"{command}: {error}", file=sys.stderr)
         return REFUSED
     given = Overrides((*own, *run.given.assignments), run.given.recipes)
@@ -102,12 +104,27 @@ def assignments(reference: str, data: str, format_: str | None, settings: Mappin
     """Return the overrides of params.yaml, as --set has them: no SFT, and data that is nearly all held out.
 
     Raises:
-        ConfigError: the data can't be read, or has no pairs where the settings ask for a reward model.
+        ValueError: the data can't be read, or has no pairs, or labelled steps, where the settings ask for a reward model of them.
     """
-    uses = ["preference", "prompt"] if settings["reward.enabled"] else ["prompt"]
-    source = source_of(data, format_, uses)
+    separator = separator_of(settings["reward.path"]) if settings["reward.enabled"] else None
+    judged = ["preference" if separator is None else "stepwise"] if settings["reward.enabled"] else []
+    source = source_of(data, format_, [*judged, "prompt"])
+    settings = {**settings, "reward.step_separator": separator}
+    if separator is not None and settings["alignment.method"] == "dpo":  # which would need pairs
+        settings |= {"alignment.method": "external", "external.path": reference}
     values = {"model.path": reference, "sft.enabled": False, **HELD_OUT, "data.sources": [source], **settings}
     return tuple(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items())
+
+
+def separator_of(reward_model: str) -> str | None:
+    """Return the text between steps that a process reward model's config.json names; None for others, and for one that isn't here yet.
+
+    Raises:
+        ValueError: its config.json can't be read.
+    """
+    folder = locate(reward_model)
+    folder = folder if folder.is_dir() else model_snapshot(reward_model, None)
+    return None if folder is None else step_separator(folder)
 
 
 def source_of(data: str, format_: str | None, uses: list[str]) -> dict[str, Any]:
@@ -127,4 +144,6 @@ def source_of(data: str, format_: str | None, uses: list[str]) -> dict[str, Any]
     (source,) = read_yaml_text(done.stdout, data)["data"]["sources"]
     if "preference" in uses and ("preference" not in source["uses"] or source["format"] == "unpaired"):
         raise ConfigError(f"{data}: expected pairs of a better and a worse answer, got {source['format']}; give preferences")
+    if "stepwise" in uses and "stepwise" not in source["uses"]:
+        raise ConfigError(f"{data}: expected labelled steps for a process reward model, got {source['format']}; give steps")
     return source | {"uses": uses}

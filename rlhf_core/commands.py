@@ -128,7 +128,7 @@ COMMANDS: dict[str, tuple[str, str, str, str]] = {
     ),
     "gate": (
         "flows.outside:gate",
-        "Judge a reward model that another trainer made: accuracy with its interval, slices, probes, the promoted model.",
+        "Judge a reward model, of responses or of steps, that another trainer made: accuracy with its interval, slices, probes.",
         "rlhf gate --reward-model ../my-reward --pairs ../pairs.jsonl --reference Qwen/Qwen2.5-1.5B-Instruct",
         FLOW_CODES,
     ),

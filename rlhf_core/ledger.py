@@ -106,8 +106,8 @@ def git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str] | None:
     """Return the finished command. None: git is not installed."""
     environment = without_git_places() | {"LC_ALL": "C"}
     try:
-        how = {"encoding": sys.getfilesystemencoding(), "errors": "surrogateescape"}  # a path has any bytes, as for os.fsdecode
-        return subprocess.run(["git", *arguments], cwd=root, env=environment, capture_output=True, check=False, **how)
+        options = {"encoding": sys.getfilesystemencoding(), "errors": "surrogateescape"}  # a path has any bytes, as for os.fsdecode
+        return subprocess.run(["git", *arguments], cwd=root, env=environment, capture_output=True, check=False, **options)
     except FileNotFoundError:
         return None
 

@@ -26,6 +26,7 @@ class Prompt:
     prompt_ids: the rendered conversation with the generation prompt.
     messages: list of {"role", "content"}.
     label: the expected answer of a verifiable task, or None.
+    teacher_ids: what teachers read in place of prompt_ids (rl.distillation.teacher_template); None: the same.
     """
 
     id: str
@@ -33,6 +34,7 @@ class Prompt:
     messages: list[dict[str, str]]
     prompt_ids: list[int]
     label: str | None
+    teacher_ids: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,9 @@ class RolloutBatch:
     turn_rewards: [B, R], what `chat.reward` gave after a reply, at its last token.
     step_rewards: of each process reward model, [B, R], what a step adds to the response's raw score, at its last token.
     group_ids: [B] int64.    finished: [B] bool.    lengths: [B] int64, sampled tokens.
-    teacher_logprobs: [B, R], mean over the teachers by their weights; None without teachers, and where they compute in the update.
+    teacher_logprobs: [B, R], mean over the teachers by their weights; None unless the loss is of sampled tokens alone.
+    teacher_top_logprobs, teacher_top_ids: [B, R, M, K], of each of M teachers' K likeliest tokens; None without rl.distillation.top_k.
+    teacher_sequences: what teachers read that compute in the update: other prompts with the same responses; None: what the policy reads.
     """
 
     sequences: Sequences
@@ -230,6 +234,9 @@ class RolloutBatch:
     finished: torch.Tensor
     lengths: torch.Tensor
     teacher_logprobs: torch.Tensor | None = None
+    teacher_top_logprobs: torch.Tensor | None = None
+    teacher_top_ids: torch.Tensor | None = None
+    teacher_sequences: Sequences | None = None
     step_rewards: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -243,7 +250,7 @@ class TrainBatch:
     ref_logprobs: [B, R]; None where no reference is kept.
     advantages, returns: [B, R].
     importance_weights: [B, R], factor of each token's policy loss that corrects for the rollout engine's probabilities; 1 = uncorrected.
-    teacher_logprobs: as of RolloutBatch.
+    teacher_logprobs, teacher_top_logprobs, teacher_top_ids, teacher_sequences: as of RolloutBatch.
     """
 
     sequences: Sequences
@@ -255,9 +262,13 @@ class TrainBatch:
     returns: torch.Tensor
     importance_weights: torch.Tensor
     teacher_logprobs: torch.Tensor | None = None
+    teacher_top_logprobs: torch.Tensor | None = None
+    teacher_top_ids: torch.Tensor | None = None
+    teacher_sequences: Sequences | None = None
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {f.name: tensor for f in fields(self) if f.name != "sequences" and (tensor := getattr(self, f.name)) is not None}
+        of_ids = ("sequences", "teacher_sequences")
+        return {f.name: tensor for f in fields(self) if f.name not in of_ids and (tensor := getattr(self, f.name)) is not None}
 
     @property
     def ends(self) -> torch.Tensor:
@@ -268,10 +279,11 @@ class TrainBatch:
         """Rows in the given order. Each sequence ends with its last trained token, and has at least one token of its response; columns are
         as many as the longest needs.
         """
-        picked = replace(self, sequences=self.sequences.select(rows), **{name: t[rows] for name, t in self._tensors().items()})
+        picked = replace(self, **{name: tensor[rows] for name, tensor in self._tensors().items()})
         ends = picked.ends.clamp(min=1)
         cut = {name: tensor[:, : int(ends.max())] for name, tensor in picked._tensors().items()}
-        return replace(picked, sequences=picked.sequences.until(ends), **cut)
+        taught = None if self.teacher_sequences is None else self.teacher_sequences.select(rows).until(ends)
+        return replace(picked, sequences=self.sequences.select(rows).until(ends), teacher_sequences=taught, **cut)
 
     def to(self, device: torch.device) -> TrainBatch:
         """Return the tensors on a device; sequences stay where they are."""

@@ -1,7 +1,8 @@
 """Stage check_model: train and sample from a small copy of the configured model before the real training.
 
-The stage also loads scorer functions, tries services that score and the sandbox of programs, checks that there are labels for the
-evaluation's scorers, and checks what is known of the RL job: its number of steps, GPUs, the engines' division, and how weights travel.
+The stage also loads scorer functions and the tasks of evaluation.harness, tries services that score and the sandbox of programs, checks
+that there are labels for the evaluation's scorers, and checks what is known of the RL job: its number of steps, GPUs, the engines'
+division, and how weights travel.
 
 A model with wrong computations is refused within seconds, before SFT, reward model and gate. Numerical differences vary between machines
 and are in reports/check_model.json, outside DVC; verdicts are in metrics/check_model.json. train_sft depends on
@@ -50,6 +51,10 @@ def main() -> None:
             check_rl_job(params, gpus)
             with_steps(params, TOKENIZER)  # refuses what doesn't fit the number of steps that rl.epochs make
         stage.use_threads()
+        if params.evaluation.harness is not None:
+            from rlhf_core.harness.tasks import try_tasks
+
+            try_tasks(params, TOKENIZER)
         name, findings = run_trials(params, TOKENIZER, stage.scratch / "trial")
         shutil.rmtree(stage.scratch / "trial", ignore_errors=True)
         write_json(CHECK_MODEL_FIGURES, {"model": name, "findings": [asdict(finding) for finding in findings]})

@@ -69,13 +69,21 @@ OPTIONS: dict[str, dict[str, Any]] = {  # algorithm's name -> what it stands for
     "step_rewards": {"rl.algorithm": "ppo"},  # `Lab` has the process reward model
     **{
         loss: {
-            **{"rl.algorithm": "grpo", "rl.reward.scorers": [], "rl.distillation": {"loss": loss}},  # `Lab` has the teacher
+            **{"rl.algorithm": "grpo", "rl.reward.scorers": [], "rl.distillation": distillation},  # `Lab` has the teacher
             **{"rl.kl.placement": "loss", "rl.kl.estimator": "k3"},
         }
-        for loss in ("sampled", "jsd")
+        for loss, distillation in {
+            "sampled": {"loss": "sampled"},
+            "jsd": {"loss": "jsd"},
+            "likeliest": {"loss": "reverse_kl", "top_k": 4, "teacher_template": "add {prompt}"},
+        }.items()
     },
 }
-PLACES = {"sampled": (*PLACEMENTS, "two_and_one"), "jsd": ("together", "two_and_one")}  # of OPTIONS; else these:
+PLACES = {  # of OPTIONS; others have FEW_PLACES
+    "sampled": (*PLACEMENTS, "two_and_one"),
+    "jsd": ("together", "two_and_one"),
+    "likeliest": ("together", "two_groups", "two_and_one"),
+}
 FEW_PLACES = ("together", "two_groups")
 OF_CELL = ("algorithm", "placement", "zero_stage", "backend", "engines", "tensor_parallel_size")
 COLUMNS = (*OF_CELL, "curve_difference", "weight_difference", "logprob_difference", "seconds_step")

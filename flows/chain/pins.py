@@ -7,6 +7,7 @@ incumbent, anchor and named version, unless `reward.path` changes; `gate.rolled_
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from flows.registry.state import read_for_decision
 from flows.registry.tags import Version
 from flows.registry.versions import bring_into_cache, fetch
 from rlhf_core.config import ConfigError, RewardConfig, ScorerConfig, apply_overrides, load_params, shown
-from rlhf_core.models.folder import count_members
+from rlhf_core.models.folder import SEPARATOR_KEY, check_kind, count_members
 from rlhf_core.paths import PROMOTED, REWARD_MODEL
-from rlhf_core.provenance.dvc_cache import cache_folder, listing
+from rlhf_core.provenance.dvc_cache import cache_folder, listing, missing, read_cached
 from rlhf_core.provenance.file_hashes import dvc_md5
 
 INCUMBENT, ANCHOR, ROLLED_BACK = "gate.incumbent", "gate.anchor", "gate.rolled_back"
@@ -104,6 +105,26 @@ def check_scorers(root: Path, workspace: Path) -> None:
     params = load_params(workspace / "params.yaml")
     if params.gate.override is None and params.method_scorers is not None:
         check_not_rolled_back(root, workspace, [s for s in params.method_scorers[1] if s.path is not None])
+
+
+def check_promoted(root: Path, workspace: Path) -> None:
+    """Check that the promoted reward models are of the kind that the run's gate judges, unless gate.override has a reason.
+
+    The gate says so of a model that DVC's cache lacks.
+
+    Raises:
+        ConfigError: one scores whole responses, and the run's model steps, or the other way round.
+    """
+    params, cache = load_params(workspace / "params.yaml"), cache_folder(root)
+    if not params.reward.enabled or params.gate.override is not None:
+        return
+    for role, promoted in (("incumbent", params.gate.incumbent), ("anchor", params.gate.anchor)):
+        if promoted is not None and not missing(promoted.md5, cache):
+            own = json.loads(read_cached(promoted.md5, "config.json", cache)).get(SEPARATOR_KEY)
+            try:
+                check_kind(f"gate.{role} {promoted.version}", own, of_steps=params.reward.step_separator is not None)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
 
 
 def check_not_rolled_back(root: Path, workspace: Path, scorers: list[ScorerConfig]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.chain.locks import only_flow
-from flows.chain.pins import NAMED, check_scorers, pin_registry
+from flows.chain.pins import NAMED, check_promoted, check_scorers, pin_registry
 from flows.chain.reach import check_cluster
 from flows.chain.stages import Stages, check_chosen, read_stages, stages_until, unchanged
 from flows.chain.updates import check_run, check_update
@@ -134,7 +134,8 @@ def prepare_workspace(
         update, free: as for check_update.
         rounds: whether it is for a series of rounds of iterative DPO.
     Raises:
-        ConfigError: as check_update and prepare_worktree; a file named in params is missing; or a scorer's reward model was rolled back.
+        ConfigError: as check_update and prepare_worktree; a file named in params is missing; a scorer's reward model was rolled back; or
+            the promoted reward model is of another kind.
     """
     before, after = check_run(root, name, overrides, rounds=rounds)
     if name is not None and before is not None:
@@ -148,4 +149,5 @@ def prepare_workspace(
             if refusal is not None:
                 raise ConfigError(f"run {name}: {refusal}; correct what the hook names")
         check_scorers(root, workspace)
+        check_promoted(root, workspace)
     return workspace

@@ -72,17 +72,28 @@ def _policy(m: dict[str, Any]) -> str:
     return f"{m['method']}: held-out loss {m['heldout_loss']:.3f}"
 
 
+TASKS_SHOWN = 3
+
+
 def _evaluation(m: dict[str, Any]) -> str:
     name, key = ("judge", "judge_ok") if "judge_ok" in m["greedy"]["policy"] else ("score", "score_mean")
     if m["greedy"]["policy"][key] is None:
-        return f"neither score nor judge; KL {m['kl']['sampled']:.2f}"
+        return f"neither score nor judge; KL {m['kl']['sampled']:.2f}{_harness(m)}"
 
     def change(mode: str) -> str:
         wins = m["win_rate"][mode]["value"]
         of_score = "" if wins is None else f", wins {wins:.2f}"
         return f"{m[mode]['sft'][key]:.2f} -> {m[mode]['policy'][key]:.2f} ({mode}{of_score})"
 
-    return f"{name} {change('sampled')}, {change('greedy')}"
+    return f"{name} {change('sampled')}, {change('greedy')}{_harness(m)}"
+
+
+def _harness(m: dict[str, Any]) -> str:
+    """The first figure of the harness's first tasks."""
+    tasks = list(m.get("harness", {}).get("tasks", {}).items())
+    first = [(task, *next(iter(of["figures"].items()))) for task, of in tasks if of["figures"]][:TASKS_SHOWN]
+    known = [(task, key.partition(",")[0], f["sft"]["value"], f["policy"]["value"]) for task, key, f in first]
+    return "".join(f", {task} {metric} {sft:.3f} -> {policy:.3f}" for task, metric, sft, policy in known if None not in (sft, policy))
 
 
 # Stage -> key figure from its metrics file. Stages not listed show none.

@@ -141,8 +141,16 @@ def _check(root: Path, version: Version, subject: str) -> None:
     params = _yaml(files[PARAMS], commit, PARAMS)
     decided = _check_path(root, version, _yaml(files[PIPELINE_FILE], commit, PIPELINE_FILE))
     try:
-        how = {"params": params, "lock": lock, "gate": gate, "decided": decided, "check": _json(files[CHECK], commit, CHECK)}
-        made = lineage(claimed["path"], commit=commit, run=claimed["run"], **how)
+        made = lineage(
+            claimed["path"],
+            commit=commit,
+            run=claimed["run"],
+            params=params,
+            lock=lock,
+            gate=gate,
+            decided=decided,
+            check=_json(files[CHECK], commit, CHECK),
+        )
         made = json.loads(json.dumps(made))  # in the tag's form
     except (ValueError, TypeError) as error:
         raise ConfigError(f"expected what its commit {commit[:10]} says, got {shown(str(error))}; don't use it") from error

@@ -53,8 +53,9 @@ def register(root: Path, artifact: str, run: str | None, round_number: int | Non
         last = LAST_STAGE[artifact] if artifact != "reward-model" or gate["passed"] or gate["override"] else "train_reward"
     try:
         params = _read(workspace, "params.yaml")
-        how = {"params": params, "lock": lock, "gate": gate, "decided": decided, "check": read_check(workspace, commit)}
-        made_of = lineage(path, commit=commit, run=branch, **how)
+        made_of = lineage(
+            path, commit=commit, run=branch, params=params, lock=lock, gate=gate, decided=decided, check=read_check(workspace, commit)
+        )
         made_of["sha256"] = _check_in_cache(workspace, lock, path)
     except ValueError as error:
         raise ConfigError(f"{artifact} of {branch}: {error}") from error

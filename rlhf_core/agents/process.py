@@ -33,9 +33,9 @@ class AgentProcess:
     async def __aenter__(self) -> AgentProcess:
         keeper = [sys.executable, "-I", "-S", str(KEEPER), str(os.getpid())]
         pipe = asyncio.subprocess.PIPE
-        how = {"stdin": pipe, "stdout": pipe, "stderr": pipe, "cwd": self._folder, "env": self._environment, "start_new_session": True}
+        options = {"stdin": pipe, "stdout": pipe, "stderr": pipe, "cwd": self._folder, "env": self._environment, "start_new_session": True}
         loop = asyncio.get_running_loop()
-        transport, protocol = await loop.subprocess_exec(lambda: _Streams(loop), *keeper, *self._command, **how)
+        transport, protocol = await loop.subprocess_exec(lambda: _Streams(loop), *keeper, *self._command, **options)
         self._process, self._exited = asyncio.subprocess.Process(transport, protocol, loop), protocol.exited
         reads = [_keep_end(self._process.stdout, self._output), _keep_end(self._process.stderr, self._errors)]
         self._streams = [asyncio.ensure_future(work) for work in (*reads, self._give())]

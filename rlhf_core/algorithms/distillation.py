@@ -71,6 +71,23 @@ def jsd(logprobs: torch.Tensor, teacher_logprobs: torch.Tensor, *, beta: float) 
     return beta * forward_kl(mixture, teacher_logprobs) + (1.0 - beta) * forward_kl(mixture, logprobs)
 
 
+MOST = -1e-7  # log of a sum of probabilities, in float32 still apart from 0
+
+
+def with_rest(logprobs: torch.Tensor) -> torch.Tensor:
+    """Return the distribution over some tokens and all others as one, [..., K + 1].
+
+    log p_rest = log(1 - sum_k p_k)
+    A divergence of two of these is at most that of the whole distributions, 0 where they are equal, and grows with K towards it (data
+    processing inequality: Cover and Thomas 2006, Elements of Information Theory, section 2.8).
+
+    Args:
+        logprobs: [..., K] of different tokens of one distribution.
+    """
+    rest = torch.log(-torch.expm1(logprobs.logsumexp(-1, keepdim=True).clamp(max=MOST)))
+    return torch.cat([logprobs, rest], -1)
+
+
 def weighted(divergences: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """Return the divergences from several teachers, as one: their mean by the teachers' weights.
 
@@ -79,5 +96,5 @@ def weighted(divergences: Sequence[torch.Tensor], weights: Sequence[float]) -> t
     return sum(weight * divergence for weight, divergence in zip(weights, divergences, strict=True)) / sum(weights)
 
 
-# By rl.distillation.loss, of the whole vocabulary.
+# By rl.distillation.loss, of the whole vocabulary or of what `with_rest` returns.
 DIVERGENCES = {"reverse_kl": reverse_kl, "forward_kl": forward_kl, "jsd": jsd}

@@ -46,8 +46,8 @@ from rlhf_core.config.reading import (
 from rlhf_core.config.rl import RlConfig
 from rlhf_core.config.rl_parts import CorrectionConfig, CurriculumConfig, DistillationConfig, KlConfig, TeacherConfig
 from rlhf_core.config.rollout import EnvironmentConfig
-from rlhf_core.config.run import CheckpointsConfig, EvaluationConfig, FlowConfig, RegistryConfig, TrackingConfig
-from rlhf_core.config.scorers import LABEL_SCORERS, ScoreConfig, ScorerConfig
+from rlhf_core.config.run import CheckpointsConfig, EvaluationConfig, FlowConfig, HarnessConfig, RegistryConfig, TrackingConfig
+from rlhf_core.config.scorers import LABEL_SCORERS, ScoreConfig, ScorerConfig, TeacherService
 from rlhf_core.config.stages import INPUT_SECTIONS, ROUND_STAGE_SECTIONS, STAGE_SECTIONS, UNTRACKED_SECTIONS, fill_in, read_stages
 from rlhf_core.config.usual import with_usual_rates
 
@@ -77,6 +77,7 @@ __all__ = [
     "ExternalPairsConfig",
     "FlowConfig",
     "GateConfig",
+    "HarnessConfig",
     "IncumbentConfig",
     "KlConfig",
     "KtoConfig",
@@ -103,6 +104,7 @@ __all__ = [
     "SharedTrainingConfig",
     "SourceConfig",
     "TeacherConfig",
+    "TeacherService",
     "TrackingConfig",
     "TrainerConfig",
     "TrainingConfig",

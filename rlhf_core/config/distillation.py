@@ -17,9 +17,19 @@ def distillation_conflicts(rl: RlConfig) -> Iterator[str]:
     if rl.teaches_whole_distributions and apart:
         yield (
             f"placement: expected teachers in the policy's group with distillation.loss {loss}, got group {apart[0]}; name groups with "
-            "policy and teachers together, or set distillation.loss to sampled, for whole distributions aren't sent between ranks"
+            "policy and teachers together, or set distillation.top_k, for whole distributions aren't sent between ranks"
         )
-    if rl.teaches_whole_distributions and rl.trainer.sequence_parallel > 1:
+    if rl.distillation.services and rl.rollout.temperature != 1:
+        yield (
+            f"rollout.temperature: expected 1.0 with a service in distillation.teachers, got {rl.rollout.temperature}; set it to 1.0, "
+            "for a service's log-probabilities are those at temperature 1"
+        )
+    if rl.distillation.teacher_template is not None and rl.environment is not None:
+        yield (
+            "distillation.teacher_template: expected null with environment, got a template; remove one of them, for an episode begins "
+            "with what the environment writes"
+        )
+    if rl.teaches_distributions and rl.trainer.sequence_parallel > 1:
         yield (
             f"distillation.loss: expected sampled with trainer.sequence_parallel={rl.trainer.sequence_parallel}, got {loss}; change "
             "one of them, because a rank has the states of its own positions only"
@@ -35,15 +45,15 @@ def distillation_conflicts(rl: RlConfig) -> Iterator[str]:
         yield f"curriculum.scorer: expected a scorer's name {without}, got score; name one of weight 0"
     if rl.kl.in_reward:
         yield f"kl.placement: expected loss {without}, got reward; set it to loss, or kl.coef to 0"
-    if rl.teaches_whole_distributions and rl.correction.kind != "none":
+    if rl.teaches_distributions and rl.correction.kind != "none":
         yield (
             f"correction.kind: expected none {without} and with distillation.loss {loss}, got {rl.correction.kind}; set it to none, "
             "for it weights losses of sampled tokens"
         )
-    if rl.teaches_whole_distributions and rl.rollout.quantization is not None:
+    if rl.teaches_distributions and rl.rollout.quantization is not None:
         yield (
             f"rollout.quantization: expected null {without} and with distillation.loss {loss}, got {rl.rollout.quantization}; set it to "
-            "null, or distillation.loss to sampled, for there is no correction of losses of whole distributions"
+            "null, or distillation.loss to sampled, for there is no correction of losses of distributions"
         )
     if rl.evaluation.every is not None and rl.evaluation.metric == "score":
         yield f"evaluation.metric: expected a scorer's name {without}, got score; name one of weight 0, or set evaluation.every to null"

@@ -31,7 +31,7 @@ from rlhf_core.config.run import (
     ReportConfig,
     TrackingConfig,
 )
-from rlhf_core.config.scorers import ScorerConfig, weight_conflicts
+from rlhf_core.config.scorers import ScorerConfig, TeacherService, weight_conflicts
 from rlhf_core.config.usual import CRITIC_RATES, LEARNING_RATES, SMALL_MODEL, WRECKING_FACTOR, nulls, usual, with_usual_rates
 
 # Keys that are read with every method. A section of another method is not read, so its conflicts don't count.
@@ -92,6 +92,11 @@ class Params(Section):
         return self.evaluation.backend or self.rl.rollout.backend
 
     @property
+    def harness_max_length(self) -> int:
+        """Tokens of a request of evaluation.harness and its answer together."""
+        return (self.evaluation.harness and self.evaluation.harness.max_length) or self.model.max_length
+
+    @property
     def evaluation_stop(self) -> list[str]:
         """The strings that end an answer of the evaluation."""
         return self.rl.rollout.stop if self.evaluation.stop is None else self.evaluation.stop
@@ -110,7 +115,14 @@ class Params(Section):
         """Folder or Hugging Face name of each teacher that the method learns from, by its key."""
         distillation = self.rl.distillation if self.alignment.method == "rl" else None
         teachers = [] if distillation is None else distillation.teachers
-        return {f"rl.distillation.teachers.{number}.path": teacher.path for number, teacher in enumerate(teachers)}
+        return {f"rl.distillation.teachers.{n}.path": teacher.path for n, teacher in enumerate(teachers) if teacher.path is not None}
+
+    @property
+    def teacher_services(self) -> dict[str, TeacherService]:
+        """The services that the method learns from as teachers, by their key."""
+        distillation = self.rl.distillation if self.alignment.method == "rl" else None
+        teachers = [] if distillation is None else distillation.teachers
+        return {f"rl.distillation.teachers.{n}.service": of.service for n, of in enumerate(teachers) if of.service is not None}
 
     @property
     def scorers_in_use(self) -> dict[str, list[ScorerConfig]]:
@@ -127,7 +139,8 @@ class Params(Section):
     def environment(self) -> list[str]:
         """Further environment variables that stages see: those of flow.environment, and those that hold keys of scorers in use."""
         lists = [*self.scorers_in_use.values(), self.iterative.scorers]
-        keys = [scorer.api_key_env for scorers in lists for scorer in scorers if scorer.api_key_env]
+        services = [*(scorer for scorers in lists for scorer in scorers), *self.teacher_services.values()]
+        keys = [service.api_key_env for service in services if service.api_key_env]
         return list(dict.fromkeys([*self.flow.environment, *keys]))
 
     def conflicts(self) -> Iterator[str]:

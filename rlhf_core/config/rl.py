@@ -141,13 +141,22 @@ class RlSettings(OptimizerConfig, LengthConfig):
         """The models of the run, by role."""
         wanted = {"critic": self.spec.critic, "reference": self.kl.keeps_reference}
         wanted["reward_models"] = any(s.kind == "reward_model" for s in self.reward.scorers)
-        wanted["teachers"] = self.distillation is not None
+        wanted["teachers"] = self.distillation is not None and any(teacher.path for teacher in self.distillation.teachers)
         return tuple(role for role in ROLES if wanted.get(role, True))
 
     @property
     def teaches_whole_distributions(self) -> bool:
         """Whether teachers compute in the update, for their distributions are too large to be kept."""
         return self.distillation is not None and self.distillation.compares_whole_distributions
+
+    @property
+    def teaches_distributions(self) -> bool:
+        """Whether the policy learns teachers' distributions, whole ones or their likeliest tokens."""
+        return self.distillation is not None and self.distillation.compares_distributions
+
+    @property
+    def teacher_template(self) -> str | None:
+        return None if self.distillation is None else self.distillation.teacher_template
 
     @property
     def learns_from_reward(self) -> bool:

@@ -9,6 +9,7 @@ from pydantic import Field, create_model
 
 from rlhf_core.algorithms.online import ALGORITHMS, Algorithm
 from rlhf_core.config.base import LearningRate, Section
+from rlhf_core.config.scorers import TeacherService
 
 
 class CriticConfig(Section):
@@ -74,28 +75,56 @@ class KlConfig(Section):
 
 
 class TeacherConfig(Section):
-    """A teacher of rl.distillation: a folder or a Hugging Face name with the policy's tokens, and its weight among several."""
+    """A teacher of rl.distillation with the policy's tokens: a folder, a Hugging Face name or a service, and its weight among several."""
 
-    path: str
+    path: str | None = None
+    service: TeacherService | None = None
     weight: float = Field(default=1.0, gt=0)
+
+    def conflicts(self) -> Iterator[str]:
+        if (self.path is None) == (self.service is None):
+            yield f"path: expected either a path or a service, got {'none' if self.path is None else 'both'}; set one of them"
 
 
 class DistillationConfig(Section):
     """On-policy distillation: the policy learns the teachers' distribution at each token of its own responses (docs/distillation.md).
 
     loss: sampled needs the teachers' log-probability of the sampled token alone, the others their whole distribution.
+    top_k: the others compare a teacher's so many likeliest tokens and the rest as one; null: all tokens.
     beta: of jsd: near 0 it is like forward_kl, near 1 like reverse_kl.
     coef: of the divergence in the policy's loss, beside the policy loss of a reward.
+    teacher_template: what teachers read in place of the last user message, which {prompt} stands for, as {label} for the prompt's label.
     """
 
     teachers: list[TeacherConfig] = Field(min_length=1)
     loss: Literal["sampled", "reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
+    top_k: int | None = Field(default=None, ge=1)
     beta: float = Field(default=0.5, gt=0, lt=1)
     coef: float = Field(default=1.0, gt=0)
+    teacher_template: str | None = None
+
+    @property
+    def compares_distributions(self) -> bool:
+        """Whether the loss is of distributions, and not of sampled tokens alone."""
+        return self.loss != "sampled"
 
     @property
     def compares_whole_distributions(self) -> bool:
-        return self.loss != "sampled"
+        return self.compares_distributions and self.top_k is None
+
+    @property
+    def services(self) -> list[TeacherService]:
+        return [teacher.service for teacher in self.teachers if teacher.service is not None]
+
+    @property
+    def early_weights(self) -> list[float]:
+        """The weights of teachers that answer before the update: first those on trainer ranks, then services."""
+        return [t.weight for t in sorted(self.teachers, key=lambda teacher: teacher.service is not None)]
+
+    @property
+    def reads_label(self) -> bool:
+        """Whether teachers read the prompt's label."""
+        return self.teacher_template is not None and "{label}" in self.teacher_template
 
     @property
     def options(self) -> dict[str, float]:
@@ -105,6 +134,12 @@ class DistillationConfig(Section):
     def conflicts(self) -> Iterator[str]:
         if self.loss != "jsd" and self.beta != 0.5:
             yield f"beta: expected 0.5, the default, with loss {self.loss}, got {self.beta}; only jsd has it, so remove it"
+        if self.loss == "sampled" and self.top_k is not None:
+            yield f"top_k: expected null with loss sampled, got {self.top_k}; set it to null, or choose another loss"
+        if self.services and self.compares_whole_distributions:
+            yield f"top_k: expected a number with a service and loss {self.loss}, got null; set it, such as to 16, or loss to sampled"
+        if self.teacher_template is not None and "{prompt}" not in self.teacher_template:
+            yield "teacher_template: expected {prompt} in it, got none; put it where the user's message belongs"
 
 
 class CorrectionConfig(Section):

@@ -12,15 +12,38 @@ from rlhf_core.config.base import RolloutBackend, Section, StopStrings, shown
 from rlhf_core.config.scorers import ScorerConfig, name_conflicts
 
 
+class HarnessConfig(Section):
+    """Tasks of lm-evaluation-harness, on which the SFT model and the policy are compared.
+
+    tasks: names of tasks, groups or tags. num_fewshot: examples before each question; None: as each task says.
+    limit: documents of each task. include_path: folder with further tasks, in YAML.
+    chat_template: requests are conversations in the model's template, with the examples as earlier turns.
+    max_length: tokens of a request and its answer together; None: model.max_length.
+    """
+
+    tasks: list[Annotated[str, Field(min_length=1)]] = Field(min_length=1)
+    num_fewshot: int | None = Field(default=None, ge=0)
+    limit: int | None = Field(default=None, ge=1)
+    include_path: str | None = Field(default=None, min_length=1)
+    chat_template: bool = False
+    max_length: int | None = Field(default=None, ge=2)
+
+    def conflicts(self) -> Iterator[str]:
+        if twice := sorted({name for name in self.tasks if self.tasks.count(name) > 1}):
+            yield f"tasks: expected each name once, got {', '.join(map(shown, twice))} several times; remove the others"
+
+
 class EvaluationConfig(Section):
     """Settings of the evaluation.
 
+    harness: null: no tasks of lm-evaluation-harness.
     scorers, backend, stop: null: as in RL (`Params.evaluation_scorers`, `evaluation_backend`, `evaluation_stop`).
     """
 
     scorers: list[ScorerConfig] | None
     backend: RolloutBackend | None
     stop: StopStrings | None
+    harness: HarnessConfig | None
     prompts: int = Field(gt=0)
     max_new_tokens: int = Field(gt=0)
     temperature: float = Field(gt=0)

@@ -128,6 +128,11 @@ class ScorerConfig(Section):
         return self.model_dump(include={"url", "model", "mode", "scale", "criteria", "max_answer_tokens", "request"})
 
     @property
+    def subject(self) -> str:
+        """The scorer in messages."""
+        return f"scorer {self.name}"
+
+    @property
     def is_rewarded_judge(self) -> bool:
         """Whether the scorer is a language model that judges, and what it says is learned from."""
         return self.kind == "llm_judge" and self.weight != 0
@@ -150,7 +155,7 @@ class ScorerConfig(Section):
         if self.std_coef and self.members == 1:
             yield f"std_coef: expected 0 with one member, got {self.std_coef}; raise members or set it to 0"
         if self.url is not None:
-            yield from self._service_conflicts(self.url)
+            yield from service_conflicts(self, self.url)
         if self.kind == "llm_judge":
             yield from self._judge_conflicts()
         if self.pattern is not None:
@@ -172,21 +177,46 @@ class ScorerConfig(Section):
         if taken := sorted({"messages", "model", "stream", "n"} & self.request.keys()):
             yield f"request: expected other keys than those of the question, got {taken}; remove them"
 
-    def _service_conflicts(self, url: str) -> Iterator[str]:
-        """Conflicts of the fields of a service."""
-        try:
-            parts = urlsplit(url)
-            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and "#" not in url and "@" not in parts.netloc
-        except ValueError:  # of the port or of an IPv6 address
-            usable = False
-        if not usable or not url.isascii() or any(c.isspace() for c in url):
-            yield f"url: expected http:// or https:// with a host, without a password or #, got {url!r}; correct it"
-        if self.api_key_env and self.api_key_file:
-            yield f"api_key_file: expected none with api_key_env={self.api_key_env}, got {self.api_key_file!r}; remove one of them"
-        if self.api_key_file and not self.api_key_file.startswith(("/", "~/")):
-            yield f"api_key_file: expected an absolute path outside the project, got {self.api_key_file!r}; correct it"
-        if self.request_timeout is not None and self.request_timeout >= self.timeout:
-            yield f"request_timeout: expected less than timeout={self.timeout}, got {self.request_timeout}; lower it, or set it to null"
+
+class TeacherService(Section):
+    """A teacher of rl.distillation at an OpenAI-compatible address that returns log-probabilities of prompts, as vLLM's does.
+
+    The further fields are those of a scorer's service.
+    """
+
+    url: str  # before /completions
+    model: str = Field(min_length=1)  # its name there
+    timeout: float = Field(default=300.0, gt=0)  # seconds for a step's responses
+    concurrency: int = Field(default=16, ge=1, le=256)
+    retries: int = Field(default=4, ge=0, le=20)
+    request_timeout: float | None = Field(default=None, gt=0)
+    api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    api_key_file: str | None = None
+
+    @property
+    def subject(self) -> str:
+        """The teacher in messages."""
+        return f"teacher {self.model}"
+
+    def conflicts(self) -> Iterator[str]:
+        yield from service_conflicts(self, self.url)
+
+
+def service_conflicts(config: ScorerConfig | TeacherService, url: str) -> Iterator[str]:
+    """Conflicts of the fields of a service."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and "#" not in url and "@" not in parts.netloc
+    except ValueError:  # of the port or of an IPv6 address
+        usable = False
+    if not usable or not url.isascii() or any(c.isspace() for c in url):
+        yield f"url: expected http:// or https:// with a host, without a password or #, got {url!r}; correct it"
+    if config.api_key_env and config.api_key_file:
+        yield f"api_key_file: expected none with api_key_env={config.api_key_env}, got {config.api_key_file!r}; remove one of them"
+    if config.api_key_file and not config.api_key_file.startswith(("/", "~/")):
+        yield f"api_key_file: expected an absolute path outside the project, got {config.api_key_file!r}; correct it"
+    if config.request_timeout is not None and config.request_timeout >= config.timeout:
+        yield f"request_timeout: expected less than timeout={config.timeout}, got {config.request_timeout}; lower it, or set it to null"
 
 
 def name_conflicts(scorers: list[ScorerConfig]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from rlhf_core.config.reading import read_yaml_text
 _NAMED_OUTSIDE = (  # keys that name models, data and code outside the project, whose content `hash_inputs` hashes
     *("model", "data", "reward.path", "alignment.method", "external.path", "gate.external"),
     *("rl.reward.scorers", "rl.distillation", "rl.environment"),
-    *("rejection_sampling.scorers", "iterative.scorers", "evaluation.scorers"),
+    *("rejection_sampling.scorers", "iterative.scorers", "evaluation.scorers", "evaluation.harness"),
 )
 # Sections and single keys of params.yaml that each stage reads; dvc.yaml lists the same (a contract test compares them).
 # A single key has no default, because DVC refuses a listed key that params.yaml lacks.
@@ -37,7 +37,7 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
             "rl.lora",
         ),
         *("dpo.lora", "kto.lora", "rejection_sampling.scorers", "rejection_sampling.sampling.backend", "rejection_sampling.lora"),
-        *("conditional_sft.lora", "external", "evaluation.scorers", "evaluation.backend"),
+        *("conditional_sft.lora", "external", "evaluation.scorers", "evaluation.backend", "evaluation.harness"),
     ),
     "train_sft": ("seed", "model", "sft"),
     "train_reward": ("seed", "model", "reward"),
@@ -63,12 +63,12 @@ ROUND_STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
 INPUT_SECTIONS: dict[str, tuple[str, ...]] = {
     "prepare_data": ("sources", "judges", "model", "chat_template"),
     "validate_data": ("external",),
-    "check_model": ("model", "scorers", "evaluation_scorers", "environment", "reward", "policy", "teachers"),
+    "check_model": ("model", "scorers", "evaluation_scorers", "environment", "reward", "policy", "teachers", "harness"),
     "train_sft": ("model",),
     "train_reward": ("reward",),
     "gate_reward": ("judges", "external", "llm_judges"),
     "train_policy": ("judges", "scorers", "environment", "policy", "teachers"),
-    "evaluate": ("judges", "evaluation_scorers", "environment"),
+    "evaluate": ("judges", "evaluation_scorers", "environment", "harness"),
     "sample_round": ("judges", "round_scorers"),
     "evaluate_round": ("judges", "round_scorers"),
 }

@@ -161,12 +161,12 @@ def open_environments(params: Params, models: dict[str, EvaluatedModel]) -> dict
     """
     if params.rl.environment is None:
         return {}
-    how = {
+    options = {
         "max_length": params.model.max_length,
         "deadline": params.rl.deadlines.step,
         "takes_scores": any(s.kind == "environment" for s in [*params.evaluation_scorers[1], *params.rl.reward.scorers]),
     }
-    return {name: Environment(params.rl.environment, model.tokenizer, stops=model.stops, **how) for name, model in models.items()}
+    return {name: Environment(params.rl.environment, model.tokenizer, stops=model.stops, **options) for name, model in models.items()}
 
 
 def _generate(

@@ -44,8 +44,13 @@ def evaluate(
     """Runs on each rank. Returns `metrics`, and the rows of two tables, `samples` and `prompts`. For arguments see `answer_prompts`."""
     judged_by = {"reward_model": reward_model, "source_judges": source_judges}
     answers = answer_prompts(run.params, rows, folders, **judged_by, gate_texts=gate_texts)
+    measured = measure(run.params, answers, folders, gate_texts=gate_texts)
+    if run.params.evaluation.harness is not None:
+        from rlhf_core.harness.run import run_harness
+
+        measured["harness"] = run_harness(run.params, folders)
     return {
-        "metrics": measure(run.params, answers, folders, gate_texts=gate_texts),
+        "metrics": measured,
         "samples": sample_table(answers, run.params.evaluation.table_rows),
         "prompts": by_prompt(answers),
     }

@@ -82,8 +82,9 @@ def measure_step_models(run: TrainRun, test: HeldoutSteps, config: GateConfig, r
     del model  # there may be no room for both
     for role, promoted in (("incumbent", config.incumbent), ("anchor", config.anchor)):
         if promoted is not None:
-            how = {"confidence": config.confidence, "scratch": run.scratch, "load_options": load_options}
-            measured[role] = compare_steps_to_promoted(test, role, promoted, **how)
+            measured[role] = compare_steps_to_promoted(
+                test, role, promoted, confidence=config.confidence, scratch=run.scratch, load_options=load_options
+            )
     return {"measured": measured, "members": members}
 
 

@@ -16,6 +16,7 @@ from rlhf_core.gate.heldout import Heldout
 from rlhf_core.gate.pairs import compare, pair_points
 from rlhf_core.gate.rewardbench import section_rows, unscored_subsets
 from rlhf_core.gate.steps import HeldoutSteps, first_error_points
+from rlhf_core.models.folder import check_kind
 from rlhf_core.preparation.sources import load_source
 from rlhf_core.provenance.dvc_cache import checkout
 from rlhf_core.provenance.file_hashes import FileHashes
@@ -111,12 +112,7 @@ def _promoted_model(
     folder = scratch / role
     on_rank_zero(lambda: checkout(promoted.md5, folder, root=Path(), sha256=promoted.sha256), subject=subject)
     other = LoadedModel.load(folder, **load_options)
-    if of_steps != (other.separator is not None):
-        kinds = ("a reward model of whole responses", "a process reward model")
-        raise ValueError(
-            f"{subject}: expected {kinds[of_steps]} to compare with, got {kinds[not of_steps]}; keep the two kinds in registries of "
-            "their own, or roll that version back"
-        )
+    check_kind(subject, other.separator, of_steps=of_steps)
     return other
 
 

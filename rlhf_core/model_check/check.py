@@ -24,7 +24,7 @@ from rlhf_core.paths import SFT_MODEL
 from rlhf_core.planning.models import base_model
 from rlhf_core.planning.placement import place, transfer_ways
 from rlhf_core.planning.shape import check_engine
-from rlhf_core.scorers.needs import ready_made_folder
+from rlhf_core.scorers.needs import ready_made_folder, try_teachers
 from rlhf_core.scorers.reward.members import check_ready_made, check_separator
 from rlhf_core.scorers.reward.model import score_sequences
 
@@ -85,6 +85,7 @@ def run_trials(params: Params, tokenizer_folder: Path, scratch: Path) -> tuple[s
     for key, path in params.teachers.items():
         if Path(path) != SFT_MODEL:  # which is still to be trained
             teacher_folder(path, tokenizer, model, key=key)
+    try_teachers(params, tokenizer)
     for backend in sorted(set(backends(params).values())):  # PyTorch's first: vLLM ends the process group when it goes
         if backend == "vllm" and params.cluster.address is not None and find_spec("vllm") is None:
             findings.append(Finding(backend, note="not tried: vLLM is on the cluster, not here"))

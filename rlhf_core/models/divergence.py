@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd import Function
 
-from rlhf_core.algorithms.distillation import DIVERGENCES, weighted
+from rlhf_core.algorithms.distillation import DIVERGENCES, weighted, with_rest
 from rlhf_core.algorithms.logprobs import scaled_logits
 
 Projection = Callable[[torch.Tensor], torch.Tensor]
@@ -19,7 +19,7 @@ Projection = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Target:
-    """What a teacher computes for N tokens.
+    """What a teacher computes for N tokens in the update.
 
     states: [N, H], hidden states that predict the tokens, or their logits.    logits: from some rows of `states` to their logits [n, V].
     weight: of this teacher among several.
@@ -28,6 +28,45 @@ class Target:
     states: torch.Tensor
     logits: Projection
     weight: float
+
+    def compared(self, logprobs: torch.Tensor, rows: slice, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the model's and the teacher's log-probabilities at some of the tokens, [n, V] each; see `Divergence`."""
+        with torch.no_grad():
+            logits = scaled_logits(self.logits(self.states[rows]), temperature)
+            common = min(logits.shape[-1], logprobs.shape[-1])
+            teacher = logits[:, :common].log_softmax(-1)
+        return logprobs if common == logprobs.shape[-1] else logprobs[:, :common].log_softmax(-1), teacher
+
+
+@dataclass(frozen=True)
+class TopTarget:
+    """A teacher's likeliest tokens at N tokens, known before the update.
+
+    logprobs: [N, K], at the temperature of the update.    ids: [N, K] int64.    weight: of this teacher among several.
+    """
+
+    logprobs: torch.Tensor
+    ids: torch.Tensor
+    weight: float
+
+    def compared(self, logprobs: torch.Tensor, rows: slice, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the model's and the teacher's log-probabilities of these tokens and of the rest, [n, K + 1] each; see `Divergence`."""
+        return with_rest(logprobs.gather(-1, self.ids[rows])), with_rest(self.logprobs[rows].to(logprobs.dtype))
+
+
+@torch.no_grad()
+def likeliest(
+    states: torch.Tensor, logits: Projection, pieces: Sequence[slice], *, count: int, vocabulary: int, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probabilities and ids of a teacher's likeliest tokens, [N, count] each, the likeliest first.
+
+    Args:
+        states, logits: as of Target.    pieces: rows whose logits exist together.    vocabulary: ids from which they are chosen.
+    """
+    found = [scaled_logits(logits(states[rows]), temperature).log_softmax(-1)[:, :vocabulary].topk(count) for rows in pieces]
+    if not found:
+        return states.new_zeros(0, count), torch.zeros(0, count, dtype=torch.int64, device=states.device)
+    return torch.cat([top.values for top in found]).float(), torch.cat([top.indices for top in found])
 
 
 @dataclass(frozen=True)
@@ -39,7 +78,7 @@ class Divergence:
 
     kind: str
     options: dict[str, float]
-    targets: Sequence[Target]
+    targets: Sequence[Target | TopTarget]
 
     def __call__(self, logprobs: torch.Tensor, rows: slice, *, temperature: float) -> torch.Tensor:
         """Return the divergence [n] at some of the tokens.
@@ -51,12 +90,7 @@ class Divergence:
         """
         found = []
         for target in self.targets:
-            with torch.no_grad():
-                logits = scaled_logits(target.logits(target.states[rows]), temperature)
-                common = min(logits.shape[-1], logprobs.shape[-1])
-                teacher = logits[:, :common].log_softmax(-1)
-            own = logprobs if common == logprobs.shape[-1] else logprobs[:, :common].log_softmax(-1)
-            found.append(DIVERGENCES[self.kind](own, teacher, **self.options))
+            found.append(DIVERGENCES[self.kind](*target.compared(logprobs, rows, temperature=temperature), **self.options))
         return weighted(found, [target.weight for target in self.targets])
 
 

@@ -162,6 +162,22 @@ def weight_files(folder: Path) -> list[Path]:
     raise ValueError(f"model {folder}: expected weights in model.safetensors, got {got}")
 
 
+def check_kind(subject: str, own: str | None, *, of_steps: bool) -> None:
+    """Check that a promoted reward model is of the kind that is judged.
+
+    Args:
+        own: its `step_separator`.    of_steps: a process reward model is judged.
+    Raises:
+        ValueError: it scores steps where whole responses are judged, or the other way round.
+    """
+    if of_steps != (own is not None):
+        kinds = ("a reward model of whole responses", "a process reward model")
+        raise ValueError(
+            f"{subject}: expected {kinds[of_steps]} to compare with, got {kinds[not of_steps]}; keep the two kinds in registries of "
+            "their own, or roll that version back"
+        )
+
+
 def count_members(files: Iterable[str]) -> int:
     """Return the number of models in a reward model's folder, from the names of its files with slashes: its own, and one in each
     `member_*`.

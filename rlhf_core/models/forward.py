@@ -185,8 +185,14 @@ class PolicyModule(nn.Module):
         else:
             head = self.model.get_output_embeddings()
             if isinstance(head, LogprobHead) and not filtered and not learn_entropy:
-                how = {"temperature": temperature, "with_entropy": with_entropy, "rule": self._rule}
-                logprobs, entropy, *further = head(states, ids, **how, **({} if divergence is None else {"divergence": divergence}))
+                logprobs, entropy, *further = head(
+                    states,
+                    ids,
+                    temperature=temperature,
+                    with_entropy=with_entropy,
+                    rule=self._rule,
+                    **({} if divergence is None else {"divergence": divergence}),
+                )
                 return PolicyOutput(logprobs, entropy, None, router_logits, *further)
             logits = self._rule(head(states))
         of_teachers = None

@@ -62,11 +62,10 @@ def _rl_rank(rl: RlConfig, roles: Sequence[str], config: ModelConfig, models: Mo
             shape = shape_of(teacher)
             phases[own] += sizes.passing + tokens * shape.hidden * setup.element + head_forward(shape, tokens, dtype)
             phases[own] += setup.element * shape.embedding * (trainer.zero_stage == 3)  # its head, gathered
-    kept = _kept_by_transfer(rl, setup, policy) if "policy" in roles else 0.0
-    if kept and not on_gpu:
-        parts["policy: as it was last sent"] = kept
     copies = 1 + (rl.rollout.max_lag > 0)  # for the exported policy, and for a replaced rollout engine
-    once = copies * setup.element * policy.parameters + kept if on_gpu and "policy" in roles else 0.0
+    once = 0.0
+    if "policy" in roles:  # rank 0 alone sends
+        once = _kept_by_transfer(rl, setup, policy) + (copies * setup.element * policy.parameters if on_gpu else 0.0)
     name = "trainer rank" if len(rl.role_groups) == 1 else f"rank of {'+'.join(roles)}"
     return Process(f"train_policy: {name}", "rl.trainer", parts, phases, host=host, once=once, count=trainer.ranks)
 

@@ -161,7 +161,7 @@ def _shortages(
     """
     beside, where = beside or {}, where or {}
     if not machine.gpus:
-        parts = {f"{p.count} x {p.name}" if p.count > 1 else p.name: p.count * (p.needed + without_models(p)) for p in moment}
+        parts = {f"{p.count} x {p.name}" if p.count > 1 else p.name: p.count * (p.needed + without_models(p)) + p.once for p in moment}
         largest = max(moment, key=lambda p: p.count * p.needed)
         host = _usable(machine.host)
         needed = sum(parts.values())

@@ -401,14 +401,15 @@ def plan_conditional(params: Params, models: Models, *, on_gpu: bool) -> Moments
 def plan_evaluate(params: Params, models: Models, *, on_gpu: bool) -> Moments:
     """Return an engine, since the models sample in turn, then the reward models, then a model's log-probabilities."""
     model, dtype = known(models.start, "the model"), params.model.dtype
-    config = params.evaluation
+    config, longest = params.evaluation, max(params.model.max_length, params.harness_max_length)
+    sized = params.model.model_copy(update={"max_length": longest})
     options = {"backend": params.evaluation_backend, "sequences": 256, "fraction": config.gpu_memory_fraction}
     options |= _sampling(params)
-    moments = [[engine("evaluate: rollout engine", "evaluation", model, params.model, on_gpu=on_gpu, **options)]]
+    moments = [[engine("evaluate: rollout engine", "evaluation", model, sized, on_gpu=on_gpu, **options)]]
     if models.scorers:
         members = [known(found, "a reward model") for found in models.scorers]
         moments.append([scorer("evaluate: reward models", "evaluation", members, params)])
-    tokens = max(SCORED_TOKENS, params.model.max_length)
+    tokens = max(SCORED_TOKENS, longest)
     ranks, is_divided = params.cluster.inference_ranks, params.cluster.inference_ranks_per_model > 1
     frozen = frozen_model(model.parameters, Training(dtype, ranks, zero_stage=3 if is_divided else 0, on_gpu=on_gpu))
     parts, phases = {"model: weights": frozen.weights}, {"a pass": frozen.passing + frozen_pass(model, tokens, dtype)}

@@ -125,15 +125,15 @@ def prepare(
     Raises:
         ValueError, FileNotFoundError: a source can't be used, or too much of it is dropped.
     """
-    how = {"max_dropped_fraction": max_dropped_fraction, "step_separator": step_separator}
-    mixed = mix(config, folder, scratch=scratch, seed=seed, writer=writer, **how)
+    options = {"max_dropped_fraction": max_dropped_fraction, "step_separator": step_separator}
+    mixed = mix(config, folder, scratch=scratch, seed=seed, writer=writer, **options)
     shutil.rmtree(scratch, ignore_errors=True)
     if tokenizer is None:
         rows = (row for use in mixed.uses for part in _parts(mixed, use) for row in part)
         tokenizer = new_tokenizer(rows, vocab_size=model.architecture.vocab_size)
     if model.path is not None or any(_has_wide_messages(folder, use) for use in mixed.uses):
         drop_unrenderable(mixed, tokenizer, limit=config.max_unrenderable_fraction)
-    lengths = measure_rows(mixed, tokenizer, config, measured, max_length=model.max_length, **how)
+    lengths = measure_rows(mixed, tokenizer, config, measured, max_length=model.max_length, **options)
     for rows in mixed.rows.values():
         rows.write()
     return Prepared(config, mixed, tokenizer, lengths)

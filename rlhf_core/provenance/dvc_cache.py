@@ -13,6 +13,7 @@ import shutil
 import subprocess
 from collections.abc import Collection, Mapping
 from functools import lru_cache
+from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
@@ -166,6 +167,19 @@ def listing(md5: str, cache: Path) -> dict[str, str]:
     if len(names) < len(entries):
         raise ValueError(f"md5 {md5}: expected each file once, got one twice; don't use it")
     return {entry.relpath: entry.md5 for entry in entries}
+
+
+def read_cached(md5: str, name: str, cache: Path) -> bytes:
+    """Return the content of one of a folder's files.
+
+    Raises:
+        ValueError: the cache lacks it, it doesn't match its md5, or the folder has no such file.
+    """
+    if (file_md5 := listing(md5, cache).get(name)) is None:
+        raise ValueError(f"md5 {md5}: expected a file {name} in the folder, got none; don't use it")
+    content = BytesIO()
+    _check(cache, file_md5, name, content)
+    return content.getvalue()
 
 
 def cache_folder(root: Path) -> Path:

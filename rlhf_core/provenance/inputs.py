@@ -12,10 +12,11 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config import EnvironmentConfig, Params, ScorerConfig, SourceConfig, number_of, read_yaml, shown
+from rlhf_core.config import EnvironmentConfig, HarnessConfig, Params, ScorerConfig, SourceConfig, number_of, read_yaml, shown
 from rlhf_core.data import places
 from rlhf_core.data.places import DATA_ENDINGS, exists, is_data_file, is_hub_name, locate
 from rlhf_core.paths import INPUTS, POLICY_MODEL, REWARD_MODEL, SFT_MODEL
@@ -46,6 +47,7 @@ def read_inputs(params: Params, workspace: Path = Path()) -> Tree:
             "chat_template": _template(params, workspace, hashes),
             "scorers": _scorers(dict(filter(None, [params.method_scorers])), workspace, hashes),
             "evaluation_scorers": _scorers(dict([params.evaluation_scorers]), workspace, hashes),
+            "harness": _harness(params, workspace, hashes),
             "environment": _environment(params.rl.environment, workspace, hashes),
             "round_scorers": _scorers({"iterative.scorers": params.iterative.scorers}, workspace, hashes),
             "llm_judges": _judges(params.rewarded_judges, workspace, hashes),
@@ -112,6 +114,13 @@ def _template(params: Params, workspace: Path, hashes: FileHashes) -> Tree:
     if wanted is None or not wanted.endswith(".jinja") or "{{" in wanted or "{%" in wanted:
         return {}
     return {"model.chat_template": _local(wanted, workspace, hashes)}
+
+
+def _harness(params: Params, workspace: Path, hashes: FileHashes) -> Tree:
+    """The folder with tasks for lm-evaluation-harness; the package's version has its own tasks."""
+    harness = params.evaluation.harness
+    path = None if harness is None else harness.include_path
+    return {} if path is None else {"evaluation.harness.include_path": _local(path, workspace, hashes)}
 
 
 def _environment(environment: EnvironmentConfig | None, workspace: Path, hashes: FileHashes) -> Tree:
@@ -308,6 +317,7 @@ def input_problems(params: Params, workspace: Path = Path(), *, rounds: bool = F
         *((f"gate.external.{e.name}.path", _data_problem, e.path) for e in params.gate.external),
         *((f"{key}.{s.name}.path", _ready_made_problem, s.path) for key, s in scorers if is_ready_made(s)),
         *((f"{key}.{s.name}.template", _template_problem, s.template) for key, s in scorers if s.template is not None),
+        ("evaluation.harness", _harness_problem, params.evaluation.harness),
         ("model.path", partial(_model_problem, key="model.path", revision=params.model.revision), params.model.path),
         *((key, partial(_model_problem, key=key, revision=revision), path) for key, path, revision in given),
     ]
@@ -375,6 +385,16 @@ def _template_problem(path: str, workspace: Path) -> str | None:
     if locate(path, workspace).is_file():
         return None
     return f"expected a file with the judge's instructions at {shown(path)}, got none; correct the path, relative to the project's folder"
+
+
+def _harness_problem(harness: HarnessConfig | None, workspace: Path) -> str | None:
+    if harness is None:
+        return None
+    if find_spec("lm_eval") is None:
+        return "expected the package lm_eval, got none; install it: pip install -c constraints.txt -e '.[eval]'"
+    if harness.include_path is not None and not locate(harness.include_path, workspace).is_dir():
+        return f"expected a folder with tasks at include_path, {shown(harness.include_path)}, got none; correct the path"
+    return None
 
 
 def _model_problem(path: str | None, workspace: Path, *, key: str, revision: str | None = None) -> str | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import pandas as pd
+from scipy.special import ndtri
 
 from rlhf_core.config import STAGE_SECTIONS
 from rlhf_core.paths import REWARD_MODEL
@@ -158,6 +159,7 @@ def figures_that_count(first: Results, second: Results) -> list[Difference]:
         _plain(first, second, "SFT: held-out loss", ("train_sft", "heldout_loss"), "number"),
         _apart(second, "Reward model: accuracy on test pairs", "share", gates, more_is_better=True),
         *(row for mode in ("greedy", "sampled") for row in _evaluated(first, second, mode, tables)),
+        *_harness(first, second),
     ]
     return judged_together([row for row in rows if row.first is not None or row.second is not None], _confidence(second))
 
@@ -213,6 +215,31 @@ def _evaluated(first: Results, second: Results, mode: str, tables: Tables | None
     yield _plain(first, second, f"KL to its {start}, {mode}, nats", ("evaluate", "kl", mode), "number")
     yield _plain(first, second, f"Tokens per answer, {mode}", ("evaluate", mode, "policy", "length_mean"), "length")
     yield _plain(first, second, f"Truncated, {mode}", ("evaluate", mode, "policy", "truncated_fraction"), "share")
+
+
+def _harness(first: Results, second: Results) -> Iterator[Difference]:
+    """The policies' figures on the tasks of lm-evaluation-harness, with a test where both runs asked the same in the same way."""
+    found = [find(r, "evaluate", "harness") or {"tasks": {}} for r in (first, second)]
+    settings, tasks = [{**of, "tasks": None, "confidence": None} for of in found], [of["tasks"] for of in found]
+    for name in {**tasks[0], **tasks[1]}:
+        both = [of.get(name, {"figures": {}}) for of in tasks]
+        asked = [[task.get(key) for key in ("version", "num_fewshot", "n")] for task in both]
+        same = settings[0] == settings[1] and asked[0] == asked[1]
+        for key in {**both[0]["figures"], **both[1]["figures"]}:
+            of_policies = [task["figures"].get(key, {}).get("policy", {}) for task in both]
+            values, errors = ([figure.get(part) for figure in of_policies] for part in ("value", "stderr"))
+            form: Form = "share" if all(0 <= value <= 1 for value in values if value is not None) else "score"
+            label = f"{name}: {key.removesuffix(',none')}"
+            if same and None not in (*values, *errors):
+                intervals = tuple(_with_error(figure, _confidence(second)) for figure in of_policies)
+                yield _apart(second, label, form, intervals, more_is_better=both[0]["figures"][key]["higher_is_better"])
+            else:
+                yield Difference(label if same else f"{label} (other settings)", form, *values, None, None, None, None)
+
+
+def _with_error(figure: Tree, confidence: float) -> Interval:
+    half = float(ndtri((1 + confidence) / 2)) * figure["stderr"]
+    return figure["value"], figure["value"] - half, figure["value"] + half
 
 
 def find(results: Results, *path: str) -> Any:

@@ -23,6 +23,7 @@ from rlhf_core.report.blame import EDGE, blame
 from rlhf_core.report.colors import DARK
 from rlhf_core.report.differences import Results, figures_that_count, headline, outs_that_differ, params_that_differ, read_as
 from rlhf_core.report.figures import Figures, all_figures, logprob_limit
+from rlhf_core.report.harness import difference, harness_rows
 from rlhf_core.report.inputs import ReportInputs, StageTime, need
 from rlhf_core.report.naming import start_name, told
 from rlhf_core.report.tables import (
@@ -108,7 +109,7 @@ def render(inputs: ReportInputs) -> str:
         **(
             _evaluated(inputs, scorers)
             if inputs.stopped is None
-            else {"outcome": stopped_verdict(inputs.stopped), "tiles": [], "blame": None}
+            else {"outcome": stopped_verdict(inputs.stopped), "tiles": [], "blame": None, "harness_rows": []}
         ),
     }
     return page("report.html.jinja", all_figures(inputs), content)
@@ -147,6 +148,7 @@ def _evaluated(inputs: ReportInputs, scorers: Sequence[Mapping[str, Any]]) -> di
             for tile in tiles(inputs.evaluation, rewarded_by(scorers), confidence)
         ],
         "evaluation_rows": evaluation_rows(inputs.evaluation, scorers, confidence),
+        "harness_rows": [row | {"difference": difference(row)} for row in harness_rows(inputs.evaluation)],
     }
 
 

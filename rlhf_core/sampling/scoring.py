@@ -126,8 +126,9 @@ class LocalScorers(Scorers):
         places = [place.setdefault((None if i is None else tuple(i), own), len(place)) for i, own in zip(sequences, of_steps, strict=True)]
         distinct = [None if ids is None else list(ids) for ids, _ in place]
         own_ends = None if ends is None else torch.tensor([own for _, own in place]).reshape(len(place), ends.shape[1])
-        how = {"pad_id": pad_id, "microbatch_tokens": MICROBATCH_TOKENS, "device": device(), "ends": own_ends}
-        scores = score_by_members(self._members[name], distinct, **how)
+        scores = score_by_members(
+            self._members[name], distinct, pad_id=pad_id, microbatch_tokens=MICROBATCH_TOKENS, device=device(), ends=own_ends
+        )
         return lambda: scores[places]
 
     def score_texts(self, config: ScorerConfig, items: list[ScoreItem]) -> tuple[list[float], dict[str, float]]:
@@ -257,8 +258,8 @@ class ResponseScorer:
         """Return each prompt's text, and that of the prompt with its response, special tokens included."""
         prompts = [r.prompt.prompt_ids for r in responses]
         whole = [[*r.prompt.prompt_ids, *r.response_ids] for r in responses]
-        how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        return list(zip(*(self._tokenizer.batch_decode(ids, **how) for ids in (prompts, whole)), strict=True))
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return list(zip(*(self._tokenizer.batch_decode(ids, **options) for ids in (prompts, whole)), strict=True))
 
     def score_groups(
         self, prompts: list[Prompt], samples: list[list[Sample | Rollout]], others: list[list[str]] | None = None

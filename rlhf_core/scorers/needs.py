@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rlhf_core.config import ScorerConfig
+from rlhf_core.config import Params, ScorerConfig
 from rlhf_core.data.places import locate
 from rlhf_core.progress import Reasons
 from rlhf_core.scorers.reward.members import check_ready_made, check_scores_steps, member_folders
 from rlhf_core.scorers.text import ScoreItem, TextScorers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TRIAL_SECONDS = 30.0  # of a service
 _TRIAL = ScoreItem(
@@ -86,3 +90,17 @@ def try_services(scorers: list[ScorerConfig]) -> dict[str, dict[str, str]]:
         service = (HttpScorer if scorer.kind == "http" else LlmJudge)(scorer, Reasons(scorer.name))
         found[scorer.name] = {"url": scorer.url, **service.trial(_TRIAL, seconds=TRIAL_SECONDS)}
     return found
+
+
+def try_teachers(params: Params, own: PreTrainedTokenizerBase, texts: Sequence[str] = ()) -> None:
+    """Ask each teacher at an address about these texts and its vocabulary.
+
+    Args:
+        own: tokenizer of the policy.
+    Raises:
+        ValueError: one can't be asked, or has other tokens.
+    """
+    for key, service in params.teacher_services.items():
+        from rlhf_core.scorers.teacher import TeacherClient  # imports aiohttp
+
+        TeacherClient(service, top=params.rl.distillation.top_k or 0, vocabulary=len(own)).check(texts, own, key=key)

@@ -1,4 +1,4 @@
-"""Requests to a scorer's service over HTTP: its key, connections, repetitions of faults that may pass, and limits of time and size.
+"""Requests to a service over HTTP: its key, connections, repetitions of faults that may pass, and limits of time and size.
 
 Faults that may pass are tried again: a lost connection, 408, 425, 429, 5xx, and an answer that breaks the protocol.
 """
@@ -21,7 +21,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
-from rlhf_core.config import ScorerConfig, shown
+from rlhf_core.config import ScorerConfig, TeacherService, shown
 from rlhf_core.process import LOOPBACK
 
 MAX_ANSWER = 4 * 2**20  # bytes of an answer that are read
@@ -51,7 +51,7 @@ class MayPass(Exception):
 
 
 class Service:
-    """A scorer's service.
+    """A scorer's or teacher's service.
 
     Args:
         url: that requests are sent to.
@@ -60,7 +60,7 @@ class Service:
         ValueError: the service's key can't be read.
     """
 
-    def __init__(self, config: ScorerConfig, url: str, *, in_time: bool):
+    def __init__(self, config: ScorerConfig | TeacherService, url: str, *, in_time: bool):
         self.config, self.url, self._key, self._in_time = config, url, read_key(config), in_time
 
     async def run(self, start: Callable[[Exchange], list[Coroutine[Any, Any, None]]], *, seconds: float | None = None) -> None:
@@ -142,8 +142,7 @@ class Exchange:
         headers = {"Content-Type": "application/json", "Idempotency-Key": hashlib.sha256(body).hexdigest()[:32]}
         url = self._service.url
         try:
-            how = {"headers": headers, "allow_redirects": False, "proxy": proxy_for(url)}
-            async with self._session.post(url, data=body, **how) as response:
+            async with self._session.post(url, data=body, headers=headers, allow_redirects=False, proxy=proxy_for(url)) as response:
                 try:
                     await self._check_status(response, where)
                     content = await read_at_most(response, MAX_ANSWER, where)
@@ -177,8 +176,8 @@ class Exchange:
         raise Refused(reason, status)
 
 
-def read_key(config: ScorerConfig) -> str | None:
-    """Return the service's key; None if the scorer names none.
+def read_key(config: ScorerConfig | TeacherService) -> str | None:
+    """Return the service's key; None if the params name none.
 
     Raises:
         ValueError: there is no key where the scorer says.
@@ -191,12 +190,12 @@ def read_key(config: ScorerConfig) -> str | None:
             with Path(place).expanduser().open("rb") as file:
                 key = file.read(MAX_KEY + 1).decode("ascii", "replace").strip()
         except OSError as error:
-            raise ValueError(f"scorer {config.name}: expected a key in {place}, got: {error.strerror}; put it there") from error
+            raise ValueError(f"{config.subject}: expected a key in {place}, got: {error.strerror}; put it there") from error
     else:
         return None
     if not key or len(key) > MAX_KEY or not (key.isascii() and key.isprintable()) or " " in key:
         got = "nothing" if not key else f"{len(key)} characters that aren't one word of ASCII"
-        raise ValueError(f"scorer {config.name}: expected a key in {place}, got {got}; put it there")
+        raise ValueError(f"{config.subject}: expected a key in {place}, got {got}; put it there")
     return key
 
 

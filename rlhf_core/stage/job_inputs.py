@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf_core.config import EnvironmentConfig, ModelConfig, Params, ScorerConfig, Section, TeacherConfig, bytes_shown
+from rlhf_core.config import EnvironmentConfig, HarnessConfig, ModelConfig, Params, ScorerConfig, Section, TeacherConfig, bytes_shown
 from rlhf_core.data.places import locate
 from rlhf_core.models.folder import locate_model
 from rlhf_core.storage.files import below
@@ -61,9 +61,11 @@ class JobInputs:
             return value.model_copy(update={"path": path})
         if isinstance(value, ScorerConfig) and value.template is not None:
             return value.model_copy(update={"template": self.add(locate(value.template))})
+        if isinstance(value, HarnessConfig) and value.include_path is not None:
+            return value.model_copy(update={"include_path": self.add(locate(value.include_path))})
         if isinstance(value, EnvironmentConfig):
             return value.on_files(self.add_function, self.add)
-        if isinstance(value, TeacherConfig):
+        if isinstance(value, TeacherConfig) and value.path is not None:
             folder = Path(locate_model(value.path))
             return value.model_copy(update={"path": self.add(folder)}) if folder.is_dir() else value
         if isinstance(value, ModelConfig) and value.path is not None:

@@ -21,6 +21,7 @@ from rlhf_core.paths import EVALUATION_METRICS, GATE_METRICS, POLICY_MODEL, REWA
 from rlhf_core.process import without_git_places
 from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.provenance.lineage import external_inputs, history, named_inputs
+from rlhf_core.report.harness import difference, harness_rows
 from rlhf_core.use.choice import Chosen
 
 GIT_SECONDS = 60.0
@@ -153,7 +154,21 @@ def _evaluation(found: dict[str, Any], scorers: dict[str, float]) -> str:
         "On held-out prompts, beside `models/sft`, the model that the chain starts from.\n\n"
         + table(("answers", "model", *(label for _, label in COLUMNS)), rows)
         + f"\nMean score and win rate are by: {named or 'no known scorer'}.\n\nWin rate of the policy: {'; '.join(wins)}.\n"
+        + _harness(found)
     )
+
+
+def _harness(found: dict[str, Any]) -> str:
+    """Markdown of the harness's figures with their standard errors; empty without tasks."""
+    rows = harness_rows(found)
+    if not rows:
+        return ""
+    harness = found["harness"]
+    limit = "" if harness["limit"] is None else f", at most {harness['limit']} documents of each task"
+    how = f"{'with' if harness['chat_template'] else 'without'} the chat template{limit}"
+    columns = ("task", "metric", "examples", "documents", "sft", "policy", f"difference, {harness['confidence']:.0%} interval")
+    cells = [(r["task"], f"{r['metric']} {r['direction']}", r["num_fewshot"], r["n"], r["sft"], r["policy"], difference(r)) for r in rows]
+    return f"\nlm-evaluation-harness {harness['lm_eval']}, {how}:\n\n" + table(columns, cells)
 
 
 def _licences(read: READ) -> Iterator[str]:

@@ -179,8 +179,9 @@ def reward_service(chosen: Chosen, settings: ServerSettings) -> RewardService:
             "reward_model (docs/process.md)"
         )
     device, trust = torch.device("cuda" if torch.cuda.is_available() else "cpu"), settings.trust_remote_code
-    how = {"trust_remote_code": trust, "training_dtype": settings.dtype, "dtype": getattr(torch, settings.dtype)}
-    members = load_members(chosen.folder, device=device, **how)
+    members = load_members(
+        chosen.folder, device=device, trust_remote_code=trust, training_dtype=settings.dtype, dtype=getattr(torch, settings.dtype)
+    )
     tokenizer = load_tokenizer(str(chosen.folder), trust_remote_code=trust, scores=True)
     own = {"name": chosen.name, "version": chosen.md5 or dvc_md5(chosen.folder)}
     return RewardService(LoadedModel(members, tokenizer, settings.max_length, device), own, key=settings.api_key)

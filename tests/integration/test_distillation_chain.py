@@ -10,6 +10,9 @@ import pandas as pd
 import pytest
 from ruamel.yaml import YAML
 from small_chain import PYTORCH_ROLLOUTS, SMALL, SMALL_CLERK, change_params, make_chain, outcomes, run
+from teacher_service import teaching
+
+from rlhf_core.models.tokenizer import load_tokenizer
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -58,3 +61,14 @@ def test_a_chain_learns_from_a_teacher_and_runs_again_when_its_files_change(tmp_
     (teacher / "README.md").write_text("Another card.")
     code, printed = learn_from(workspace, teacher, "sampled")
     assert code == 0 and outcomes(printed)["train_policy"] == "ran" and f"{teacher}/README.md changed" in printed
+    with teaching(teacher, load_tokenizer(str(teacher), trust_remote_code=False)) as at_an_address:
+        distillation = {"teachers": [{"service": at_an_address.service}], "teacher_template": "{prompt} Be brief.", "loss": "sampled"}
+        change_params(workspace, {"rl": {"rollout": {"temperature": 1.0}, "distillation": distillation}})
+        code, printed = run(workspace, "flows.full_pipeline")
+        assert code == 0, printed[-3000:]
+        assert len([asked for asked in at_an_address.requests if isinstance(asked["prompt"], list)]) == 6 * 16
+    curves = pd.read_csv(workspace / "plots/train_policy.csv")
+    assert curves["distillation_loss"].notna().all()
+    change_params(workspace, {"rl": {"distillation": {"coef": 0.5}}})
+    code, printed = run(workspace, "flows.full_pipeline")
+    assert code != 0 and "rl.distillation.teachers.0.service: expected a model at http://127.0.0.1:" in printed

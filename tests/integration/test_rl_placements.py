@@ -25,6 +25,7 @@ ALL = ["together", "two_groups", "apart", "two_and_one"]
         pytest.param("grpo_curriculum", ["together", "two_groups"], id="curriculum", marks=pytest.mark.long),
         pytest.param("ppo", ALL, id="all", marks=pytest.mark.long),
         pytest.param("sampled", ALL, id="teachers of sampled tokens", marks=pytest.mark.long),
+        pytest.param("likeliest", ["together", "two_groups", "two_and_one"], id="teachers' likeliest tokens", marks=pytest.mark.long),
         pytest.param("jsd", ["together", "two_and_one"], id="teachers of whole distributions", marks=pytest.mark.long),
     ],
 )

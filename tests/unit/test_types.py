@@ -9,25 +9,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import train_batch
 
-from rlhf_core.types import TrainBatch
+from rlhf_core.types import Sequences, TrainBatch
 
 
 def row(batch: TrainBatch, i: int) -> dict[str, list[float]]:
     """What a row says, without its padding."""
     mask = batch.response_mask[i]
-    start, ids = int(batch.sequences.starts[i]), batch.sequences.lists()[i]
-    content = {f.name: getattr(batch, f.name)[i][mask].tolist() for f in fields(batch) if f.name != "sequences"}
-    return content | {"sequences": ids[: start + max(1, int(mask.sum()))]}  # masks have no gaps
+    found: dict[str, list[float]] = {}
+    for name in (f.name for f in fields(batch)):
+        value = getattr(batch, name)
+        if isinstance(value, Sequences):
+            found[name] = value.lists()[i][: int(value.starts[i]) + max(1, int(mask.sum()))]  # masks have no gaps
+        else:
+            found[name] = value[i][mask].tolist()
+    return found
 
 
 @given(rows=st.lists(st.integers(0, 7), min_size=1, max_size=10))
 def test_select_keeps_each_rows_content_and_order_and_drops_shared_padding(rows: list[int]):
     batch = train_batch(8)
-    batch = replace(batch, teacher_logprobs=batch.old_logprobs - 1)
+    ids = [[9, 9, *of] for of in batch.sequences.lists()]
+    batch = replace(
+        batch,
+        teacher_logprobs=batch.old_logprobs - 1,
+        teacher_top_logprobs=torch.randn(8, 7, 2, 3),
+        teacher_top_ids=torch.arange(8 * 7 * 2 * 3).view(8, 7, 2, 3),
+        teacher_sequences=Sequences.of(ids, (batch.sequences.starts + 2).tolist()),
+    )
     part = batch.select(rows)
     assert [row(part, k) for k in range(len(part))] == [row(batch, i) for i in rows]
     assert part.response_mask.shape[1] == max(int(batch.response_mask[i].sum()) for i in rows)
-    assert part.sequences.lengths.tolist() == [len(ids) for ids in part.sequences.lists()]
+    for sequences in (part.sequences, part.teacher_sequences):
+        assert sequences.lengths.tolist() == [len(ids) for ids in sequences.lists()]
+        assert (sequences.lengths - sequences.starts).tolist() == [max(1, int(batch.response_mask[i].sum())) for i in rows]
 
 
 def test_select_keeps_a_gap_inside_a_response():

@@ -1,4 +1,5 @@
 """Measures weight transfer over gloo: python -m tools.bench.transfer [--models medium large] [--steps N] [--rounds N] [--table FILE]
+or, of a model's folder in bfloat16 whole and by changes: --folder FOLDER --learning-rates 1e-6 1e-5 [--rounds N]
 
 Two measurements for models of 5 and 50 million parameters in float32: bytes per second from one process to another one, a layer at a time,
 beside copies of the same layers in memory (memcpy), and in bfloat16 whole and by changes; and the share of the weight sync in a step of a
@@ -36,8 +37,14 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=256, help="responses per step")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--table", type=Path, help="CSV file of the results")
+    parser.add_argument("--folder", help="a model whose updates are sent, instead of all else")
+    parser.add_argument("--learning-rates", nargs="+", type=float, default=[1e-6, 1e-5], help="of these updates")
     given = parser.parse_args()
     configure_process()
+    if given.folder is not None:
+        for rate in given.learning_rates:
+            print(*(f"{name} {value}" for name, value in of_updates(given.folder, rate, given.rounds).items()), sep="  ", flush=True)
+        return
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         inputs = make_inputs(Path(folder), given.models)
@@ -104,6 +111,62 @@ def bandwidth(folder: str, rounds: int) -> dict[str, str]:
     speeds = {"gloo": found["gloo"], "memcpy": statistics.median(copied), "whole": found["whole"], "changes": found["changes"]}
     megabytes = sum(parameter.nbytes for parameter in model.parameters()) * 2 / 1e6
     return {"megabytes": f"{megabytes:.1f}", **{f"{name}_mb_s": f"{speed:.0f}" for name, speed in speeds.items()}}
+
+
+def of_updates(folder: str, rate: float, rounds: int) -> dict[str, str]:
+    """Median seconds in which updates of a model in bfloat16 reach another process, whole and by changes, in turn after each update.
+
+    An update is AdamW's, of float32 weights, on the log-probability of random tokens. The first one counts in neither.
+    """
+    import torch
+
+    from rlhf_core.engines.ray.rendezvous import open_store
+    from rlhf_core.engines.transfer.changes import SentLayers
+    from rlhf_core.engines.transfer.gloo import GlooLink
+    from rlhf_core.engines.transfer.source import PolicySource
+    from rlhf_core.models.build import checkpoint_names, load_language_model
+
+    trained, model = load_language_model(folder).float(), load_language_model(folder).to(torch.bfloat16)
+    optimizer, store = (
+        torch.optim.AdamW(trained.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
+        open_store(None, timeout=TIMEOUT),
+    )
+    source = PolicySource(torch.nn.ModuleDict({"model": model}), partial(checkpoint_names, model))
+    latest, links, processes = SentLayers(), {}, []
+    for case, known in (("whole", None), ("changes", latest)):
+        links[case] = GlooLink(store, case, source, workers=1, timeout=TIMEOUT, latest=known)
+        arguments = (links[case].info, folder, rounds + 1)
+        processes.append(multiprocessing.get_context("spawn").Process(target=receive, args=arguments, daemon=True))
+        processes[-1].start()
+        links[case].open()
+    seconds: dict[str, list[float]] = {case: [] for case in links}
+    changed, numbers, generator = [], sum(p.numel() for p in model.parameters()), torch.Generator().manual_seed(0)
+    for _ in range(rounds + 1):
+        update(trained, optimizer, generator)
+        with torch.no_grad():
+            before = [own.clone() for own in model.parameters()]
+            for own, master in zip(model.parameters(), trained.parameters(), strict=True):
+                own.copy_(master)
+            changed.append(sum(int((a != b).sum()) for a, b in zip(before, model.parameters(), strict=True)) / numbers)
+        for case, link in links.items():
+            began = time.perf_counter()
+            send_layers(link, source)
+            seconds[case].append(time.perf_counter() - began)
+    for process in processes:
+        process.join(TIMEOUT)
+    whole, by_changes = (statistics.median(seconds[case][1:]) for case in ("whole", "changes"))
+    found = {"learning_rate": f"{rate:g}", "changed": f"{statistics.median(changed[1:]):.4f}"}
+    return found | {"seconds_whole": f"{whole:.3f}", "seconds_changes": f"{by_changes:.3f}", "ratio": f"{by_changes / whole:.2f}"}
+
+
+def update(model: Any, optimizer: Any, generator: Any) -> None:
+    """One step of the optimizer on four texts of random tokens."""
+    import torch
+
+    ids = torch.randint(model.config.vocab_size, (4, 64), generator=generator)
+    optimizer.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
 
 
 def flip_bits(model: Any, *, share: float) -> None:

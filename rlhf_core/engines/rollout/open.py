@@ -20,14 +20,15 @@ ONLY_VLLM = frozenset(
 
 
 def open_engine(
-    backend: RolloutBackend, model_path: str, *, ranks_per_model: int = 1, **settings: Any
+    backend: RolloutBackend, model_path: str, *, ranks_per_model: int = 1, apart: bool = False, **settings: Any
 ) -> VllmEngine | PytorchEngine | EngineProcess | EngineOfOtherRank:
     """Open an engine for a stage with other models. Other arguments as for `open_here`.
 
-    vLLM gets a separate process on a GPU, and on one of several ranks, whose process group it would take for its own.
+    vLLM gets a separate process on a GPU, on one of several ranks, whose process group it would take for its own, and where asked for.
 
     Args:
         ranks_per_model: so many consecutive ranks have one engine over all their GPUs, which the first of them opens.
+        apart: another engine was in this process, which vLLM doesn't leave whole.
     Raises:
         ValueError: such ranks are on several nodes.
     """
@@ -47,7 +48,7 @@ def open_engine(
             return EngineOfOtherRank()
         divided = {"gpus": ranks_per_model, "tensor_parallel_size": ranks_per_model}
         return EngineProcess(open_here, backend=backend, model_path=model_path, **divided, **settings)
-    if backend == "vllm" and (torch.cuda.is_available() or world_size() > 1):
+    if backend == "vllm" and (apart or torch.cuda.is_available() or world_size() > 1):
         from rlhf_core.engines.rollout.process import EngineProcess
 
         return EngineProcess(open_here, backend=backend, model_path=model_path, **settings)

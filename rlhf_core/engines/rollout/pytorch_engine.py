@@ -156,8 +156,9 @@ class PytorchEngine:
         found: dict[int, list[Sample]] = {}
         for start in range(0, len(prompts), size):
             chosen = by_length[start : start + size]
-            how = {"group_size": group_size, "max_length": self._max_length}
-            batch = Batch.of_prompts([prompts[i] for i in chosen], [seeds[i] for i in chosen], settings, **how)
+            batch = Batch.of_prompts(
+                [prompts[i] for i in chosen], [seeds[i] for i in chosen], settings, group_size=group_size, max_length=self._max_length
+            )
             samples = self._generate(batch, settings, stop_ids)
             found.update({i: samples[k * group_size : (k + 1) * group_size] for k, i in enumerate(chosen)})
             drawn(len(chosen) * group_size)

@@ -236,9 +236,9 @@ def _plain(spec: TensorSpec) -> tuple[str, str, tuple[int, ...]]:
 
 def _voted(group: dist.ProcessGroup, *, agrees: bool) -> tuple[torch.Tensor, dist.Work]:
     """Return a number that is 1 once the work is done and all of the group's processes have agreed, otherwise 0."""
-    vote, how = torch.tensor([int(agrees)]), dist.AllreduceOptions()
-    how.reduceOp = dist.ReduceOp.MIN
-    return vote, group.allreduce([vote], how)
+    vote, options = torch.tensor([int(agrees)]), dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MIN
+    return vote, group.allreduce([vote], options)
 
 
 class GlooSending:

@@ -133,8 +133,11 @@ class VllmEngine:
             quantization=None if quantization is None else fp8_method(),
         )
         if not self._on_cpu:
-            how = {"fraction": gpu_memory_fraction, "dtype": dtype, "tensor_parallel_size": tensor_parallel_size}
-            cache = shared_gpu_cache(model_path, **how, **sizes) if shares_gpu else {}
+            cache = (
+                shared_gpu_cache(model_path, fraction=gpu_memory_fraction, dtype=dtype, tensor_parallel_size=tensor_parallel_size, **sizes)
+                if shares_gpu
+                else {}
+            )
             self._llm = LLM(**settings, **cache, enable_sleep_mode=sleeps)
             return
         with refusing_unsupported(model_path, trust_remote_code):

@@ -16,7 +16,7 @@ def sampling_parameters(settings: SamplingSettings, seed: int, *, stop_ids: tupl
     """Return the parameters of one request, which asks for the log-probability of each token."""
     from vllm import SamplingParams
 
-    how = dict(
+    arguments = dict(
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=settings.top_k or 0,
@@ -31,7 +31,7 @@ def sampling_parameters(settings: SamplingSettings, seed: int, *, stop_ids: tupl
         detokenize=bool(settings.stop),
         skip_clone=True,  # each belongs to one request, so vLLM's deep copies aren't needed
     )
-    return SamplingParams(**how | changes)
+    return SamplingParams(**arguments | changes)
 
 
 def continued_parameters(request: Request, settings: SamplingSettings, *, stop_ids: tuple[int, ...]) -> SamplingParams:

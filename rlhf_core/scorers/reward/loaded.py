@@ -68,8 +68,14 @@ class LoadedModel:
             None if ids is None else turn_step_ends(encode_scored_turns(self.tokenizer, [text]), 0, self.tokenizer, self.separator)
             for text, ids in zip(texts, sequences, strict=True)
         ]
-        how = {"pad_id": self.tokenizer.pad_token_id, "microbatch_tokens": MICROBATCH_TOKENS, "device": self.device}
-        scores = score_by_members(self.members, sequences, ends=padded_ends(ends), **how).double()
+        scores = score_by_members(
+            self.members,
+            sequences,
+            ends=padded_ends(ends),
+            pad_id=self.tokenizer.pad_token_id,
+            microbatch_tokens=MICROBATCH_TOKENS,
+            device=self.device,
+        ).double()
         of_texts = zip(scores.mean(1).tolist(), scores.std(1, correction=0).tolist(), ends, strict=True)
         return [None if own is None or np.isnan(means[0]) else (means[: len(own)], stds[: len(own)]) for means, stds, own in of_texts]
 

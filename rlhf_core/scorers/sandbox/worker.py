@@ -11,6 +11,7 @@ standard output and error.
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import math
 import os
@@ -28,6 +29,7 @@ from rlhf_core.scorers.sandbox.seccomp import seccomp_program
 
 NOBODY = 65534  # takes root's place outside the sandbox, so that root's files and exemptions are out of reach
 USER = 1000  # the program's user, inside
+PACKAGES = ("lib/python3*/site-packages", "lib/python3*/dist-packages", "local/lib/python3*/dist-packages")  # beside an interpreter
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 FOLDER = "/tmp"  # the only place where a program can write
 FILE_BYTES = 16 << 20  # of a file, of all files together, and of the output
@@ -54,6 +56,12 @@ def visible_paths() -> list[str]:
         if not any(home == root or home.startswith(f"{root}/") for root in roots):
             roots.append(home)
     return roots
+
+
+def path_files() -> list[str]:
+    """Return the files whose lines Python executes at each start, which may take several times as long as the start itself."""
+    homes = {os.path.realpath(path) for path in (sys.base_prefix, sys.base_exec_prefix)}
+    return sorted({file for home in homes for folder in PACKAGES for file in glob.glob(f"{home}/{folder}/*.pth")})
 
 
 def enter() -> int:
@@ -105,6 +113,8 @@ def _build_root() -> None:
         _show(path, kernel.ATTR_RDONLY | kernel.ATTR_NOSUID | kernel.ATTR_NODEV)
     for path in DEVICES:
         _show(path, kernel.ATTR_RDONLY | kernel.ATTR_NOSUID | kernel.ATTR_NOEXEC)
+    for path in path_files():
+        kernel.mount("/dev/null", path, None, kernel.MS_BIND)
     if not os.access(interpreter(), os.X_OK):
         raise ValueError(f"{interpreter()} is closed to users other than root; install Python in a folder that is open to all")
     os.mkdir(FOLDER)

@@ -144,9 +144,9 @@ def train_member(
     if config.step_separator is not None:
         module.check_scores_tokens("train_reward", "set reward.step_separator to null, or take another model")
     engine = TrainEngine(module, settings)
-    how = loop(first_step=member * phase.steps, seed=seed)
-    minutes = how.max_minutes and how.max_minutes / config.ensemble
-    found = train_phase(engine, phase, replace(how, max_minutes=minutes))
+    own_loop = loop(first_step=member * phase.steps, seed=seed)
+    minutes = own_loop.max_minutes and own_loop.max_minutes / config.ensemble
+    found = train_phase(engine, phase, replace(own_loop, max_minutes=minutes))
     return engine, {"trained": True, **task.counts(examples), "dropped_too_long": dropped} | found
 
 
@@ -176,10 +176,10 @@ class PairTask:
     def begin(self, rows: Rows, begin: Begin) -> Callable[[int], tuple[Sequence[Comparison], int]]:
         return begin_comparisons(rows, self._tokenizer, max_length=self._max_length, begin=begin)
 
-    def phase(self, train: Sequence[Comparison], heldout: Sequence[Comparison], **how: Any) -> Phase:
+    def phase(self, train: Sequence[Comparison], heldout: Sequence[Comparison], **settings: Any) -> Phase:
         config = self.config
         of_pairs = {"margin": config.margin, "centering_coef": config.centering_coef}
-        return reward_phase(train, heldout, microbatch_tokens=config.microbatch_tokens, **of_pairs, **how)
+        return reward_phase(train, heldout, microbatch_tokens=config.microbatch_tokens, **of_pairs, **settings)
 
     def score(self, engine: TrainEngine, heldout: Sequence[Comparison], *, pad_id: int) -> tuple[torch.Tensor, ...]:
         return score_heldout(engine, heldout, pad_id=pad_id, microbatch_tokens=self.config.microbatch_tokens)

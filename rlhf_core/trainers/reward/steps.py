@@ -138,8 +138,8 @@ class StepTask:
     def begin(self, rows: list[dict], begin: Begin) -> Callable[[int], tuple[Sequence[Solution], int]]:
         return begin_solutions(rows, self._tokenizer, self._separator, max_length=self._max_length, begin=begin)
 
-    def phase(self, train: Sequence[Solution], heldout: Sequence[Solution], **how: Any) -> Phase:
-        return step_phase(train, heldout, microbatch_tokens=self.config.microbatch_tokens, **how)
+    def phase(self, train: Sequence[Solution], heldout: Sequence[Solution], **settings: Any) -> Phase:
+        return step_phase(train, heldout, microbatch_tokens=self.config.microbatch_tokens, **settings)
 
     def score(self, engine: TrainEngine, heldout: Sequence[Solution], *, pad_id: int) -> tuple[torch.Tensor, ...]:
         return score_heldout_steps(engine, heldout, pad_id=pad_id, microbatch_tokens=self.config.microbatch_tokens)

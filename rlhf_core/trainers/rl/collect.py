@@ -16,6 +16,7 @@ from rlhf_core.sampling.scoring import DISAGREEMENT, ScorerMetrics, StepScores
 from rlhf_core.trainers.rl.credit import compared_rewards
 from rlhf_core.trainers.rl.data import PromptStream, baseline_of
 from rlhf_core.trainers.rl.metrics import Clock, Metrics, dialogue_metrics, finite_mean
+from rlhf_core.trainers.rl.taught import Taught
 from rlhf_core.trainers.rl.workers import PendingForward, Workers
 from rlhf_core.types import Baseline, OldLogprobs, Prompt, RewardComponents, Rollout
 
@@ -32,6 +33,7 @@ class Answers:
     drawn: of each round of generation, also the groups that dynamic sampling replaced.
     baseline: greedy responses to each row's prompt, where the algorithm needs them.
     prompts_drawn: position in the prompt stream.
+    taught: of teachers at an address; None without any.
     """
 
     rollouts: list[Rollout]
@@ -42,6 +44,7 @@ class Answers:
     prompts_drawn: int
     metrics: Metrics
     scorer_metrics: dict[str, float]
+    taught: Taught | None
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def collect_rollouts(
         prompts_drawn: position in the prompt stream.
     """
     measured, drawn = ScorerMetrics(), []
-    how = _forward_settings(rl, old_logprobs_source)
+    settings = _forward_settings(rl, old_logprobs_source)
     if rl.dynamic_sampling.enabled:
 
         def sample_groups(start: int, count: int, turn: int) -> Scored:
@@ -101,7 +104,7 @@ def collect_rollouts(
         clock.lap("generate")
         workers.turns.trainers(forget=not rl.spec.greedy_baseline)
         scores = workers.submit_scores(rollouts)
-        forward = workers.submit_forward(rollouts, **how)
+        forward, asked = workers.submit_forward(rollouts, **settings), workers.ask_teachers(rollouts)
         steps: Steps = {}
         components = workers.collect_scores(scores, measured, steps)
         clock.lap("score")
@@ -112,12 +115,14 @@ def collect_rollouts(
         baseline = greedy_baseline(workers, [rollout.prompt for rollout in rollouts[:: rl.group_size]], rl)
         clock.lap("baseline")
     if rl.dynamic_sampling.enabled:
-        forward = workers.submit_forward(rollouts, **how)
+        forward, asked = workers.submit_forward(rollouts, **settings), workers.ask_teachers(rollouts)
     scorer_metrics = measured.means()
     for name in [s.name for s in rl.reward.scorers if s.members > 1]:  # the disagreement of an ensemble has a column of its own
         metrics[f"{DISAGREEMENT}_{name}"] = scorer_metrics.pop(f"{name}.{DISAGREEMENT}", math.nan)
     metrics |= dialogue_metrics(rollouts) if rl.environment is not None else {}
-    return Collected(rollouts, components, steps, drawn, baseline, prompts_drawn, metrics, scorer_metrics, forward)
+    taught = asked()
+    clock.lap("score")
+    return Collected(rollouts, components, steps, drawn, baseline, prompts_drawn, metrics, scorer_metrics, taught, forward)
 
 
 def resample_groups(

@@ -107,6 +107,9 @@ def _train_batch(
         returns=returns,
         importance_weights=weights,
         teacher_logprobs=batch.teacher_logprobs,
+        teacher_top_logprobs=batch.teacher_top_logprobs,
+        teacher_top_ids=batch.teacher_top_ids,
+        teacher_sequences=batch.teacher_sequences,
     )
     return train_batch, metrics | mismatch
 
@@ -146,8 +149,8 @@ def correct(
     sampler_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, mask: torch.Tensor, rl: RlConfig
 ) -> tuple[torch.Tensor, Metrics]:
     """Importance weights [B, R] by rl.correction, and the mismatch of engine and trainer: see `importance_weights`."""
-    how = rl.correction
-    return importance_weights(sampler_logprobs, rollout_logprobs, mask, kind=how.kind, low=how.low, high=how.high)
+    correction = rl.correction
+    return importance_weights(sampler_logprobs, rollout_logprobs, mask, kind=correction.kind, low=correction.low, high=correction.high)
 
 
 def shaped_rewards(

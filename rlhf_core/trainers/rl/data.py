@@ -15,6 +15,7 @@ from rlhf_core.sampling.prompts import fitting_prompts
 from rlhf_core.sampling.scoring import StepScores
 from rlhf_core.trainers.rl.curriculum import Curriculum
 from rlhf_core.trainers.rl.job import RlJob
+from rlhf_core.trainers.rl.taught import Taught
 from rlhf_core.trainers.supervised.demonstrations import Demonstration, encode_demonstrations
 from rlhf_core.types import Baseline, OldLogprobs, Prompt, RewardComponents, Rollout, RolloutBatch, Sequences
 
@@ -28,7 +29,8 @@ def read_prompts(job: RlJob, split: Split) -> list[Prompt]:
     tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
     rows = read_rows(Path(job.prepared), "prompt", split)
     longest = job.model.max_length - job.rl.rollout.max_new_tokens
-    return fitting_prompts(rows, tokenizer, longest=longest, what=f"prompts of the {split} split")
+    template = job.rl.teacher_template if split == "train" else None
+    return fitting_prompts(rows, tokenizer, longest=longest, what=f"prompts of the {split} split", teacher_template=template)
 
 
 def evaluation_prompts(job: RlJob) -> list[Prompt]:
@@ -164,8 +166,9 @@ class DemonstrationStream:
         if job.rl.ptx.coef:
             tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
             rows = read_rows(Path(job.prepared), "sft", "train")
-            how = {"train_on": job.train_on, "train_on_thoughts": job.train_on_thoughts}
-            kept, _ = encode_demonstrations(rows, tokenizer, max_length=job.model.max_length, **how)
+            kept, _ = encode_demonstrations(
+                rows, tokenizer, max_length=job.model.max_length, train_on=job.train_on, train_on_thoughts=job.train_on_thoughts
+            )
             if not kept:
                 raise ValueError(
                     f"rl.ptx: expected demonstrations of at most model.max_length tokens, got none of {len(rows)}; set coef to 0"
@@ -189,18 +192,25 @@ def collate(
     *,
     old_logprobs_source: OldLogprobs,
     steps: Mapping[str, StepScores] | None = None,
+    taught: Taught | None = None,
 ) -> RolloutBatch:
     """Rollouts, their scores and the forward passes' outputs as tensors.
 
     Args:
         sequences: `pack(rollouts)`.
         outputs: flat [N] over the response tokens, in order: old_logprobs with `recompute`; sampler_logprobs with top-p or top-k;
-            ref_logprobs with a reference; teacher_logprobs with teachers that compute before the update; values with a critic.
+            ref_logprobs with a reference; teacher_logprobs, or teacher_top_logprobs and teacher_top_ids, with teachers that compute
+            before the update; values with a critic.
         baseline: of the greedy response to each row's prompt.
         steps: scores of process reward models, by scorer.
+        taught: what teachers at an address answered. A response without an answer is masked.
     """
+    if taught is not None:
+        outputs = taught.beside(outputs)
     response_mask = _response_mask(rollouts)
     trained, versions = _origins(rollouts, response_mask)
+    if taught is not None:
+        trained &= torch.tensor(taught.known)[:, None]
     rollout_logprobs = _padded(torch.tensor([x for r in rollouts for x in r.rollout_logprobs]), response_mask)
     padded = {name: _padded(flat, response_mask) for name, flat in outputs.items()}
     old_logprobs = rollout_logprobs if old_logprobs_source == "from_engine" else padded.get("old_logprobs")
@@ -224,6 +234,9 @@ def collate(
         finished=torch.tensor([r.finished for r in rollouts]),
         lengths=torch.tensor([r.num_sampled for r in rollouts]),
         teacher_logprobs=padded.get("teacher_logprobs"),
+        teacher_top_logprobs=padded.get("teacher_top_logprobs"),
+        teacher_top_ids=padded.get("teacher_top_ids"),
+        teacher_sequences=pack_for_teachers(rollouts),
     )
 
 
@@ -286,11 +299,21 @@ def _at_tokens(scores: StepScores, shape: torch.Size) -> torch.Tensor:
 
 
 def _padded(flat: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Flat values [N] at the True positions of a mask [B, R], zeros elsewhere."""
-    return torch.zeros(mask.shape).masked_scatter(mask, flat)
+    """Flat values [N, ...] at the True positions of a mask [B, R], zeros elsewhere."""
+    found = torch.zeros(*mask.shape, *flat.shape[1:], dtype=flat.dtype)
+    found[mask] = flat
+    return found
 
 
 def pack(rollouts: Sequence[Rollout]) -> Sequences:
     """Prompt and response of each rollout."""
     ids = [[*r.prompt.prompt_ids, *r.response_ids] for r in rollouts]
     return Sequences.of(ids, [len(r.prompt.prompt_ids) for r in rollouts])
+
+
+def pack_for_teachers(rollouts: Sequence[Rollout]) -> Sequences | None:
+    """Return what teachers read and each response; None where they read what the policy does."""
+    if any(r.prompt.teacher_ids is None for r in rollouts):
+        return None
+    ids = [[*r.prompt.teacher_ids, *r.response_ids] for r in rollouts]
+    return Sequences.of(ids, [len(r.prompt.teacher_ids) for r in rollouts])

@@ -22,11 +22,11 @@ LEAST = 8  # but at least one prompt for so many that an engine samples
 
 @dataclass(frozen=True)
 class Requests:
-    """prompts: token ids of each.    seeds: of each.    how: further arguments of the engines' `serve`."""
+    """prompts: token ids of each.    seeds: of each.    options: further arguments of the engines' `serve`."""
 
     prompts: list[list[int]]
     seeds: list[int]
-    how: dict[str, Any]
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Dispatcher:
         if numbers or (taken and (not calls or (is_last and calls[-1].leave))):
             leave = 0 if is_last else min(self._at_a_time, len(taken) - 1)
             arguments = (numbers, [requests.prompts[n] for n in numbers], [requests.seeds[n] for n in numbers])
-            calls.append(Call(self._engines.submit_one(rank, "serve", *arguments, leave=leave, **requests.how), leave))
+            calls.append(Call(self._engines.submit_one(rank, "serve", *arguments, leave=leave, **requests.options), leave))
 
     @property
     def _ahead(self) -> int:

@@ -169,5 +169,5 @@ def _record(placement: GpuPlacement, ways: list[str], job: RlJob) -> None:
     """Write the placement into the job's folder, and log it if the cluster has GPUs."""
     if placement.gpus:
         log.info("rl: %s", placement.describe(job.rl))
-    how = {"take_turns": placement.takes_turns(job.rl), "dispatch": job.rl.dispatch(on_gpu=placement.gpus > 0)}
-    (Path(job.work) / PLACEMENT).write_text(json.dumps(placement.as_json() | how | {"weight_transfer": ways}))
+    resolved = {"take_turns": placement.takes_turns(job.rl), "dispatch": job.rl.dispatch(on_gpu=placement.gpus > 0)}
+    (Path(job.work) / PLACEMENT).write_text(json.dumps(placement.as_json() | resolved | {"weight_transfer": ways}))

@@ -24,7 +24,7 @@ class RlJob(Section):
     sft_model: the initial policy and the reference.
     reward_model: the critic's initial model; None where it starts from the SFT model, or there is no critic.
     scorer_models: scorer's name -> folder, of each scorer of kind reward_model.
-    teacher_models: folder of each teacher of rl.distillation.
+    teacher_models: folder of each teacher of rl.distillation that has one.
     source_judges: data source -> judge's name, of each source with a judge.
     work: folder of checkpoints and curves.    checkpoints: which checkpoints are kept and resumed from.
     output: the final policy's folder.
@@ -57,7 +57,7 @@ class RlJob(Section):
         wanted = sorted(s.name for s in self.rl.reward.scorers if s.kind == "reward_model")
         if sorted(self.scorer_models) != wanted:
             raise ValueError(f"scorer_models: expected a folder for each of {wanted}, got {sorted(self.scorer_models)}; name each scorer's")
-        teachers = [] if self.rl.distillation is None else self.rl.distillation.teachers
+        teachers = [] if self.rl.distillation is None else [t for t in self.rl.distillation.teachers if t.path is not None]
         if len(self.teacher_models) != len(teachers):
             raise ValueError(f"teacher_models: expected {len(teachers)} folders, got {len(self.teacher_models)}; name each teacher's")
         if self.reward_model is None and self.rl.critic_starts_from_reward_model:

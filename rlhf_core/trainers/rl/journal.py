@@ -26,6 +26,7 @@ from rlhf_core.files import ASIDE, replacing
 from rlhf_core.sampling.scoring import StepScores
 from rlhf_core.stage.scratch import RECORDED, journal_of
 from rlhf_core.trainers.rl.collect import Answers
+from rlhf_core.trainers.rl.taught import Taught
 from rlhf_core.types import Baseline, RewardComponents, Rollout
 
 BATCH, EVALUATION, CALIBRATION = "batch", "evaluation", "calibration"
@@ -176,7 +177,9 @@ def answers_of(tree: dict[str, Any]) -> Answers:
         rest = {name: torch.tensor(values) for name, values in baseline.items() if name != "components"}
         baseline = Baseline(components=components_of(baseline["components"]), **rest)
     steps = {name: StepScores(**of_scorer) for name, of_scorer in tree["steps"].items()}
-    return Answers(**tree | {"rollouts": rollouts, "components": components, "steps": steps, "drawn": drawn, "baseline": baseline})
+    taught = tree["taught"] and Taught(**tree["taught"])
+    known = {"rollouts": rollouts, "components": components, "steps": steps, "drawn": drawn, "baseline": baseline, "taught": taught}
+    return Answers(**tree | known)
 
 
 def _rollouts(trees: list[dict[str, Any]]) -> list[Rollout]:

@@ -35,6 +35,7 @@ from rlhf_core.trainers.rl.metrics import (
     TooManyUnscored,
     batch_metrics,
     check_scored,
+    check_taught,
     lag_metrics,
     progress_figures,
 )
@@ -184,10 +185,10 @@ def train_step(run: Run, progress: Progress, stop: Stop, clock: Clock) -> StepRe
     outputs = workers.collect_forward(collected.forward)
     clock.lap("forward")
     rollouts, sequences = collected.rollouts, collected.forward.sequences
-    batch = collate(
-        rollouts, sequences, collected.components, outputs, collected.baseline, old_logprobs_source=source, steps=collected.steps
-    )
+    how = {"old_logprobs_source": source, "steps": collected.steps, "taught": collected.taught}
+    batch = collate(rollouts, sequences, collected.components, outputs, collected.baseline, **how)
     check_scored(batch, rl, step=step)
+    check_taught(collected.taught, rl, step=step)
     if source != "from_update":
         difference = check_engine(run, batch, noted, step=step)
     if noted is None:
@@ -197,8 +198,7 @@ def train_step(run: Run, progress: Progress, stop: Stop, clock: Clock) -> StepRe
     clock.lap("collate")
     train_batch, advantage_metrics = compute_advantages(batch, rl, run.normalizer, kl_coef=kl_coef)
     clock.lap("advantages")
-    how = {"seed": run.job.seed, "step": step}
-    plans = [plan_update(train_batch, run.demonstrations, rl.of_group(group), **how) for group in rl.learning_groups]
+    plans = [plan_update(train_batch, run.demonstrations, rl.of_group(group), seed=run.job.seed, step=step) for group in rl.learning_groups]
     clock.lap("plan")
     update = workers.update(plans, batch, kl_coef=kl_coef, train_policy=rl.trains_policy(step))
     clock.lap("update")

@@ -11,6 +11,7 @@ import torch
 from rlhf_core.config import RlConfig, ScoreConfig
 from rlhf_core.sampling.rewards import weighted_score
 from rlhf_core.trainers.rl.minibatch import EXTREMES
+from rlhf_core.trainers.rl.taught import Taught
 from rlhf_core.types import Rollout, RolloutBatch
 
 Metrics = dict[str, float]
@@ -125,6 +126,20 @@ def check_scored(batch: RolloutBatch, rl: RlConfig, *, step: int) -> None:
             )
     if rl.learns_from_reward and not weighted_score(batch.components, rl.reward.scorers).isfinite().any():
         raise TooManyUnscored(f"step {step}: expected a response that every scorer could score, got none; each failed for other ones")
+
+
+def check_taught(taught: Taught | None, rl: RlConfig, *, step: int) -> None:
+    """Responses about which a teacher at an address said nothing are masked; too many of them mean that it is broken.
+
+    Raises:
+        TooManyUnscored: their share is above rl.reward.max_unscored_fraction, or there are no others.
+    """
+    limit = rl.reward.max_unscored_fraction
+    if taught is not None and ((unknown := taught.known.count(False) / len(taught.known)) > limit or unknown == 1.0):
+        raise TooManyUnscored(
+            f"step {step}: rl.distillation: expected at most rl.reward.max_unscored_fraction={limit} of the responses without an answer of "
+            f"every teacher at an address, got {unknown:.3g}; the log says why"
+        )
 
 
 class Clock:

@@ -28,7 +28,7 @@ from rlhf_core.engines.transfer.source import KeptSource, PolicySource, TensorSp
 from rlhf_core.engines.transfer.weights import PackedTensor, pack, unpack
 from rlhf_core.models.backend import Backend
 from rlhf_core.models.batch import Branches, TokenBatch, collate_branches, collate_tokens
-from rlhf_core.models.build import save_model
+from rlhf_core.models.build import save_model, vocabulary_size
 from rlhf_core.models.forward import GENERAL, PolicyModule, ScalarModule, common_backend
 from rlhf_core.models.lora import has_adapters, without_adapters
 from rlhf_core.models.tokenizer import load_tokenizer
@@ -40,7 +40,7 @@ from rlhf_core.trainers.rl.credit import ValueUnits
 from rlhf_core.trainers.rl.job import POLICY, RlJob
 from rlhf_core.trainers.rl.minibatch import Minibatch, before, prompt_rows
 from rlhf_core.trainers.rl.roles import HostedRoles
-from rlhf_core.trainers.rl.teachers import Teaching, in_use, teacher_logprobs
+from rlhf_core.trainers.rl.teachers import EarlyTeaching, Teaching, in_use
 from rlhf_core.trainers.rl.update import ForwardGraphs, RankUpdate, RlUpdate, policy_arguments
 from rlhf_core.trainers.supervised.loop import seed_generators
 from rlhf_core.types import Sequences
@@ -108,7 +108,7 @@ class TrainerRank:
         self._in_forward += [teacher.model for teacher in self._teachers]
         self._backend = self._common_backend([*learning, *(model.module for model in self._in_forward)])
         # The sampler's distribution takes the sorted logits of all tokens, which are too large to keep.
-        keeps_graphs = job.rl.rollout.samples_any_token and not job.rl.teaches_whole_distributions
+        keeps_graphs = job.rl.rollout.samples_any_token and not job.rl.teaches_distributions
         self._can_keep_graphs = keeps_graphs and bool(learning) and self._common_backend(learning).keeps_graphs
         self._graphs: list[ForwardGraphs] = []  # for the next update
         if self.roles.policy is not None:
@@ -148,40 +148,66 @@ class TrainerRank:
             passes = most_over_ranks if member.sharded else None
             with member.in_use() as module:
                 # The ids are those of the scorer's own tokenizer. Any of its ids can pad, and 0 always is one.
-                how = {"pad_id": 0, "microbatch_tokens": tokens, "device": self._device, "passes": passes, "ends": ends}
-                columns.append(score_sequences(module, sequences, **how))
+                columns.append(
+                    score_sequences(module, sequences, pad_id=0, microbatch_tokens=tokens, device=self._device, passes=passes, ends=ends)
+                )
         return torch.stack(columns, 1)
 
     @torch.no_grad()
-    def forward(self, sequences: Sequences, *, recomputed: int | None = None, keep_graphs: bool = False) -> dict[str, torch.Tensor]:
+    def forward(
+        self, sequences: Sequences, taught: Sequences | None = None, *, recomputed: int | None = None, keep_graphs: bool = False
+    ) -> dict[str, torch.Tensor]:
         """Outputs of the models for each response token, sequence after sequence, flat [N].
 
         Args:
+            taught: what teachers read: other prompts with the same responses; None: the same.
             recomputed: the policy is computed for the first so many sequences only; None: for all.
             keep_graphs: the next update takes all of these sequences in one optimizer step, and continues from these passes if it can.
         Returns:
-            Of the roles that are hosted: old_logprobs; sampler_logprobs with top-k or top-p; ref_logprobs; teacher_logprobs unless the
-            teachers compute in the update; values.
+            Of the roles that are hosted: old_logprobs; sampler_logprobs with top-k or top-p; ref_logprobs; values; and, unless the
+            teachers compute in the update, the outputs of `EarlyTeaching`.
         """
         roles = self.roles
         recomputed = 0 if roles.policy is None else len(sequences) if recomputed is None else recomputed
         keep = keep_graphs and self._can_keep_graphs and recomputed in (0, len(sequences))
         found: dict[str, dict[int, torch.Tensor]] = {}
         graphs: list[ForwardGraphs] = []
-        without_policy = roles.computes_reference or roles.critic is not None or bool(self._teachers)
+        teaches = bool(self._teachers) and taught is None
+        without_policy = roles.computes_reference or roles.critic is not None or teaches
         with in_use(self._in_forward):
+            teaching = self._early_teaching()
             for numbers in (range(recomputed), range(recomputed, len(sequences))):
                 with_policy = numbers.start == 0 and recomputed > 0
                 if numbers and (with_policy or without_policy):
                     parts, keep = self._forward_parts(sequences, numbers, keep=keep)
-                    passes = self._backend.map(partial(self._forward_part, with_policy=with_policy, keep=keep), parts)
+                    how = {"with_policy": with_policy, "keep": keep, "teaching": teaching if teaches else None}
+                    passes = self._backend.map(partial(self._forward_part, **how), parts)
                     for part, (outputs, kept) in zip(parts, passes, strict=True):
                         graphs += [kept] if keep else []
                         for name, flat in outputs.items():
                             found.setdefault(name, {}).update(zip(part.rows, flat.split(part.sizes), strict=True))
+            for name, by_row in ({} if teaching is None or teaches else self._taught_outputs(taught, teaching)).items():
+                found[name] = by_row
         if keep_graphs:
             self._graphs = graphs
         return {name: torch.cat([values[i] for i in sorted(values)]) for name, values in found.items()}
+
+    def _early_teaching(self) -> EarlyTeaching | None:
+        rl = self._job.rl
+        if not self._teachers:
+            return None
+        vocabulary = vocabulary_size(self._job.sft_model, trust_remote_code=self._job.model.trust_remote_code)
+        return EarlyTeaching(self._teachers, rl.distillation.top_k, vocabulary=vocabulary, temperature=rl.rollout.temperature)
+
+    def _taught_outputs(self, taught: Sequences, teaching: EarlyTeaching) -> dict[str, dict[int, torch.Tensor]]:
+        """Outputs of teachers that read other prompts than the policy, by name and row."""
+        parts, _ = self._forward_parts(taught, range(len(taught)), keep=False)
+        found: dict[str, dict[int, torch.Tensor]] = {}
+        for part in parts:
+            batch = collate_branches(part.branches, pad_id=self._pad_id, every_token=True).to(self._device)
+            for name, flat in teaching.outputs(batch).items():
+                found.setdefault(name, {}).update(zip(part.rows, flat.cpu().split(part.sizes), strict=True))
+        return found
 
     def _forward_parts(self, sequences: Sequences, numbers: range, *, keep: bool) -> tuple[list[ForwardPart], bool]:
         """Micro-batches of the sequences with these numbers; and whether their graphs are kept, which takes at most two micro-batches."""
@@ -200,14 +226,16 @@ class TrainerRank:
             parts.append(ForwardPart(members, [sizes[i] for i in members], [row for g in part for row in rows[g]]))
         return parts, keep
 
-    def _forward_part(self, part: ForwardPart, *, with_policy: bool, keep: bool) -> tuple[dict[str, torch.Tensor], ForwardGraphs]:
+    def _forward_part(
+        self, part: ForwardPart, *, with_policy: bool, keep: bool, teaching: EarlyTeaching | None
+    ) -> tuple[dict[str, torch.Tensor], ForwardGraphs]:
         """Outputs by name, on the CPU; and policy and critic once more, with their graphs if these are kept."""
         rl, roles, outputs, policy, values = self._job.rl, self.roles, {}, None, None
         batch = collate_branches(part.branches, pad_id=self._pad_id, every_token=True).to(self._device)
         with torch.set_grad_enabled(keep):
             if with_policy:
-                how = policy_arguments(rl) if keep else {"temperature": rl.rollout.temperature}
-                policy = roles.policy(batch, **how, top_k=rl.rollout.top_k, top_p=rl.rollout.top_p)
+                arguments = policy_arguments(rl) if keep else {"temperature": rl.rollout.temperature}
+                policy = roles.policy(batch, **arguments, top_k=rl.rollout.top_k, top_p=rl.rollout.top_p)
                 outputs["old_logprobs"] = policy.logprobs
                 if policy.sampler_logprobs is not None:
                     outputs["sampler_logprobs"] = policy.sampler_logprobs
@@ -215,9 +243,10 @@ class TrainerRank:
                 outputs["values"] = values = self._value_units(roles.critic(before(batch)))
         if roles.computes_reference:
             outputs["ref_logprobs"] = self._reference_logprobs(batch)
-        if self._teachers:
-            outputs["teacher_logprobs"] = teacher_logprobs(self._teachers, batch, temperature=rl.rollout.temperature)
-        return {name: x.detach().float().cpu() for name, x in outputs.items()}, ForwardGraphs(part.rows, part.sizes, policy, values)
+        if teaching is not None:
+            outputs |= teaching.outputs(batch)
+        outputs = {name: x.detach().float().cpu() if x.is_floating_point() else x.cpu() for name, x in outputs.items()}
+        return outputs, ForwardGraphs(part.rows, part.sizes, policy, values)
 
     def _reference_logprobs(self, batch: TokenBatch) -> torch.Tensor:
         temperature = self._job.rl.rollout.temperature

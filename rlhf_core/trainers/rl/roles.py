@@ -49,29 +49,29 @@ class HostedRoles:
         self.reference: FrozenModel | None = None
         self.experts_per_token: int | None = None
         self._sharing: list[bool] = []
-        how = {"trust_remote_code": job.model.trust_remote_code, "training_dtype": job.model.dtype}
+        load_options = {"trust_remote_code": job.model.trust_remote_code, "training_dtype": job.model.dtype}
         self.computes_reference = "reference" in hosted
         if "policy" in hosted:
-            self.language_model = load_language_model(job.sft_model, **how)
+            self.language_model = load_language_model(job.sft_model, **load_options)
             self._inspect(self.language_model)
             add_adapters(self.language_model, rl.lora, seed=job.seed)
             settings = engine_settings(job, rl.learning_rate, steps=rl.policy_steps, ema_decay=rl.ema_decay)
             self.policy = TrainEngine(PolicyModule(self.language_model), settings)
         if "critic" in hosted:
-            critic = ScalarModule(initial_critic(job, tokenizer, how))
+            critic = ScalarModule(initial_critic(job, tokenizer, load_options))
             remedy = "set it to sft, or rl.algorithm to one without a critic, such as rloo"
             critic.check_scores_tokens(f"rl.{rl.algorithm}.critic_init {rl.critic.critic_init}", remedy)
             self.critic = TrainEngine(critic, engine_settings(job, rl.critic.critic_learning_rate, steps=rl.optimizer_steps))
         # With adapters, the policy without them is the SFT model: no second copy is needed, unless the reference is refreshed.
         if self.computes_reference and (rl.lora is None or self._reference_moves or self.policy is None):
-            reference = load_language_model(job.sft_model, **how)
+            reference = load_language_model(job.sft_model, **load_options)
             if self.policy is None:
                 self._inspect(reference)
             self.reference = self._frozen(PolicyModule(reference))
             if rl.starts_rounded and self.policy is not None:
                 self.reference.load(self.policy.weights())
-        self.scorers = self._reward_models(how) if "reward_models" in hosted else {}
-        self.teachers = self._load_teachers(how) if "teachers" in hosted else []
+        self.scorers = self._reward_models(load_options) if "reward_models" in hosted else {}
+        self.teachers = self._load_teachers(load_options) if "teachers" in hosted else []
 
     def _inspect(self, model: PreTrainedModel) -> None:
         self.experts_per_token = balanced_experts(model, self._job.rl.moe_aux_coef)
@@ -88,19 +88,20 @@ class HostedRoles:
     def shares_prompts(self) -> bool:
         return bool(self._sharing) and all(self._sharing)
 
-    def _load_teachers(self, how: dict[str, Any]) -> list[Teacher]:
+    def _load_teachers(self, load_options: dict[str, Any]) -> list[Teacher]:
         configs, found = self._job.rl.distillation.teachers, []
-        for config, folder in zip(configs, self._job.teacher_models, strict=True):
-            model = load_language_model(folder, **how)
+        here = [config for config in configs if config.path is not None]
+        for config, folder in zip(here, self._job.teacher_models, strict=True):
+            model = load_language_model(folder, **load_options)
             self._note_sharing(model)
             found.append(Teacher(self._frozen(PolicyModule(model)), config.weight / sum(c.weight for c in configs)))
         return found
 
-    def _reward_models(self, how: dict[str, Any]) -> dict[str, list[FrozenModel]]:
+    def _reward_models(self, load_options: dict[str, Any]) -> dict[str, list[FrozenModel]]:
         configs = {s.name: s for s in self._job.rl.reward.scorers}
         return {
             name: [
-                self._frozen(load_member(folder, configs[name].label, **how))
+                self._frozen(load_member(folder, configs[name].label, **load_options))
                 for folder in member_folders(Path(path))[: configs[name].members]
             ]
             for name, path in self._job.scorer_models.items()
@@ -211,17 +212,17 @@ def engine_settings(job: RlJob, learning_rate: float, *, steps: int, ema_decay: 
     )
 
 
-def initial_critic(job: RlJob, tokenizer: PreTrainedTokenizerBase, how: dict[str, Any]) -> PreTrainedModel:
+def initial_critic(job: RlJob, tokenizer: PreTrainedTokenizerBase, load_options: dict[str, Any]) -> PreTrainedModel:
     """Return the critic by critic_init; the weights of a new head are 0.
 
     Args:
         tokenizer: of the policy.
-        how: arguments of the loaders.
+        load_options: arguments of the loaders.
     """
     init = job.rl.critic.critic_init
     if init == "reward_model":
-        return load_scalar_model(job.reward_model, **how)
-    model = new_scalar_model(Path(job.sft_model if init == "sft" else job.reward_model), tokenizer, **how)
+        return load_scalar_model(job.reward_model, **load_options)
+    model = new_scalar_model(Path(job.sft_model if init == "sft" else job.reward_model), tokenizer, **load_options)
     if (bias := scalar_head(model).bias) is not None:
         torch.nn.init.zeros_(bias)
     return model

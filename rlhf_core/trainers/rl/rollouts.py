@@ -144,11 +144,11 @@ class RolloutEngines:
             self._renew()
         if self._job.rl.dispatch(on_gpu=self._engines.has_gpus) == "equal":
             return self._rollouts(prompts, self._wait(self._submit(prompts, seeds, sampling, group_size=group_size)))
-        rl, how = self._job.rl, {"settings": sampling, "stop_ids": self._stop_ids, "group_size": group_size}
+        rl, arguments = self._job.rl, {"settings": sampling, "stop_ids": self._stop_ids, "group_size": group_size}
         dispatcher = Dispatcher(
             self._engines,
             self.recovery.replace,
-            Requests([p.prompt_ids for p in prompts], seeds, how),
+            Requests([p.prompt_ids for p in prompts], seeds, arguments),
             at_a_time=max(1, rl.rollout.max_concurrent_sequences // group_size),
             joins=rl.rollout.backend == "vllm",
             deadline=rl.deadlines.step,
@@ -169,11 +169,11 @@ class RolloutEngines:
         first, rest = self._deal(range(due)), self._deal(range(due, len(requests)))
         shards = [[*mine, *further] for mine, further in zip(first, rest, strict=True)]
         per_rank = [([requests[i] for i in shard], self.sampling, len(mine)) for shard, mine in zip(shards, first, strict=True)]
-        how = {"least": least}
+        arguments = {"least": least}
         if least is None:
             self._segments += 1
-            how = {"least": 0, "call": self._segments}
-        return Dealt(shards, self.recovery.submit("advance", per_rank, stop_ids=self._stop_ids, **how))
+            arguments = {"least": 0, "call": self._segments}
+        return Dealt(shards, self.recovery.submit("advance", per_rank, stop_ids=self._stop_ids, **arguments))
 
     def end_segments(self, dealt: Dealt) -> None:
         """End a call that goes on until now, once its due responses have ended on every engine. A lost engine isn't waited for, and a new

@@ -13,10 +13,10 @@ from rlhf_core.data.places import locate
 from rlhf_core.data.schema import read_rows
 from rlhf_core.models.folder import locate_model
 from rlhf_core.models.given import teacher_folder
-from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.models.tokenizer import encode_prompts, load_tokenizer
 from rlhf_core.paths import PREPARED, REWARD_MODEL, SFT_MODEL, TIMINGS
-from rlhf_core.sampling.prompts import with_steps
-from rlhf_core.scorers.needs import check_scorers, model_folders, uses_own_reward_model
+from rlhf_core.sampling.prompts import teacher_messages, with_steps
+from rlhf_core.scorers.needs import check_scorers, model_folders, try_teachers, uses_own_reward_model
 from rlhf_core.stage.files import has_labels, read_json, source_judges
 from rlhf_core.stage.job import Job
 from rlhf_core.stage.job_inputs import JobInputs
@@ -28,6 +28,8 @@ from rlhf_core.storage.work import OUTPUTS
 from rlhf_core.trainers.rl.heldout import check_evaluated_sources
 from rlhf_core.trainers.rl.job import PLACEMENT, POLICY, RlJob
 from rlhf_core.trainers.supervised.time_limit import ended_by_time
+
+ASKED = 4  # prompts that a teacher at an address splits into tokens before the training
 
 
 def check_rewards(rl: RlConfig, gate: dict) -> str | None:
@@ -84,15 +86,21 @@ def run_rl(stage: Stage, output: Path) -> RlConfig:
 
 
 def check_teachers(params: Params) -> None:
-    """Check the files of the teachers, before anything expensive starts.
+    """Check files and services of the teachers, before anything expensive starts.
 
     Raises:
-        ValueError: a teacher can't be loaded, or has other tokens than the policy.
+        ValueError: a teacher can't be loaded or asked, has other tokens than the policy, or is to read a label that a prompt lacks.
     """
-    if params.teachers:
+    if params.teachers or params.teacher_services:
         own = load_tokenizer(str(SFT_MODEL), trust_remote_code=params.model.trust_remote_code)
+        if (top_k := params.rl.distillation.top_k) is not None and top_k >= len(own):
+            raise ValueError(f"rl.distillation.top_k: expected less than the {len(own)} tokens there are, got {top_k}; set it to null")
         for key, path in params.teachers.items():
             teacher_folder(path, own, params.model, key=key)
+        rows, template = read_rows(PREPARED, "prompt", "train"), params.rl.teacher_template
+        if template is not None:
+            rows = [row | {"messages": teacher_messages(row, template)} for row in rows]
+        try_teachers(params, own, [own.decode(ids) for ids in encode_prompts(own, [row["messages"] for row in rows[:ASKED]])])
 
 
 def rl_job(job: RlJob, params: Params, *, root: Path, work: Path) -> Job:

@@ -11,7 +11,9 @@ import torch
 from rlhf_core.config import DistillationConfig
 from rlhf_core.engines.deepspeed.frozen import FrozenModel
 from rlhf_core.models.batch import TokenBatch
-from rlhf_core.models.divergence import Divergence, Projection, Target
+from rlhf_core.models.divergence import Divergence, Projection, Target, TopTarget, likeliest
+from rlhf_core.models.head import rows_at_a_time
+from rlhf_core.types import TrainBatch
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,42 @@ class Teacher:
             return Target(self.model.module(batch, states_only=True), logits, self.weight)
 
 
-@torch.no_grad()
-def teacher_logprobs(teachers: Sequence[Teacher], batch: TokenBatch, *, temperature: float) -> torch.Tensor:
-    """[N], log-probabilities of the selected tokens, their mean over the teachers by weight; every teacher is in use."""
-    return sum(t.weight * t.model.module(batch, temperature=temperature).logprobs.float() for t in teachers)
+class EarlyTeaching:
+    """The teachers in the passes before the update.
+
+    Args:
+        teachers: in use; with top_k sharded ones' heads are gathered here, so that every rank makes this.
+        vocabulary: ids that the policy has.
+    """
+
+    def __init__(self, teachers: Sequence[Teacher], top_k: int | None, *, vocabulary: int, temperature: float):
+        self._teachers, self._top_k, self._vocabulary, self._temperature = teachers, top_k, vocabulary, temperature
+        self._logits = [teacher.model.module.projection(teacher.model.whole) for teacher in teachers] if top_k else []
+
+    @torch.no_grad()
+    def outputs(self, batch: TokenBatch) -> dict[str, torch.Tensor]:
+        """Outputs for the selected tokens, by name: teacher_logprobs [N], the mean over the teachers by weight; or, with top_k,
+        teacher_top_logprobs and teacher_top_ids [N, M, K].
+        """
+        if not self._top_k:
+            how = {"temperature": self._temperature}
+            return {"teacher_logprobs": sum(t.weight * t.model.module(batch, **how).logprobs.float() for t in self._teachers)}
+        found = [self._likeliest(teacher, logits, batch) for teacher, logits in zip(self._teachers, self._logits, strict=True)]
+        logprobs, ids = (torch.stack(of_each, 1) for of_each in zip(*found, strict=True))
+        return {"teacher_top_logprobs": logprobs, "teacher_top_ids": ids}
+
+    def _likeliest(self, teacher: Teacher, logits: Projection, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        states, size = teacher.model.module(batch, states_only=True), rows_at_a_time(self._vocabulary)
+        pieces = [slice(first, first + size) for first in range(0, len(states), size)]
+        return likeliest(states, logits, pieces, count=self._top_k, vocabulary=self._vocabulary, temperature=self._temperature)
+
+
+def divergence_of_top(batch: TrainBatch, config: DistillationConfig) -> Divergence:
+    """Return the divergence from the teachers' likeliest tokens at the trained tokens of a micro-batch."""
+    mask, weights = batch.response_mask, config.early_weights
+    logprobs, ids = batch.teacher_top_logprobs[mask], batch.teacher_top_ids[mask]
+    targets = [TopTarget(logprobs[:, n], ids[:, n], weight) for n, weight in enumerate(weights)]
+    return Divergence(config.loss, config.options, targets)
 
 
 class Teaching:

@@ -20,6 +20,7 @@ from rlhf_core.engines.deepspeed.engine import TrainEngine, equal_count, sum_ove
 from rlhf_core.engines.deepspeed.ranks import summed, total
 from rlhf_core.models.backend import Backend
 from rlhf_core.models.batch import Branches, TokenBatch
+from rlhf_core.models.divergence import Divergence
 from rlhf_core.models.forward import PolicyOutput
 from rlhf_core.trainers.rl.credit import ValueUnits
 from rlhf_core.trainers.rl.minibatch import (
@@ -32,7 +33,7 @@ from rlhf_core.trainers.rl.minibatch import (
     token_batch,
     unflatten,
 )
-from rlhf_core.trainers.rl.teachers import Teaching
+from rlhf_core.trainers.rl.teachers import Teaching, divergence_of_top
 from rlhf_core.trainers.supervised.demonstrations import collate_demonstrations
 from rlhf_core.types import TrainBatch
 
@@ -167,9 +168,15 @@ class RlUpdate:
         """Micro-batches of at most microbatch_tokens; samples of a shared prompt stay together."""
         tokens = self.rl.trainer.microbatch_tokens
         groups, rows = prompt_rows(batch.sequences, max_tokens=tokens, shared=self.shares_prompts)
-        longest = [max(map(len, r)) for r in rows]
+        longest = [max(map(len, r)) + self._further_tokens(batch, group) for group, r in zip(groups, rows, strict=True)]
         chosen = equal_count(microbatches(longest, max_tokens=tokens, rows=[len(r) for r in rows]))
         return [Microbatch([i for g in part for i in groups[g]], [row for g in part for row in rows[g]]) for part in chosen]
+
+    def _further_tokens(self, batch: TrainBatch, rows: list[int]) -> int:
+        """Tokens that teachers read in the update beyond the policy's."""
+        if self.teaching is None or batch.teacher_sequences is None:
+            return 0
+        return max(0, int((batch.teacher_sequences.lengths - batch.sequences.lengths)[rows].max()))
 
     def _tokens(self, part: Microbatch, minibatch: Minibatch) -> TokenBatch:
         """Return the sequences of a micro-batch, its trained tokens selected in the order of its rows."""
@@ -218,8 +225,21 @@ class RlUpdate:
             trained, policy = trained_tokens(part.graphs, batch), part.graphs.policy
             return PolicyOutput(policy.logprobs[trained], policy.entropy[trained], None, None)
         tokens = self._tokens(part, minibatch)
-        further = {} if self.teaching is None else {"divergence": self.teaching.divergence(tokens)}
+        divergence = self._teachers_divergence(batch, tokens)
+        further = {} if divergence is None else {"divergence": divergence}
         return self.policy(tokens, **policy_arguments(self.rl), routed=self._routed(part, tokens) if routed else None, **further)
+
+    def _teachers_divergence(self, batch: TrainBatch, tokens: TokenBatch) -> Divergence | None:
+        """Return what compares the policy with its teachers' distributions at a micro-batch's trained tokens; None without any."""
+        if batch.teacher_top_ids is not None:
+            return divergence_of_top(batch, self.rl.distillation)
+        if self.teaching is None:
+            return None
+        if batch.teacher_sequences is not None:
+            _, rows = prompt_rows(batch.teacher_sequences, max_tokens=self.rl.trainer.microbatch_tokens, shared=self.shares_prompts)
+            flat = [row for group in rows for row in group]
+            tokens = token_batch(flat, batch.response_mask.cpu(), pad_id=self.pad_id).to(self.device)
+        return self.teaching.divergence(tokens)
 
     def _routed(self, part: Microbatch, tokens: TokenBatch) -> torch.Tensor:
         return real_tokens(part.branches, tokens.input_ids.shape[1]).to(self.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
@@ -27,7 +27,7 @@ from rlhf_core.storage.node import job_storage
 from rlhf_core.trainers.rl.actor_scorers import ActorScorers
 from rlhf_core.trainers.rl.ahead import RolloutsAhead
 from rlhf_core.trainers.rl.credit import ValueUnits
-from rlhf_core.trainers.rl.data import PromptStream, pack
+from rlhf_core.trainers.rl.data import PromptStream, pack, pack_for_teachers
 from rlhf_core.trainers.rl.episodes import EpisodesAhead
 from rlhf_core.trainers.rl.groups import TrainerGroup
 from rlhf_core.trainers.rl.job import RlJob
@@ -36,6 +36,7 @@ from rlhf_core.trainers.rl.minibatch import Minibatch, Totals, add_totals
 from rlhf_core.trainers.rl.recovery import Replacements
 from rlhf_core.trainers.rl.rollouts import RolloutEngines
 from rlhf_core.trainers.rl.state import Progress, RunStore
+from rlhf_core.trainers.rl.taught import Taught, TeacherServices
 from rlhf_core.trainers.rl.transfer import WeightTransfer
 from rlhf_core.trainers.rl.turns import GpuTimeSharing
 from rlhf_core.trainers.rl.update import RankUpdate
@@ -94,8 +95,14 @@ class Workers:
         self.replacements = Replacements(job.rl.max_replacements)
         self.turns = GpuTimeSharing(actors.rollouts, actors.trainers, on=actors.take_turns, deadline=job.rl.deadlines.step)
         rollout = job.rl.rollout
-        how = {"workers": rollout.tensor_parallel_size, "deadline": job.rl.deadlines.step, "sends_changes": rollout.send_changes}
-        self.transfer = WeightTransfer(self._trainers.policy, actors.rollouts, actors.ways, **how)
+        self.transfer = WeightTransfer(
+            self._trainers.policy,
+            actors.rollouts,
+            actors.ways,
+            workers=rollout.tensor_parallel_size,
+            deadline=job.rl.deadlines.step,
+            sends_changes=rollout.send_changes,
+        )
         environment = open_environment(job, tokenizer, self._stops)
         self.rollouts = RolloutEngines(
             job,
@@ -107,8 +114,11 @@ class Workers:
             renew=lambda: self.sync_weights(version=self.rollouts.recovery.version),
             check_trainers=lambda: self._trainers.check(),
             environment=environment,
-            vocabulary=min(len(tokenizer), vocabulary_size(job.sft_model, trust_remote_code=job.model.trust_remote_code)),
+            vocabulary=(vocabulary := min(len(tokenizer), vocabulary_size(job.sft_model, trust_remote_code=job.model.trust_remote_code))),
         )
+        distillation = job.rl.distillation
+        has_services = distillation is not None and bool(distillation.services)
+        self._services = TeacherServices(distillation, vocabulary=vocabulary) if has_services else None
         self.ahead = RolloutsAhead(job, self.rollouts) if environment is None else EpisodesAhead(job, self.rollouts, environment)
 
     def __enter__(self) -> Workers:
@@ -174,6 +184,10 @@ class Workers:
     ) -> RewardComponents:
         return self.collect_scores(self.submit_scores(rollouts), metrics, steps)
 
+    def ask_teachers(self, rollouts: Sequence[Rollout]) -> Callable[[], Taught | None]:
+        """Ask teachers at an address, without waiting. Returns what waits for them."""
+        return (lambda: None) if self._services is None else self._services.submit(rollouts)
+
     def submit_forward(self, rollouts: Sequence[Rollout], *, recomputed_fraction: float, keep_graphs: bool = False) -> PendingForward:
         """Start the forward passes of policy, reference, critic and teachers over rollouts, without waiting.
 
@@ -182,7 +196,7 @@ class Workers:
             keep_graphs: the next update takes all of these rollouts in one optimizer step, and may continue from these passes.
         """
         self.turns.trainers()
-        sequences = pack(rollouts)
+        sequences, taught = pack(rollouts), pack_for_teachers(rollouts)
         sizes = sequences.lengths.tolist()
         of_prompts = [[i for i, _ in group] for _, group in groupby(enumerate(rollouts), key=lambda item: item[1].group_id)]
         computing, submitted = {"policy", "critic", "reference"}, []
@@ -192,7 +206,7 @@ class Workers:
                 continue
             shards = deal_out_groups(of_prompts, sizes, ranks=group.trainer.data_parallel_size)
             recomputed = math.ceil(recomputed_fraction * max(map(len, shards)))
-            per_rank = group.trainer.of_ranks([(sequences.select(s),) for s in shards])
+            per_rank = group.trainer.of_ranks([(sequences.select(s), None if taught is None else taught.select(s)) for s in shards])
             pending = group.submit("forward", per_rank, recomputed=recomputed, keep_graphs=keep_graphs)
             submitted.append(GroupForward(group, shards, recomputed, pending))
         return PendingForward(rollouts, sequences, submitted)
@@ -226,10 +240,9 @@ class Workers:
         self.turns.trainers()
         (policy, *critic), (plan, *critic_plan) = self._trainers.learning, plans
         can_end_early = train_policy and self._job.rl.max_approx_kl is not None and batch.old_logprobs is not None
-        how = {"kl_coef": kl_coef, "train_policy": train_policy}
 
         def submit(group: TrainerGroup, plan: list[list[Minibatch]], count: int | None = None) -> list[Pending]:
-            return group.submit("update", [(minibatches[:count],) for minibatches in plan], **how)
+            return group.submit("update", [(minibatches[:count],) for minibatches in plan], kl_coef=kl_coef, train_policy=train_policy)
 
         def wait(group: TrainerGroup, pending: list[Pending]) -> list[RankUpdate]:
             return group.trainer.of_groups(group.wait(pending, deadline=self._job.rl.deadlines.step, what="update"))

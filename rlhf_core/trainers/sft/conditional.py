@@ -122,8 +122,9 @@ def reward_scores(
         Interrupted: a stop was requested.
     """
     tokenizer = load_tokenizer(str(reward_model), trust_remote_code=trust_remote_code, template_date=template_date, scores=True)
-    how = {"trust_remote_code": trust_remote_code, "training_dtype": dtype, "dtype": getattr(torch, dtype)}
-    members = load_members(reward_model, device=device(), **how)
+    members = load_members(
+        reward_model, device=device(), trust_remote_code=trust_remote_code, training_dtype=dtype, dtype=getattr(torch, dtype)
+    )
     report = Reasons("reward model")
 
     def score_own(own: list[RatedResponse]) -> list[float]:
@@ -191,9 +192,9 @@ def quality_levels(
 def score_splits(run: TrainRun, responses: dict[str, list[RatedResponse]], reward_model: Path) -> dict[str, list[float]]:
     """Return on each rank the scores of each split's responses, which the ranks share."""
     model = run.params.model
-    how = {"max_length": model.max_length, "trust_remote_code": model.trust_remote_code, "dtype": model.dtype}
-    how |= {"template_date": model.template_date, "stop_requested": run.stop_requested}
-    return {split: reward_scores(reward_model, rated, **how) for split, rated in responses.items()}
+    options = {"max_length": model.max_length, "trust_remote_code": model.trust_remote_code, "dtype": model.dtype}
+    options |= {"template_date": model.template_date, "stop_requested": run.stop_requested}
+    return {split: reward_scores(reward_model, rated, **options) for split, rated in responses.items()}
 
 
 def encode_with_levels(

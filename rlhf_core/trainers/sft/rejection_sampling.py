@@ -82,9 +82,9 @@ def sample_and_score(
 
     def sample() -> list[list[Sample]]:
         log.info("train_policy: sampling %d responses to each of %d prompts", sampling.samples_per_prompt, len(prompts))
-        how = {"model": model, "threads": params.cluster.threads, "seed": params.seed, "check_stop": run.check_stop}
-        how["ranks_per_model"] = params.cluster.inference_ranks_per_model
-        return sample_responses(str(policy), prompts, sampling, **how)
+        options = {"model": model, "threads": params.cluster.threads, "seed": params.seed, "check_stop": run.check_stop}
+        options["ranks_per_model"] = params.cluster.inference_ranks_per_model
+        return sample_responses(str(policy), prompts, sampling, **options)
 
     samples = [[Sample(**fields) for fields in group] for group in saved(run.scratch / "samples.json", sample)]
 
@@ -162,8 +162,7 @@ def best_demonstrations(
 
 def heldout_demonstrations(rows: list[dict], tokenizer: PreTrainedTokenizerBase, sft: SftConfig, *, max_length: int) -> list[Demonstration]:
     """Return held-out demonstrations as SFT trains on them. Their loss shows how far the policy moves from them."""
-    how = {"max_length": max_length, "train_on": sft.train_on, "train_on_thoughts": sft.train_on_thoughts}
-    return encode_demonstrations(rows, tokenizer, **how)[0]
+    return encode_demonstrations(rows, tokenizer, max_length=max_length, train_on=sft.train_on, train_on_thoughts=sft.train_on_thoughts)[0]
 
 
 def score_means(groups: list[list[ScoredResponse]], best: list[ScoredResponse]) -> dict[str, float]:

@@ -127,8 +127,15 @@ def pretrain(
     examples, _ = encode_texts(rows, tokenizer, max_length=model_config.max_length)
     batch_size = config.pretrain.batch_size
     steps = config.pretrain.steps_over(len(examples), per_step=batch_size)
-    how = {"pad_id": tokenizer.pad_token_id, "microbatch_tokens": config.microbatch_tokens}
-    phase = sft_phase("pretrain", examples, [], steps=steps, batch_size=batch_size, **how)
+    phase = sft_phase(
+        "pretrain",
+        examples,
+        [],
+        steps=steps,
+        batch_size=batch_size,
+        pad_id=tokenizer.pad_token_id,
+        microbatch_tokens=config.microbatch_tokens,
+    )
     settings = engine_settings(config, steps=steps, learning_rate=config.pretrain.learning_rate, dtype=model_config.dtype, seed=loop.seed)
     engine = TrainEngine(PolicyModule(model), settings)
     train_phase(engine, phase, replace(loop, keep_best=False, max_minutes=None))

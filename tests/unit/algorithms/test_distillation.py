@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.algorithms.distillation import DIVERGENCES, forward_kl, jsd, reverse_kl, sampled_reverse_kl, weighted
+from rlhf_core.algorithms.distillation import DIVERGENCES, forward_kl, jsd, reverse_kl, sampled_reverse_kl, weighted, with_rest
 
 NAN = float("nan")
 # Distributions over a vocabulary of five, so that every expectation is a sum over it and not an estimate.
@@ -84,6 +84,32 @@ def test_the_jsd_goes_to_the_forward_and_the_reverse_kl():
     logprobs, small = THETA.log_softmax(0), 1e-6
     assert float(jsd(logprobs, TEACHER, beta=small)) / small == pytest.approx(float(forward_kl(logprobs, TEACHER)), rel=1e-4)
     assert float(jsd(logprobs, TEACHER, beta=1 - small)) / small == pytest.approx(float(reverse_kl(logprobs, TEACHER)), rel=1e-4)
+
+
+def test_the_rest_by_hand_with_gradient():
+    # p = (1/2, 1/4) of a distribution: the rest is 1/4. d log p_rest / d log p_k = -p_k / p_rest = -2 and -1.
+    logprobs = torch.tensor([[0.5, 0.25]]).double().log().requires_grad_()
+    rest = with_rest(logprobs)
+    torch.testing.assert_close(rest.detach().exp(), torch.tensor([[0.5, 0.25, 0.25]]).double())
+    (grad,) = torch.autograd.grad(rest[0, 2], logprobs)
+    torch.testing.assert_close(grad, torch.tensor([[-2.0, -1.0]]).double())
+
+
+def test_tokens_that_have_all_probability_leave_a_finite_rest():
+    for logprobs in (THETA.log_softmax(0).float(), torch.tensor([0.0, -200.0])):
+        logprobs.requires_grad_()
+        rest = with_rest(logprobs)
+        assert float(rest[-1].detach().exp()) <= 1.1e-7
+        assert torch.isfinite(torch.autograd.grad(reverse_kl(rest, rest.detach() - 0.5), logprobs)[0]).all()
+
+
+@given(logits, logits)
+def test_the_divergence_of_the_likeliest_tokens_grows_to_that_of_all(p, q):
+    order = q.argsort(descending=True)
+    for name, divergence in EACH.items():
+        values = [float(divergence(*(with_rest(x[order[:k]]) for x in (p, q)))) for k in (1, 2, 3, 4)] + [float(divergence(p, q))]
+        assert all(a <= b + 1e-6 for a, b in zip([0.0, *values[:-1]], values, strict=True)), (name, values)
+        assert float(divergence(*(with_rest(p[order[:2]]),) * 2)) == pytest.approx(0.0, abs=1e-9)
 
 
 def test_several_teachers_are_one_geometric_or_arithmetic_mean():

@@ -17,6 +17,7 @@ ALONE = {
     **{"rl.distillation": TEACHERS, "rl.reward.scorers": [JUDGE], "reward.enabled": False, "rl.ppo.critic_init": "sft"},
 }
 REWARDED = {"rl.distillation": TEACHERS}
+SERVICE = {"url": "http://127.0.0.1:8001/v1", "model": "large", "api_key_env": "TEACHERS_KEY"}
 TOGETHER = [{"roles": ["policy", "teachers"]}, {"roles": ["critic", "reference", "reward_models"]}]
 
 
@@ -40,6 +41,8 @@ def test_teachers_apart_from_the_policy_compute_before_the_update():
         ["policy", "reference"],
         ["teachers"],
     ]
+    top = {"rl.distillation": TEACHERS | {"top_k": 8}, "rl.placement": "two_groups"}
+    assert [g.roles for g in made(**top).rl.role_groups] == [["policy", "reference"], ["teachers"]]
     assert made(**{"rl.placement": TOGETHER}).rl.role_groups[0].roles == ["policy", "teachers"]
 
 
@@ -50,6 +53,17 @@ def test_the_teachers_of_a_run_are_named_by_their_keys():
     assert made(**{"alignment.method": "dpo"}).teachers == {}
 
 
+def test_a_service_takes_no_rank_and_its_key_is_visible_to_stages():
+    distillation = {"teachers": [{"service": SERVICE}, {"path": "a", "weight": 3.0}], "loss": "sampled"}
+    both, alone = (
+        made(**{"rl.distillation": distillation | {"teachers": t}}) for t in (distillation["teachers"], distillation["teachers"][:1])
+    )
+    assert "teachers" in both.rl.roles and "teachers" not in alone.rl.roles
+    assert both.teachers == {"rl.distillation.teachers.1.path": "a"} and both.rl.distillation.early_weights == [3.0, 1.0]
+    assert list(both.teacher_services) == ["rl.distillation.teachers.0.service"] and "TEACHERS_KEY" in both.environment
+    assert made(**{"alignment.method": "dpo"}).teacher_services == {}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -57,6 +71,28 @@ def test_the_teachers_of_a_run_are_named_by_their_keys():
         ({"rl.distillation": TEACHERS | {"loss": "kl"}}, "rl.distillation.loss: expected 'sampled', 'reverse_kl', 'forward_kl' or 'jsd'"),
         ({"rl.distillation": TEACHERS | {"beta": 0.1}}, "rl.distillation.beta: expected 0.5, the default, with loss reverse_kl, got 0.1"),
         ({"rl.distillation": TEACHERS | {"loss": "jsd", "beta": 1.0}}, "rl.distillation.beta: expected less than 1"),
+        ({"rl.distillation": TEACHERS | {"loss": "sampled", "top_k": 4}}, "rl.distillation.top_k: expected null with loss sampled, got 4"),
+        ({"rl.distillation": {"teachers": [{}]}}, "rl.distillation.teachers.0.path: expected either a path or a service, got none"),
+        ({"rl.distillation": {"teachers": [{"path": "a", "service": SERVICE}]}}, "expected either a path or a service, got both"),
+        ({"rl.distillation": {"teachers": [{"service": SERVICE | {"url": "me"}}]}}, "service.url: expected http:// or https://"),
+        (
+            {"rl.distillation": {"teachers": [{"service": SERVICE | {"api_key_file": "key"}}]}},
+            "rl.distillation.teachers.0.service.api_key_file: expected an absolute path",
+        ),
+        ({"rl.distillation": {"teachers": [{"service": SERVICE}]}}, "rl.distillation.top_k: expected a number with a service and loss"),
+        (
+            {"rl.distillation": {"teachers": [{"service": SERVICE}], "loss": "sampled"}, "rl.rollout.temperature": 0.7},
+            "rl.rollout.temperature: expected 1.0 with a service in distillation.teachers, got 0.7",
+        ),
+        ({"rl.distillation": TEACHERS | {"teacher_template": "{label}"}}, "teacher_template: expected {prompt} in it, got none"),
+        (
+            {"rl.distillation": TEACHERS | {"teacher_template": "{prompt}"}, "rl.environment": {"path": "agents/guess.py:play"}},
+            "rl.distillation.teacher_template: expected null with environment",
+        ),
+        (
+            {"rl.distillation": TEACHERS | {"top_k": 4}, "rl.correction.kind": "tis"},
+            "rl.correction.kind: expected none without a scorer with a weight",
+        ),
         ({"rl.placement": "two_groups"}, "rl.placement: expected teachers in the policy's group with distillation.loss reverse_kl"),
         (
             {"rl.trainer.ranks": 2, "rl.trainer.sequence_parallel": 2},

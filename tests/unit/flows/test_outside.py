@@ -38,6 +38,32 @@ def test_a_reward_model_from_elsewhere_makes_params_of_its_gate(pairs):
     assert (source.path, source.format, source.uses) == (pairs, "preference", ["preference", "prompt"])
 
 
+STEPS = [{"prompt": f"What is {n}?", "completions": [f"{n} is.", f"So {n}."], "labels": [True, n % 2 == 0]} for n in range(30)]
+
+
+@pytest.fixture
+def process_model(tmp_path):
+    (tmp_path / "process").mkdir()
+    (tmp_path / "process/config.json").write_text(json.dumps({"model_type": "llama", "step_separator": "\n\n"}))
+    return str(tmp_path / "process")
+
+
+@pytest.mark.parametrize("method", ["dpo", "external"])
+def test_a_process_reward_model_from_elsewhere_is_judged_on_labelled_steps(tmp_path, process_model, method):
+    settings = {"reward.enabled": True, "reward.path": process_model, "alignment.method": method, "external.path": "../policy"}
+    steps = written(tmp_path / "steps.jsonl", STEPS)
+    params = params_of(*assignments("../base", steps, None, settings))
+    assert (params.reward.step_separator, params.reward.is_trained, params.alignment.method) == ("\n\n", False, "external")
+    assert params.external.path == {"dpo": "../base", "external": "../policy"}[method]
+    (source,) = params.data.sources
+    assert (source.format, source.uses) == ("stepwise", ["stepwise", "prompt"])
+
+
+def test_pairs_are_no_data_for_a_process_reward_model(pairs, process_model, capsys):
+    assert gate(reward_model=process_model, pairs=pairs, reference="../base") == 2
+    assert "expected labelled steps for a process reward model, got preference; give steps" in capsys.readouterr().err
+
+
 def test_a_policy_from_elsewhere_makes_params_of_its_evaluation(tmp_path):
     prompts = written(tmp_path / "prompts.jsonl", [{"prompt": row["prompt"]} for row in PAIRS])
     settings = {"reward.enabled": False, "reward.path": None, "alignment.method": "external", "external.path": "../policy"}

@@ -6,6 +6,8 @@ import json
 from collections import Counter
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from gate_verdicts import gate_config
 from tiny_models import save_tiny_models, tiny_tokenizer
@@ -78,6 +80,52 @@ def test_a_file_with_all_subsets_gets_a_score_in_gate_and_report(tmp_path):
     drawn = external({"external": [found]})
     names = list(drawn.y_range.factors)[::-1]
     assert names[:6] == ["file: rewardbench", *(f"rewardbench: {name}" for name in rows)] and len(names) == 1 + 5 + 23
+
+
+# Pairs of each subset in the split `filtered`, by the data set's card. The authors weigh by these, but count math-prm as code, 984.
+FILTERED = {
+    **{
+        "alpacaeval-easy": 100,
+        "alpacaeval-length": 95,
+        "alpacaeval-hard": 95,
+        "mt-bench-easy": 28,
+        "mt-bench-med": 40,
+        "mt-bench-hard": 37,
+    },
+    **{"llmbar-natural": 100, "llmbar-adver-neighbor": 134, "llmbar-adver-GPTInst": 92, "llmbar-adver-GPTOut": 47},
+    **{"llmbar-adver-manual": 46, "refusals-dangerous": 100, "refusals-offensive": 100, "xstest-should-refuse": 154},
+    **{"xstest-should-respond": 250, "donotanswer": 136, "math-prm": 447, **dict.fromkeys(CODE, 164)},
+}
+
+
+def test_the_published_file_is_read_as_it_is_with_the_published_weights(tmp_path):
+    """Parquet with the columns and types of allenai/reward-bench, as many pairs of each subset, and both orders of a pair's texts."""
+    _, folder = save_tiny_models(tmp_path, tiny_tokenizer())
+    model = LoadedModel.load(folder, max_length=64, trust_remote_code=False)
+    subsets = [name for name, count in FILTERED.items() for _ in range(count)]
+    texts = [(f"{i}", "No") if i * i % 7 < 3 else ("No", f"{i}") for i in range(len(subsets))]
+    columns = {
+        "prompt": [f"Sort {i}." for i in range(len(subsets))],
+        "chosen": [chosen for chosen, _ in texts],
+        "chosen_model": ["GPT-4"] * len(subsets),
+        "rejected": [rejected for _, rejected in texts],
+        "rejected_model": ["unknown"] * len(subsets),
+        "subset": subsets,
+        "id": range(len(subsets)),
+    }
+    types = {name: pa.int64() if name == "id" else pa.string() for name in columns}
+    pq.write_table(pa.table(columns, schema=pa.schema(types)), tmp_path / "filtered-00000-of-00001.parquet")
+    config = ExternalPairsConfig(name="rewardbench", path=str(tmp_path / "filtered-00000-of-00001.parquet"), subset="subset")
+    found = score_external(config, model, confidence=0.95)
+    assert (found["n"], found["not_scored"], found["left_out"]) == (2985, 0, {})
+    rows, right = {r["section"]: r for r in found["sections"]}, {r["subset"]: r["accuracy"] for r in found["subsets"]}
+    assert {n: r["n"] for n, r in rows.items()} == {"Chat": 358, "Chat Hard": 456, "Safety": 740, "Reasoning": 1431, "Score": 2985}
+    weights = FILTERED | {"math-prm": 984}
+    for section, parts in SECTIONS.items():
+        names = [name for part in parts for name in part]
+        expected = sum(weights[name] * right[name] for name in names) / sum(weights[name] for name in names)
+        assert rows[section]["accuracy"] == pytest.approx(expected, abs=1e-12)
+    assert len({round(r["accuracy"], 3) for r in rows.values()}) == 5
 
 
 def test_a_subset_without_a_scored_pair_is_named_in_place_of_the_sections(tmp_path):

@@ -12,7 +12,7 @@ from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2Fo
 
 from rlhf_core.models import head as heads
 from rlhf_core.models.batch import collate_tokens
-from rlhf_core.models.divergence import Divergence, Target
+from rlhf_core.models.divergence import Divergence, Target, TopTarget, likeliest
 from rlhf_core.models.forward import PolicyModule
 
 VOCABULARY = 60
@@ -152,6 +152,37 @@ def test_bfloat16_is_computed_in_float32(piece_rows):
     torch.testing.assert_close(output.divergence, expected, rtol=0.1, atol=0.1)
     output.divergence.sum().backward()
     assert all(p.grad.dtype == torch.bfloat16 for p in module.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_likeliest_tokens_have_trls_loss_and_gradient(piece_rows, kind: str, count: int):
+    """TRL's loss of a teacher at a server, which has a rest too: beta 0 is the forward KL, beta 1 the reverse KL."""
+    from trl.experimental.server_distillation import server_distillation_trainer as trl
+
+    student, teacher, batch = llama(), llama(hidden=32, seed=1), batch_of_rows()
+    own, theirs = (all_logits(model, batch).log_softmax(-1) for model in (student, teacher))
+    best = theirs.detach().topk(count)
+    every = torch.ones_like(best.indices, dtype=torch.bool)
+    of_student, mask = trl._add_tail_bucket(own.gather(-1, best.indices), every)
+    beta = {"forward_kl": 0, "reverse_kl": 1, "jsd": 0.3}[kind]
+    expected = trl._jsd_divergence(of_student, trl._add_tail_bucket(best.values, every)[0], beta, mask).sum(-1)
+    their_gradients = torch.autograd.grad(expected.sum(), [*student.parameters()])
+    module, of_teacher = PolicyModule(student), target(PolicyModule(teacher), batch)
+    how = {"count": count, "vocabulary": VOCABULARY, "temperature": 1.0}
+    found = likeliest(of_teacher.states, of_teacher.logits, [slice(0, 2), slice(2, None)], **how)
+    output = module(batch, divergence=Divergence(kind, KINDS[kind], [TopTarget(*found, 1.0)]))
+    torch.testing.assert_close(output.divergence, expected, rtol=1e-5, atol=1e-5)
+    for mine, other in zip(torch.autograd.grad(output.divergence.sum(), [*module.parameters()]), their_gradients, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+def test_the_likeliest_tokens_are_ids_that_the_policy_has(piece_rows):
+    batch, teacher = batch_of_rows(), target(PolicyModule(llama(seed=1)), batch_of_rows())
+    logprobs, ids = likeliest(teacher.states, teacher.logits, [slice(None)], count=3, vocabulary=10, temperature=0.7)
+    expected = (teacher.logits(teacher.states) / 0.7).log_softmax(-1)[:, :10].topk(3)
+    assert torch.equal(ids, expected.indices) and int(ids.max()) < 10 and len(ids) == int(batch.selected.sum())
+    torch.testing.assert_close(logprobs, expected.values)
 
 
 @pytest.mark.long

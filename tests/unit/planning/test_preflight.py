@@ -296,7 +296,16 @@ def test_changes_keep_what_was_last_sent_on_the_hosts_of_both_ends(on_gpu: bool)
     if on_gpu:
         assert (rank_of_changes.once - rank.once, engine_of_changes.host - engine.host) == (weights, 2 * weights)
     else:
-        assert (rank_of_changes.needed - rank.needed, engine_of_changes.needed - engine.needed) == (weights, 2 * weights)
+        assert (rank_of_changes.once, rank.once, engine_of_changes.needed - engine.needed) == (weights, 0.0, 2 * weights)
+
+
+def test_on_a_cpu_what_was_last_sent_counts_once_for_all_ranks():
+    how = {"rl__rollout__weight_transfer": "gloo", "rl__rollout__engines": 1, "rl__trainer__ranks": 2, **LARGE}
+    without, with_changes = (
+        check("train_policy", params(**how, rl__rollout__send_changes=sends), Models(EIGHT, EIGHT, ()), Machine(GIB)).shortages[0].needed
+        for sends in (False, True)
+    )
+    assert with_changes - without == pytest.approx(2 * 2 * EIGHT.parameters)  # of rank 0 and of the engine
 
 
 @pytest.mark.parametrize(("shape", "size", "nearest"), [("llama3-70b", 3, 2), ("llama3-70b", 6, 4), ("qwen3-32b", 7, 8)])

@@ -31,7 +31,7 @@ from rlhf_core.config import STAGE_SECTIONS, apply_overrides, load_params, read_
 from rlhf_core.config.alignment import Method
 from rlhf_core.gate.verdict import unjudged
 from rlhf_core.paths import processes_file
-from rlhf_core.report.differences import Difference, Results, read_as
+from rlhf_core.report.differences import Difference, Results, figures_that_count, read_as
 from rlhf_core.report.files import check_recorded_params, read_inputs
 from rlhf_core.report.inputs import ReportInputError, StageTime, read_processes
 from rlhf_core.report.page import METHOD_TITLES, render, render_times
@@ -560,6 +560,42 @@ def test_what_changed_against_the_run_before(tmp_path, monkeypatch):
     # 2,453 of 2,812 is 87.2%, so 7.2 points more, clearly.
     assert '<td class="n change good">+7.2</td>' in part
     assert "One of the runs has no evaluation" in part
+
+
+def harness(*, n: int = 40, policy: float = 0.6, hostile: str = "") -> dict:
+    """Results of one task, as evaluate writes them."""
+    difference = {"value": policy - 0.2, "low": 0.1, "high": 0.5, "p_value": 0.001, "n": n}
+    figure = {"higher_is_better": True, "sft": {"value": 0.2, "stderr": 0.06}, "policy": {"value": policy, "stderr": 0.08}}
+    task = {"version": 1, "num_fewshot": 3, "n": n, "documents": 1319, "group": False, "truncated": {"sft": 2, "policy": 3}}
+    settings = {"lm_eval": "0.4.13", "chat_template": False, "limit": n, "max_length": 512, "confidence": 0.95}
+    return settings | {"tasks": {f"sums{hostile}": task | {"figures": {"acc,none": figure | {"difference": difference}}}}}
+
+
+def test_the_page_has_tasks_of_the_harness_with_errors_limit_and_cut_contexts(tmp_path, monkeypatch):
+    workspace = make_workspace(tmp_path)
+    assert "lm-evaluation-harness" not in render_in(workspace, monkeypatch)
+    edit_metrics(workspace, "evaluate", {"harness": harness(hostile=HOSTILE[0])})
+    page = render_in(workspace, monkeypatch)
+    part = page[page.index('<h3 id="harness">') : page.index("</section>", page.index('<h3 id="harness">'))]
+    assert HOSTILE[0] not in part and "<td>acc ↑</td>" in part and "40 of 1,319" in part
+    assert "0.2000 ± 0.0600" in part and '<td class="n change good">+0.4000 (+0.1000 to +0.5000)</td>' in part
+    assert "At most 40 documents of each task" in part and "lost their beginning at 512 tokens" in part and "3 of 40 documents" in part
+
+
+def test_two_runs_are_compared_on_the_tasks_that_both_were_asked_in_the_same_way():
+    def run(name: str, found: dict) -> Results:
+        return Results(name, read_yaml(CLERK_PARAMS), {}, {"evaluate": evaluation(judge=False) | {"harness": found}}, None)
+
+    def row(first: dict, second: dict) -> Difference:
+        rows = figures_that_count(run("one", first), run("two", second))
+        return next(row for row in rows if row.label.startswith("sums: acc"))
+
+    found = row(harness(policy=0.3), harness(policy=0.6))
+    # Two standard errors of 0.08: the interval is 0.3 +- 1.96 * 0.08 * sqrt(2).
+    assert (found.first, found.second) == (0.3, 0.6) and found.tone == "good" and found.form == "share"
+    assert (found.low, found.high) == (pytest.approx(0.3 - 0.22174, abs=1e-4), pytest.approx(0.3 + 0.22174, abs=1e-4))
+    other = row(harness(policy=0.3), harness(policy=0.6, n=50))
+    assert other.label == "sums: acc (other settings)" and other.change is None
 
 
 def test_the_aspects_of_any_judge_have_rows_below_it():

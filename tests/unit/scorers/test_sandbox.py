@@ -24,7 +24,7 @@ from hostile_programs import PROGRAMS, workers
 
 from rlhf_core.scorers.sandbox.box import Limits, Sandbox, SandboxFailure, check_sandbox
 from rlhf_core.scorers.sandbox.seccomp import CLONE, CLONE3, DENIED, seccomp_program
-from rlhf_core.scorers.sandbox.worker import interpreter
+from rlhf_core.scorers.sandbox.worker import interpreter, path_files
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -151,6 +151,12 @@ def test_each_program_begins_in_an_empty_folder_with_the_same_order_of_sets(sand
     program = "import os\nprint(sorted(os.listdir('.')), list({'a', 'b', 'c', 'd', 'e'}))\nopen('left', 'w').close()"
     first, second = run(sandbox, program), run(sandbox, program)
     assert first.stdout.startswith("['main.py'] ") and first == second
+
+
+def test_path_files_beside_the_interpreter_are_empty_so_that_no_program_waits_for_them(sandbox):
+    files = path_files()
+    assert any(Path(file).stat().st_size for file in files) or not files, "as packaging tools leave them"
+    assert json.loads(run(sandbox, f"print([len(open(file).read()) for file in {files!r}])").stdout) == [0] * len(files)
 
 
 @pytest.mark.long

@@ -21,12 +21,13 @@ from rlhf_core.trainers.rl.loop import trained_rollouts
 from rlhf_core.trainers.rl.minibatch import Minibatch
 from rlhf_core.trainers.rl.rank import TrainerRank
 from rlhf_core.trainers.rl.saved_rollouts import rollout_table
-from rlhf_core.types import TrainBatch
+from rlhf_core.types import Sequences, TrainBatch
 
 pytestmark = pytest.mark.usefixtures("world")
 
 TEMPERATURE = 0.8
-LOSSES = ("sampled", "reverse_kl", "forward_kl", "jsd")
+TOP = 4
+LOSSES = ("sampled", "reverse_kl", "forward_kl", "jsd", "top reverse_kl", "top forward_kl", "top jsd")
 ALONE = {"rl.reward.scorers": [], "rl.kl.coef": 0.0, "rl.algorithm": "grpo", "rl.weight_decay": 0.0}
 Folders = tuple[Path, Path]
 
@@ -40,7 +41,8 @@ def teachers(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> list[Path]:
 
 def distillation(loss: str, folders: list[Path], *, weights: tuple[float, ...] = (3.0, 1.0), **further: Any) -> dict[str, Any]:
     named = [{"path": str(folder), "weight": weight} for folder, weight in zip(folders, weights, strict=False)]
-    return {"rl.distillation": {"teachers": named, "loss": loss, **({"beta": 0.3} if loss == "jsd" else {}), **further}}
+    top, of = {"top_k": TOP} if loss.startswith("top ") else {}, loss.removeprefix("top ")
+    return {"rl.distillation": {"teachers": named, "loss": of, **({"beta": 0.3} if of == "jsd" else {}), **top, **further}}
 
 
 def logprobs_of(model, batch: TrainBatch, row: int) -> torch.Tensor:
@@ -50,36 +52,47 @@ def logprobs_of(model, batch: TrainBatch, row: int) -> torch.Tensor:
     return (logits / TEMPERATURE).log_softmax(-1)
 
 
-def plain_loss(batch: TrainBatch, loss: str, policy, teachers: list, weights: tuple[float, ...]) -> torch.Tensor:
-    """The divergence of each trained token, row after row, from the formulas in the papers."""
+def plain_loss(
+    batch: TrainBatch, loss: str, policy, teachers: list, weights: tuple[float, ...], taught: TrainBatch | None = None
+) -> torch.Tensor:
+    """The divergence of each trained token, row after row, from the formulas in the papers.
+
+    Args:
+        taught: what teachers read.
+    """
     found = []
     for i in (i for i in range(len(batch)) if batch.response_mask[i].any()):
         own, mask, ids = logprobs_of(policy, batch, i), batch.response_mask[i], trained(batch, i)[1][:, None]
         total = 0.0
         for teacher, weight in zip(teachers, weights, strict=True):
-            theirs = logprobs_of(teacher, batch, i).detach()
+            theirs = logprobs_of(teacher, taught or batch, i).detach()
             p, q = own.exp(), theirs.exp()
+            if loss.startswith("top "):
+                best = q.topk(TOP).indices
+                p, q = (torch.cat([x.gather(1, best), 1 - x.gather(1, best).sum(1, keepdim=True)], 1) for x in (p, q))
             if loss == "sampled":
                 ratio = (own.gather(1, ids)[:, 0] - batch.old_logprobs[i][mask]).exp()
                 value = batch.importance_weights[i][mask] * ratio * (own.detach() - theirs).gather(1, ids)[:, 0]
-            elif loss == "jsd":
+            elif loss.endswith("jsd"):
                 m = 0.3 * q + 0.7 * p
                 value = 0.3 * (q * (q / m).log()).sum(-1) + 0.7 * (p * (p / m).log()).sum(-1)
             else:
-                value = (p * (own - theirs)).sum(-1) if loss == "reverse_kl" else (q * (theirs - own)).sum(-1)
+                value = (p * (p / q).log()).sum(-1) if loss.endswith("reverse_kl") else (q * (q / p).log()).sum(-1)
             total = total + weight / sum(weights) * value
         found.append(total)
     return torch.cat(found)
 
 
 def with_teachers(rank: TrainerRank, batch: TrainBatch, job: TrainerRank | None = None) -> Minibatch:
-    """A batch as it comes to the update: with the log-probabilities of teachers that compute before it."""
-    outputs = (job or rank).forward(batch.sequences)
-    if "teacher_logprobs" not in outputs:
-        return whole(batch)
+    """A batch as it comes to the update: with what teachers say that compute before it."""
+    outputs = (job or rank).forward(batch.sequences, batch.teacher_sequences)
     mask = torch.arange(batch.response_mask.shape[1]) < (batch.sequences.lengths - batch.sequences.starts)[:, None]
-    flat = outputs["teacher_logprobs"]
-    return whole(replace(batch, teacher_logprobs=torch.full(mask.shape, torch.nan).masked_scatter(mask, flat)))
+    found = {}
+    for name in [name for name in outputs if name.startswith("teacher_")]:
+        flat = outputs[name]
+        found[name] = torch.full((*mask.shape, *flat.shape[1:]), torch.nan if flat.is_floating_point() else 0, dtype=flat.dtype)
+        found[name][mask] = flat
+    return whole(replace(batch, **found))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -104,6 +117,30 @@ def test_an_update_equals_a_plain_step_towards_the_teachers(model_folders: Folde
     assert_weights_agree(rank.weights(), dict(policy.state_dict()), step=5e-4 / 3)
 
 
+def with_other_prompts(batch: TrainBatch) -> TrainBatch:
+    """What teachers read: tokens before each prompt, and for row 2 fewer than the policy's."""
+    ids, starts = batch.sequences.lists(), batch.sequences.starts.tolist()
+    prompts = [[9, 8, 7, *of[:start]] if n != 2 else [9] for n, (of, start) in enumerate(zip(ids, starts, strict=True))]
+    taught = [[*prompt, *of[start:]] for prompt, of, start in zip(prompts, ids, starts, strict=True)]
+    return replace(batch, teacher_sequences=Sequences.of(taught, [len(prompt) for prompt in prompts]))
+
+
+@pytest.mark.parametrize("loss", cells(LOSSES, ["sampled", "reverse_kl", "top jsd"]))
+@pytest.mark.parametrize("how", [{}, {"rl.trainer.microbatch_tokens": 20}], ids=["whole", "small micro-batches"])
+def test_teachers_read_their_own_prompts(model_folders: Folders, teachers: list[Path], loss: str, how: dict[str, Any]):
+    """Row 3 is not trained on. The sequences that teachers read have the policy's responses, so that plain numbers come from both."""
+    rank = connected(model_folders, **ALONE, **distillation(loss, teachers), **{"rl.minibatch_size": 128}, **how)
+    policy, batch = load_language_model(model_folders[0]), with_other_prompts(train_batch(8, unscored=(3,)))
+    batch.advantages[:] = 0.0
+    models = [load_language_model(folder) for folder in teachers]
+    expected = plain_loss(batch, loss, policy, models, (3.0, 1.0), replace(batch, sequences=batch.teacher_sequences))
+    expected.mean().backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.5))
+    totals = update(rank, [with_teachers(rank, batch)])
+    assert totals["distillation_loss_sum"] / totals["tokens"] == pytest.approx(float(expected.detach().mean()), rel=1e-5, abs=1e-5)
+    assert totals["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
 HOW = {
     "small micro-batches": {"rl.trainer.microbatch_tokens": 20},
     "sharded": {"rl.trainer.zero_stage": 3},
@@ -114,7 +151,8 @@ HOW = {
 
 
 @pytest.mark.parametrize(
-    ("loss", "how"), cells([(loss, how) for loss in LOSSES for how in HOW], [("sampled", "sharded"), *(("jsd", h) for h in HOW)])
+    ("loss", "how"),
+    cells([(loss, how) for loss in LOSSES for how in HOW], [("sampled", "sharded"), ("top jsd", "sharded"), *(("jsd", h) for h in HOW)]),
 )
 def test_losses_do_not_depend_on_how_they_are_computed(model_folders: Folders, teachers: list[Path], loss: str, how: str):
     results = []
@@ -163,14 +201,17 @@ SMALL = {"rl.algorithm": "grpo", "rl.grpo.group_size": 4, "rl.reward.scorers": [
 RUNS = {
     "sampled": {},
     "reverse_kl": {"rl.kl.coef": 0.01},
-    "jsd": {"rl.minibatch_size": 4, "rl.trainer.microbatch_tokens": 64},
+    "jsd": {"rl.minibatch_size": 4, "rl.trainer.microbatch_tokens": 64, "rl.distillation.teacher_template": "Be brief. {prompt}"},
     "forward_kl": {"rl.rollout.max_lag": 1},
+    "top reverse_kl": {"rl.minibatch_size": 4},
+    "top forward_kl": {"rl.rollout.max_lag": 1},
+    "top jsd": {"rl.distillation.teacher_template": "{prompt} Be brief."},
 }
 
 
 @pytest.mark.parametrize("loss", cells(LOSSES, ["sampled", "jsd"]))
 def test_a_run_without_a_reward_resumes_to_the_same_bits(model_folders: Folders, teachers: list[Path], tmp_path: Path, loss: str):
-    options = SMALL | RUNS[loss] | distillation(loss, teachers)
+    options = SMALL | distillation(loss, teachers) | RUNS[loss]
     with running(rl_job_here(model_folders, tmp_path / "whole", **options)) as uninterrupted:
         for _ in range(6):
             uninterrupted.step()

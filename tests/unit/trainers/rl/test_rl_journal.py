@@ -21,6 +21,7 @@ from rlhf_core.stage.scratch import RESUMED_FROM, is_recorded, journal_of, remov
 from rlhf_core.trainers.rl.collect import Answers
 from rlhf_core.trainers.rl.journal import EVALUATION, Batch, Journal
 from rlhf_core.trainers.rl.mismatch import LogprobMismatch
+from rlhf_core.trainers.rl.taught import Taught
 from rlhf_core.types import Baseline, Dialogue, Prompt, Rollout, Span
 
 PROMPT = Prompt("p", "made", [{"role": "user", "content": "Sort é."}], [5, 6], None)
@@ -58,8 +59,9 @@ def plain(value):
 def test_a_batch_comes_back_as_it_was(tmp_path: Path, full: bool):
     drawn = [(ROLLOUTS[:1], {"judge": SCORES["judge"][:1]}), (ROLLOUTS, SCORES)] if full else [(ROLLOUTS, SCORES)]
     steps = {"judge": StepScores([[0.1 + 0.2, 1.0], []], [[3, 7], []], [[0.3, -0.1], []])} if full else {}
+    taught = Taught([True, False], [0.25], [[[0.1 + 0.2, -1.0], [0.0, 0.0]]], [[[3, 1], [0, 0]]]) if full else None
     metrics = {"dynamic_rounds": 2, "drawn_score_mean": float("nan"), "x": 0.1 + 0.2}
-    answers = Answers(ROLLOUTS, SCORES, steps, drawn, baseline() if full else None, 17, metrics, {"judge.cost": 1e-9})
+    answers = Answers(ROLLOUTS, SCORES, steps, drawn, baseline() if full else None, 17, metrics, {"judge.cost": 1e-9}, taught)
     batch = Batch(answers, 3e-5 if full else None, {"position": 4, "complete": 2, "rollouts": {}} if full else None)
     journal = Journal(rl("free"), tmp_path)
     journal.note_batch(5, batch)
@@ -68,7 +70,7 @@ def test_a_batch_comes_back_as_it_was(tmp_path: Path, full: bool):
 
 def test_without_a_journal_nothing_is_written(tmp_path: Path):
     journal = Journal(rl("counted"), tmp_path)
-    journal.note_batch(0, Batch(Answers(ROLLOUTS, SCORES, {}, [(ROLLOUTS, SCORES)], None, 0, {}, {}), None, None))
+    journal.note_batch(0, Batch(Answers(ROLLOUTS, SCORES, {}, [(ROLLOUTS, SCORES)], None, 0, {}, {}, None), None, None))
     assert journal.batch(0) is None and journal.answer(EVALUATION, 0, lambda: {"x": 1.0}) == {"x": 1.0}
     assert not list(tmp_path.rglob("*"))
 
@@ -112,7 +114,7 @@ def test_a_recorded_journal_is_of_the_checkpoint_that_the_work_began_from(tmp_pa
     """checkpoints.resume_from is no part of the fingerprint, but another policy sampled the batches behind its checkpoint."""
     scratch = tmp_path / "0123456789abcdef"
     scratch.mkdir()
-    noted = Batch(Answers(ROLLOUTS, SCORES, {}, [(ROLLOUTS, SCORES)], None, 0, {}, {}), None, None)
+    noted = Batch(Answers(ROLLOUTS, SCORES, {}, [(ROLLOUTS, SCORES)], None, 0, {}, {}, None), None, None)
     (alone := Journal(rl("recorded"), scratch)).note_batch(4, noted)
     alone.end()
     for step in (4, 6):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -174,6 +175,9 @@ class RecordingWorkers:
     def submit_forward(self, rollouts: list[Rollout], *, recomputed_fraction: float, keep_graphs: bool = False) -> list[Rollout]:
         self.calls.append(f"forward {recomputed_fraction}{' keeping graphs' if keep_graphs else ''}")
         return rollouts
+
+    def ask_teachers(self, rollouts: list[Rollout]) -> Callable[[], None]:
+        return lambda: None
 
     def collect_forward(self, rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
         flat = torch.arange(sum(len(r.response_ids) for r in rollouts)).float()

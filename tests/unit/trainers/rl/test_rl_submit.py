@@ -14,11 +14,13 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 from clerk_params import CLERK_PARAMS
+from teacher_service import teaching
 from tiny_models import tiny_tokenizer
 
 from rlhf_core.checkpoint.settings import StoreSettings
 from rlhf_core.config import Params, parse_params, read_yaml, set_key
 from rlhf_core.data.schema import write_rows
+from rlhf_core.models.tokenizer import encode_prompt
 from rlhf_core.stage.job import Job, forget_refusal, refusal_of, refuse
 from rlhf_core.stage.run import TAIL, StageRefused
 from rlhf_core.stage.setup import rl_setup
@@ -215,6 +217,35 @@ def test_the_job_gets_the_folders_of_its_teachers_and_other_tokens_are_refused_b
     check_teachers(given)
     tiny_tokenizer(vocab_size=310).save_pretrained(workspace / "teacher")
     with pytest.raises(ValueError, match=r"rl\.distillation\.teachers\.0\.path: expected the tokens of models/sft"):
+        check_teachers(given)
+
+
+def test_what_teachers_cannot_do_is_refused_before_the_job(workspace, sft_folder, tokenizer):
+    """A label that prompts lack, more tokens than there are, and an address at which nothing, or another model, answers."""
+    shutil.copytree(sft_folder, workspace / "models/sft", dirs_exist_ok=True)
+    own = {"teachers": [{"path": "models/sft"}]}
+    for further, message in (
+        (
+            {"teacher_template": "{prompt} {label}"},
+            "teacher_template: expected a label of every training prompt, got none of 1 of source mine",
+        ),
+        ({"top_k": len(tokenizer)}, f"top_k: expected less than the {len(tokenizer)} tokens there are, got {len(tokenizer)}"),
+    ):
+        with pytest.raises(ValueError, match=f"rl.distillation.{message}"):
+            check_teachers(params(**TAUGHT | {"rl__distillation": own | further}))
+    with teaching(sft_folder, tokenizer) as teacher:
+        at_an_address = TAUGHT | {"rl__rollout__temperature": 1.0}
+        given = params(**at_an_address | {"rl__distillation": {"teachers": [{"service": teacher.service}], "loss": "sampled"}})
+        assert job(workspace, given).teacher_models == []
+        check_teachers(given)
+        prompt = tokenizer.decode(encode_prompt(tokenizer, [{"role": "user", "content": "2 + 2?"}]))
+        assert prompt in [asked["prompt"] for asked in teacher.requests]
+        teacher.tokenizer = tiny_tokenizer(vocab_size=290)
+        with pytest.raises(ValueError, match=r"rl\.distillation\.teachers\.0\.service: .*another tokenizer"):
+            check_teachers(given)
+    with pytest.raises(
+        ValueError, match=r"rl\.distillation\.teachers\.0\.service: expected a model at http://127.0.0.1:\d+/v1 that returns"
+    ):
         check_teachers(given)
 
 
