@@ -70,7 +70,9 @@ def test_three_recipes_name_open_models_and_data_by_their_revisions():
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_takes_local_folders_in_place_of_the_names(name):
     text = read_recipe(RECIPES[name])
-    sources = [{k: v for k, v in source.items() if k not in ("revision", "subset")} | {"path": "a/folder"} for source in text["data.sources"]]
+    sources = [
+        {k: v for k, v in source.items() if k not in ("revision", "subset")} | {"path": "a/folder"} for source in text["data.sources"]
+    ]
     params = params_of(RECIPES[name], **{"model.path": "a/model", "model.revision": None, "data.sources": sources})
     assert params.model.path == "a/model" and params.data.sources[0].path == "a/folder"
 
