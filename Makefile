@@ -7,6 +7,7 @@
 # make bench   speed beside TRL and beside the machine's limits (docs/performance.md); needs an idle machine
 # make gpu-check  what works on this GPU and how fast, at most fifteen minutes (docs/gpu.md); installs nothing
 # make docs    the documentation site in site/, which opens without a server; checks its links
+# make lock    exact versions for each kind of machine, resolved anew from pyproject.toml; LOCK_ARGS=--upgrade takes newer ones
 # make lint    style
 # make clean   remove outputs of runs; keeps .venv, DVC's cache and worktrees
 
@@ -18,6 +19,7 @@ comma := ,
 WANTED := $(subst $(comma), ,$(EXTRAS))
 # Pins of a CUDA machine, with the extra gpu: make setup EXTRAS=gpu,dev, or EXTRAS=gpu,flash-attn,dev.
 CONSTRAINTS := $(if $(filter gpu,$(WANTED)),constraints-gpu.txt,constraints.txt)
+TORCH_CPU ?= https://download.pytorch.org/whl/cpu
 RUN_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
@@ -28,9 +30,12 @@ TEST_WORKERS ?= 2
 PART ?= tests
 PORT ?= 4200
 DATABASE ?=
+# What both files of exact versions cover besides the build of vLLM.
+LOCKED := compare dev docs eval peers pools qlora s3 ssh track
+LOCK_ARGS ?=
 STAMP := $(VENV)/.set-up
 
-.PHONY: setup run stories smollm2 test test-long server bench gpu-check docs lint clean
+.PHONY: setup run stories smollm2 test test-long server bench gpu-check docs lock lint clean
 .DEFAULT_GOAL := run
 
 # The stamp holds a checksum of the requirements, so that touching a file doesn't reinstall.
@@ -41,14 +46,15 @@ setup:
 		$(MAKE) --no-print-directory install && echo "$$wanted" > $(STAMP); \
 	fi
 
-# Torch first, because other packages need it to build; then one resolver run under the tested pins. flash-attn compiles against torch, so it comes
+# Torch first, because other packages need it to build; then one resolver run under the tested pins. Torch's build for the CPU, which vLLM's asks for,
+# isn't on PyPI: where pip's indexes don't have it, it comes from PyTorch's own. flash-attn compiles against torch, so it comes
 # last and outside pip's isolated builds, which have another torch.
 .PHONY: install
 install:
 	@echo "Installing into $(VENV); the first time takes four to five minutes."
 	@test -z "$(filter cpu,$(WANTED))" -o -z "$(filter gpu,$(WANTED))" || \
 		{ echo "EXTRAS: expected one of cpu and gpu, got both; their builds of vLLM overwrite each other"; exit 2; }
-	$(PIP) install -q -c $(CONSTRAINTS) torch
+	$(PIP) install -q -c $(CONSTRAINTS) torch $(if $(filter cpu,$(WANTED)),|| $(PIP) install -q -c $(CONSTRAINTS) --index-url $(TORCH_CPU) torch)
 	$(PIP) install -q -c $(CONSTRAINTS) -e '.[$(subst $(eval) ,$(comma),$(filter-out flash-attn,$(WANTED)))]'
 	$(if $(filter flash-attn,$(WANTED)),$(PIP) install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[flash-attn]')
 	$(VENV)/bin/python -m tools.doctor --fix $(DOCTOR_ARGS)
@@ -87,6 +93,17 @@ gpu-check:
 
 docs: setup
 	$(VENV)/bin/python -m tools.docs_site
+
+# uv resolves for all machines of [tool.uv] in pyproject.toml at once, and keeps the versions that the files have. What holds on each of these machines isn't
+# repeated in every line.
+lock: setup
+	$(PIP) install -q --target scratch/uv uv==0.13.9
+	$(call locked,cpu,constraints.txt)
+	$(call locked,gpu,constraints-gpu.txt)
+
+locked = scratch/uv/bin/uv pip compile -q --universal --python-version 3.11 --no-annotate --no-emit-index-url --custom-compile-command 'make lock' \
+	$(LOCK_ARGS) $(foreach extra,$(1) $(LOCKED),--extra $(extra)) -o $(2) pyproject.toml && \
+	sed -i "s/ ; python_full_version < '3.14' and platform_machine == 'x86_64' and sys_platform == 'linux'$$//" $(2)
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -23,7 +23,8 @@ from rlhf_core.config import Params, overridden, parse_assignment, read_recipe, 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes/cluster"
 MANIFESTS = {path.stem: YAML(typ="safe", pure=True).load(path.read_text()) for path in sorted((FOLDER / "kubernetes").glob("*.yaml"))}
-DOCKERFILE = (FOLDER / "Dockerfile").read_text()
+DOCKERFILES = {"cuda": (FOLDER / "Dockerfile").read_text(), "cpu": (ROOT / "deploy/docker/Dockerfile").read_text()}
+DOCKERFILE = DOCKERFILES["cuda"]
 SCRIPT = (FOLDER / "slurm.sh").read_text()
 GI = {"Gi": 1.0, "Ti": 1024.0}
 
@@ -176,40 +177,66 @@ def params_of(recipe: Path, assignments: Sequence[str]) -> Params:
     return overridden(read_text(ROOT / "params.yaml"), given, subject=recipe.name, complete=False)[1]
 
 
-# The image
+# The images
 
 
-def instructions() -> list[tuple[str, str]]:
-    text = re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.MULTILINE).replace("\\\n", " ")
+def instructions(text: str) -> list[tuple[str, str]]:
+    text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
     return [(line.split()[0], line.partition(" ")[2].strip()) for line in text.splitlines() if line.strip()]
 
 
-def test_the_image_copies_and_makes_what_is_there():
-    steps = instructions()
-    for kind, rest in steps:
-        if kind == "COPY":
-            assert all((ROOT / source).exists() for source in [word for word in rest.split() if not word.startswith("--")][:-1])
-    made = re.search(r"make (\w+) EXTRAS=(\S+) DOCTOR_ARGS=(\S+)", next(rest for kind, rest in steps if "make setup" in rest))
+def copied(rest: str) -> list[str]:
+    return [word for word in rest.split() if not word.startswith("--")][:-1]
+
+
+@pytest.mark.parametrize("kind", DOCKERFILES)
+def test_an_image_copies_and_makes_what_is_there(kind):
+    steps = instructions(DOCKERFILES[kind])
+    for instruction, rest in steps:
+        if instruction == "COPY":
+            assert all((ROOT / source).exists() for source in copied(rest))
+    (made,) = re.findall(r"make (setup EXTRAS=(\S+)(?: DOCTOR_ARGS=(\S+))?)", next(rest for _, rest in steps if "make setup" in rest))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert set(made[2].split(",")) <= project["optional-dependencies"].keys()
-    asked = subprocess.run(["make", "-n", "install", *made[0].split()[2:]], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "-c constraints-gpu.txt -e '.[gpu]'" in asked and f"tools.doctor --fix {made[3]}" in asked
-    (base,) = [rest for kind, rest in steps if kind == "FROM"]
+    assert set(made[1].split(",")) <= project["optional-dependencies"].keys()
+    asked = subprocess.run(["make", "-n", "install", *made[0].split()[1:]], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    constraints = {"cpu": "constraints.txt", "cuda": "constraints-gpu.txt"}[kind]
+    assert f"-c {constraints} -e '.[{made[1]}]'" in asked and f"tools.doctor --fix {made[2]}" in asked
+    assert any(constraints in copied(rest) for instruction, rest in steps if instruction == "COPY")
+    (base,) = [rest for instruction, rest in steps if instruction == "FROM"]
     assert SpecifierSet(project["requires-python"]).contains(re.fullmatch(r"python:(3\.\d+)-slim-bookworm", base)[1])
 
 
-def test_the_image_runs_as_a_user_and_has_no_secret():
-    steps = instructions()
+@pytest.mark.parametrize("kind", DOCKERFILES)
+def test_an_image_has_its_packages_below_the_code(kind):
+    """So that a commit makes a small layer. The doctor runs with what was copied before the installation."""
+    steps = instructions(DOCKERFILES[kind])
+    at = next(n for n, (_, rest) in enumerate(steps) if "make setup" in rest)
+    before, after = ([copied(rest) for kind, rest in part if kind == "COPY"] for part in (steps[:at], steps[at:]))
+    assert after == [["."]] and "." not in [source for sources in before for source in sources]
+    modules = {str(path.relative_to(ROOT)) for sources in before for source in sources for path in walked(ROOT / source)}
+    for module in [m for m in modules if m.endswith(".py")]:
+        for name in re.findall(r"^(?:from|import) ((?:rlhf_core|tools)[\w.]*)", (ROOT / module).read_text(), re.MULTILINE):
+            assert {f"{name.replace('.', '/')}.py", f"{name.replace('.', '/')}/__init__.py"} & modules, (module, name)
+
+
+def walked(path: Path) -> list[Path]:
+    return [path] if path.is_file() else [found for found in path.rglob("*.py") if found.is_file()]
+
+
+@pytest.mark.parametrize("kind", DOCKERFILES)
+def test_an_image_runs_as_a_user_and_has_no_secret(kind):
+    steps = instructions(DOCKERFILES[kind])
     kinds = [kind for kind, _ in steps]
     assert [rest for kind, rest in steps if kind == "USER"] == ["rlhf"]
     assert kinds.index("USER") < kinds.index("COPY") and "ADD" not in kinds and "ARG" not in kinds
-    assert not re.search(r"(TOKEN|KEY|SECRET|PASSWORD)\w*=", DOCKERFILE)
-    left_out = set((FOLDER / "Dockerfile.dockerignore").read_text().splitlines())
+    assert not re.search(r"(TOKEN|KEY|SECRET|PASSWORD)\w*=", DOCKERFILES[kind])
+    left_out = set((ROOT / ".dockerignore").read_text().splitlines())
     assert {".git/config", ".dvc/config.local", ".prefect", ".venv", "**/.env"} <= left_out
     ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if re.fullmatch(r"/[a-z]+/", line)}
     assert ignored <= left_out
 
 
-def test_the_image_has_python_and_ray_on_its_path():
-    folders = [rest for kind, rest in instructions() if kind == "WORKDIR"]
-    assert f"PATH={folders[0]}/.venv/bin:$PATH" in DOCKERFILE
+@pytest.mark.parametrize("kind", DOCKERFILES)
+def test_an_image_has_python_and_ray_on_its_path(kind):
+    folders = [rest for instruction, rest in instructions(DOCKERFILES[kind]) if instruction == "WORKDIR"]
+    assert f"PATH={folders[0]}/.venv/bin:$PATH" in DOCKERFILES[kind]

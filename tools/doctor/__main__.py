@@ -107,9 +107,9 @@ def find_machine(folder: Path) -> list[Finding]:
     memory = psutil.virtual_memory().total / 2**30
     disk = shutil.disk_usage(folder).free / 2**30
     python = ".".join(map(str, sys.version_info[:3]))
-    fits = (3, 11) <= sys.version_info[:2] < (3, 13)
+    fits = (3, 11) <= sys.version_info[:2] < (3, 14)
     return [
-        Finding("python", python) if fits else Finding("python", python, "broken", "expected 3.11 or 3.12"),
+        Finding("python", python) if fits else Finding("python", python, "broken", "expected 3.11 to 3.13"),
         Finding("system", f"{platform.system()} {platform.machine()}"),
         Finding("cores", str(cores)) if cores > 1 else Finding("cores", "1", "note", "trainer and rollouts will share the core"),
         _enough("memory", memory, NEEDED_MEMORY),
