@@ -177,7 +177,7 @@ def page(artifact: Artifact, version: str | None = None, /, *, output: GivenPath
     chosen = found.get(version or found.newest_version() or "latest")
     path = output or REPORTS / f"{artifact}-{chosen.version}.html"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render_version(root, found, chosen, problem_of(root, chosen)), encoding="utf-8", newline="\n")
+    path.write_text(render_version(root, found, chosen, gate_facts(chosen), problem_of(root, chosen)), encoding="utf-8", newline="\n")
     if open_:
         open_page(path)
     return str(path)

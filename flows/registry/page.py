@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flows.promote import gate_facts
 from flows.registry.reviews import Review, read_reviews
 from flows.registry.state import Registry
 from flows.registry.tags import Event, Version, who
@@ -21,10 +21,11 @@ Change = tuple[str, str, str]
 TONES = {"promoted": "good", "rolled back": "bad"}
 
 
-def render_version(root: Path, found: Registry, version: Version, problem: str | None = None) -> str:
+def render_version(root: Path, found: Registry, version: Version, gate: Mapping[str, str], problem: str | None = None) -> str:
     """Return the HTML page of a version.
 
     Args:
+        gate: the gate's verdict as texts by name.
         problem: contradiction between its tag and its commit; None: there is none.
     """
     reviews = read_reviews(root, found)
@@ -40,7 +41,7 @@ def render_version(root: Path, found: Registry, version: Version, problem: str |
         "sentence": _sentence(version, state, last, problem),
         "problem": problem,
         "facts": _facts(version),
-        "gate": gate_facts(version),
+        "gate": gate,
         "entries": _entries(version, reviews.of(version.version), found),
         "bad": [tag.problem for tag in reviews.bad] + found.problems(),
         "before": before,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from registry_tags import PARAMS, git, sound_commit, write_tag
 
-from flows.promote import describe, page, review, summary
+from flows.promote import describe, gate_facts, page, review, summary
 from flows.registry import decisions
 from flows.registry.decisions import add_version
 from flows.registry.flow import _reviewed
@@ -38,6 +38,11 @@ def root(tmp_path: Path, monkeypatch) -> Path:
 
 def registry(root: Path) -> Registry:
     return read_registry(root, NAME)
+
+
+def drawn(root: Path, version: str) -> str:
+    chosen = registry(root).versions[version]
+    return render_version(root, registry(root), chosen, gate_facts(chosen))
 
 
 def reviewed(root: Path, answer: str = "approve", by: str = "Bo", reason: str = "read 50 answers") -> None:
@@ -116,7 +121,7 @@ def test_the_command_reviews_and_show_tells(root, capsys):
 
 def test_the_page_has_who_why_what_changed_and_how_to_answer(root, capsys):
     reviewed(root, reason="<b>read</b> 50")
-    text = render_version(root, registry(root), registry(root).versions["v2.0.0"])
+    text = drawn(root, "v2.0.0")
     for part in (
         "Bo has approved it",
         "&lt;b&gt;read&lt;/b&gt; 50",
@@ -133,7 +138,6 @@ def test_the_page_has_who_why_what_changed_and_how_to_answer(root, capsys):
 
 def test_the_page_of_the_promoted_version_compares_with_the_one_before(root):
     decisions.promote(root, NAME, "v2.0.0", by="Ann", reason="better")
-    found = registry(root)
-    assert "From v1.0.0" in render_version(root, found, found.versions["v2.0.0"])
-    assert "promoted: v1.0.0 → v2.0.0" in render_version(root, found, found.versions["v2.0.0"])
-    assert "From v2.0.0" in render_version(root, found, found.versions["v1.0.0"])
+    assert "From v1.0.0" in drawn(root, "v2.0.0")
+    assert "promoted: v1.0.0 → v2.0.0" in drawn(root, "v2.0.0")
+    assert "From v2.0.0" in drawn(root, "v1.0.0")
