@@ -231,6 +231,11 @@ class Params(Section):
                     f"{key}.max_new_tokens: expected less than model.max_length={self.model.max_length}, got {new}; "
                     "no token would be left for the prompt"
                 )
+        if self.model.path is None and self.harness_max_length > self.model.max_length:
+            yield (
+                f"evaluation.harness.max_length: expected at most model.max_length={self.model.max_length} of a model from nothing, got "
+                f"{self.harness_max_length}; lower it"
+            )
 
     def _divided_conflicts(self) -> Iterator[str]:
         ranks = self.cluster.inference_ranks_per_model

@@ -21,7 +21,7 @@ def compared(sft: Results, policy: Results, truncated: Mapping[str, Mapping[str,
         truncated: model's name -> task -> documents whose context lost its beginning.
     """
     found = {}
-    for name, metrics in policy["results"].items():
+    for name, metrics in sft["results"].items():
         leaves = list(_leaves(policy, name))
         keys = [key for key, value in metrics.items() if "," in key and "_stderr," not in key and _is_number(value)]
         figures = {key: _figure(key, name, leaves, sft, policy, confidence) for key in keys}

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from rlhf_core.config import LoraConfig, ModelConfig, Params, RolloutBackend, ScorerConfig
 from rlhf_core.engines.deepspeed.engine import device, join_world
 from rlhf_core.engines.vllm.refusals import fp8_method, refuse_without_sleep
-from rlhf_core.model_check.miniature import cut_config, random_model, smaller
+from rlhf_core.model_check.miniature import check_positions, cut_config, random_model, smaller
 from rlhf_core.model_check.trial import Finding, Trial, TrialSettings, judged, largest, random_sequences, refused
 from rlhf_core.models.build import check_weights, classifier, vocabulary_size
 from rlhf_core.models.folder import check_model_folder, locate_model, refusals, step_separator
@@ -62,6 +62,9 @@ def run_trials(params: Params, tokenizer_folder: Path, scratch: Path) -> tuple[s
     if folder is not None:
         check_separator(folder, params.reward.step_separator)
     config = cut_config(model, tokenizer)
+    if model.path is not None:
+        path = locate_model(model.path, model.revision)
+        check_positions(config_of(path, model), path, params.harness_max_length, key="evaluation.harness.max_length")
     language_model = random_model(config, seed=SEED, trust_remote_code=model.trust_remote_code)
     settings = TrialSettings(
         max_length=model.max_length,

@@ -41,13 +41,24 @@ def cut_config(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Pretr
     check_model_folder(path)
     with refusals(path):
         full = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    positions = getattr(full.get_text_config(), "max_position_embeddings", None)
-    if isinstance(positions, int) and positions > 0 and config.max_length > positions:
+    check_positions(full, path, config.max_length, key="model.max_length")
+    return smaller(full, trust_remote_code=config.trust_remote_code)
+
+
+def check_positions(config: PretrainedConfig, path: str, length: int, *, key: str) -> None:
+    """Check that a model has as many positions as sequences may have tokens.
+
+    Args:
+        key: in params, of the length.
+    Raises:
+        ValueError: it has fewer.
+    """
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and positions > 0 and length > positions:
         raise ValueError(
-            f"model.max_length: expected at most the {positions} positions of {path} (max_position_embeddings), got {config.max_length}; "
+            f"{key}: expected at most the {positions} positions of {path} (max_position_embeddings), got {length}; "
             "lower it, or choose a model with more"
         )
-    return smaller(full, trust_remote_code=config.trust_remote_code)
 
 
 def smaller(config: PretrainedConfig, *, kind: type = AutoModelForCausalLM, trust_remote_code: bool = False) -> PretrainedConfig:

@@ -13,6 +13,7 @@ from rlhf_core.config import ConfigError, Params
 from rlhf_core.harness.figures import compared
 from rlhf_core.harness.model import HarnessModel
 from rlhf_core.harness.tasks import load_tasks, try_tasks
+from rlhf_core.model_check.check import run_trials
 from rlhf_core.provenance.inputs import input_problems, read_inputs
 from rlhf_core.report.harness import difference, harness_rows
 
@@ -93,6 +94,15 @@ def test_names_are_given_once_and_a_missing_folder_is_refused_before_the_run(fol
     problems = input_problems(params("mine", include_path="elsewhere"), folder)
     assert any("evaluation.harness: expected a folder with tasks at include_path, elsewhere" in line for line in problems)
     assert not any("harness" in line for line in input_problems(params("mine"), folder))
+
+
+def test_a_window_longer_than_the_model_has_positions_is_refused_early(folder, sft_folder):
+    write_task(folder)
+    with pytest.raises(ConfigError, match=r"harness.max_length: expected at most model.max_length=64 of a model from nothing, got 65"):
+        params("mine", max_length=65)
+    given = tiny_params(model__path=str(sft_folder), model__architecture=None, evaluation__harness={"tasks": ["mine"], "max_length": 65})
+    with pytest.raises(ValueError, match=r"evaluation.harness.max_length: expected at most the 64 positions"):
+        run_trials(given, sft_folder, folder / "scratch")
 
 
 def test_a_changed_task_changes_the_inputs_of_the_stage(folder):
