@@ -73,8 +73,10 @@ def _source(source: SourceConfig, workspace: Path, hashes: FileHashes) -> Tree |
     if source.path is None or source.kind == "clerk":
         return None
     if source.kind == "huggingface" and not exists(locate(source.path, workspace)):
-        return {"name": source.path, "commit": places.data_set_commit(source.path, source.revision, source.subset)}
-    return _local(source.path, workspace, hashes)
+        found: Tree = {"name": source.path, "commit": places.data_set_commit(source.path, source.revision, source.subset)}
+    else:
+        found = _local(source.path, workspace, hashes)
+    return found if source.images is None else {**found, "images": _local(source.images, workspace, hashes)}
 
 
 def _model(path: str, revision: str | None, workspace: Path, hashes: FileHashes) -> Tree | None:
@@ -334,6 +336,8 @@ def input_problems(params: Params, workspace: Path = Path(), *, rounds: bool = F
 def _source_problem(source: SourceConfig, workspace: Path) -> str | None:
     if source.path is None or source.kind == "clerk":
         return None
+    if source.images is not None and not locate(source.images, workspace).is_dir():
+        return f"expected a folder of pictures in images, got {shown(source.images)} with none there; correct the path"
     if source.kind != "huggingface":
         return _data_problem(source.path, workspace)
     place = locate(source.path, workspace)
