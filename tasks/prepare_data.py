@@ -12,6 +12,7 @@ import logging
 import shutil
 
 from rlhf_core.models.tokenizer import pretrained_tokenizer
+from rlhf_core.models.vision import save_tokenizer
 from rlhf_core.paths import MEASURED, METRICS, PLOTS, PREPARED, TOKENIZER
 from rlhf_core.preparation.prepare import LENGTH_COLUMNS, check_judges, length_histograms, prepare
 from rlhf_core.stage.files import publish, write_json
@@ -45,7 +46,7 @@ def main() -> None:
             step_separator=params.reward.step_separator,
         )
         write_json(folder / "sources.json", prepared.sources())
-        prepared.tokenizer.save_pretrained(stage.scratch / "tokenizer")
+        save_tokenizer(prepared.tokenizer, stage.scratch / "tokenizer")
         publish(folder, PREPARED)
         publish(measured, MEASURED)
         publish(stage.scratch / "tokenizer", TOKENIZER)

@@ -26,7 +26,7 @@ def train_dpo(run: TrainRun) -> dict[str, Any]:
         read_rows(PREPARED, "preference", "train"),
         read_rows(PREPARED, "preference", "validation"),
         params.dpo,
-        PreferenceRun(SFT_MODEL, params.model, run.scratch, loop),
+        PreferenceRun(SFT_MODEL, params.model, run.scratch, loop, prepared=PREPARED),
     )
     run.save_model(trained.model, trained.engine.state_dict(), trained.tokenizer)
     return {"method": "dpo", **trained.metrics}

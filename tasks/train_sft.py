@@ -35,7 +35,7 @@ def save_given(stage: Stage) -> None:
 
     config = stage.params.model
     model = load_as_given(locate_model(config.path, config.revision), config)
-    tokenizer = load_tokenizer(str(TOKENIZER), trust_remote_code=config.trust_remote_code)
+    tokenizer = load_tokenizer(str(TOKENIZER), trust_remote_code=config.trust_remote_code, vision=config.vision)
     save_model(model, model.state_dict(), tokenizer, stage.scratch / "model")
     metrics = {"trained": False, "reason": "sft.enabled is false", "parameters": model.num_parameters()}
     log.info("train_sft: not needed, since sft.enabled is false; %s is the given model", SFT_MODEL)
@@ -47,11 +47,12 @@ def train_sft(run: TrainRun) -> dict[str, Any]:
     from rlhf_core.engines.deepspeed.engine import release_memory
     from rlhf_core.models.build import new_language_model
     from rlhf_core.models.tokenizer import load_tokenizer
+    from rlhf_core.models.vision import sight
     from rlhf_core.trainers.sft.train import COLUMNS, begin_demonstrations, pretrain, train_on_demonstrations
     from rlhf_core.trainers.supervised.loop import train_loop
 
     params, config = run.params, run.params.sft
-    tokenizer = load_tokenizer(str(TOKENIZER), trust_remote_code=params.model.trust_remote_code)
+    tokenizer = load_tokenizer(str(TOKENIZER), trust_remote_code=params.model.trust_remote_code, vision=params.model.vision)
     begun = [
         begin_demonstrations(read_rows(PREPARED, "sft", split), tokenizer, config, max_length=params.model.max_length)
         for split in ("train", "validation")
@@ -72,6 +73,7 @@ def train_sft(run: TrainRun) -> dict[str, Any]:
         config,
         loop=train_loop(run, config, COLUMNS, first_step=first_step),
         model_config=params.model,
+        sight=sight(tokenizer, PREPARED),
     )
     run.save_model(model, engine.state_dict(), tokenizer)
     return metrics

@@ -29,6 +29,7 @@ from rlhf_core.config.model import (
     SftConfig,
     SharedTrainingConfig,
     TrainingConfig,
+    VisionTraining,
 )
 from rlhf_core.config.overrides import apply_overrides, load_overlaid, overridden, parse_assignment, read_recipe, set_key, with_recipes
 from rlhf_core.config.params import Params, needs_pairs, rows_needed, unusual
@@ -109,6 +110,7 @@ __all__ = [
     "TrainerConfig",
     "TrainingConfig",
     "ValidationConfig",
+    "VisionTraining",
     "apply_overrides",
     "bytes_shown",
     "credential_in",

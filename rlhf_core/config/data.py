@@ -119,6 +119,7 @@ class SourceConfig(Section):
     delimiter: str | None = Field(default=None, min_length=1, max_length=1)  # of a CSV file; null: detected in its header
     encoding: str = "utf-8"  # of text files
     subset: str | None = None  # of a Hugging Face data set
+    images: str | None = None  # the folder in which the records' paths of pictures are (docs/vision.md)
     dataset_split: str = "train"  # of a Hugging Face data set, or of a folder whose files are named by splits
     revision: str | None = None  # of a Hugging Face data set: branch, tag or commit; None: what the cache has, or the newest
     format: DataFormat | None = None  # what a record looks like: docs/tables/formats.md
@@ -208,7 +209,7 @@ class SourceConfig(Section):
         subject = f"source {self.name}"
         if unserved := [use for use in self.uses if use not in uses]:
             yield f"{subject}: format {self.format} expects uses among {list(uses)}, got {unserved}; remove those"
-        if unknown := [column for column in self.columns if column not in columns]:
+        if unknown := [column for column in self.columns if column not in (*columns, "images")]:
             yield f"{subject}: format {self.format} expects columns named {list(columns)}, got {unknown}; write a name of the format first"
         several = "completions" if self.format == "graded" else None
         if lists := [column for column, theirs in self.columns.items() if isinstance(theirs, list) and column != several]:

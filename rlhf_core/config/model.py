@@ -17,6 +17,7 @@ from rlhf_core.config.gate import IncumbentConfig
 
 Schedule = Literal["cosine", "linear", "constant", "wsd", "wsd_linear"]
 Optimizer = Literal["adamw", "adamw_8bit", "lion"]
+VisionTraining = Literal["frozen", "trained"]
 REGISTERED = re.compile(r"registry|v\d+\.\d+\.\d+")  # reward.path: a version of the registry
 
 
@@ -41,6 +42,8 @@ class ModelConfig(Section):
     template_date: the day that a chat template writes, if it writes one; a fixed day keeps the data the same from day to day.
 
     template_options: arguments of the model's chat template, saved with it, such as {enable_thinking: false}.
+
+    vision: whether the vision tower of a model that sees is frozen or trained; None: the model gets text alone.
     """
 
     path: str | None
@@ -52,6 +55,7 @@ class ModelConfig(Section):
     template_date: str = "2024-07-26"
     template_options: dict[str, Any] = Field(default_factory=dict)
     architecture: ArchitectureConfig | None
+    vision: VisionTraining | None = None
 
     def conflicts(self) -> Iterator[str]:
         try:
@@ -62,6 +66,8 @@ class ModelConfig(Section):
             yield f"revision: expected null without model.path, got {self.revision}; set model.path or remove the revision"
         if self.template_options and self.path is None:
             yield "template_options: expected none without model.path, whose template reads them, got some; remove them"
+        if self.vision is not None and self.path is None:
+            yield f"vision: expected null without model.path, got {self.vision}; set model.path to a model that sees"
         if self.chat_template is not None and self.path is None:
             yield f"chat_template: expected null without model.path, got {self.chat_template!r}; the trained tokenizer has a template"
 

@@ -32,6 +32,7 @@ from rlhf_core.config.run import (
     TrackingConfig,
 )
 from rlhf_core.config.scorers import ScorerConfig, TeacherService, weight_conflicts
+from rlhf_core.config.seeing import vision_conflicts
 from rlhf_core.config.usual import CRITIC_RATES, LEARNING_RATES, SMALL_MODEL, WRECKING_FACTOR, nulls, usual, with_usual_rates
 
 # Keys that are read with every method. A section of another method is not read, so its conflicts don't count.
@@ -182,6 +183,7 @@ class Params(Section):
                 "because a ready-made reward model may have layers and a tokenizer other than the policy's"
             )
         yield from self._step_conflicts()
+        yield from vision_conflicts(self)
         if not self.sft.enabled and self.model.path is None:
             yield "sft.enabled: expected true without model.path, got false; set model.path to the model to start from, or train one by SFT"
 

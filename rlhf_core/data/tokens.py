@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from rlhf_core.data.pictures import Picture
+
 Item = TypeVar("Item")
 
 
@@ -43,26 +45,31 @@ class EncodedTurns:
     """Conversations up to a turn, and that turn with its end; turns that follow equal prompts may share the prompt's sequence.
 
     prompts, turns: of each conversation, numbers of sequences in `tokens`. thoughts: tokens of the turn before its answer begins.
+    pictures: of the conversations that have some, by their numbers.
     """
 
     tokens: TokenTable = field(default_factory=TokenTable)
     prompts: array[int] = field(default_factory=lambda: array("i"))
     turns: array[int] = field(default_factory=lambda: array("i"))
     thoughts: array[int] = field(default_factory=lambda: array("i"))
+    pictures: dict[int, tuple[Picture, ...]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def add(self, prompt: int, turn_ids: list[int], thoughts: int = 0) -> None:
+    def add(self, prompt: int, turn_ids: list[int], thoughts: int = 0, pictures: tuple[Picture, ...] = ()) -> None:
+        if pictures:
+            self.pictures[len(self)] = pictures
         self.prompts.append(prompt)
         self.turns.append(self.tokens.add(turn_ids))
         self.thoughts.append(thoughts)
 
     def extend(self, other: EncodedTurns) -> None:
-        before = len(self.tokens)
+        before, number = len(self.tokens), len(self)
+        self.pictures.update({number + i: pictures for i, pictures in other.pictures.items()})
         self.tokens.extend(other.tokens)
-        self.prompts.extend(before + number for number in other.prompts)
-        self.turns.extend(before + number for number in other.turns)
+        self.prompts.extend(before + place for place in other.prompts)
+        self.turns.extend(before + place for place in other.turns)
         self.thoughts.extend(other.thoughts)
 
     def ids(self, i: int) -> list[int]:

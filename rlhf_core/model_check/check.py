@@ -14,7 +14,7 @@ from rlhf_core.engines.deepspeed.engine import device, join_world
 from rlhf_core.engines.vllm.refusals import fp8_method, refuse_without_sleep
 from rlhf_core.model_check.miniature import check_positions, cut_config, random_model, smaller
 from rlhf_core.model_check.trial import Finding, Trial, TrialSettings, judged, largest, random_sequences, refused
-from rlhf_core.models.build import check_weights, classifier, vocabulary_size
+from rlhf_core.models.build import check_weights, classifier, language_class, vocabulary_size
 from rlhf_core.models.folder import check_model_folder, locate_model, refusals, step_separator
 from rlhf_core.models.forward import ScalarModule
 from rlhf_core.models.given import base_for_adapters, check_same_architecture, config_of, teacher_folder, tokenizer_of_policy
@@ -55,7 +55,7 @@ def run_trials(params: Params, tokenizer_folder: Path, scratch: Path) -> tuple[s
     """
     join_world()
     model, loras = params.model, adapters(params)
-    tokenizer = load_tokenizer(str(tokenizer_folder), trust_remote_code=model.trust_remote_code)
+    tokenizer = load_tokenizer(str(tokenizer_folder), trust_remote_code=model.trust_remote_code, vision=model.vision)
     check_files(model, tokenizer)
     given = params.reward.enabled and params.reward.path is not None and not params.reward.is_registered
     folder = Path(locate_model(params.reward.path, key="reward.path")) if given else None
@@ -65,7 +65,7 @@ def run_trials(params: Params, tokenizer_folder: Path, scratch: Path) -> tuple[s
     if model.path is not None:
         path = locate_model(model.path, model.revision)
         check_positions(config_of(path, model), path, params.harness_max_length, key="evaluation.harness.max_length")
-    language_model = random_model(config, seed=SEED, trust_remote_code=model.trust_remote_code)
+    language_model = random_model(config, seed=SEED, kind=language_class(model.vision), trust_remote_code=model.trust_remote_code)
     settings = TrialSettings(
         max_length=model.max_length,
         dpo=params.dpo,
@@ -73,12 +73,15 @@ def run_trials(params: Params, tokenizer_folder: Path, scratch: Path) -> tuple[s
         threads=params.cluster.threads,
         trust_remote_code=model.trust_remote_code,
         zero_stage=params.sft.zero_stage if params.sft.enabled else 0,
+        vision=model.vision,
     )
     scalar_model = partial(random_model, config, seed=SEED, labels=1, trust_remote_code=model.trust_remote_code)
     trial = Trial(language_model, scalar_model, tokenizer, settings, scratch)
     on_pairs = params.alignment.method in ("dpo", "kto")
     supervised = params.sft.enabled or params.alignment.method in ("rejection_sampling", "conditional_sft")
     columns = [*["sft"] * supervised, *["reward"] * params.reward.is_trained, *["dpo"] * on_pairs, *["lora"] * bool(loras)]
+    if model.vision is not None:  # neither samples nor scores yet
+        return type(language_model).__name__, [trial.run(column) for column in columns]
     findings = [trial.run(column) for column in (*columns, "shared_prefix")]
     findings += [try_ready_made(scorer, model) for scorer in scorers(params) if scorer.kind == "reward_model" and scorer.path]
     if folder is not None:
@@ -106,7 +109,7 @@ def check_files(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     if model.path is None:
         return
     path = locate_model(model.path, model.revision)
-    check_weights(path, trust_remote_code=model.trust_remote_code)
+    check_weights(path, trust_remote_code=model.trust_remote_code, vision=model.vision)
     check_rows(tokenizer, vocabulary_size(path, trust_remote_code=model.trust_remote_code), subject=f"model {path}")
 
 

@@ -12,18 +12,20 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from rlhf_core.config import ModelConfig
-from rlhf_core.models.build import classifier, new_language_model
+from rlhf_core.models.build import classifier, language_class, new_language_model
 from rlhf_core.models.folder import check_model_folder, locate_model, refusals
 
 VOCABULARY = 1024  # ids, at most; the full one of a large model would be most of the copy
 WIDTH = 128  # of a feed-forward layer or an expert, at most
 LAYERS = 2  # at least, where the model has so many
+VISION_LAYERS = 3  # at most; features may come from the last but one
 # Attributes that distinguish kinds of layers with the same modules.
 KIND_ATTRIBUTES = ("attention_type", "layer_type", "block_type", "is_sliding", "sliding_window", "use_rope")
 
@@ -42,7 +44,7 @@ def cut_config(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Pretr
     with refusals(path):
         full = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     check_positions(full, path, config.max_length, key="model.max_length")
-    return smaller(full, trust_remote_code=config.trust_remote_code)
+    return smaller(full, kind=language_class(config.vision), trust_remote_code=config.trust_remote_code)
 
 
 def check_positions(config: PretrainedConfig, path: str, length: int, *, key: str) -> None:
@@ -77,6 +79,8 @@ def smaller(config: PretrainedConfig, *, kind: type = AutoModelForCausalLM, trus
     text = config.get_text_config()
     part = tree if text is config else next(tree[name] for name in config.sub_configs if getattr(config, name, None) is text)
     _cut(part, text, min(wanted, len(kinds)), len(kinds))
+    if kind is AutoModelForImageTextToText:
+        _cut_vision(tree)
     with refusals(config.name_or_path or config.model_type):
         return type(config).from_dict(tree)
 
@@ -84,7 +88,8 @@ def smaller(config: PretrainedConfig, *, kind: type = AutoModelForCausalLM, trus
 def layer_signatures(model: PreTrainedModel) -> list[tuple]:
     """Return a signature of each layer, equal for layers of one kind: its modules and how it attends."""
     count = model.config.get_text_config().num_hidden_layers
-    stack = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+    inside = model if not hasattr(model.config, "vision_config") else model.get_decoder()
+    stack = next(m for m in inside.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
     return [_kind(layer) for layer in stack]
 
 
@@ -110,16 +115,32 @@ def _cut(part: dict[str, Any], text: PretrainedConfig, layers: int, before: int)
     part[own["vocab_size"]] = min(text.vocab_size, VOCABULARY)
 
 
+def _cut_vision(tree: dict[str, Any]) -> None:
+    """Give the vision tower of a configuration a few layers, and its tokens ids of the small vocabulary, in place."""
+    tower = tree["vision_config"]
+    for name in ("depth", "num_hidden_layers"):
+        if name in tower:
+            tower[name] = min(tower[name], VISION_LAYERS)
+    for name, value in tower.items():
+        if name.endswith("_indexes"):  # numbers of layers
+            tower[name] = [number for number in value if number < VISION_LAYERS]
+    for name, value in tree.items():
+        if name.endswith(("_token_id", "_token_index")) and value is not None:
+            tree[name] = _id_within(value)
+
+
 def _id_within(value: int | list[int]) -> int | list[int]:
     return [n % VOCABULARY for n in value] if isinstance(value, list) else value % VOCABULARY
 
 
-def random_model(config: PretrainedConfig, *, seed: int, labels: int | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
+def random_model(
+    config: PretrainedConfig, *, seed: int, labels: int | None = None, kind: type = AutoModelForCausalLM, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """Return a causal language model of a configuration, or with `labels` a sequence classifier with this many; float32, on the CPU.
 
     The weights are larger than fresh ones, which give nearly the same probability to every token, have no biases, and so hide mistakes.
     """
-    kind = AutoModelForCausalLM if labels is None else classifier(type(config))
+    kind = kind if labels is None else classifier(type(config))
     if labels not in (None, config.num_labels):
         config.num_labels = labels
     torch.manual_seed(seed)
@@ -127,7 +148,7 @@ def random_model(config: PretrainedConfig, *, seed: int, labels: int | None = No
         model = kind.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            _enliven(name, parameter, tied=config.get_text_config().tie_word_embeddings)
+            _enliven(name, parameter, tied=getattr(config.get_text_config(), "tie_word_embeddings", config.tie_word_embeddings))
     return model
 
 

@@ -12,16 +12,18 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.config import DpoConfig, LoraConfig, RolloutBackend, shown
+from rlhf_core.config import DpoConfig, LoraConfig, RolloutBackend, VisionTraining, shown
+from rlhf_core.data.pictures import Picture
 from rlhf_core.engines.deepspeed.engine import EngineSettings, TrainEngine, device
 from rlhf_core.engines.rollout.open import open_engine
 from rlhf_core.engines.rollout.requests import SamplingSettings
@@ -31,6 +33,7 @@ from rlhf_core.models.build import classifier, load_language_model, load_scalar_
 from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.probe import PROBE_ERRORS, shares_prefixes
+from rlhf_core.models.vision import Sight, Vision, picture_arguments, vision_of
 from rlhf_core.models.weights import checkpoint_names
 from rlhf_core.trainers.preference.objectives import Continuation, Pair, PairObjective, ResponseForward, no_reference
 from rlhf_core.trainers.reward.train import Comparison, reward_phase
@@ -45,6 +48,9 @@ COLUMNS = ("sft", "reward", "dpo", "lora", "shared_prefix", "pytorch", "vllm")  
 ON = "on"
 ROUNDED = "right in float64; in float32 this model amplifies rounding"
 OFF = "off: on a GPU, or with a model that computes a shared prefix's continuations differently"
+
+PICTURE = Picture("", 64, 48)
+VOCABULARY_LEAST = 256  # ids that every tokenizer has
 
 log = logging.getLogger("rlhf")
 
@@ -79,7 +85,20 @@ class TrialSettings:
     seed: int = 0
     trust_remote_code: bool = False
     zero_stage: int = 0
+    vision: VisionTraining | None = None
     gpu_memory_fraction: float = 0.3
+
+
+class TrialSight(Sight):
+    """Sees the same picture of noise for each picture."""
+
+    def __init__(self, vision: Vision):
+        super().__init__(vision, None)
+        noise = torch.randint(256, (PICTURE.height, PICTURE.width, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+        self._image = Image.fromarray(noise.numpy())
+
+    def read(self, picture: Picture) -> Image.Image:
+        return self._image
 
 
 class Trial:
@@ -105,9 +124,15 @@ class Trial:
         given = scratch / "given"
         save_model(language_model, language_model.state_dict(), tokenizer, given)
         # SFT loads the given model, and saves the one that all later stages load.
-        loaded = load_language_model(given, trust_remote_code=settings.trust_remote_code, max_length=settings.max_length)
+        load_options = {"trust_remote_code": settings.trust_remote_code, "vision": settings.vision}
+        loaded = load_language_model(given, max_length=settings.max_length, **load_options)
         save_model(loaded, loaded.state_dict(), tokenizer, self._start)
         self.sequences = random_sequences(language_model.config.get_text_config().vocab_size, settings.max_length, seed=settings.seed)
+        self.pictures: list[tuple[Picture, ...]] = [()] * len(self.sequences)
+        self._sight, self._seen = None, 0
+        if (vision := vision_of(tokenizer)) is not None:
+            self._sight, self._seen = TrialSight(vision), vision.num_tokens([PICTURE])
+            self._show_pictures(language_model.config.image_token_id)
 
     def run(self, column: str) -> Finding:
         """Return the finding of one of COLUMNS. Any exception of a library about the model is a refusal."""
@@ -213,20 +238,41 @@ class Trial:
             rollouts.close()
         return judged(backend, max(differences))
 
+    def _show_pictures(self, token_id: int) -> None:
+        """Begin every second sequence with a picture.
+
+        Raises:
+            ValueError: a picture alone is longer than the longest sequence.
+        """
+        longest = self._settings.max_length
+        if self._seen + SHORTEST > longest:
+            raise ValueError(
+                f"model.max_length: expected room for a picture of {PICTURE.width} x {PICTURE.height} pixels, which takes {self._seen} "
+                f"tokens, and a text, got {longest}; raise it, or lower the sizes in the processor's settings"
+            )
+        other = (token_id + 1) % VOCABULARY_LEAST
+        texts = [[other if i == token_id else i for i in ids] for ids in self.sequences]
+        self.pictures = [(PICTURE,) if number % 2 == 0 else () for number in range(len(texts))]
+        seen = [[token_id] * (self._seen * len(shown)) for shown in self.pictures]
+        self.sequences = [[*tokens, *ids][: max(longest, len(tokens) + SHORTEST)] for tokens, ids in zip(seen, texts, strict=True)]
+
     # Steps
 
     def _sft_step(self, engine: TrainEngine) -> None:
-        examples = [Demonstration(ids, len(ids) // 3) for ids in self.sequences]
+        starts = [max(len(ids) // 3, len(seen) * self._seen) for ids, seen in zip(self.sequences, self.pictures, strict=True)]
+        examples = [Demonstration(i, s, pictures=p) for i, s, p in zip(self.sequences, starts, self.pictures, strict=True)]
         tokens = 4 * self._settings.max_length
-        phase = sft_phase("sft", examples, [], steps=UPDATES, batch_size=len(examples), pad_id=0, microbatch_tokens=tokens)
+        sizes = {"steps": UPDATES, "batch_size": len(examples), "pad_id": 0, "microbatch_tokens": tokens}
+        phase = sft_phase("sft", examples, [], sight=self._sight, **sizes)
         phase.train_batch(engine, list(range(len(examples))))
         engine.step()
 
     def _dpo_step(self, engine: TrainEngine) -> None:
-        beginning = tuple(self.sequences[0][: self._settings.max_length // 2])
+        beginning = tuple(self.sequences[0][: max(self._settings.max_length // 2, self._seen + 1)])
         room = self._settings.max_length - len(beginning)
-        sides = [Continuation(beginning, tuple(ids[-room:])) for ids in self.sequences]
-        forward = ResponseForward(0, self._shares_prefix, 4 * self._settings.max_length)
+        texts = [ids[len(seen) * self._seen :] for ids, seen in zip(self.sequences, self.pictures, strict=True)]
+        sides = [Continuation(beginning, tuple(ids[-room:]), self.pictures[0]) for ids in texts]
+        forward = ResponseForward(0, self._shares_prefix, 4 * self._settings.max_length, self._sight)
         objective = PairObjective(self._settings.dpo, forward, no_reference)
         objective.train_batch(engine, [Pair(sides[0], sides[1]), Pair(sides[2], sides[3])])
         engine.step()
@@ -234,12 +280,14 @@ class Trial:
     @cached_property
     def _shares_prefix(self) -> bool:
         """Whether the model shares prefixes. It is probed before training, since an engine leaves hooks on the model."""
+        if self._settings.vision is not None:
+            return False
         return shares_prefixes(self._load(), device=device(), max_length=self._settings.max_length)
 
     # Helpers
 
     def _load(self) -> PreTrainedModel:
-        return load_language_model(self._start, trust_remote_code=self._settings.trust_remote_code)
+        return load_language_model(self._start, trust_remote_code=self._settings.trust_remote_code, vision=self._settings.vision)
 
     def _engine(self, module: nn.Module) -> TrainEngine:
         width = module.model.config.get_text_config().hidden_size
@@ -261,7 +309,10 @@ class Trial:
         )
 
     def _batch(self) -> TokenBatch:
-        return collate_tokens(self.sequences, [1] * len(self.sequences), pad_id=0).to(device())
+        batch = collate_tokens(self.sequences, [1] * len(self.sequences), pad_id=0)
+        if self._sight is not None:
+            batch = replace(batch, pictures=self._sight([picture for seen in self.pictures for picture in seen]))
+        return batch.to(device())
 
     def _saved(self, column: str, model: PreTrainedModel, engine: TrainEngine) -> Path:
         folder = self._scratch / column
@@ -269,6 +320,8 @@ class Trial:
         return folder
 
     def _plain(self, folder: Path, **options: Any) -> torch.Tensor:
+        if self._sight is not None:
+            options |= {"pictures": [self._sight(seen) for seen in self.pictures]}
         return torch.cat(plain_logprobs(folder, self.sequences, trust_remote_code=self._settings.trust_remote_code, **options))
 
     def _difference_in_double(self, module: PolicyModule, folder: Path) -> float:
@@ -318,15 +371,26 @@ def largest(ours: torch.Tensor, plain: torch.Tensor) -> float:
 
 @torch.no_grad()
 def plain_logprobs(
-    folder: Path, sequences: list[list[int]], *, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32
+    folder: Path,
+    sequences: list[list[int]],
+    *,
+    trust_remote_code: bool = False,
+    dtype: torch.dtype = torch.float32,
+    pictures: list[dict[str, torch.Tensor]] | None = None,
 ) -> list[torch.Tensor]:
-    """Return the log-probability of each token but the first, by transformers alone: whole logits, one sequence at a time."""
+    """Return the log-probability of each token but the first, by transformers alone: whole logits, one sequence at a time.
+
+    Args:
+        pictures: of a model that sees, the arguments of its forward pass for each sequence's pictures.
+    """
     load_options = {"trust_remote_code": trust_remote_code, "dtype": dtype}
-    model = AutoModelForCausalLM.from_pretrained(folder, **load_options).to(device()).eval()
+    kind = AutoModelForCausalLM if pictures is None else AutoModelForImageTextToText
+    model = kind.from_pretrained(folder, **load_options).to(device()).eval()
     found = []
-    for ids in sequences:
+    for number, ids in enumerate(sequences):
         row = torch.tensor([ids], device=device())
-        logprobs = model(input_ids=row, use_cache=False).logits[0, :-1].to(dtype).log_softmax(-1)
+        batch = TokenBatch(row, row > 0, pictures=pictures and pictures[number]).to(device())
+        logprobs = model(input_ids=row, use_cache=False, **picture_arguments(model, batch)).logits[0, :-1].to(dtype).log_softmax(-1)
         found.append(logprobs.gather(-1, row[0, 1:, None]).squeeze(-1).cpu())
     return found
 

@@ -17,6 +17,7 @@ from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.build import trunk
 from rlhf_core.models.decoding import Decoder, HuggingFaceDecoder
 from rlhf_core.models.packing import pack, packs
+from rlhf_core.models.vision import picture_arguments
 
 Part, Result = TypeVar("Part"), TypeVar("Result")
 
@@ -78,5 +79,6 @@ def run_model(module: PreTrainedModel, batch: TokenBatch, routed: torch.Tensor |
     if longest_alike(module.config) is not None:
         check_length(module.config, batch.length)
     routing = {} if routed is None else {"output_router_logits": True}
-    outputs = module(input_ids=batch.input_ids, use_cache=False, **attention_arguments(module, batch), **routing)
+    arguments = attention_arguments(module, batch) | picture_arguments(module, batch)
+    outputs = module(input_ids=batch.input_ids, use_cache=False, **arguments, **routing)
     return outputs, None if routed is None else torch.cat([layer[routed.flatten()] for layer in outputs.router_logits])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -34,6 +35,7 @@ class TokenBatch:
     predicted_by: [B, T] int64, the position in its row of the token that predicts each selected one; None: the one before it.
     segments: [B, T] int64, of rows with a prefix and branches: see `visible_branches`. In a packed row, which has no prefix, a branch is a
         sequence.
+    pictures: arguments of the model's forward for the pictures of all rows, in order; empty: there are none; None: the model doesn't see.
     """
 
     input_ids: torch.Tensor
@@ -42,16 +44,20 @@ class TokenBatch:
     visible: torch.Tensor | None = None
     predicted_by: torch.Tensor | None = None
     segments: torch.Tensor | None = None
+    pictures: dict[str, torch.Tensor] | None = None
 
     def to(self, device: torch.device) -> TokenBatch:
         """Return the batch on a device.
 
         Copies from pinned memory queue behind the batch that a GPU works on; other copies would wait for it.
         """
-        given = (getattr(self, f.name) for f in fields(self))
-        if device.type == "cuda":
-            return TokenBatch(*(x if x is None else x.pin_memory().to(device, non_blocking=True) for x in given))
-        return TokenBatch(*(x if x is None else x.to(device) for x in given))
+
+        def moved(x: Any) -> Any:
+            if x is None or isinstance(x, dict):
+                return x and {name: moved(tensor) for name, tensor in x.items()}
+            return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+        return TokenBatch(*(moved(getattr(self, f.name)) for f in fields(self)))
 
     @property
     def length(self) -> int:

@@ -13,6 +13,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     FineGrainedFP8Config,
     GenerationConfig,
@@ -24,11 +25,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from rlhf_core.config import ModelConfig, number_of, shown
+from rlhf_core.config import ModelConfig, VisionTraining, number_of, shown
 from rlhf_core.models.attention import fix_frequencies
 from rlhf_core.models.folder import check_model_folder, locate_model, quantization, refusals
 from rlhf_core.models.tokenizer import stop_ids, turn_end, write_ends
+from rlhf_core.models.vision import freeze_vision, save_tokenizer
 from rlhf_core.models.weights import FolderWeights
 
 log = logging.getLogger(__name__)
@@ -52,7 +55,7 @@ def new_language_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
     for training.
     """
     if config.path is not None:
-        load_options = {"trust_remote_code": config.trust_remote_code, "training_dtype": config.dtype}
+        load_options = {"trust_remote_code": config.trust_remote_code, "training_dtype": config.dtype, "vision": config.vision}
         return load_language_model(locate_model(config.path, config.revision), max_length=config.max_length, **load_options)
     shape = config.architecture
     torch.manual_seed(seed)
@@ -75,13 +78,19 @@ def new_language_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
 
 
 def load_language_model(
-    path: str | Path, *, trust_remote_code: bool = False, training_dtype: str = "float32", max_length: int | None = None
+    path: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    training_dtype: str = "float32",
+    max_length: int | None = None,
+    vision: VisionTraining | None = None,
 ) -> PreTrainedModel:
-    """Load a causal language model from a Hugging Face name or folder (safetensors only).
+    """Load a causal language model, or one that sees, from a Hugging Face name or folder (safetensors only).
 
     Args:
         training_dtype: dtype of the weights, whatever dtype the files have. Buffers keep transformers' dtype.
         max_length: tokens of the chain's longest sequence, if the chain starts from this model: see `fix_frequencies`.
+        vision: of a model that sees, whose vision tower is frozen or trained.
     Raises:
         ValueError: the folder holds no such model, or an incomplete one.
     """
@@ -89,10 +98,18 @@ def load_language_model(
     if max_length is not None:
         load_options["config"] = _config(path, trust_remote_code=trust_remote_code)
         fix_frequencies(load_options["config"], max_length)
-    return _load(AutoModelForCausalLM, path, **load_options)
+    model = _load(language_class(vision), path, **load_options)
+    if vision == "frozen":
+        freeze_vision(model)
+    return model
 
 
-def check_weights(path: str | Path, *, trust_remote_code: bool = False, scalar: bool = False) -> None:
+def language_class(vision: VisionTraining | None) -> type:
+    """Return the class that loads language models that see, or others."""
+    return AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
+
+
+def check_weights(path: str | Path, *, trust_remote_code: bool = False, scalar: bool = False, vision: VisionTraining | None = None) -> None:
     """Check by the names and shapes of a folder's weights that `load_language_model`, or `load_scalar_model`, will load it.
 
     Raises:
@@ -102,7 +119,7 @@ def check_weights(path: str | Path, *, trust_remote_code: bool = False, scalar: 
     if scalar:
         _load_scalar(path, unread=_UNREAD_BY_CLASSIFIERS, **_labels(path), **load_options)
     else:
-        _load(AutoModelForCausalLM, path, **load_options)
+        _load(language_class(vision), path, **load_options)
 
 
 def _load(
@@ -122,6 +139,8 @@ def _load(
         unread: names of weights that the folder may have though the model doesn't read them.
     """
     check_model_folder(path)
+    if kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        _check_sight(path, sees=kind is AutoModelForImageTextToText)
     with refusals(path):
         load_options |= _dequantizing(path)
         model, info = kind.from_pretrained(
@@ -139,6 +158,20 @@ def _load(
     if model.can_generate():
         _make_savable(path, model)
     return _with_flash_attention(model) if flash_attention_wanted(training_dtype) else model
+
+
+def _check_sight(path: str | Path, *, sees: bool) -> None:
+    """Check that a model of transformers that sees is loaded as one, and no other."""
+    with refusals(path):
+        model_type = PretrainedConfig.get_config_dict(path)[0].get("model_type")
+    can_see = model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if sees and not can_see:
+        raise ValueError(f"model.vision: expected null with {path}, whose model_type {model_type} doesn't see, got a value; set it to null")
+    if not sees and can_see and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(
+            f"model.vision: expected frozen or trained with {path}, which is loaded with its vision tower alone ({model_type}), got null; "
+            "set it, and see docs/vision.md for what works"
+        )
 
 
 def _dequantizing(path: str | Path) -> dict[str, Any]:
@@ -317,7 +350,7 @@ def save_model(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], toke
         model.config.update({"topk_method": "noaux_tc", "scoring_func": "sigmoid"})
     own = {name: tensor for name, tensor in state_dict.items() if name not in model.all_tied_weights_keys}
     model.save_pretrained(folder, state_dict=own, safe_serialization=True)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
     if model.can_generate():
         write_ends(folder, stop_ids(tokenizer, folder))
 

@@ -47,7 +47,7 @@ _CONVERSATIONS = ([_USER], [_SYSTEM, _USER], [_USER, _ANSWER, _USER])
 
 def load_as_given(path: str | Path, config: ModelConfig) -> PreTrainedModel:
     """Return the language model in a folder with exactly the weights of its files, in their own dtype; quantized ones in `config.dtype`."""
-    load_options = {"trust_remote_code": config.trust_remote_code, "max_length": config.max_length}
+    load_options = {"trust_remote_code": config.trust_remote_code, "max_length": config.max_length, "vision": config.vision}
     return load_language_model(path, training_dtype=files_dtype(path, default=config.dtype), **load_options)
 
 

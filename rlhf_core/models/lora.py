@@ -229,7 +229,9 @@ def _targets(model: PreTrainedModel, wanted: str | list[str]) -> list[str]:
     language_head = model.get_output_embeddings()
     head = scalar_head(model) if language_head is None else language_head
     linear = [
-        name for name, part in model.named_modules() if _is_linear(type(part)) and part is not head and not _read_by_parent(model, name)
+        name
+        for name, part in model.named_modules()
+        if _is_linear(type(part)) and part is not head and not _read_by_parent(model, name) and not _is_frozen_vision(model, part)
     ]
     if not linear:
         raise ValueError(f"lora: expected a model with linear layers, got {type(model).__name__} without any; set lora to null")
@@ -240,6 +242,12 @@ def _targets(model: PreTrainedModel, wanted: str | list[str]) -> list[str]:
         known = sorted({full.rpartition(".")[2] for full in linear})
         raise ValueError(f"lora.target_modules: expected linear layers of the model, among {known}, got {unknown}; correct the names")
     return sorted({full for found in targets.values() for full in found})
+
+
+def _is_frozen_vision(model: PreTrainedModel, layer: nn.Module) -> bool:
+    """Return whether the layer belongs to a vision tower that isn't trained."""
+    sees = hasattr(model.config, "vision_config")
+    return sees and not isinstance(layer, QuantizedLinear) and not any(p.requires_grad for p in layer.parameters())
 
 
 @cache

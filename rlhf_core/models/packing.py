@@ -39,8 +39,11 @@ def packs(model: PreTrainedModel, batch: TokenBatch) -> bool:
     """Return whether the model computes this batch without padding.
 
     It doesn't where rows have prefixes and branches, whose mask FlashAttention can't take, nor where layers have a state, which would
-    pass from one sequence to the next, nor where attention of the model's own (Falcon, GPT-Neo) doesn't pass the lengths on.
+    pass from one sequence to the next, nor where attention of the model's own (Falcon, GPT-Neo) doesn't pass the lengths on, nor for a
+    model that sees, whose positions may depend on pictures.
     """
+    if batch.pictures is not None:
+        return False
     if not model._supports_attention_backend or batch.mask_is_needed or len(batch.input_ids) == 1 or not takes_lengths(model):
         return False
     return not getattr(model, "_is_stateful", False) and layer_kinds(model.config.get_text_config()) <= {FULL, SLIDING}

@@ -18,8 +18,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.config import shown
+from rlhf_core.data.pictures import PICTURE, pictures_of
 from rlhf_core.data.schema import Message, extras, whole_message
 from rlhf_core.models.template_trial import too_long
+from rlhf_core.models.vision import vision_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -222,7 +224,7 @@ def render(
         text = tokenizer.apply_chat_template(written, tools=tools or own, tokenize=False, add_generation_prompt=waits)
     except Exception as error:  # of a template, which is a program
         raise Unrenderable(f"{type(error).__name__}: {shown(str(error).strip())}") from error
-    return within_limit(text, messages)
+    return _with_pictures(tokenizer, within_limit(text, messages), messages)
 
 
 def within_limit(text: str, messages: Sequence[Message]) -> str:
@@ -234,6 +236,22 @@ def within_limit(text: str, messages: Sequence[Message]) -> str:
     if too_long(text, messages):
         raise Unrenderable(f"one of which it makes {len(text)} characters")
     return text
+
+
+def _with_pictures(tokenizer: PreTrainedTokenizerBase, text: str, messages: Sequence[Message]) -> str:
+    """Return the rendered conversation with the tokens of its pictures."""
+    vision, pictures = vision_of(tokenizer), pictures_of(messages)
+    if vision is None:
+        if pictures:
+            raise Unrenderable("pictures, which need a model that sees (model.vision)")
+        return text
+    try:
+        whole = vision.expand(text, pictures)
+    except Exception as error:  # of a processor, on a picture of a size that it refuses
+        raise Unrenderable(f"a picture that the model's processor refuses: {shown(str(error))}") from error
+    if whole is None:
+        raise Unrenderable(f"{len(pictures)} pictures, for which it writes {text.count(vision.token)} times {vision.token}")
+    return whole
 
 
 def for_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -428,6 +446,8 @@ def _content_form(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
 def _in_form(message: Message, form: str) -> dict[str, Any]:
     whole = whole_message(message)
     whole.pop("tools", None)  # an argument of its own
+    if isinstance(whole["content"], list):
+        whole["content"] = [{"type": "image"} if part["type"] == PICTURE else part for part in whole["content"]]
     if form == "text":
         return {**whole, "content": message["content"]}
     if form == "parts" and isinstance(whole["content"], str):

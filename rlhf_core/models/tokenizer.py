@@ -15,7 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.config import ModelConfig, shown
+from rlhf_core.config import ModelConfig, VisionTraining, shown
+from rlhf_core.data.pictures import pictures_of
 from rlhf_core.data.schema import TEXTS, Message
 from rlhf_core.data.tokens import EncodedTurns
 from rlhf_core.models.folder import check_model_folder, locate_model
@@ -46,6 +47,7 @@ from rlhf_core.models.template import (
     written_turn,
 )
 from rlhf_core.models.template_trial import check_limits
+from rlhf_core.models.vision import attach, vision_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -142,6 +144,7 @@ def pretrained_tokenizer(config: ModelConfig, *, weights: bool = True) -> PreTra
         chat_template=None if wanted is None else named_template(wanted),
         template_date=config.template_date,
         template_options=config.template_options,
+        vision=config.vision,
     )
 
 
@@ -181,6 +184,7 @@ def load_tokenizer(
     template_date: str = DEFAULT_DATE,
     template_options: dict[str, Any] | None = None,
     scores: bool = False,
+    vision: VisionTraining | None = None,
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a Hugging Face name or folder, with a pad token and a chat template where it has none.
 
@@ -189,6 +193,7 @@ def load_tokenizer(
         template_date: the day that the template writes, if it writes one; a template that was saved with a day keeps it.
         template_options: defaults of the template's variables, saved with it.
         scores: the tokenizer is a reward model's. It needs no eos token, but a template of its own, on which the model was trained.
+        vision: of a model that sees, whose processor is loaded with the tokenizer.
     Raises:
         ValueError: there is no tokenizer at `path`, or it has no eos token, or a reward model's has no template, or the template's text is
             too long or takes too much time or memory.
@@ -201,6 +206,8 @@ def load_tokenizer(
             f"tokenizer {path}: expected a Hugging Face folder or a cached name, got: {reason} "
             "Correct model.path, or set HF_HUB_OFFLINE=0 to download"
         ) from error
+    if vision is not None:
+        attach(tokenizer, path)
     if tokenizer.eos_token_id is None and not scores:
         raise ValueError(f"tokenizer {path}: expected an eos token, got none; set eos_token in its tokenizer_config.json")
     if tokenizer.pad_token_id is None:
@@ -306,16 +313,16 @@ def encode_turns(tokenizer: PreTrainedTokenizerBase, conversations: Iterable[tup
 
     Each distinct text of some thousand conversations is tokenized once.
     """
-    found = EncodedTurns()
+    found, sees = EncodedTurns(), vision_of(tokenizer) is not None
     for part in in_parts(conversations):
         texts = _prompt_texts(tokenizer, [messages for messages, _ in part])
         turns = [written_turn(tokenizer, messages, answer, prompt) for (messages, answer), prompt in zip(part, texts, strict=True)]
         ids_of = _distinct_ids(tokenizer, texts)
         prompts = {text: found.tokens.add(ids) for text, ids in ids_of.items()}
         written = ids_behind(tokenizer, texts, turns, trained_end(tokenizer), prompt_ids=ids_of)
-        for text, turn, behind in zip(texts, turns, written, strict=True):
+        for (messages, _), text, turn, behind in zip(part, texts, turns, written, strict=True):
             thoughts = _tokens_of(tokenizer, ids_of[text], behind.ids, turn.thoughts) if turn.thoughts else 0
-            found.add(prompts[text], behind.ids, thoughts)
+            found.add(prompts[text], behind.ids, thoughts, pictures_of(messages) if sees else ())
     return found
 
 

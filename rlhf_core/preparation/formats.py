@@ -20,6 +20,7 @@ from rlhf_core.data.control import PICTURES, is_blank, is_filled, placeholder
 from rlhf_core.data.schema import TEXTS, Message, extras, with_tools
 from rlhf_core.preparation.drops import Dropped, Misfit
 from rlhf_core.preparation.notation import Notation
+from rlhf_core.preparation.pictures import SourcePictures, place
 from rlhf_core.preparation.record import PLAIN, Record, as_message, written_conversation
 from rlhf_core.preparation.steps import Solution, rated_solutions, read_steps, step_row, tagged_steps
 from rlhf_core.preparation.transcripts import hh_turns, interleaved, joined, listed_turns
@@ -42,19 +43,30 @@ STEP_SEPARATOR = "\n\n"  # where no reward model is named
 MAX_PAIRS = 4096  # of one record, whose good and bad completions are all paired
 
 
-def convert(values: Mapping[str, Any], source: SourceConfig, notation: Notation = PLAIN, *, separator: str = STEP_SEPARATOR) -> Rows:
+def convert(
+    values: Mapping[str, Any],
+    source: SourceConfig,
+    notation: Notation = PLAIN,
+    *,
+    separator: str = STEP_SEPARATOR,
+    pictures: SourcePictures | None = None,
+) -> Rows:
     """Return the rows of one record. If the source names slices, rows of the uses preference, stepwise and prompt also have a key `slices`.
 
     Args:
         notation: of the source's first records.
         separator: between the steps of rows of the use stepwise.
+        pictures: for a model that sees.
     Raises:
         Dropped: the record is left out.
         Misfit: the record doesn't have the source's format.
     """
+    values, own = (values, []) if pictures is None else pictures.read(values)
     _check_pictures(values, source)
     record = Record(values, source, notation, separator=separator)
     rows = _CONVERTERS[source.format](record)
+    if pictures is not None:
+        rows = {use: [{**row, "messages": place(row["messages"], own)} if "messages" in row else row for row in rows[use]] for use in rows}
     _check_placeholders(rows)
     if source.slices and (sliced := rows.keys() & {"preference", "stepwise", *({"prompt"} & {*source.uses})}):
         slices = {name: read_scalar(record.at(column, wanted_for=name), column) for name, column in source.slices.items()}

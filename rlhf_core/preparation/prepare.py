@@ -14,10 +14,12 @@ import numpy as np
 
 from rlhf_core.config import DataConfig, ModelConfig
 from rlhf_core.data.judge import find_judge
+from rlhf_core.data.pictures import pictures_of, write_pictures
 from rlhf_core.data.schema import SPLITS, WIDE_MESSAGES, open_rows
 from rlhf_core.models.tokenizer import new_tokenizer
 from rlhf_core.preparation.filters import TemplateRefusals
 from rlhf_core.preparation.formats import STEP_SEPARATOR
+from rlhf_core.preparation.pictures import PictureStore
 from rlhf_core.preparation.samples import Writer
 from rlhf_core.preparation.sources import Mixed, mix
 
@@ -33,12 +35,15 @@ log = logging.getLogger("rlhf")
 
 @dataclass(frozen=True)
 class Prepared:
-    """Results of `prepare` apart from the rows. lengths: in tokens, by `text_lengths`."""
+    """Results of `prepare` apart from the rows. lengths: in tokens, by `text_lengths`. pictures: their number; None: the model doesn't
+    see.
+    """
 
     config: DataConfig
     mixed: Mixed
     tokenizer: PreTrainedTokenizerBase
     lengths: Lengths
+    pictures: int | None = None
 
     def sources(self) -> dict[str, Any]:
         """Return source -> its description, and its rows by use and split."""
@@ -67,6 +72,7 @@ class Prepared:
             "records": {source: tally.left_out.read for source, tally in mixed.tallies.items() if tally.left_out.read},
             "dropped": mixed.dropped,
             "dropped_fraction": {source: {use: tally.share(use) for use in tally.read} for source, tally in mixed.tallies.items()},
+            **({} if self.pictures is None else {"pictures": self.pictures}),
             "vocabulary_size": len(self.tokenizer),
             "mean_tokens": {
                 use: {column: sum(t * n for t, n in of_column.items()) / of_column.total() for column, of_column in columns.items()}
@@ -126,8 +132,8 @@ def prepare(
         ValueError, FileNotFoundError: a source can't be used, or too much of it is dropped.
     """
     options = {"max_dropped_fraction": max_dropped_fraction, "step_separator": step_separator}
-    mixed = mix(config, folder, scratch=scratch, seed=seed, writer=writer, **options)
-    shutil.rmtree(scratch, ignore_errors=True)
+    pictures = None if model.vision is None else PictureStore(scratch / "pictures")
+    mixed = mix(config, folder, scratch=scratch, seed=seed, writer=writer, pictures=pictures, **options)
     if tokenizer is None:
         rows = (row for use in mixed.uses for part in _parts(mixed, use) for row in part)
         tokenizer = new_tokenizer(rows, vocab_size=model.architecture.vocab_size)
@@ -136,7 +142,15 @@ def prepare(
     lengths = measure_rows(mixed, tokenizer, config, measured, max_length=model.max_length, **options)
     for rows in mixed.rows.values():
         rows.write()
-    return Prepared(config, mixed, tokenizer, lengths)
+    number = None if pictures is None else write_pictures(folder, _used_pictures(mixed), pictures.files())
+    shutil.rmtree(scratch, ignore_errors=True)
+    return Prepared(config, mixed, tokenizer, lengths, number)
+
+
+def _used_pictures(mixed: Mixed) -> set[str]:
+    """Return the hashes of the pictures of all kept rows."""
+    batches = (batch for use in mixed.uses if use != "pretrain" for batch in mixed.rows[use].batches(["messages"]))
+    return {picture.sha256 for batch in batches for messages in batch["messages"].to_pylist() for picture in pictures_of(messages)}
 
 
 def _parts(mixed: Mixed, use: str) -> Iterator[list[dict]]:

@@ -28,6 +28,7 @@ from rlhf_core.preparation.files import file_records
 from rlhf_core.preparation.filters import REASONS, KeptRows, contradictory_rows, duplicate_rows, row_fault
 from rlhf_core.preparation.formats import STEP_SEPARATOR, convert
 from rlhf_core.preparation.notation import AS_MESSAGES, beginning, check_signs, notation_of, with_messages
+from rlhf_core.preparation.pictures import PictureStore, SourcePictures
 from rlhf_core.preparation.samples import Writer, sample_rows
 from rlhf_core.preparation.tables import data_set_records
 from rlhf_core.preparation.values import MAX_NAME, RawRecord, find_value, unread_keys
@@ -59,6 +60,7 @@ def read_source(
     writer: Writer | None = None,
     records: Iterable[RawRecord] | None = None,
     separator: str | None = None,
+    pictures: PictureStore | None = None,
 ) -> Iterator[tuple[str, dict]]:
     """Yield (use, row) for each row of the uses that the source declares; rows have no id, source and split yet.
 
@@ -70,6 +72,7 @@ def read_source(
         writer: the model that writes the texts of a source of kind samples.
         records: read these instead of `records_of(source)`.
         separator: between the steps of rows of the use stepwise.
+        pictures: where the pictures of a model that sees are kept.
     Raises:
         ValueError: a file, a line or a column doesn't match the source, or (after the last row) one of the uses got no row.
         FileNotFoundError: the path doesn't exist.
@@ -82,7 +85,9 @@ def read_source(
         prompts = None if file is None else (row for _, row in _converted(records_of(file), file, dropped))
         rows = sample_rows(source, seed=seed, writer=writer, dropped=dropped, prompts=prompts)
     else:
-        rows = _converted(records_of(source) if records is None else records, source, dropped, separator or STEP_SEPARATOR)
+        seen = None if pictures is None else SourcePictures(source, pictures)
+        records = records_of(source) if records is None else records
+        rows = _converted(records, source, dropped, separator or STEP_SEPARATOR, seen)
     given: Counter[str] = Counter()
     seen = SeenKeys()
     for chunk in chunks(rows):
@@ -104,7 +109,11 @@ def read_source(
 
 
 def _converted(
-    records: Iterable[RawRecord], source: SourceConfig, dropped: DropCounts, separator: str = STEP_SEPARATOR
+    records: Iterable[RawRecord],
+    source: SourceConfig,
+    dropped: DropCounts,
+    separator: str = STEP_SEPARATOR,
+    pictures: SourcePictures | None = None,
 ) -> Iterator[tuple[str, dict]]:
     """Yield the rows of all records that can be converted.
 
@@ -129,7 +138,7 @@ def _converted(
         except ValueError as error:
             raise ValueError(f"source {source.name}: {where}: {error}") from error
         try:
-            converted = convert(values, source, notation, separator=separator)
+            converted = convert(values, source, notation, separator=separator, pictures=pictures)
         except Dropped as reason:
             dropped.add(str(reason), where, values)
             continue
@@ -245,6 +254,7 @@ def mix(
     writer: Writer | None = None,
     max_dropped_fraction: float = 1.0,
     step_separator: str | None = None,
+    pictures: PictureStore | None = None,
 ) -> Mixed:
     """Write the rows of all sources, weighted and split: `<use>.parquet` for the uses that have rows, and slices.parquet. Rows that are
     dropped then are in the files until `KeptRows.write`.
@@ -253,6 +263,7 @@ def mix(
         writer: the model for sources of kind samples.
         max_dropped_fraction: of what a source could have given for a use.
         step_separator: between the steps of rows of the use stepwise.
+        pictures: where the pictures of a model that sees are kept.
     Raises:
         What `read_source` does.
         ValueError: more than `max_dropped_fraction` of a source is dropped.
@@ -264,7 +275,7 @@ def mix(
         files = {name: stack.enter_context(RowWriter(folder / f"{name}.parquet", schema)) for name, schema in schemas.items()}
         for source in config.sources:
             tally = mixed.tallies[source.name] = Tally()
-            ids = _write_source(source, config, scratch, tally, seed=seed, writer=writer, separator=step_separator)
+            ids = _write_source(source, config, scratch, tally, seed=seed, writer=writer, separator=step_separator, pictures=pictures)
             tally.check(source.name, source.uses, limit=max_dropped_fraction)
             for use, of_use in ids.items():
                 stays = kept_by_weight(of_use, source.weight / heaviest, config.max_rows)
@@ -281,7 +292,15 @@ def mix(
 
 
 def _write_source(
-    source: SourceConfig, config: DataConfig, scratch: Path, tally: Tally, *, seed: int, writer: Writer | None, separator: str | None
+    source: SourceConfig,
+    config: DataConfig,
+    scratch: Path,
+    tally: Tally,
+    *,
+    seed: int,
+    writer: Writer | None,
+    separator: str | None,
+    pictures: PictureStore | None,
 ) -> dict[str, np.ndarray]:
     """Write all rows of a source to `scratch`, with ids, splits and slices. Returns use -> ids, [rows] uint64, of the uses with rows."""
     numbers = {use: array("Q") for use in source.uses}
@@ -289,7 +308,7 @@ def _write_source(
     fractions = {name: getattr(config, name) for name in ("validation_fraction", "test_fraction", "promotion_fraction")}
     with ExitStack() as stack:
         files = {use: stack.enter_context(RowWriter(scratch / f"{use}.parquet", SCHEMAS[use].append(SLICES))) for use in source.uses}
-        read = read_source(source, seed=seed, dropped=tally.left_out, writer=writer, separator=separator)
+        read = read_source(source, seed=seed, dropped=tally.left_out, writer=writer, separator=separator, pictures=pictures)
         rows = counted(read, f"rows of {source.name}")
         for chunk in chunks(rows):
             kept: dict[str, list[dict]] = {use: [] for use in source.uses}

@@ -104,6 +104,7 @@ def data_set_records(source: SourceConfig) -> Iterator[RawRecord]:
             raise ValueError(f"{subject}: expected a split {source.dataset_split!r}, got {list(data)}; set dataset_split")
         data = data[source.dataset_split]
     assert isinstance(data, Dataset)
+    data = data.cast(_undecoded(data.features))
     schema, number = data.features.arrow_schema, 0
     features = features_of(schema)
     try:
@@ -113,6 +114,23 @@ def data_set_records(source: SourceConfig) -> Iterator[RawRecord]:
     except MemoryError as error:
         got = f"more after row {number}"
         raise ValueError(f"{subject}: expected at most {DATA_SET_BYTES} bytes to read a row, got {got}; use another data set") from error
+
+
+def _undecoded(feature: Any) -> Any:
+    """Return the features without the decoding of pictures, which are read as bytes and paths."""
+    from datasets import Features, Image, List
+
+    if isinstance(feature, Image):
+        return Image(decode=False)
+    if isinstance(feature, List):
+        return List(_undecoded(feature.feature), length=feature.length)
+    if isinstance(feature, dict):
+        return (
+            type(feature)({name: _undecoded(inner) for name, inner in feature.items()})
+            if isinstance(feature, Features)
+            else {name: _undecoded(inner) for name, inner in feature.items()}
+        )
+    return feature
 
 
 def _commit(source: SourceConfig) -> str | None:

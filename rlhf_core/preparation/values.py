@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from rlhf_core.config import shown
 from rlhf_core.data.control import PICTURE_PARTS, PICTURES, is_filled
+from rlhf_core.data.pictures import PICTURE, Picture
 from rlhf_core.data.schema import Message, joined_parts
 from rlhf_core.preparation.drops import Dropped, Misfit
 
@@ -180,8 +181,8 @@ def not_finite(value: float, column: str) -> Misfit:
 def pictures(where: str, reason: str) -> Misfit:
     """Return the error for pictures, video and sound."""
     return Misfit(
-        f"{where}: expected text alone, got pictures, video or sound, which are not supported; take such records out, or the column if the "
-        "texts do without it",
+        f"{where}: expected text alone, got pictures, video or sound; for pictures set model.vision (docs/vision.md), otherwise take such "
+        "records out, or the column if the texts do without it",
         reason,
     )
 
@@ -289,9 +290,9 @@ def _message(message: Mapping[str, Any], column: str) -> Message:
     if role.lower() in CALLS and "tool_calls" not in further:
         further["tool_calls"], content = _calls_in_content(content, column), ""
     if isinstance(content, list):
-        parts = _text_parts(content, column)
+        parts = _parts(content, column)
         content = joined_parts(parts)
-        further |= {"content": parts} if len(parts) > 1 else {}
+        further |= {"content": parts} if len(parts) > 1 or parts[0]["type"] == PICTURE else {}
     if "tool_calls" in further:
         further["tool_calls"] = _tool_calls(further["tool_calls"], column)
     plain: Message = {"role": ROLES[role.lower()], "content": read_text(content, column)}
@@ -317,20 +318,24 @@ def _is_empty(value: Any) -> bool:
     return value is None or (not value.strip() if isinstance(value, str) else isinstance(value, Mapping | list) and not value)
 
 
-def _text_parts(content: list, column: str) -> list[dict[str, str]]:
-    """Return the text parts of a message's content.
+def _parts(content: list, column: str) -> list[dict[str, Any]]:
+    """Return the parts of a message's content: texts, and pictures that `preparation.pictures` has read.
 
     Raises:
-        Dropped: a part isn't text.
+        Dropped: a part is something else.
     """
     if not all(isinstance(part, Mapping) for part in content):
         message = f"column {column!r}: expected content as text or a list of parts, got a list of something else; convert it first"
         raise Misfit(message, "a message's content is neither text nor parts")
-    if any(part.get("type") in PICTURE_PARTS for part in content):
+    seen = [isinstance(part.get("picture"), Picture) for part in content]
+    if any(part.get("type") in PICTURE_PARTS and not known for part, known in zip(content, seen, strict=True)):
         raise pictures(f"a message of column {column!r}", "a message has parts with pictures, video or sound")
-    if any(part.get("type") != "text" for part in content):
+    if any(part.get("type") != "text" and not known for part, known in zip(content, seen, strict=True)):
         raise Dropped("a message has parts that are not text")
-    return [{"type": "text", "text": read_text(part.get("text"), column)} for part in content]
+    return [
+        part["picture"].part if known else {"type": "text", "text": read_text(part.get("text"), column)}
+        for part, known in zip(content, seen, strict=True)
+    ]
 
 
 def _calls_in_content(content: Any, column: str) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ def read_inputs(params: Params, workspace: Path = Path()) -> Tree:
     hashes = FileHashes(workspace)
     try:
         return {
-            "sources": {f"data.sources.{s.name}": found for s in params.data.sources if (found := _source(s, workspace, hashes))},
+            "sources": {key: found for s in params.data.sources for key, found in _source(s, workspace, hashes).items() if found},
             "judges": _functions(((f"data.sources.{s.name}.judge", s.judge) for s in params.data.sources), workspace, hashes),
             "model": {"model.path": _model(params.model.path, params.model.revision, workspace, hashes)} if params.model.path else {},
             "chat_template": _template(params, workspace, hashes),
@@ -68,13 +68,16 @@ def read_recorded(workspace: Path = Path()) -> Tree | None:
     return None
 
 
-def _source(source: SourceConfig, workspace: Path, hashes: FileHashes) -> Tree | None:
-    """Return the entry of a data source; None if the source reads no external input."""
+def _source(source: SourceConfig, workspace: Path, hashes: FileHashes) -> dict[str, Tree | None]:
+    """Return the entries of a data source and of its pictures; none if the source reads no external input."""
     if source.path is None or source.kind == "clerk":
-        return None
+        return {}
+    key = f"data.sources.{source.name}"
+    pictures = {} if source.images is None else {f"{key}.images": _local(source.images, workspace, hashes)}
     if source.kind == "huggingface" and not exists(locate(source.path, workspace)):
-        return {"name": source.path, "commit": places.data_set_commit(source.path, source.revision, source.subset)}
-    return _local(source.path, workspace, hashes)
+        commit = places.data_set_commit(source.path, source.revision, source.subset)
+        return {key: {"name": source.path, "commit": commit}, **pictures}
+    return {key: _local(source.path, workspace, hashes), **pictures}
 
 
 def _model(path: str, revision: str | None, workspace: Path, hashes: FileHashes) -> Tree | None:
@@ -334,6 +337,8 @@ def input_problems(params: Params, workspace: Path = Path(), *, rounds: bool = F
 def _source_problem(source: SourceConfig, workspace: Path) -> str | None:
     if source.path is None or source.kind == "clerk":
         return None
+    if source.images is not None and not locate(source.images, workspace).is_dir():
+        return f"expected a folder of pictures in images, got {shown(source.images)} with none there; correct the path"
     if source.kind != "huggingface":
         return _data_problem(source.path, workspace)
     place = locate(source.path, workspace)

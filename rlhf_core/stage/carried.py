@@ -85,6 +85,7 @@ CARRIED: dict[tuple[str, ...], Fates] = {
     # How supervised training computes
     ("training.batch_size",): {"position": CONVERTED},
     ("training.ranks", "rl.trainer.ranks", "rl.placement"): _RANKS,
+    ("model.vision",): {"optimizer": REFUSED},  # other weights are trained
     ("training.zero_stage", "rl.trainer.zero_stage"): _WEIGHTS,
     ("training.lora",): _WEIGHTS,
     ("training.lora.dropout",): {},

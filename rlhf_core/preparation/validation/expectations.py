@@ -87,6 +87,8 @@ def checks_for(use: str, frame: pd.DataFrame, config: ValidationConfig, *, max_l
     checks = [*_rows(use), *_texts(use, config, max_length)]
     if use != "pretrain":
         checks += _conversations(use, config)
+    if "picture_tokens" in frame.columns:
+        checks += [_pictures()]
     if use == "preference":
         checks += _pairs(config, any_pairs=bool(frame["chosen_is_longer"].notna().any()))
         checks += [_enough_pairs(config.min_pairs)] if pairs and config.min_pairs else []
@@ -94,6 +96,14 @@ def checks_for(use: str, frame: pd.DataFrame, config: ValidationConfig, *, max_l
     if use == "stepwise":
         checks += _steps(config)
     return checks
+
+
+def _pictures() -> Check:
+    expectation = gxe.ExpectColumnPairValuesToBeEqual(
+        column_A="picture_tokens", column_B="due_picture_tokens", ignore_row_if="either_value_is_missing"
+    )
+    meaning = "each prompt has as many tokens of pictures as its pictures take"
+    return Check("picture_tokens", expectation, meaning, 0.0, "make the processor's image token a special token of the tokenizer")
 
 
 def schema_checks() -> list[Check]:

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_core.data.control import control_token, end_token, without_end_tokens
+from rlhf_core.data.pictures import pictures_of
 from rlhf_core.data.schema import Message, RowWriter, read_batches
 from rlhf_core.models.response_ids import BACK, encode_texts, ids_behind, in_parts, response_text, trained_end
 from rlhf_core.models.template import (
@@ -30,6 +31,7 @@ from rlhf_core.models.template import (
     turn_end,
     written_turn,
 )
+from rlhf_core.models.vision import Vision, vision_of
 from rlhf_core.preparation.formats import STEP_SEPARATOR
 from rlhf_core.preparation.validation.tables import with_repeated_pairs, without_sound_texts
 from rlhf_core.preparation.validation.texts import TEXT_COLUMNS, kinds, pair_columns, read_texts, strings
@@ -48,7 +50,8 @@ def measure(use: str, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase, 
         with the end token (of a prompt: with one token of an answer).
     With messages: conversation (as JSON), beginning (up to the first message of the user, case and white space ignored), roles (joined by
         commas), shortest_message (stripped), template_error (why the chat template refuses the conversation), joined and composed (see
-        `_Answer`) and control_token: one that templates write around turns, in a message or a text.
+        `_Answer`) and control_token: one that templates write around turns, in a message or a text. For a model that sees also
+        picture_tokens and due_picture_tokens (see `_picture_columns`).
     sft, preference, stepwise: <text>_decoded: the text after template, encoding and decoding; <text>_end_token: with which it ends as text.
     preference: pair (JSON of the conversation and both texts in sorted order, all stripped), preference (the preferred one), is_pair,
         chosen_is_longer (in tokens: 1, 0 or, for a tie, 0.5), is_chosen (unpaired rows only).
@@ -136,7 +139,25 @@ def _token_columns(frame: pd.DataFrame, texts: tuple[str, ...], tokenizer: PreTr
     end = turn_end(tokenizer) if prompts else TurnEnd((0,), ())
     behind = len(end.trained) * bool(texts) + len(end.after) * (len(texts) > 1)
     tokens = {"messages_tokens": prompt_tokens, "tokens": prompt_tokens + longest + (behind or 1)}
+    if (vision := vision_of(tokenizer)) is not None:
+        columns |= _picture_columns(vision, tokenizer, keys, conversations, prompts, prompt_ids)
     return columns | tokens | {"joined": pd.Series(joined), "composed": pd.Series(composed)}
+
+
+def _picture_columns(
+    vision: Vision,
+    tokenizer: PreTrainedTokenizerBase,
+    keys: list[str],
+    conversations: dict[str, list[Message]],
+    prompts: dict[str, str],
+    prompt_ids: dict[str, list[int]],
+) -> dict[str, pd.Series]:
+    """Return picture_tokens, those of the prompt, and due_picture_tokens, as many as its pictures take."""
+    token_id = tokenizer.convert_tokens_to_ids(vision.token)
+    found = {key: prompt_ids[text].count(token_id) for key, text in prompts.items()}
+    due = {key: vision.num_tokens(pictures_of(conversations[key])) for key in prompts}
+    numbers = {"picture_tokens": found, "due_picture_tokens": due}
+    return {name: pd.Series([of.get(key, np.nan) for key in keys], dtype=float) for name, of in numbers.items()}
 
 
 def _of_texts(texts: pd.Series, of: Callable[[str], str | None]) -> pd.Series:

@@ -10,7 +10,7 @@ import hashlib
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -26,17 +26,20 @@ from rlhf_core.algorithms.preference_losses import (
     kto_baseline,
 )
 from rlhf_core.config import DpoConfig, KtoConfig
+from rlhf_core.data.pictures import Picture
 from rlhf_core.engines.deepspeed.engine import TrainEngine, device
 from rlhf_core.engines.deepspeed.ranks import data_parallel_size, gathered, own_parts, summed, total
 from rlhf_core.models.batch import Branches, collate_branches, continue_prefix
+from rlhf_core.models.vision import Sight
 from rlhf_core.trainers.supervised.loop import Metrics, beside_untrained
 
 
 class Continuation(NamedTuple):
-    """A prompt and a response to it, which ends with the end token."""
+    """A prompt with its pictures, and a response to it, which ends with the end token."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -46,7 +49,8 @@ class Continuation(NamedTuple):
     def digest(self) -> bytes:
         """A hash that is equal for equal continuations."""
         ids = array("i", (len(self.prompt_ids), *self.prompt_ids, *self.response_ids))
-        return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
+        seen = "".join(picture.sha256 for picture in self.pictures).encode()
+        return hashlib.blake2b(ids.tobytes() + seen, digest_size=16).digest()
 
 
 class Pair(NamedTuple):
@@ -109,20 +113,20 @@ def group_by_prompt(
         together: size of the blocks, from the first item on, that have one prompt and stay in one group: 2 for the sides of pairs.
     """
     close_at = max_tokens if close_at is None else close_at
-    open_groups: dict[tuple[int, ...], tuple[PromptGroup, int]] = {}
+    open_groups: dict[tuple[tuple[int, ...], tuple[Picture, ...]], tuple[PromptGroup, int]] = {}
     groups: list[PromptGroup] = []
     for at in range(0, len(items), together):
         block = items[at : at + together]
-        prompt_ids = block[0].prompt_ids
+        prompt_ids, prompt = block[0].prompt_ids, (block[0].prompt_ids, block[0].pictures)
         added = sum(len(item.response_ids) if shares_prefix else item.num_tokens for item in block)
-        group, tokens = open_groups.get(prompt_ids, (None, 0))
+        group, tokens = open_groups.get(prompt, (None, 0))
         if group is None or tokens + added > close_at:
             shares = shares_prefix and len(prompt_ids) + added <= max_tokens  # a shared row fits the budget
             group, tokens = PromptGroup([], [], shares), len(prompt_ids) if shares_prefix else 0
             groups.append(group)
         group.items.extend(block)
         group.positions.extend(range(at, at + together))
-        open_groups[prompt_ids] = (group, tokens + added)
+        open_groups[prompt] = (group, tokens + added)
     return groups
 
 
@@ -130,12 +134,14 @@ def group_by_prompt(
 class ResponseForward:
     """Computes responses' log-probabilities.
 
-    shares_prefix: whether a prompt may be computed once for all its responses.
+    shares_prefix: whether a prompt may be computed once for all its responses; not of a model that sees.
+    sight: of a model that sees.
     """
 
     pad_id: int
     shares_prefix: bool
     microbatch_tokens: int
+    sight: Sight | None = None
 
     def microbatches(self, items: Sequence[Continuation], *, together: int = 1) -> list[Microbatch]:
         """Return this rank's share of the items' groups, similar lengths together, within the token budget.
@@ -157,7 +163,10 @@ class ResponseForward:
     def logprobs(self, module: TrainEngine | nn.Module, part: list[PromptGroup]) -> torch.Tensor:
         """Return the log-probability of each item's response, summed over its tokens: [items], group after group, on the device."""
         rows = [row for group in part for row in group.rows]
-        token_logprobs = module(collate_branches(rows, pad_id=self.pad_id, every_token=True).to(device())).logprobs
+        batch = collate_branches(rows, pad_id=self.pad_id, every_token=True)
+        if self.sight is not None:
+            batch = replace(batch, pictures=self.sight([p for group in part for _ in group.rows for p in group.items[0].pictures]))
+        token_logprobs = module(batch.to(device())).logprobs
         lengths = torch.tensor([len(branch) for row in rows for branch in row.branches])
         owners = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(token_logprobs.device)
         sums = torch.zeros(len(lengths), dtype=token_logprobs.dtype, device=token_logprobs.device).index_add(0, owners, token_logprobs)
@@ -332,7 +341,7 @@ def mismatched(examples: list[Example], config: KtoConfig, *, shift: int, max_le
         return []
     items = [e.continuation for e in examples]
     return [
-        Continuation(item.prompt_ids, items[(i + shift) % len(items)].response_ids[: max_length - len(item.prompt_ids)])
+        Continuation(item.prompt_ids, items[(i + shift) % len(items)].response_ids[: max_length - len(item.prompt_ids)], item.pictures)
         for i, item in enumerate(items)
     ]
 

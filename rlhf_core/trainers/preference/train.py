@@ -30,6 +30,7 @@ from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.lora import add_adapters, quantize_base, without_adapters
 from rlhf_core.models.probe import shares_prefixes
 from rlhf_core.models.tokenizer import encode_turns, load_tokenizer, one_object_each
+from rlhf_core.models.vision import sight
 from rlhf_core.progress import Bar
 from rlhf_core.trainers.preference.objectives import (
     Continuation,
@@ -67,6 +68,7 @@ class PreferenceRun:
         log-probabilities.
     loop: result of `train_loop(run, config, COLUMNS, first_step=...)`.
     steps: number of steps, in place of the section's steps and epochs.
+    prepared: folder with the pictures of rows that have some.
     """
 
     start: Path
@@ -74,6 +76,7 @@ class PreferenceRun:
     scratch: Path
     loop: TrainLoop
     steps: int | None = None
+    prepared: Path = Path()
 
     def steps_over(self, config: DpoConfig | KtoConfig, num_examples: int) -> int:
         return self.steps or config.steps_over(num_examples, per_step=config.batch_size)
@@ -84,7 +87,11 @@ class PreferenceRun:
         return [batch_indices(step, **options) for step in range(self.steps_over(config, num_examples))]
 
     def load_model(self) -> PreTrainedModel:
-        return load_language_model(self.start, trust_remote_code=self.model.trust_remote_code, training_dtype=self.model.dtype)
+        load_options = {"trust_remote_code": self.model.trust_remote_code, "vision": self.model.vision}
+        return load_language_model(self.start, training_dtype=self.model.dtype, **load_options)
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(str(self.start), trust_remote_code=self.model.trust_remote_code, vision=self.model.vision)
 
 
 class Trained(NamedTuple):
@@ -110,7 +117,7 @@ def train_on_pairs(train_rows: list[dict], heldout_rows: list[dict], config: Dpo
         Interrupted: a stop was requested, and the state is saved.
         ValueError: no pair is left to train on.
     """
-    tokenizer = load_tokenizer(str(run.start), trust_remote_code=run.model.trust_remote_code)
+    tokenizer = run.load_tokenizer()
     begun = [begin_pairs(rows, tokenizer, max_length=run.model.max_length, begin=in_background) for rows in (train_rows, heldout_rows)]
     num_rows = len(train_rows)
     del train_rows, heldout_rows  # their texts' memory
@@ -131,7 +138,7 @@ def train_on_pairs(train_rows: list[dict], heldout_rows: list[dict], config: Dpo
 
 def train_on_examples(train_rows: list[dict], heldout_rows: list[dict], config: KtoConfig, run: PreferenceRun) -> Trained:
     """Train on single responses with a loss of UNPAIRED_LOSSES; a pair counts as two of them. The rest is as for `train_on_pairs`."""
-    tokenizer = load_tokenizer(str(run.start), trust_remote_code=run.model.trust_remote_code)
+    tokenizer = run.load_tokenizer()
     begun = [begin_examples(rows, tokenizer, max_length=run.model.max_length, begin=in_background) for rows in (train_rows, heldout_rows)]
     num_rows = len(train_rows)
     del train_rows, heldout_rows  # their texts' memory
@@ -196,7 +203,8 @@ def _turns(row: dict) -> Iterator[tuple[list[Message], Message]]:
 def _continuations(turns: EncodedTurns, *numbers: int) -> list[Continuation]:
     """Return the continuations of some turns, which follow one prompt."""
     prompt = tuple(one_object_each(turns.tokens[turns.prompts[numbers[0]]]))
-    return [Continuation(prompt, tuple(one_object_each(turns.tokens[turns.turns[i]]))) for i in numbers]
+    pictures = turns.pictures.get(numbers[0], ())
+    return [Continuation(prompt, tuple(one_object_each(turns.tokens[turns.turns[i]])), pictures) for i in numbers]
 
 
 def example_items(
@@ -224,8 +232,9 @@ def _forward_and_reference(
     Args:
         items: all items that the reference will be evaluated on.
     """
-    shares = shares_prefixes(model, device=device(), max_length=run.model.max_length)
-    forward = ResponseForward(tokenizer.pad_token_id, shares, config.microbatch_tokens)
+    seeing = sight(tokenizer, run.prepared)
+    shares = seeing is None and shares_prefixes(model, device=device(), max_length=run.model.max_length)
+    forward = ResponseForward(tokenizer.pad_token_id, shares, config.microbatch_tokens, seeing)
 
     def load_reference() -> FrozenModel:
         start = run.load_model()

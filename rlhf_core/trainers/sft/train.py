@@ -28,6 +28,7 @@ from rlhf_core.trainers.supervised.encoding import in_background
 from rlhf_core.trainers.supervised.loop import Metrics, Phase, TrainLoop, engine_settings, train_loop, train_phase
 
 if TYPE_CHECKING:
+    from rlhf_core.models.vision import Sight
     from rlhf_core.stage.training import TrainRun
 
 COLUMNS = ("step", "phase", "loss", "heldout_loss", "learning_rate", "grad_norm")
@@ -44,6 +45,7 @@ def sft_phase(
     batch_size: int,
     pad_id: int,
     microbatch_tokens: int,
+    sight: Sight | None = None,
 ) -> Phase:
     """Return a phase whose steps' loss is the mean over the step's trained tokens, whatever the micro-batches and ranks."""
 
@@ -51,20 +53,22 @@ def sft_phase(
         examples = [train[i] for i in chosen]
         num_loss_tokens, shares = sum(e.num_trained for e in examples), []
         for part, counts in _own_parts(examples, microbatch_tokens):
-            loss = _negative_logprob(engine, part, pad_id) / num_loss_tokens
+            loss = _negative_logprob(engine, part, pad_id, sight) / num_loss_tokens
             engine.backward(loss if counts else 0.0 * loss)
             shares += [loss.detach()] if counts else []
         return {"loss": summed(total(shares))[0], "tokens": float(sum(len(e.ids) for e in examples))}
 
     def evaluate(engine: TrainEngine) -> Metrics:
-        return {"heldout_loss": heldout_loss(engine, heldout, pad_id=pad_id, microbatch_tokens=microbatch_tokens)}
+        return {"heldout_loss": heldout_loss(engine, heldout, pad_id=pad_id, microbatch_tokens=microbatch_tokens, sight=sight)}
 
     return Phase(name, steps, batch_size, len(train), train_batch, evaluate if heldout else None)
 
 
-def heldout_loss(engine: TrainEngine, examples: Sequence[Demonstration], *, pad_id: int, microbatch_tokens: int) -> float:
+def heldout_loss(
+    engine: TrainEngine, examples: Sequence[Demonstration], *, pad_id: int, microbatch_tokens: int, sight: Sight | None = None
+) -> float:
     """Return the mean negative log-probability per trained token, in nats."""
-    losses = [_negative_logprob(engine, part, pad_id) * counts for part, counts in _own_parts(examples, microbatch_tokens)]
+    losses = [_negative_logprob(engine, part, pad_id, sight) * counts for part, counts in _own_parts(examples, microbatch_tokens)]
     return summed(total(losses))[0] / sum(e.num_trained for e in examples)
 
 
@@ -74,8 +78,8 @@ def _own_parts(examples: Sequence[Demonstration], microbatch_tokens: int) -> lis
     return [([examples[i] for i in part.positions], part.counts) for part in parts]
 
 
-def _negative_logprob(engine: TrainEngine, examples: list[Demonstration], pad_id: int):
-    batch = collate_demonstrations(examples, pad_id=pad_id).to(device())
+def _negative_logprob(engine: TrainEngine, examples: list[Demonstration], pad_id: int, sight: Sight | None):
+    batch = collate_demonstrations(examples, pad_id=pad_id, sight=sight).to(device())
     return -engine(batch).logprobs.sum()
 
 
@@ -162,14 +166,16 @@ def train_on_demonstrations(
     *,
     model_config: ModelConfig,
     loop: TrainLoop,
+    sight: Sight | None = None,
 ) -> tuple[TrainEngine, dict[str, Any]]:
     """Train by SFT, with adapters if configured. Return the engine and the stage's metrics.
 
     Args:
         begun: what `begin_demonstrations` returned for the training rows and for the held-out ones.
+        sight: of a model that sees.
     """
     (train, dropped), (heldout, _) = (encoded() for encoded in begun)
-    parts = {"pad_id": tokenizer.pad_token_id, "microbatch_tokens": config.microbatch_tokens}
+    parts = {"pad_id": tokenizer.pad_token_id, "microbatch_tokens": config.microbatch_tokens, "sight": sight}
     steps = config.steps_over(len(train), per_step=config.batch_size)
     phase = sft_phase("sft", train, list(heldout), steps=steps, batch_size=config.batch_size, **parts)
     settings = engine_settings(config, steps=steps, learning_rate=config.learning_rate, dtype=model_config.dtype, seed=loop.seed)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+from rlhf_core.data.pictures import Picture
 from rlhf_core.data.schema import Message
 from rlhf_core.data.tokens import EncodedTurns, Examples
 from rlhf_core.models.tokenizer import encode_turns, one_object_each
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlhf_core.models.batch import TokenBatch
+    from rlhf_core.models.vision import Sight
 
 TrainOn = Literal["last_turn", "all_turns"]
 Spans = tuple[tuple[int, int], ...]
@@ -27,6 +29,7 @@ class Demonstration:
     ids: list[int]
     start: int
     skipped: Spans = ()
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def num_trained(self) -> int:
@@ -75,7 +78,7 @@ def demonstrations_of(
 
 
 def _demonstration(turns: EncodedTurns, i: int, start: int, skipped: Spans) -> Demonstration:
-    return Demonstration(turns.ids(i), start, skipped)
+    return Demonstration(turns.ids(i), start, skipped, turns.pictures.get(i, ()))
 
 
 def encode_texts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> tuple[list[Demonstration], int]:
@@ -85,15 +88,15 @@ def encode_texts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_le
     return kept, len(batch) - len(kept)
 
 
-def collate_demonstrations(examples: list[Demonstration], *, pad_id: int) -> TokenBatch:
-    """Return a padded batch with the trained tokens selected."""
+def collate_demonstrations(examples: list[Demonstration], *, pad_id: int, sight: Sight | None = None) -> TokenBatch:
+    """Return a padded batch with the trained tokens selected, and the pictures that `sight` sees."""
     from rlhf_core.models.batch import collate_tokens  # imports torch, which tools that inspect data don't need
 
     batch = collate_tokens([e.ids for e in examples], [e.start for e in examples], pad_id=pad_id)
     for row, example in enumerate(examples):
         for first, end in example.skipped:
             batch.selected[row, first:end] = False
-    return batch
+    return batch if sight is None else replace(batch, pictures=sight([p for e in examples for p in e.pictures]))
 
 
 def _of_conversation(turns: EncodedTurns, numbers: range, *, thoughts: bool) -> list[tuple[int, int, Spans]]:

@@ -1,0 +1,55 @@
+"""What a model that sees can't do yet: its refusals, before anything expensive starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlhf_core.config.params import Params
+
+METHODS = ("dpo", "kto")
+LAST_STAGE = "train_policy"
+_AFTER = ("evaluate", "report")  # stages that need answers to pictures
+
+
+def vision_conflicts(params: Params) -> Iterator[str]:
+    """Conflicts of other keys with model.vision."""
+    vision, method = params.model.vision, params.alignment.method
+    if vision is None:
+        named = [source.name for source in params.data.sources if source.images is not None or "images" in source.columns]
+        if named:
+            yield f"data.sources: expected no images of {named} without model.vision, got some; set model.vision with a model that sees"
+        return
+    if method not in METHODS:
+        yield (
+            f"alignment.method: expected one of {', '.join(METHODS)} with model.vision, got {method}; change one, because nothing samples "
+            "answers to pictures or scores them"
+        )
+    if params.reward.enabled:
+        yield "reward.enabled: expected false with model.vision, got true; set it to false, because reward models don't see"
+    for name in ("sft", method) if method in METHODS else ("sft",):
+        section = getattr(params, name)
+        if section.sequence_parallel > 1:
+            yield (
+                f"{name}.sequence_parallel: expected 1 with model.vision, got {section.sequence_parallel}; set it to 1, because sequences "
+                "with pictures aren't divided"
+            )
+        if section.zero_stage == 3:
+            yield f"{name}.zero_stage: expected at most 2 with model.vision, got 3; lower it, because a rank may have no picture to gather"
+        if section.gradient_checkpointing:
+            yield f"{name}.gradient_checkpointing: expected false with model.vision, got true; set it to false"
+    for source in params.data.sources:
+        if source.kind not in ("file", "huggingface"):
+            yield f"data.sources.{source.name}.kind: expected file or huggingface with model.vision, got {source.kind}; take it out"
+    yield "iterative: expected no rounds with model.vision, got some; run the chain, because nothing samples answers to pictures"
+
+
+def stage_refusal(params: Params, stages: Iterable[str]) -> str | None:
+    """Return why a run of these stages is refused for a model that sees; None if it isn't."""
+    if params.model.vision is None or not (found := [stage for stage in stages if stage in _AFTER]):
+        return None
+    return (
+        f"model.vision: expected a run that ends with {LAST_STAGE}, since no answers to pictures are sampled, got one with "
+        f"{' and '.join(found)}; add --until {LAST_STAGE}"
+    )

@@ -1,0 +1,71 @@
+"""A chain of a model that sees: pictures beside a JSONL file, SFT with adapters, DPO, and clear refusals of what isn't built."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from seeing_models import save_seeing_model
+from small_chain import SMALL, make_chain, run
+from transformers import AutoModelForImageTextToText
+
+from rlhf_core.models.tokenizer import load_tokenizer
+
+COLORS = {"red": (220, 30, 30), "green": (30, 180, 40), "blue": (30, 60, 220)}
+STEPS = {"steps": 4, "batch_size": 8, "checkpoint_every": 2, "eval_every": 2}
+
+
+def records(folder: Path, count: int) -> Path:
+    """Pairs about pictures of one color, of which some are broken or missing."""
+    (folder / "pictures").mkdir(parents=True)
+    names = list(COLORS)
+    with (folder / "pairs.jsonl").open("w", encoding="utf-8") as file:
+        for number in range(count):
+            color, other = names[number % 3], names[(number + 1) % 3]
+            Image.new("RGB", (12 + number, 20), COLORS[color]).save(folder / "pictures" / f"{number}.png")
+            record = {"prompt": "<image>\nWhich color is it?", "chosen": f"It is {color}.", "rejected": f"It is {other}."}
+            file.write(json.dumps({**record, "images": [f"pictures/{number}.png"]}) + "\n")
+    (folder / "pictures" / "5.png").write_bytes(b"broken")
+    (folder / "pictures" / "7.png").unlink()
+    return folder / "pairs.jsonl"
+
+
+@pytest.mark.long
+def test_sft_and_dpo_with_pictures(tmp_path):
+    data, model = records(tmp_path / "data", 120), save_seeing_model(tmp_path / "model")
+    source = {
+        "name": "colors", "kind": "file", "path": str(data), "images": str(data.parent), "format": "preference",
+        "uses": ["sft", "preference", "prompt"], "weight": 1.0,
+    }  # fmt: skip
+    workspace = tmp_path / "flow"
+    workspace.mkdir()
+    make_chain(
+        workspace, SMALL, {"model": {"path": str(model), "architecture": None, "vision": "frozen", "max_length": 128}},
+        {"sft": {**STEPS, "pretrain": {"steps": 0, "batch_size": 16}, "lora": {"rank": 2}}, "dpo": STEPS, "reward": {"enabled": False}},
+        {"alignment": {"method": "dpo"}, "data": {"sources": [source]}, "evaluation": {"max_new_tokens": 16}},
+    )  # fmt: skip
+    code, printed = run(workspace, "flows.full_pipeline")
+    assert code != 0 and "expected a run that ends with train_policy" in printed and "--until train_policy" in printed
+    code, printed = run(workspace, "flows.full_pipeline", "--until", "train_policy")
+    assert code == 0, printed[-3000:]
+
+    metrics = {name: json.loads((workspace / f"metrics/{name}.json").read_text()) for name in ("prepare_data", "check_model")}
+    assert metrics["prepare_data"]["dropped"]["colors"] == {"a picture can't be decoded": 1, "a picture's file is missing": 1}
+    assert metrics["prepare_data"]["pictures"] == 118
+    assert metrics["check_model"]["checks"] == {"sft": "right", "dpo": "right", "lora": "right"}
+    given, sft, policy = (
+        AutoModelForImageTextToText.from_pretrained(p).state_dict() for p in (model, workspace / "models/sft", workspace / "models/policy")
+    )
+    changed = {name for name in given if not torch.equal(given[name], policy[name])}
+    assert changed and not any("visual" in name for name in changed)
+    assert any(not torch.equal(sft[name], policy[name]) for name in changed)
+    tokenizer = load_tokenizer(str(workspace / "models/policy"), trust_remote_code=False, vision="frozen")
+    assert tokenizer.vision.token == "<|image_pad|>"
+    (data.parent / "pictures" / "9.png").write_bytes((data.parent / "pictures" / "10.png").read_bytes())
+    code, printed = run(workspace, "flows.full_pipeline", "--until", "prepare_data")
+    assert code == 0 and json.loads((workspace / "metrics/prepare_data.json").read_text())["pictures"] == 117  # a picture is an input
+    code, printed = run(workspace, "tasks.evaluate")
+    assert code != 0 and "expected a run that ends with train_policy" in printed

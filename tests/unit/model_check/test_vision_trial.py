@@ -1,0 +1,76 @@
+"""check_model tries a small copy of a model that sees, with a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from seeing_models import save_seeing_model
+from tiny_models import tiny_params
+
+from rlhf_core.config import ConfigError, Params
+from rlhf_core.config.seeing import stage_refusal
+from rlhf_core.model_check.check import run_trials
+from rlhf_core.models.tokenizer import pretrained_tokenizer
+from rlhf_core.models.vision import save_tokenizer
+
+SOURCE = {"name": "a", "kind": "file", "path": "a.jsonl", "format": "preference", "uses": ["sft", "preference", "prompt"], "weight": 1.0}
+
+
+def params_of(model: Path | str, **changes) -> Params:
+    base = {
+        "model.path": str(model), "model.architecture": None, "model.vision": "frozen", "model.max_length": 256, "data.sources": [SOURCE],
+        "alignment.method": "dpo", "reward.enabled": False, "rl.reward.scorers": [], "rl.evaluation.sources": [], "sft.lora": {"rank": 2},
+    }  # fmt: skip
+    return tiny_params(**{**base, **changes})
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_vl", "llava", pytest.param("idefics3", marks=pytest.mark.long), pytest.param("gemma3", marks=pytest.mark.long)]
+)
+def test_small_copy_computes_pictures_as_transformers_does(family, tmp_path):
+    params = params_of(save_seeing_model(tmp_path / "model", family))
+    save_tokenizer(pretrained_tokenizer(params.model), tmp_path / "tokenizer")
+    _, findings = run_trials(params, tmp_path / "tokenizer", tmp_path / "scratch")
+    assert [f.column for f in findings] == ["sft", "dpo", "lora"]
+    assert all(f.refusal is None and f.difference < 1e-5 for f in findings), findings
+
+
+def test_a_limit_below_a_picture_s_tokens_is_refused(tmp_path):
+    params = params_of(save_seeing_model(tmp_path / "model"), **{"model.max_length": 40})
+    settings = tmp_path / "model" / "preprocessor_config.json"
+    settings.write_text(settings.read_text(encoding="utf-8").replace("1024", "65536"), encoding="utf-8")  # pixels of a picture, at most
+    save_tokenizer(pretrained_tokenizer(params.model), tmp_path / "tokenizer")
+    with pytest.raises(ValueError, match=r"model\.max_length: expected room for a picture of 64 x 48 pixels, which takes \d+ tokens"):
+        run_trials(params, tmp_path / "tokenizer", tmp_path / "scratch")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alignment.method": "rl"}, "alignment.method: expected one of dpo, kto with model.vision, got rl"),
+        ({"alignment.method": "rejection_sampling"}, "alignment.method: expected one of dpo, kto with model.vision"),
+        ({"reward.enabled": True}, "reward.enabled: expected false with model.vision, got true"),
+        ({"sft.zero_stage": 3}, "sft.zero_stage: expected at most 2 with model.vision, got 3"),
+        ({"dpo.ranks": 2, "dpo.sequence_parallel": 2}, "dpo.sequence_parallel: expected 1 with model.vision, got 2"),
+        ({"dpo.gradient_checkpointing": True}, "dpo.gradient_checkpointing: expected false with model.vision, got true"),
+        ({"data.sources": [{"name": "c", "kind": "clerk", "uses": ["sft"]}]}, "data.sources.c.kind: expected file or huggingface"),
+        (
+            {"model.vision": None, "data.sources": [SOURCE | {"images": "x"}]},
+            "data.sources: expected no images of ['a'] without model.vision",
+        ),
+        ({"model.path": None, "model.architecture": {}}, "vision: expected null without model.path"),
+    ],
+)
+def test_what_isn_t_built_is_refused_with_the_params(changes, message):
+    if "model.architecture" in changes:
+        changes = changes | {"model.architecture": {"hidden_size": 16, "intermediate_size": 32, "layers": 2, "heads": 2, "vocab_size": 300}}
+    with pytest.raises(ConfigError) as error:
+        params_of("a/b", **changes)
+    assert message in str(error.value)
+
+
+def test_a_run_past_training_is_refused():
+    stages = ["prepare_data", "train_sft", "train_policy", "evaluate", "report"]
+    assert "add --until train_policy" in stage_refusal(params_of("a/b"), stages)
+    assert stage_refusal(params_of("a/b"), stages[:3]) is None and stage_refusal(tiny_params(), stages) is None
