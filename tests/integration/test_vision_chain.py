@@ -35,7 +35,7 @@ def records(folder: Path, count: int) -> Path:
 
 @pytest.mark.long
 def test_sft_and_dpo_with_pictures(tmp_path):
-    data, model = records(tmp_path / "data", 120), save_seeing_model(tmp_path / "model")
+    data, model = records(tmp_path / "data", 240), save_seeing_model(tmp_path / "model")
     source = {
         "name": "colors", "kind": "file", "path": str(data), "images": str(data.parent), "format": "preference",
         "uses": ["sft", "preference", "prompt"], "weight": 1.0,
@@ -54,7 +54,7 @@ def test_sft_and_dpo_with_pictures(tmp_path):
 
     metrics = {name: json.loads((workspace / f"metrics/{name}.json").read_text()) for name in ("prepare_data", "check_model")}
     assert metrics["prepare_data"]["dropped"]["colors"] == {"a picture can't be decoded": 1, "a picture's file is missing": 1}
-    assert metrics["prepare_data"]["pictures"] == 118
+    assert metrics["prepare_data"]["pictures"] == 238
     assert metrics["check_model"]["checks"] == {"sft": "right", "dpo": "right", "lora": "right"}
     given, sft, policy = (
         AutoModelForImageTextToText.from_pretrained(p).state_dict() for p in (model, workspace / "models/sft", workspace / "models/policy")
@@ -66,6 +66,6 @@ def test_sft_and_dpo_with_pictures(tmp_path):
     assert tokenizer.vision.token == "<|image_pad|>"
     (data.parent / "pictures" / "9.png").write_bytes((data.parent / "pictures" / "10.png").read_bytes())
     code, printed = run(workspace, "flows.full_pipeline", "--until", "prepare_data")
-    assert code == 0 and json.loads((workspace / "metrics/prepare_data.json").read_text())["pictures"] == 117  # a picture is an input
+    assert code == 0 and json.loads((workspace / "metrics/prepare_data.json").read_text())["pictures"] == 237  # a picture is an input
     code, printed = run(workspace, "tasks.evaluate")
     assert code != 0 and "expected a run that ends with train_policy" in printed
