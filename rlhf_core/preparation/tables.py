@@ -104,7 +104,7 @@ def data_set_records(source: SourceConfig) -> Iterator[RawRecord]:
             raise ValueError(f"{subject}: expected a split {source.dataset_split!r}, got {list(data)}; set dataset_split")
         data = data[source.dataset_split]
     assert isinstance(data, Dataset)
-    data = data.cast(_undecoded(data.features))
+    data.info.features = _undecoded(data.features)  # `cast` would write a copy of the data set into its folder
     schema, number = data.features.arrow_schema, 0
     features = features_of(schema)
     try:

@@ -99,3 +99,10 @@ def test_files_that_are_not_hashed_are_not_read(tmp_path):
     (folder / "a.jsonl").unlink()
     with pytest.raises(ValueError, match="got a folder without any"):
         prompts(folder, "file")
+
+
+def test_reading_a_saved_data_set_writes_nothing_into_its_folder(tmp_path):
+    datasets.Dataset.from_list([{"prompt": "in"}, {"prompt": "too"}]).save_to_disk(tmp_path / "set")
+    before = sorted(path.name for path in (tmp_path / "set").iterdir())
+    assert prompts(tmp_path / "set") == ["in", "too"]
+    assert sorted(path.name for path in (tmp_path / "set").iterdir()) == before
