@@ -23,6 +23,7 @@ from rlhf_core.models.head import LogprobHead, logit_rule, use_logprob_head
 from rlhf_core.models.recompute import recomputes_layers
 from rlhf_core.models.score_head import label_index, probe_score_head, sequence_scores
 from rlhf_core.models.split import SequenceSplit, own_columns
+from rlhf_core.models.vision import with_gradients_of_vision
 
 GENERAL, CPU = Backend(), CpuBackend()
 
@@ -128,6 +129,8 @@ class PolicyModule(nn.Module):
             states = outputs.logits[rows, predicted_by]
         else:
             states, router_logits = self.backend.hidden_states(self.model, batch, rows, predicted_by, routed=routed)
+        if batch.pictures is not None and torch.is_grad_enabled():
+            states = with_gradients_of_vision(self.model, states)
         return states if states_only else self._output(states, ids, router_logits, **output_options)
 
     def projection(self, whole: Callable[[torch.Tensor], torch.Tensor]) -> Projection:

@@ -143,10 +143,22 @@ def picture_arguments(module: PreTrainedModel, batch: TokenBatch) -> dict[str, t
 
 def freeze_vision(model: PreTrainedModel) -> None:
     """Freeze everything but the language model and its head: the vision tower and what projects its output."""
+    for parameter in _vision_parameters(model):
+        parameter.requires_grad_(False)
+
+
+def with_gradients_of_vision(model: PreTrainedModel, states: torch.Tensor) -> torch.Tensor:
+    """Return equal states, by which every trained parameter of the vision tower gets a gradient, if only of 0.
+
+    Ranks exchange the gradients that they have, in one order. One whose micro-batches have no picture would exchange others than the rest.
+    """
+    trained = [parameter.flatten()[0] for parameter in _vision_parameters(model) if parameter.requires_grad]
+    return states + 0.0 * sum(trained) if trained else states
+
+
+def _vision_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
     language = {*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()}
-    for parameter in model.parameters():
-        if parameter not in language:
-            parameter.requires_grad_(False)
+    return [parameter for parameter in model.parameters() if parameter not in language]
 
 
 def _load(folder: Path, files: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:

@@ -91,6 +91,16 @@ def test_vision_tower_changes_only_if_it_is_trained(family, vision, changed):
     assert bool(moved & tower) == changed and moved - tower
 
 
+def test_text_alone_gives_every_parameter_of_a_trained_tower_a_gradient(family):
+    """Else a rank without a picture exchanges other gradients than the rest."""
+    _, sight, examples = encoded(family)
+    model = load_language_model(family[0], vision="trained")
+    batch = collate_demonstrations([e for e in examples if not e.pictures], pad_id=0, sight=sight)
+    PolicyModule(model)(batch).logprobs.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert any(parameter.grad.any() for parameter in model.parameters())
+
+
 def test_logprobs_depend_on_the_picture_alone(family):
     tokenizer, sight, _ = encoded(family)
     same_size = [p for p in family[2] if (p.width, p.height) == (family[2][0].width, family[2][0].height)]

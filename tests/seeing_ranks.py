@@ -1,0 +1,41 @@
+"""SFT of a model that sees, of whose ranks only one has a picture in a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from seeing_models import rows, seeing
+from tiny_models import settings
+
+from rlhf_core.data.pictures import Picture
+from rlhf_core.engines.deepspeed.engine import TrainEngine
+from rlhf_core.models.build import load_language_model
+from rlhf_core.models.forward import PolicyModule
+from rlhf_core.trainers.sft.train import sft_phase
+from rlhf_core.trainers.supervised.demonstrations import encode_demonstrations
+
+
+class Case(NamedTuple):
+    """pictures: those that are stored beside the model."""
+
+    zero_stage: int
+    pictures: list[Picture]
+    kind: str = "sees"
+
+
+STEPS = ([0, 1], [4, 3])  # pairs of rows of which one has a picture
+
+
+def trained(case: Case, model: Path) -> dict[str, torch.Tensor]:
+    """Return the weights after two steps."""
+    tokenizer, sight = seeing(model, model.parent)
+    examples = list(encode_demonstrations(rows(case.pictures), tokenizer, max_length=256)[0])
+    options = {"disable_dropout": True, "zero_stage": case.zero_stage}
+    engine = TrainEngine(PolicyModule(load_language_model(model, vision="trained")), settings(**options))
+    phase = sft_phase("sft", examples, [], steps=2, batch_size=2, pad_id=0, microbatch_tokens=400, sight=sight)
+    for chosen in STEPS:
+        phase.train_batch(engine, chosen)
+        engine.step()
+    return engine.state_dict(every_rank=True)

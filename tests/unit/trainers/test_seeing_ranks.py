@@ -1,0 +1,22 @@
+"""Ranks of which only one has a picture train a vision tower as one rank does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from seeing_models import save_seeing_model, store
+from seeing_ranks import Case, trained
+from supervised_ranks import run_ranks
+from tiny_models import assert_weights_agree
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+@pytest.mark.long
+def test_ranks_without_a_picture_agree_with_one_rank(tmp_path: Path):
+    model, pictures = save_seeing_model(tmp_path / "model", "llava"), store(tmp_path, 6)
+    expected = trained(Case(0, pictures), model)
+    for of_rank in run_ranks(2, model, [Case(stage, pictures) for stage in (0, 1, 2)], tmp_path / "out", run=trained, deadline=60):
+        for weights in of_rank:
+            assert_weights_agree(weights, expected)
