@@ -90,7 +90,7 @@ def _correction_conflicts(rl: RlConfig) -> Iterator[str]:
             f"rollout.recomputed_fraction: expected 1 with a correction, got {rl.rollout.recomputed_fraction}; set it to 1, "
             "because a correction needs the trainer's log-probabilities of every sample"
         )
-    corrects = rl.learns_from_reward or not rl.teaches_whole_distributions
+    corrects = rl.learns_from_reward or not rl.teaches_distributions
     if corrects and rl.rollout.quantization is not None and rl.correction.kind == "none":
         yield (
             f"correction.kind: expected tis, icepop, sequence_tis or sequence_mask with rollout.quantization "

@@ -24,7 +24,7 @@ import aiohttp
 from rlhf_core.config import ScorerConfig, TeacherService, shown
 from rlhf_core.process import LOOPBACK
 
-MAX_ANSWER = 4 * 2**20  # bytes of an answer that are read
+MAX_ANSWER = 4 * 2**20  # bytes of an answer that are read, unless its reader expects more
 MAX_SAID = 2**16  # bytes of the body of a refusal that are read
 MAX_KEY = 4096  # bytes of a key's file
 CONNECT_SECONDS = 10.0
@@ -129,12 +129,13 @@ class Exchange:
             reason = f"the time for these responses (timeout) is over: {self._service.url}; before that: {reason}"
         return reason
 
-    async def post(self, tree: dict[str, Any], read: Callable[[Any], Any], *, where: str) -> Any:
+    async def post(self, tree: dict[str, Any], read: Callable[[Any], Any], *, where: str, limit: int = MAX_ANSWER) -> Any:
         """Send one request. Returns what `read` makes of the answer's JSON.
 
         Args:
             read: raises ValueError if the answer breaks the protocol.
             where: address and subject, for messages.
+            limit: bytes of an answer, at most.
         Raises:
             MayPass, Refused: there is no answer that can be used.
         """
@@ -145,7 +146,7 @@ class Exchange:
             async with self._session.post(url, data=body, headers=headers, allow_redirects=False, proxy=proxy_for(url)) as response:
                 try:
                     await self._check_status(response, where)
-                    content = await read_at_most(response, MAX_ANSWER, where)
+                    content = await read_at_most(response, limit, where)
                 except BaseException:
                     response.close()  # what is unread stays unread
                     raise

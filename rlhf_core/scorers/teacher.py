@@ -10,13 +10,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import TeacherService, shown
-from rlhf_core.scorers.service import Exchange, Refused, Service
+from rlhf_core.scorers.service import MAX_ANSWER, Exchange, Refused, Service
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlhf_core.progress import Reasons
 
+ENTRY_BYTES = 256  # of a token among the likeliest of a place, with its text, at most on average
 CHECK_SECONDS = 60.0  # for all texts of a check
 OTHER = "the service has another tokenizer"
 PROBED = 2048  # tokens of the vocabulary, evenly spaced, whose texts are split by both tokenizers
@@ -107,7 +108,8 @@ class TeacherClient:
         body = {"model": self._config.model, "prompt": ids if text is None else text, "max_tokens": 1, "temperature": 1.0}
         body |= {"prompt_logprobs": self._top, "return_token_ids": True, "add_special_tokens": False}
         read = partial(read_prompt, ids=ids, count=count, top=self._top, vocabulary=self._vocabulary)
-        return await exchange.post(body, read, where=f"{self._service.url}, a text of {len(ids)} tokens")
+        limit = MAX_ANSWER + ENTRY_BYTES * (self._top + 1) * len(ids)
+        return await exchange.post(body, read, where=f"{self._service.url}, a text of {len(ids)} tokens", limit=limit)
 
 
 def probe_texts(own: PreTrainedTokenizerBase) -> list[str]:

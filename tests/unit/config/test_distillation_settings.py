@@ -129,3 +129,9 @@ def test_what_cannot_be_distilled_is_refused(changes: dict[str, Any], message: s
 )
 def test_what_can_be_distilled_is_not_refused(changes: dict[str, Any]):
     assert made(**changes).rl.title == "distillation"
+
+
+def test_a_correction_is_not_asked_for_where_it_is_refused():
+    with pytest.raises(ConfigError) as refusal:
+        made(**{"rl.distillation.top_k": 8, "rl.rollout.quantization": "fp8", "model.dtype": "bfloat16"})
+    assert "rl.rollout.quantization: expected null" in str(refusal.value) and "rl.correction.kind" not in str(refusal.value)

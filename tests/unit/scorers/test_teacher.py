@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections import Counter
 from pathlib import Path
@@ -17,6 +18,7 @@ from rlhf_core.config import TeacherService
 from rlhf_core.engines.vllm.server import ServerSettings, VllmServer
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.tokenizer import build_tokenizer
+from rlhf_core.scorers.service import MAX_ANSWER
 from rlhf_core.scorers.teacher import TeacherClient, probe_texts
 
 KEY = "rl.distillation.teachers.0.service"
@@ -121,6 +123,20 @@ def test_ids_that_the_policy_lacks_are_refused_among_the_likeliest(folder: Path,
     with teaching(folder, tokenizer) as teacher:
         found = TeacherClient(teacher.config, top=8, vocabulary=2).ask([([5, 6, 7, 8], 2)], reasons)
     assert found == [None] and "of the policy's 2 ids" in next(iter(reasons))
+
+
+def test_answers_about_long_texts_may_be_large(folder: Path, tokenizer):
+    """Those of vLLM have about 80 bytes for each of the likeliest tokens at each place."""
+    ids, top, reasons = [7] * 4000, 20, Reasons()
+    place = {str(token): {"logprob": -3.14159265358979, "rank": token + 1, "decoded_token": "understanding"} for token in range(top)}
+
+    async def answer(teacher: Teacher, request: web.Request, tree: Tree) -> web.StreamResponse:
+        assert len(json.dumps([place] * len(ids))) > MAX_ANSWER
+        return web.json_response({"choices": [{"prompt_token_ids": ids, "prompt_logprobs": [None, *[place] * (len(ids) - 1)]}]})
+
+    with teaching(folder, tokenizer, misbehave=answer) as teacher:
+        (said,) = TeacherClient(teacher.config, top=top, vocabulary=VOCABULARY).ask([(ids, 2)], reasons)
+    assert not reasons and said.ids == [list(range(top))] * 2
 
 
 @pytest.mark.long
