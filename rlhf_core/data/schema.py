@@ -104,6 +104,13 @@ def with_text_behind(message: Message, text: str) -> Message:
     return longer
 
 
+def with_text(message: Message, text: str) -> Message:
+    """Return the message with another text in place of its own, in parts or not."""
+    more = {key: value for key, value in extras(message).items() if key != "content"}
+    plain: Message = {"role": message["role"], "content": text}
+    return {**plain, "extra": json.dumps(more, ensure_ascii=False)} if more else plain
+
+
 class RowWriter:
     """Writes a Parquet file piece by piece, in row groups; without rows there is no file.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_core.config import Params, RlConfig, number_of
 from rlhf_core.data.batching import batch_indices
-from rlhf_core.data.schema import read_rows, read_slices
+from rlhf_core.data.schema import read_rows, read_slices, with_text
 from rlhf_core.paths import PREPARED
 from rlhf_core.types import Prompt
 
@@ -66,7 +66,7 @@ def teacher_messages(row: dict, template: str) -> list[dict[str, str]]:
         )
     values = {"{prompt}": messages[place]["content"], "{label}": row["label"]}
     filled = re.sub(r"\{prompt\}|\{label\}", lambda found: values[found[0]], template)
-    return [*messages[:place], messages[place] | {"content": filled}, *messages[place + 1 :]]
+    return [*messages[:place], with_text(messages[place], filled), *messages[place + 1 :]]
 
 
 def choose_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, longest: int, count: int | None, seed: int) -> list[Prompt]:

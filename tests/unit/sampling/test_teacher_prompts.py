@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
 import pytest
 from tiny_models import tiny_tokenizer
 
+from rlhf_core.data.schema import whole_message
 from rlhf_core.models.tokenizer import encode_prompt
 from rlhf_core.sampling.prompts import fitting_prompts, teacher_messages
 
@@ -25,6 +27,16 @@ def test_the_last_message_is_filled_in_once():
     assert found[:2] == TALK[:2]
     assert found[2] == {"role": "user", "content": "{label} sort 4172. The solution is 1247 {prompt}; {other}."}
     assert TALK[2]["content"] == "{label} sort 4172."
+
+
+def test_a_message_in_parts_is_filled_in_too():
+    """A template that takes parts would otherwise write the student's."""
+    parts = [{"type": "text", "text": "Please"}, {"type": "text", "text": "sort 4172."}]
+    extra = json.dumps({"content": parts, "tools": [{"name": "sorted"}]})
+    (found,) = teacher_messages(row([{"role": "user", "content": "Please\nsort 4172.", "extra": extra}], label="1247"), TEMPLATE)
+    assert whole_message(found) == {
+        "role": "user", "content": "Please\nsort 4172. The solution is 1247; {other}.", "tools": [{"name": "sorted"}],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
