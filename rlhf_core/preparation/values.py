@@ -292,7 +292,7 @@ def _message(message: Mapping[str, Any], column: str) -> Message:
     if isinstance(content, list):
         parts = _parts(content, column)
         content = joined_parts(parts)
-        further |= {"content": parts} if len(parts) > 1 or parts[0]["type"] == PICTURE else {}
+        further |= {"content": parts} if len(parts) > 1 or any(part["type"] == PICTURE for part in parts) else {}
     if "tool_calls" in further:
         further["tool_calls"] = _tool_calls(further["tool_calls"], column)
     plain: Message = {"role": ROLES[role.lower()], "content": read_text(content, column)}

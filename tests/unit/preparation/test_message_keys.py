@@ -42,6 +42,11 @@ def test_a_refusal_in_the_place_of_a_text_is_named(tmp_path):
     assert loaded.dropped == {"a message has refusal beside its text": 1}
 
 
+def test_content_without_a_part_is_an_empty_text(tmp_path):
+    loaded = load(tmp_path, talk(content=[]), talk())
+    assert len(loaded.rows["sft"]) + loaded.dropped.records == 2 and loaded.rows["sft"][-1]["response"] == "a"
+
+
 def test_other_keys_are_counted_by_record_and_named_once(tmp_path, caplog):
     records = [
         talk(weight=0, id="m1"),
