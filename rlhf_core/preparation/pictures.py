@@ -182,14 +182,14 @@ class SourcePictures:
                 "which the records' paths are"
             )
             raise Misfit(message, "a picture is a path without a folder")
-        path = (self._folder / name).resolve()
-        if not path.is_relative_to(self._folder):
-            raise Dropped("a picture's path leaves the source's folder of images")
         try:
+            path = (self._folder / name).resolve()
+            if not path.is_relative_to(self._folder):
+                raise Dropped("a picture's path leaves the source's folder of images")
             if path.stat().st_size > MAX_BYTES:
                 raise Dropped(f"a picture has more than {MAX_BYTES} bytes")
             return path.read_bytes()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links in a circle
             raise Dropped("a picture's file is missing") from error
 
 

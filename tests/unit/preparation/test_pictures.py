@@ -232,6 +232,8 @@ def test_pairs_share_their_prompt_s_pictures(tmp_path):
 
 @pytest.mark.parametrize(("record", "reason"), [
     ({"messages": talk("<image>?"), "images": ["gone.png"]}, "a picture's file is missing"),
+    ({"messages": talk("<image>?"), "images": ["re\0d.png"]}, "a picture's file is missing"),
+    ({"messages": talk("<image>?"), "images": ["circle.png"]}, "a picture's file is missing"),
     ({"messages": talk("<image>?"), "images": ["../secret.png"]}, "a picture's path leaves the source's folder of images"),
     ({"messages": talk("<image>?"), "images": ["/etc/passwd"]}, "a picture's path leaves the source's folder of images"),
     ({"messages": talk("<image>?"), "images": ["link.png"]}, "a picture's path leaves the source's folder of images"),
@@ -252,6 +254,7 @@ def test_a_record_with_a_bad_picture_is_dropped_and_counted(record, reason, tmp_
     (images / "broken.png").write_bytes(encoded(red())[:30])
     (tmp_path / "secret.png").write_bytes(encoded(red()))
     (images / "link.png").symlink_to(tmp_path / "secret.png")
+    (images / "circle.png").symlink_to(images / "circle.png")
     good = {"messages": talk("<image>Which?"), "images": ["red.png"]}
     rows, dropped, _ = read(tmp_path, [good, record], images=str(images))
     assert len(rows) == 1 and dropped == {reason: 1}
