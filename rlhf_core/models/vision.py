@@ -10,7 +10,7 @@ import inspect
 import json
 import re
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 PROCESSOR = "processor_config.json"
 FILES = (PROCESSOR, "preprocessor_config.json", "video_preprocessor_config.json")
+SIZES = 4096  # of pictures, whose texts are kept; one has some ten thousand characters
 _PARTS = ("image_processor", "video_processor", "feature_extractor", "tokenizer", "processor_class", "auto_map")  # not the processor's own
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments of a forward pass that mark a picture's tokens by 1
@@ -46,7 +47,7 @@ class Vision:
         with refusals(folder):
             self._processor = _load(folder, self._files, tokenizer)
         self.token: str = self._processor.image_token
-        self._replacement = cache(self._expanded)
+        self._replacement = lru_cache(SIZES)(self._expanded)
 
     def save(self, folder: Path) -> None:
         """Write the processor's files, of the name and content that they had."""

@@ -17,6 +17,6 @@ pytestmark = pytest.mark.usefixtures("world")
 def test_ranks_without_a_picture_agree_with_one_rank(tmp_path: Path):
     model, pictures = save_seeing_model(tmp_path / "model", "llava"), store(tmp_path, 6)
     expected = trained(Case(0, pictures), model)
-    for of_rank in run_ranks(2, model, [Case(stage, pictures) for stage in (0, 1, 2)], tmp_path / "out", run=trained, deadline=60):
+    for of_rank in run_ranks(2, model, [Case(stage, pictures) for stage in (0, 1, 2)], tmp_path / "out", run=trained):
         for weights in of_rank:
             assert_weights_agree(weights, expected)
