@@ -157,7 +157,7 @@ def review(
     """
     root = Path.cwd()
     done = decisions.review(root, artifact, version, "approve" if approve else "reject", by=by or identity(root), reason=reason)
-    return f"{artifact} {version}: {done.line}\n{share(artifact)}"
+    return f"{artifact} {version}: {done.line}\n{share(artifact, version)}"
 
 
 @printed()

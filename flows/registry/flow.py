@@ -18,8 +18,8 @@ from flows.chain.console import tell, tell_end
 from flows.promote import decided, gate_of, identity, summary, uses_reward_model
 from flows.registry import decisions
 from flows.registry.evidence import check_version
-from flows.registry.reviews import read_reviews, rejected
-from flows.registry.state import Registry, read_for_decision, why_not
+from flows.registry.reviews import read_reviews, refusals
+from flows.registry.state import Registry, read_for_decision
 from flows.registry.tags import Event, Version
 from rlhf_core.commands import printable
 from rlhf_core.config import ConfigError, RegistryConfig, load_params, parse_json
@@ -58,7 +58,7 @@ def promote(
         found = read_for_decision(root, artifact)
         chosen = version_to_approve(_note(root), found, version, resumed=runtime.flow_run.run_count > 1)
         check_version(root, chosen)
-        refusal = why_not(found, chosen) or rejected(root, found, chosen)
+        refusal = refusals(root, found, chosen)
         if refusal and override is None:
             raise ConfigError(f"{artifact} {chosen.version}: {refusal}; to promote it anyway, give the reason in `override`")
         details = printable(summary(found, chosen)) + (f"\nOverride: {override}" if refusal else "")
@@ -128,7 +128,7 @@ def _ask(chosen: Version, details: str, config: RegistryConfig) -> Approval:
 
 
 def _reviewed(root: Path, found: Registry, chosen: Version) -> Approval | None:
-    """The answer of a review that approves the version, if the last one does; nobody is asked again."""
+    """Return the last review as the answer if it approves the version, so that nobody is asked again."""
     last = read_reviews(root, found).last(chosen.version)
     if last is None or last.answer != "approve":
         return None
