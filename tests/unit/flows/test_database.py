@@ -52,10 +52,11 @@ def test_another_address_is_refused_without_its_password(given, says):
     assert "hidden" not in str(refused.value)
 
 
-def test_a_password_on_the_command_line_is_refused(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("address", ["postgresql://me:hidden@db/prefect", "postgresql://me@db/prefect?password=hidden"])
+def test_a_password_on_the_command_line_is_refused(tmp_path, monkeypatch, capsys, address):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
-    assert start_server(database="postgresql://me:hidden@db/prefect") == 2
+    assert start_server(database=address) == 2
     said = capsys.readouterr().err
     assert said.startswith("--database: expected an address without a password") and "PGPASSWORD" in said and "hidden" not in said
 
