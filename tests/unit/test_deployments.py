@@ -1,4 +1,4 @@
-"""What recipes/ has for containers and CI: against Prefect's types, and against what it names of this repository."""
+"""What deploy/ has for containers and CI is checked against Prefect's types, and against what it names of this repository."""
 
 from __future__ import annotations
 
