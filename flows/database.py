@@ -37,9 +37,9 @@ def take_database(given: str | None) -> dict[str, str]:
             "--database: expected an address without a password, since others see command lines, got one with it; set PGPASSWORD, write "
             f"~/.pgpass, or put the whole address into {DATABASES[0]}"
         )
-    found = [os.environ.pop(name, "") for name in DATABASES]
-    url = given or next(filter(None, found), None)
-    if url is None:
+    found = forget_addresses()
+    url = given or found
+    if not url:
         use_database(None)
         return {}
     url = as_prefect_reads(url, "--database" if given else DATABASES[0])
@@ -47,6 +47,11 @@ def take_database(given: str | None) -> dict[str, str]:
         check_database(url)
     use_database(public(url))
     return {DATABASES[0]: url}
+
+
+def forget_addresses() -> str:
+    """Take the addresses of databases out of this process's environment, and return the first; empty if there is none."""
+    return next(filter(None, [os.environ.pop(name, "") for name in DATABASES]), "")
 
 
 def use_database(named: str | None) -> None:
