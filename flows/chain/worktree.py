@@ -248,7 +248,7 @@ def _share_remotes(root: Path, settings: ConfigObj) -> None:
             settings[name] = {**remote, **settings.get(name, {})}
     for name, remote in settings.items():
         if name.startswith('remote "') and "://" not in (url := remote.get("url", "://")):
-            remote["url"] = str((root / ".dvc" / url).resolve())
+            remote["url"] = str((root / ".dvc" / Path(url).expanduser()).resolve())
     if default := shared.get("core", {}).get("remote"):
         settings.setdefault("core", {}).setdefault("remote", default)
 
