@@ -106,6 +106,11 @@ def git(folder: Path, *words: str) -> str:
     return subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
 
 
+def test_a_file_of_secrets_beside_compose_stays_out_of_commits_and_images():
+    assert git(ROOT, "check-ignore", "deploy/docker/.env", ".env") == "deploy/docker/.env\n.env"
+    assert {".env", "**/.env"} <= {*(ROOT / ".dockerignore").read_text().split()}
+
+
 def test_the_worker_script_asks_for_its_kind_and_names_it(tmp_path):
     done = subprocess.run(["bash", ROOT / "deploy/docker/worker.sh"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode and "expected process or none" in done.stderr
