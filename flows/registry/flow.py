@@ -63,7 +63,7 @@ def promote(
             raise ConfigError(f"{artifact} {chosen.version}: {refusal}; to promote it anyway, give the reason in `override`")
         details = printable(summary(found, chosen)) + (f"\nOverride: {override}" if refusal else "")
         given = None if config.require_approval else _given(root, by, reason)
-        decision = given or _reviewed(root, found, chosen) or _ask(chosen, details, config)
+        decision = given or _reviewed(root, found, chosen, refusal) or _ask(chosen, details, config)
         if not decision.approve:
             log.info("%s %s: not approved", artifact, chosen.version)
             message = f"{artifact} {chosen.version}: stated by {decision.by}: {decision.reason}"
@@ -127,10 +127,13 @@ def _ask(chosen: Version, details: str, config: RegistryConfig) -> Approval:
     return suspend_flow_run(wait_for_input=form, timeout=config.approval_timeout, key=key)
 
 
-def _reviewed(root: Path, found: Registry, chosen: Version) -> Approval | None:
-    """Return the last review as the answer if it approves the version, so that nobody is asked again."""
+def _reviewed(root: Path, found: Registry, chosen: Version, refusal: str | None) -> Approval | None:
+    """Return the last review as the answer if it approves the version, so that nobody is asked again.
+
+    refusal: why the version needs an override, which a person sees and answers whatever the review says; None: it needs none.
+    """
     last = read_reviews(root, found).last(chosen.version)
-    if last is None or last.answer != "approve":
+    if refusal is not None or last is None or last.answer != "approve":
         return None
     return Approval(approve=True, by=last.who.removeprefix("stated by "), reason=last.reason)
 

@@ -93,12 +93,13 @@ def test_an_override_is_kept_with_the_promotion(root):
 
 def test_the_flow_takes_an_approving_review_for_the_answer(root):
     found, chosen = registry(root), registry(root).versions["v2.0.0"]
-    assert _reviewed(root, found, chosen) is None
+    assert _reviewed(root, found, chosen, None) is None
     reviewed(root)
-    answer = _reviewed(root, found, chosen)
+    answer = _reviewed(root, found, chosen, None)
     assert (answer.approve, answer.by, answer.reason) == (True, "Bo", "read 50 answers")
+    assert _reviewed(root, found, chosen, "expected one that passed its gate") is None, "an override is asked about"
     reviewed(root, "reject")
-    assert _reviewed(root, found, chosen) is None and rejected(root, found, chosen)
+    assert _reviewed(root, found, chosen, None) is None and rejected(root, found, chosen)
 
 
 @pytest.mark.parametrize("change", [{"model": {"md5": "9" * 32 + ".dir"}}, {"action": "maybe"}, {"by": 1}])
