@@ -80,7 +80,7 @@ def promote(
 
     Args:
         version: None: the newest one.
-        override: reason for promoting a version that its gate rejected or that was rolled back.
+        override: reason for promoting a version that its gate or a review rejected, or that was rolled back.
         approved: the model that a person approved (`Version.model`); None: no approval was requested.
     Raises:
         ConfigError: the version may not be promoted, is already promoted, or its tag contradicts its commit or its held-out scores.

@@ -50,7 +50,7 @@ def promote(
     Args:
         version: the version, such as v2.0.0; without it the newest one when the run starts.
         by: stated decider; reason: why. Used only if promotion.require_approval is off; otherwise a form asks for them.
-        override: reason for promoting a version that its gate rejected or that was rolled back.
+        override: reason for promoting a version that its gate or a review rejected, or that was rolled back.
     """
     root, log = Path.cwd(), get_run_logger()
     try:
