@@ -32,14 +32,14 @@ def take_database(given: str | None) -> dict[str, str]:
     Raises:
         ConfigError: it isn't PostgreSQL's address, has a password on the command line, or the database can't be used.
     """
-    if given and urlsplit(given).password:
+    if given and public(given) != given:
         raise ConfigError(
             "--database: expected an address without a password, since others see command lines, got one with it; set PGPASSWORD, write "
             f"~/.pgpass, or put the whole address into {DATABASES[0]}"
         )
-    found = [os.environ.pop(name, "") for name in DATABASES]
-    url = given or next(filter(None, found), None)
-    if url is None:
+    found = forget_addresses()
+    url = given or found
+    if not url:
         use_database(None)
         return {}
     url = as_prefect_reads(url, "--database" if given else DATABASES[0])
@@ -47,6 +47,11 @@ def take_database(given: str | None) -> dict[str, str]:
         check_database(url)
     use_database(public(url))
     return {DATABASES[0]: url}
+
+
+def forget_addresses() -> str:
+    """Take the addresses of databases out of this process's environment, and return the first; empty if there is none."""
+    return next(filter(None, [os.environ.pop(name, "") for name in DATABASES]), "")
 
 
 def use_database(named: str | None) -> None:
@@ -124,8 +129,9 @@ async def _missing_rights(url: str) -> str:
 
 def _without_secret(text: str, url: str) -> str:
     """Return a driver's message without the password, should it quote the address."""
-    secret = urlsplit(url).password
-    for form in filter(None, (secret, secret and unquote(secret))):
+    parts = urlsplit(url)
+    secrets = [parts.password, *(value for name, value in parse_qsl(parts.query) if name == "password")]
+    for form in filter(None, (form for secret in secrets if secret for form in (secret, unquote(secret)))):
         text = text.replace(form, "***")
     return text
 

@@ -130,7 +130,7 @@ def promote(artifact: Artifact, version: str | None = None, /, *, reason: str, b
         version: for example v2.0.0; without it the newest.
         reason: kept with the decision.
         by: who decides; without it the name and address from git's settings.
-        override: why a model is promoted that its gate rejected or that was rolled back; kept with the decision.
+        override: why a model is promoted that its gate or a review rejected, or that was rolled back; kept with the decision.
     """
     root = Path.cwd()
     event = decisions.promote(root, artifact, version, by=by or identity(root), reason=reason, override=override)
@@ -157,7 +157,7 @@ def review(
     """
     root = Path.cwd()
     done = decisions.review(root, artifact, version, "approve" if approve else "reject", by=by or identity(root), reason=reason)
-    return f"{artifact} {version}: {done.line}\n{share(artifact)}"
+    return f"{artifact} {version}: {done.line}\n{share(artifact, version)}"
 
 
 @printed()

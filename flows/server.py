@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from flows.chain.children import stop_session
-from flows.database import NAME, take_database, use_database
+from flows.database import NAME, forget_addresses, take_database, use_database
 from flows.runs.liveness import ask, crash_orphaned_command_lines, crash_orphaned_runs
 from rlhf_core.commands import run_module
 from rlhf_core.config import ConfigError
@@ -103,12 +103,14 @@ def use_server(root: Path) -> Iterator[None]:
     """
     home = use_home(root)
     if given := os.environ.get("PREFECT_API_URL"):
+        forget_addresses()
         _end_lost(home, given, given)
         yield
         return
     os.environ["PREFECT_API_AUTH_STRING"] = auth_string(home)
     if server := running_server(home):
         url = os.environ["PREFECT_API_URL"] = server["url"]
+        forget_addresses()
         use_database(server["database"])
         _end_lost(home, url, None)
         yield

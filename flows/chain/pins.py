@@ -113,18 +113,20 @@ def check_promoted(root: Path, workspace: Path) -> None:
     The gate says so of a model that DVC's cache lacks.
 
     Raises:
-        ConfigError: one scores whole responses, and the run's model steps, or the other way round.
+        ConfigError: one scores whole responses, and the run's model steps, or the other way round; or its files in the cache are damaged.
     """
     params, cache = load_params(workspace / "params.yaml"), cache_folder(root)
     if not params.reward.enabled or params.gate.override is not None:
         return
     for role, promoted in (("incumbent", params.gate.incumbent), ("anchor", params.gate.anchor)):
-        if promoted is not None and not missing(promoted.md5, cache):
-            own = json.loads(read_cached(promoted.md5, "config.json", cache)).get(SEPARATOR_KEY)
-            try:
+        if promoted is None:
+            continue
+        try:
+            if not missing(promoted.md5, cache):
+                own = json.loads(read_cached(promoted.md5, "config.json", cache)).get(SEPARATOR_KEY)
                 check_kind(f"gate.{role} {promoted.version}", own, of_steps=params.reward.step_separator is not None)
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
 
 def check_not_rolled_back(root: Path, workspace: Path, scorers: list[ScorerConfig]) -> None:

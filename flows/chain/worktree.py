@@ -248,7 +248,7 @@ def _share_remotes(root: Path, settings: ConfigObj) -> None:
             settings[name] = {**remote, **settings.get(name, {})}
     for name, remote in settings.items():
         if name.startswith('remote "') and "://" not in (url := remote.get("url", "://")):
-            remote["url"] = str((root / ".dvc" / url).resolve())
+            remote["url"] = str((root / ".dvc" / Path(url).expanduser()).resolve())
     if default := shared.get("core", {}).get("remote"):
         settings.setdefault("core", {}).setdefault("remote", default)
 
@@ -308,7 +308,7 @@ def run_within(seconds: float, command: list[str], folder: Path, environment: di
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             subject = " ".join(command[:4])
-            raise ConfigError(f"{subject}: expected an end within {seconds:g} s, got none; look whether the disk answers") from error
+            raise ConfigError(f"{subject}: expected an end within {seconds:g} s, got none; look whether disk and network answer") from error
         texts = []
         for file in (output, errors):
             file.seek(0)

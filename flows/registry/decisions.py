@@ -16,9 +16,9 @@ from flows.chain.worktree import IDENTITY, git, has_identity
 from flows.registry.evidence import check_version
 from flows.registry.figures import check_accuracy
 from flows.registry.objects import failure_text, run_git
-from flows.registry.reviews import Answer, Review, read_reviews, rejected
+from flows.registry.reviews import Answer, Review, read_reviews, refusals
 from flows.registry.signatures import allowed_signers, signing, verify
-from flows.registry.state import STAGE, Registry, read_for_decision, read_registry, version_number, why_not
+from flows.registry.state import STAGE, Registry, read_for_decision, read_registry, version_number
 from flows.registry.tags import Event, Version
 from rlhf_core.config import MAX_BYTES, ConfigError, credential_in, shown
 from rlhf_core.files import lock_file
@@ -80,7 +80,7 @@ def promote(
 
     Args:
         version: None: the newest one.
-        override: reason for promoting a version that its gate rejected or that was rolled back.
+        override: reason for promoting a version that its gate or a review rejected, or that was rolled back.
         approved: the model that a person approved (`Version.model`); None: no approval was requested.
     Raises:
         ConfigError: the version may not be promoted, is already promoted, or its tag contradicts its commit or its held-out scores.
@@ -93,7 +93,7 @@ def promote(
         check_version(root, chosen)
         if chosen.gate_accuracy is not None and not check_accuracy(root, chosen):
             log.warning("%s %s: its accuracy isn't computed again, since DVC's cache here lacks its scores", artifact, chosen.version)
-        refusal = why_not(registry, chosen) or rejected(root, registry, chosen)
+        refusal = refusals(root, registry, chosen)
         if refusal and override is None:
             raise ConfigError(f"{artifact} {chosen.version}: {refusal}; to promote it anyway, give a reason with --override")
         if registry.current == chosen:

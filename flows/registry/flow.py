@@ -18,8 +18,8 @@ from flows.chain.console import tell, tell_end
 from flows.promote import decided, gate_of, identity, summary, uses_reward_model
 from flows.registry import decisions
 from flows.registry.evidence import check_version
-from flows.registry.reviews import read_reviews, rejected
-from flows.registry.state import Registry, read_for_decision, why_not
+from flows.registry.reviews import read_reviews, refusals
+from flows.registry.state import Registry, read_for_decision
 from flows.registry.tags import Event, Version
 from rlhf_core.commands import printable
 from rlhf_core.config import ConfigError, RegistryConfig, load_params, parse_json
@@ -50,7 +50,7 @@ def promote(
     Args:
         version: the version, such as v2.0.0; without it the newest one when the run starts.
         by: stated decider; reason: why. Used only if promotion.require_approval is off; otherwise a form asks for them.
-        override: reason for promoting a version that its gate rejected or that was rolled back.
+        override: reason for promoting a version that its gate or a review rejected, or that was rolled back.
     """
     root, log = Path.cwd(), get_run_logger()
     try:
@@ -58,12 +58,12 @@ def promote(
         found = read_for_decision(root, artifact)
         chosen = version_to_approve(_note(root), found, version, resumed=runtime.flow_run.run_count > 1)
         check_version(root, chosen)
-        refusal = why_not(found, chosen) or rejected(root, found, chosen)
+        refusal = refusals(root, found, chosen)
         if refusal and override is None:
             raise ConfigError(f"{artifact} {chosen.version}: {refusal}; to promote it anyway, give the reason in `override`")
         details = printable(summary(found, chosen)) + (f"\nOverride: {override}" if refusal else "")
         given = None if config.require_approval else _given(root, by, reason)
-        decision = given or _reviewed(root, found, chosen) or _ask(chosen, details, config)
+        decision = given or _reviewed(root, found, chosen, refusal) or _ask(chosen, details, config)
         if not decision.approve:
             log.info("%s %s: not approved", artifact, chosen.version)
             message = f"{artifact} {chosen.version}: stated by {decision.by}: {decision.reason}"
@@ -127,10 +127,13 @@ def _ask(chosen: Version, details: str, config: RegistryConfig) -> Approval:
     return suspend_flow_run(wait_for_input=form, timeout=config.approval_timeout, key=key)
 
 
-def _reviewed(root: Path, found: Registry, chosen: Version) -> Approval | None:
-    """The answer of a review that approves the version, if the last one does; nobody is asked again."""
+def _reviewed(root: Path, found: Registry, chosen: Version, refusal: str | None) -> Approval | None:
+    """Return the last review as the answer if it approves the version, so that nobody is asked again.
+
+    refusal: why the version needs an override, which a person sees and answers whatever the review says; None: it needs none.
+    """
     last = read_reviews(root, found).last(chosen.version)
-    if last is None or last.answer != "approve":
+    if refusal is not None or last is None or last.answer != "approve":
         return None
     return Approval(approve=True, by=last.who.removeprefix("stated by "), reason=last.reason)
 

@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from flows.registry.signatures import allowed_signers
-from flows.registry.state import Registry
+from flows.registry.state import Registry, why_not
 from flows.registry.tags import BadTag, ReviewForm, Tag, Version, read_tags, who
 from rlhf_core.config import ConfigError, shown
 
@@ -102,6 +102,16 @@ def _review(tag: Tag | BadTag, registry: Registry) -> Review:
             "`git fetch --tags --force` restores shared tags"
         )
     return Review(int(name["number"]), version.version, form.action, form.by, form.reason, tag.at, tag.signer)
+
+
+def refusals(root: Path, registry: Registry, version: Version) -> str | None:
+    """Return every reason why a version may not be promoted without an override, of its gate, its history and its reviews; None if it may.
+
+    Raises:
+        ConfigError: a review can't be read.
+    """
+    found = [reason for reason in (why_not(registry, version), rejected(root, registry, version)) if reason]
+    return "; ".join(found) or None
 
 
 def rejected(root: Path, registry: Registry, version: Version) -> str | None:

@@ -12,6 +12,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from flows.chain.locks import only_flow
 from flows.chain.stages import dvc_environment
 from flows.chain.worktree import add_worktree, git, run_within, share_cache, undone_on_failure, worktree_path
 from flows.registry import versions
@@ -102,7 +103,7 @@ def _pull_run(root: Path, name: str, places: Places) -> str:
     path = worktree_path(root, name)
     commit = fetch_branch(root, places.git, f"run/{name}")
     fetched = fetch_commit(root, commit, places.remote)
-    with undone_on_failure(root, name):
+    with only_flow(root, name), undone_on_failure(root, name):
         _set_branch(root, path, name, commit)
         if not path.exists():
             add_worktree(root, path, name)

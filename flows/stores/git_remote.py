@@ -12,8 +12,8 @@ ORIGIN = "origin"
 
 
 def registry_refs(artifact: str) -> list[str]:
-    """Refs of a model's versions and of the decisions about them, as patterns."""
-    return [f"refs/tags/{artifact}@*", f"refs/tags/{artifact}#*"]
+    """Refs of a model's versions, and of the decisions and reviews about them, as patterns."""
+    return [f"refs/tags/{artifact}@*", f"refs/tags/{artifact}#*", f"refs/tags/{artifact}-review-*"]
 
 
 def push_branch(root: Path, remote: str, branch: str) -> None:
@@ -32,7 +32,7 @@ def push_branch(root: Path, remote: str, branch: str) -> None:
 
 
 def push_tags(root: Path, remote: str, artifact: str) -> None:
-    """Send the tags of a model's versions and decisions, all or none.
+    """Send the tags of a model's versions, decisions and reviews, all or none.
 
     Raises:
         ConfigError: the remote can't be used, or has another tag of the same name.
@@ -44,7 +44,7 @@ def push_tags(root: Path, remote: str, artifact: str) -> None:
 
 
 def fetch_tags(root: Path, remote: str, artifact: str) -> None:
-    """Fetch the tags of a model's versions and decisions.
+    """Fetch the tags of a model's versions, decisions and reviews.
 
     Raises:
         ConfigError: the remote can't be used, or has another tag of the same name.

@@ -62,4 +62,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main(*sys.argv[1:]))
     except ConfigError as error:
-        sys.exit(str(error))
+        print(error, flush=True)  # the run's process reads this output
+        sys.exit(1)

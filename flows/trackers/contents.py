@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,14 @@ class RunFiles:
         """The outcome in the run's record; `done` for a folder that no flow has worked in."""
         return read_record(self.workspace).get("outcome", "done")
 
+    @cached_property
+    def _chain(self) -> list[Part]:
+        return [Part(name, CURVES.get(name), STAGE_METRICS.get(name)) for name in read_stages(self.workspace)]
+
     def parts(self) -> list[Part]:
         """All stages in order, those of rounds behind the chain's."""
-        chain = [Part(name, CURVES.get(name), STAGE_METRICS.get(name)) for name in read_stages(self.workspace)]
         numbers = sorted(int(p.name) for p in (self.workspace / ROUNDS).glob("[0-9]*") if p.name.isdigit())
-        return chain + [part for number in numbers for part in _round(number)]
+        return self._chain + [part for number in numbers for part in _round(number)]
 
     @property
     def progress(self) -> tuple[Any, Any]:
@@ -169,7 +172,7 @@ class RunFiles:
         """The steps of RL under way whose rollouts are saved, and what reads them."""
         _, at_work = self.reached()
         if at_work is not None and at_work.name == "train_policy" and (folder := self._scratch(at_work.name)) is not None:
-            yield from ((step, partial(_rollout_rows, path)) for step, path in step_files(folder).items())
+            yield from ((step, partial(_rollout_rows, path, MAX_SAMPLES)) for step, path in step_files(folder).items())
 
     def tables(self) -> Iterator[tuple[str, int, Rows]]:
         """Name, step and rows of each table of samples: the rollouts of a step of RL, and the evaluation's answers at step 0."""
@@ -203,11 +206,12 @@ def read_curve(path: Path, timings: dict[int, dict[str, float]]) -> Curve:
     except OSError:  # a stage that ends moves its file
         lines = []
     points, digests, sofar = [], [], hashlib.sha256()
+    last_timed = max(timings, default=math.inf)
     for line in lines:
         if None in line.values() or None in line or not line["step"]:
             break  # a row that is being written
         step = int(line["step"])
-        if timings and step > max(timings):
+        if step > last_timed:
             break
         sofar.update(repr(sorted((name, value) for name, value in line.items() if value)).encode())
         points.append((step, _numbers(line) | timings.get(step, {})))
@@ -230,12 +234,12 @@ def _rows(path: Path) -> Rows:
     return pq.read_table(path).slice(0, MAX_SAMPLES).to_pylist()
 
 
-def _rollout_rows(path: Path) -> Rows:
+def _rollout_rows(path: Path, limit: int | None = None) -> Rows:
     """Rollouts without their lists by token: the advantage is the mean over the tokens, and `tokens` their number."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pq.read_table(path)
+    table = pq.read_table(path).slice(0, limit)
     if "version" not in table.column_names:  # another method's, without rows
         return []
     lengths = [len(of_one) - of_one.count(None) for of_one in table["version"].to_pylist()]
@@ -250,15 +254,15 @@ def _by_step(rows: Rows) -> Iterator[tuple[str, int, Rows]]:
         yield "rollouts", step, [row for row in rows if row["step"] == step][:MAX_SAMPLES]
 
 
-def flat(tree: dict[str, Any], separator: str = ".", prefix: str = "") -> dict[str, Value]:
-    """A tree of dicts as one dict, with the path to each value as its name; lists of plain values are texts, others are left out."""
+def flat(tree: dict[str, Any], separator: str = ".", prefix: str = "", *, records: bool = False) -> dict[str, Value]:
+    """A tree of dicts as one dict, with the path to each value as its name; lists of plain values are texts, others only with `records`."""
     found: dict[str, Value] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            found |= flat(value, separator, f"{prefix}{key}{separator}")
+            found |= flat(value, separator, f"{prefix}{key}{separator}", records=records)
         elif not isinstance(value, list):
             found[f"{prefix}{key}"] = value
-        elif not any(isinstance(item, dict | list) for item in value):
+        elif records or not any(isinstance(item, dict | list) for item in value):
             found[f"{prefix}{key}"] = json.dumps(value, ensure_ascii=False)
     return found
 

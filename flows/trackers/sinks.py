@@ -106,7 +106,7 @@ class TensorBoard:
         self._writer = EventFileWriter(str(self._folder))
 
     def settings(self, params: dict[str, Any], lineage: dict[str, str]) -> None:
-        for title, facts in (("params", flat(params)), ("lineage", lineage)):
+        for title, facts in (("params", flat(params, records=True)), ("lineage", lineage)):
             self._text(title, 0, [{"key": key, "value": value} for key, value in facts.items()])
 
     def points(self, stage: str, points: Sequence[Point], position: int, at: float) -> None:
@@ -166,7 +166,7 @@ class Mlflow:
 
     def _client_has(self, run_id: str) -> bool:
         """Whether the id is one that MLflow gave; the run then runs again."""
-        if len(run_id) != 32:
+        if re.fullmatch("[0-9a-f]{32}", run_id) is None:  # ours have a hyphen
             return False
         self._client.update_run(run_id, status="RUNNING")
         return True
@@ -182,7 +182,7 @@ class Mlflow:
     def settings(self, params: dict[str, Any], lineage: dict[str, str]) -> None:
         from mlflow.entities import Param
 
-        for part in _parts(flat(params).items(), BATCH):
+        for part in _parts(flat(params, records=True).items(), BATCH):
             self._client.log_batch(self.id, params=[Param(_allowed(key), str(value)[:6000]) for key, value in part])
         self._tags({"mlflow.source.git.commit": lineage["commit"], **{f"lineage.{key}": value for key, value in lineage.items()}})
 

@@ -134,9 +134,9 @@ class TrackingConfig(Section):
     texts: whether samples and the report, which have prompts and answers, are sent too.
     """
 
-    tensorboard_dir: str | None  # folder for TensorBoard's curves; null: none
-    wandb_project: str | None  # project of Weights & Biases; null: none
-    mlflow_uri: str | None = None
+    tensorboard_dir: str | None = Field(min_length=1)  # folder for TensorBoard's curves; null: none
+    wandb_project: str | None = Field(min_length=1)  # project of Weights & Biases; null: none
+    mlflow_uri: str | None = Field(default=None, min_length=1)
     texts: bool = True
 
 

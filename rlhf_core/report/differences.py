@@ -230,11 +230,12 @@ def _harness(first: Results, second: Results) -> Iterator[Difference]:
             values, errors = ([figure.get(part) for figure in of_policies] for part in ("value", "stderr"))
             form: Form = "share" if all(0 <= value <= 1 for value in values if value is not None) else "score"
             label = f"{name}: {key.removesuffix(',none')}"
-            if same and None not in (*values, *errors):
+            if same and None not in values and all(errors):  # 0 where all documents agree, which is no certainty
                 intervals = tuple(_with_error(figure, _confidence(second)) for figure in of_policies)
                 yield _apart(second, label, form, intervals, more_is_better=both[0]["figures"][key]["higher_is_better"])
             else:
-                yield Difference(label if same else f"{label} (other settings)", form, *values, None, None, None, None)
+                change = values[1] - values[0] if same and None not in values else None
+                yield Difference(label if same else f"{label} (other settings)", form, *values, change, None, None, None)
 
 
 def _with_error(figure: Tree, confidence: float) -> Interval:

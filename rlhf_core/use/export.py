@@ -168,7 +168,9 @@ def _harness(found: dict[str, Any]) -> str:
     how = f"{'with' if harness['chat_template'] else 'without'} the chat template{limit}"
     columns = ("task", "metric", "examples", "documents", "sft", "policy", f"difference, {harness['confidence']:.0%} interval")
     cells = [(r["task"], f"{r['metric']} {r['direction']}", r["num_fewshot"], r["n"], r["sft"], r["policy"], difference(r)) for r in rows]
-    return f"\nlm-evaluation-harness {harness['lm_eval']}, {how}:\n\n" + table(columns, cells)
+    cut = ", ".join(f"{task}: {count}" for task, count in {r["task"]: r["truncated"] for r in rows}.items() if count)
+    note = f"\nDocuments whose context lost its beginning at {harness['max_length']} tokens: {cut}.\n" if cut else ""
+    return f"\nlm-evaluation-harness {harness['lm_eval']}, {how}:\n\n" + table(columns, cells) + note
 
 
 def _licences(read: READ) -> Iterator[str]:

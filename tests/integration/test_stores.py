@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from registry_project import candidate, commit, dvc, make_project
 from small_workspace import environment, git, wait_until
 
+from flows.chain.locks import only_flow
 from rlhf_core.commands import main
 from rlhf_core.provenance.file_hashes import dvc_md5
 
@@ -125,6 +126,9 @@ def test_each_side_learns_of_the_others_commits_and_decisions(project, tmp_path)
     assert code == 0, said
     worktree = project / "runs/first"
     git(project, "worktree", "add", "--quiet", str(worktree), "run/first")
+    with only_flow(project, "first"):
+        code, said = rlhf(project, "pull", "first")
+    assert code == 2 and f"process {os.getpid()}; wait for it" in said and not (worktree / "notes.txt").exists(), said
     code, said = rlhf(project, "pull", "first")
     assert code == 0 and (worktree / "notes.txt").read_text() == "tried", said
 

@@ -1,4 +1,4 @@
-"""What recipes/ has for containers and CI: against Prefect's types, and against what it names of this repository."""
+"""What deploy/ has for containers and CI is checked against Prefect's types, and against what it names of this repository."""
 
 from __future__ import annotations
 
@@ -104,6 +104,11 @@ def test_compose_builds_and_starts_what_is_there():
 
 def git(folder: Path, *words: str) -> str:
     return subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_a_file_of_secrets_beside_compose_stays_out_of_commits_and_images():
+    assert git(ROOT, "check-ignore", "deploy/docker/.env", ".env") == "deploy/docker/.env\n.env"
+    assert {".env", "**/.env"} <= {*(ROOT / ".dockerignore").read_text().split()}
 
 
 def test_the_worker_script_asks_for_its_kind_and_names_it(tmp_path):

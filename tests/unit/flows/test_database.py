@@ -9,7 +9,7 @@ import pytest
 from postgres import PASSWORD, USER, postgres
 
 from flows.database import DATABASES, NAME, as_prefect_reads, check_database, public, take_database
-from flows.server import start_server
+from flows.server import start_server, use_server
 from rlhf_core.config import ConfigError
 from rlhf_core.engines.ports import free_ports
 
@@ -52,10 +52,11 @@ def test_another_address_is_refused_without_its_password(given, says):
     assert "hidden" not in str(refused.value)
 
 
-def test_a_password_on_the_command_line_is_refused(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("address", ["postgresql://me:hidden@db/prefect", "postgresql://me@db/prefect?password=hidden"])
+def test_a_password_on_the_command_line_is_refused(tmp_path, monkeypatch, capsys, address):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
-    assert start_server(database="postgresql://me:hidden@db/prefect") == 2
+    assert start_server(database=address) == 2
     said = capsys.readouterr().err
     assert said.startswith("--database: expected an address without a password") and "PGPASSWORD" in said and "hidden" not in said
 
@@ -66,6 +67,14 @@ def test_the_address_leaves_the_environment_and_only_its_public_form_stays(monke
     assert take_database(None) == {DATABASES[0]: "sqlite+aiosqlite:////srv/prefect.db"}
     assert DATABASES[1] not in os.environ and os.environ[NAME] == "sqlite+aiosqlite:////srv/prefect.db"
     assert public("postgresql://me:a:b@db/prefect?password=c&ssl=require") == "postgresql://me:***@db/prefect?password=***&ssl=require"
+
+
+def test_a_run_at_a_given_server_forgets_the_address_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    monkeypatch.setenv(DATABASES[0], "postgresql://me:hidden@db/prefect")
+    with use_server(tmp_path):
+        assert DATABASES[0] not in os.environ
 
 
 def test_a_database_that_does_not_answer_is_named_without_the_password():

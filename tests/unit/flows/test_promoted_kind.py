@@ -62,3 +62,12 @@ def test_a_promoted_model_of_the_same_kind_or_out_of_reach_is_left_to_the_gate(r
     check_promoted(root, workspace(root, both, incumbent=promoted(root, both), anchor=promoted(root, both)))
     absent = promoted(root, "\n" if both is None else None) | {"md5": "0" * 32 + ".dir"}
     check_promoted(root, workspace(root, both, incumbent=absent))
+
+
+def test_a_promoted_model_whose_files_are_damaged_is_refused_with_a_message(root: Path):
+    model = promoted(root, None)
+    for path in (root / ".dvc/elsewhere/files/md5").rglob("*"):
+        if path.is_file() and not path.name.endswith(".dir"):
+            path.write_text("{}")
+    with pytest.raises(ConfigError, match="md5"):
+        check_promoted(root, workspace(root, None, incumbent=model))

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from registry_tags import PARAMS, git, sound_commit, write_tag
+from registry_tags import GATE, PARAMS, git, sound_commit, write_tag
 
 from flows.promote import describe, gate_facts, page, review, summary
 from flows.registry import decisions
@@ -15,6 +15,7 @@ from flows.registry.flow import _reviewed
 from flows.registry.page import render_version
 from flows.registry.reviews import read_reviews, rejected
 from flows.registry.state import Registry, read_registry
+from flows.stores.git_remote import fetch_tags, push_tags
 from rlhf_core.config import ConfigError
 
 NAME = "reward-model"
@@ -75,6 +76,16 @@ def test_a_rejected_version_needs_an_override_and_an_approval_lifts_it(root):
     assert registry(root).current.version == "v2.0.0", "a later review doesn't undo a promotion"
 
 
+def test_a_rejection_is_named_beside_the_gates_before_anyone_overrides_it(root):
+    refused = sound_commit(root, md5="3" * 32 + ".dir", gate=GATE | {"passed": False, "message": "rejected: too low"})
+    add_version(root, NAME, refused)
+    decisions.review(root, NAME, "v3.0.0", "reject", by="Bo", reason="refuses too much")
+    with pytest.raises(
+        ConfigError, match=r"rejected: too low.*; expected a version that no review rejects, .*refuses too much; .* --override"
+    ):
+        decisions.promote(root, NAME, "v3.0.0", by="Ann", reason="better")
+
+
 def test_an_override_is_kept_with_the_promotion(root):
     reviewed(root, "reject")
     assert decisions.promote(root, NAME, "v2.0.0", by="Ann", reason="better", override="urgent").override == "urgent"
@@ -82,12 +93,13 @@ def test_an_override_is_kept_with_the_promotion(root):
 
 def test_the_flow_takes_an_approving_review_for_the_answer(root):
     found, chosen = registry(root), registry(root).versions["v2.0.0"]
-    assert _reviewed(root, found, chosen) is None
+    assert _reviewed(root, found, chosen, None) is None
     reviewed(root)
-    answer = _reviewed(root, found, chosen)
+    answer = _reviewed(root, found, chosen, None)
     assert (answer.approve, answer.by, answer.reason) == (True, "Bo", "read 50 answers")
+    assert _reviewed(root, found, chosen, "expected one that passed its gate") is None, "an override is asked about"
     reviewed(root, "reject")
-    assert _reviewed(root, found, chosen) is None and rejected(root, found, chosen)
+    assert _reviewed(root, found, chosen, None) is None and rejected(root, found, chosen)
 
 
 @pytest.mark.parametrize("change", [{"model": {"md5": "9" * 32 + ".dir"}}, {"action": "maybe"}, {"by": 1}])
@@ -111,12 +123,25 @@ def test_words_that_cant_be_kept_are_refused(root, by, reason):
 def test_the_command_reviews_and_show_tells(root, capsys):
     assert review(NAME, "v2.0.0", approve=False, by="Bo <b@c>", reason="slow") == 0
     told = capsys.readouterr().out
-    assert told.startswith("reward-model v2.0.0: rejected, stated by Bo <b@c>: slow\n") and "refs/tags/reward-model*" in told
+    assert told.startswith("reward-model v2.0.0: rejected, stated by Bo <b@c>: slow\n") and "rlhf push reward-model@v2.0.0" in told
     assert review(NAME, "v9.0.0", approve=True, by="Bo", reason="x") == 2 and "expected a registered version" in capsys.readouterr().err
     found, chosen = registry(root), registry(root).versions["v2.0.0"]
     reviews = read_reviews(root, found).of("v2.0.0")
     assert "rejected, stated by Bo <b@c>: slow" in summary(found, chosen, reviews=reviews)
     assert describe(found, chosen, None, reviews)["reviews"][0]["reason"] == "slow"
+
+
+def test_reviews_travel_with_the_tags_of_their_versions(root, tmp_path):
+    reviewed(root, "reject", reason="refuses too much")
+    git(tmp_path, "init", "--quiet", "--bare", "origin.git")
+    git(root, "remote", "add", "origin", str(tmp_path / "origin.git"))
+    push_tags(root, "origin", NAME)
+    other = tmp_path / "other"
+    git(tmp_path, "clone", "--quiet", "--no-tags", str(tmp_path / "origin.git"), str(other))
+    (other / "params.yaml").write_text(json.dumps(PARAMS))
+    fetch_tags(other, "origin", NAME)
+    with pytest.raises(ConfigError, match="refuses too much"):
+        decisions.promote(other, NAME, "v2.0.0", by="Ann", reason="better")
 
 
 def test_the_page_has_who_why_what_changed_and_how_to_answer(root, capsys):

@@ -218,6 +218,17 @@ def test_a_run_uses_the_projects_cache_in_a_folder_of_any_name(tmp_path, name):
     assert f"url = {tmp_path}/ä" in (run / ".dvc/config.local").read_text(encoding="utf-8")
 
 
+def test_a_run_uses_remotes_that_the_project_got_after_its_commit(project, tmp_path, monkeypatch):
+    (tmp_path / "home").mkdir()
+    (project / ".dvc").mkdir(exist_ok=True)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    remotes = '[remote "home"]\n    url = ~/store\n[remote "near"]\n    url = ../../near\n[remote "far"]\n    url = s3://bucket/folder\n'
+    (project / ".dvc/config").write_text("[core]\n    remote = home\n" + remotes)
+    text = (prepare_worktree(project, "one", {}) / ".dvc/config.local").read_text(encoding="utf-8")
+    for line in (f"url = {tmp_path}/home/store", f"url = {project.parent}/near", "url = s3://bucket/folder", "remote = home"):
+        assert line in text, line
+
+
 def test_the_repository_that_a_git_hook_names_is_not_that_of_the_project(tmp_path, monkeypatch):
     project, other = make_project(tmp_path / "project"), make_project(tmp_path / "other")
     for name, value in {"GIT_DIR": ".git", "GIT_WORK_TREE": ".", "GIT_INDEX_FILE": ".git/index", "GIT_COMMON_DIR": ".git"}.items():

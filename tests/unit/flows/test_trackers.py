@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ from flows.trackers import processes
 from flows.trackers.contents import WITHHELD, RunFiles
 from flows.trackers.processes import _environment, check_installed, send, tracked
 from flows.trackers.send import Sender, note_path
-from flows.trackers.sinks import TEXT_ROWS, configured, markdown
+from flows.trackers.sinks import configured, markdown
 from rlhf_core.config import ConfigError, TrackingConfig, apply_overrides, load_params
 
 ROOT = Path(__file__).parents[3]
@@ -161,11 +160,20 @@ def test_mlflow_has_the_whole_run(run: Path, tmp_path: Path):
     check_same(sorted(curve("mlflow", tmp_path, "train_sft", "loss")), written(run, "train_sft", "loss"))
     assert found.data.params["rl.steps"] == str(load_params(run / "params.yaml").rl.steps)
     assert found.data.tags["lineage.md5.models/sft"] == "5f7" and found.data.tags["results/gate_reward/message"].startswith("passed")
+    assert '"name":' in found.data.params["data.sources"], "params that are lists of sections"
     assert found.data.metrics["results/gate_reward/accuracy"] == pytest.approx(2453 / 2812) and found.info.run_name == "one"
     assert found.info.status == "FINISHED"
     run_id = found.info.run_id
     artifacts = {file.path for folder in client.list_artifacts(run_id) for file in client.list_artifacts(run_id, folder.path)}
     assert artifacts == {"evaluation_samples/000000.json", "report/report.html", "rollouts/000001.json", "rollouts/000020.json"}
+
+
+def test_mlflow_takes_a_run_whose_id_here_is_as_long_as_its_own(run: Path, tmp_path: Path):
+    named = run.rename(run.with_name("a" * 23))
+    assert len(Sender(files(named), "mlflow", config("mlflow"))._note.id) == 32
+    send_here(named, "mlflow")
+    _, (found,) = mlflow_runs(tmp_path)
+    assert found.info.run_name == named.name
 
 
 @pytest.mark.parametrize("tracker", KEYS)
@@ -317,6 +325,12 @@ def test_a_tracker_sees_its_own_credentials_only(run: Path, monkeypatch):
     assert "MLFLOW_HTTP_REQUEST_TIMEOUT" in _environment("mlflow", run, ROOT)
 
 
+def test_a_run_whose_params_cant_be_read_is_named_as_the_problem(run: Path, caplog):
+    (run / "params.yaml").write_text("seed: many\n")
+    assert send(run, config("tensorboard")) == []
+    assert "params.yaml" in caplog.text and "it ended early" not in caplog.text
+
+
 def test_a_message_with_a_credential_is_withheld(run: Path):
     gate = json.loads((run / "metrics/gate.json").read_text())
     secret = "hf" + "_" + "QZpLmXwRtYvBnKdSgHjCfTuEaOiPqWzXcV"
@@ -336,6 +350,7 @@ def test_rlhf_track_sends_a_finished_run_and_refuses_what_it_cant_do(run: Path, 
         capsys.readouterr().out == "one: sent to tensorboard\n" and len(curve("tensorboard", tmp_path, "train_policy", "kl_mean")) == STEPS
     )
     assert track(["one"]) == 2 and "expected a tracker, got none" in capsys.readouterr().err
+    assert track(["runs", "--set", "tracking.tensorboard_dir=events"]) == 2 and "expected a run's folder" in capsys.readouterr().err
     assert track(["one", "--set", "rl.steps=3"]) == 2 and "expected keys of `tracking`, got rl.steps" in capsys.readouterr().err
 
 
@@ -349,4 +364,3 @@ def test_a_table_is_text_that_is_no_markdown():
 
 def test_configured_trackers_are_those_with_a_place():
     assert configured(config("mlflow", "wandb")) == ["wandb", "mlflow"] and configured(config()) == []
-    assert TEXT_ROWS < 100 and sys.version_info >= (3, 11)

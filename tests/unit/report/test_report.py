@@ -562,10 +562,10 @@ def test_what_changed_against_the_run_before(tmp_path, monkeypatch):
     assert "One of the runs has no evaluation" in part
 
 
-def harness(*, n: int = 40, policy: float = 0.6, hostile: str = "") -> dict:
+def harness(*, n: int = 40, policy: float = 0.6, stderr: float = 0.08, hostile: str = "") -> dict:
     """Results of one task, as evaluate writes them."""
     difference = {"value": policy - 0.2, "low": 0.1, "high": 0.5, "p_value": 0.001, "n": n}
-    figure = {"higher_is_better": True, "sft": {"value": 0.2, "stderr": 0.06}, "policy": {"value": policy, "stderr": 0.08}}
+    figure = {"higher_is_better": True, "sft": {"value": 0.2, "stderr": 0.06}, "policy": {"value": policy, "stderr": stderr}}
     task = {"version": 1, "num_fewshot": 3, "n": n, "documents": 1319, "group": False, "truncated": {"sft": 2, "policy": 3}}
     settings = {"lm_eval": "0.4.13", "chat_template": False, "limit": n, "max_length": 512, "confidence": 0.95}
     return settings | {"tasks": {f"sums{hostile}": task | {"figures": {"acc,none": figure | {"difference": difference}}}}}
@@ -596,6 +596,8 @@ def test_two_runs_are_compared_on_the_tasks_that_both_were_asked_in_the_same_way
     assert (found.low, found.high) == (pytest.approx(0.3 - 0.22174, abs=1e-4), pytest.approx(0.3 + 0.22174, abs=1e-4))
     other = row(harness(policy=0.3), harness(policy=0.6, n=50))
     assert other.label == "sums: acc (other settings)" and other.change is None
+    none_right = row(harness(policy=0.0, stderr=0.0), harness(policy=0.6))
+    assert (none_right.change, none_right.p_value, none_right.tone) == (0.6, None, ""), "an error of 0 is no certainty"
 
 
 def test_the_aspects_of_any_judge_have_rows_below_it():

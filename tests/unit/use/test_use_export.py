@@ -79,7 +79,7 @@ def test_the_card_has_evaluation_licences_commit_and_tags(project):
 def test_the_card_has_the_harness_figures_with_errors_and_intervals(project):
     difference = {"value": 0.12, "low": 0.02, "high": 0.22, "p_value": 0.01, "n": 100}
     figure = {"higher_is_better": True, "sft": {"value": 0.3, "stderr": 0.046}, "policy": {"value": 0.42, "stderr": 0.0496}}
-    task = {"num_fewshot": 5, "n": 100, "documents": 1319, "truncated": {"sft": 0, "policy": 0}}
+    task = {"num_fewshot": 5, "n": 100, "documents": 1319, "truncated": {"sft": 7, "policy": 6}}
     tasks = {"gsm8k": task | {"figures": {"exact_match,strict-match": figure | {"difference": difference}}}}
     settings = {"lm_eval": "0.4.13", "chat_template": True, "limit": 100, "max_length": 512, "confidence": 0.95}
     Path("metrics/evaluate.json").write_text(json.dumps(EVALUATION | {"harness": settings | {"tasks": tasks}}))
@@ -88,6 +88,7 @@ def test_the_card_has_the_harness_figures_with_errors_and_intervals(project):
     assert "lm-evaluation-harness 0.4.13, with the chat template, at most 100 documents of each task" in text
     row = "| gsm8k | exact_match, strict-match ↑ | 5 | 100 | 0.3000 ± 0.0460 | 0.4200 ± 0.0496 | +0.1200 (+0.0200 to +0.2200) |"
     assert row in text and "difference, 95% interval" in text
+    assert "\nDocuments whose context lost its beginning at 512 tokens: gsm8k: 7.\n" in text
 
 
 def test_the_card_names_the_scorers_their_gate_and_the_hashes_of_sources(project):
