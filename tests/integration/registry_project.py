@@ -82,6 +82,7 @@ else:
         scores = [(1.0, 0.0) if k < right or k >= 1000 else (0.0, 1.0) for k in range(len(ids))]
         rows = [(i, "clerk", i.partition("-")[0], *score, 9, 8, i, 4, 0.0, 0.0) for i, score in zip(ids, scores)]
         as_heldout_table(rows).to_parquet("data/reward_heldout.parquet")
+        (folder / "config.json").write_text("{}")
         for number in range(1, params["reward"]["ensemble"]):
             (folder / f"member_{number}").mkdir()
             (folder / f"member_{number}/config.json").write_text("{}")

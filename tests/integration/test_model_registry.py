@@ -178,7 +178,7 @@ def test_a_run_takes_the_version_that_its_reward_path_names_and_keeps_it(project
     assert git(project / "runs/named", "status", "--porcelain") == ""
     with (
         contextlib.chdir(worktree),
-        pytest.raises(ValueError, match=r"expected a config.json, got none"),
+        pytest.raises(ValueError, match=r"expected a model_type in config.json, got none"),
     ):
         copy_ready_made(newer, worktree / "taken")
     assert dvc_md5(worktree / "taken") == newer.pinned.md5
@@ -276,7 +276,7 @@ def test_a_clone_gets_the_promoted_version_by_its_hash_and_nothing_damaged(proje
     assert "a clone needs its tags: `git fetch --tags`" in refused(clone, "fetch")
     git(clone, "fetch", "--quiet", "--tags")
     shown = promote(clone, "fetch", "--to", "here")
-    assert "2 files from DVC's remote in here" in shown.stdout, shown.stderr
+    assert "3 files from DVC's remote in here" in shown.stdout, shown.stderr
     assert dvc_md5(clone / "here") == dvc_md5(made / "runs/run-2/models/reward")
     assert git(clone, "worktree", "list").count("\n") == 0
 
