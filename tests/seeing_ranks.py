@@ -9,6 +9,7 @@ import torch
 from seeing_models import rows, seeing
 from tiny_models import settings
 
+from rlhf_core.config import VisionTraining
 from rlhf_core.data.pictures import Picture
 from rlhf_core.engines.deepspeed.engine import TrainEngine
 from rlhf_core.models.build import load_language_model
@@ -22,6 +23,7 @@ class Case(NamedTuple):
 
     zero_stage: int
     pictures: list[Picture]
+    vision: VisionTraining = "trained"
     kind: str = "sees"
 
 
@@ -33,7 +35,7 @@ def trained(case: Case, model: Path) -> dict[str, torch.Tensor]:
     tokenizer, sight = seeing(model, model.parent)
     examples = list(encode_demonstrations(rows(case.pictures), tokenizer, max_length=256)[0])
     options = {"disable_dropout": True, "zero_stage": case.zero_stage}
-    engine = TrainEngine(PolicyModule(load_language_model(model, vision="trained")), settings(**options))
+    engine = TrainEngine(PolicyModule(load_language_model(model, vision=case.vision)), settings(**options))
     phase = sft_phase("sft", examples, [], steps=2, batch_size=2, pad_id=0, microbatch_tokens=400, sight=sight)
     for chosen in STEPS:
         phase.train_batch(engine, chosen)

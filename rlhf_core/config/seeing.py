@@ -35,8 +35,11 @@ def vision_conflicts(params: Params) -> Iterator[str]:
                 f"{name}.sequence_parallel: expected 1 with model.vision, got {section.sequence_parallel}; set it to 1, because sequences "
                 "with pictures aren't divided"
             )
-        if section.zero_stage == 3:
-            yield f"{name}.zero_stage: expected at most 2 with model.vision, got 3; lower it, because a rank may have no picture to gather"
+        if section.zero_stage > (most := 1 if vision == "trained" else 2):
+            yield (
+                f"{name}.zero_stage: expected at most {most} with model.vision {vision}, got {section.zero_stage}; lower it, because ranks "
+                "with and without a picture have a tower's gradients, or gather its weights, in different order"
+            )
         if section.gradient_checkpointing:
             yield f"{name}.gradient_checkpointing: expected false with model.vision, got true; set it to false"
     for source in params.data.sources:

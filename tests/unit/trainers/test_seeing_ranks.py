@@ -16,7 +16,8 @@ pytestmark = pytest.mark.usefixtures("world")
 @pytest.mark.long
 def test_ranks_without_a_picture_agree_with_one_rank(tmp_path: Path):
     model, pictures = save_seeing_model(tmp_path / "model", "llava"), store(tmp_path, 6)
-    expected = trained(Case(0, pictures), model)
-    for of_rank in run_ranks(2, model, [Case(stage, pictures) for stage in (0, 1, 2)], tmp_path / "out", run=trained):
-        for weights in of_rank:
-            assert_weights_agree(weights, expected)
+    cases = [Case(0, pictures), Case(1, pictures), Case(0, pictures, "frozen"), Case(2, pictures, "frozen")]
+    expected = {vision: trained(Case(0, pictures, vision), model) for vision in ("trained", "frozen")}
+    for of_rank in run_ranks(2, model, cases, tmp_path / "out", run=trained):
+        for case, weights in zip(cases, of_rank, strict=True):
+            assert_weights_agree(weights, expected[case.vision])
