@@ -10,6 +10,7 @@ from chromium import CHROMIUM, Browser
 from report_workspace import HOSTILE, answer_otherwise, make_workspace, run_report
 
 from flows.runs.results import read_side
+from rlhf_core.report.colors import DARK, PURPLE
 from rlhf_core.report.comparison_page import render_comparison
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)")
@@ -70,17 +71,21 @@ def choose(page: Browser, name: str, value: str) -> None:
     )
 
 
+def rgb(color: str) -> str:
+    return ",".join(str(int(color[i : i + 2], 16)) for i in (1, 3, 5))
+
+
 def test_every_figure_is_drawn(page):
     assert page.evaluate("document.querySelectorAll('[data-drawn]').length") == FIGURES
     assert page.evaluate("Math.min(...[...document.querySelectorAll('[data-figure]')].map(e => e.offsetHeight))") >= 200
-    page.wait_for(f"{COLOURS}.includes('122,79,208')")  # the curve's own purple is among the pixels
+    page.wait_for(f"{COLOURS}.includes('{rgb(PURPLE)}')")  # the curve's own purple is among the pixels
 
 
 def test_figures_follow_the_colour_scheme(page):
     page.set_scheme(dark=True)
     page.wait_for("getComputedStyle(document.body).backgroundColor === 'rgb(20, 23, 28)'")
-    page.wait_for(f"{ALL_DRAWN} && {COLOURS}.includes('183,149,255')")
-    assert "122,79,208" not in page.evaluate(COLOURS)
+    page.wait_for(f"{ALL_DRAWN} && {COLOURS}.includes('{rgb(DARK[PURPLE])}')")
+    assert rgb(PURPLE) not in page.evaluate(COLOURS)
     assert page.evaluate("document.querySelectorAll('[data-drawn]').length") == FIGURES
 
 
