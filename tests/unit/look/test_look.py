@@ -81,7 +81,7 @@ def test_tokens_and_masks_of_marked_responses_are_those_of_kto(tmp_path):
     examples, _ = begin_examples(load_source(found.tried.source, seed=0).rows["preference"], tokenizer, max_length=10**6)()
     for example in examples:
         name = "kto, desirable" if example.desirable else "kto, undesirable"
-        prompt, response = example.continuation
+        prompt, response, _ = example.continuation
         assert shown_of(found, name) == [([*prompt, *response], [False] * len(prompt) + [True] * len(response))]
 
 

@@ -87,5 +87,7 @@ def test_a_model_is_found_from_a_worktree_of_a_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", ["../nowhere/model", "./model", "a/b/c"])
 def test_a_missing_folder_says_how_to_get_a_model(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"model.path: expected a folder with a pretrained model, got .* nothing there .*HF_HUB_OFFLINE=0"):
+    with pytest.raises(
+        ValueError, match=r"model.path: expected a folder with a pretrained model, got .* nothing there, relative to .*HF_HUB_OFFLINE=0"
+    ):
         locate_model(path)
