@@ -46,7 +46,17 @@ class TokenPrices(Section):
     output: float = Field(ge=0)  # of answers
 
 
-class ScorerConfig(Section):
+class ServiceAccess(Section):
+    """How a service is asked: a scorer's or a teacher's."""
+
+    concurrency: int = Field(default=16, ge=1, le=256)  # requests at the same time
+    retries: int = Field(default=4, ge=0, le=20)  # of a request that fails
+    request_timeout: float | None = Field(default=None, gt=0)  # seconds for a request, which is then retried; null: those of timeout
+    api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")  # environment variable with the service's key
+    api_key_file: str | None = None  # in its place: absolute path of a file with nothing but the key
+
+
+class ScorerConfig(ServiceAccess):
     """One component of the reward; with weight 0 it is measured, not rewarded."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_]+$")  # in curves and reports
@@ -96,12 +106,7 @@ class ScorerConfig(Section):
     budget_tokens: int | None = Field(default=None, ge=1)  # of questions and answers, in all of a run
     budget_cost: float | None = Field(default=None, gt=0)  # in the currency of prices
     prices: TokenPrices | None = None
-    url: str | None = None  # http, llm_judge: the service's address, of an llm_judge that before /chat/completions; so the fields below
-    concurrency: int = Field(default=16, ge=1, le=256)  # requests at the same time
-    retries: int = Field(default=4, ge=0, le=20)  # of a request that fails
-    request_timeout: float | None = Field(default=None, gt=0)  # seconds for a request, which is then retried; null: those of timeout
-    api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")  # environment variable with the service's key
-    api_key_file: str | None = None  # in its place: absolute path of a file with nothing but the key
+    url: str | None = None  # http, llm_judge: the service's address, of an llm_judge that before /chat/completions
 
     @property
     def is_own_reward_model(self) -> bool:
@@ -180,20 +185,12 @@ class ScorerConfig(Section):
             yield f"request: expected other keys than those of the question, got {taken}; remove them"
 
 
-class TeacherService(Section):
-    """A teacher of rl.distillation at an OpenAI-compatible address that returns log-probabilities of prompts, as vLLM's does.
-
-    The further fields are those of a scorer's service.
-    """
+class TeacherService(ServiceAccess):
+    """A teacher of rl.distillation at an OpenAI-compatible address that returns log-probabilities of prompts, as vLLM's does."""
 
     url: str  # before /completions
     model: str = Field(min_length=1)  # its name there
     timeout: float = Field(default=300.0, gt=0)  # seconds for a step's responses
-    concurrency: int = Field(default=16, ge=1, le=256)  # requests at the same time
-    retries: int = Field(default=4, ge=0, le=20)  # of a request that fails
-    request_timeout: float | None = Field(default=None, gt=0)  # seconds for a request, which is then retried; null: those of timeout
-    api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")  # environment variable with the service's key
-    api_key_file: str | None = None  # in its place: absolute path of a file with nothing but the key
 
     @property
     def subject(self) -> str:
