@@ -121,6 +121,7 @@ def untouched(tmp_path_factory) -> Path:
         (["--set", "rl.algoritm=grpo"], "override rl.algoritm: expected a key of params.yaml, got 'algoritm'"),
         (["--params", "absent.yaml"], "absent.yaml: expected a readable parameter file, got No such file"),
         (["--run", "../out"], "run name: expected at most 80 letters"),
+        (["--run", "policy"], "run name: expected another than reward-model or policy"),
     ],
 )
 def test_wrong_params_are_refused_before_anything_starts(untouched, arguments, message):
