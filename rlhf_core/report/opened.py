@@ -31,4 +31,4 @@ def run_folder(run: str) -> Path:
     for folder in (RUNS / run, Path(run)):
         if folder.is_dir():
             return folder
-    raise ConfigError(f"expected a run of {RUNS}/ or a folder, got {shown(run)}; `ls {RUNS}` names the runs")
+    raise ConfigError(f"expected a run of {RUNS}/ or a folder, got {shown(run)}; `rlhf runs list` names the runs")
