@@ -200,7 +200,7 @@ class Mlflow:
         number = self._client.create_experiment(self.EXPERIMENT) if experiment is None else experiment.experiment_id
         if experiment is not None and experiment.lifecycle_stage == "deleted":
             raise ConfigError(
-                f"MLflow: expected its experiment {self.EXPERIMENT}, got one that was deleted; "
+                f"expected MLflow's experiment {self.EXPERIMENT}, got one that was deleted; "
                 f"`mlflow experiments restore --experiment-id {number}` restores it"
             )
         if found := self._client.search_runs([number], filter_string=f"tags.rlhf_run = '{run_id}'"):
