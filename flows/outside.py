@@ -128,7 +128,8 @@ def separator_of(reward_model: str) -> str | None:
 
 
 def source_of(data: str, format_: str | None, uses: list[str]) -> dict[str, Any]:
-    """Return the entry of data.sources for a file, a folder or a data set, as `rlhf data check` reads it.
+    """Return the entry of data.sources for a file, a folder or a data set, as `rlhf data check` reads it, without rows that have an
+    empty text.
 
     Raises:
         ConfigError: no format fits, or several do, or the format lacks what is needed.
@@ -146,4 +147,4 @@ def source_of(data: str, format_: str | None, uses: list[str]) -> dict[str, Any]
         raise ConfigError(f"{data}: expected pairs of a better and a worse answer, got {source['format']}; give preferences")
     if "stepwise" in uses and "stepwise" not in source["uses"]:
         raise ConfigError(f"{data}: expected labelled steps for a process reward model, got {source['format']}; give steps")
-    return source | {"uses": uses}
+    return source | {"uses": uses, "drop": ["empty"]}

@@ -39,8 +39,9 @@ def _from_root(path: str) -> Path:
 
 
 GivenPath = Annotated[Path, Parameter(converter=_path)]
-FileOrName = Annotated[str, Parameter(converter=_file_or_name)]
-RunFolder = Annotated[str, Parameter("--run", converter=_file_or_name)]  # also without the word, as the first argument
+# Always strings; a shell completes names of files where a path is allowed.
+FileOrName = Annotated[str | Path, Parameter(converter=_file_or_name)]
+RunFolder = Annotated[str | Path, Parameter("--run", converter=_file_or_name)]  # also without the word, as the first argument
 Words = Annotated[tuple[str, ...], Parameter(consume_multiple=True)]
 Numbers = Annotated[tuple[int, ...], Parameter(consume_multiple=True)]
 Count = Annotated[int, Parameter(validator=Number(gte=1))]

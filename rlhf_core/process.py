@@ -69,8 +69,11 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 STOPPED_BY_SIGNAL = 128 + signal.SIGTERM  # exit code after a stop by SIGTERM; a shell reports the same
 
 
-class Interrupted(Exception):
-    """A stop was requested by a signal; the work so far is in a checkpoint, if the work has checkpoints."""
+class Interrupted(BaseException):
+    """A stop was requested by a signal; the work so far is in a checkpoint, if the work has checkpoints.
+
+    It is no error, so what takes a library's exceptions as refusals doesn't take this one.
+    """
 
 
 class StepAbandoned(Exception):

@@ -39,7 +39,7 @@ def register(root: Path, artifact: str, run: str | None, round_number: int | Non
     """
     workspace = root if run is None else worktree_path(root, run)
     if not (workspace / "dvc.yaml").is_file():
-        raise ConfigError(f"{workspace.name}: expected the worktree of a run, got none; `git worktree list` shows them")
+        raise ConfigError(f"{workspace.name}: expected the worktree of a run, got none; `rlhf runs list` shows them")
     check_committed(workspace)
     commit, branch = git(workspace, "rev-parse", "HEAD"), git(workspace, "rev-parse", "--abbrev-ref", "HEAD")
     lock, gate = read_locks(workspace, commit), _read(workspace, GATE)

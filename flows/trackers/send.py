@@ -1,7 +1,7 @@
 """Sends a run's files to a tracker, each row once, and keeps a note of what was sent beside the run's record.
 
 The note has the id by which the tracker continues the run. Training that resumes from a checkpoint writes some rows again, which are the
-same, and aren't sent again. Other params, or rows that differ, begin a new run in the tracker.
+same, and aren't sent again. Other params, rows that differ, or a tracker that lost the run begin a new run in the tracker.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ class Sender:
 
     def __init__(self, files: RunFiles, tracker: str, config: TrackingConfig):
         self._files, self._config, self._tracker = files, config, tracker
-        self._params = _hash(files.settings())
+        project = {"project": config.wandb_project} if tracker == "wandb" else {}  # an id is one project's
+        self._params = _hash(files.settings() | project)
         self._path = note_path(files.workspace, tracker)
         self._note = self._read()
         self._sink: Sink | None = None
         self._seen: Any = None  # progress of the run up to which the others were sent
-        if self._changed():
+        if self._changed() or (self._path.is_file() and SINKS[tracker].lost(config, self._note.id)):
             self._note = self._new()
 
     def _read(self) -> Note:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flows.trackers.contents import Point, Value, flat
-from rlhf_core.config import TrackingConfig
+from rlhf_core.config import ConfigError, TrackingConfig
 
 Rows = Sequence[Mapping[str, Any]]
 TEXT_ROWS = 16  # of a table in TensorBoard, which shows it as text
@@ -30,6 +30,10 @@ class Sink(Protocol):
     """
 
     id: str
+
+    @staticmethod
+    def lost(config: TrackingConfig, run_id: str) -> bool:
+        """Whether the tracker no longer has a run that it had; False where only the user can know."""
 
     def settings(self, params: dict[str, Any], lineage: dict[str, str]) -> None: ...
 
@@ -68,6 +72,10 @@ class Wandb:
         self._run = wandb.init(project=config.wandb_project, id=run_id, name=name, resume="allow", dir=folder, settings=quiet)
         self._known: set[str] = set()
 
+    @staticmethod
+    def lost(config: TrackingConfig, run_id: str) -> bool:
+        return False  # files in wandb/ may have been sent and removed
+
     def settings(self, params: dict[str, Any], lineage: dict[str, str]) -> None:
         self._run.config.update({**params, "lineage": lineage}, allow_val_change=True)
 
@@ -104,6 +112,10 @@ class TensorBoard:
 
         self.id, self._folder = run_id, Path(config.tensorboard_dir or "") / run_id
         self._writer = EventFileWriter(str(self._folder))
+
+    @staticmethod
+    def lost(config: TrackingConfig, run_id: str) -> bool:
+        return not (Path(config.tensorboard_dir or "") / run_id).is_dir()
 
     def settings(self, params: dict[str, Any], lineage: dict[str, str]) -> None:
         for title, facts in (("params", flat(params, records=True)), ("lineage", lineage)):
@@ -164,6 +176,17 @@ class Mlflow:
         self._client = MlflowClient(tracking_uri=config.mlflow_uri)
         self.id = run_id if self._client_has(run_id) else self._begin(name, run_id)
 
+    @staticmethod
+    def lost(config: TrackingConfig, run_id: str) -> bool:
+        from mlflow import MlflowClient, MlflowException
+
+        try:
+            return MlflowClient(tracking_uri=config.mlflow_uri).get_run(run_id).info.lifecycle_stage == "deleted"
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return True
+
     def _client_has(self, run_id: str) -> bool:
         """Whether the id is one that MLflow gave; the run then runs again."""
         if re.fullmatch("[0-9a-f]{32}", run_id) is None:  # ours have a hyphen
@@ -175,6 +198,11 @@ class Mlflow:
         """Make the run, or find the one that an interrupted start has made, and return its id."""
         experiment = self._client.get_experiment_by_name(self.EXPERIMENT)
         number = self._client.create_experiment(self.EXPERIMENT) if experiment is None else experiment.experiment_id
+        if experiment is not None and experiment.lifecycle_stage == "deleted":
+            raise ConfigError(
+                f"expected MLflow's experiment {self.EXPERIMENT}, got one that was deleted; "
+                f"`mlflow experiments restore --experiment-id {number}` restores it"
+            )
         if found := self._client.search_runs([number], filter_string=f"tags.rlhf_run = '{run_id}'"):
             return found[0].info.run_id
         return self._client.create_run(number, run_name=name, tags={"rlhf_run": run_id}).info.run_id

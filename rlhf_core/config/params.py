@@ -348,7 +348,7 @@ def incomplete(tree: dict[str, Any], params: Params, *, rounds: bool = False) ->
         missing = {key: what for key, what, given in needed if not given}
         yield (
             f"{' and '.join(missing)}: expected your {' and your '.join(missing.values())}, got none; add --params and a recipe that names "
-            "both, such as recipes/clerk.yaml, or the one that `rlhf_core.look` prints for your data (docs/data.md)"
+            "both, such as recipes/clerk.yaml, or the one that `rlhf data check FILE --recipe mine.yaml` writes for your data"
         )
     elif params.model.path is None:
         used = rates_in_use(params, rounds=rounds)

@@ -28,7 +28,7 @@ def run_folder(run: str) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    for folder in (RUNS / run, Path(run)):
+    for folder in (Path(run),) if run == "." else (RUNS / run, Path(run)):
         if folder.is_dir():
             return folder
-    raise ConfigError(f"expected a run of {RUNS}/ or a folder, got {shown(run)}; `ls {RUNS}` names the runs")
+    raise ConfigError(f"expected a run of {RUNS}/ or a folder, got {shown(run)}; `rlhf runs list` names the runs")

@@ -100,9 +100,22 @@ def test_the_script_runs_the_code_of_the_checkout_it_is_started_in(tmp_path):
     assert (done.returncode, done.stdout) == (7, "this one runs list\n")
 
 
-def test_completion_has_commands_and_options():
-    script = tree().generate_completion(shell="bash")
-    assert "registry" in script and "--beside" in script
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        ("registry prom", "promote"),
+        ("chat --bes", "--beside"),
+        ("run --params recipes/cle", "recipes/clerk.yaml"),
+        ("evaluate --policy reci", "recipes"),  # a folder or a name
+        ("data check reci", "recipes"),
+    ],
+)
+def test_bash_completes_commands_options_and_files(typed, wanted):
+    words = " ".join(["rlhf", *typed.split()])
+    tried = f'COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _rlhf; echo "${{COMPREPLY[@]}}"'
+    script = f"{tree().generate_completion(shell='bash')}\n{tried}"
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert wanted in done.stdout.split()
 
 
 def test_the_doctor_prints_json_for_programs(capsys):

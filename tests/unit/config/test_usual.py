@@ -65,7 +65,7 @@ def test_params_yaml_alone_is_refused_with_one_sentence():
     tree = read_yaml(ROOT / "params.yaml")
     assert refused(tree) == [
         "params.yaml: model.path and data.sources: expected your model and your data, got none; add --params and a recipe that names both, "
-        "such as recipes/clerk.yaml, or the one that `rlhf_core.look` prints for your data (docs/data.md)"
+        "such as recipes/clerk.yaml, or the one that `rlhf data check FILE --recipe mine.yaml` writes for your data"
     ]
     assert load_params(ROOT / "params.yaml", complete=False).sft.learning_rate == 2e-5
     tree["model"]["path"] = "some/model"

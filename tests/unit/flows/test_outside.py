@@ -35,7 +35,7 @@ def test_a_reward_model_from_elsewhere_makes_params_of_its_gate(pairs):
     assert (params.model.path, params.reward.path, params.sft.enabled) == ("../base", "../reward", False)
     assert not params.reward.is_trained and params.data.test_fraction == 0.8
     (source,) = params.data.sources
-    assert (source.path, source.format, source.uses) == (pairs, "preference", ["preference", "prompt"])
+    assert (source.path, source.format, source.uses, source.drop) == (pairs, "preference", ["preference", "prompt"], ["empty"])
 
 
 STEPS = [{"prompt": f"What is {n}?", "completions": [f"{n} is.", f"So {n}."], "labels": [True, n % 2 == 0]} for n in range(30)]

@@ -239,6 +239,36 @@ def test_rows_of_a_killed_sender_are_sent_in_the_same_way(run: Path, tmp_path: P
     check_same(sorted(curve("mlflow", tmp_path, "train_sft", "loss")), written(run, "train_sft", "loss"))
 
 
+def test_a_run_that_mlflow_has_deleted_is_sent_whole_as_another(run: Path, tmp_path: Path):
+    """Also where it was deleted while the run goes on."""
+    training(run, 20)
+    sender = Sender(files(run), "mlflow", config("mlflow"))
+    sender.send()
+    client, (first,) = mlflow_runs(tmp_path)
+    client.delete_run(first.info.run_id)
+    note(run, outcome="done", until=None)
+    with pytest.raises(Exception, match="must be in the 'active' state"):
+        sender.send()
+    second = send_here(run, "mlflow")._note.id
+    assert second != first.info.run_id
+    check_same(sorted(curve("mlflow", tmp_path, "train_sft", "loss")), written(run, "train_sft", "loss"))
+    assert send_here(run, "mlflow")._note.id == second, "nothing was deleted since"
+    client.delete_experiment(first.info.experiment_id)
+    with pytest.raises(ConfigError, match=f"deleted; `mlflow experiments restore --experiment-id {first.info.experiment_id}`"):
+        send_here(run, "mlflow")
+
+
+@pytest.mark.parametrize("tracker", KEYS)
+def test_another_place_gets_the_whole_run(run: Path, tmp_path: Path, tracker: str):
+    send_here(run, tracker)
+    (tmp_path / "other").mkdir()
+    place = {"wandb": "other", "tensorboard": "other/events", "mlflow": f"sqlite:///{tmp_path}/other/mlflow.db"}[tracker]
+    send_here(run, tracker, **{tracker: place})
+    root = tmp_path if tracker == "wandb" else tmp_path / "other"
+    found = curve(tracker, root, "train_sft", "loss")
+    assert len(found) == len(written(run, "train_sft", "loss")) * (2 if tracker == "wandb" else 1)
+
+
 def test_results_of_an_earlier_run_arent_sent(run: Path):
     """While SFT trains, the folder still has the curves of the chain before."""
     note(run, outcome="running", stage="train_sft")

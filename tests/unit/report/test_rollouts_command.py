@@ -38,6 +38,8 @@ def test_a_finished_run_has_its_table_and_a_page(table, tmp_path, monkeypatch, c
     assert main(["mine", "--no-open"]) == 0
     assert capsys.readouterr().out == "Page: runs/mine/reports/rollouts.html\n"
     assert (run / "reports/rollouts.html").read_text(encoding="utf-8") == render_rollouts(table, "mine")
+    (tmp_path / "data").symlink_to(run / "data")
+    assert main(["--no-open"]) == 0 and capsys.readouterr().out == "Page: reports/rollouts.html\n", "the checkout's own, beside runs/"
     assert main([str(run), "--output", str(tmp_path / "page.html"), "--no-open"]) == 0 and (tmp_path / "page.html").exists()
 
 
