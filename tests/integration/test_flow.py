@@ -142,7 +142,7 @@ def test_a_cluster_that_is_not_there_is_refused_before_a_stage_runs(tmp_path, se
     params.write_text(params.read_text().replace("ADDRESS", '"http://127.0.0.1:9"'))  # nobody listens; DVC needs quotes around a colon
     refused = run_flow(workspace, PREFECT_API_URL=server)
     assert refused.returncode == 2, refused.stderr
-    assert "Refused: cluster.address: expected Ray's dashboard at http://127.0.0.1:9, got no connection" in refused.stderr
+    assert "cluster.address: expected Ray's dashboard at http://127.0.0.1:9, got no connection" in refused.stderr
     assert "Traceback" not in refused.stdout + refused.stderr and "Running stage" not in refused.stdout
     assert read_record(workspace)["outcome"] == "Refused"
     until = run_flow(workspace, "--until", "prepare_data", PREFECT_API_URL=server)  # which needs no cluster

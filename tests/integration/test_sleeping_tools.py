@@ -1,7 +1,8 @@
 """Episodes ahead hide tools that sleep 50 to 500 ms: twice the samples per second of lock step, and the same success, on three seeds.
 
 The recipe of the notebook with such tools, and with fewer samples a step, so that two cores spend most of a step in lock step waiting. The
-success is compared where it has converged, after steps of twice as many samples.
+success is compared where it has converged, after steps of twice as many samples. Needs an idle machine: other work slows
+episodes ahead, which wait for cores, more than lock step, which waits for sleeps.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -195,7 +196,14 @@ PROGRAMS = {name.strip(): program for name, _, program in (part.partition("\n") 
 def workers() -> set[int]:
     """Processes of sandboxes that this process started."""
     children = {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
-    return {pid for pid in children if "sandbox.worker" in Path(f"/proc/{pid}/cmdline").read_text()}
+    return {pid for pid in children if "sandbox.worker" in command_line(pid)}
+
+
+def command_line(pid: int) -> str:
+    """Empty if the process has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
 
 
 def main() -> None:

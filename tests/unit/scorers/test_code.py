@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hostile_programs import workers
+from hostile_programs import command_line, workers
 
 from rlhf_core.config import ScorerConfig
 from rlhf_core.scorers.code.cases import Opaque, check_tests, decoded, read_cases
@@ -232,7 +232,7 @@ def test_what_is_not_run_by_the_deadline_has_no_score(caplog):
 
 
 def runs_program(worker: int) -> bool:
-    return any("driver.py" in process.cmdline() for process in psutil.Process(worker).children(recursive=True))
+    return any("driver.py" in command_line(process.pid) for process in psutil.Process(worker).children(recursive=True))
 
 
 def test_a_sandbox_that_dies_gives_no_score_rather_than_0(caplog):
