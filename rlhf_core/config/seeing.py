@@ -24,11 +24,11 @@ def vision_conflicts(params: Params) -> Iterator[str]:
     if method not in METHODS:
         yield (
             f"alignment.method: expected one of {', '.join(METHODS)} with model.vision, got {method}; change one, because nothing samples "
-            "answers to pictures or scores them"
+            "answers to pictures"
         )
-    if params.reward.enabled:
-        yield "reward.enabled: expected false with model.vision, got true; set it to false, because reward models don't see"
-    for name in ("sft", method) if method in METHODS else ("sft",):
+    if params.reward.step_separator is not None:
+        yield "reward.step_separator: expected null with model.vision, got a text; set it to null, because process reward models don't see"
+    for name in ("sft", *["reward"] * params.reward.is_trained, *[method] * (method in METHODS)):
         section = getattr(params, name)
         if section.sequence_parallel > 1:
             yield (

@@ -29,11 +29,11 @@ from rlhf_core.engines.rollout.open import open_engine
 from rlhf_core.engines.rollout.requests import SamplingSettings
 from rlhf_core.models.attention import fix_frequencies
 from rlhf_core.models.batch import TokenBatch, collate_branches, collate_tokens, shared_row
-from rlhf_core.models.build import classifier, load_language_model, load_scalar_model, save_model
+from rlhf_core.models.build import classifier, load_language_model, load_scalar_model, save_model, trunk
 from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.probe import PROBE_ERRORS, shares_prefixes
-from rlhf_core.models.vision import Sight, Vision, picture_arguments, vision_of
+from rlhf_core.models.vision import Sight, Vision, freeze_vision, picture_arguments, vision_of
 from rlhf_core.models.weights import checkpoint_names
 from rlhf_core.trainers.preference.objectives import Continuation, Pair, PairObjective, ResponseForward, no_reference
 from rlhf_core.trainers.reward.train import Comparison, reward_phase
@@ -177,22 +177,32 @@ class Trial:
         fix_frequencies(scalar_model.config, self._settings.max_length)
         save_model(scalar_model, scalar_model.state_dict(), self._tokenizer, start)
         model = load_scalar_model(start, trust_remote_code=self._settings.trust_remote_code)
+        if self._settings.vision == "frozen":
+            freeze_vision(model)
         module = ScalarModule(model)
         engine = self._engine(module)
         tokens = 4 * self._settings.max_length
-        shares = shares_prefixes(model, device=device(), max_length=self._settings.max_length)
-        comparison = Comparison(tokens if shares else 0, self.sequences, [(0, 1), (2, 3)], ["a", "b"])
-        sizes = {"steps": UPDATES, "batch_size": 1, "pad_id": 0, "microbatch_tokens": tokens}
-        phase = reward_phase([comparison], [], **sizes, margin=0.0, centering_coef=0.01)
+        shares = self._sight is None and shares_prefixes(model, device=device(), max_length=self._settings.max_length)
+        comparisons = self._comparisons(tokens if shares else 0)
+        sizes = {"steps": UPDATES, "batch_size": len(comparisons), "pad_id": 0, "microbatch_tokens": tokens}
+        phase = reward_phase(comparisons, [], **sizes, margin=0.0, centering_coef=0.01, sight=self._sight)
         for _ in range(UPDATES):
-            phase.train_batch(engine, [0])
+            phase.train_batch(engine, list(range(len(comparisons))))
             engine.step()
         engine.eval()
-        last = [len(ids) - 1 for ids in self.sequences]
+        batch = collate_tokens(self.sequences, [len(ids) - 1 for ids in self.sequences], pad_id=0)
         with torch.no_grad():
-            ours = engine(collate_tokens(self.sequences, last, pad_id=0).to(device())).float().cpu()
-        plain = _scores(self._saved("reward", model, engine), self.sequences, trust_remote_code=self._settings.trust_remote_code)
+            ours = engine(self._with_pictures(batch)).float().cpu()
+        seen = None if self._sight is None else [self._sight(seen) for seen in self.pictures]
+        folder = self._saved("reward", model, engine)
+        plain = _scores(folder, self.sequences, trust_remote_code=self._settings.trust_remote_code, pictures=seen)
         return judged("reward", largest(ours, plain))
+
+    def _comparisons(self, shared: int) -> list[Comparison]:
+        """Return pairs of all sequences; in one conversation those with the same pictures."""
+        if self._sight is None:
+            return [Comparison(shared, self.sequences, [(0, 1), (2, 3)], ["a", "b"])]
+        return [Comparison(0, [self.sequences[i], self.sequences[i + 2]], [(0, 1)], [str(i)], self.pictures[i]) for i in (0, 1)]
 
     def _shared_prefix(self) -> Finding:
         """Find whether prefixes are shared, and the difference that sharing makes. Without sharing, training is only slower."""
@@ -309,7 +319,10 @@ class Trial:
         )
 
     def _batch(self) -> TokenBatch:
-        batch = collate_tokens(self.sequences, [1] * len(self.sequences), pad_id=0)
+        return self._with_pictures(collate_tokens(self.sequences, [1] * len(self.sequences), pad_id=0))
+
+    def _with_pictures(self, batch: TokenBatch) -> TokenBatch:
+        """Return a batch of all sequences on the device, with their pictures."""
         if self._sight is not None:
             batch = replace(batch, pictures=self._sight([picture for seen in self.pictures for picture in seen]))
         return batch.to(device())
@@ -396,11 +409,19 @@ def plain_logprobs(
 
 
 @torch.no_grad()
-def _scores(folder: Path, sequences: list[list[int]], *, trust_remote_code: bool) -> torch.Tensor:
+def _scores(
+    folder: Path, sequences: list[list[int]], *, trust_remote_code: bool, pictures: list[dict[str, torch.Tensor]] | None = None
+) -> torch.Tensor:
+    """Return each sequence's score by transformers' own forward pass of it alone, with its pictures."""
     load_options = {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
     kind = classifier(type(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)))
     model = kind.from_pretrained(folder, **load_options).to(device()).eval()
-    return torch.cat([model(input_ids=torch.tensor([ids], device=device())).logits[0].float().cpu() for ids in sequences])
+    found = []
+    for number, ids in enumerate(sequences):
+        row = torch.tensor([ids], device=device())
+        batch = TokenBatch(row, row > 0, pictures=pictures and pictures[number]).to(device())
+        found.append(model(input_ids=row, **picture_arguments(trunk(model), batch)).logits[0].float().cpu())
+    return torch.cat(found)
 
 
 def random_sequences(vocabulary: int, longest: int, *, seed: int) -> list[list[int]]:

@@ -252,6 +252,8 @@ class ScalarModule(nn.Module):
             states = part.run(trunk(self.model)).last_hidden_state[part.rows, part.positions]
             return self.split.joined(scalar_head(self.model)(states)[:, self._label].float(), part.own)
         hidden, _ = self.backend.hidden_states(self.model, batch, *places)
+        if batch.pictures is not None and torch.is_grad_enabled():
+            hidden = with_gradients_of_vision(self.model, hidden)
         return scalar_head(self.model)(hidden)[:, self._label].float()
 
     def check_scores_tokens(self, subject: str, remedy: str) -> None:

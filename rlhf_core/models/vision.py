@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import shown
 from rlhf_core.data.pictures import Picture, StoredPictures
+from rlhf_core.data.tokens import pictures_beside
 from rlhf_core.models.folder import refusals
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ _TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments of a forward pass 
 class Vision:
     """A model's processor.
 
-    token: the text that a chat template writes in a picture's place, which is also that of each token that a picture takes.
+    token: the text that a chat template writes in a picture's place, which is also that of each token (token_id) that a picture takes.
 
     Raises:
         ValueError: the folder has no processor that transformers knows.
@@ -47,6 +48,7 @@ class Vision:
         with refusals(folder):
             self._processor = _load(folder, self._files, tokenizer)
         self.token: str = self._processor.image_token
+        self.token_id: int = tokenizer.convert_tokens_to_ids(self.token)
         self._replacement = lru_cache(SIZES)(self._expanded)
 
     def save(self, folder: Path) -> None:
@@ -99,6 +101,17 @@ class Sight:
         if not pictures:
             return {}
         return self._vision.tensors([self.read(picture) for picture in pictures])
+
+    def beside(self, sequences: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+        """Return the arguments for token ids with their pictures.
+
+        Raises:
+            ValueError: ids have places of other pictures than they have with them.
+        """
+        for ids in sequences:
+            if (got := ids.count(self._vision.token_id)) != (due := self._vision.num_tokens(pictures_beside(ids))):
+                raise ValueError(f"pictures: expected the {due} tokens that {len(pictures_beside(ids))} take in a sequence, got {got}")
+        return self([picture for ids in sequences for picture in pictures_beside(ids)])
 
     def read(self, picture: Picture) -> Image:
         """Return a picture in RGB."""
@@ -158,8 +171,8 @@ def with_gradients_of_vision(model: PreTrainedModel, states: torch.Tensor) -> to
 
 
 def _vision_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
-    language = {*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()}
-    return [parameter for parameter in model.parameters() if parameter not in language]
+    language = {*model.get_decoder().parameters()}
+    return [parameter for parameter in model.base_model.parameters() if parameter not in language]
 
 
 def _load(folder: Path, files: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:

@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from rlhf_core.data.pictures import pictures_of
 from rlhf_core.data.schema import Message
+from rlhf_core.data.tokens import beside_pictures
 from rlhf_core.models.steps import step_ends, turn_step_ends
 from rlhf_core.models.tokenizer import (
     Unrenderable,
@@ -28,7 +30,7 @@ T = TypeVar("T")
 
 
 def scored_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], response: str, *, finished: bool = True) -> list[int]:
-    """Return the token ids of a conversation and a response, for a reward model with this tokenizer.
+    """Return the token ids of a conversation and a response, for a reward model with this tokenizer; beside pictures `SeenIds`.
 
     A truncated response has neither the end of its turn nor the text that the template writes after it, since it must not look finished.
 
@@ -143,8 +145,9 @@ class RewardModelInput:
             text = response_text(self._policy_tokenizer, prompt_ids, kept)
             return scored_ids(self._reward_tokenizer, messages, text, finished=finished)
         if not finished:
-            return [*prompt_ids, *response_ids]
-        return [*prompt_ids, *self._without_end(response_ids), *self._end.trained, *self._end.after]
+            return beside_pictures([*prompt_ids, *response_ids], pictures_of(messages))
+        ids = [*prompt_ids, *self._without_end(response_ids), *self._end.trained, *self._end.after]
+        return beside_pictures(ids, pictures_of(messages))
 
     def _without_end(self, response_ids: list[int]) -> list[int]:
         trained = len(self._end.trained)

@@ -29,10 +29,10 @@ def params_of(model: Path | str, **changes) -> Params:
     "family", ["qwen2_5_vl", "llava", pytest.param("idefics3", marks=pytest.mark.long), pytest.param("gemma3", marks=pytest.mark.long)]
 )
 def test_small_copy_computes_pictures_as_transformers_does(family, tmp_path):
-    params = params_of(save_seeing_model(tmp_path / "model", family))
+    params = params_of(save_seeing_model(tmp_path / "model", family), **{"reward.enabled": True})
     save_tokenizer(pretrained_tokenizer(params.model), tmp_path / "tokenizer")
     _, findings = run_trials(params, tmp_path / "tokenizer", tmp_path / "scratch")
-    assert [f.column for f in findings] == ["sft", "dpo", "lora"]
+    assert [f.column for f in findings] == ["sft", "reward", "dpo", "lora"]
     assert all(f.refusal is None and f.difference < 1e-5 for f in findings), findings
 
 
@@ -50,7 +50,8 @@ def test_a_limit_below_a_picture_s_tokens_is_refused(tmp_path):
     [
         ({"alignment.method": "rl"}, "alignment.method: expected one of dpo, kto with model.vision, got rl"),
         ({"alignment.method": "rejection_sampling"}, "alignment.method: expected one of dpo, kto with model.vision"),
-        ({"reward.enabled": True}, "reward.enabled: expected false with model.vision, got true"),
+        ({"reward.zero_stage": 3, "reward.enabled": True}, "reward.zero_stage: expected at most 2 with model.vision frozen, got 3"),
+        ({"reward.step_separator": "\n", "reward.enabled": True}, "reward.step_separator: expected null with model.vision, got a text"),
         ({"sft.zero_stage": 3}, "sft.zero_stage: expected at most 2 with model.vision frozen, got 3"),
         ({"model.vision": "trained", "sft.zero_stage": 2}, "sft.zero_stage: expected at most 1 with model.vision trained, got 2"),
         ({"dpo.ranks": 2, "dpo.sequence_parallel": 2}, "dpo.sequence_parallel: expected 1 with model.vision, got 2"),
