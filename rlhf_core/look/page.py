@@ -130,7 +130,7 @@ def _in_parts(sequence: Sequence, found: Inspection) -> list[tuple[str, int, int
     """Return `pieces` of a sequence; the equal tokens of a picture are one part, with the text of one."""
     vision, parts = vision_of(found.tokenizer), []
     for text, first, end in pieces(found.tokenizer, sequence.ids):
-        if vision is not None and parts and text == parts[-1][0] == vision.token:
+        if vision is not None and parts and text == parts[-1][0] == vision.filler:
             parts[-1] = (text, parts[-1][1], end)
         else:
             parts.append((text, first, end))

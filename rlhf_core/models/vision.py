@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 PROCESSOR = "processor_config.json"
 FILES = (PROCESSOR, "preprocessor_config.json", "video_preprocessor_config.json")
+PROBE = (64, 48)  # pixels
+KEPT_BYTES = 2**28  # of pictures' tensors; one of 1,000 x 800 pixels has some 2**24
 SIZES = 4096  # of pictures, whose texts are kept; one has some ten thousand characters
 _PARTS = ("image_processor", "video_processor", "feature_extractor", "tokenizer", "processor_class", "auto_map")  # not the processor's own
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -37,7 +39,8 @@ _TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments of a forward pass 
 class Vision:
     """A model's processor.
 
-    token: the text that a chat template writes in a picture's place, which is also that of each token (token_id) that a picture takes.
+    token: the text that a chat template writes in a picture's place.
+    filler: the text of each token (filler_id) that a picture takes, mostly the same.
 
     Raises:
         ValueError: the folder has no processor that transformers knows.
@@ -48,8 +51,10 @@ class Vision:
         with refusals(folder):
             self._processor = _load(folder, self._files, tokenizer)
         self.token: str = self._processor.image_token
-        self.token_id: int = tokenizer.convert_tokens_to_ids(self.token)
+        self.filler: str = getattr(tokenizer, "image_token", None) or self.token
+        self.filler_id: int = tokenizer.convert_tokens_to_ids(self.filler)
         self._replacement = lru_cache(SIZES)(self._expanded)
+        self._alike = self._has_equal_tokens_together()
 
     def save(self, folder: Path) -> None:
         """Write the processor's files, of the name and content that they had."""
@@ -58,49 +63,76 @@ class Vision:
             (folder / name).write_text(text, encoding="utf-8")
 
     def expand(self, text: str, pictures: Sequence[Picture]) -> str | None:
-        """Return a rendered conversation with the tokens of each picture in its place; None if there are more or fewer places."""
+        """Return a rendered conversation with the tokens of each picture in its place; None if there are more or fewer places, or it has
+        such tokens itself.
+        """
         pieces = text.split(self.token)
-        if len(pieces) != len(pictures) + 1:
+        if len(pieces) != len(pictures) + 1 or (self.filler != self.token and self.filler in text):
             return None
+        if len(pictures) > 1 and not self._alike:
+            raise ValueError("several in a conversation, whose tokens this processor makes otherwise than those of one")
         between = [self._replacement(picture.width, picture.height) for picture in pictures]
         return "".join(piece for pair in zip(pieces, [*between, ""], strict=True) for piece in pair)
 
     def num_tokens(self, pictures: Sequence[Picture]) -> int:
         """Return how many tokens the pictures take in a prompt, without those that stand around them."""
-        return sum(self._replacement(picture.width, picture.height).count(self.token) for picture in pictures)
+        return sum(self._replacement(picture.width, picture.height).count(self.filler) for picture in pictures)
 
     def _expanded(self, width: int, height: int) -> str:
         """Return the text that takes the place of a picture of a size."""
-        from PIL import Image as pillow
+        return self._replaced([[_white(width, height)]])[0]
 
-        found = self._process([pillow.new("RGB", (width, height), "white")], return_text_replacement_offsets=True)
-        return found["text_replacement_offsets"][0][0]["replacement"]
+    def _has_equal_tokens_together(self) -> bool:
+        """Return whether two pictures of a conversation take the tokens that each has alone."""
+        both = [_white(*PROBE), _white(*PROBE)]
+        return self._replaced([both]) == self._replaced([both[:1]]) * 2
 
-    def tensors(self, images: Sequence[Any]) -> dict[str, torch.Tensor]:
+    def _replaced(self, images: list[list[Image]]) -> list[str]:
+        found = self._process(images, return_text_replacement_offsets=True)
+        return [one["replacement"] for of_text in found["text_replacement_offsets"] for one in of_text]
+
+    def tensors(self, images: Sequence[Image]) -> dict[str, torch.Tensor]:
         """Return the arguments of the model's forward pass for pictures, in order."""
-        found = self._process(images, return_tensors="pt")
+        found = self._process([[image] for image in images], return_tensors="pt", padding=True)
         return {name: value for name, value in found.items() if name not in _OF_TEXT}
 
-    def _process(self, images: Sequence[Any], **options: Any) -> dict[str, Any]:
-        """Return the processor's output for a text of nothing but these pictures.
+    def _process(self, images: list[list[Image]], **options: Any) -> dict[str, Any]:
+        """Return the processor's output for texts of nothing but these pictures each.
 
         Raises:
             ValueError: it doesn't take them: some refuse a picture that is far longer than wide.
         """
-        return dict(self._processor(text=[self.token * len(images)], images=[list(images)], add_special_tokens=False, **options))
+        texts = [self.token * len(of_text) for of_text in images]
+        return dict(self._processor(text=texts, images=images, add_special_tokens=False, **options))
+
+
+def _white(width: int, height: int) -> Image:
+    from PIL import Image as pillow
+
+    return pillow.new("RGB", (width, height), "white")
 
 
 class Sight:
-    """Makes the arguments of a forward pass for pictures of the prepared data."""
+    """Makes the arguments of a forward pass for pictures of the prepared data. Those of the last pictures are kept.
+
+    The rows of a pair, the samples of a prompt and the passes of a step have the same pictures.
+    """
 
     def __init__(self, vision: Vision, pictures: StoredPictures | None):
         self._vision, self._pictures = vision, pictures
+        self._kept: dict[Picture, dict[str, torch.Tensor]] = {}  # the last used is last
 
     def __call__(self, pictures: Sequence[Picture]) -> dict[str, torch.Tensor]:
         """Return the arguments, none without pictures."""
-        if not pictures:
-            return {}
-        return self._vision.tensors([self.read(picture) for picture in pictures])
+        made = [self._made(picture) for picture in pictures]
+        return {name: joined([of_one[name] for of_one in made]) for name in made[0]} if made else {}
+
+    def _made(self, picture: Picture) -> dict[str, torch.Tensor]:
+        found = self._kept.pop(picture, None) or self._vision.tensors([self.read(picture)])
+        self._kept[picture] = found
+        while len(self._kept) > 1 and sum(t.nbytes for of_one in self._kept.values() for t in of_one.values()) > KEPT_BYTES:
+            del self._kept[next(iter(self._kept))]
+        return found
 
     def beside(self, sequences: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         """Return the arguments for token ids with their pictures.
@@ -109,13 +141,23 @@ class Sight:
             ValueError: ids have places of other pictures than they have with them.
         """
         for ids in sequences:
-            if (got := ids.count(self._vision.token_id)) != (due := self._vision.num_tokens(pictures_beside(ids))):
+            if (got := ids.count(self._vision.filler_id)) != (due := self._vision.num_tokens(pictures_beside(ids))):
                 raise ValueError(f"pictures: expected the {due} tokens that {len(pictures_beside(ids))} take in a sequence, got {got}")
         return self([picture for ids in sequences for picture in pictures_beside(ids)])
 
     def read(self, picture: Picture) -> Image:
         """Return a picture in RGB."""
         return self._pictures.read(picture)
+
+
+def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the arguments of single pictures as those of all; a picture in fewer parts than others gets further ones of zeros."""
+
+    shape = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    whole = tensors[0].new_zeros(sum(map(len, tensors)), *shape)
+    for part, tensor in zip(whole.split([*map(len, tensors)]), tensors, strict=True):
+        part[(slice(None), *map(slice, tensor.shape[1:]))] = tensor
+    return whole
 
 
 def sight(tokenizer: PreTrainedTokenizerBase, prepared: Path) -> Sight | None:

@@ -186,6 +186,8 @@ class SourcePictures:
             path = (self._folder / name).resolve()
             if not path.is_relative_to(self._folder):
                 raise Dropped("a picture's path leaves the source's folder of images")
+            if not path.is_file():  # a pipe would be read for ever
+                raise Dropped("a picture's file is missing")
             if path.stat().st_size > MAX_BYTES:
                 raise Dropped(f"a picture has more than {MAX_BYTES} bytes")
             return path.read_bytes()

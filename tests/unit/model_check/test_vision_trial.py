@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from seeing_models import save_seeing_model
+from seeing_models import FAMILIES, save_seeing_model
 from tiny_models import tiny_params
 
 from rlhf_core.config import ConfigError, Params
@@ -14,6 +14,7 @@ from rlhf_core.model_check.check import run_trials
 from rlhf_core.models.tokenizer import pretrained_tokenizer
 from rlhf_core.models.vision import save_tokenizer
 
+QUICK = ("qwen2_5_vl", "llava")
 SOURCE = {"name": "a", "kind": "file", "path": "a.jsonl", "format": "preference", "uses": ["sft", "preference", "prompt"], "weight": 1.0}
 
 
@@ -25,15 +26,13 @@ def params_of(model: Path | str, **changes) -> Params:
     return tiny_params(**{**base, **changes})
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen2_5_vl", "llava", pytest.param("idefics3", marks=pytest.mark.long), pytest.param("gemma3", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("family", [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES if name not in QUICK)])
 def test_small_copy_computes_pictures_as_transformers_does(family, tmp_path):
     params = params_of(save_seeing_model(tmp_path / "model", family), **{"reward.enabled": True})
     save_tokenizer(pretrained_tokenizer(params.model), tmp_path / "tokenizer")
     _, findings = run_trials(params, tmp_path / "tokenizer", tmp_path / "scratch")
     assert [f.column for f in findings] == ["sft", "reward", "dpo", "lora"]
-    assert all(f.refusal is None and f.difference < 1e-5 for f in findings), findings
+    assert all(f.refusal is None and f.difference < (3e-5 if family == "internvl" else 1e-5) for f in findings), findings
 
 
 def test_a_limit_below_a_picture_s_tokens_is_refused(tmp_path):

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
-from seeing_models import FAMILIES, QUESTION, rows, save_seeing_model, seeing, store
+from seeing_models import FAMILIES, ONE_PICTURE, QUESTION, rows, save_seeing_model, seeing, store
 from tiny_models import tiny_params
 from transformers import AutoModelForImageTextToText
 
@@ -44,7 +44,7 @@ class Case:
     def __init__(self, folder: Path, family: str):
         self.model, self.prepared = save_seeing_model(folder / "model", family), folder / "data"
         self.pictures: list[Picture] = store(self.prepared, 6)
-        self.rows = [{**row, "source": "a"} for row in rows(self.pictures)]
+        self.rows = [{**row, "source": "a"} for row in rows(self.pictures, several=family not in ONE_PICTURE)]
         self.tokenizer, self.sight = seeing(self.model, self.prepared)
 
     @property
