@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from rlhf_core.models.folder import refusals
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
     from rlhf_core.models.batch import TokenBatch
 
@@ -39,6 +40,7 @@ _TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments of a forward pass 
 class Vision:
     """A model's processor.
 
+    processor: that of transformers.
     token: the text that a chat template writes in a picture's place.
     filler: the text of each token (filler_id) that a picture takes, mostly the same.
 
@@ -49,8 +51,8 @@ class Vision:
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase):
         self._files = {name: (folder / name).read_text(encoding="utf-8") for name in FILES if (folder / name).is_file()}
         with refusals(folder):
-            self._processor = _load(folder, self._files, tokenizer)
-        self.token: str = self._processor.image_token
+            self.processor = _load(folder, self._files, tokenizer)
+        self.token: str = self.processor.image_token
         self.filler: str = getattr(tokenizer, "image_token", None) or self.token
         self.filler_id: int = tokenizer.convert_tokens_to_ids(self.filler)
         self._replacement = lru_cache(SIZES)(self._expanded)
@@ -58,7 +60,7 @@ class Vision:
 
     def save(self, folder: Path) -> None:
         """Write the processor's files, of the name and content that they had."""
-        about = {"processor_class": type(self._processor).__name__}
+        about = {"processor_class": type(self.processor).__name__}
         for name, text in {PROCESSOR: json.dumps(about), **self._files}.items():
             (folder / name).write_text(text, encoding="utf-8")
 
@@ -103,7 +105,7 @@ class Vision:
             ValueError: it doesn't take them: some refuse a picture that is far longer than wide.
         """
         texts = [self.token * len(of_text) for of_text in images]
-        return dict(self._processor(text=texts, images=images, add_special_tokens=False, **options))
+        return dict(self.processor(text=texts, images=images, add_special_tokens=False, **options))
 
 
 def _white(width: int, height: int) -> Image:
@@ -119,7 +121,7 @@ class Sight:
     """
 
     def __init__(self, vision: Vision, pictures: StoredPictures | None):
-        self._vision, self._pictures = vision, pictures
+        self.vision, self._pictures = vision, pictures
         self._kept: dict[Picture, dict[str, torch.Tensor]] = {}  # the last used is last
 
     def __call__(self, pictures: Sequence[Picture]) -> dict[str, torch.Tensor]:
@@ -128,7 +130,7 @@ class Sight:
         return {name: joined([of_one[name] for of_one in made]) for name in made[0]} if made else {}
 
     def _made(self, picture: Picture) -> dict[str, torch.Tensor]:
-        found = self._kept.pop(picture, None) or self._vision.tensors([self.read(picture)])
+        found = self._kept.pop(picture, None) or self.vision.tensors([self.read(picture)])
         self._kept[picture] = found
         while len(self._kept) > 1 and sum(t.nbytes for of_one in self._kept.values() for t in of_one.values()) > KEPT_BYTES:
             del self._kept[next(iter(self._kept))]
@@ -141,7 +143,7 @@ class Sight:
             ValueError: ids have places of other pictures than they have with them.
         """
         for ids in sequences:
-            if (got := ids.count(self._vision.filler_id)) != (due := self._vision.num_tokens(pictures_beside(ids))):
+            if (got := ids.count(self.vision.filler_id)) != (due := self.vision.num_tokens(pictures_beside(ids))):
                 raise ValueError(f"pictures: expected the {due} tokens that {len(pictures_beside(ids))} take in a sequence, got {got}")
         return self([picture for ids in sequences for picture in pictures_beside(ids)])
 
@@ -158,6 +160,11 @@ def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
     for part, tensor in zip(whole.split([*map(len, tensors)]), tensors, strict=True):
         part[(slice(None), *map(slice, tensor.shape[1:]))] = tensor
     return whole
+
+
+def with_sight(batch: TokenBatch, sight: Sight | None, pictures: Sequence[Picture]) -> TokenBatch:
+    """Return the batch with the pictures of its rows, in order, for a model that sees."""
+    return batch if sight is None else replace(batch, pictures=sight(pictures))
 
 
 def sight(tokenizer: PreTrainedTokenizerBase, prepared: Path) -> Sight | None:
@@ -195,6 +202,25 @@ def picture_arguments(module: PreTrainedModel, batch: TokenBatch) -> dict[str, t
         return {}
     types = (batch.input_ids == module.config.image_token_id).int()
     return {**batch.pictures, **{name: types for name in _TYPES if name in inspect.signature(module.forward).parameters}}
+
+
+def picture_positions(model: PreTrainedModel, ids: torch.Tensor, real: torch.Tensor, seen: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """Return positions [3, B, T] of left-padded prompts whose pictures' tokens have coordinates; None: positions count tokens.
+
+    Args:
+        real: [B, T] bool, tokens that aren't padding.
+        seen: of `picture_arguments`.
+    """
+    index = getattr(model.base_model, "get_rope_index", None)
+    if index is None or not seen:
+        return None
+    taken = inspect.signature(index).parameters
+    return index(input_ids=ids, attention_mask=real.long(), **{name: value for name, value in seen.items() if name in taken})[0]
+
+
+def undrawn_ids(config: PretrainedConfig) -> tuple[int, ...]:
+    """Return the tokens that a policy that sees must not draw: one that stands for a picture's part would have no picture."""
+    return (config.image_token_id,)
 
 
 def freeze_vision(model: PreTrainedModel) -> None:
