@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlhf_core.config.params import Params
 
 METHODS = ("rl", "dpo", "kto")
-LAST_STAGE = "train_policy"
-_AFTER = ("evaluate", "report")  # stages that need answers to pictures
 _BLIND_SCORERS = ("reward_model", "llm_judge")  # which would score an answer without its picture
 
 
@@ -26,6 +24,11 @@ def vision_conflicts(params: Params) -> Iterator[str]:
         yield f"alignment.method: expected one of {', '.join(METHODS)} with model.vision, got {method}; change it"
     if params.reward.step_separator is not None:
         yield "reward.step_separator: expected null with model.vision, got a text; set it to null, because process reward models don't see"
+    if params.evaluation.harness is not None:
+        yield "evaluation.harness: expected null with model.vision, got some; set it to null, because its tasks have no pictures"
+    key, scorers = params.evaluation_scorers
+    if judges := [scorer.name for scorer in scorers if scorer.kind == "llm_judge"]:
+        yield f"{key}: expected none of kind llm_judge with model.vision, got {', '.join(judges)}; take them out, because judges don't see"
     sections = {"sft": params.sft} | ({"reward": params.reward} if params.reward.is_trained else {})
     if method == "rl":
         yield from _rl_conflicts(params)
@@ -68,13 +71,3 @@ def _rl_conflicts(params: Params) -> Iterator[str]:
             f"rl.rollout.tensor_parallel_size: expected 1 with model.vision, got {rl.rollout.tensor_parallel_size}; set it to 1, and "
             "rl.rollout.engines higher"
         )
-
-
-def stage_refusal(params: Params, stages: Iterable[str]) -> str | None:
-    """Return why a run of these stages is refused for a model that sees; None if it isn't."""
-    if params.model.vision is None or not (found := [stage for stage in stages if stage in _AFTER]):
-        return None
-    return (
-        f"model.vision: expected a run that ends with {LAST_STAGE}, since no answers to pictures are sampled, got one with "
-        f"{' and '.join(found)}; add --until {LAST_STAGE}"
-    )

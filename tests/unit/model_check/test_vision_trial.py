@@ -9,11 +9,11 @@ from seeing_models import FAMILIES, save_seeing_model
 from tiny_models import tiny_params
 
 from rlhf_core.config import ConfigError, Params
-from rlhf_core.config.seeing import stage_refusal
 from rlhf_core.model_check.check import run_trials
 from rlhf_core.models.tokenizer import pretrained_tokenizer
 from rlhf_core.models.vision import save_tokenizer
 
+JUDGE = {"name": "quality", "kind": "llm_judge", "url": "http://localhost:1/v1", "llm": "a", "mode": "score", "scale": [1, 5]}
 QUICK = ("qwen2_5_vl", "llava")
 SOURCE = {"name": "a", "kind": "file", "path": "a.jsonl", "format": "preference", "uses": ["sft", "preference", "prompt"], "weight": 1.0}
 
@@ -51,6 +51,8 @@ def test_a_limit_below_a_picture_s_tokens_is_refused(tmp_path):
         ({"alignment.method": "rejection_sampling"}, "alignment.method: expected one of dpo, kto with model.vision"),
         ({"reward.zero_stage": 3, "reward.enabled": True}, "reward.zero_stage: expected at most 2 with model.vision frozen, got 3"),
         ({"reward.step_separator": "\n", "reward.enabled": True}, "reward.step_separator: expected null with model.vision, got a text"),
+        ({"evaluation.harness": {"tasks": ["a"]}}, "evaluation.harness: expected null with model.vision, got some"),
+        ({"evaluation.scorers": [JUDGE]}, "evaluation.scorers: expected none of kind llm_judge with model.vision, got quality"),
         ({"sft.zero_stage": 3}, "sft.zero_stage: expected at most 2 with model.vision frozen, got 3"),
         ({"model.vision": "trained", "sft.zero_stage": 2}, "sft.zero_stage: expected at most 1 with model.vision trained, got 2"),
         ({"dpo.ranks": 2, "dpo.sequence_parallel": 2}, "dpo.sequence_parallel: expected 1 with model.vision, got 2"),
@@ -69,9 +71,3 @@ def test_what_isn_t_built_is_refused_with_the_params(changes, message):
     with pytest.raises(ConfigError) as error:
         params_of("a/b", **changes)
     assert message in str(error.value)
-
-
-def test_a_run_past_training_is_refused():
-    stages = ["prepare_data", "train_sft", "train_policy", "evaluate", "report"]
-    assert "add --until train_policy" in stage_refusal(params_of("a/b"), stages)
-    assert stage_refusal(params_of("a/b"), stages[:3]) is None and stage_refusal(tiny_params(), stages) is None
