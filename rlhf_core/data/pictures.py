@@ -88,6 +88,25 @@ class StoredPictures:
         return Image.open(io.BytesIO(content)).convert("RGB")
 
 
+class PictureFiles:
+    """Pictures of a folder that has each in a file, whose name is its hash."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def read(self, picture: Picture) -> Image:
+        """Return a picture in RGB.
+
+        Raises:
+            ValueError: there is no such picture.
+        """
+        from PIL import Image
+
+        if not (path := self._folder / picture.sha256).is_file():
+            raise ValueError(f"{self._folder}: expected the picture {picture.sha256[:SHOWN_DIGITS]}, got none; run prepare_data again")
+        return Image.open(path).convert("RGB")
+
+
 def previews(folder: Path) -> Callable[[Iterable[Message]], list[str]] | None:
     """Return what makes data URLs of small copies of a conversation's first pictures; None for prepared data without pictures."""
     if not (folder / FILE).exists():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import shown
-from rlhf_core.data.pictures import Picture, StoredPictures
+from rlhf_core.data.pictures import FILE, Picture, PictureFiles, StoredPictures
 from rlhf_core.data.tokens import pictures_beside
 from rlhf_core.models.folder import refusals
 
@@ -120,7 +120,7 @@ class Sight:
     The rows of a pair, the samples of a prompt and the passes of a step have the same pictures.
     """
 
-    def __init__(self, vision: Vision, pictures: StoredPictures | None):
+    def __init__(self, vision: Vision, pictures: StoredPictures | PictureFiles | None):
         self.vision, self._pictures = vision, pictures
         self._kept: dict[Picture, dict[str, torch.Tensor]] = {}  # the last used is last
 
@@ -167,13 +167,16 @@ def with_sight(batch: TokenBatch, sight: Sight | None, pictures: Sequence[Pictur
     return batch if sight is None else replace(batch, pictures=sight(pictures))
 
 
+def sees(folder: Path) -> bool:
+    """Return whether a folder's model was trained with pictures, or is published as one that sees: it has a processor for them."""
+    return any((folder / name).is_file() for name in FILES[:2])
+
+
 def sight(tokenizer: PreTrainedTokenizerBase, prepared: Path) -> Sight | None:
-    """Return what sees the pictures of a folder with prepared data; None for a model that doesn't see."""
+    """Return what sees the pictures of a folder, of prepared data or with a file each; None for a model that doesn't see."""
     if (vision := vision_of(tokenizer)) is None:
         return None
-    from rlhf_core.data.pictures import FILE
-
-    return Sight(vision, StoredPictures(prepared) if (prepared / FILE).exists() else None)
+    return Sight(vision, StoredPictures(prepared) if (prepared / FILE).exists() else PictureFiles(prepared))
 
 
 def attach(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:

@@ -56,7 +56,7 @@ def test_sft_and_dpo_with_pictures(tmp_path):
     assert metrics["prepare_data"]["pictures"] == 238
     right = {name: metrics["check_model"]["checks"][name] for name in ("sft", "reward", "dpo", "lora")}
     assert set(right.values()) == {"right"}
-    gate = json.loads((workspace / "metrics/gate_reward.json").read_text())
+    gate = json.loads((workspace / "metrics/gate.json").read_text())
     assert gate["n"] >= 10 and gate["probes"]["stored_scores"]["value"] < 1e-4
     evaluation = json.loads((workspace / "metrics/evaluate.json").read_text())
     assert all(evaluation[mode]["policy"]["scores"]["reward_model"]["n"] == 20 for mode in ("greedy", "sampled"))
