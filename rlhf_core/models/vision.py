@@ -21,7 +21,7 @@ from rlhf_core.models.folder import refusals
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
     from rlhf_core.models.batch import TokenBatch
 
@@ -36,6 +36,7 @@ _TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments of a forward pass 
 class Vision:
     """A model's processor.
 
+    processor: that of transformers.
     token: the text that a chat template writes in a picture's place, which is also that of each token that a picture takes.
 
     Raises:
@@ -45,13 +46,13 @@ class Vision:
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase):
         self._files = {name: (folder / name).read_text(encoding="utf-8") for name in FILES if (folder / name).is_file()}
         with refusals(folder):
-            self._processor = _load(folder, self._files, tokenizer)
-        self.token: str = self._processor.image_token
+            self.processor = _load(folder, self._files, tokenizer)
+        self.token: str = self.processor.image_token
         self._replacement = lru_cache(SIZES)(self._expanded)
 
     def save(self, folder: Path) -> None:
         """Write the processor's files, of the name and content that they had."""
-        about = {"processor_class": type(self._processor).__name__}
+        about = {"processor_class": type(self.processor).__name__}
         for name, text in {PROCESSOR: json.dumps(about), **self._files}.items():
             (folder / name).write_text(text, encoding="utf-8")
 
@@ -85,20 +86,20 @@ class Vision:
         Raises:
             ValueError: it doesn't take them: some refuse a picture that is far longer than wide.
         """
-        return dict(self._processor(text=[self.token * len(images)], images=[list(images)], add_special_tokens=False, **options))
+        return dict(self.processor(text=[self.token * len(images)], images=[list(images)], add_special_tokens=False, **options))
 
 
 class Sight:
     """Makes the arguments of a forward pass for pictures of the prepared data."""
 
     def __init__(self, vision: Vision, pictures: StoredPictures | None):
-        self._vision, self._pictures = vision, pictures
+        self.vision, self._pictures = vision, pictures
 
     def __call__(self, pictures: Sequence[Picture]) -> dict[str, torch.Tensor]:
         """Return the arguments, none without pictures."""
         if not pictures:
             return {}
-        return self._vision.tensors([self.read(picture) for picture in pictures])
+        return self.vision.tensors([self.read(picture) for picture in pictures])
 
     def read(self, picture: Picture) -> Image:
         """Return a picture in RGB."""
@@ -140,6 +141,25 @@ def picture_arguments(module: PreTrainedModel, batch: TokenBatch) -> dict[str, t
         return {}
     types = (batch.input_ids == module.config.image_token_id).int()
     return {**batch.pictures, **{name: types for name in _TYPES if name in inspect.signature(module.forward).parameters}}
+
+
+def picture_positions(model: PreTrainedModel, ids: torch.Tensor, real: torch.Tensor, seen: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """Return positions [3, B, T] of left-padded prompts whose pictures' tokens have coordinates; None: positions count tokens.
+
+    Args:
+        real: [B, T] bool, tokens that aren't padding.
+        seen: of `picture_arguments`.
+    """
+    index = getattr(model.base_model, "get_rope_index", None)
+    if index is None or not seen:
+        return None
+    taken = inspect.signature(index).parameters
+    return index(input_ids=ids, attention_mask=real.long(), **{name: value for name, value in seen.items() if name in taken})[0]
+
+
+def undrawn_ids(config: PretrainedConfig) -> tuple[int, ...]:
+    """Return the tokens that a policy that sees must not draw: one that stands for a picture's part would have no picture."""
+    return (config.image_token_id,)
 
 
 def freeze_vision(model: PreTrainedModel) -> None:
