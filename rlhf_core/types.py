@@ -134,7 +134,7 @@ class Sequences:
 
     ids: [N] int32, sequence after sequence.
     starts: [B] int64, tokens of each prompt.    lengths: [B] int64, tokens of each prompt and its response.
-    pictures: of each prompt; None: the model doesn't see.
+    pictures: of each prompt; None: none has any.
     """
 
     ids: torch.Tensor
@@ -167,6 +167,10 @@ class Sequences:
 
         pieces, pictures = self._pieces(), None if self.pictures is None else [self.pictures[row] for row in rows]
         return Sequences(torch.cat([self.ids[:0], *(pieces[row] for row in rows)]), self.starts[rows], self.lengths[rows], pictures)
+
+    def pictures_of(self, rows: list[int]) -> list[Picture]:
+        """The pictures of these sequences, in order."""
+        return [picture for row in rows for picture in (self.pictures or {row: ()})[row]]
 
     def until(self, ends: torch.Tensor) -> Sequences:
         """Return each with so many tokens of its response, [B]."""

@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,6 +105,11 @@ class Sight:
     def read(self, picture: Picture) -> Image:
         """Return a picture in RGB."""
         return self._pictures.read(picture)
+
+
+def with_sight(batch: TokenBatch, sight: Sight | None, pictures: Sequence[Picture]) -> TokenBatch:
+    """Return the batch with the pictures of its rows, in order, for a model that sees."""
+    return batch if sight is None else replace(batch, pictures=sight(pictures))
 
 
 def sight(tokenizer: PreTrainedTokenizerBase, prepared: Path) -> Sight | None:

@@ -157,10 +157,10 @@ class PytorchEngine:
         prompts: list[list[int]],
         seeds: list[int],
         settings: SamplingSettings,
+        pictures: Sequence[tuple[Picture, ...]] = (),
         *,
         stop_ids: tuple[int, ...],
         group_size: int,
-        pictures: Sequence[tuple[Picture, ...]] = (),
     ) -> list[list[Sample]]:
         """Sample `group_size` responses for each prompt, in order. `seeds[i]` is the random seed of prompt i.
 

@@ -21,6 +21,7 @@ from rlhf_core.models.build import load_language_model, load_scalar_model, new_s
 from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.probe import shares_prefixes
+from rlhf_core.models.vision import undrawn_ids
 from rlhf_core.scorers.reward.members import member_folders
 from rlhf_core.scorers.reward.model import load_member
 from rlhf_core.trainers.rl.job import RlJob
@@ -38,6 +39,7 @@ class HostedRoles:
     scorers: scorer's name -> the members of its reward model.
     teachers: of rl.distillation, with their shares of all weights.
     experts_per_token: of a policy with experts whose load is balanced; None: no load balancing.
+    undrawn: tokens that a policy that sees never draws.
     shares_prompts: a prompt's samples are computed together.
     """
 
@@ -48,8 +50,9 @@ class HostedRoles:
         self.critic: TrainEngine | None = None
         self.reference: FrozenModel | None = None
         self.experts_per_token: int | None = None
+        self.undrawn: tuple[int, ...] = ()
         self._sharing: list[bool] = []
-        load_options = {"trust_remote_code": job.model.trust_remote_code, "training_dtype": job.model.dtype}
+        load_options = {**job.load_options, "training_dtype": job.model.dtype}
         self.computes_reference = "reference" in hosted
         if "policy" in hosted:
             self.language_model = load_language_model(job.sft_model, **load_options)
@@ -75,13 +78,14 @@ class HostedRoles:
 
     def _inspect(self, model: PreTrainedModel) -> None:
         self.experts_per_token = balanced_experts(model, self._job.rl.moe_aux_coef)
+        self.undrawn = () if self._job.model.vision is None else undrawn_ids(model.config)
         self._note_sharing(model)
 
     def _note_sharing(self, model: PreTrainedModel) -> None:
         """A prompt's samples are computed together if every model of this rank can."""
         rl = self._job.rl
         # A critic sees every sequence of its own, and the load of experts counts every sample.
-        groups = rl.group_size > 1 and rl.critic is None and not rl.moe_aux_coef
+        groups = rl.group_size > 1 and rl.critic is None and not rl.moe_aux_coef and self._job.model.vision is None
         self._sharing.append(groups and shares_prefixes(model, device=device(), max_length=self._job.model.max_length))
 
     @property
