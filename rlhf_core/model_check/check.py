@@ -80,9 +80,7 @@ def run_trials(params: Params, tokenizer_folder: Path, scratch: Path) -> tuple[s
     on_pairs = params.alignment.method in ("dpo", "kto")
     supervised = params.sft.enabled or params.alignment.method in ("rejection_sampling", "conditional_sft")
     columns = [*["sft"] * supervised, *["reward"] * params.reward.is_trained, *["dpo"] * on_pairs, *["lora"] * bool(loras)]
-    if model.vision is not None:  # neither samples nor scores yet
-        return type(language_model).__name__, [trial.run(column) for column in columns]
-    findings = [trial.run(column) for column in (*columns, "shared_prefix")]
+    findings = [trial.run(column) for column in (*columns, *["shared_prefix"] * (model.vision is None))]
     findings += [try_ready_made(scorer, model) for scorer in scorers(params) if scorer.kind == "reward_model" and scorer.path]
     if folder is not None:
         findings.append(try_ready_made(ScorerConfig(name="reward_model", kind="reward_model"), model, folder))
@@ -212,6 +210,7 @@ def adapters(params: Params) -> tuple[LoraConfig, ...]:
 def backends(params: Params) -> dict[str, RolloutBackend]:
     """Return the sampling backends by their keys in params.yaml: for the evaluation, and for a method that samples."""
     found = {"rl.rollout.backend" if params.evaluation.backend is None else "evaluation.backend": params.evaluation_backend}
+    found = found if params.model.vision is None else {}  # nothing evaluates answers to pictures
     if params.alignment.method == "rl":
         found["rl.rollout.backend"] = params.rl.rollout.backend
     if params.alignment.method == "rejection_sampling":

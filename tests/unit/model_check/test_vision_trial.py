@@ -14,6 +14,11 @@ from rlhf_core.model_check.check import run_trials
 from rlhf_core.models.tokenizer import pretrained_tokenizer
 from rlhf_core.models.vision import save_tokenizer
 
+SCORER = {"name": "length", "kind": "length", "target_length": 3}
+RL = {
+    "alignment.method": "rl", "rl.algorithm": "grpo", "rl.ppo.critic_init": "sft", "rl.reward.scorers": [SCORER],
+    "rl.rollout.backend": "pytorch",
+}  # fmt: skip
 SOURCE = {"name": "a", "kind": "file", "path": "a.jsonl", "format": "preference", "uses": ["sft", "preference", "prompt"], "weight": 1.0}
 
 
@@ -29,11 +34,13 @@ def params_of(model: Path | str, **changes) -> Params:
     "family", ["qwen2_5_vl", "llava", pytest.param("idefics3", marks=pytest.mark.long), pytest.param("gemma3", marks=pytest.mark.long)]
 )
 def test_small_copy_computes_pictures_as_transformers_does(family, tmp_path):
-    params = params_of(save_seeing_model(tmp_path / "model", family))
-    save_tokenizer(pretrained_tokenizer(params.model), tmp_path / "tokenizer")
-    _, findings = run_trials(params, tmp_path / "tokenizer", tmp_path / "scratch")
-    assert [f.column for f in findings] == ["sft", "dpo", "lora"]
-    assert all(f.refusal is None and f.difference < 1e-5 for f in findings), findings
+    model = save_seeing_model(tmp_path / "model", family)
+    for changes, columns in (({}, ["sft", "dpo", "lora"]), (RL, ["sft", "lora", "pytorch"])):
+        params = params_of(model, **changes)
+        save_tokenizer(pretrained_tokenizer(params.model), tmp_path / "tokenizer")
+        _, findings = run_trials(params, tmp_path / "tokenizer", tmp_path / "scratch")
+        assert [f.column for f in findings] == columns
+        assert all(f.refusal is None and f.difference < 1e-5 for f in findings), findings
 
 
 def test_a_limit_below_a_picture_s_tokens_is_refused(tmp_path):
@@ -48,19 +55,27 @@ def test_a_limit_below_a_picture_s_tokens_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"alignment.method": "rl"}, "alignment.method: expected one of dpo, kto with model.vision, got rl"),
-        ({"alignment.method": "rejection_sampling"}, "alignment.method: expected one of dpo, kto with model.vision"),
+        ({"alignment.method": "rejection_sampling"}, "alignment.method: expected one of rl, dpo, kto with model.vision"),
+        (RL | {"rl.algorithm": "ppo"}, "rl.algorithm: expected one without a critic with model.vision, got ppo"),
+        (RL | {"rl.environment": {"tools": ["a.py:b"]}}, "rl.environment: expected null with model.vision"),
+        (RL | {"rl.distillation": {"teachers": [{"path": "a/b"}]}}, "rl.distillation: expected null with model.vision"),
+        (
+            RL | {"rl.reward.scorers": [SCORER, {"name": "other", "kind": "reward_model", "path": "a/b"}]},
+            "rl.reward.scorers: expected none of kind reward_model or llm_judge with model.vision, got other",
+        ),
+        (RL | {"rl.rollout.backend": "vllm", "rl.rollout.tensor_parallel_size": 2}, "rl.rollout.tensor_parallel_size: expected 1"),
+        (RL | {"rl.trainer.zero_stage": 3}, "rl.trainer.zero_stage: expected at most 2 with model.vision frozen, got 3"),
         ({"reward.enabled": True}, "reward.enabled: expected false with model.vision, got true"),
         ({"sft.zero_stage": 3}, "sft.zero_stage: expected at most 2 with model.vision frozen, got 3"),
         ({"model.vision": "trained", "sft.zero_stage": 2}, "sft.zero_stage: expected at most 1 with model.vision trained, got 2"),
         ({"dpo.ranks": 2, "dpo.sequence_parallel": 2}, "dpo.sequence_parallel: expected 1 with model.vision, got 2"),
         ({"dpo.gradient_checkpointing": True}, "dpo.gradient_checkpointing: expected false with model.vision, got true"),
-        ({"data.sources": [{"name": "c", "kind": "clerk", "uses": ["sft"]}]}, "data.sources.c.kind: expected file or huggingface"),
+        ({"data.sources": [{"name": "c", "kind": "clerk", "uses": ["sft"]}]}, "data.sources.c.kind: expected file, huggingface or shapes"),
         (
             {"model.vision": None, "data.sources": [SOURCE | {"images": "x"}]},
             "data.sources: expected no images of ['a'] without model.vision",
         ),
-        ({"model.path": None, "model.architecture": {}}, "vision: expected null without model.path"),
+        ({"model.path": None, "model.architecture": {}}, "vision: expected trained or null without model.path, got frozen"),
     ],
 )
 def test_what_isn_t_built_is_refused_with_the_params(changes, message):
