@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from flows.chain.children import stop_session
+from flows.chain.worktree import COMMAND_SECONDS, run_within
 from flows.database import NAME, forget_addresses, take_database, use_database
 from flows.runs.liveness import ask, crash_orphaned_command_lines, crash_orphaned_runs
 from rlhf_core.commands import run_module
-from rlhf_core.config import ConfigError
+from rlhf_core.config import ConfigError, shown
 from rlhf_core.engines.ports import free_ports
 from rlhf_core.files import lock_file
 from rlhf_core.process import configure_process, end_with_parent, module_command
@@ -253,10 +254,8 @@ def serve(root: Path, port: int, database: str | None = None) -> int:
             wait_for(url, children[0])
         _end_orphaned(url, secret)
         _end_lost(home, url, None)
-        subprocess.run(
-            [*prefect, "work-pool", "create", WORK_POOL, "--type", "process", "--overwrite"], check=True, stdout=subprocess.DEVNULL
-        )
-        subprocess.run([*prefect, "deploy", "--all"], check=True, stdout=subprocess.DEVNULL, cwd=root)
+        tell(prefect, root, "work-pool", "create", WORK_POOL, "--type", "process", "--overwrite")
+        tell(prefect, root, "deploy", "--all")
         delete_former_deployments(url, secret)
         write_private(profile, _PROFILE.format(url=json.dumps(url), secret=json.dumps(secret)))
         (home / "server.json.new").write_text(json.dumps({"url": url, "database": os.environ.get(NAME)}))
@@ -288,6 +287,20 @@ def serve(root: Path, port: int, database: str | None = None) -> int:
                     _end_orphaned(url, secret, patience=60.0)
                     _end_lost(home, url, None)
             stop(child, grace=60.0)
+
+
+def tell(prefect: list[str], root: Path, *arguments: str) -> None:
+    """Run Prefect's command line in the project's folder.
+
+    Raises:
+        ConfigError: it fails, or doesn't end in time.
+    """
+    done = run_within(COMMAND_SECONDS, [*prefect, *arguments], root, dict(os.environ))
+    if done.returncode:
+        got = shown(" ".join((done.stderr or done.stdout).split()), 1000)
+        raise ConfigError(
+            f"prefect {' '.join(arguments)}: expected to succeed, got: {got}; see .prefect/server.log, and correct prefect.yaml"
+        )
 
 
 # Prefect's command line finds it from the project's folder (pyproject.toml says where to look) or by PREFECT_HOME.

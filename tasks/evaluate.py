@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from rlhf_core.data.hashing import conversation_text
 from rlhf_core.data.schema import read_rows
-from rlhf_core.paths import EVALUATION_METRICS, EVALUATION_PROMPTS, EVALUATION_SAMPLES, POLICY_MODEL, PREPARED, REWARD_MODEL, SFT_MODEL
+from rlhf_core.paths import (
+    EVALUATION_METRICS,
+    EVALUATION_PROMPTS,
+    EVALUATION_SAMPLES,
+    INPUTS,
+    POLICY_MODEL,
+    PREPARED,
+    REWARD_MODEL,
+    SFT_MODEL,
+)
 from rlhf_core.stage.files import source_judges, write_json
 from rlhf_core.stage.run import Stage, no_arguments
 from rlhf_core.stage.training import infer
@@ -25,6 +34,8 @@ def main() -> None:
         pd.DataFrame(found["samples"]).to_parquet(EVALUATION_SAMPLES, index=False)
         prompts = pd.DataFrame(found["prompts"]).convert_dtypes()
         prompts.to_csv(EVALUATION_PROMPTS, index=False, float_format="%.6g", lineterminator="\n")
+        if task_files := stage.inputs.params.get(f"{INPUTS}:harness"):
+            found["metrics"]["harness"]["task_files"] = task_files["evaluation.harness.include_path"]["sha256"]
         write_json(EVALUATION_METRICS, found["metrics"] | {"split": SPLIT})
 
 

@@ -28,8 +28,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Workers take files in this order: the chain and the longest files first, so that no worker is left with one at the end, and those that
 # need the chain once it is done; then all others.
 ORDER = (
-    *("test_chain.py", "test_flow.py", "test_two_ranks.py", "test_model_registry.py", "test_rl_options.py", "test_resume.py"),
-    *("test_supervised_ranks.py", "test_ray_places.py", "test_flow_stages.py", "test_validation.py", "test_report.py", "test_runs.py"),
+    *("test_chain.py", "test_flow.py", "test_two_ranks.py", "test_model_registry.py", "test_resume.py"),
+    *("test_supervised_ranks.py", "test_flow_stages.py", "test_validation.py", "test_report.py", "test_runs.py"),
     *("test_inference_ranks.py", "test_sequence_parallel.py", "test_gate.py", "test_edits.py", "test_tracked_inputs.py"),
 )
 

@@ -13,7 +13,6 @@ from transformers import AutoModelForImageTextToText
 
 from rlhf_core.data.pictures import pictures_of
 from rlhf_core.data.schema import write_rows
-from rlhf_core.models.build import save_model
 from rlhf_core.models.vision import undrawn_ids
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.types import Rollout
@@ -45,8 +44,7 @@ def differences(run: RunHere, rollouts: Sequence[Rollout], folder: Path) -> tupl
     """The largest differences of sampled tokens' log-probabilities from transformers' plain forward pass with the weights of the last
     update: those of the engine, and without what keeps tokens of pictures from being drawn.
     """
-    rank = run.rank.actors[0]
-    save_model(rank.roles.language_model, rank.weights(), rank._tokenizer, folder)
+    run.rank.actors[0].export(str(folder))
     _, sight = seeing(folder, Path(run.job.prepared))
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     (undrawn,) = undrawn_ids(model.config)

@@ -16,9 +16,9 @@ git config user.name >/dev/null || git config user.name rlhf
 git config user.email >/dev/null || git config user.email rlhf@localhost
 
 if [ "$kind" = process ]; then
-    prefect --no-prompt work-pool create local --type process --overwrite
+    timeout 600 prefect --no-prompt work-pool create local --type process --overwrite
 fi
-prefect --no-prompt deploy --all
+timeout 600 prefect --no-prompt deploy --all
 if [ "$kind" = process ]; then
     exec prefect --no-prompt worker start --pool local --name "$(hostname)"
 fi

@@ -13,6 +13,7 @@ from typing import Any
 
 from flows.chain.overrides import check
 from flows.chain.worktree import git, worktree_path
+from flows.registry.state import ARTIFACTS
 from flows.runs.record import RECORD
 from rlhf_core.config import ConfigError, Params, SharedTrainingConfig, overridden, read_text, shown
 
@@ -85,10 +86,12 @@ def check_run(root: Path, name: str | None, overrides: dict[str, Any], *, rounds
     Args:
         rounds: whether the run is a series of rounds of iterative DPO.
     Raises:
-        ConfigError: as `check`.
+        ConfigError: as `check`; a new run has a name by which `rlhf push` and `rlhf pull` know a model of the registry.
     """
     text = None if name is None else run_params(root, name)
     if text is None:
+        if name in ARTIFACTS:
+            raise ConfigError(f"run name: expected another than {' or '.join(ARTIFACTS)}, got {name}; choose another")
         return None, check(root / "params.yaml", overrides, rounds=rounds)
     subject = f"params.yaml of run {name}"
     after = overridden(text, overrides, subject=subject, rounds=rounds)[1]

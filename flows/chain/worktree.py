@@ -307,7 +307,7 @@ def run_within(seconds: float, command: list[str], folder: Path, environment: di
             stop_session(child, HOOK_GRACE)
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            subject = " ".join(command[:4])
+            subject = " ".join(command[:6])
             raise ConfigError(f"{subject}: expected an end within {seconds:g} s, got none; look whether disk and network answer") from error
         texts = []
         for file in (output, errors):

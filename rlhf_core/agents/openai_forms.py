@@ -70,14 +70,36 @@ class CallForm(_Form):
     function: CalledFunction
 
 
+class FunctionForm(_Form):
+    name: str
+
+
+class ToolForm(_Form):
+    type: Literal["function"]
+    function: FunctionForm
+
+
+def _as_sent(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema with its keys in the order in which templates write them."""
+    ToolForm.model_validate(tool)
+    return tool
+
+
+Schemas = list[Annotated[dict[str, Any], AfterValidator(_as_sent)]]
+
+
 class MessageForm(_Form):
-    """A message of a request; further keys, such as those of answers that a client sends back, are left out."""
+    """A message of a request; further keys, such as those of answers that a client sends back, are left out.
+
+    tools: of the conversation, which a task's first message has where its prompt has tools.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     tool_calls: list[CallForm] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    tools: Schemas | None = None
 
     @property
     def text(self) -> str:
@@ -102,21 +124,6 @@ class MessageForm(_Form):
         return found | {key: value for key in ("tool_call_id", "name") if (value := getattr(self, key)) is not None}
 
 
-class FunctionForm(_Form):
-    name: str
-
-
-class ToolForm(_Form):
-    type: Literal["function"]
-    function: FunctionForm
-
-
-def _as_sent(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema with its keys in the order in which templates write them."""
-    ToolForm.model_validate(tool)
-    return tool
-
-
 class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
@@ -127,7 +134,7 @@ class ChatRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
     model: str = MODEL
     messages: list[MessageForm] = Field(min_length=1)
-    tools: list[Annotated[dict[str, Any], AfterValidator(_as_sent)]] | None = None
+    tools: Schemas | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     stream: bool | None = None
@@ -155,8 +162,8 @@ class ChatRequest(BaseModel):
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools' JSON schemas, as they were sent."""
-        return self.tools or []
+        """The tools' JSON schemas, as they were sent; without any, those that the conversation has."""
+        return self.tools or self.messages[0].tools or []
 
     @property
     def ignored(self) -> list[str]:

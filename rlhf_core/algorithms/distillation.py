@@ -71,13 +71,14 @@ def jsd(logprobs: torch.Tensor, teacher_logprobs: torch.Tensor, *, beta: float) 
     return beta * forward_kl(mixture, teacher_logprobs) + (1.0 - beta) * forward_kl(mixture, logprobs)
 
 
-MOST = -1e-7  # log of a sum of probabilities, in float32 still apart from 0
+MOST = -1e-7  # log of the largest sum of probabilities that float32 tells from 1
 
 
 def with_rest(logprobs: torch.Tensor) -> torch.Tensor:
     """Return the distribution over some tokens and all others as one, [..., K + 1].
 
-    log p_rest = log(1 - sum_k p_k)
+    log p_rest = log(max(1 - sum_k p_k, 1e-7)): without the limit a sum that rounds to 1 in float32 would give -inf, whose divergence is
+    infinite or NaN. Where the limit holds, the rest has no gradient.
     A divergence of two of these is at most that of the whole distributions, 0 where they are equal, and grows with K towards it (data
     processing inequality: Cover and Thomas 2006, Elements of Information Theory, section 2.8).
 

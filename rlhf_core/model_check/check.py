@@ -90,8 +90,6 @@ def run_trials(params: Params, tokenizer_folder: Path, scratch: Path) -> tuple[s
         if Path(path) != SFT_MODEL:  # which is still to be trained
             teacher_folder(path, tokenizer, model, key=key)
     try_teachers(params, tokenizer)
-    if model.vision is not None:  # nothing samples yet
-        return type(language_model).__name__, findings
     for backend in sorted(set(backends(params).values())):  # PyTorch's first: vLLM ends the process group when it goes
         if backend == "vllm" and params.cluster.address is not None and find_spec("vllm") is None:
             findings.append(Finding(backend, note="not tried: vLLM is on the cluster, not here"))
@@ -212,6 +210,7 @@ def adapters(params: Params) -> tuple[LoraConfig, ...]:
 def backends(params: Params) -> dict[str, RolloutBackend]:
     """Return the sampling backends by their keys in params.yaml: for the evaluation, and for a method that samples."""
     found = {"rl.rollout.backend" if params.evaluation.backend is None else "evaluation.backend": params.evaluation_backend}
+    found = found if params.model.vision is None else {}  # nothing evaluates answers to pictures
     if params.alignment.method == "rl":
         found["rl.rollout.backend"] = params.rl.rollout.backend
     if params.alignment.method == "rejection_sampling":

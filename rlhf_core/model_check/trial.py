@@ -9,6 +9,7 @@ packing or shared prefixes.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import shutil
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config import DpoConfig, LoraConfig, RolloutBackend, VisionTraining, shown
-from rlhf_core.data.pictures import Picture
+from rlhf_core.data.pictures import Picture, write_pictures
 from rlhf_core.engines.deepspeed.engine import EngineSettings, TrainEngine, device
 from rlhf_core.engines.rollout.open import open_engine
 from rlhf_core.engines.rollout.requests import SamplingSettings
@@ -33,7 +34,7 @@ from rlhf_core.models.build import classifier, load_language_model, load_scalar_
 from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.probe import PROBE_ERRORS, shares_prefixes
-from rlhf_core.models.vision import Sight, Vision, freeze_vision, picture_arguments, vision_of
+from rlhf_core.models.vision import Sight, Vision, freeze_vision, picture_arguments, undrawn_ids, vision_of
 from rlhf_core.models.weights import checkpoint_names
 from rlhf_core.trainers.preference.objectives import Continuation, Pair, PairObjective, ResponseForward, no_reference
 from rlhf_core.trainers.reward.train import Comparison, reward_phase
@@ -236,6 +237,7 @@ class Trial:
             seed=settings.seed,
             trust_remote_code=settings.trust_remote_code,
             gpu_memory_fraction=settings.gpu_memory_fraction,
+            prepared=None if self._sight is None else self._stored_picture(),
         )
         try:
             model = self._load()
@@ -247,6 +249,16 @@ class Trial:
         finally:
             rollouts.close()
         return judged(backend, max(differences))
+
+    def _stored_picture(self) -> str:
+        """Write the picture that the trial sees as prepared data have it, and return the folder."""
+        folder, file = self._scratch / "prepared", self._scratch / "picture.png"
+        folder.mkdir(exist_ok=True)
+        self._sight.read(PICTURE).save(file)
+        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+        write_pictures(folder, [sha256], {sha256: file})
+        self._stored = PICTURE._replace(sha256=sha256)
+        return str(folder)
 
     def _show_pictures(self, token_id: int) -> None:
         """Begin every second sequence with a picture.
@@ -352,16 +364,23 @@ class Trial:
     def _engine_difference(self, rollouts: Any, folder: Path) -> float:
         """Return the largest difference on given and on sampled tokens. An engine reserves room for one more token than it is given."""
         given = [ids[: self._settings.max_length - 1] for ids in self.sequences]
-        scored = torch.tensor([x for ids in given for x in rollouts.probe(ids)])
         prompts = [ids[: max(1, len(ids) - SAMPLED)] for ids in given]
-        sampling = SamplingSettings(SAMPLED, temperature=1.0)
-        sampled = rollouts.generate(prompts, list(range(len(prompts))), sampling, stop_ids=(), group_size=2)
-        pairs = [(prompt, sample) for prompt, samples in zip(prompts, sampled, strict=True) for sample in samples]
-        whole = [[*prompt, *sample.response_ids] for prompt, sample in pairs]
-        plain = plain_logprobs(folder, [*given, *whole], trust_remote_code=self._settings.trust_remote_code)
-        of_sampled = torch.cat([found[len(prompt) - 1 :] for (prompt, _), found in zip(pairs, plain[len(given) :], strict=True)])
+        sampling, options = SamplingSettings(SAMPLED, temperature=1.0), {"trust_remote_code": self._settings.trust_remote_code}
+        asked: dict[str, Any] = {"stop_ids": (), "group_size": 2}
+        if self._sight is not None:
+            given = [ids for ids, seen in zip(given, self.pictures, strict=True) if not seen]  # the probe is of text
+            asked["pictures"] = [(self._stored,) * len(seen) for seen in self.pictures]
+        scored = torch.tensor([x for ids in given for x in rollouts.probe(ids)])
+        text = None if self._sight is None else [{}] * len(given)
+        plain = torch.cat(plain_logprobs(folder, given, pictures=text, **options))
+        sampled = rollouts.generate(prompts, list(range(len(prompts))), sampling, **asked)
+        pairs = [(number, sample) for number, samples in enumerate(sampled) for sample in samples]
+        whole = [[*prompts[number], *sample.response_ids] for number, sample in pairs]
+        seen = None if self._sight is None else [self._sight(self.pictures[number]) for number, _ in pairs]
+        found = plain_logprobs(folder, whole, pictures=seen, leaves_undrawn=True, **options)
+        of_sampled = torch.cat([one[len(prompts[number]) - 1 :] for (number, _), one in zip(pairs, found, strict=True)])
         own = torch.tensor([x for _, sample in pairs for x in sample.logprobs])
-        return max(largest(scored, torch.cat(plain[: len(given)])), largest(own, of_sampled))
+        return max(largest(scored, plain), largest(own, of_sampled))
 
 
 def judged(column: str, difference: float, *, note: str | None = None) -> Finding:
@@ -390,11 +409,13 @@ def plain_logprobs(
     trust_remote_code: bool = False,
     dtype: torch.dtype = torch.float32,
     pictures: list[dict[str, torch.Tensor]] | None = None,
+    leaves_undrawn: bool = False,
 ) -> list[torch.Tensor]:
     """Return the log-probability of each token but the first, by transformers alone: whole logits, one sequence at a time.
 
     Args:
         pictures: of a model that sees, the arguments of its forward pass for each sequence's pictures.
+        leaves_undrawn: tokens that a model that sees never draws have no probability.
     """
     load_options = {"trust_remote_code": trust_remote_code, "dtype": dtype}
     kind = AutoModelForCausalLM if pictures is None else AutoModelForImageTextToText
@@ -403,7 +424,10 @@ def plain_logprobs(
     for number, ids in enumerate(sequences):
         row = torch.tensor([ids], device=device())
         batch = TokenBatch(row, row > 0, pictures=pictures and pictures[number]).to(device())
-        logprobs = model(input_ids=row, use_cache=False, **picture_arguments(model, batch)).logits[0, :-1].to(dtype).log_softmax(-1)
+        logits = model(input_ids=row, use_cache=False, **picture_arguments(model, batch)).logits[0, :-1].to(dtype)
+        if leaves_undrawn and pictures is not None:
+            logits[:, undrawn_ids(model.config)] = -torch.inf
+        logprobs = logits.log_softmax(-1)
         found.append(logprobs.gather(-1, row[0, 1:, None]).squeeze(-1).cpu())
     return found
 

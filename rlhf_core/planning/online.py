@@ -62,10 +62,13 @@ def _rl_rank(rl: RlConfig, roles: Sequence[str], config: ModelConfig, models: Mo
             shape = shape_of(teacher)
             phases[own] += sizes.passing + tokens * shape.hidden * setup.element + head_forward(shape, tokens, dtype)
             phases[own] += setup.element * shape.embedding * (trainer.zero_stage == 3)  # its head, gathered
+        elif rl.teaches_distributions and trainer.zero_stage == 3:  # all heads, gathered for the likeliest tokens
+            phases[f"teacher {number}: a pass"] += setup.element * sum(shape_of(of).embedding for of in teachers)
     copies = 1 + (rl.rollout.max_lag > 0)  # for the exported policy, and for a replaced rollout engine
     once = 0.0
     if "policy" in roles:  # rank 0 alone sends
-        once = _kept_by_transfer(rl, setup, policy) + (copies * setup.element * policy.parameters if on_gpu else 0.0)
+        exported = copies * setup.element * policy.parameters if on_gpu else 0.0
+        once = _likeliest_tokens(rl) + _kept_by_transfer(rl, setup, policy) + exported
     name = "trainer rank" if len(rl.role_groups) == 1 else f"rank of {'+'.join(roles)}"
     return Process(f"train_policy: {name}", "rl.trainer", parts, phases, host=host, once=once, count=trainer.ranks)
 
@@ -74,6 +77,17 @@ def _kept_by_transfer(rl: RlConfig, setup: Training, policy: Model) -> float:
     """Return the bytes of what was last sent to engines, which rl.rollout.send_changes keeps in the host's memory at each end."""
     sent = policy.parameters if setup.adapters is None else setup.adapters
     return setup.element * sent if rl.rollout.send_changes else 0.0
+
+
+def _likeliest_tokens(rl: RlConfig) -> float:
+    """Return the bytes of a step's rl.distillation.top_k tokens, each a float32 and an int64: in the driver's batch, and for each epoch in
+    its plan, on their way to the ranks and there. Of services the driver also keeps the answers as Python's numbers.
+    """
+    taught = rl.distillation
+    if taught is None or taught.top_k is None:
+        return 0.0
+    each = 12 * (1 + 3 * rl.ppo_epochs) * len(taught.teachers) + 68 * len(taught.services)
+    return each * taught.top_k * rl.samples_per_step * rl.rollout.max_new_tokens
 
 
 def _graphs_at_once(rl: RlConfig, length: int, tokens: int) -> int:

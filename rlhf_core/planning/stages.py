@@ -49,7 +49,8 @@ class Process:
     count: number of such processes at the same time.
     parts: resident bytes on its device, by role and kind. phases: further bytes of each phase; one phase exists at a time.
     host: bytes of each process in its host's memory if its device is a GPU, without libraries; on a CPU included in `parts` and `phases`.
-    once: further bytes of a host, whatever the number of processes: whole weights on their way to a file or to the engines.
+    once: further bytes of a host, whatever the number of processes: whole weights on their way to a file or to the engines, and what
+        teachers answer.
     base: bytes of the process without models, on a CPU.
     share: share of a GPU's memory that a rollout engine may take; None: the process takes what it needs.
     gpus: number of GPUs over which it is divided; bytes are those on each GPU, or on a CPU the sum.

@@ -114,14 +114,14 @@ def untouched(tmp_path_factory) -> Path:
     return make_workspace(tmp_path_factory.mktemp("refused") / "project", laid_out=False)
 
 
-# The command line; tests/unit/config has all messages.
+# One message of each source: an override, a file, a name; tests/unit/config has all of them.
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--set", "rl.algoritm=grpo"], "override rl.algoritm: expected a key of params.yaml, got 'algoritm'"),
-        (["--set", "rl.minibatch_size=100"], "samples_per_step: expected a multiple of minibatch_size=100, got 256"),
         (["--params", "absent.yaml"], "absent.yaml: expected a readable parameter file, got No such file"),
         (["--run", "../out"], "run name: expected at most 80 letters"),
+        (["--run", "policy"], "run name: expected another than reward-model or policy"),
     ],
 )
 def test_wrong_params_are_refused_before_anything_starts(untouched, arguments, message):

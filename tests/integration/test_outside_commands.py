@@ -61,6 +61,8 @@ def test_a_policy_is_compared_with_its_reference_and_registered(project):
     assert code == 0, printed[-3000:]
     found = json.loads((project / "runs/theirs/metrics/evaluate.json").read_text())
     assert found["kl"]["greedy"] == pytest.approx(0, abs=1e-4) and found["greedy"]["policy"]["n"] == 20
+    inputs = json.loads((project / "runs/theirs/data/inputs.json").read_text())
+    assert found["harness"]["task_files"] == inputs["harness"]["evaluation.harness.include_path"]["sha256"]
     sums = found["harness"]["tasks"]["sums"]
     assert (sums["n"], sums["documents"]) == (8, 9) and "sums acc " in printed
     assert sums["figures"]["acc,none"]["sft"] == sums["figures"]["acc,none"]["policy"]  # the same model

@@ -36,7 +36,7 @@ from rlhf_core.paths import processes_file
 from rlhf_core.process import STOPPED_BY_SIGNAL
 from rlhf_core.stage.run import CRASHED
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 WORK = ("generate", "score", "baseline", "forward", "update", "evaluate", "checkpoint")  # phases of a step in which models or disks work
 
@@ -232,7 +232,6 @@ def test_the_coefficient_follows_the_divergence_from_a_reference_that_moves(grou
     assert afresh.max() < 1e-5 < rows["kl_mean"].abs().max()
 
 
-@pytest.mark.long
 def test_killed_run_again_and_without_its_engine_it_ends_with_the_same_bits(chain, cluster, groups, tmp_path):
     again = trained_though_killed(train(chain, cluster, tmp_path / "killed", GROUPS), steps=10)
     assert_same_results(again, groups)
@@ -247,7 +246,6 @@ def critic(chain, cluster, tmp_path_factory) -> Trained:
     return trained(train(chain, at_once, tmp_path_factory.mktemp("critic") / "critic", CRITIC, flaky=FLAKY))
 
 
-@pytest.mark.long
 def test_only_the_critic_learns_at_first_and_a_minibatch_that_is_too_far_ends_the_step(critic):
     rows = critic.curves.set_index("step")
     learned = ["policy_loss", "grad_norm", "ptx_loss"]
@@ -259,7 +257,6 @@ def test_only_the_critic_learns_at_first_and_a_minibatch_that_is_too_far_ends_th
     )  # the policy moves after its first update, in step 3
 
 
-@pytest.mark.long
 def test_what_a_scorer_cant_score_is_counted_and_one_that_fails_does_not_stop_the_run(critic):
     rows = critic.curves
     assert (rows["failed_reward_model"] == 0).all()
@@ -272,13 +269,11 @@ def test_what_a_scorer_cant_score_is_counted_and_one_that_fails_does_not_stop_th
     assert "expected scores of 16 responses, got none (scorer rank 0: expected score_items to finish, got no answer" in critic.printed
 
 
-@pytest.mark.long
 def test_what_a_function_measures_is_in_a_column_of_its_own(critic):
     measured = [json.loads(text) for text in critic.curves["scorer_metrics"]]
     assert all(set(m) == {"even.tokens"} and 3 <= m["even.tokens"] <= 16 for m in measured)
 
 
-@pytest.mark.long
 def test_no_response_ends_before_the_fewest_tokens_and_log_probabilities_still_agree(critic):
     assert (critic.curves["response_length"] >= 3).all() and (critic.curves["logprob_difference"] < 1e-4).all()
     setup = critic.metrics["setup"]
@@ -294,7 +289,6 @@ def greedy(chain, cluster, tmp_path_factory) -> Trained:
     return read(workspace, printed)
 
 
-@pytest.mark.long
 def test_a_stop_string_ends_a_response_the_greedy_one_is_the_baseline_and_adapters_on_4_bits_reach_vllm(greedy):
     rows = greedy.curves
     # 16 tokens fit; a and e are in most words
@@ -322,7 +316,6 @@ def test_a_stop_string_ends_a_response_the_greedy_one_is_the_baseline_and_adapte
     assert_nothing_left(greedy.workspace)
 
 
-@pytest.mark.long
 def test_another_algorithm_reruns_only_what_follows_and_back_is_restored(chain, greedy):
     workspace, before = greedy.workspace, results(chain.workspace)
     assert greedy.metrics["algorithm"] == "remax"
@@ -334,7 +327,6 @@ def test_another_algorithm_reruns_only_what_follows_and_back_is_restored(chain, 
     assert (workspace / "dvc.lock").read_text() == (chain.workspace / "dvc.lock").read_text() and results(workspace) == before
 
 
-@pytest.mark.long
 def test_minutes_end_a_run_as_its_last_step_would_and_count_on_after_a_stop(chain, cluster, tmp_path):
     workspace = train(chain, cluster, tmp_path / "timed", TIMED)
     stage = begin(workspace, "tasks.train_rl")
@@ -369,7 +361,6 @@ def ahead(chain, cluster, tmp_path_factory):
     return trained(train(chain, cluster, tmp_path_factory.mktemp("rl") / "ahead", AHEAD))
 
 
-@pytest.mark.long
 def test_responses_drawn_ahead_are_of_the_policies_before(ahead):
     rows = ahead.curves
     assert list(rows["policy_lag_max"]) == [0, 1, *[2] * 38] and rows["policy_lag"].iloc[1:].between(1, 2).all()
@@ -381,12 +372,10 @@ def test_responses_drawn_ahead_are_of_the_policies_before(ahead):
     assert rows["logprob_difference"].between(0, 1e-4).all() and "mismatch_mean" not in rows
 
 
-@pytest.mark.long
 def test_responses_drawn_ahead_survive_a_kill(chain, cluster, ahead, tmp_path):
     assert_same_results(trained_though_killed(train(chain, cluster, tmp_path / "killed", AHEAD), steps=40), ahead)
 
 
-@pytest.mark.long
 def test_sampling_that_disagrees_with_the_trainer_stops_the_run(chain, cluster, tmp_path):
     disagreeing = {"rollout": {"backend": "pytorch", "max_logprob_difference": 1e-12}}
     workspace = train(chain, cluster, tmp_path / "budget", disagreeing)
@@ -401,7 +390,6 @@ def test_sampling_that_disagrees_with_the_trainer_stops_the_run(chain, cluster, 
     assert_nothing_left(workspace)
 
 
-@pytest.mark.long
 def test_a_stop_while_actors_start_prints_no_stack_trace_and_promises_no_checkpoint(chain, cluster, tmp_path):
     workspace = train(chain, cluster, tmp_path / "stopped", {"steps": 3, "rollout": {"backend": "pytorch"}})
     stage = begin(workspace, "tasks.train_rl")

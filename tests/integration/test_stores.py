@@ -114,6 +114,7 @@ def test_a_promoted_version_and_its_run_reach_an_empty_clone(project, tmp_path):
     assert "outcome" in rlhf(other, "runs", "show", "first")[1]
 
 
+@pytest.mark.long
 def test_each_side_learns_of_the_others_commits_and_decisions(project, tmp_path):
     with_remote(project, str(tmp_path / "store"))
     assert rlhf(project, "push", "first")[0] == 0 and rlhf(project, "push", NAME)[0] == 0
@@ -150,6 +151,7 @@ def test_each_side_learns_of_the_others_commits_and_decisions(project, tmp_path)
         assert code == 2 and f"tags of {NAME} at origin: expected the same as here, got another" in said, said
 
 
+@pytest.mark.long
 def test_what_is_missing_is_named_with_what_to_do(project, tmp_path):
     code, said = rlhf(project, "push", "first")
     assert code == 2 and "DVC remote: expected a remote for files, got none; `dvc remote add --default store ADDRESS`" in said, said

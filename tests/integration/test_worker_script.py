@@ -12,7 +12,8 @@ import pytest
 from ruamel.yaml import YAML
 
 sys.path.insert(0, str(Path(__file__).parent))
-from small_workspace import ROOT, SERVER_SECONDS, ask_server, git, make_workspace, processes_in, wait_until
+from small_chain import make_chain
+from small_workspace import ROOT, SERVER_SECONDS, ask_server, git, processes_in, wait_until
 
 from flows.server import answers, start, stop
 from rlhf_core.engines.ports import free_ports
@@ -25,9 +26,9 @@ AUTH = "rlhf:secret"
 @pytest.fixture
 def places(tmp_path):
     """A checkout in the place of the image's code, and an empty disk."""
-    image = make_workspace(tmp_path / "image")
-    (tmp_path / "disk").mkdir()
-    return image, tmp_path / "disk"
+    for name in ("image", "disk"):
+        (tmp_path / name).mkdir()
+    return make_chain(tmp_path / "image"), tmp_path / "disk"
 
 
 def compose_environment(service: str, **more: str) -> dict[str, str]:
@@ -53,7 +54,8 @@ def test_the_worker_clones_deploys_and_runs_a_flow(places, tmp_path):
             given = compose_environment("worker", PREFECT_API_URL=url, IMAGE_CODE=str(image), WORKSPACE=str(disk), **home)
             worker = start([bash, str(ROOT / "deploy/docker/worker.sh"), *kind], out, **given)
             found = deployment(url)
-            assert found["path"] == str(disk / "rlhf-pipeline")
+            (step,) = found["pull_steps"]
+            assert step["prefect.deployments.steps.set_working_directory"]["directory"] == str(disk / "rlhf-pipeline")
             parameters = {"run": "small", "recipes": ["recipes/clerk.yaml"], "until": "hash_inputs"}
             run = ask_server(url, f"deployments/{found['id']}/create_flow_run", password=AUTH, parameters=parameters)
             state = lambda: read(url, f"flow_runs/{run['id']}")["state_name"]  # noqa: E731

@@ -18,6 +18,10 @@ IMAGE = "image"  # vLLM's name of the modality
 NEVER = -100.0  # added to a logit: the most that vLLM takes
 
 
+class _NoVideos:
+    class valid_kwargs: ...  # vLLM's name of the options
+
+
 def use_processor(sight: Sight) -> dict[str, Any]:
     """Let vLLM use the trainer's processor in this process, and return arguments for its `LLM`.
 
@@ -25,8 +29,11 @@ def use_processor(sight: Sight) -> dict[str, Any]:
     """
     from vllm.multimodal.processing import context
 
-    context.cached_processor_from_config = lambda *_, **__: sight.vision.processor
-    return {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"video": 0}}
+    processor = sight.vision.processor
+    if getattr(processor, "video_processor", None) is None:  # whose options vLLM asks for, though no prompt has a video
+        processor.video_processor = _NoVideos()
+    context.cached_processor_from_config = lambda *_, **__: processor
+    return {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"video": 0}, "mm_device_do_normalize": False}
 
 
 class PictureInputs:

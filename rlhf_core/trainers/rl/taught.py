@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from rlhf_core.config import DistillationConfig
 from rlhf_core.progress import Reasons
 from rlhf_core.scorers.teacher import Said, TeacherClient
 from rlhf_core.types import Rollout
+
+GRACE = 60.0  # seconds behind a service's timeout, for answers to be read, and for a name that is still being resolved
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,10 @@ class TeacherServices:
         self._reasons = [Reasons(t.service.subject) for t in self._services]
 
     def submit(self, rollouts: Sequence[Rollout]) -> Callable[[], Taught]:
-        """Ask all services about the responses, without waiting. Returns what waits for the answers, which their `timeout` ends."""
+        """Ask all services about the responses, without waiting. Returns what waits for the answers, which their `timeout` ends.
+
+        A service whose thread hangs behind its timeout has answered nothing.
+        """
         sequences = [([*(r.prompt.teacher_ids or r.prompt.prompt_ids), *r.response_ids], r.num_tokens) for r in rollouts]
         found: list[list[Said | None] | BaseException] = [[] for _ in self._clients]
 
@@ -67,16 +73,22 @@ class TeacherServices:
                 found[number] = error  # for the thread that waits
 
         threads = [threading.Thread(target=ask, args=(n,), name="teacher", daemon=True) for n in range(len(found))]
+        began = time.monotonic()
         for thread in threads:
             thread.start()
 
+        def answers(number: int) -> list[Said | None]:
+            config = self._services[number].service
+            threads[number].join(max(0.0, began + config.timeout + GRACE - time.monotonic()))
+            if threads[number].is_alive():
+                self._reasons[number](f"the service hangs behind its timeout: {config.url}", count=len(sequences))
+                return [None] * len(sequences)
+            if isinstance(found[number], BaseException):
+                raise found[number]
+            return found[number]
+
         def wait() -> Taught:
-            for thread in threads:
-                thread.join()
-            for error in found:
-                if isinstance(error, BaseException):
-                    raise error
-            return self._taught(found, [length for _, length in sequences])
+            return self._taught([answers(number) for number in range(len(threads))], [length for _, length in sequences])
 
         return wait
 

@@ -187,6 +187,17 @@ def test_64_sessions_at_once_have_the_rollouts_of_a_play_in_the_process(agent):
     assert [r.dialogue.score for r in found] == [4.0 + i for i in range(64)]
 
 
+def test_tools_of_the_prompt_are_those_of_an_agent_that_sends_its_messages_alone():
+    async def agent(task: Task, address: str, key: str) -> float:
+        messages, create = [task.messages[0] | {"tools": [SCHEMA]}], asynchronous(address, key).chat.completions.create
+        (choice,) = (await create(model="policy", messages=messages)).choices
+        messages += [choice.message, *(TOOL | {"tool_call_id": c.id, "content": "5"} for c in choice.message.tool_calls)]
+        return float(len((await create(model="policy", messages=messages)).choices[0].message.content))
+
+    ((own,), (found,)) = (played(in_order, *TEXTS) for in_order in (by_async_client, agent))
+    assert found.prompt == own.prompt and found.dialogue.calls == 2 and found.dialogue.score == len(TEXTS[1])
+
+
 def test_an_answer_has_openais_form_and_tool_calls_apart_from_the_text():
     async def agent(task: Task, address: str, key: str) -> None:
         client = asynchronous(address, key)

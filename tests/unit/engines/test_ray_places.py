@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from clerk_params import CLERK_PARAMS
-from whole_matrix import cells, is_chosen
 
 from rlhf_core.config import RlConfig, read_yaml
 from rlhf_core.engines.ray.places import check_cpus
@@ -27,7 +26,6 @@ JOBS = {
 }
 JOBS |= {"shared": {"placement": "two_groups", "tensor_parallel_size": 1, "ranks": 3, "gpus_per_rank": 0.6, "gpus_per_engine": 0.4}}
 JOBS |= {"shared, 2": {"placement": "together", "tensor_parallel_size": 2, "ranks": 6, "gpus_per_rank": 0.6, "gpus_per_engine": 0.4}}
-QUICK = ("apart, 4",)  # groups on both nodes, and an engine that needs a whole one; "shared" has the other kind of GPUs
 # Where Ray puts processes is all that is looked at. Actors, which host nothing, are started where GPUs are shared; elsewhere a task in each
 # one's place does, since its bundle's GPUs are its own.
 PROGRAM = """
@@ -188,14 +186,13 @@ cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict:
-    jobs = {name: job for name, job in JOBS.items() if name in ("shared", *QUICK) or is_chosen(request)}
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict:
     home = tmp_path_factory.mktemp("home")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0"}
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as sockets:  # whose names may have 107 characters
         (Path(sockets) / "ray").mkdir()  # for Ray's note of the newest cluster, which other programs must not read
         environment["RAY_TMPDIR"] = sockets
-        command = [sys.executable, "-c", PROGRAM, sockets, json.dumps(jobs)]
+        command = [sys.executable, "-c", PROGRAM, sockets, json.dumps(JOBS)]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -209,7 +206,8 @@ def of(found: dict, role: str) -> list[list[str]]:
     return [gpus for name, gpus in found.items() if name.startswith(role)]
 
 
-@pytest.mark.parametrize("name", cells([name for name in JOBS if not name.startswith("shared")], QUICK))
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in JOBS if not name.startswith("shared")])
 def test_each_rank_and_engine_has_whole_gpus_of_its_own(seen, name):
     found, size = seen["jobs"][name]["found"], JOBS[name]["tensor_parallel_size"]
     ranks, engines = of(found, "trainer"), of(found, "rollout")
@@ -220,6 +218,7 @@ def test_each_rank_and_engine_has_whole_gpus_of_its_own(seen, name):
     assert all(len({node(gpu) for gpu in gpus}) == 1 for gpus in engines)
 
 
+@pytest.mark.long
 def test_engines_share_the_gpus_of_the_first_ranks(seen):
     found = {name: gpu for name, (gpu,) in seen["jobs"]["shared"]["found"].items()}
     ranks = [gpu for name, gpu in found.items() if name.startswith("trainer")]
@@ -237,21 +236,25 @@ def test_engines_on_several_gpus_share_them_with_one_rank_each(seen):
     assert not set(engines[0]) & set(engines[1]) and seen["jobs"]["shared, 2"]["has_gpus"]
 
 
-@pytest.mark.parametrize("name", cells(["shared", "shared, 2"], ["shared"]))
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["shared", "shared, 2"])
 def test_a_replaced_engine_gets_the_gpus_of_the_lost_one(seen, name):
     job = seen["jobs"][name]
     assert job["again"] == {name: gpus for name, gpus in job["found"].items() if name.startswith("rollout")}
 
 
+@pytest.mark.long
 def test_a_group_that_is_ended_has_no_process_any_more(seen):
     assert seen["jobs"]["shared"]["ended"].endswith((": gone", ": zombie"))
 
 
+@pytest.mark.long
 def test_a_rank_that_died_without_a_call_is_found(seen):
     assert seen["lost"]["ranks"] == [3]  # the second of the second group
     assert re.match(r"trainer.1 rank 1: expected its work to finish, got a dead process \(process \d+ on ", seen["lost"]["message"])
 
 
+@pytest.mark.long
 def test_an_engine_that_dies_during_an_update_is_named_in_seconds_and_ends_it_if_it_may_not_be_replaced(seen):
     (after, told), (later, raised) = seen["died"]
     assert max(after, later) < 5.0
@@ -259,6 +262,7 @@ def test_an_engine_that_dies_during_an_update_is_named_in_seconds_and_ends_it_if
     assert re.match(r"rollout rank 1: expected its work to finish, got a dead process \(process \d+ on ", raised)
 
 
+@pytest.mark.long
 def test_a_late_rank_is_not_called_dead(seen):
     (at_once, of_call), (found, of_check), (dead, of_dead) = seen["late"]
     assert of_call == of_check == [0] and of_dead == [1]
@@ -269,6 +273,7 @@ def test_a_late_rank_is_not_called_dead(seen):
     assert dead.startswith("scorer rank 1: expected its work to finish, got a dead process (process ")
 
 
+@pytest.mark.long
 def test_who_waits_for_room_looks_at_what_happens_meanwhile(seen):
     *looked, full, ended = seen["waits"]
     assert 1 <= len(looked) <= 3 and ended == "trainer rank 0: dead"
@@ -277,6 +282,7 @@ def test_who_waits_for_room_looks_at_what_happens_meanwhile(seen):
     )
 
 
+@pytest.mark.long
 def test_what_no_node_has_is_refused_at_once(seen):
     gpus, cpus, fits, together = seen["refused"]
     assert "rl: expected nodes with 9 times 1 GPU and 1 CPU, got " in gpus and gpus.count("with 4 GPUs and 8 CPUs") == 2
@@ -285,6 +291,7 @@ def test_what_no_node_has_is_refused_at_once(seen):
     assert "expected nodes with 1 times 2 GPUs and 2 CPUs and 2 times 3 GPUs and 3 CPUs, got" in together
 
 
+@pytest.mark.long
 def test_each_node_has_a_line_with_its_processes(seen):
     lines, found = seen["jobs"]["shared"]["lines"], seen["jobs"]["shared"]["found"]
     assert len(lines) == 2 and all(re.match(r"[0-9.]+ \(node [0-9a-f]{8}\): trainer", line) for line in lines)

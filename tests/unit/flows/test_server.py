@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from flows.server import use_home
+from flows import server
+from flows.server import tell, use_home
+from rlhf_core.config import ConfigError
 
 ROOT = Path(__file__).parents[3]
 
@@ -37,3 +40,15 @@ def test_a_child_hears_sigint_even_where_we_ignore_it():
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert int(done.stdout.split()[-1]) in (-signal.SIGINT, 130), done.stderr  # Python ends itself by the signal after its traceback
+
+
+def test_prefects_command_line_has_a_deadline_and_a_reason(tmp_path, monkeypatch):
+    prefect = [sys.executable, "-m", "prefect", "--no-prompt"]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/api")
+        monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+        with pytest.raises(ConfigError, match="prefect work-pool nonsense: expected to succeed, got: "):
+            tell(prefect, tmp_path, "work-pool", "nonsense")
+        monkeypatch.setattr(server, "COMMAND_SECONDS", 2.0)
+        with pytest.raises(ConfigError, match="prefect --no-prompt work-pool ls: expected an end within 2 s, got none"):
+            tell(prefect, tmp_path, "work-pool", "ls")

@@ -35,6 +35,7 @@ EIGHT = of_shape(SIZES["llama3-8b"])
 MODELS = Models(EIGHT, EIGHT, (EIGHT,))
 H100 = Gpu(79 * GIB, 79 * GIB)
 ONE, NODE = Machine(500 * GIB, (H100,)), Machine(2000 * GIB, (H100,) * 8)
+SERVICE = {"url": "http://127.0.0.1:8001/v1", "model": "c"}
 
 
 def params(**settings) -> Params:
@@ -381,6 +382,24 @@ def test_teachers_take_their_weights_and_while_the_policy_learns_their_states(lo
     tokens, rows = 4096, 523  # a piece of 2^28 bytes of logits in float32, of a vocabulary of 128,256
     states = 2 * tokens * EIGHT.shape.hidden + rows * EIGHT.shape.vocab * (2 + 8)
     assert rank.phases[own] - before.phases[own] == pytest.approx(2 * states * (loss == "jsd"))
+
+
+def test_the_likeliest_tokens_of_teachers_count_on_their_way_to_the_policy():
+    """By 32 samples of 512 tokens in two epochs; with ZeRO 3 both heads are gathered too."""
+    taught = {"rl__algorithm": "grpo", "rl__kl__placement": "loss", "rl__kl__estimator": "k3", "rl__reward__scorers": []}
+    taught |= {"rl__samples_per_step": 32, "rl__minibatch_size": 32, "rl__ppo_epochs": 2, "rl__rollout__temperature": 1.0}
+    two = [{"path": "a"}, {"path": "b"}]
+
+    def rank(**distillation):
+        found = params(**taught, rl__trainer__zero_stage=3, rl__distillation={"loss": "jsd", **distillation})
+        return check("train_policy", found, Models(EIGHT, teachers=(EIGHT,) * 2), NODE).moments[0][0]
+
+    none, few, served = (rank(teachers=two), rank(teachers=two, top_k=16), rank(teachers=[*two, {"service": SERVICE}], top_k=16))
+    tokens = 32 * 512 * 16  # copies of 12 bytes: one at the driver, and for each epoch in its plan, on their way and at the ranks
+    assert few.once - none.once == 2 * 12 * (1 + 2 * 3) * tokens
+    assert served.once - few.once == (12 * (1 + 2 * 3) + 68) * tokens
+    heads = few.phases["teacher 1: a pass"] - none.phases["teacher 1: a pass"]
+    assert heads == pytest.approx(2 * 2.0 * EIGHT.shape.hidden * EIGHT.shape.vocab)
 
 
 def test_offloaded_teachers_are_on_the_gpu_together_while_they_compute():

@@ -596,6 +596,8 @@ def test_two_runs_are_compared_on_the_tasks_that_both_were_asked_in_the_same_way
     assert (found.low, found.high) == (pytest.approx(0.3 - 0.22174, abs=1e-4), pytest.approx(0.3 + 0.22174, abs=1e-4))
     other = row(harness(policy=0.3), harness(policy=0.6, n=50))
     assert other.label == "sums: acc (other settings)" and other.change is None
+    files = row(harness(policy=0.3) | {"task_files": "1"}, harness(policy=0.6) | {"task_files": "2"})
+    assert files.label == "sums: acc (other settings)" and files.change is None
     none_right = row(harness(policy=0.0, stderr=0.0), harness(policy=0.6))
     assert (none_right.change, none_right.p_value, none_right.tone) == (0.6, None, ""), "an error of 0 is no certainty"
 

@@ -276,8 +276,8 @@ def test_every_span_is_of_the_policy_of_its_version(model_folders: tuple[Path, P
     [
         pytest.param({}, marks=pytest.mark.long),
         {"rl.rollout.engines": 2, "rl.correction.kind": "tis", "rl.rollout.min_new_tokens": 3},
-        {"rl.algorithm": "ppo", "rl.rollout.max_lag": 1},
-        {"rl.algorithm": "remax", "rl.rollout.max_concurrent_sequences": 5},
+        pytest.param({"rl.algorithm": "ppo", "rl.rollout.max_lag": 1}, marks=pytest.mark.long),
+        pytest.param({"rl.algorithm": "remax", "rl.rollout.max_concurrent_sequences": 5}, marks=pytest.mark.long),
         {"rl.algorithm": "grpo", "rl.grpo.group_size": 2, "rl.dynamic_sampling.enabled": True, "rl.reward.clip": 0.1},
     ],
     ids=["plain", "two engines", "ppo", "remax", "dynamic sampling"],

@@ -208,7 +208,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", cells(CASES, CASES.keys() - {"ahead"}))  # two engines ahead do what one does, and more
+@pytest.mark.parametrize("case", cells(CASES, ["ahead, two engines, corrected", "dynamic sampling"]))
 def test_a_killed_run_trains_on_what_was_noted_without_its_engines(model_folders: tuple[Path, Path], tmp_path: Path, case: str):
     job = job_of(model_folders, tmp_path, **CASES[case])
     with running(job, wrap=Fickles(1)) as first:

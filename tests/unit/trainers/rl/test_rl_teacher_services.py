@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,11 @@ from teacher_service import Teacher, Tree, teaching
 from tiny_models import largest_difference, save_tiny_models
 from whole_matrix import cells
 
+from rlhf_core.config import DistillationConfig
+from rlhf_core.trainers.rl import taught
 from rlhf_core.trainers.rl.metrics import TooManyUnscored
+from rlhf_core.trainers.rl.taught import TeacherServices
+from rlhf_core.types import Prompt, Rollout, Span
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -113,3 +119,16 @@ def test_a_service_reads_the_prompts_of_the_template(model_folders: Folders, fol
     assert sorted(asked) == sorted([*r.prompt.teacher_ids, *r.response_ids] for r in rollouts)
     assert all("Be brief." in tokenizer.decode(ids) for ids in asked)
     assert torch.tensor([len(r.prompt.teacher_ids) > len(r.prompt.prompt_ids) for r in rollouts]).all()
+
+
+def test_a_name_that_is_never_resolved_is_waited_for_no_longer_than_its_deadline(monkeypatch, caplog):
+    """Python's resolver can't be interrupted."""
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(6.0) or [])
+    monkeypatch.setattr(taught, "GRACE", 0.5)
+    service = {"url": "http://teacher.invalid/v1", "model": "teacher", "timeout": 0.5}
+    services = TeacherServices(DistillationConfig(teachers=[{"service": service}], loss="sampled"), vocabulary=300)
+    rollout = Rollout(Prompt("p", "made", [], [1, 2], None), [Span([3, 4, 5], [-0.5] * 3, 1)], True, group_id=0)
+    began = time.monotonic()
+    found = services.submit([rollout])()
+    assert found.known == [False] and found.logprobs == [[0.0] * 3] and time.monotonic() - began < 5.0
+    assert "got none for 1; the service hangs behind its timeout" in caplog.text
