@@ -210,7 +210,6 @@ def adapters(params: Params) -> tuple[LoraConfig, ...]:
 def backends(params: Params) -> dict[str, RolloutBackend]:
     """Return the sampling backends by their keys in params.yaml: for the evaluation, and for a method that samples."""
     found = {"rl.rollout.backend" if params.evaluation.backend is None else "evaluation.backend": params.evaluation_backend}
-    found = found if params.model.vision is None else {}  # nothing evaluates answers to pictures
     if params.alignment.method == "rl":
         found["rl.rollout.backend"] = params.rl.rollout.backend
     if params.alignment.method == "rejection_sampling":
