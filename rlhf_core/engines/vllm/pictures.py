@@ -19,7 +19,7 @@ NEVER = -100.0  # added to a logit: the most that vLLM takes
 
 
 class _NoVideos:
-    class valid_kwargs: ...  # noqa: N801  # vLLM's name of the options
+    class valid_kwargs: ...  # vLLM's name of the options
 
 
 def use_processor(sight: Sight) -> dict[str, Any]:
