@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rlhf_core.config import ArchitectureConfig
 
 TOKEN = "<image>"  # of a picture's parts
-SIZE, PATCH = 24, 6  # pixels; a picture takes (SIZE / PATCH) ** 2 tokens
+SIZE, PATCH = 24, 12  # pixels; a picture takes (SIZE / PATCH) ** 2 tokens
 TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
     "{% if message['content'] is string %}{{ message['content'] }}"
