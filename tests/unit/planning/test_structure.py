@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from clerk_params import CLERK_PARAMS
+from seeing_models import save_seeing_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlhf_core.config import overridden, read_recipe
 from rlhf_core.planning.__main__ import main
+from rlhf_core.planning.models import base_model
 from rlhf_core.planning.structure import from_class
 
 PARAMS = CLERK_PARAMS
@@ -105,3 +108,12 @@ def test_a_class_of_the_folders_own_is_built_only_if_trusted(monkeypatch, capsys
         printed = capsys.readouterr()
         assert ((tmp_path / "modules").exists(), "contains custom code" in printed.err) == (trusted == "true", trusted == "false")
     assert json.loads(printed.out)["train_sft"]["processes"][0]["parts"]["model: weights"] == 4 * real
+
+
+def test_memory_of_a_model_that_sees_isn_t_predicted(tmp_path):
+    folder, root = save_seeing_model(tmp_path / "model"), Path(__file__).parents[3]
+    model = overridden((root / "params.yaml").read_text(encoding="utf-8"), read_recipe(root / "recipes/vlm.yaml"), subject="vlm")[1].model
+    assert model.path is None and model.vision == "trained"
+    for config in (model, model.model_copy(update={"path": str(folder), "architecture": None})):
+        found = base_model(config)
+        assert found.shape is None and found.parameters > 0
