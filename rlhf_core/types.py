@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
-    from rlhf_core.data.pictures import Picture
-
 # Where the old log-probabilities of the policy loss come from; `RlConfig.old_logprobs_source` decides it once per step.
 OldLogprobs = Literal["recompute", "from_update", "from_engine"]
 RewardComponents = dict[str, "torch.Tensor"]  # scorer's name -> [B] raw scores, NaN = not scored
@@ -134,16 +132,16 @@ class Sequences:
 
     ids: [N] int32, sequence after sequence.
     starts: [B] int64, tokens of each prompt.    lengths: [B] int64, tokens of each prompt and its response.
-    pictures: of each prompt; None: none has any.
+    pictures: of each prompt, `rlhf_core.data.pictures.Picture`; None: none has any.
     """
 
     ids: torch.Tensor
     starts: torch.Tensor
     lengths: torch.Tensor
-    pictures: list[tuple[Picture, ...]] | None = None
+    pictures: list[tuple[Any, ...]] | None = None
 
     @classmethod
-    def of(cls, sequences: list[list[int]], starts: list[int], pictures: list[tuple[Picture, ...]] | None = None) -> Sequences:
+    def of(cls, sequences: list[list[int]], starts: list[int], pictures: list[tuple[Any, ...]] | None = None) -> Sequences:
         import torch
 
         flat = torch.tensor([token for ids in sequences for token in ids], dtype=torch.int32)
@@ -168,7 +166,7 @@ class Sequences:
         pieces, pictures = self._pieces(), None if self.pictures is None else [self.pictures[row] for row in rows]
         return Sequences(torch.cat([self.ids[:0], *(pieces[row] for row in rows)]), self.starts[rows], self.lengths[rows], pictures)
 
-    def pictures_of(self, rows: list[int]) -> list[Picture]:
+    def pictures_of(self, rows: list[int]) -> list[Any]:
         """The pictures of these sequences, in order."""
         return [picture for row in rows for picture in (self.pictures or {row: ()})[row]]
 
