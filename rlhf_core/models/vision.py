@@ -40,7 +40,7 @@ _TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments of a forward pass 
 class Vision:
     """A model's processor.
 
-    processor: that of transformers.
+    processor: that of transformers.    files: its settings, by the names of their files.
     token: the text that a chat template writes in a picture's place.
     filler: the text of each token (filler_id) that a picture takes, mostly the same.
 
@@ -49,9 +49,9 @@ class Vision:
     """
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase):
-        self._files = {name: (folder / name).read_text(encoding="utf-8") for name in FILES if (folder / name).is_file()}
+        self.files = {name: (folder / name).read_text(encoding="utf-8") for name in FILES if (folder / name).is_file()}
         with refusals(folder):
-            self.processor = _load(folder, self._files, tokenizer)
+            self.processor = _load(folder, self.files, tokenizer)
         self.token: str = self.processor.image_token
         self.filler: str = getattr(tokenizer, "image_token", None) or self.token
         self.filler_id: int = tokenizer.convert_tokens_to_ids(self.filler)
@@ -61,7 +61,7 @@ class Vision:
     def save(self, folder: Path) -> None:
         """Write the processor's files, of the name and content that they had."""
         about = {"processor_class": type(self.processor).__name__}
-        for name, text in {PROCESSOR: json.dumps(about), **self._files}.items():
+        for name, text in {PROCESSOR: json.dumps(about), **self.files}.items():
             (folder / name).write_text(text, encoding="utf-8")
 
     def expand(self, text: str, pictures: Sequence[Picture]) -> str | None:

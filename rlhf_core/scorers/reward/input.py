@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rlhf_core.data.pictures import pictures_of
 from rlhf_core.data.schema import Message
@@ -19,6 +19,7 @@ from rlhf_core.models.tokenizer import (
     response_text,
     turn_end,
 )
+from rlhf_core.models.vision import vision_of
 from rlhf_core.progress import Reasons
 
 if TYPE_CHECKING:
@@ -182,7 +183,8 @@ def _stopping(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return {*tokenizer.all_special_ids, *added}
 
 
-def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> tuple[str, int | None, str | None]:
+def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> tuple[Any, ...]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else str(sorted(tokenizer.get_vocab().items()))
-    return vocabulary, tokenizer.eos_token_id, tokenizer.chat_template
+    vision = vision_of(tokenizer)  # whose settings decide how many tokens a picture takes
+    return vocabulary, tokenizer.eos_token_id, tokenizer.chat_template, None if vision is None else vision.files

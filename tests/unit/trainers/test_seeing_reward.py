@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +35,7 @@ from rlhf_core.trainers.supervised.loop import TrainLoop
 from rlhf_core.types import Prompt
 
 pytestmark = pytest.mark.usefixtures("world")
+PAD = "<|image_pad|>"
 LIMIT = 1e-5  # of a score, in float32
 QUICK = ("qwen2_5_vl", "llava")
 COLUMNS = ("step", "phase", "loss", "accuracy", "heldout_loss", "heldout_accuracy", "learning_rate", "grad_norm")
@@ -159,3 +162,21 @@ def test_scorer_of_responses_sees(case, trained, monkeypatch):
     expected = case.load(trained.folder).score_texts([(prompt.messages, "Certainly: 3.") for prompt in prompts])
     assert np.abs(np.array([group[0].components["reward_model"] for group in groups]) - expected).max() < LIMIT
     assert len({round(x, 4) for x in expected}) > 3
+
+
+def test_a_reward_model_with_other_sizes_of_pictures_reads_its_own_tokens(case, trained, tmp_path, monkeypatch):
+    if "size" not in (sizes := json.loads((trained.folder / "preprocessor_config.json").read_text())) or case.tokenizer.vision.token != PAD:
+        pytest.skip("a processor whose sizes don't decide the number of tokens")
+    monkeypatch.setattr(scoring, "PREPARED", case.prepared)
+    shutil.copytree(trained.folder, tmp_path / "reward")
+    sizes["size"]["longest_edge"] = 256
+    (tmp_path / "reward" / "preprocessor_config.json").write_text(json.dumps(sizes))
+    configs = [ScorerConfig(name="reward_model", kind="reward_model")]
+    scorers = LocalScorers(configs, reward_model=tmp_path / "reward", source_judges={}, model=case.config)
+    messages = [with_pictures({"role": "user", "content": QUESTION}, [case.pictures[0], QUESTION])]
+    prompt = Prompt("a", "a", messages, encode_prompt(case.tokenizer, messages), None)
+    answer = case.tokenizer("Red.<|end|>", add_special_tokens=False)["input_ids"]
+    ((found,),) = ResponseScorer(scorers, case.tokenizer).score_groups([prompt], [[Sample(answer, [-1.0] * len(answer), True)]])
+    other = case.load(tmp_path / "reward")
+    assert len(other.encode(messages, "Red.")) < len(prompt.prompt_ids)
+    assert found.components["reward_model"] == pytest.approx(other.score_texts([(messages, "Red.")])[0], abs=LIMIT)
