@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from rl_here import RunHere
-from seeing_models import rows, save_seeing_model, seeing, store
+from seeing_models import ONE_PICTURE, rows, save_seeing_model, seeing, store
 from tiny_models import rl_job
 from transformers import AutoModelForImageTextToText
 
@@ -24,7 +24,8 @@ def seeing_job(folder: Path, family: str, **changes) -> RlJob:
     """A job whose prompts have no, one or two pictures."""
     prepared, model = folder / "prepared", save_seeing_model(folder / "model", family)
     own = {"source": "made", "split": "train", "label": None}
-    write_rows(prepared, "prompt", [{"id": row["id"], "messages": row["messages"], **own} for row in rows(store(prepared, 12))])
+    made = rows(store(prepared, 12), several=family not in ONE_PICTURE)
+    write_rows(prepared, "prompt", [{"id": row["id"], "messages": row["messages"], **own} for row in made])
     settings = {
         "model.path": str(model), "model.architecture": None, "model.vision": "frozen", "model.max_length": 128, "reward.enabled": False,
         "alignment.method": "rl", "rl.algorithm": "grpo", "rl.grpo.group_size": 2, "rl.ppo.critic_init": "sft", "rl.samples_per_step": 8,

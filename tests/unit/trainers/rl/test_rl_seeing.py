@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from rl_here import running, whole
-from seeing_models import FAMILIES
+from seeing_models import FAMILIES, ONE_PICTURE
 from seeing_runs import differences, seeing_job
 
 LIMIT = 1e-5  # nats, in float32
@@ -15,7 +15,10 @@ QUICK = ("qwen2_5_vl",)
 pytestmark = pytest.mark.usefixtures("world")
 
 
-@pytest.fixture(params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES])
+OTHERS = [name for name in FAMILIES if name not in (*QUICK, *ONE_PICTURE)]
+
+
+@pytest.fixture(params=[*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
 def family(request) -> str:
     return request.param
 
