@@ -64,10 +64,7 @@ def base_model(config: ModelConfig) -> Model | None:
         ValueError: a file of the model is missing or truncated.
     """
     if config.path is None:
-        shape = from_architecture(config.architecture)
-        if config.vision is not None:  # its vision tower and pictures aren't predicted
-            return Model(shape.parameters, None, None)
-        return of_shape(shape, stored=None, plain_llama=True)
+        return of_shape(from_architecture(config.architecture), stored=None, plain_llama=True)
     folder = locate(config.path)
     if not folder.is_dir():
         folder = model_snapshot(config.path, config.revision)

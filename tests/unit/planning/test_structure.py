@@ -12,9 +12,8 @@ from clerk_params import CLERK_PARAMS
 from seeing_models import save_seeing_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_core.config import overridden, read_recipe
 from rlhf_core.planning.__main__ import main
-from rlhf_core.planning.models import base_model
+from rlhf_core.planning.models import read_model
 from rlhf_core.planning.structure import from_class
 
 PARAMS = CLERK_PARAMS
@@ -111,9 +110,5 @@ def test_a_class_of_the_folders_own_is_built_only_if_trusted(monkeypatch, capsys
 
 
 def test_memory_of_a_model_that_sees_isn_t_predicted(tmp_path):
-    folder, root = save_seeing_model(tmp_path / "model"), Path(__file__).parents[3]
-    model = overridden((root / "params.yaml").read_text(encoding="utf-8"), read_recipe(root / "recipes/vlm.yaml"), subject="vlm")[1].model
-    assert model.path is None and model.vision == "trained"
-    for config in (model, model.model_copy(update={"path": str(folder), "architecture": None})):
-        found = base_model(config)
-        assert found.shape is None and found.parameters > 0
+    found = read_model(save_seeing_model(tmp_path / "model"))
+    assert found.shape is None and found.parameters > 0
