@@ -53,6 +53,7 @@ class HostedRoles:
         self.undrawn: tuple[int, ...] = ()
         self._sharing: list[bool] = []
         load_options = {**job.load_options, "training_dtype": job.model.dtype}
+        scalar_options = {name: value for name, value in load_options.items() if name != "vision"}  # scores and values are of texts
         self.computes_reference = "reference" in hosted
         if "policy" in hosted:
             self.language_model = load_language_model(job.sft_model, **load_options)
@@ -61,7 +62,7 @@ class HostedRoles:
             settings = engine_settings(job, rl.learning_rate, steps=rl.policy_steps, ema_decay=rl.ema_decay)
             self.policy = TrainEngine(PolicyModule(self.language_model), settings)
         if "critic" in hosted:
-            critic = ScalarModule(initial_critic(job, tokenizer, load_options))
+            critic = ScalarModule(initial_critic(job, tokenizer, scalar_options))
             remedy = "set it to sft, or rl.algorithm to one without a critic, such as rloo"
             critic.check_scores_tokens(f"rl.{rl.algorithm}.critic_init {rl.critic.critic_init}", remedy)
             self.critic = TrainEngine(critic, engine_settings(job, rl.critic.critic_learning_rate, steps=rl.optimizer_steps))
@@ -73,7 +74,7 @@ class HostedRoles:
             self.reference = self._frozen(PolicyModule(reference))
             if rl.starts_rounded and self.policy is not None:
                 self.reference.load(self.policy.weights())
-        self.scorers = self._reward_models(load_options) if "reward_models" in hosted else {}
+        self.scorers = self._reward_models(scalar_options) if "reward_models" in hosted else {}
         self.teachers = self._load_teachers(load_options) if "teachers" in hosted else []
 
     def _inspect(self, model: PreTrainedModel) -> None:
