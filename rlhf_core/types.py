@@ -132,18 +132,20 @@ class Sequences:
 
     ids: [N] int32, sequence after sequence.
     starts: [B] int64, tokens of each prompt.    lengths: [B] int64, tokens of each prompt and its response.
+    pictures: of each prompt, `rlhf_core.data.pictures.Picture`; None: none has any.
     """
 
     ids: torch.Tensor
     starts: torch.Tensor
     lengths: torch.Tensor
+    pictures: list[tuple[Any, ...]] | None = None
 
     @classmethod
-    def of(cls, sequences: list[list[int]], starts: list[int]) -> Sequences:
+    def of(cls, sequences: list[list[int]], starts: list[int], pictures: list[tuple[Any, ...]] | None = None) -> Sequences:
         import torch
 
         flat = torch.tensor([token for ids in sequences for token in ids], dtype=torch.int32)
-        return cls(flat, torch.tensor(starts), torch.tensor([len(ids) for ids in sequences]))
+        return cls(flat, torch.tensor(starts), torch.tensor([len(ids) for ids in sequences]), pictures)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -161,8 +163,12 @@ class Sequences:
         """Sequences in the given order."""
         import torch
 
-        pieces = self._pieces()
-        return Sequences(torch.cat([self.ids[:0], *(pieces[row] for row in rows)]), self.starts[rows], self.lengths[rows])
+        pieces, pictures = self._pieces(), None if self.pictures is None else [self.pictures[row] for row in rows]
+        return Sequences(torch.cat([self.ids[:0], *(pieces[row] for row in rows)]), self.starts[rows], self.lengths[rows], pictures)
+
+    def pictures_of(self, rows: list[int]) -> list[Any]:
+        """The pictures of these sequences, in order."""
+        return [picture for row in rows for picture in (self.pictures or {row: ()})[row]]
 
     def until(self, ends: torch.Tensor) -> Sequences:
         """Return each with so many tokens of its response, [B]."""

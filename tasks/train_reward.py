@@ -42,19 +42,22 @@ def train_members(stage: Stage) -> None:
 def train_on_rank(run: TrainRun) -> dict[str, Any]:
     """Train the reward model, with all members of an ensemble. Every rank calls this."""
     from rlhf_core.models.tokenizer import load_tokenizer
+    from rlhf_core.models.vision import sight
     from rlhf_core.trainers.reward.ensemble import train_ensemble
     from rlhf_core.trainers.supervised.loop import train_loop
 
-    params = run.params
+    params, model = run.params, run.params.model
+    tokenizer = load_tokenizer(str(SFT_MODEL), trust_remote_code=model.trust_remote_code, vision=model.vision)
     metrics, heldout = train_ensemble(
         SFT_MODEL,
         lambda split: read_rows(PREPARED, params.reward.rows_use, split),
-        load_tokenizer(str(SFT_MODEL), trust_remote_code=params.model.trust_remote_code),
+        tokenizer,
         params.reward,
-        model=params.model,
+        model=model,
         seed=params.seed,
         loop=partial(train_loop, run, params.reward, COLUMNS),
         save=run.save_model,
+        sight=sight(tokenizer, PREPARED),
     )
     if heldout is not None:
         heldout.to_parquet(run.scratch / HELDOUT, index=False)

@@ -115,12 +115,13 @@ def running(job: RlJob, *, wrap: Callable[[RolloutActor], object] = lambda actor
     Args:
         wrap: what stands before each engine.
     """
-    rank = RankHere(TrainerRank(0, 1, job))
+    rank = RankHere(TrainerRank(0, 1, job, adapters_alone=job.model.vision == "frozen"))
     engines = [
         RolloutActor(
-            number, backend="pytorch", model_path=job.sft_model, max_length=job.model.max_length, dtype=job.model.dtype,
+            number, backend=job.rl.rollout.backend, model_path=job.sft_model, max_length=job.model.max_length, dtype=job.model.dtype,
             max_concurrent_sequences=job.rl.rollout.max_concurrent_sequences, threads=1, seed=0, trust_remote_code=False,
             gpu_memory_fraction=0.3, reads_text=bool(job.rl.rollout.stop),
+            prepared=None if job.model.vision is None else job.prepared,
         )
         for number in range(job.rl.rollout.engines)
     ]  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from rlhf_core.models.tokenizer import build_tokenizer, load_tokenizer
 from rlhf_core.models.vision import PROCESSOR, Sight, sight
 
 WIDTH, PATCH, SIZE = 32, 4, 16
+PINPOINTS = [[SIZE, SIZE], [SIZE, 2 * SIZE], [2 * SIZE, SIZE], [2 * SIZE, 2 * SIZE]]
 QUESTION = "Which shape is it?"
 TEMPLATE = (
     "{{% for message in messages %}}{{{{ '<|' + message['role'] + '|>' }}}}"
@@ -40,8 +43,12 @@ TOKENS = {
         "'<image>'",
     ),
     "gemma3": (["<image_soft_token>", "<start_of_image>", "<end_of_image>"], "'<start_of_image>'"),
+    "internvl": (["<IMG_CONTEXT>", "<img>", "</img>", "<video>"], "'<IMG_CONTEXT>\\n'"),
+    "llava_onevision": (["<image>", "<video>"], "'<image>\\n'"),
 }  # fmt: skip
-FAMILIES = tuple(TOKENS)
+TOKENS |= {"qwen2_vl": TOKENS["qwen2_5_vl"], "qwen3_vl": TOKENS["qwen2_5_vl"], "smolvlm": TOKENS["idefics3"]}
+ONE_PICTURE = ("llava_onevision",)  # families that take one in a conversation
+FAMILIES = tuple(name for name in TOKENS if name != "smolvlm" or find_spec("num2words"))
 _TEXT = {
     "hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
     "max_position_embeddings": 512, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
@@ -61,7 +68,7 @@ def save_seeing_model(folder: Path, family: str = "qwen2_5_vl") -> Path:
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in TOKENS[family][0]}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        model = {"qwen2_5_vl": _qwen, "llava": _llava, "idefics3": _idefics3, "gemma3": _gemma}[family](len(tokenizer), ids)
+        model = MODELS[family](len(tokenizer), ids)
         _enliven(model)
     model.eval().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -88,19 +95,28 @@ def _tokenizer(family: str) -> PreTrainedTokenizerFast:
     tokenizer.chat_template = TEMPLATE.format(place=place)
     if family == "gemma3":
         tokenizer.init_kwargs |= {"image_token": tokens[0], "boi_token": tokens[1], "eoi_token": tokens[2]}
+    if family == "internvl":
+        tokenizer.init_kwargs |= dict(
+            zip(("context_image_token", "start_image_token", "end_image_token", "video_token"), tokens, strict=True)
+        )
     return tokenizer
 
 
-def _qwen(vocabulary: int, ids: dict[str, int]) -> PreTrainedModel:
+def _qwen(vocabulary: int, ids: dict[str, int], kind: str = "Qwen2_5_VL") -> PreTrainedModel:
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
-    vision = {"depth": 2, "hidden_size": WIDTH, "intermediate_size": 64, "num_heads": 2, "patch_size": PATCH, "out_hidden_size": WIDTH,
-              "window_size": 16, "fullatt_block_indexes": [1], "initializer_range": 0.2}  # fmt: skip
-    config = transformers.Qwen2_5_VLConfig(
-        text_config={**_TEXT, "vocab_size": vocabulary, "rope_parameters": rope},
+    of_kind = {
+        "Qwen2VL": {"embed_dim": WIDTH, "hidden_size": WIDTH},
+        "Qwen2_5_VL": {"hidden_size": WIDTH, "out_hidden_size": WIDTH, "window_size": 16, "fullatt_block_indexes": [1]},
+        "Qwen3VL": {"hidden_size": WIDTH, "out_hidden_size": WIDTH, "deepstack_visual_indexes": [0], "num_position_embeddings": 64},
+    }[kind]
+    vision = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "initializer_range": 0.2, **of_kind}
+    vision |= {} if kind == "Qwen2VL" else {"intermediate_size": 64}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config={**_TEXT, "vocab_size": vocabulary, "rope_parameters": rope, **({"head_dim": 16} if kind == "Qwen3VL" else {})},
         vision_config=vision, image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
     )  # fmt: skip
-    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
 
 
 def _llava(vocabulary: int, ids: dict[str, int]) -> PreTrainedModel:
@@ -111,12 +127,26 @@ def _llava(vocabulary: int, ids: dict[str, int]) -> PreTrainedModel:
     return transformers.LlavaForConditionalGeneration(config)
 
 
-def _idefics3(vocabulary: int, ids: dict[str, int]) -> PreTrainedModel:
+def _idefics3(vocabulary: int, ids: dict[str, int], kind: str = "Idefics3") -> PreTrainedModel:
     text = transformers.LlamaConfig(**_TEXT, vocab_size=vocabulary).to_dict()
-    config = transformers.Idefics3Config(
+    config = getattr(transformers, f"{kind}Config")(
         vision_config=_SMALL, text_config=text, image_token_id=ids["<image>"], scale_factor=2, pad_token_id=0
     )
-    return transformers.Idefics3ForConditionalGeneration(config)
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+
+
+def _internvl(vocabulary: int, ids: dict[str, int]) -> PreTrainedModel:
+    text = {**_TEXT, "model_type": "qwen2", "vocab_size": vocabulary}
+    config = transformers.InternVLConfig(vision_config=_SMALL, text_config=text, image_token_id=ids["<IMG_CONTEXT>"], image_seq_length=4)
+    return transformers.InternVLForConditionalGeneration(config)
+
+
+def _onevision(vocabulary: int, ids: dict[str, int]) -> PreTrainedModel:
+    config = transformers.LlavaOnevisionConfig(
+        vision_config={**_SMALL, "vision_use_head": False}, text_config={**_TEXT, "model_type": "qwen2", "vocab_size": vocabulary},
+        image_token_index=ids["<image>"], video_token_index=ids["<video>"], image_grid_pinpoints=PINPOINTS,
+    )  # fmt: skip
+    return transformers.LlavaOnevisionForConditionalGeneration(config)
 
 
 def _gemma(vocabulary: int, ids: dict[str, int]) -> PreTrainedModel:
@@ -129,11 +159,25 @@ def _gemma(vocabulary: int, ids: dict[str, int]) -> PreTrainedModel:
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
+MODELS = {
+    "qwen2_vl": partial(_qwen, kind="Qwen2VL"), "qwen2_5_vl": _qwen, "qwen3_vl": partial(_qwen, kind="Qwen3VL"), "llava": _llava,
+    "idefics3": _idefics3, "smolvlm": partial(_idefics3, kind="SmolVLM"), "gemma3": _gemma, "internvl": _internvl,
+    "llava_onevision": _onevision,
+}  # fmt: skip
+
+
 def _processor(family: str) -> tuple[Any, str]:
     square = {"height": SIZE, "width": SIZE}
-    if family == "qwen2_5_vl":
+    if family.startswith("qwen"):
         sizes = {"shortest_edge": 64, "longest_edge": 1024}
-        return transformers.Qwen2VLImageProcessorPil(patch_size=PATCH, size=sizes), '{"processor_class": "Qwen2_5_VLProcessor"}'
+        kind = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[family]
+        return transformers.Qwen2VLImageProcessorPil(patch_size=PATCH, size=sizes), json.dumps({"processor_class": f"{kind}Processor"})
+    if family == "internvl":
+        images = transformers.GotOcr2ImageProcessorPil(size=square, crop_to_patches=True, max_patches=2)
+        return images, '{"processor_class": "InternVLProcessor", "image_seq_length": 4}'
+    if family == "llava_onevision":
+        about = {"processor_class": "LlavaOnevisionProcessor", "num_image_tokens": 16, "vision_feature_select_strategy": "full"}
+        return transformers.LlavaOnevisionImageProcessorPil(size=square, image_grid_pinpoints=PINPOINTS), json.dumps(about)
     if family == "llava":
         about = json.dumps(
             {
@@ -144,9 +188,11 @@ def _processor(family: str) -> tuple[Any, str]:
             }
         )
         return transformers.CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size=square), about
-    if family == "idefics3":
+    if family in ("idefics3", "smolvlm"):
+        kind = {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}[family]
         sizes = {"size": {"longest_edge": 2 * SIZE}, "max_image_size": {"longest_edge": SIZE}}
-        return transformers.Idefics3ImageProcessorPil(**sizes), '{"processor_class": "Idefics3Processor", "image_seq_len": 4}'
+        about = json.dumps({"processor_class": f"{kind}Processor", "image_seq_len": 4})
+        return getattr(transformers, f"{kind}ImageProcessorPil")(**sizes), about
     return transformers.Gemma3ImageProcessorPil(size=square), '{"processor_class": "Gemma3Processor", "image_seq_length": 4}'
 
 
@@ -175,11 +221,11 @@ def store(folder: Path, count: int) -> list[Picture]:
     return found
 
 
-def rows(pictures: Sequence[Picture]) -> list[dict[str, Any]]:
-    """Rows with no, one or two pictures."""
+def rows(pictures: Sequence[Picture], *, several: bool = True) -> list[dict[str, Any]]:
+    """Rows with no, one or, with `several`, two pictures."""
     found = []
     for i, one in enumerate(pictures):
-        parts = [[QUESTION], [one, QUESTION], [one, "and", pictures[0], QUESTION]][i % 3]
+        parts = [[QUESTION], [one, QUESTION], [one, "and", pictures[0], QUESTION]][i % (3 if several else 2)]
         asked = {"role": "user", "content": QUESTION}
         messages = [with_pictures(asked, parts) if len(parts) > 1 else asked]
         answers = {"response": f"Certainly: {i}.", "chosen": f"Certainly: {i}.", "rejected": "Sorry, no"}

@@ -23,7 +23,6 @@ from flows.chain.worktree import commit, prepare_worktree, undone_on_failure, wo
 from flows.runs.record import REFUSED, note
 from flows.trackers.processes import check_installed
 from rlhf_core.config import ConfigError, Params, parse_params, read_yaml
-from rlhf_core.config.seeing import stage_refusal
 
 
 @dataclass(frozen=True)
@@ -113,8 +112,6 @@ def read_run(root: Path, workspace: Path, *, force: str | None = None, until: st
     stages = read_stages(workspace, tree)
     order = [*stages]
     check_chosen(order, force=force, until=until)  # a new worktree has the stages of the last commit
-    if (refusal := stage_refusal(params, stages_until(order, until))) is not None:
-        raise ConfigError(refusal)
     last = None if until == order[-1] else until
     return PreparedRun(root, workspace, tree, params, stages, tuple(unchanged(workspace, order)), force, last)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlhf_core.config.params import Params
 
-METHODS = ("dpo", "kto")
-LAST_STAGE = "train_policy"
-_AFTER = ("evaluate", "report")  # stages that need answers to pictures
+METHODS = ("rl", "dpo", "kto")
+_BLIND_SCORERS = ("reward_model", "llm_judge")  # which would score an answer without its picture
 
 
 def vision_conflicts(params: Params) -> Iterator[str]:
@@ -22,14 +21,21 @@ def vision_conflicts(params: Params) -> Iterator[str]:
             yield f"data.sources: expected no images of {named} without model.vision, got some; set model.vision with a model that sees"
         return
     if method not in METHODS:
-        yield (
-            f"alignment.method: expected one of {', '.join(METHODS)} with model.vision, got {method}; change one, because nothing samples "
-            "answers to pictures or scores them"
-        )
-    if params.reward.enabled:
-        yield "reward.enabled: expected false with model.vision, got true; set it to false, because reward models don't see"
-    for name in ("sft", method) if method in METHODS else ("sft",):
-        section = getattr(params, name)
+        yield f"alignment.method: expected one of {', '.join(METHODS)} with model.vision, got {method}; change it"
+    if params.reward.step_separator is not None:
+        yield "reward.step_separator: expected null with model.vision, got a text; set it to null, because process reward models don't see"
+    if params.evaluation.harness is not None:
+        yield "evaluation.harness: expected null with model.vision, got some; set it to null, because its tasks have no pictures"
+    key, scorers = params.evaluation_scorers
+    if judges := [scorer.name for scorer in scorers if scorer.kind == "llm_judge"]:
+        yield f"{key}: expected none of kind llm_judge with model.vision, got {', '.join(judges)}; take them out, because judges don't see"
+    sections = {"sft": params.sft} | ({"reward": params.reward} if params.reward.is_trained else {})
+    if method == "rl":
+        yield from _rl_conflicts(params)
+        sections["rl.trainer"] = params.rl.trainer
+    elif method in METHODS:
+        sections[method] = getattr(params, method)
+    for name, section in sections.items():
         if section.sequence_parallel > 1:
             yield (
                 f"{name}.sequence_parallel: expected 1 with model.vision, got {section.sequence_parallel}; set it to 1, because sequences "
@@ -48,11 +54,20 @@ def vision_conflicts(params: Params) -> Iterator[str]:
     yield "iterative: expected no rounds with model.vision, got some; run the chain, because nothing samples answers to pictures"
 
 
-def stage_refusal(params: Params, stages: Iterable[str]) -> str | None:
-    """Return why a run of these stages is refused for a model that sees; None if it isn't."""
-    if params.model.vision is None or not (found := [stage for stage in stages if stage in _AFTER]):
-        return None
-    return (
-        f"model.vision: expected a run that ends with {LAST_STAGE}, since no answers to pictures are sampled, got one with "
-        f"{' and '.join(found)}; add --until {LAST_STAGE}"
-    )
+def _rl_conflicts(params: Params) -> Iterator[str]:
+    rl = params.rl
+    if rl.critic is not None:
+        yield f"rl.algorithm: expected one without a critic with model.vision, got {rl.algorithm}; set it to grpo or rloo"
+    for key in ("environment", "distillation"):
+        if getattr(rl, key) is not None:
+            yield f"rl.{key}: expected null with model.vision, got some; set it to null, because agents and teachers get no pictures"
+    if blind := [scorer.name for scorer in rl.reward.scorers if scorer.kind in _BLIND_SCORERS]:
+        yield (
+            f"rl.reward.scorers: expected none of kind {' or '.join(_BLIND_SCORERS)} with model.vision, got {', '.join(blind)}; take them "
+            "out, because they would score answers without their pictures"
+        )
+    if rl.rollout.tensor_parallel_size > 1:
+        yield (
+            f"rl.rollout.tensor_parallel_size: expected 1 with model.vision, got {rl.rollout.tensor_parallel_size}; set it to 1, and "
+            "rl.rollout.engines higher"
+        )

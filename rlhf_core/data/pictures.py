@@ -6,11 +6,13 @@ A message with pictures has its content in parts in the field `extra` (`rlhf_cor
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 FILE = "pictures.arrow"
 SCHEMA = pa.schema([("sha256", pa.string()), ("bytes", pa.binary())])
 PICTURE = "picture"  # type of a part
+SHOWN, PREVIEW = 4, 128  # pictures of a conversation in a report, and pixels of a side
 SHOWN_DIGITS = 16  # of a hash, in a message's text
 _AT_ONCE = 64  # pictures of a record batch
 
@@ -83,6 +86,42 @@ class StoredPictures:
             got = "none" if content is None else "another one"
             raise ValueError(f"{self._path}: expected the picture {picture.sha256[:SHOWN_DIGITS]}, got {got}; run prepare_data again")
         return Image.open(io.BytesIO(content)).convert("RGB")
+
+
+class PictureFiles:
+    """Pictures of a folder that has each in a file, whose name is its hash."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def read(self, picture: Picture) -> Image:
+        """Return a picture in RGB.
+
+        Raises:
+            ValueError: there is no such picture.
+        """
+        from PIL import Image
+
+        if not (path := self._folder / picture.sha256).is_file():
+            raise ValueError(f"{self._folder}: expected the picture {picture.sha256[:SHOWN_DIGITS]}, got none; run prepare_data again")
+        return Image.open(path).convert("RGB")
+
+
+def previews(folder: Path) -> Callable[[Iterable[Message]], list[str]] | None:
+    """Return what makes data URLs of small copies of a conversation's first pictures; None for prepared data without pictures."""
+    if not (folder / FILE).exists():
+        return None
+    stored = StoredPictures(folder)
+    of_one = lru_cache(SHOWN * 64)(lambda picture: _preview(stored.read(picture)))
+    return lambda messages: [of_one(picture) for picture in pictures_of(messages)[:SHOWN]]
+
+
+def _preview(image: Image) -> str:
+    """Return a data URL of a few kB."""
+    buffer = io.BytesIO()
+    image.thumbnail((PREVIEW, PREVIEW))
+    image.save(buffer, "JPEG", quality=70)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def write_pictures(folder: Path, wanted: Iterable[str], contents: Mapping[str, Path]) -> int:

@@ -12,6 +12,29 @@ from rlhf_core.data.pictures import Picture
 Item = TypeVar("Item")
 
 
+class SeenIds(list[int]):
+    """Token ids of a text with pictures, which a model needs beside them. As lists, equal ids beside other pictures are equal."""
+
+    def __init__(self, ids: Iterable[int], pictures: tuple[Picture, ...]):
+        super().__init__(ids)
+        self.pictures = pictures
+
+
+def pictures_beside(ids: Sequence[int]) -> tuple[Picture, ...]:
+    """Return the pictures of a text with these token ids."""
+    return ids.pictures if isinstance(ids, SeenIds) else ()
+
+
+def beside_pictures(ids: list[int], pictures: tuple[Picture, ...]) -> list[int]:
+    """Return the token ids of a text with these pictures."""
+    return SeenIds(ids, pictures) if pictures else ids
+
+
+def content_of(ids: Sequence[int]) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
+    """Return ids and pictures, which are equal for equal inputs of a model."""
+    return tuple(ids), pictures_beside(ids)
+
+
 class TokenTable:
     """Numbered token sequences."""
 

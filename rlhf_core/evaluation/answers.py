@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.agents.environment import Environment
 from rlhf_core.config import EvaluationConfig, ModelConfig, Params, RolloutBackend
 from rlhf_core.data.hashing import conversation_text, distinct_prompts
+from rlhf_core.data.pictures import pictures_of
 from rlhf_core.engines.deepspeed.engine import device, most_over_ranks, release_memory
 from rlhf_core.engines.deepspeed.frozen import FrozenModel
 from rlhf_core.engines.deepspeed.ranks import in_shares, threads_of_rank, wait_for_all, world_size
@@ -32,7 +33,9 @@ from rlhf_core.models.batch import collate_tokens
 from rlhf_core.models.build import load_language_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.tokenizer import encode_prompt, stop_ids
+from rlhf_core.models.vision import Sight, undrawn_ids, with_sight
 from rlhf_core.models.weights import frozen
+from rlhf_core.paths import PREPARED
 from rlhf_core.progress import Bar, drawing
 from rlhf_core.sampling.prompts import choose_prompts
 from rlhf_core.sampling.responses import sampled_response
@@ -127,6 +130,7 @@ def sample_answers(
         trust_remote_code=model.trust_remote_code,
         gpu_memory_fraction=config.gpu_memory_fraction,
         reads_text=bool(stop),
+        prepared=None if model.vision is None else str(PREPARED),
     )
     samples: Samples = {mode: {} for mode in MODES}
     try:
@@ -174,7 +178,8 @@ def _generate(
 ) -> list[list[Sample]]:
     """Return one sample for each prompt and seed."""
     ids, seeds = [prompt.prompt_ids for prompt, _ in requests], [seed for _, seed in requests]
-    return engine.generate(ids, seeds, settings, stop_ids=stop_ids, group_size=1)
+    pictures = [pictures_of(prompt.messages) for prompt, _ in requests]
+    return engine.generate(ids, seeds, settings, stop_ids=stop_ids, group_size=1, pictures=pictures)
 
 
 def _play(
@@ -234,7 +239,8 @@ def load_policy(folder: str | Path, model: ModelConfig, *, ranks_per_model: int 
         ranks_per_model: above 1 the weights are divided over all ranks, and every forward pass is a collective.
     """
     release_memory()
-    language_model = load_language_model(folder, trust_remote_code=model.trust_remote_code, training_dtype=model.dtype)
+    load_options = {"trust_remote_code": model.trust_remote_code, "training_dtype": model.dtype, "vision": model.vision}
+    language_model = load_language_model(folder, **load_options)
     if ranks_per_model > 1:
         return FrozenModel(PolicyModule(language_model), dtype=model.dtype, zero_stage=3, offload=False).module
     return frozen(PolicyModule(language_model), device=device(), dtype=getattr(torch, model.dtype))
@@ -248,13 +254,16 @@ def response_logprobs(
     temperature: float,
     microbatch_tokens: int = MICROBATCH_TOKENS,
     ranks_per_model: int = 1,
+    sight: Sight | None = None,
 ) -> torch.Tensor:
     """Return the summed log-probability [len(answers)] of each response's sampled tokens given its prompt's ids. Ranks share the answers.
 
     Args:
         ranks_per_model: as for `load_policy`; above 1 ranks with fewer answers repeat some.
+        sight: of a model that sees, which never draws the tokens of pictures.
     """
     settings = {"pad_id": pad_id, "temperature": temperature, "microbatch_tokens": microbatch_tokens, "collective": ranks_per_model > 1}
+    settings |= {"sight": sight}
     count = len(answers) if ranks_per_model == 1 else -(-len(answers) // world_size()) * world_size()
     items = [answers[i % len(answers)] for i in range(count)]
     return torch.tensor(in_shares(items, lambda part: _own_logprobs(module, part, **settings).tolist())[: len(answers)])
@@ -262,14 +271,23 @@ def response_logprobs(
 
 @torch.no_grad()
 def _own_logprobs(
-    module: PolicyModule, answers: list[Answer], *, pad_id: int, temperature: float, microbatch_tokens: int, collective: bool
+    module: PolicyModule,
+    answers: list[Answer],
+    *,
+    pad_id: int,
+    temperature: float,
+    microbatch_tokens: int,
+    collective: bool,
+    sight: Sight | None,
 ) -> torch.Tensor:
+    options = {"temperature": temperature} | ({} if sight is None else {"forbidden": undrawn_ids(module.model.config)})
     sequences = [[*a.prompt.prompt_ids, *a.response_ids] for a in answers]
     sums = torch.full((len(answers),), torch.nan)
 
     def forward(part: list[int]) -> None:
         batch = collate_tokens([sequences[i] for i in part], [len(answers[i].prompt.prompt_ids) for i in part], pad_id=pad_id)
-        flat = module(batch.to(module.model.device), temperature=temperature).logprobs
+        batch = with_sight(batch, sight, [p for i in part for p in pictures_of(answers[i].prompt.messages)])
+        flat = module(batch.to(module.model.device), **options).logprobs
         for i, logprobs in zip(part, flat.cpu().split([len(answers[i].response_ids) for i in part]), strict=True):
             sums[i] = logprobs.sum() if (d := answers[i].dialogue) is None else logprobs[torch.tensor(d.sampled)].sum()
         bar.reach(int((~sums.isnan()).sum()))  # ranks repeat parts

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import Params
 from rlhf_core.data.hashing import conversation_text
+from rlhf_core.data.pictures import previews
 from rlhf_core.data.schema import Message
 from rlhf_core.engines.rollout.requests import request_seeds
 from rlhf_core.evaluation.answers import (
@@ -24,6 +25,8 @@ from rlhf_core.evaluation.answers import (
 )
 from rlhf_core.evaluation.figures import Answer, by_prompt, differences, summarize, turns_before, win_rate
 from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.models.vision import sight
+from rlhf_core.paths import PREPARED
 from rlhf_core.sampling.scoring import LocalScorers
 from rlhf_core.scorers.needs import try_services
 
@@ -51,7 +54,7 @@ def evaluate(
         measured["harness"] = run_harness(run.params, folders)
     return {
         "metrics": measured,
-        "samples": sample_table(answers, run.params.evaluation.table_rows),
+        "samples": sample_table(answers, run.params.evaluation.table_rows, PREPARED),
         "prompts": by_prompt(answers),
     }
 
@@ -78,7 +81,8 @@ def answer_prompts(
     """
     try_services(params.evaluation_scorers[1])
     config = params.evaluation
-    tokenizers = {name: load_tokenizer(str(folder), trust_remote_code=params.model.trust_remote_code) for name, folder in folders.items()}
+    load_options = {"trust_remote_code": params.model.trust_remote_code, "vision": params.model.vision}
+    tokenizers = {name: load_tokenizer(str(folder), **load_options) for name, folder in folders.items()}
     longest = params.model.max_length - config.max_new_tokens
     prompts = heldout_prompts(rows, tokenizers, longest=longest, count=config.prompts, seed=params.seed, gate_texts=gate_texts)
     models = {name: EvaluatedModel(folder, tokenizers[name], prompts[name]) for name, folder in folders.items()}
@@ -106,11 +110,13 @@ def measure(params: Params, answers: Answers, folders: dict[str, Path], *, gate_
     """
     confidence = params.evaluation.confidence
     logprobs, divided = {}, {"ranks_per_model": params.cluster.inference_ranks_per_model}
-    pad_id = load_tokenizer(str(folders["sft"]), trust_remote_code=params.model.trust_remote_code).pad_token_id
+    load_options = {"trust_remote_code": params.model.trust_remote_code, "vision": params.model.vision}
+    tokenizer = load_tokenizer(str(folders["sft"]), **load_options)
+    of_tokens = {"pad_id": tokenizer.pad_token_id, "sight": sight(tokenizer, PREPARED)}
     for name, folder in folders.items():
         module = load_policy(folder, params.model, **divided)
         rendered = [a for mode in MODES for a in with_prompts_of(answers[mode]["policy"], answers[mode][name])]
-        logprob_options = {"pad_id": pad_id, "temperature": params.evaluation.temperature, **divided}
+        logprob_options = {"temperature": params.evaluation.temperature, **of_tokens, **divided}
         found = response_logprobs(module, rendered, **logprob_options)  # of all modes together, which have the prompts in common
         logprobs |= {(name, mode): part for mode, part in zip(MODES, found.chunk(len(MODES)), strict=True)}
         del module  # before the next one is loaded
@@ -126,8 +132,13 @@ def measure(params: Params, answers: Answers, folders: dict[str, Path], *, gate_
     }
 
 
-def sample_table(answers: Answers, rows: int) -> list[dict[str, Any]]:
-    """Return the first `rows` prompts of each mode with both models' responses, scores and judgements."""
+def sample_table(answers: Answers, rows: int, prepared: Path) -> list[dict[str, Any]]:
+    """Return the first `rows` prompts of each mode with both models' responses, scores and judgements; prompts with pictures have previews.
+
+    Args:
+        prepared: folder of the prepared data.
+    """
+    preview = previews(prepared)
     return [
         {
             "id": sft.prompt.id,
@@ -142,6 +153,7 @@ def sample_table(answers: Answers, rows: int) -> list[dict[str, Any]]:
             "policy_judge_ok": policy.judgement.ok if policy.judgement else None,
             "sft_steps": _written_steps(sft),
             "policy_steps": _written_steps(policy),
+            **({} if preview is None else {"pictures": preview(sft.prompt.messages)}),
         }
         for mode, by_model in answers.items()
         for sft, policy in list(zip(by_model["sft"], by_model["policy"], strict=True))[:rows]

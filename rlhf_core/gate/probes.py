@@ -33,7 +33,8 @@ def invariance(model: LoadedModel, texts: Sequence[Text], stored: np.ndarray) ->
     spread.
 
     A score alone in its batch differs from the one
-    - padding_side: left-padded, with the mask and positions that this needs; value None where the model's attention takes no mask,
+    - padding_side: left-padded, with the mask and positions that this needs; value None where the model's attention takes no mask, and of
+      a model that sees,
     - batch_size: in large batches with all texts,
     - truncation: padded to the model's max_length; infinite if a limit of the text's length truncates it, or a limit of one token less
       gives a score instead of none;
@@ -81,6 +82,8 @@ def _padded_to_the_limit(model: LoadedModel, texts: Sequence[Text], sequences: S
 
 @torch.no_grad()
 def _left_padded(model: LoadedModel, sequences: Sequence[list[int]]) -> np.ndarray | None:
+    if model.sight is not None:  # positions may depend on pictures
+        return None
     if not all(m.score_head.per_token and can_share_prefixes(m.model, max_length=model.max_length) for m in model.members):
         return None
     width = max(map(len, sequences))

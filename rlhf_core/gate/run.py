@@ -71,11 +71,11 @@ def measure_step_models(run: TrainRun, test: HeldoutSteps, config: GateConfig, r
 
     from rlhf_core.engines.deepspeed.ranks import threads_of_rank
     from rlhf_core.gate.scoring import compare_steps_to_promoted, probe_steps
-    from rlhf_core.scorers.reward.loaded import LoadedModel
+    from rlhf_core.scorers.reward.loaded import LoadedModel, reward_options
 
     torch.set_num_threads(threads_of_rank(run.params.cluster.threads))
     about = run.params.model
-    load_options = {"max_length": about.max_length, "trust_remote_code": about.trust_remote_code, "template_date": about.template_date}
+    load_options = reward_options(about)
     model = LoadedModel.load(reward_model, **load_options)
     measured: dict[str, Any] = {"probes": probe_steps(test, model)}
     members = len(model.members)
@@ -100,11 +100,11 @@ def measure_models(run: TrainRun, test: Heldout, config: GateConfig, reward_mode
     from rlhf_core.engines.deepspeed.ranks import threads_of_rank
     from rlhf_core.gate.probes import format_shifts, invariance
     from rlhf_core.gate.scoring import compare_to_promoted, score_external
-    from rlhf_core.scorers.reward.loaded import LoadedModel
+    from rlhf_core.scorers.reward.loaded import LoadedModel, reward_options
 
     torch.set_num_threads(threads_of_rank(run.params.cluster.threads))
     about = run.params.model
-    load_options = {"max_length": about.max_length, "trust_remote_code": about.trust_remote_code, "template_date": about.template_date}
+    load_options = reward_options(about)
     model = LoadedModel.load(reward_model, **load_options)
     responses, which = distinct_responses(test)
     stored, prompts = np.concatenate([test.pairs.chosen, test.pairs.rejected])[which], np.tile(test.pairs.prompts, 2)[which]

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
@@ -26,6 +27,7 @@ from rlhf_core.look import page
 from rlhf_core.look.look import GUESSED_FROM, Guess, Inspection, TriedReading, guess, inspect_reading, place_of, sample_of
 from rlhf_core.look.recipe import recipe, recipe_lines, yaml_lines
 from rlhf_core.planning.hardware import GPUS
+from rlhf_core.preparation.pictures import PictureStore
 from rlhf_core.preparation.sources import records_of
 from rlhf_core.process import configure_process, exit_with
 
@@ -44,6 +46,7 @@ class Options:
         model: instead of model.path: folder or name whose tokenizer and template are used.
         format: instead of the guess.
         columns: instead of the guess, OURS=THEIRS such as prompt=question.
+        images: read pictures, whose paths are in this folder, for a model that sees.
         subset: of a Hugging Face data set.
         dataset_split: of a Hugging Face data set (train).
         delimiter: of a CSV file, instead of what its header tells.
@@ -63,6 +66,7 @@ class Options:
     model: FileOrName | None = None
     format: DataFormat | None = None
     columns: Words = ()
+    images: GivenPath | None = None
     subset: str | None = None
     dataset_split: Annotated[str | None, Parameter("--split")] = None
     delimiter: str | None = None
@@ -93,7 +97,8 @@ def look(path: FileOrName, /, *, given: Options = NOTHING_GIVEN) -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # for terminals without Unicode
     try:
-        return run(path, given)
+        with TemporaryDirectory() as scratch:
+            return run(path, given, None if given.images is None else PictureStore(Path(scratch)))
     except BrokenPipeError:
         raise
     except KeyboardInterrupt:
@@ -103,13 +108,18 @@ def look(path: FileOrName, /, *, given: Options = NOTHING_GIVEN) -> int:
         return UNDECIDED
 
 
-def run(path: str, given: Options) -> int:
-    """Guess the format, look at each reading and print what was found. Returns the exit code."""
+def run(path: str, given: Options, pictures: PictureStore | None = None) -> int:
+    """Guess the format, look at each reading and print what was found. Returns the exit code.
+
+    Args:
+        pictures: keeps those of the records.
+    """
     if given.recipe and given.recipe.exists():
         raise ConfigError(f"--recipe {given.recipe}: expected a new file, got one that exists; name another one, or remove it")
-    place = place_of(path, {key: getattr(given, key) for key in ("subset", "dataset_split", "delimiter", "encoding")})
+    images = None if given.images is None else str(given.images)
+    place = place_of(path, {key: getattr(given, key) for key in ("subset", "dataset_split", "delimiter", "encoding")} | {"images": images})
     records, whole = sample_of(place, given.records)
-    found = guess(place, records, whole=whole, format_=given.format, columns=columns(given.columns))
+    found = guess(place, records, whole=whole, format_=given.format, columns=columns(given.columns), pictures=pictures)
     decided = len(found.fitting) == 1 and found.unreadable is None
     if given.yaml_only:
         print(
@@ -120,7 +130,11 @@ def run(path: str, given: Options) -> int:
     model = {key: value for key, value in (("path", given.model), ("max_length", given.max_length)) if value is not None}
     text = _text(given.params)
     params = parse_params(read_yaml_text(text, "params.yaml"), subject="params.yaml", complete=False)
-    readings = [_read(tried, found, _with_model(params, model), model, text, given) for tried in found.fitting]
+    if pictures is not None and given.model is None and params.model.path is None:
+        raise ConfigError("--images: expected a model that sees, got none; name one with --model")
+    if pictures is not None and params.model.vision is None:
+        model["vision"] = "frozen"
+    readings = [_read(tried, found, _with_model(params, model), model, text, given, pictures) for tried in found.fitting]
     if given.json:
         print(json.dumps(page.as_json(found, readings), indent=2))
         return 0 if decided else UNDECIDED
@@ -168,7 +182,15 @@ def _text(recipe: Path | None) -> str:
     return overridden(read_text(path), read_recipe(recipe), subject=str(path), source=str(recipe), complete=False)[0]
 
 
-def _read(tried: TriedReading, found: Guess, params: Params, model: dict[str, Any], text: str, given: Options) -> page.InspectedReading:
+def _read(
+    tried: TriedReading,
+    found: Guess,
+    params: Params,
+    model: dict[str, Any],
+    text: str,
+    given: Options,
+    pictures: PictureStore | None,
+) -> page.InspectedReading:
     """Counts one reading and, with a model, makes a proposal for it."""
     if params.model.path is None:
         looked = _inspect_reading(tried, found, params, None, given)
@@ -178,7 +200,7 @@ def _read(tried: TriedReading, found: Guess, params: Params, model: dict[str, An
 
     params, tokenizer, is_chat = with_template(params, tried)
     model |= {"path": params.model.path, "chat_template": params.model.chat_template}
-    looked = _inspect_reading(tried, found, params, tokenizer, given)
+    looked = _inspect_reading(tried, found, params, tokenizer, given, pictures)
     machine = machine_facts(given.gpu, given.gpus)
     data = data_facts(looked, tried.source, whole=found.whole or given.all)
     proposal = propose(looked, data, model_facts(params, tokenizer, is_chat=is_chat), machine, UserInput(text, model))
@@ -186,12 +208,17 @@ def _read(tried: TriedReading, found: Guess, params: Params, model: dict[str, An
 
 
 def _inspect_reading(
-    tried: TriedReading, found: Guess, params: Params, tokenizer: PreTrainedTokenizerBase | None, given: Options
+    tried: TriedReading,
+    found: Guess,
+    params: Params,
+    tokenizer: PreTrainedTokenizerBase | None,
+    given: Options,
+    pictures: PictureStore | None = None,
 ) -> Inspection:
     if not given.all or found.whole:
-        return inspect_reading(tried, found.records, params, tokenizer, show=given.show)
+        return inspect_reading(tried, found.records, params, tokenizer, show=given.show, pictures=pictures)
     with tqdm(records_of(tried.source), unit=" records", leave=False, disable=None) as records:  # None: shown on terminals only
-        return inspect_reading(tried, records, params, tokenizer, show=given.show)
+        return inspect_reading(tried, records, params, tokenizer, show=given.show, pictures=pictures)
 
 
 main = partial(run_module, "data check")

@@ -27,6 +27,8 @@ from rlhf_core.preparation.drops import DropCounts, Dropped, Misfit
 from rlhf_core.preparation.files import files_of_split
 from rlhf_core.preparation.formats import convert
 from rlhf_core.preparation.notation import beginning, check_signs, notation_of
+from rlhf_core.preparation.pictures import COLUMNS as PICTURE_COLUMNS
+from rlhf_core.preparation.pictures import PictureStore, SourcePictures
 from rlhf_core.preparation.sources import read_source, records_of
 from rlhf_core.preparation.values import RawRecord
 
@@ -178,16 +180,25 @@ def sample_of(place: Place, limit: int) -> tuple[list[RawRecord], bool]:
     return records, True
 
 
-def guess(place: Place, records: list[RawRecord], *, whole: bool, format_: str | None, columns: Mapping[str, Any]) -> Guess:
+def guess(
+    place: Place,
+    records: list[RawRecord],
+    *,
+    whole: bool,
+    format_: str | None,
+    columns: Mapping[str, Any],
+    pictures: PictureStore | None = None,
+) -> Guess:
     """Return the readings that fit the sample.
 
     Args:
         format_, columns: the user's choice; no other readings are tried.
+        pictures: keeps those of the records, for a model that sees.
     """
     found = columns_of([record.values for record in records])
     named = {ours: theirs for ours, theirs in columns.items() if isinstance(theirs, str) and theirs in found}
     readings = _chosen(propose(found, named), format_, columns)
-    tried = [try_reading(place, reading, records) for reading in readings]
+    tried = [try_reading(place, reading, records, pictures) for reading in readings]
     fits = [t for t in tried if t.refused is None]
     if whole or not fits:
         _check_columns(columns, found)
@@ -237,7 +248,7 @@ def _check_columns(columns: Mapping[str, Any], found: Mapping[str, Column]) -> N
                 )
 
 
-def try_reading(place: Place, reading: Reading, records: list[RawRecord]) -> TriedReading:
+def try_reading(place: Place, reading: Reading, records: list[RawRecord], pictures: PictureStore | None = None) -> TriedReading:
     """Convert the sample as prepare_data would; the reading's uses are those that get rows."""
     source = place.source(reading.format, FORMATS[reading.format][0], reading.columns, reading.options)
     notation = notation_of([record.values for record in beginning(records)[0]], source)
@@ -248,6 +259,7 @@ def try_reading(place: Place, reading: Reading, records: list[RawRecord]) -> Tri
     if notation.transcripts:
         reading = replace(reading, options={**reading.options, "transcripts": True})
         source = source.model_copy(update={"transcripts": True})
+    seen = None if pictures is None else SourcePictures(source, pictures)
     taken, dropped, uses, refused = 0, DropCounts(), Counter[str](), ""
     ends, templated = Counter[str](), 0
     for where, values, note in records:
@@ -256,7 +268,7 @@ def try_reading(place: Place, reading: Reading, records: list[RawRecord]) -> Tri
         except ValueError as error:
             return TriedReading(reading, source, 0, f"{where}: {error}")
         try:
-            rows = convert(values, source, notation)
+            rows = convert(values, source, notation, pictures=seen)
         except Dropped as reason:
             dropped.add(str(reason), where, values)
             continue
@@ -295,7 +307,7 @@ def _end_tokens(rows: Mapping[str, list[dict]]) -> set[str]:
 
 def _with_warnings(tried: TriedReading, columns: Mapping[str, Column]) -> TriedReading:
     """Return the reading with the columns that it leaves unread, and warnings about some of them."""
-    aside = unread_columns(tried.reading, columns)
+    aside = [path for path in unread_columns(tried.reading, columns) if tried.source.images is None or path not in PICTURE_COLUMNS]
     meant = [path for path in aside if path in MEANINGFUL]
     warnings = [f"column {shown(path, 60)} is not read, though it may belong to the conversation" for path in meant]
     if marks := [shown(path, 60) for path in unread_marks(tried.reading, columns)]:
@@ -311,12 +323,14 @@ def inspect_reading(
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     show: int,
+    pictures: PictureStore | None = None,
 ) -> Inspection:
     """Read all records with `read_source`, count them and keep the first ones as sequences.
 
     Args:
         tokenizer: of the model; None: a new one is trained on the sample's texts, as prepare_data trains it on those of all sources.
         show: number of records to keep.
+        pictures: as for `guess`.
     Raises:
         What `read_source` does.
     """
@@ -325,7 +339,7 @@ def inspect_reading(
     from rlhf_core.models.template import Unrenderable
 
     dropped = DropCounts()
-    rows = read_source(tried.source, seed=params.seed, dropped=dropped, records=records)
+    rows = read_source(tried.source, seed=params.seed, dropped=dropped, records=records, pictures=pictures)
     if tokenizer is None:
         first = list(islice(rows, GUESSED_FROM * 8))
         tokenizer = _own_tokenizer(first, params)

@@ -15,6 +15,7 @@ from rlhf_core.look.proposed import as_json as proposal_json
 from rlhf_core.look.proposed import costs, notes
 from rlhf_core.look.recipe import LIMITS, dropped_share, exceeds_limit, yaml_lines
 from rlhf_core.look.rows import Sequence, pieces
+from rlhf_core.models.vision import vision_of
 from rlhf_core.preparation.drops import DropCounts
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def _record(sequences: list[Sequence | str], found: Inspection, params: Params, 
         shown_before.append((sequence.ids, sequence.name))
         parts = [
             (_safe(text), sequence.trained[first], first, end)
-            for text, first, end in pieces(found.tokenizer, sequence.ids)
+            for text, first, end in _in_parts(sequence, found)
             if same is None or first >= start
         ]
         lines = _marked([(text, trained) for text, trained, _, _ in parts], colour).split("\n")
@@ -125,10 +126,22 @@ def _record(sequences: list[Sequence | str], found: Inspection, params: Params, 
         yield f"  and {len(sequences) - MAX_SEQUENCES} more of this record"
 
 
+def _in_parts(sequence: Sequence, found: Inspection) -> list[tuple[str, int, int]]:
+    """Return `pieces` of a sequence; the equal tokens of a picture are one part, with the text of one."""
+    vision, parts = vision_of(found.tokenizer), []
+    for text, first, end in pieces(found.tokenizer, sequence.ids):
+        if vision is not None and parts and text == parts[-1][0] == vision.filler:
+            parts[-1] = (text, parts[-1][1], end)
+        else:
+            parts.append((text, first, end))
+    return parts
+
+
 def _title(sequence: Sequence, found: Inspection, params: Params) -> str:
     trained, length = sum(sequence.trained), len(sequence.ids)
     line = f"  {sequence.name}: {length} tokens, {f'{trained} trained' if trained else 'continued by the policy'}"
     line += f"; {shown(sequence.remark, 300)}" if sequence.remark else ""
+    line += "".join(f"; picture of {width} x {height} pixels, {tokens} tokens" for width, height, tokens in sequence.pictures)
     if length <= params.model.max_length:
         return line
     use = {"kto": "preference"}.get(sequence.name.split(",")[0], sequence.name.split(",")[0])

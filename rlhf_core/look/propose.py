@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf_core.config import Params, SourceConfig, overridden, read_yaml_text, shown
 from rlhf_core.config.base import keys_of, with_defaults
+from rlhf_core.config.seeing import METHODS as SEEING_METHODS
 from rlhf_core.config.usual import SMALL_MODEL, SMALL_RATES, nulls
 from rlhf_core.look import recipe, repeats
 from rlhf_core.look.facts import DataFacts, MachineFacts, ModelFacts
@@ -90,6 +91,8 @@ def propose(found: Inspection, data: DataFacts, model: ModelFacts, machine: Mach
         ConfigError: params.yaml with the proposal laid over it is refused: a fault of the proposal or of the given recipe.
     """
     choice = choose(data, model)
+    if "vision" in given.model and choice.settings.get("alignment.method") not in SEEING_METHODS:
+        choice = Choice("", f"{choice.why}; a model that sees learns by {', '.join(SEEING_METHODS)}", uses=choice.uses)
     if not choice.name:
         return _without_method(found, choice, model, machine, given)
     lengths = propose_lengths(data, choice, model.positions, given=given.model.get("max_length"), on_gpu=bool(machine.memory.gpus))

@@ -8,15 +8,17 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import Params
 from rlhf_core.data.control import VISIBLE
 from rlhf_core.data.hashing import text_hash
+from rlhf_core.data.pictures import pictures_of
 from rlhf_core.models.response_ids import BACK, TORN
 from rlhf_core.models.steps import turn_step_ends
 from rlhf_core.models.tokenizer import encode_conversation, encode_prompt, encode_scored, encode_scored_turns
+from rlhf_core.models.vision import vision_of
 from rlhf_core.preparation.formats import STEP_SEPARATOR
 from rlhf_core.scorers.text import final_number
 from rlhf_core.trainers.supervised.demonstrations import Demonstration, encode_demonstrations, encode_texts
@@ -226,12 +228,14 @@ class Sequence:
 
     name: the use and, for a pair, the side. ids [T]. trained [T]: whether the loss or the compared log-probability includes the token.
     remark: for people.
+    pictures: width, height and number of tokens of each.
     """
 
     name: str
     ids: list[int]
     trained: list[bool]
     remark: str = ""
+    pictures: tuple[tuple[int, int, int], ...] = ()
 
 
 def sequences(use: str, row: dict, tokenizer: PreTrainedTokenizerBase, params: Params) -> list[Sequence]:
@@ -240,6 +244,13 @@ def sequences(use: str, row: dict, tokenizer: PreTrainedTokenizerBase, params: P
     Raises:
         Unrenderable: the chat template refuses the conversation.
     """
+    found, vision = _sequences(use, row, tokenizer, params), vision_of(tokenizer)
+    pictures = () if vision is None else pictures_of(row.get("messages", ()))
+    sizes = tuple((picture.width, picture.height, vision.num_tokens([picture])) for picture in pictures)
+    return [replace(sequence, pictures=sizes) for sequence in found]
+
+
+def _sequences(use: str, row: dict, tokenizer: PreTrainedTokenizerBase, params: Params) -> list[Sequence]:
     if use == "pretrain":
         return [_of_demonstration("pretrain", d) for d in encode_texts([row], tokenizer, max_length=sys.maxsize)[0]]
     if use == "sft":

@@ -80,9 +80,7 @@ def run_trials(params: Params, tokenizer_folder: Path, scratch: Path) -> tuple[s
     on_pairs = params.alignment.method in ("dpo", "kto")
     supervised = params.sft.enabled or params.alignment.method in ("rejection_sampling", "conditional_sft")
     columns = [*["sft"] * supervised, *["reward"] * params.reward.is_trained, *["dpo"] * on_pairs, *["lora"] * bool(loras)]
-    if model.vision is not None:  # neither samples nor scores yet
-        return type(language_model).__name__, [trial.run(column) for column in columns]
-    findings = [trial.run(column) for column in (*columns, "shared_prefix")]
+    findings = [trial.run(column) for column in (*columns, *["shared_prefix"] * (model.vision is None))]
     findings += [try_ready_made(scorer, model) for scorer in scorers(params) if scorer.kind == "reward_model" and scorer.path]
     if folder is not None:
         findings.append(try_ready_made(ScorerConfig(name="reward_model", kind="reward_model"), model, folder))
@@ -179,7 +177,7 @@ def _score_difference(scorer: ScorerConfig, folder: Path, model: ModelConfig) ->
     check_model_folder(folder)
     check_ready_made(scorer, folder)
     load_options = {"trust_remote_code": model.trust_remote_code}
-    tokenizer = load_tokenizer(str(folder), template_date=model.template_date, scores=True, **load_options)
+    tokenizer = load_tokenizer(str(folder), template_date=model.template_date, scores=True, vision=model.vision, **load_options)
     check_weights(folder, scalar=True, **load_options)
     check_rows(tokenizer, vocabulary_size(folder, **load_options), subject=f"reward model {folder}")
     with refusals(folder):

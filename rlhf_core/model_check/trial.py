@@ -9,6 +9,7 @@ packing or shared prefixes.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import shutil
 from collections.abc import Callable
@@ -23,17 +24,17 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config import DpoConfig, LoraConfig, RolloutBackend, VisionTraining, shown
-from rlhf_core.data.pictures import Picture
+from rlhf_core.data.pictures import Picture, write_pictures
 from rlhf_core.engines.deepspeed.engine import EngineSettings, TrainEngine, device
 from rlhf_core.engines.rollout.open import open_engine
 from rlhf_core.engines.rollout.requests import SamplingSettings
 from rlhf_core.models.attention import fix_frequencies
 from rlhf_core.models.batch import TokenBatch, collate_branches, collate_tokens, shared_row
-from rlhf_core.models.build import classifier, load_language_model, load_scalar_model, save_model
+from rlhf_core.models.build import classifier, load_language_model, load_scalar_model, save_model, trunk
 from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.probe import PROBE_ERRORS, shares_prefixes
-from rlhf_core.models.vision import Sight, Vision, picture_arguments, vision_of
+from rlhf_core.models.vision import Sight, Vision, freeze_vision, picture_arguments, undrawn_ids, vision_of
 from rlhf_core.models.weights import checkpoint_names
 from rlhf_core.trainers.preference.objectives import Continuation, Pair, PairObjective, ResponseForward, no_reference
 from rlhf_core.trainers.reward.train import Comparison, reward_phase
@@ -177,22 +178,32 @@ class Trial:
         fix_frequencies(scalar_model.config, self._settings.max_length)
         save_model(scalar_model, scalar_model.state_dict(), self._tokenizer, start)
         model = load_scalar_model(start, trust_remote_code=self._settings.trust_remote_code)
+        if self._settings.vision == "frozen":
+            freeze_vision(model)
         module = ScalarModule(model)
         engine = self._engine(module)
         tokens = 4 * self._settings.max_length
-        shares = shares_prefixes(model, device=device(), max_length=self._settings.max_length)
-        comparison = Comparison(tokens if shares else 0, self.sequences, [(0, 1), (2, 3)], ["a", "b"])
-        sizes = {"steps": UPDATES, "batch_size": 1, "pad_id": 0, "microbatch_tokens": tokens}
-        phase = reward_phase([comparison], [], **sizes, margin=0.0, centering_coef=0.01)
+        shares = self._sight is None and shares_prefixes(model, device=device(), max_length=self._settings.max_length)
+        comparisons = self._comparisons(tokens if shares else 0)
+        sizes = {"steps": UPDATES, "batch_size": len(comparisons), "pad_id": 0, "microbatch_tokens": tokens}
+        phase = reward_phase(comparisons, [], **sizes, margin=0.0, centering_coef=0.01, sight=self._sight)
         for _ in range(UPDATES):
-            phase.train_batch(engine, [0])
+            phase.train_batch(engine, list(range(len(comparisons))))
             engine.step()
         engine.eval()
-        last = [len(ids) - 1 for ids in self.sequences]
+        batch = collate_tokens(self.sequences, [len(ids) - 1 for ids in self.sequences], pad_id=0)
         with torch.no_grad():
-            ours = engine(collate_tokens(self.sequences, last, pad_id=0).to(device())).float().cpu()
-        plain = _scores(self._saved("reward", model, engine), self.sequences, trust_remote_code=self._settings.trust_remote_code)
+            ours = engine(self._with_pictures(batch)).float().cpu()
+        seen = None if self._sight is None else [self._sight(seen) for seen in self.pictures]
+        folder = self._saved("reward", model, engine)
+        plain = _scores(folder, self.sequences, trust_remote_code=self._settings.trust_remote_code, pictures=seen)
         return judged("reward", largest(ours, plain))
+
+    def _comparisons(self, shared: int) -> list[Comparison]:
+        """Return pairs of all sequences; in one conversation those with the same pictures."""
+        if self._sight is None:
+            return [Comparison(shared, self.sequences, [(0, 1), (2, 3)], ["a", "b"])]
+        return [Comparison(0, [self.sequences[i], self.sequences[i + 2]], [(0, 1)], [str(i)], self.pictures[i]) for i in (0, 1)]
 
     def _shared_prefix(self) -> Finding:
         """Find whether prefixes are shared, and the difference that sharing makes. Without sharing, training is only slower."""
@@ -226,6 +237,7 @@ class Trial:
             seed=settings.seed,
             trust_remote_code=settings.trust_remote_code,
             gpu_memory_fraction=settings.gpu_memory_fraction,
+            prepared=None if self._sight is None else self._stored_picture(),
         )
         try:
             model = self._load()
@@ -237,6 +249,16 @@ class Trial:
         finally:
             rollouts.close()
         return judged(backend, max(differences))
+
+    def _stored_picture(self) -> str:
+        """Write the picture that the trial sees as prepared data have it, and return the folder."""
+        folder, file = self._scratch / "prepared", self._scratch / "picture.png"
+        folder.mkdir(exist_ok=True)
+        self._sight.read(PICTURE).save(file)
+        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+        write_pictures(folder, [sha256], {sha256: file})
+        self._stored = PICTURE._replace(sha256=sha256)
+        return str(folder)
 
     def _show_pictures(self, token_id: int) -> None:
         """Begin every second sequence with a picture.
@@ -309,7 +331,10 @@ class Trial:
         )
 
     def _batch(self) -> TokenBatch:
-        batch = collate_tokens(self.sequences, [1] * len(self.sequences), pad_id=0)
+        return self._with_pictures(collate_tokens(self.sequences, [1] * len(self.sequences), pad_id=0))
+
+    def _with_pictures(self, batch: TokenBatch) -> TokenBatch:
+        """Return a batch of all sequences on the device, with their pictures."""
         if self._sight is not None:
             batch = replace(batch, pictures=self._sight([picture for seen in self.pictures for picture in seen]))
         return batch.to(device())
@@ -339,16 +364,23 @@ class Trial:
     def _engine_difference(self, rollouts: Any, folder: Path) -> float:
         """Return the largest difference on given and on sampled tokens. An engine reserves room for one more token than it is given."""
         given = [ids[: self._settings.max_length - 1] for ids in self.sequences]
-        scored = torch.tensor([x for ids in given for x in rollouts.probe(ids)])
         prompts = [ids[: max(1, len(ids) - SAMPLED)] for ids in given]
-        sampling = SamplingSettings(SAMPLED, temperature=1.0)
-        sampled = rollouts.generate(prompts, list(range(len(prompts))), sampling, stop_ids=(), group_size=2)
-        pairs = [(prompt, sample) for prompt, samples in zip(prompts, sampled, strict=True) for sample in samples]
-        whole = [[*prompt, *sample.response_ids] for prompt, sample in pairs]
-        plain = plain_logprobs(folder, [*given, *whole], trust_remote_code=self._settings.trust_remote_code)
-        of_sampled = torch.cat([found[len(prompt) - 1 :] for (prompt, _), found in zip(pairs, plain[len(given) :], strict=True)])
+        sampling, options = SamplingSettings(SAMPLED, temperature=1.0), {"trust_remote_code": self._settings.trust_remote_code}
+        asked: dict[str, Any] = {"stop_ids": (), "group_size": 2}
+        if self._sight is not None:
+            given = [ids for ids, seen in zip(given, self.pictures, strict=True) if not seen]  # the probe is of text
+            asked["pictures"] = [(self._stored,) * len(seen) for seen in self.pictures]
+        scored = torch.tensor([x for ids in given for x in rollouts.probe(ids)])
+        text = None if self._sight is None else [{}] * len(given)
+        plain = torch.cat(plain_logprobs(folder, given, pictures=text, **options))
+        sampled = rollouts.generate(prompts, list(range(len(prompts))), sampling, **asked)
+        pairs = [(number, sample) for number, samples in enumerate(sampled) for sample in samples]
+        whole = [[*prompts[number], *sample.response_ids] for number, sample in pairs]
+        seen = None if self._sight is None else [self._sight(self.pictures[number]) for number, _ in pairs]
+        found = plain_logprobs(folder, whole, pictures=seen, leaves_undrawn=True, **options)
+        of_sampled = torch.cat([one[len(prompts[number]) - 1 :] for (number, _), one in zip(pairs, found, strict=True)])
         own = torch.tensor([x for _, sample in pairs for x in sample.logprobs])
-        return max(largest(scored, torch.cat(plain[: len(given)])), largest(own, of_sampled))
+        return max(largest(scored, plain), largest(own, of_sampled))
 
 
 def judged(column: str, difference: float, *, note: str | None = None) -> Finding:
@@ -377,11 +409,13 @@ def plain_logprobs(
     trust_remote_code: bool = False,
     dtype: torch.dtype = torch.float32,
     pictures: list[dict[str, torch.Tensor]] | None = None,
+    leaves_undrawn: bool = False,
 ) -> list[torch.Tensor]:
     """Return the log-probability of each token but the first, by transformers alone: whole logits, one sequence at a time.
 
     Args:
         pictures: of a model that sees, the arguments of its forward pass for each sequence's pictures.
+        leaves_undrawn: tokens that a model that sees never draws have no probability.
     """
     load_options = {"trust_remote_code": trust_remote_code, "dtype": dtype}
     kind = AutoModelForCausalLM if pictures is None else AutoModelForImageTextToText
@@ -390,17 +424,28 @@ def plain_logprobs(
     for number, ids in enumerate(sequences):
         row = torch.tensor([ids], device=device())
         batch = TokenBatch(row, row > 0, pictures=pictures and pictures[number]).to(device())
-        logprobs = model(input_ids=row, use_cache=False, **picture_arguments(model, batch)).logits[0, :-1].to(dtype).log_softmax(-1)
+        logits = model(input_ids=row, use_cache=False, **picture_arguments(model, batch)).logits[0, :-1].to(dtype)
+        if leaves_undrawn and pictures is not None:
+            logits[:, undrawn_ids(model.config)] = -torch.inf
+        logprobs = logits.log_softmax(-1)
         found.append(logprobs.gather(-1, row[0, 1:, None]).squeeze(-1).cpu())
     return found
 
 
 @torch.no_grad()
-def _scores(folder: Path, sequences: list[list[int]], *, trust_remote_code: bool) -> torch.Tensor:
+def _scores(
+    folder: Path, sequences: list[list[int]], *, trust_remote_code: bool, pictures: list[dict[str, torch.Tensor]] | None = None
+) -> torch.Tensor:
+    """Return each sequence's score by transformers' own forward pass of it alone, with its pictures."""
     load_options = {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
     kind = classifier(type(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)))
     model = kind.from_pretrained(folder, **load_options).to(device()).eval()
-    return torch.cat([model(input_ids=torch.tensor([ids], device=device())).logits[0].float().cpu() for ids in sequences])
+    found = []
+    for number, ids in enumerate(sequences):
+        row = torch.tensor([ids], device=device())
+        batch = TokenBatch(row, row > 0, pictures=pictures and pictures[number]).to(device())
+        found.append(model(input_ids=row, **picture_arguments(trunk(model), batch)).logits[0].float().cpu())
+    return torch.cat(found)
 
 
 def random_sequences(vocabulary: int, longest: int, *, seed: int) -> list[list[int]]:

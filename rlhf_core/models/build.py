@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
@@ -225,13 +226,20 @@ def _make_savable(path: str | Path, model: PreTrainedModel) -> None:
 
 
 def new_scalar_model(
-    language_model_path: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool, training_dtype: str = "float32"
+    language_model_path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    trust_remote_code: bool,
+    training_dtype: str = "float32",
+    vision: VisionTraining | None = None,
 ) -> PreTrainedModel:
     """Return a language model's trunk with a fresh scalar head; the head starts at zero, so every score starts at 0.
 
     Transformers reads a classifier's score before padding at the end. If the same token pads and ends a conversation, the model is saved
     without an id for padding. Then the score is read at the end token, which distinguishes a complete response from a truncated one.
 
+    Args:
+        vision: of a model that sees, whose vision tower is frozen or trained.
     Raises:
         ValueError: the architecture's score head has more layers than a linear one; a language model has no weights for them.
     """
@@ -241,8 +249,11 @@ def new_scalar_model(
     model = _load_scalar(language_model_path, new=_HEADS, unread=every_name, **load_options)
     end = turn_end(tokenizer)
     pads_otherwise = tokenizer.pad_token_id not in (*end.trained, *end.after)[-1:]
-    model.config.pad_token_id = tokenizer.pad_token_id if pads_otherwise else None
+    for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
+        config.pad_token_id = tokenizer.pad_token_id if pads_otherwise else None
     torch.nn.init.zeros_(scalar_head(model).weight)
+    if vision == "frozen":
+        freeze_vision(model)
     return model
 
 
@@ -390,12 +401,16 @@ def classifier(config: type[PretrainedConfig]) -> type:
     transformers has none for some architectures. For these it is made here as transformers makes its own, the trunk with a linear `score`
     layer. This library loads the saved folder again; transformers alone doesn't know the class that its `config.json` names.
     """
-    language_models = AutoModelForCausalLM._model_mapping
-    if config in AutoModelForSequenceClassification._model_mapping or config not in language_models:
+    mappings = [kind._model_mapping for kind in (AutoModelForCausalLM, AutoModelForImageTextToText)]
+    language_models = next((mapping for mapping in mappings if config in mapping), None)
+    if config in AutoModelForSequenceClassification._model_mapping or language_models is None:
         return AutoModelForSequenceClassification
     language_model = language_models[config]
     family = next(kind for kind in reversed(language_model.__mro__) if issubclass(kind, PreTrainedModel) and kind is not PreTrainedModel)
-    name = language_model.__name__.removesuffix("ForCausalLM") + "ForSequenceClassification"
+    name = language_model.__name__.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration") + "ForSequenceClassification"
+    renamed = get_checkpoint_conversion_mapping(language_model.__name__)
+    if renamed is not None and get_checkpoint_conversion_mapping(name) is None:  # names of weights in files, by the class's name
+        register_checkpoint_conversion_mapping(name, renamed)
     # __module__ is the family's: transformers skips the initialization of buffers (Falcon-H1's multipliers) in modules that it takes for
     # remote code.
     return type(name, (_Classifier, family), {"__module__": family.__module__, "config_class": config})

@@ -8,7 +8,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from rlhf_core.models.attention import check_length
+from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.probe import PROBE_ERRORS, agree, probing
+from rlhf_core.models.vision import picture_arguments, picture_positions
 
 
 class Decoder(Protocol):
@@ -46,14 +48,30 @@ class HuggingFaceDecoder:
         if not probed:
             self._probe()
 
-    def begin(self, prompts: list[list[int]], *, copies: int | list[int], max_new_tokens: int, max_length: int) -> torch.Tensor:
+    def begin(
+        self,
+        prompts: list[list[int]],
+        *,
+        copies: int | list[int],
+        max_new_tokens: int,
+        max_length: int,
+        pictures: dict[str, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """See `Decoder.begin`.
+
+        Args:
+            pictures: of a model that sees, as `TokenBatch.pictures`.
+        """
         ids, real = left_padded(prompts, self._model.device)
         check_length(self._model.config, min(max_length, ids.shape[1] + max_new_tokens))
         self._cache, self._last = DynamicCache(config=self._model.config), max_length - 1
-        logits = self._forward(ids, real, (real.cumsum(1) - 1).clamp(min=0))
+        seen = picture_arguments(self._model, TokenBatch(ids, real, pictures=pictures))
+        positions = picture_positions(self._model, ids, real, seen)
+        positions = (real.cumsum(1) - 1).clamp(min=0) if positions is None else positions
+        logits = self._forward(ids, real, positions, **seen)
         rows = torch.arange(len(prompts)).repeat_interleave(torch.tensor(copies)).to(ids.device)
         self._cache.reorder_cache(rows)
-        self._real, self._next = real[rows], real.sum(1)[rows]
+        self._real, self._next = real[rows], positions[..., -1].reshape(-1, len(prompts)).amax(0)[rows] + 1
         return logits[rows]
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
@@ -69,8 +87,8 @@ class HuggingFaceDecoder:
     def end(self) -> None:
         self._cache = None
 
-    def _forward(self, ids: torch.Tensor, real: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        inputs = {"attention_mask": real.long(), "position_ids": positions, "past_key_values": self._cache, "use_cache": True}
+    def _forward(self, ids: torch.Tensor, real: torch.Tensor, positions: torch.Tensor, **seen: torch.Tensor) -> torch.Tensor:
+        inputs = {"attention_mask": real.long(), "position_ids": positions, "past_key_values": self._cache, "use_cache": True} | seen
         return self._model(input_ids=ids, logits_to_keep=1, **inputs).logits[:, -1]
 
     @torch.inference_mode()

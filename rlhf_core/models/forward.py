@@ -6,6 +6,7 @@ The vocabulary projection runs on the selected positions only.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.build import scalar_head, trunk
 from rlhf_core.models.cpu.backend import CpuBackend
 from rlhf_core.models.divergence import Divergence, Projection, token_outputs
-from rlhf_core.models.head import LogprobHead, logit_rule, use_logprob_head
+from rlhf_core.models.head import PLAIN, LogprobHead, logit_rule, use_logprob_head
 from rlhf_core.models.recompute import recomputes_layers
 from rlhf_core.models.score_head import label_index, probe_score_head, sequence_scores
 from rlhf_core.models.split import SequenceSplit, own_columns
@@ -101,6 +102,7 @@ class PolicyModule(nn.Module):
         routed: torch.Tensor | None = None,
         divergence: Divergence | None = None,
         states_only: bool = False,
+        forbidden: tuple[int, ...] = (),
     ) -> PolicyOutput | torch.Tensor:
         """Return the log-probability of each selected token given all tokens before it.
 
@@ -111,6 +113,7 @@ class PolicyModule(nn.Module):
             top_k, top_p: with either, also the sampler's log-probabilities.
             routed: [B, T] bool, the tokens whose router logits are returned; only for a model with experts.
             divergence: from teachers at the selected tokens; not where ranks share each sequence.
+            forbidden: tokens that sampling never draws; the others share their probability. Not where ranks share each sequence.
             states_only: return the states that predict the tokens, of which `projection` makes logits, and compute nothing more.
         """
         rows, predicted_by, ids = batch.predictions()
@@ -131,7 +134,7 @@ class PolicyModule(nn.Module):
             states, router_logits = self.backend.hidden_states(self.model, batch, rows, predicted_by, routed=routed)
         if batch.pictures is not None and torch.is_grad_enabled():
             states = with_gradients_of_vision(self.model, states)
-        return states if states_only else self._output(states, ids, router_logits, **output_options)
+        return states if states_only else self._output(states, ids, router_logits, **output_options, forbidden=forbidden)
 
     def projection(self, whole: Callable[[torch.Tensor], torch.Tensor]) -> Projection:
         """What makes logits [n, V] of `states_only`'s states, without a call of the module.
@@ -176,6 +179,7 @@ class PolicyModule(nn.Module):
         top_k: int | None,
         top_p: float,
         divergence: Divergence | None = None,
+        forbidden: tuple[int, ...] = (),
     ) -> PolicyOutput:
         """Return the output for the selected tokens, from their hidden states.
 
@@ -183,8 +187,9 @@ class PolicyModule(nn.Module):
             states: [N, H] hidden states that predict the tokens; without a rule for the head their logits [N, V].
         """
         filtered, entropy = top_k is not None or top_p < 1.0, None
+        rule = replace(self._rule or PLAIN, forbidden=forbidden)
         if self._rule is None:
-            logits = states
+            logits = rule(states)
         else:
             head = self.model.get_output_embeddings()
             if isinstance(head, LogprobHead) and not filtered and not learn_entropy:
@@ -193,11 +198,11 @@ class PolicyModule(nn.Module):
                     ids,
                     temperature=temperature,
                     with_entropy=with_entropy,
-                    rule=self._rule,
+                    rule=rule,
                     **({} if divergence is None else {"divergence": divergence}),
                 )
                 return PolicyOutput(logprobs, entropy, None, router_logits, *further)
-            logits = self._rule(head(states))
+            logits = rule(head(states))
         of_teachers = None
         if divergence is not None:
             logprobs, entropy, of_teachers = token_outputs(logits, ids, divergence, slice(None), temperature=temperature)
@@ -252,6 +257,8 @@ class ScalarModule(nn.Module):
             states = part.run(trunk(self.model)).last_hidden_state[part.rows, part.positions]
             return self.split.joined(scalar_head(self.model)(states)[:, self._label].float(), part.own)
         hidden, _ = self.backend.hidden_states(self.model, batch, *places)
+        if batch.pictures is not None and torch.is_grad_enabled():
+            hidden = with_gradients_of_vision(self.model, hidden)
         return scalar_head(self.model)(hidden)[:, self._label].float()
 
     def check_scores_tokens(self, subject: str, remedy: str) -> None:

@@ -30,22 +30,28 @@ log = logging.getLogger(__name__)
 
 PROBE = 8  # tokens
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier")  # or divisors
+FORBIDDEN = -1e4  # a logit: finite, so that no gradient and no entropy is NaN
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 @dataclass(frozen=True)
 class LogitRule:
-    """The rule by which logits follow from the head's output."""
+    """The rule by which logits follow from the head's output.
+
+    forbidden: tokens that sampling never draws, whose logits are so low that they have no probability.
+    """
 
     scale: float = 1.0
     cap: float | None = None
+    forbidden: tuple[int, ...] = ()
 
     def __call__(self, output: torch.Tensor) -> torch.Tensor:
         """Return the logits for the head's output, of the same shape; where they differ, in float32 at least."""
         if self == PLAIN:
             return output
         logits = output.to(torch.promote_types(output.dtype, torch.float32)) * self.scale
-        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+        logits = logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+        return logits.index_fill(-1, torch.tensor(self.forbidden, device=logits.device), FORBIDDEN) if self.forbidden else logits
 
     def output_gradient(self, gradient: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:
         """Return the gradient with respect to the head's output, given that with respect to the logits.

@@ -61,7 +61,8 @@ def probe_score_head(model: PreTrainedModel) -> ScoreHead:
         )
     config, generator = model.config.get_text_config(), torch.Generator().manual_seed(1)
     ignored = config.pad_token_id
-    usual = torch.tensor([i for i in range(config.vocab_size) if i != ignored])
+    unusual = (ignored, getattr(model.config, "image_token_id", None))
+    usual = torch.tensor([i for i in range(config.vocab_size) if i not in unusual])
     sequences = [usual[torch.randint(len(usual), (n,), generator=generator)].tolist() for n in LENGTHS]
     if ignored is not None:
         sequences.append([*sequences[0][::-1], ignored])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.config import ModelConfig, VisionTraining, shown
 from rlhf_core.data.pictures import pictures_of
 from rlhf_core.data.schema import TEXTS, Message
-from rlhf_core.data.tokens import EncodedTurns
+from rlhf_core.data.tokens import EncodedTurns, beside_pictures
 from rlhf_core.models.folder import check_model_folder, locate_model
 from rlhf_core.models.response_ids import (
     NO_END,
@@ -329,21 +329,22 @@ def encode_turns(tokenizer: PreTrainedTokenizerBase, conversations: Iterable[tup
 def encode_scored(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], response: str, *, finished: bool = True) -> list[int]:
     """Return the ids of a whole rendered conversation, the input of a reward model.
 
-    They are those of `encode_conversation` and what the template writes after the turn's end. A template that drops thoughts drops them
-    here too, so that the answer alone is scored. Where the tokenizer joins the prompt's last characters with the response's first ones,
-    they are joined here, as when the reward model was trained.
+    They are those of `encode_conversation` and what the template writes after the turn's end; beside pictures `SeenIds`. A template that
+    drops thoughts drops them here too, so that the answer alone is scored. Where the tokenizer joins the prompt's last characters with the
+    response's first ones, they are joined here, as when the reward model was trained.
 
     Args:
         finished: False: without the turn's end and what follows it.
     """
-    return encode_scored_turns(tokenizer, [(messages, response)], finished=finished).ids(0)
+    turns = encode_scored_turns(tokenizer, [(messages, response)], finished=finished)
+    return beside_pictures(turns.ids(0), turns.pictures.get(0, ()))
 
 
 def encode_scored_turns(
     tokenizer: PreTrainedTokenizerBase, conversations: Iterable[tuple[Sequence[Message], str]], *, finished: bool = True
 ) -> EncodedTurns:
     """Return the ids of many conversations and responses by `encode_scored`."""
-    found = EncodedTurns()
+    found, sees = EncodedTurns(), vision_of(tokenizer) is not None
     for part in in_parts(conversations):
         before = _prompt_texts(tokenizer, [messages for messages, _ in part])
         bodies = [Turn("", "")] * len(part)
@@ -357,11 +358,13 @@ def encode_scored_turns(
         ids_of = _distinct_ids(tokenizer, before)
         prompts = {text: found.tokens.add(ids) for text, ids in ids_of.items()}
         end = scored_end(tokenizer) if finished else NO_END
-        for text, behind in zip(before, ids_behind(tokenizer, before, bodies, end, prompt_ids=ids_of), strict=True):
+        written = ids_behind(tokenizer, before, bodies, end, prompt_ids=ids_of)
+        for (messages, _), text, behind in zip(part, before, written, strict=True):
+            pictures = pictures_of(messages) if sees else ()
             if behind.joined is None:
-                found.add(prompts[text], behind.ids)
+                found.add(prompts[text], behind.ids, pictures=pictures)
             else:
-                found.add(found.tokens.add(ids_of[text][: len(ids_of[text]) - behind.before]), behind.joined)
+                found.add(found.tokens.add(ids_of[text][: len(ids_of[text]) - behind.before]), behind.joined, pictures=pictures)
     return found
 
 

@@ -62,6 +62,18 @@ class PictureStore:
             self._known[key] = Picture(sha256, width, height)
         return self._known[key]
 
+    def add_file(self, path: Path) -> Picture:
+        """Keep the picture in a file.
+
+        Raises:
+            Dropped: as `add`; or the file is missing, or no plain one, such as a pipe, which would be read for ever.
+        """
+        if not path.is_file():
+            raise Dropped("a picture's file is missing")
+        if path.stat().st_size > MAX_BYTES:
+            raise Dropped(f"a picture has more than {MAX_BYTES} bytes")
+        return self.add(path.read_bytes())
+
 
 def decoded(content: bytes) -> tuple[bytes, int, int]:
     """Return the bytes that are kept of a picture, and its width and height.
@@ -160,11 +172,11 @@ class SourcePictures:
         if not isinstance(value, str):
             message = f"a picture: expected a path, bytes, base64 or an object with one of them, got {kind(value)}; convert it first"
             raise Misfit(message, "a picture is neither path nor bytes")
-        return self._store.add(self._of_text(value))
+        return self._of_text(value)
 
-    def _of_text(self, text: str) -> bytes:
+    def _of_text(self, text: str) -> Picture:
         if text.startswith("data:"):
-            return _base64(text.partition(",")[2])
+            return self._store.add(of_base64(text.partition(",")[2]))
         if "://" in text[:20]:
             message = (
                 f"a picture: expected a file or bytes, got the remote address {shown(repr(text), 120)}, whose content may change; "
@@ -172,10 +184,10 @@ class SourcePictures:
             )
             raise Misfit(message, "a picture is a remote address")
         if len(text) > MAX_NAME:
-            return _base64(text)
+            return self._store.add(of_base64(text))
         return self._of_file(text)
 
-    def _of_file(self, name: str) -> bytes:
+    def _of_file(self, name: str) -> Picture:
         if self._folder is None:
             message = (
                 f"a picture: expected the source's key images beside the path {shown(repr(name), 120)}, got none; set it to the folder in "
@@ -186,14 +198,13 @@ class SourcePictures:
             path = (self._folder / name).resolve()
             if not path.is_relative_to(self._folder):
                 raise Dropped("a picture's path leaves the source's folder of images")
-            if path.stat().st_size > MAX_BYTES:
-                raise Dropped(f"a picture has more than {MAX_BYTES} bytes")
-            return path.read_bytes()
+            return self._store.add_file(path)
         except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links in a circle
             raise Dropped("a picture's file is missing") from error
 
 
-def _base64(text: str) -> bytes:
+def of_base64(text: str) -> bytes:
+    """Return the bytes of a picture in base64. Raises Dropped if it is none."""
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:

@@ -19,7 +19,7 @@ from rlhf_core.report.differences import (
 from rlhf_core.report.figures import as_items
 from rlhf_core.report.inputs import Side
 from rlhf_core.report.page import page
-from rlhf_core.report.tables import answer, side_by_side
+from rlhf_core.report.tables import answer, shown_previews, side_by_side
 from rlhf_core.report.verdict import MODES
 
 MAX_SAMPLES = 200
@@ -118,5 +118,5 @@ def cards(first: Side, second: Side) -> list[dict]:
             answer(name, row[f"policy_response_{end}"], row[f"policy_score_{end}"] if scored else None, row[f"policy_judge_ok_{end}"])
             for end, name in (("first", first.results.name), ("second", second.results.name))
         ]
-        made.append({k: row[k] for k in ("id", "source", "prompt", "mode")} | side_by_side(*answers))
+        made.append({k: row[k] for k in ("id", "source", "prompt", "mode")} | {"pictures": shown_previews(row)} | side_by_side(*answers))
     return sorted(made, key=lambda card: (0.0 if card["gain"] is None else -abs(card["gain"]), card["changed"] == ""))[:MAX_SAMPLES]

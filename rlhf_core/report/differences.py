@@ -401,5 +401,6 @@ def samples_that_differ(first: pd.DataFrame, second: pd.DataFrame) -> pd.DataFra
     """Prompts that both runs answered differently; columns have the suffixes _first and _second."""
     keys = ["id", "source", "prompt", "mode"]
     columns = [*keys, "policy_response", "policy_score", "policy_judge_ok"]
-    both = first[columns].merge(second[columns], on=keys, suffixes=("_first", "_second"))
+    previews = [name for name in first.columns if name == "pictures"]
+    both = first[[*columns, *previews]].merge(second[columns], on=keys, suffixes=("_first", "_second"))
     return both[both["policy_response_first"] != both["policy_response_second"]]

@@ -18,7 +18,7 @@ from rlhf_core.report.differences import params_that_differ, same_rewards
 from rlhf_core.report.figures import as_items
 from rlhf_core.report.inputs import Side
 from rlhf_core.report.page import page
-from rlhf_core.report.tables import answer
+from rlhf_core.report.tables import answer, shown_previews
 from rlhf_core.report.verdict import MODES
 from rlhf_core.statistics.intervals import mean_interval
 
@@ -150,7 +150,8 @@ def answers(sides: Sequence[Side]) -> list[dict]:
             for side, row in zip(sides, rows, strict=True)
         ]
         if len({card["text"] for card in shown}) > 1:
-            made.append(dict(zip(keys, index, strict=True)) | {"answers": shown, "gain": None, "spread": _spread(shown), "changed": ""})
+            own = {"pictures": shown_previews(rows[0]), "answers": shown, "gain": None, "spread": _spread(shown), "changed": ""}
+            made.append(dict(zip(keys, index, strict=True)) | own)
     return sorted(made, key=lambda card: -(card["spread"] or 0.0))[:MAX_SAMPLES]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from rlhf_core.report.texts import count, measured, number, share
 from rlhf_core.report.verdict import MODES, is_scored, judged
 from rlhf_core.statistics.intervals import holm, wilson_interval
 
+MAX_PREVIEW = 2**15  # characters of a preview's data URL
+_PREVIEW = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]+={0,2}")
 USES = ("pretrain", "sft", "preference", "stepwise", "prompt")  # in the order of the chain
 # Params shown first, in the order of the chain; the others are folded away.
 KEY_PARAMS = (
@@ -337,8 +340,14 @@ def samples(table: pd.DataFrame, start: str = SFT) -> list[dict[str, Any]]:
         answers = [
             answer(name, row[f"{m}_response"], row[f"{m}_score"], row[f"{m}_judge_ok"], row.get(f"{m}_steps")) for m, name in names.items()
         ]
-        cards.append({k: row[k] for k in ("id", "source", "prompt", "mode")} | side_by_side(*answers))
+        cards.append({k: row[k] for k in ("id", "source", "prompt", "mode")} | {"pictures": shown_previews(row)} | side_by_side(*answers))
     return sorted(cards, key=lambda card: 0.0 if card["gain"] is None else -abs(card["gain"]))
+
+
+def shown_previews(row: Mapping[str, Any]) -> list[str]:
+    """Return the previews of a sample's pictures, as data URLs; other texts are left out."""
+    found = row.get("pictures")
+    return [url for url in ([] if found is None else found) if len(url) <= MAX_PREVIEW and _PREVIEW.fullmatch(url)]
 
 
 def answer(model: str, text: str, score: float | None, ok: bool | None, steps: str | None = None) -> dict[str, Any]:

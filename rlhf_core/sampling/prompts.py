@@ -119,7 +119,7 @@ def with_steps(params: Params, tokenizer_folder: Path) -> RlConfig:
         return rl
     from rlhf_core.models.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(str(tokenizer_folder), trust_remote_code=model.trust_remote_code)
+    tokenizer = load_tokenizer(str(tokenizer_folder), trust_remote_code=model.trust_remote_code, vision=model.vision)
     rows, longest = read_rows(PREPARED, "prompt", "train"), model.max_length - rl.rollout.max_new_tokens
     how = {"what": "prompts of the train split", "teacher_template": rl.teacher_template}
     fitting = fitting_prompts(rows, tokenizer, longest=longest, **how)

@@ -20,12 +20,15 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.algorithms.step_rewards import aggregate_of, step_rewards
 from rlhf_core.config import ModelConfig, ScorerConfig
+from rlhf_core.data.tokens import beside_pictures, content_of
 from rlhf_core.engines.deepspeed.engine import device
 from rlhf_core.engines.deepspeed.ranks import in_shares
 from rlhf_core.engines.rollout.requests import Sample
 from rlhf_core.models.batch import padded_ends
 from rlhf_core.models.folder import step_separator
 from rlhf_core.models.tokenizer import load_tokenizer, response_text
+from rlhf_core.models.vision import sight
+from rlhf_core.paths import PREPARED
 from rlhf_core.progress import Reasons
 from rlhf_core.sampling.responses import Response, ScoredResponse, last_reply, sampled_response
 from rlhf_core.sampling.rewards import weighted_score
@@ -67,10 +70,9 @@ class Scorers:
     def __init__(self, configs: list[ScorerConfig], folders: dict[str, Path], model: ModelConfig):
         self.configs = configs
         self.max_length = model.max_length
-        self.tokenizers = {
-            name: load_tokenizer(str(folder), trust_remote_code=model.trust_remote_code, template_date=model.template_date, scores=True)
-            for name, folder in folders.items()
-        }
+        options = {"trust_remote_code": model.trust_remote_code, "template_date": model.template_date, "vision": model.vision}
+        self.tokenizers = {name: load_tokenizer(str(folder), scores=True, **options) for name, folder in folders.items()}
+        self.sights = {name: sight(tokenizer, PREPARED) for name, tokenizer in self.tokenizers.items()}
         self.separators = {name: step_separator(folder) for name, folder in folders.items()}
         self.reports = {name: Reasons(name) for name in folders}
 
@@ -120,14 +122,15 @@ class LocalScorers(Scorers):
     def submit_sequences(
         self, name: str, sequences: list[list[int] | None], ends: torch.Tensor | None = None
     ) -> Callable[[], torch.Tensor]:
-        pad_id = self.tokenizers[name].pad_token_id
+        options = {"pad_id": self.tokenizers[name].pad_token_id, "sight": self.sights[name]}
         of_steps = [()] * len(sequences) if ends is None else [tuple(row) for row in ends.tolist()]
         place: dict[Any, int] = {}  # of each distinct sequence, which is scored once
-        places = [place.setdefault((None if i is None else tuple(i), own), len(place)) for i, own in zip(sequences, of_steps, strict=True)]
-        distinct = [None if ids is None else list(ids) for ids, _ in place]
+        contents = [None if ids is None else content_of(ids) for ids in sequences]
+        places = [place.setdefault(key, len(place)) for key in zip(contents, of_steps, strict=True)]
+        distinct = [None if content is None else beside_pictures(list(content[0]), content[1]) for content, _ in place]
         own_ends = None if ends is None else torch.tensor([own for _, own in place]).reshape(len(place), ends.shape[1])
         scores = score_by_members(
-            self._members[name], distinct, pad_id=pad_id, microbatch_tokens=MICROBATCH_TOKENS, device=device(), ends=own_ends
+            self._members[name], distinct, microbatch_tokens=MICROBATCH_TOKENS, device=device(), ends=own_ends, **options
         )
         return lambda: scores[places]
 

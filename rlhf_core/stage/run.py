@@ -30,7 +30,6 @@ from rlhf_core.checkpoint.manifest import MANIFEST
 from rlhf_core.checkpoint.settings import Origin, StoreSettings
 from rlhf_core.checkpoint.store import SaveFailed
 from rlhf_core.config import ConfigError, Params, ScorerConfig, reordering_shown, with_usual_rates
-from rlhf_core.config.seeing import stage_refusal
 from rlhf_core.environment import keep_visible, of_stage
 from rlhf_core.files import lock_file
 from rlhf_core.paths import CURVES, GATE_METRICS, PLOTS, POLICY_MODEL, REWARD_MODEL, SCRATCH, SOURCES, STAGE_METRICS, STATE_DIGESTS
@@ -159,8 +158,6 @@ class Stage:
         except ConfigError as error:
             self._exit(str(error))
         self._started = time.monotonic()
-        if (refusal := stage_refusal(self.params, [self.name])) is not None:
-            self._exit(refusal)
         self._check_memory()
         self._watching.enter_context(beside(self._reading.watch))
         return self

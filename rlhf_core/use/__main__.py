@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
@@ -98,6 +100,7 @@ def chat(
         trust_remote_code: run Python code from the model's folder.
     """
     from rlhf_core.engines.rollout.requests import SamplingSettings
+    from rlhf_core.preparation.pictures import PictureStore
     from rlhf_core.use.chat import Partner, introduction, typed_lines
     from rlhf_core.use.chat import chat as talk
     from rlhf_core.use.choice import beside as model_beside
@@ -109,10 +112,11 @@ def chat(
     for model in models:
         check_language_model(model)
     sampling = SamplingSettings(max_new_tokens, temperature, top_p=top_p, top_k=top_k)
-    shared = {"max_length": max_length, "system": system, "seed": seed, "threads": threads, "trust": trust_remote_code}
-    partners = [Partner(model, sampling, **shared) for model in models]
-    print(introduction(partners, sampling), file=sys.stderr, flush=True)
-    talk(partners, typed_lines(), sys.stdout, sys.stderr)
+    with TemporaryDirectory() as images:
+        shared = {"max_length": max_length, "system": system, "seed": seed, "threads": threads, "trust": trust_remote_code}
+        partners = [Partner(model, sampling, images=Path(images), **shared) for model in models]
+        print(introduction(partners, sampling), file=sys.stderr, flush=True)
+        talk(partners, typed_lines(), sys.stdout, sys.stderr, PictureStore(Path(images)))
     return 0
 
 

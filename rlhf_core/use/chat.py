@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
+from rlhf_core.data.pictures import Picture, pictures_of, with_pictures
 from rlhf_core.engines.rollout.requests import SamplingSettings, request_seeds
 from rlhf_core.use.choice import Chosen, context_length, saved_dtype
 
-QUIT, RESET = "/quit", "/reset"
+if TYPE_CHECKING:
+    from rlhf_core.preparation.pictures import PictureStore
+
+QUIT, RESET, IMAGE = "/quit", "/reset", "/image"
 KV_CACHE_GIB = 1
 
 
@@ -35,6 +40,7 @@ class Partner:
     Args:
         sampling: of answers; `max_new_tokens` limits each answer.
         system: system message at the start of each conversation; None: no system message.
+        images: folder with a file for each picture of the conversation.
     Raises:
         ValueError: the model can't be loaded, or its template refuses a system message.
     """
@@ -49,13 +55,16 @@ class Partner:
         seed: int,
         threads: int,
         trust: bool,
+        images: Path,
     ):
         from rlhf_core.engines.rollout.pytorch_engine import PytorchEngine
         from rlhf_core.models.tokenizer import encode_prompt, load_tokenizer, response_text, stop_ids
+        from rlhf_core.models.vision import sees
         from rlhf_core.scorers.reward.input import without_stop
 
         self.name, self.context = chosen.name, context_length(chosen, max_length, trust_remote_code=trust)
-        self._tokenizer = load_tokenizer(str(chosen.folder), trust_remote_code=trust)
+        self.sees = sees(chosen.folder)
+        self._tokenizer = load_tokenizer(str(chosen.folder), trust_remote_code=trust, vision="frozen" if self.sees else None)
         self._encode, self._decode, self._without_stop = encode_prompt, response_text, without_stop
         self._stops = stop_ids(self._tokenizer, chosen.folder)
         self._start = [] if system is None else [{"role": "system", "content": system}]
@@ -70,6 +79,7 @@ class Partner:
             threads=threads,
             trust_remote_code=trust,
             gpu_memory_fraction=0.5,
+            prepared=str(images) if self.sees else None,
         )
         self.reset()
 
@@ -77,14 +87,15 @@ class Partner:
         """Start a new conversation."""
         self._messages = list(self._start)
 
-    def answer(self, text: str) -> Reply:
-        """Answer a user message. The message and the answer become part of the conversation.
+    def answer(self, text: str, pictures: Sequence[Picture] = ()) -> Reply:
+        """Answer a user message with pictures. The message and the answer become part of the conversation.
 
         Raises:
             NoRoom: the prompt fills the context; the conversation is unchanged.
             Unrenderable: the model's template refuses the conversation, which is unchanged.
         """
-        messages = [*self._messages, {"role": "user", "content": text}]
+        asked = {"role": "user", "content": text}
+        messages = [*self._messages, with_pictures(asked, [*pictures, text]) if pictures else asked]
         prompt = self._encode(self._tokenizer, messages)
         if len(prompt) >= self.context:
             raise NoRoom(
@@ -93,7 +104,8 @@ class Partner:
             )
         (seed,) = request_seeds(self._seed, self._turns, 1)
         self._turns += 1
-        ((sample,),) = self._engine.generate([prompt], [seed], self._sampling, stop_ids=self._stops, group_size=1)
+        options = {"stop_ids": self._stops, "group_size": 1, "pictures": [pictures_of(messages)]}
+        ((sample,),) = self._engine.generate([prompt], [seed], self._sampling, **options)
         answer_ids = self._without_stop(sample.response_ids, self._stops, finished=sample.finished)
         reply = self._decode(self._tokenizer, prompt, answer_ids)
         self._messages = [*messages, {"role": "assistant", "content": reply}]
@@ -105,10 +117,14 @@ class Partner:
         return f"{self.name}: truncated after {self._sampling.max_new_tokens} tokens (--max-new-tokens)"
 
 
-def chat(partners: list[Partner], lines: Iterable[str], out: TextIO, notes: TextIO) -> None:
-    """Send each line to every partner and print the answers to `out`; with several partners each answer follows its partner's name."""
+def chat(partners: list[Partner], lines: Iterable[str], out: TextIO, notes: TextIO, pictures: PictureStore) -> None:
+    """Send each line to every partner and print the answers to `out`; with several partners each answer follows its partner's name.
+
+    A picture of `/image FILE` goes with the next message.
+    """
     from rlhf_core.models.tokenizer import Unrenderable
 
+    waiting: list[Picture] = []
     for line in lines:
         text = line.strip()
         if text == QUIT:
@@ -116,11 +132,16 @@ def chat(partners: list[Partner], lines: Iterable[str], out: TextIO, notes: Text
         if text == RESET:
             for partner in partners:
                 partner.reset()
+            waiting = []
             print("a new conversation", file=notes, flush=True)
             continue
+        if text.partition(" ")[0] == IMAGE:
+            print(plain(_take_picture(text.removeprefix(IMAGE).strip(), pictures, waiting)), file=notes, flush=True)
+            continue
+        shown, waiting = (waiting, []) if text else ([], waiting)
         for partner in partners if text else []:
             try:
-                reply = partner.answer(text)
+                reply = partner.answer(text, shown)
             except (NoRoom, Unrenderable) as refusal:
                 print(plain(str(refusal)), file=notes, flush=True)
                 continue
@@ -129,12 +150,24 @@ def chat(partners: list[Partner], lines: Iterable[str], out: TextIO, notes: Text
                 print(f"({reply.note})", file=notes, flush=True)
 
 
+def _take_picture(name: str, pictures: PictureStore, waiting: list[Picture]) -> str:
+    """Add the picture in a file to those that wait for the next message. Returns what to tell the user."""
+    from rlhf_core.preparation.drops import Dropped
+
+    try:
+        waiting.append(picture := pictures.add_file(Path(name).expanduser()))
+    except (Dropped, OSError) as error:
+        return f"{IMAGE} {name}: expected the file of a picture, got: {error}"
+    return f"{name}: a picture of {picture.width} x {picture.height} pixels, which goes with the next message"
+
+
 def introduction(partners: list[Partner], sampling: SamplingSettings) -> str:
     """Return what chat prints before the first message."""
     contexts = ", ".join(f"{partner.name} {partner.context}" for partner in partners)
     return (
         f"Context in tokens, all messages and answers together: {contexts}; an answer has at most {sampling.max_new_tokens}. "
         f"{RESET} starts a new conversation; {QUIT} or end of input exits."
+        + (f" {IMAGE} FILE shows a picture with the next message." if any(partner.sees for partner in partners) else "")
     )
 
 

@@ -12,6 +12,9 @@ import math
 import shlex
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, TextIO
 
 import torch
@@ -19,9 +22,14 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlhf_core.config import shown
+from rlhf_core.data.pictures import Picture, PictureFiles, pictures_of, with_pictures
+from rlhf_core.data.tokens import pictures_beside
 from rlhf_core.engines.vllm.server import ServerSettings
 from rlhf_core.models.folder import step_separator
 from rlhf_core.models.tokenizer import Unrenderable, load_tokenizer, turn_end
+from rlhf_core.models.vision import Sight, sees, vision_of
+from rlhf_core.preparation.drops import Dropped
+from rlhf_core.preparation.pictures import PictureStore, of_base64
 from rlhf_core.provenance.file_hashes import dvc_md5
 from rlhf_core.scorers.dialects import VERSION
 from rlhf_core.scorers.reward.input import scored_ids
@@ -45,7 +53,7 @@ class _Form(BaseModel):
 class _Message(_Form):
     model_config = ConfigDict(strict=True, extra="allow")  # such as tool_calls
     role: str
-    content: str
+    content: str | list[dict[str, Any]]  # parts: texts, and for a model that sees pictures in base64
 
 
 class _Metadata(_Form):
@@ -77,7 +85,7 @@ class RewardService:
 
     def __init__(self, model: LoadedModel, own: dict[str, str], *, key: str | None):
         self._model, self._own, self._key = model, own, key
-        self._end = turn_end(model.tokenizer)
+        self._end, self._vision = turn_end(model.tokenizer), vision_of(model.tokenizer)
         self._worker, self._waiting = ThreadPoolExecutor(1), 0
 
     def app(self) -> web.Application:
@@ -122,25 +130,30 @@ class RewardService:
         return web.json_response({"rewards": scores, "scores": scores, "extra_logs": {}})
 
     async def _in_turn(
-        self, encode: Callable[[Any], list[list[int] | str]], what: Sequence[Any]
+        self, encode: Callable[[Any, PictureStore], list[list[int] | str]], what: Sequence[Any]
     ) -> tuple[list[float | None], list[str | None]]:
-        return await asyncio.get_running_loop().run_in_executor(self._worker, lambda: self._scores(encode(what)))
+        def work() -> tuple[list[float | None], list[str | None]]:
+            with TemporaryDirectory() as scratch:  # for the pictures of this request
+                return self._scores(encode(what, PictureStore(Path(scratch))), Path(scratch))
 
-    def _scores(self, encoded: list[list[int] | str]) -> tuple[list[float | None], list[str | None]]:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+    def _scores(self, encoded: list[list[int] | str], pictures: Path) -> tuple[list[float | None], list[str | None]]:
         """Scores of token ids, and the reasons where there is none. `encoded` has a reason in place of ids that can't be scored."""
-        found = self._model.score([None if isinstance(ids, str) else ids for ids in encoded]).tolist()
+        model = replace(self._model, sight=None if self._vision is None else Sight(self._vision, PictureFiles(pictures)))
+        found = model.score([None if isinstance(ids, str) else ids for ids in encoded]).tolist()
         scores = [score if math.isfinite(score) else None for score in found]
         unknown = "the model gives it no finite score"
         return scores, [None if s is not None else ids if isinstance(ids, str) else unknown for s, ids in zip(scores, encoded, strict=True)]
 
-    def _ids_of_items(self, items: Sequence[_Item]) -> list[list[int] | str]:
-        return [self._fitting(lambda item=item: self._rendered(item)) for item in items]
+    def _ids_of_items(self, items: Sequence[_Item], pictures: PictureStore) -> list[list[int] | str]:
+        return [self._fitting(lambda item=item: self._rendered(item, pictures)) for item in items]
 
-    def _rendered(self, item: _Item) -> list[int]:
-        messages = [message.model_dump() for message in item.messages]
+    def _rendered(self, item: _Item, pictures: PictureStore) -> list[int]:
+        messages = [_whole(message.model_dump(), pictures) for message in item.messages]
         return scored_ids(self._model.tokenizer, messages, item.response, finished=item.metadata.finished)
 
-    def _ids_of_texts(self, texts: Sequence[str]) -> list[list[int] | str]:
+    def _ids_of_texts(self, texts: Sequence[str], _: PictureStore) -> list[list[int] | str]:
         return [self._fitting(lambda text=text: self._completed(text)) for text in texts]
 
     def _completed(self, text: str) -> list[int]:
@@ -151,11 +164,36 @@ class RewardService:
     def _fitting(self, encode: Callable[[], list[int]]) -> list[int] | str:
         try:
             ids = encode()
-        except Unrenderable as error:
+        except (Unrenderable, Dropped) as error:
             return shown(str(error))
+        if self._vision is not None and ids.count(self._vision.filler_id) != self._vision.num_tokens(pictures_beside(ids)):
+            return f"texts with {self._vision.filler}, which stands for a picture"
         if len(ids) > self._model.max_length:
             return f"{len(ids)} tokens, more than the {self._model.max_length} of --max-length"
         return ids or "no tokens"
+
+
+def _whole(message: dict[str, Any], pictures: PictureStore) -> dict[str, Any]:
+    """Return a message with its pictures, as OpenAI's clients send them, kept in the store.
+
+    Raises:
+        Unrenderable, Dropped: a part is neither text nor a picture as a data URL.
+    """
+    if isinstance(message["content"], str):
+        if pictures_of([message]):
+            raise Unrenderable("a picture by its hash, where a data URL is expected")
+        return message
+    parts: list[str | Picture] = []
+    for part in message["content"]:
+        address = part.get("image_url")
+        url = address.get("url") if isinstance(address, dict) else address
+        if isinstance(part.get("text"), str):
+            parts.append(part["text"])
+        elif isinstance(url, str) and url.startswith("data:"):
+            parts.append(pictures.add(of_base64(url.partition(",")[2])))
+        else:
+            raise Unrenderable(f"a part of type {shown(str(part.get('type')))}, where text or image_url with a data URL is expected")
+    return with_pictures(message, parts)
 
 
 async def _body(request: web.Request) -> bytes:
@@ -182,7 +220,8 @@ def reward_service(chosen: Chosen, settings: ServerSettings) -> RewardService:
     members = load_members(
         chosen.folder, device=device, trust_remote_code=trust, training_dtype=settings.dtype, dtype=getattr(torch, settings.dtype)
     )
-    tokenizer = load_tokenizer(str(chosen.folder), trust_remote_code=trust, scores=True)
+    vision = "frozen" if sees(chosen.folder) else None
+    tokenizer = load_tokenizer(str(chosen.folder), trust_remote_code=trust, scores=True, vision=vision)
     own = {"name": chosen.name, "version": chosen.md5 or dvc_md5(chosen.folder)}
     return RewardService(LoadedModel(members, tokenizer, settings.max_length, device), own, key=settings.api_key)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from rlhf_core.algorithms.logprobs import left_logits
+from rlhf_core.data.pictures import Picture
 from rlhf_core.engines.memory.gpu_memory import memory_in_use
 from rlhf_core.engines.memory.offload import Offloaded, storages_of
 from rlhf_core.engines.memory.sleep import Awake
@@ -21,6 +22,7 @@ from rlhf_core.models.build import kv_cache_bytes, load_language_model
 from rlhf_core.models.decoding import Decoder
 from rlhf_core.models.forward import backend_of
 from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.models.vision import Sight, sight, undrawn_ids
 from rlhf_core.models.weights import frozen, read_state_dict, with_weights
 from rlhf_core.progress import drawn
 
@@ -33,6 +35,7 @@ class Batch:
     """B responses that are sampled at the same time.
 
     prompts: of so many responses each, in order; with the tokens that these have already.    given: those tokens of each response.
+    pictures: of all prompts, in order.
     limits: of the tokens that may follow.    numbers: [B, tokens] float64 in [0, 1), which decide the tokens.
     due: sampling stops once the first so many responses have ended, but not before `least` tokens, nor while `more` says so.
     """
@@ -45,26 +48,35 @@ class Batch:
     due: int
     least: int = 0
     more: Callable[[bool], bool] = end_with_due
+    pictures: list[Picture] = field(default_factory=list)
 
     @classmethod
     def of_prompts(
-        cls, prompts: list[list[int]], seeds: list[int], settings: SamplingSettings, *, group_size: int, max_length: int
+        cls,
+        prompts: list[list[int]],
+        seeds: list[int],
+        settings: SamplingSettings,
+        *,
+        group_size: int,
+        max_length: int,
+        pictures: list[Picture],
     ) -> Batch:
         """Return a batch of `group_size` whole responses to each prompt."""
         limits = [min(settings.max_new_tokens, max_length - len(p)) for p in prompts for _ in range(group_size)]
         numbers = [np.random.default_rng(seed).random((group_size, settings.max_new_tokens)) for seed in seeds]
-        return cls(prompts, group_size, [[]] * len(limits), limits, np.concatenate(numbers), len(limits))
+        return cls(prompts, group_size, [[]] * len(limits), limits, np.concatenate(numbers), len(limits), pictures=pictures)
 
     @classmethod
     def of_requests(
         cls, requests: list[Request], settings: SamplingSettings, *, due: int, least: int, more: Callable[[bool], bool]
     ) -> Batch:
-        """Return a batch of requests. Prompts of requests in a row that have the same tokens are computed once."""
-        runs = [list(group) for _, group in groupby(request.ids for request in requests)]
+        """Return a batch of requests. Prompts of requests in a row that have the same tokens and pictures are computed once."""
+        runs = [list(group) for _, group in groupby(requests, key=lambda request: (request.ids, request.pictures))]
         copies = len(runs[0]) if len({*map(len, runs)}) == 1 else list(map(len, runs))
         numbers = np.stack([np.random.default_rng(request.seed).random(settings.max_new_tokens) for request in requests])
         given, limits = [request.given for request in requests], [request.limit for request in requests]
-        return cls([run[0] for run in runs], copies, given, limits, numbers, due, least, more)
+        pictures = [picture for run in runs for picture in run[0].pictures]
+        return cls([run[0].ids for run in runs], copies, given, limits, numbers, due, least, more, pictures)
 
 
 class PytorchEngine:
@@ -82,6 +94,7 @@ class PytorchEngine:
         max_concurrent_sequences: upper limit of the responses in a batch, except that a prompt's responses are always together.
         threads: CPU cores; ignored on a GPU.
         reads_text: responses may end with a stop string, for which every token is decoded.
+        prepared: of a model that sees, the folder with the pictures of prompts; None: it gets text alone.
 
     folder: that it started from.
     """
@@ -99,16 +112,19 @@ class PytorchEngine:
         gpu_memory_fraction: float,
         shares_gpu: bool = False,
         reads_text: bool = False,
+        prepared: str | None = None,
     ):
         torch.set_num_threads(threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = load_language_model(model_path, trust_remote_code=trust_remote_code, training_dtype=dtype)
+        load_options = {"trust_remote_code": trust_remote_code, "vision": None if prepared is None else "frozen"}
+        model = load_language_model(model_path, training_dtype=dtype, **load_options)
         self._model = frozen(model, device=device, dtype=getattr(torch, dtype))
         self._decoder = backend_of(self._model).decoder(self._model)
         self._max_length, self._max_sequences = max_length, max_concurrent_sequences
         self._kv_cache_gib, self._gpu_memory_fraction = kv_cache_gib, gpu_memory_fraction
         self._shares_gpu = shares_gpu and device.type == "cuda"
-        self._tokenizer = load_tokenizer(model_path, trust_remote_code=trust_remote_code) if reads_text else None
+        self._tokenizer = load_tokenizer(model_path, **load_options) if reads_text or prepared is not None else None
+        self._sight = None if prepared is None else sight(self._tokenizer, Path(prepared))
         self.folder, self.version = model_path, 0
         self._awake, self._offloaded = Awake(), Offloaded()
 
@@ -137,12 +153,20 @@ class PytorchEngine:
                 self._decoder = backend_of(self._model).decoder(self._model, probed=True)
 
     def generate(
-        self, prompts: list[list[int]], seeds: list[int], settings: SamplingSettings, *, stop_ids: tuple[int, ...], group_size: int
+        self,
+        prompts: list[list[int]],
+        seeds: list[int],
+        settings: SamplingSettings,
+        pictures: Sequence[tuple[Picture, ...]] = (),
+        *,
+        stop_ids: tuple[int, ...],
+        group_size: int,
     ) -> list[list[Sample]]:
         """Sample `group_size` responses for each prompt, in order. `seeds[i]` is the random seed of prompt i.
 
         Args:
             stop_ids: tokens of which each ends a response.
+            pictures: of each prompt; empty: none has any.
         Raises:
             ValueError: a prompt leaves no room for a response.
             RuntimeError: the engine is asleep.
@@ -157,7 +181,12 @@ class PytorchEngine:
         for start in range(0, len(prompts), size):
             chosen = by_length[start : start + size]
             batch = Batch.of_prompts(
-                [prompts[i] for i in chosen], [seeds[i] for i in chosen], settings, group_size=group_size, max_length=self._max_length
+                [prompts[i] for i in chosen],
+                [seeds[i] for i in chosen],
+                settings,
+                group_size=group_size,
+                max_length=self._max_length,
+                pictures=[picture for i in chosen if pictures for picture in pictures[i]],
             )
             samples = self._generate(batch, settings, stop_ids)
             found.update({i: samples[k * group_size : (k + 1) * group_size] for k, i in enumerate(chosen)})
@@ -221,6 +250,8 @@ class PytorchEngine:
             stops=stop_finder(self._tokenizer, settings.stop) if settings.stop else None,
             device=self._model.device,
             version=self.version,
+            sight=self._sight,
+            undrawn=() if self._sight is None else undrawn_ids(self._model.config),
         )
 
     @torch.inference_mode()
@@ -287,6 +318,8 @@ def generate(
     stops: Callable[[list[int], int], bool] | None,
     device: torch.device,
     version: int = 0,
+    sight: Sight | None = None,
+    undrawn: Sequence[int] = (),
 ) -> list[Sample]:
     """Sample the batch's responses, in order; what hasn't ended when sampling stops is cut there.
 
@@ -297,6 +330,8 @@ def generate(
         max_length: tokens of prompt and response together.
         stops: whether a stop string ends in a response's ids after the first so many; None: there are no stop strings.
         version: of the decoder's weights.
+        sight: of a model that sees.
+        undrawn: tokens that are never sampled.
     """
     limits, given, had = torch.tensor(batch.limits), batch.given, torch.tensor([len(ids) for ids in batch.given])
     max_new_tokens, uniforms = int(limits.max()), torch.from_numpy(batch.numbers).to(device)
@@ -306,9 +341,12 @@ def generate(
     ends = torch.tensor(stop_ids)
     rows, growing = torch.arange(count), torch.ones(count, dtype=torch.bool)  # of the current batch
     awaited = rows < batch.due
-    logits = decoder.begin(batch.prompts, copies=batch.copies, max_new_tokens=max_new_tokens, max_length=max_length)
+    seen = {} if sight is None else {"pictures": {name: tensor.to(device) for name, tensor in sight(batch.pictures).items()}}
+    logits = decoder.begin(batch.prompts, copies=batch.copies, max_new_tokens=max_new_tokens, max_length=max_length, **seen)
     for position in range(max_new_tokens):
         early = torch.zeros_like(growing)
+        if undrawn:
+            logits = without_tokens(logits, undrawn, torch.ones_like(growing, device=device))
         if position < settings.min_new_tokens:
             early = had[rows] + position < settings.min_new_tokens
             logits = without_tokens(logits, stop_ids, early.to(device))

@@ -11,6 +11,8 @@ import numpy as np
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rlhf_core.data.pictures import Picture
+
 
 @dataclass(frozen=True)
 class SamplingSettings:
@@ -54,12 +56,14 @@ class Request:
     """A response that an engine continues.
 
     given: its tokens so far.    seed: of the tokens that follow.    limit: so many may follow.
+    pictures: of the prompt.
     """
 
     prompt_ids: list[int]
     given: list[int]
     seed: int
     limit: int
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def ids(self) -> list[int]:

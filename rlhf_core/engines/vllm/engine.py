@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -17,6 +17,7 @@ from rlhf_core.engines.memory.sleep import Awake
 from rlhf_core.engines.rollout.requests import Request, Sample, SamplingSettings, end_with_due
 from rlhf_core.engines.transfer.weights import pack_experts_at_next_load, pack_tied_weights, replace_weights
 from rlhf_core.engines.vllm.parameters import at_stop, continued_parameters, sample_of, sampling_parameters
+from rlhf_core.engines.vllm.pictures import NEVER, PictureInputs, use_processor
 from rlhf_core.engines.vllm.refusals import fp8_method, refuse_without_reload, refuse_without_sleep, refusing_unsupported
 from rlhf_core.engines.vllm.start import (
     BATCHED_TOKENS,
@@ -28,11 +29,15 @@ from rlhf_core.engines.vllm.start import (
     shared_gpu_cache,
     transfer_settings,
 )
+from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.models.vision import Sight, sight
 from rlhf_core.process import freeze_gc
 
 if TYPE_CHECKING:
     import torch
-    from vllm import CompletionOutput
+    from vllm import CompletionOutput, SamplingParams
+
+    from rlhf_core.data.pictures import Picture
 
 P, Result = ParamSpec("P"), TypeVar("Result")
 log = logging.getLogger("rlhf")
@@ -74,6 +79,7 @@ class VllmEngine:
         prefix_caching: keep the keys and values of prompts, until the weights change, for others with the same beginning.
         enforce_eager: neither compile the model nor capture CUDA graphs.
         weight_transfer: how a trainer's weights arrive: gloo, ipc or nccl; None: by `load_weights` only.
+        prepared: of a model that sees, the folder with the pictures of prompts; None: it gets text alone.
         quantization: fp8: linear layers have weights of 8 bits, which vLLM rounds anew, with new scales, whenever it loads some.
     Raises:
         ValueError: vLLM's CPU build can't run the model or can't sleep, or vLLM can't update its weights; or the GPU has no FP8.
@@ -99,6 +105,7 @@ class VllmEngine:
         enforce_eager: bool = False,
         weight_transfer: str | None = None,
         quantization: str | None = None,
+        prepared: str | None = None,
     ):
         refuse_without_reload(model_path, trust_remote_code)
         set_environment(kv_cache_gib=kv_cache_gib, threads=threads, tensor_parallel_size=tensor_parallel_size)
@@ -114,6 +121,9 @@ class VllmEngine:
         if self._on_cpu:
             prepare_cpu(model_path, trust_remote_code)
         self.version = 0
+        self._sight: Sight | None = None
+        if prepared is not None:
+            self._sight = sight(load_tokenizer(model_path, trust_remote_code=trust_remote_code, vision="frozen"), Path(prepared))
         self._unfinished: dict[str, int] = {}  # vLLM's id of a request -> the caller's number
         self._awake = Awake()
         sizes = {"max_length": max_length, "sequences": max_concurrent_sequences, "trust_remote_code": trust_remote_code}
@@ -132,6 +142,7 @@ class VllmEngine:
             **(division(tensor_parallel_size) | transfer_settings(weight_transfer)),
             quantization=None if quantization is None else fp8_method(),
         )
+        settings |= {} if self._sight is None else use_processor(self._sight)
         if not self._on_cpu:
             cache = (
                 shared_gpu_cache(model_path, fraction=gpu_memory_fraction, dtype=dtype, tensor_parallel_size=tensor_parallel_size, **sizes)
@@ -144,6 +155,16 @@ class VllmEngine:
             # A seeded request with a chunked prompt rewinds its generator, which PyTorch's CPU generator can't.
             self._llm = LLM(**settings, **cpu_cache(model_path, kv_cache_gib=kv_cache_gib, **sizes), enable_chunked_prefill=False)
             self.probe(TRIAL_IDS)  # only the first forward pass refuses some shapes
+
+    @cached_property
+    def _pictures(self) -> PictureInputs | None:
+        """What makes inputs of prompts; None: the model gets text alone."""
+        return None if self._sight is None else PictureInputs(self._llm, self._sight)
+
+    @property
+    def _undrawn(self) -> dict[str, Any]:
+        """Sampling parameters by which tokens that stand for a picture aren't drawn."""
+        return {} if self._pictures is None else {"logit_bias": {self._pictures.token_id: NEVER}}
 
     @property
     def has_lost_a_process(self) -> bool:
@@ -173,15 +194,24 @@ class VllmEngine:
         return {name: max(of_worker[name] for of_worker in of_workers) for name in of_workers[0]}
 
     def generate(
-        self, prompts: list[list[int]], seeds: list[int], settings: SamplingSettings, *, stop_ids: tuple[int, ...], group_size: int
+        self,
+        prompts: list[list[int]],
+        seeds: list[int],
+        settings: SamplingSettings,
+        pictures: Sequence[tuple[Picture, ...]] = (),
+        *,
+        stop_ids: tuple[int, ...],
+        group_size: int,
     ) -> list[list[Sample]]:
         """Sample `group_size` responses for each prompt, in order. `seeds[i]` is the random seed of prompt i.
 
         Args:
             stop_ids: tokens of which each ends a response.
+            pictures: of each prompt; empty: none has any.
         """
         numbers = range(len(prompts))
-        found = self.serve(list(numbers), prompts, seeds, settings, stop_ids=stop_ids, group_size=group_size, leave=0)
+        options = {"stop_ids": stop_ids, "group_size": group_size, "pictures": pictures}
+        found = self.serve(list(numbers), prompts, seeds, settings, **options, leave=0)
         return [found[number] for number in numbers]
 
     @_needs_all_workers
@@ -195,20 +225,22 @@ class VllmEngine:
         stop_ids: tuple[int, ...],
         group_size: int,
         leave: int,
+        pictures: Sequence[tuple[Picture, ...]] = (),
     ) -> dict[int, list[Sample]]:
         """Take further prompts, and generate until at most `leave` of all the taken ones are unfinished; those stay for the next call.
 
         Args:
             numbers: by which the caller knows the prompts.
+            pictures: as for `generate`.
         Returns:
             Number of each prompt that finished in this call -> its responses.
         Raises:
             RuntimeError: the engine is asleep.
         """
         self._awake.need("generate")
-        parameters = [sampling_parameters(settings, seed, stop_ids=stop_ids, n=group_size) for seed in seeds]
+        parameters = [sampling_parameters(settings, seed, stop_ids=stop_ids, n=group_size, **self._undrawn) for seed in seeds]
         if prompts:  # there may be fewer than engines
-            ids = self._llm.enqueue([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
+            ids = self._enqueue(prompts, parameters, pictures or [()] * len(prompts))
             # An output has the id's number without the suffix that vLLM adds.
             self._unfinished.update(zip((i.partition("-")[0] for i in ids), numbers, strict=True))
         finished = {}
@@ -218,6 +250,12 @@ class VllmEngine:
                     samples = [sample_of(o, self.version) for o in sorted(request.outputs, key=lambda o: o.index)]
                     finished[self._unfinished.pop(request.request_id)] = samples
         return finished
+
+    def _enqueue(self, prompts: list[list[int]], parameters: list[SamplingParams], pictures: Sequence[tuple[Picture, ...]]) -> list[str]:
+        if self._pictures is None:
+            return self._llm.enqueue([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
+        inputs = [self._pictures(*of_one) for of_one in zip(prompts, pictures, strict=True)]
+        return [self._llm._add_request(*of_one) for of_one in zip(inputs, parameters, strict=True)]
 
     @_needs_all_workers
     def advance(
@@ -236,7 +274,9 @@ class VllmEngine:
         self._awake.need("advance")
         engine, ids = self._llm.llm_engine, [f"advance-{number}" for number in range(len(requests))]
         for name, request in zip(ids, requests, strict=True):
-            engine.add_request(name, {"prompt_token_ids": request.ids}, continued_parameters(request, settings, stop_ids=stop_ids))
+            parameters = continued_parameters(request, settings, stop_ids=stop_ids, **self._undrawn)
+            prompt = {"prompt_token_ids": request.ids} if self._pictures is None else self._pictures(request.ids, request.pictures)
+            engine.add_request(name, prompt, parameters)
         last: dict[str, CompletionOutput] = {}  # of each response that has begun, with all of its tokens
         growing, awaited, steps = set(ids), set(ids[:due]), 0
         while growing and (more(bool(awaited)) or steps < least):
@@ -287,6 +327,8 @@ class VllmEngine:
         return self._has_weights(version)
 
     def _has_weights(self, version: int) -> int:
+        if self._sight is not None:
+            self._llm.llm_engine.reset_encoder_cache()
         if self._awake.is_awake and not self._llm.reset_prefix_cache():  # sleep has emptied the cache
             raise RuntimeError("rollout engine: expected no request while weights are loaded, got some; what is cached of them is stale")
         self.version = version

@@ -34,10 +34,10 @@ def sampling_parameters(settings: SamplingSettings, seed: int, *, stop_ids: tupl
     return SamplingParams(**arguments | changes)
 
 
-def continued_parameters(request: Request, settings: SamplingSettings, *, stop_ids: tuple[int, ...]) -> SamplingParams:
+def continued_parameters(request: Request, settings: SamplingSettings, *, stop_ids: tuple[int, ...], **changes: Any) -> SamplingParams:
     """Return the parameters for continuing a response behind the tokens that it has."""
     fewest = max(0, settings.min_new_tokens - len(request.given))
-    return sampling_parameters(settings, request.seed, stop_ids=stop_ids, max_tokens=request.limit, min_tokens=fewest)
+    return sampling_parameters(settings, request.seed, stop_ids=stop_ids, max_tokens=request.limit, min_tokens=fewest, **changes)
 
 
 def sample_of(output: CompletionOutput | None, version: int) -> Sample:

@@ -140,21 +140,19 @@ def _token_columns(frame: pd.DataFrame, texts: tuple[str, ...], tokenizer: PreTr
     behind = len(end.trained) * bool(texts) + len(end.after) * (len(texts) > 1)
     tokens = {"messages_tokens": prompt_tokens, "tokens": prompt_tokens + longest + (behind or 1)}
     if (vision := vision_of(tokenizer)) is not None:
-        columns |= _picture_columns(vision, tokenizer, keys, conversations, prompts, prompt_ids)
+        columns |= _picture_columns(vision, keys, conversations, prompts, prompt_ids)
     return columns | tokens | {"joined": pd.Series(joined), "composed": pd.Series(composed)}
 
 
 def _picture_columns(
     vision: Vision,
-    tokenizer: PreTrainedTokenizerBase,
     keys: list[str],
     conversations: dict[str, list[Message]],
     prompts: dict[str, str],
     prompt_ids: dict[str, list[int]],
 ) -> dict[str, pd.Series]:
     """Return picture_tokens, those of the prompt, and due_picture_tokens, as many as its pictures take."""
-    token_id = tokenizer.convert_tokens_to_ids(vision.token)
-    found = {key: prompt_ids[text].count(token_id) for key, text in prompts.items()}
+    found = {key: prompt_ids[text].count(vision.filler_id) for key, text in prompts.items()}
     due = {key: vision.num_tokens(pictures_of(conversations[key])) for key in prompts}
     numbers = {"picture_tokens": found, "due_picture_tokens": due}
     return {name: pd.Series([of.get(key, np.nan) for key in keys], dtype=float) for name, of in numbers.items()}

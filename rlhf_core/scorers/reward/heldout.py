@@ -17,7 +17,7 @@ from rlhf_core.models.folder import check_model_folder, locate_model
 from rlhf_core.models.steps import check_kept_steps
 from rlhf_core.models.tokenizer import encode_prompts
 from rlhf_core.provenance.dvc_cache import checkout
-from rlhf_core.scorers.reward.loaded import LoadedModel
+from rlhf_core.scorers.reward.loaded import LoadedModel, reward_options
 from rlhf_core.scorers.reward.members import check_ready_made, check_separator, member_folders
 
 if TYPE_CHECKING:
@@ -84,9 +84,7 @@ def score_heldout_steps(run: TrainRun, folder: Path, prepared: Path) -> dict[str
         ValueError: the model's chat template changes a response's steps.
     """
     torch.set_num_threads(threads_of_rank(run.params.cluster.threads))
-    model = run.params.model
-    options = {"max_length": model.max_length, "trust_remote_code": model.trust_remote_code, "template_date": model.template_date}
-    loaded, rows, left_out = LoadedModel.load(folder, **options), [], 0
+    loaded, rows, left_out = LoadedModel.load(folder, prepared=prepared, **reward_options(run.params.model)), [], 0
     for split in HELDOUT_SPLITS:
         of_split = read_rows(prepared, "stepwise", split)
         found = loaded.score_steps([(row["messages"], row["response"]) for row in of_split])
@@ -105,9 +103,7 @@ def score_heldout_pairs(run: TrainRun, folder: Path, prepared: Path) -> dict[str
         prepared: folder of the prepared data.
     """
     torch.set_num_threads(threads_of_rank(run.params.cluster.threads))
-    model = run.params.model
-    options = {"max_length": model.max_length, "trust_remote_code": model.trust_remote_code, "template_date": model.template_date}
-    loaded, rows, left_out = LoadedModel.load(folder, **options), [], 0
+    loaded, rows, left_out = LoadedModel.load(folder, prepared=prepared, **reward_options(run.params.model)), [], 0
     for split in HELDOUT_SPLITS:
         pairs = [row for row in read_rows(prepared, "preference", split) if row["chosen"] is not None and row["rejected"] is not None]
         chosen, rejected = (loaded.score_texts([(row["messages"], row[side]) for row in pairs]) for side in ("chosen", "rejected"))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from rlhf_core.data.pictures import pictures_of
 from rlhf_core.data.schema import Message
+from rlhf_core.data.tokens import beside_pictures
 from rlhf_core.models.steps import step_ends, turn_step_ends
 from rlhf_core.models.tokenizer import (
     Unrenderable,
@@ -17,6 +19,7 @@ from rlhf_core.models.tokenizer import (
     response_text,
     turn_end,
 )
+from rlhf_core.models.vision import vision_of
 from rlhf_core.progress import Reasons
 
 if TYPE_CHECKING:
@@ -28,7 +31,7 @@ T = TypeVar("T")
 
 
 def scored_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], response: str, *, finished: bool = True) -> list[int]:
-    """Return the token ids of a conversation and a response, for a reward model with this tokenizer.
+    """Return the token ids of a conversation and a response, for a reward model with this tokenizer; beside pictures `SeenIds`.
 
     A truncated response has neither the end of its turn nor the text that the template writes after it, since it must not look finished.
 
@@ -143,8 +146,9 @@ class RewardModelInput:
             text = response_text(self._policy_tokenizer, prompt_ids, kept)
             return scored_ids(self._reward_tokenizer, messages, text, finished=finished)
         if not finished:
-            return [*prompt_ids, *response_ids]
-        return [*prompt_ids, *self._without_end(response_ids), *self._end.trained, *self._end.after]
+            return beside_pictures([*prompt_ids, *response_ids], pictures_of(messages))
+        ids = [*prompt_ids, *self._without_end(response_ids), *self._end.trained, *self._end.after]
+        return beside_pictures(ids, pictures_of(messages))
 
     def _without_end(self, response_ids: list[int]) -> list[int]:
         trained = len(self._end.trained)
@@ -179,7 +183,8 @@ def _stopping(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return {*tokenizer.all_special_ids, *added}
 
 
-def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> tuple[str, int | None, str | None]:
+def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> tuple[Any, ...]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else str(sorted(tokenizer.get_vocab().items()))
-    return vocabulary, tokenizer.eos_token_id, tokenizer.chat_template
+    vision = vision_of(tokenizer)  # whose settings decide how many tokens a picture takes
+    return vocabulary, tokenizer.eos_token_id, tokenizer.chat_template, None if vision is None else vision.files

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_core.config import ModelConfig, VisionTraining
 from rlhf_core.data.schema import Message
+from rlhf_core.data.tokens import beside_pictures, content_of
 from rlhf_core.engines.deepspeed.ranks import in_shares
 from rlhf_core.models.batch import padded_ends
 from rlhf_core.models.folder import step_separator
@@ -18,11 +21,18 @@ from rlhf_core.models.forward import ScalarModule
 from rlhf_core.models.steps import turn_step_ends
 from rlhf_core.models.template import DEFAULT_DATE
 from rlhf_core.models.tokenizer import encode_scored_turns, load_tokenizer
+from rlhf_core.models.vision import Sight, sight
+from rlhf_core.paths import PREPARED
 from rlhf_core.progress import Reasons
 from rlhf_core.scorers.reward.input import fitting_ids
 from rlhf_core.scorers.reward.model import MICROBATCH_TOKENS, load_members, score_by_members
 
 Text = tuple[Sequence[Message], str]  # a conversation and a response to it
+
+
+def reward_options(model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of `LoadedModel.load` for a chain's reward model."""
+    return {name: getattr(model, name) for name in ("max_length", "trust_remote_code", "template_date", "vision")}
 
 
 def _unreported(reason: str, *, count: int) -> None:
@@ -39,14 +49,30 @@ class LoadedModel:
     device: torch.device
     report: Reasons = field(default_factory=lambda: Reasons("reward model"))
     separator: str | None = None  # between the steps that a process reward model scores; None: it scores whole responses
-    _known: dict[tuple[int, ...], float] = field(default_factory=dict, init=False, repr=False)  # scores by token ids
+    sight: Sight | None = None  # of a model that sees
+    _known: dict[Any, float] = field(default_factory=dict, init=False, repr=False)  # scores by token ids
 
     @classmethod
-    def load(cls, folder: Path, *, max_length: int, trust_remote_code: bool, template_date: str = DEFAULT_DATE) -> LoadedModel:
+    def load(
+        cls,
+        folder: Path,
+        *,
+        max_length: int,
+        trust_remote_code: bool,
+        template_date: str = DEFAULT_DATE,
+        vision: VisionTraining | None = None,
+        prepared: Path = PREPARED,
+    ) -> LoadedModel:
+        """Load a reward model.
+
+        Args:
+            vision: of a model that sees; `prepared` is the folder with its pictures.
+        """
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         members = load_members(folder, device=device, trust_remote_code=trust_remote_code)
-        tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code, template_date=template_date, scores=True)
-        return cls(members, tokenizer, max_length, device, separator=step_separator(folder))
+        options = {"trust_remote_code": trust_remote_code, "template_date": template_date, "vision": vision}
+        tokenizer = load_tokenizer(str(folder), scores=True, **options)
+        return cls(members, tokenizer, max_length, device, separator=step_separator(folder), sight=sight(tokenizer, prepared))
 
     def encode(self, messages: Sequence[Message], response: str, *, max_length: int | None = None) -> list[int] | None:
         """Return token ids; None if there are more than the limit, or the template refuses the conversation."""
@@ -87,6 +113,7 @@ class LoadedModel:
             pad_id=self.tokenizer.pad_token_id,
             microbatch_tokens=microbatch_tokens,
             device=self.device,
+            sight=self.sight,
         ).double().mean(1).numpy()  # fmt: skip
 
     def score_texts(self, texts: Sequence[Text], *, reported: bool = True) -> np.ndarray:
@@ -110,8 +137,8 @@ class LoadedModel:
 
         Ranks share the sequences as in `score_texts`.
         """
-        keys = [None if ids is None else tuple(ids) for ids in sequences]
-        new = [list(ids) for ids in dict.fromkeys(keys) if ids is not None and ids not in self._known]
-        scores = in_shares(new, lambda own: self.score(own).tolist())
-        self._known.update(zip(map(tuple, new), scores, strict=True))
-        return np.array([np.nan if ids is None else self._known[ids] for ids in keys])
+        keys = [None if ids is None else content_of(ids) for ids in sequences]
+        new = [key for key in dict.fromkeys(keys) if key is not None and key not in self._known]
+        scores = in_shares([beside_pictures(list(ids), pictures) for ids, pictures in new], lambda own: self.score(own).tolist())
+        self._known.update(zip(new, scores, strict=True))
+        return np.array([np.nan if key is None else self._known[key] for key in keys])

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rlhf_core.data.tokens import pictures_beside
 from rlhf_core.models.batch import collate_steps, collate_tokens
 from rlhf_core.models.build import load_scalar_model
 from rlhf_core.models.forward import ScalarModule
+from rlhf_core.models.vision import Sight
 from rlhf_core.models.weights import frozen
 from rlhf_core.scorers.reward.members import member_folders
 
@@ -31,6 +34,7 @@ def score_sequences(
     device: torch.device,
     passes: Callable[[int], int] | None = None,
     ends: torch.Tensor | None = None,
+    sight: Sight | None = None,
 ) -> torch.Tensor:
     """Return raw scores [N] of N sequences on the CPU; NaN for a sequence that is None or exceeds the model's positions.
 
@@ -40,9 +44,12 @@ def score_sequences(
         ends: [N, S], positions of the ends of steps, NO_STEP for none: the scores are theirs, [N, S], with NaN where there is no step.
         passes: for a model whose forward pass is a collective, function that returns the largest number of passes of any rank, given this
             rank's. This rank makes the missing passes with a sequence of no meaning. None: it is no collective.
+        sight: of a model that sees; sequences with pictures are `SeenIds`.
     """
     if ends is not None:
         module.check_scores_tokens("process reward model", "take a decoder with a linear score layer")
+    if sight is None and any(map(pictures_beside, filter(None, sequences))):
+        raise ValueError("reward model: expected texts alone for a model that doesn't see, got pictures; take one that sees")
     known = [i for i, ids in enumerate(sequences) if ids is not None and not _is_too_long(module, ids)]
     scores = torch.full((len(sequences),) if ends is None else ends.shape, float("nan"))
 
@@ -54,6 +61,8 @@ def score_sequences(
             return
         last = [module.score_head.last_position(sequences[i]) for i in rows]
         batch = collate_tokens([sequences[i] for i in rows], last, pad_id=pad_id, ends=[i + 1 for i in last])
+        if sight is not None:
+            batch = replace(batch, pictures=sight.beside([sequences[i] for i in rows]))
         scores[rows] = module(batch.to(device)).cpu()
 
     own = [sequences[i] for i in known]

@@ -10,7 +10,7 @@ import hashlib
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from rlhf_core.data.pictures import Picture
 from rlhf_core.engines.deepspeed.engine import TrainEngine, device
 from rlhf_core.engines.deepspeed.ranks import data_parallel_size, gathered, own_parts, summed, total
 from rlhf_core.models.batch import Branches, collate_branches, continue_prefix
-from rlhf_core.models.vision import Sight
+from rlhf_core.models.vision import Sight, with_sight
 from rlhf_core.trainers.supervised.loop import Metrics, beside_untrained
 
 
@@ -164,8 +164,7 @@ class ResponseForward:
         """Return the log-probability of each item's response, summed over its tokens: [items], group after group, on the device."""
         rows = [row for group in part for row in group.rows]
         batch = collate_branches(rows, pad_id=self.pad_id, every_token=True)
-        if self.sight is not None:
-            batch = replace(batch, pictures=self.sight([p for group in part for _ in group.rows for p in group.items[0].pictures]))
+        batch = with_sight(batch, self.sight, [p for group in part for _ in group.rows for p in group.items[0].pictures])
         token_logprobs = module(batch.to(device())).logprobs
         lengths = torch.tensor([len(branch) for row in rows for branch in row.branches])
         owners = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(token_logprobs.device)

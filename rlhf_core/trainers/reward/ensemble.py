@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.probe import shares_prefixes
 from rlhf_core.models.score_head import filler_id, probe_score_head
 from rlhf_core.models.tokenizer import encode_prompts
+from rlhf_core.models.vision import Sight
 from rlhf_core.scorers.reward.members import combine_members
 from rlhf_core.trainers.reward.steps import StepTask
 from rlhf_core.trainers.reward.train import Comparison, begin_comparisons, reward_phase, score_heldout
@@ -53,6 +55,7 @@ def train_ensemble(
     seed: int,
     loop: Callable[..., TrainLoop],
     save: Callable[..., None],
+    sight: Sight | None = None,
 ) -> tuple[dict[str, Any], pd.DataFrame | None]:
     """Train `config.ensemble` reward models. The first is saved as the stage's model, the others in its subfolders `member_<n>`.
 
@@ -62,6 +65,7 @@ def train_ensemble(
         loop: function that returns the stage's training loop, given `first_step` (the number of a member's first step in the curves) and
             `seed`.
         save: function that saves a model with its weights and tokenizer in the subfolder `part` (`TrainRun.save_model`).
+        sight: of a model that sees.
     Returns:
         The stage's metrics, and on rank 0 a row for each held-out pair or response (`heldout_table`).
     Raises:
@@ -70,7 +74,8 @@ def train_ensemble(
     metrics: dict[str, Any] = {}
     scores: list[Scores] = []
     engine: TrainEngine | None = None
-    task = (PairTask if config.step_separator is None else StepTask)(config, tokenizer, max_length=model.max_length)
+    of_steps = config.step_separator is not None
+    task = (StepTask if of_steps else partial(PairTask, sight=sight))(config, tokenizer, max_length=model.max_length)
     begun = {split: task.begin(read_split(split), in_background) for split in ("train", *HELDOUT_SPLITS)}
     encoded: dict[str, tuple[Sequence[Any], int]] = {}
     for member in range(config.ensemble):
@@ -79,14 +84,15 @@ def train_ensemble(
             engine = scalar_model = None
             release_memory()
         member_seed = seed + MEMBER_SEEDS * member
-        scalar_model = new_scalar_model(start, tokenizer, trust_remote_code=model.trust_remote_code, training_dtype=model.dtype)
+        load_options = {"trust_remote_code": model.trust_remote_code, "training_dtype": model.dtype, "vision": model.vision}
+        scalar_model = new_scalar_model(start, tokenizer, **load_options)
         if config.step_separator is not None:
             scalar_model.config.update({SEPARATOR_KEY: config.step_separator})
         if member:  # instead of zeros
             head = scalar_head(scalar_model).weight
             torch.nn.init.normal_(head, std=head.shape[1] ** -0.5, generator=torch.Generator().manual_seed(member_seed))
         if not encoded:
-            shared = shared_tokens(scalar_model, config, max_length=model.max_length)
+            shared = 0 if sight is not None else shared_tokens(scalar_model, config, max_length=model.max_length)
             encoded = {split: encode(shared) for split, encode in begun.items()}
             heldout = {split: list(encoded[split][0]) for split in HELDOUT_SPLITS}  # as objects, since they are read at every evaluation
         engine, of_member = train_member(
@@ -170,8 +176,8 @@ class PairTask:
 
     counted = "heldout_pairs"
 
-    def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase, *, max_length: int):
-        self.config, self._tokenizer, self._max_length = config, tokenizer, max_length
+    def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase, *, max_length: int, sight: Sight | None = None):
+        self.config, self._tokenizer, self._max_length, self._sight = config, tokenizer, max_length, sight
 
     def begin(self, rows: Rows, begin: Begin) -> Callable[[int], tuple[Sequence[Comparison], int]]:
         return begin_comparisons(rows, self._tokenizer, max_length=self._max_length, begin=begin)
@@ -179,10 +185,10 @@ class PairTask:
     def phase(self, train: Sequence[Comparison], heldout: Sequence[Comparison], **settings: Any) -> Phase:
         config = self.config
         of_pairs = {"margin": config.margin, "centering_coef": config.centering_coef}
-        return reward_phase(train, heldout, microbatch_tokens=config.microbatch_tokens, **of_pairs, **settings)
+        return reward_phase(train, heldout, microbatch_tokens=config.microbatch_tokens, sight=self._sight, **of_pairs, **settings)
 
     def score(self, engine: TrainEngine, heldout: Sequence[Comparison], *, pad_id: int) -> tuple[torch.Tensor, ...]:
-        return score_heldout(engine, heldout, pad_id=pad_id, microbatch_tokens=self.config.microbatch_tokens)
+        return score_heldout(engine, heldout, pad_id=pad_id, microbatch_tokens=self.config.microbatch_tokens, sight=self._sight)
 
     def counts(self, train: Sequence[Comparison]) -> dict[str, int]:
         return {"pairs": sum(len(c.pairs) for c in train)}

@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.algorithms.preference_losses import bradley_terry
 from rlhf_core.data.batching import Part
+from rlhf_core.data.pictures import Picture
 from rlhf_core.data.schema import Message
 from rlhf_core.data.tokens import Examples
 from rlhf_core.engines.deepspeed.engine import TrainEngine, device
@@ -26,6 +28,9 @@ from rlhf_core.models.batch import Branches, collate_branches, share_prefix
 from rlhf_core.models.tokenizer import encode_scored_turns
 from rlhf_core.trainers.supervised.encoding import Begin, at_once
 from rlhf_core.trainers.supervised.loop import Metrics, Phase, beside_untrained
+
+if TYPE_CHECKING:
+    from rlhf_core.models.vision import Sight
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Comparison:
     sequences: list[list[int]] = field(default_factory=list)
     pairs: list[tuple[int, int]] = field(default_factory=list)
     row_ids: list[str] = field(default_factory=list)
+    pictures: tuple[Picture, ...] = ()  # of the conversation, and so of each sequence
 
     @cached_property
     def rows(self) -> list[Branches]:
@@ -95,7 +101,7 @@ def begin_comparisons(
                 parts.append((tuple(sides), [(position[a], position[b]) for _, a, b in kept], [row_id for row_id, _, _ in kept]))
 
         def comparison(sides: tuple[int, ...], pairs: list[tuple[int, int]], row_ids: list[str]) -> Comparison:
-            return Comparison(max_shared_tokens, [turns.ids(i) for i in sides], pairs, row_ids)
+            return Comparison(max_shared_tokens, [turns.ids(i) for i in sides], pairs, row_ids, turns.pictures.get(sides[0], ()))
 
         return Examples(comparison, parts), dropped
 
@@ -113,6 +119,7 @@ def reward_phase(
     margin: float,
     centering_coef: float,
     name: str = "reward",
+    sight: Sight | None = None,
 ) -> Phase:
     """Return a phase whose steps' loss is the mean over the step's pairs, whatever the micro-batches and ranks."""
 
@@ -121,7 +128,7 @@ def reward_phase(
         num_pairs = sum(len(c.pairs) for c in batch)
         shares, points = [], []
         for part in _own_parts(batch, microbatch_tokens):
-            chosen_scores, rejected_scores = score_pairs(engine, [batch[i] for i in part.positions], pad_id=pad_id)
+            chosen_scores, rejected_scores = score_pairs(engine, [batch[i] for i in part.positions], pad_id=pad_id, sight=sight)
             share = bradley_terry(chosen_scores, rejected_scores, margin=margin, centering_coef=centering_coef).sum() / num_pairs
             engine.backward(share if part.counts else 0.0 * share)
             if part.counts:
@@ -131,7 +138,8 @@ def reward_phase(
         return {"loss": loss, "accuracy": right / num_pairs, "tokens": float(sum(len(s) for c in batch for s in c.sequences))}
 
     def evaluate(engine: TrainEngine) -> Metrics:
-        chosen_scores, rejected_scores = score_heldout(engine, heldout, pad_id=pad_id, microbatch_tokens=microbatch_tokens)
+        sizes = {"pad_id": pad_id, "microbatch_tokens": microbatch_tokens}
+        chosen_scores, rejected_scores = score_heldout(engine, heldout, sight=sight, **sizes)
         same = torch.zeros_like(chosen_scores)
         losses = bradley_terry(chosen_scores, rejected_scores, margin=margin, centering_coef=0.0)
         untrained = bradley_terry(same, same, margin=margin, centering_coef=0.0)
@@ -142,9 +150,14 @@ def reward_phase(
     return Phase(name, steps, batch_size, len(train), train_batch, evaluate if heldout else None)
 
 
-def score_pairs(engine: TrainEngine, comparisons: list[Comparison], *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+def score_pairs(
+    engine: TrainEngine, comparisons: list[Comparison], *, pad_id: int, sight: Sight | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scores [pairs] of chosen and rejected, in order; each distinct sequence goes through the model once."""
-    scores = engine(collate_branches([row for c in comparisons for row in c.rows], pad_id=pad_id).to(device()))
+    batch = collate_branches([row for c in comparisons for row in c.rows], pad_id=pad_id)
+    if sight is not None:
+        batch = replace(batch, pictures=sight([p for c in comparisons for _ in c.rows for p in c.pictures]))
+    scores = engine(batch.to(device()))
     offsets = [0]
     for c in comparisons:
         offsets.append(offsets[-1] + len(c.sequences))
@@ -153,14 +166,14 @@ def score_pairs(engine: TrainEngine, comparisons: list[Comparison], *, pad_id: i
 
 
 def score_heldout(
-    engine: TrainEngine, comparisons: Sequence[Comparison], *, pad_id: int, microbatch_tokens: int
+    engine: TrainEngine, comparisons: Sequence[Comparison], *, pad_id: int, microbatch_tokens: int, sight: Sight | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scores [pairs] of chosen and rejected on the CPU, in the order of comparisons and pairs; on every rank those of all."""
     starts = [0, *accumulate(len(c.pairs) for c in comparisons)]
     scores = torch.zeros(2, starts[-1])
     with torch.no_grad():
         for part in _own_parts(comparisons, microbatch_tokens):
-            sides = score_pairs(engine, [comparisons[i] for i in part.positions], pad_id=pad_id)
+            sides = score_pairs(engine, [comparisons[i] for i in part.positions], pad_id=pad_id, sight=sight)
             if part.counts:
                 scores[:, [pair for i in part.positions for pair in range(starts[i], starts[i + 1])]] = torch.stack(sides).float().cpu()
     chosen, rejected = merged(scores)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import RlConfig
+from rlhf_core.data.pictures import pictures_of
 from rlhf_core.engines.rollout.requests import Request, Sample, request_seeds, segment_seed
 from rlhf_core.trainers.rl.data import PromptStream
 from rlhf_core.trainers.rl.job import RlJob
@@ -99,7 +100,7 @@ def request(rollout: Rollout, seed: int, limit: int) -> Request:
         limit: of further tokens.
     """
     given = rollout.response_ids
-    return Request(rollout.prompt.prompt_ids, given, segment_seed(seed, len(given)), limit)
+    return Request(rollout.prompt.prompt_ids, given, segment_seed(seed, len(given)), limit, pictures_of(rollout.prompt.messages))
 
 
 @dataclass(frozen=True)

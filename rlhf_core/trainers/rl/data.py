@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from rlhf_core.data.batching import batch_indices, stream_indices
+from rlhf_core.data.pictures import pictures_of
 from rlhf_core.data.schema import Split, read_rows
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.sampling.prompts import fitting_prompts
@@ -26,7 +27,7 @@ def read_prompts(job: RlJob, split: Split) -> list[Prompt]:
     Raises:
         ValueError: no prompt does.
     """
-    tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
+    tokenizer = load_tokenizer(job.sft_model, **job.load_options)
     rows = read_rows(Path(job.prepared), "prompt", split)
     longest = job.model.max_length - job.rl.rollout.max_new_tokens
     template = job.rl.teacher_template if split == "train" else None
@@ -164,7 +165,7 @@ class DemonstrationStream:
         self._batch_size, self._seed = job.rl.ptx.batch_size, job.seed
         self._demonstrations: list[Demonstration] = []
         if job.rl.ptx.coef:
-            tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
+            tokenizer = load_tokenizer(job.sft_model, **job.load_options)
             rows = read_rows(Path(job.prepared), "sft", "train")
             kept, _ = encode_demonstrations(
                 rows, tokenizer, max_length=job.model.max_length, train_on=job.train_on, train_on_thoughts=job.train_on_thoughts
@@ -308,7 +309,7 @@ def _padded(flat: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def pack(rollouts: Sequence[Rollout]) -> Sequences:
     """Prompt and response of each rollout."""
     ids = [[*r.prompt.prompt_ids, *r.response_ids] for r in rollouts]
-    return Sequences.of(ids, [len(r.prompt.prompt_ids) for r in rollouts])
+    return Sequences.of(ids, [len(r.prompt.prompt_ids) for r in rollouts], [pictures_of(r.prompt.messages) for r in rollouts])
 
 
 def pack_for_teachers(rollouts: Sequence[Rollout]) -> Sequences | None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from rlhf_core.data.pictures import Picture
 from rlhf_core.engines.ray.actors import ActorGroup, Pending, RoleLost
 from rlhf_core.engines.rollout.requests import Sample
 
@@ -22,11 +23,14 @@ LEAST = 8  # but at least one prompt for so many that an engine samples
 
 @dataclass(frozen=True)
 class Requests:
-    """prompts: token ids of each.    seeds: of each.    options: further arguments of the engines' `serve`."""
+    """prompts: token ids of each.    seeds: of each.    options: further arguments of the engines' `serve`.
+    pictures: of each prompt; empty: none has any.
+    """
 
     prompts: list[list[int]]
     seeds: list[int]
     options: dict[str, Any]
+    pictures: list[tuple[Picture, ...]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,8 @@ class Dispatcher:
         if numbers or (taken and (not calls or (is_last and calls[-1].leave))):
             leave = 0 if is_last else min(self._at_a_time, len(taken) - 1)
             arguments = (numbers, [requests.prompts[n] for n in numbers], [requests.seeds[n] for n in numbers])
-            calls.append(Call(self._engines.submit_one(rank, "serve", *arguments, leave=leave, **requests.options), leave))
+            seen = {"pictures": [requests.pictures[n] for n in numbers]} if requests.pictures else {}
+            calls.append(Call(self._engines.submit_one(rank, "serve", *arguments, leave=leave, **requests.options, **seen), leave))
 
     @property
     def _ahead(self) -> int:

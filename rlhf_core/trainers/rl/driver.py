@@ -135,6 +135,7 @@ class Actors:
                 "enforce_eager": rl.rollout.enforce_eager,
                 "weight_transfer": self.ways,
                 "quantization": rl.rollout.quantization,
+                "prepared": None if job.model.vision is None else job.prepared,
             },
             watched=rl.rollout.samples_freely,
             together=False,
@@ -155,7 +156,7 @@ class Actors:
                 "world_size": group.ranks,
                 "job": job,
                 "roles": group.roles,
-                "adapters_alone": rl.lora is not None and set(self.ways) == {"gloo"},
+                "adapters_alone": (rl.lora is not None or job.model.vision == "frozen") and set(self.ways) == {"gloo"},
             },
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -47,6 +47,11 @@ class RlJob(Section):
     checkpoints: StoreSettings
     output: str
     timings: str
+
+    @property
+    def load_options(self) -> dict[str, Any]:
+        """Arguments that load the policy, or its tokenizer."""
+        return {"trust_remote_code": self.model.trust_remote_code, "vision": self.model.vision}
 
     @model_validator(mode="after")
     def _models_are_named(self):

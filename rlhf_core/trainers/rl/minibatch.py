@@ -75,7 +75,7 @@ def before(batch: TokenBatch) -> TokenBatch:
     """
     selected = torch.zeros_like(batch.selected)
     selected[:, :-1] = batch.selected[:, 1:]
-    return TokenBatch(batch.input_ids, selected)
+    return TokenBatch(batch.input_ids, selected, pictures=batch.pictures)
 
 
 def prompt_rows(sequences: Sequences, *, max_tokens: int, shared: bool) -> tuple[list[list[int]], list[list[Branches]]]:

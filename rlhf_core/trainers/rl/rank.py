@@ -17,6 +17,7 @@ import torch.distributed as dist
 from rlhf_core.checkpoint.parts import save_part
 from rlhf_core.checkpoint.stored import check_checkpoint, download_folder, upload_folder
 from rlhf_core.data.batching import even_microbatches
+from rlhf_core.data.pictures import Picture
 from rlhf_core.engines.deepspeed.engine import device, equal_count, join_world, most_over_ranks
 from rlhf_core.engines.deepspeed.sequence_parallel import share_sequences
 from rlhf_core.engines.memory.gpu_memory import memory_in_use
@@ -32,6 +33,7 @@ from rlhf_core.models.build import save_model, vocabulary_size
 from rlhf_core.models.forward import GENERAL, PolicyModule, ScalarModule, common_backend
 from rlhf_core.models.lora import has_adapters, without_adapters
 from rlhf_core.models.tokenizer import load_tokenizer
+from rlhf_core.models.vision import sight, with_sight
 from rlhf_core.models.weights import checkpoint_names
 from rlhf_core.process import collect_by_default
 from rlhf_core.scorers.reward.model import score_sequences
@@ -56,11 +58,13 @@ class ForwardPart:
     """A micro-batch of `TrainerRank.forward`.
 
     rows: positions of its sequences.    sizes: response tokens of each.    branches: the sequences, with shared prompts.
+    pictures: of all sequences, in order.
     """
 
     rows: list[int]
     sizes: list[int]
     branches: list[Branches]
+    pictures: list[Picture]
 
 
 class TrainerRank:
@@ -69,13 +73,14 @@ class TrainerRank:
     Args:
         rank, world_size: in the group.
         roles: of the group; None: all of the run.
-        adapters_alone: of the policy's weights only adapters are sent to the engines, which all get them by gloo.
+        adapters_alone: of the policy's weights only those that are trained are sent to the engines, which all get them by gloo.
     """
 
     def __init__(self, rank: int, world_size: int, job: RlJob, roles: Sequence[str] | None = None, *, adapters_alone: bool = False):
         self._rank, self._world_size, self._job, self._adapters_alone = rank, world_size, job, adapters_alone
         self._hosted = job.rl.roles if roles is None else roles
-        self._tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
+        self._tokenizer = load_tokenizer(job.sft_model, **job.load_options)
+        self._sight = sight(self._tokenizer, Path(job.prepared))
         self._store: dist.TCPStore | None = None
         seconds, send_changes = job.rl.deadlines.step, job.rl.rollout.send_changes
         self._sender = WeightSender(partial(open_store, None, timeout=seconds), timeout=seconds / GIVE_UP, send_changes=send_changes)
@@ -223,7 +228,8 @@ class TrainerRank:
         parts = []
         for part in equal_count(chosen):
             members = [numbers[k] for g in part for k in groups[g]]
-            parts.append(ForwardPart(members, [sizes[i] for i in members], [row for g in part for row in rows[g]]))
+            branches = [row for g in part for row in rows[g]]
+            parts.append(ForwardPart(members, [sizes[i] for i in members], branches, sequences.pictures_of(members)))
         return parts, keep
 
     def _forward_part(
@@ -231,10 +237,12 @@ class TrainerRank:
     ) -> tuple[dict[str, torch.Tensor], ForwardGraphs]:
         """Outputs by name, on the CPU; and policy and critic once more, with their graphs if these are kept."""
         rl, roles, outputs, policy, values = self._job.rl, self.roles, {}, None, None
-        batch = collate_branches(part.branches, pad_id=self._pad_id, every_token=True).to(self._device)
+        batch = collate_branches(part.branches, pad_id=self._pad_id, every_token=True)
+        batch = with_sight(batch, self._sight, part.pictures).to(self._device)
         with torch.set_grad_enabled(keep):
             if with_policy:
                 arguments = policy_arguments(rl) if keep else {"temperature": rl.rollout.temperature}
+                arguments["forbidden"] = roles.undrawn
                 policy = roles.policy(batch, **arguments, top_k=rl.rollout.top_k, top_p=rl.rollout.top_p)
                 outputs["old_logprobs"] = policy.logprobs
                 if policy.sampler_logprobs is not None:
@@ -249,11 +257,11 @@ class TrainerRank:
         return outputs, ForwardGraphs(part.rows, part.sizes, policy, values)
 
     def _reference_logprobs(self, batch: TokenBatch) -> torch.Tensor:
-        temperature = self._job.rl.rollout.temperature
+        arguments = {"temperature": self._job.rl.rollout.temperature, "forbidden": self.roles.undrawn}
         if self.roles.reference is not None:
-            return self.roles.reference.module(batch, temperature=temperature).logprobs
+            return self.roles.reference.module(batch, **arguments).logprobs
         with without_adapters(self.roles.policy.module):
-            return self.roles.policy(batch, temperature=temperature).logprobs
+            return self.roles.policy(batch, **arguments).logprobs
 
     @property
     def _pad_id(self) -> int:
@@ -281,6 +289,8 @@ class TrainerRank:
             train_policy=train_policy and self.roles.policy is not None,
             experts_per_token=self.roles.experts_per_token,
             shares_prompts=self.roles.shares_prompts,
+            sight=self._sight,
+            undrawn=self.roles.undrawn,
             backend=self._backend,
             graphs=graphs,
             teaching=teaching,

@@ -21,6 +21,7 @@ from rlhf_core.models.build import load_language_model, load_scalar_model, new_s
 from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.probe import shares_prefixes
+from rlhf_core.models.vision import undrawn_ids
 from rlhf_core.scorers.reward.members import member_folders
 from rlhf_core.scorers.reward.model import load_member
 from rlhf_core.trainers.rl.job import RlJob
@@ -38,6 +39,7 @@ class HostedRoles:
     scorers: scorer's name -> the members of its reward model.
     teachers: of rl.distillation, with their shares of all weights.
     experts_per_token: of a policy with experts whose load is balanced; None: no load balancing.
+    undrawn: tokens that a policy that sees never draws.
     shares_prompts: a prompt's samples are computed together.
     """
 
@@ -48,8 +50,10 @@ class HostedRoles:
         self.critic: TrainEngine | None = None
         self.reference: FrozenModel | None = None
         self.experts_per_token: int | None = None
+        self.undrawn: tuple[int, ...] = ()
         self._sharing: list[bool] = []
-        load_options = {"trust_remote_code": job.model.trust_remote_code, "training_dtype": job.model.dtype}
+        load_options = {**job.load_options, "training_dtype": job.model.dtype}
+        scalar_options = {name: value for name, value in load_options.items() if name != "vision"}  # scores and values are of texts
         self.computes_reference = "reference" in hosted
         if "policy" in hosted:
             self.language_model = load_language_model(job.sft_model, **load_options)
@@ -58,7 +62,7 @@ class HostedRoles:
             settings = engine_settings(job, rl.learning_rate, steps=rl.policy_steps, ema_decay=rl.ema_decay)
             self.policy = TrainEngine(PolicyModule(self.language_model), settings)
         if "critic" in hosted:
-            critic = ScalarModule(initial_critic(job, tokenizer, load_options))
+            critic = ScalarModule(initial_critic(job, tokenizer, scalar_options))
             remedy = "set it to sft, or rl.algorithm to one without a critic, such as rloo"
             critic.check_scores_tokens(f"rl.{rl.algorithm}.critic_init {rl.critic.critic_init}", remedy)
             self.critic = TrainEngine(critic, engine_settings(job, rl.critic.critic_learning_rate, steps=rl.optimizer_steps))
@@ -70,18 +74,19 @@ class HostedRoles:
             self.reference = self._frozen(PolicyModule(reference))
             if rl.starts_rounded and self.policy is not None:
                 self.reference.load(self.policy.weights())
-        self.scorers = self._reward_models(load_options) if "reward_models" in hosted else {}
+        self.scorers = self._reward_models(scalar_options) if "reward_models" in hosted else {}
         self.teachers = self._load_teachers(load_options) if "teachers" in hosted else []
 
     def _inspect(self, model: PreTrainedModel) -> None:
         self.experts_per_token = balanced_experts(model, self._job.rl.moe_aux_coef)
+        self.undrawn = () if self._job.model.vision is None else undrawn_ids(model.config)
         self._note_sharing(model)
 
     def _note_sharing(self, model: PreTrainedModel) -> None:
         """A prompt's samples are computed together if every model of this rank can."""
         rl = self._job.rl
         # A critic sees every sequence of its own, and the load of experts counts every sample.
-        groups = rl.group_size > 1 and rl.critic is None and not rl.moe_aux_coef
+        groups = rl.group_size > 1 and rl.critic is None and not rl.moe_aux_coef and self._job.model.vision is None
         self._sharing.append(groups and shares_prefixes(model, device=device(), max_length=self._job.model.max_length))
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 
 from rlhf_core.agents.environment import Environment
 from rlhf_core.config import RlConfig
+from rlhf_core.data.pictures import Picture, pictures_of
 from rlhf_core.engines.ray.actors import ActorGroup, Pending, RoleLost
 from rlhf_core.engines.rollout.requests import Request, Sample, SamplingSettings, request_seeds
 from rlhf_core.trainers.rl.dispatch import Dispatcher, Requests
@@ -148,7 +149,7 @@ class RolloutEngines:
         dispatcher = Dispatcher(
             self._engines,
             self.recovery.replace,
-            Requests([p.prompt_ids for p in prompts], seeds, arguments),
+            Requests([p.prompt_ids for p in prompts], seeds, arguments, pictures_of_all(prompts)),
             at_a_time=max(1, rl.rollout.max_concurrent_sequences // group_size),
             joins=rl.rollout.backend == "vllm",
             deadline=rl.deadlines.step,
@@ -160,6 +161,8 @@ class RolloutEngines:
         """Prompts are dealt out in turn, so that each engine gets its share of long and short ones."""
         shards = self._deal(range(len(prompts)))
         per_rank = [([prompts[i].prompt_ids for i in shard], [seeds[i] for i in shard], sampling) for shard in shards]
+        if pictures := pictures_of_all(prompts):
+            per_rank = [(*of_rank, [pictures[i] for i in shard]) for of_rank, shard in zip(per_rank, shards, strict=True)]
         return Dealt(shards, self.recovery.submit("generate", per_rank, stop_ids=self._stop_ids, group_size=group_size))
 
     def submit_segments(self, requests: Sequence[Request], *, due: int, least: int | None) -> Dealt:
@@ -238,6 +241,12 @@ class RolloutEngines:
             return
         engines, trainer = self.recovery.load_weights(version=version)
         self.sync_check.check(engines, trainer, version=version)
+
+
+def pictures_of_all(prompts: Sequence[Prompt]) -> list[tuple[Picture, ...]]:
+    """Return the pictures of each prompt; empty: none has any."""
+    found = [pictures_of(prompt.messages) for prompt in prompts]
+    return found if any(found) else []
 
 
 def sampling_settings(rl: RlConfig) -> SamplingSettings:

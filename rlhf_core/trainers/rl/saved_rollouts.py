@@ -56,7 +56,7 @@ class SavedRollouts:
 
     def __init__(self, job: RlJob, *, first_step: int):
         self._rl, self._folder = job.rl, Path(job.work)
-        self._tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
+        self._tokenizer = load_tokenizer(job.sft_model, **job.load_options)
         for step, path in step_files(self._folder).items():
             if step >= first_step:
                 path.unlink()

@@ -22,6 +22,7 @@ from rlhf_core.models.backend import Backend
 from rlhf_core.models.batch import Branches, TokenBatch
 from rlhf_core.models.divergence import Divergence
 from rlhf_core.models.forward import PolicyOutput
+from rlhf_core.models.vision import Sight, with_sight
 from rlhf_core.trainers.rl.credit import ValueUnits
 from rlhf_core.trainers.rl.minibatch import (
     Minibatch,
@@ -95,6 +96,7 @@ class RlUpdate:
     train_policy: False: only the critic is trained, if there is one.
     experts_per_token: of a policy with experts whose load is balanced; None: no load balancing.
     shares_prompts: the prompt of a group is computed once.
+    sight: of a model that sees.    undrawn: tokens that it never draws.
     backend: may compute the gradients of policy and critic at the same time.
     graphs: forward passes of the only minibatch, where they have been kept; the update empties the list.
     teaching: the teachers whose whole distributions the policy learns; None without.
@@ -113,6 +115,8 @@ class RlUpdate:
     backend: Backend
     graphs: list[ForwardGraphs]
     teaching: Teaching | None = None
+    sight: Sight | None = None
+    undrawn: tuple[int, ...] = ()
 
     def run(self, minibatches: list[Minibatch]) -> RankUpdate:
         """One optimizer step for each minibatch, until the policy is further than rl.max_approx_kl from the sampling policy.
@@ -180,7 +184,8 @@ class RlUpdate:
 
     def _tokens(self, part: Microbatch, minibatch: Minibatch) -> TokenBatch:
         """Return the sequences of a micro-batch, its trained tokens selected in the order of its rows."""
-        return token_batch(part.branches, minibatch.batch.response_mask[part.rows], pad_id=self.pad_id).to(self.device)
+        tokens = token_batch(part.branches, minibatch.batch.response_mask[part.rows], pad_id=self.pad_id)
+        return with_sight(tokens, self.sight, minibatch.batch.sequences.pictures_of(part.rows)).to(self.device)
 
     # Policy
 
@@ -226,7 +231,7 @@ class RlUpdate:
             return PolicyOutput(policy.logprobs[trained], policy.entropy[trained], None, None)
         tokens = self._tokens(part, minibatch)
         divergence = self._teachers_divergence(batch, tokens)
-        further = {} if divergence is None else {"divergence": divergence}
+        further = {"forbidden": self.undrawn} | ({} if divergence is None else {"divergence": divergence})
         return self.policy(tokens, **policy_arguments(self.rl), routed=self._routed(part, tokens) if routed else None, **further)
 
     def _teachers_divergence(self, batch: TrainBatch, tokens: TokenBatch) -> Divergence | None:
@@ -305,7 +310,7 @@ class RlUpdate:
             return {}
         found, examples = [], minibatch.ptx
         for rows in equal_count(microbatches([len(e.ids) for e in examples], max_tokens=self.rl.trainer.microbatch_tokens)):
-            batch = collate_demonstrations([examples[i] for i in rows], pad_id=self.pad_id)
+            batch = collate_demonstrations([examples[i] for i in rows], pad_id=self.pad_id, sight=self.sight)
             loss = -self.policy(batch.to(self.device)).logprobs.float().sum() / max(minibatch.num_ptx_tokens, 1)
             self.policy.backward(self.rl.ptx.coef * loss)
             found.append(loss.detach())

@@ -90,7 +90,7 @@ class Workers:
         self._job, self._actors = job, actors
         self._trainers = actors.trainers
         self.store = RunStore(Path(job.work), job.checkpoints, check=self._damage)
-        tokenizer = load_tokenizer(job.sft_model, trust_remote_code=job.model.trust_remote_code)
+        tokenizer = load_tokenizer(job.sft_model, **job.load_options)
         self._tokenizer, self._stops = tokenizer, stop_ids(tokenizer, job.sft_model)
         self.replacements = Replacements(job.rl.max_replacements)
         self.turns = GpuTimeSharing(actors.rollouts, actors.trainers, on=actors.take_turns, deadline=job.rl.deadlines.step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -91,12 +91,13 @@ def encode_texts(rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, max_le
 def collate_demonstrations(examples: list[Demonstration], *, pad_id: int, sight: Sight | None = None) -> TokenBatch:
     """Return a padded batch with the trained tokens selected, and the pictures that `sight` sees."""
     from rlhf_core.models.batch import collate_tokens  # imports torch, which tools that inspect data don't need
+    from rlhf_core.models.vision import with_sight
 
     batch = collate_tokens([e.ids for e in examples], [e.start for e in examples], pad_id=pad_id)
     for row, example in enumerate(examples):
         for first, end in example.skipped:
             batch.selected[row, first:end] = False
-    return batch if sight is None else replace(batch, pictures=sight([p for e in examples for p in e.pictures]))
+    return with_sight(batch, sight, [p for e in examples for p in e.pictures])
 
 
 def _of_conversation(turns: EncodedTurns, numbers: range, *, thoughts: bool) -> list[tuple[int, int, Spans]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from preference_runs import TRAIN, config, run_of
-from seeing_models import FAMILIES, QUESTION, picture, rows, save_seeing_model, seeing, store
+from seeing_models import FAMILIES, ONE_PICTURE, QUESTION, picture, rows, save_seeing_model, seeing, store
 from tiny_models import save_tiny_models, settings, tiny_tokenizer
 from transformers import AutoModelForImageTextToText
 
@@ -14,11 +14,12 @@ from rlhf_core.config import LoraConfig
 from rlhf_core.data.pictures import Picture, StoredPictures, with_pictures
 from rlhf_core.engines.deepspeed.engine import TrainEngine, join_world
 from rlhf_core.model_check.trial import plain_logprobs
+from rlhf_core.models import vision
 from rlhf_core.models.build import check_weights, load_language_model, save_model
 from rlhf_core.models.forward import PolicyModule
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.tokenizer import Unrenderable, encode_prompt, load_tokenizer
-from rlhf_core.models.vision import FILES
+from rlhf_core.models.vision import FILES, Sight
 from rlhf_core.process import Interrupted
 from rlhf_core.trainers.preference.objectives import Continuation, ResponseForward, group_by_prompt
 from rlhf_core.trainers.preference.train import PreferenceRun, begin_pairs
@@ -39,10 +40,13 @@ def family(request, tmp_path_factory) -> tuple[Path, Path, list[Picture]]:
     return save_seeing_model(folder / "model", request.param), folder / "data", store(folder / "data", 6)
 
 
+def rows_of(family) -> list[dict]:
+    return rows(family[2], several=family[0].parent.name[:-1] not in ONE_PICTURE)
+
+
 def encoded(family) -> tuple:
-    model, data, pictures = family
-    tokenizer, sight = seeing(model, data)
-    return tokenizer, sight, list(encode_demonstrations(rows(pictures), tokenizer, max_length=256)[0])
+    tokenizer, sight = seeing(*family[:2])
+    return tokenizer, sight, list(encode_demonstrations(rows_of(family), tokenizer, max_length=256)[0])
 
 
 def trained_by_sft(family, lora: LoraConfig | None, *, vision: str = "frozen") -> tuple:
@@ -150,7 +154,7 @@ def pair_run(family, scratch: Path, **options) -> PreferenceRun:
 @pytest.mark.parametrize("method", ["dpo", "kto"])
 def test_preference_training_equals_plain_forward_and_resumes_to_the_same_bits(family, method, tmp_path):
     join_world()
-    pairs, settings = rows(family[2]), config(method, batch_size=4)
+    pairs, settings = rows_of(family), config(method, batch_size=4)
     whole = TRAIN[method](pairs, pairs[:3], settings, pair_run(family, tmp_path / "whole"))
     with pytest.raises(Interrupted):
         TRAIN[method](pairs, pairs[:3], settings, pair_run(family, tmp_path / "halves", stop_after=2))
@@ -185,3 +189,24 @@ def test_pictures_in_the_store_are_read_by_hash(family):
     assert stored.read(family[2][1]).tobytes() == picture(1).tobytes()
     with pytest.raises(ValueError, match="got none; run prepare_data again"):
         stored.read(Picture("0" * 64, 1, 1))
+
+
+def test_tensors_of_single_pictures_join_to_those_of_all(family):
+    tokenizer, sight = seeing(*family[:2])
+    pictures = [family[2][i] for i in (0, 1, 1, 2, 0)]
+    ours, theirs = sight(pictures), tokenizer.vision.tensors([sight.read(picture) for picture in pictures])
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert sight([]) == {}
+
+
+def test_tensors_of_the_last_pictures_are_kept_within_bounds(family, monkeypatch):
+    _, sight = seeing(*family[:2])
+    read, size = [], sum(tensor.nbytes for tensor in sight(family[2][:1]).values())
+    monkeypatch.setattr(sight, "read", lambda picture: read.append(picture) or Sight.read(sight, picture))
+    monkeypatch.setattr(vision, "KEPT_BYTES", 2 * size)
+    for number in (0, 3, 0, 0, 3, 0):  # of one size
+        sight([family[2][number]])
+    assert read == [family[2][3]]
+    for number in (1, 2, 4, 5, 0):
+        sight([family[2][number]])
+    assert read[-1] == family[2][0]

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from clerk_params import CLERK_PARAMS
+from seeing_models import save_seeing_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_core.planning.__main__ import main
+from rlhf_core.planning.models import read_model
 from rlhf_core.planning.structure import from_class
 
 PARAMS = CLERK_PARAMS
@@ -105,3 +107,8 @@ def test_a_class_of_the_folders_own_is_built_only_if_trusted(monkeypatch, capsys
         printed = capsys.readouterr()
         assert ((tmp_path / "modules").exists(), "contains custom code" in printed.err) == (trusted == "true", trusted == "false")
     assert json.loads(printed.out)["train_sft"]["processes"][0]["parts"]["model: weights"] == 4 * real
+
+
+def test_memory_of_a_model_that_sees_isn_t_predicted(tmp_path):
+    found = read_model(save_seeing_model(tmp_path / "model"))
+    assert found.shape is None and found.parameters > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,8 @@ def test_pairs_share_their_prompt_s_pictures(tmp_path):
     ({"messages": talk("<image>?"), "images": ["gone.png"]}, "a picture's file is missing"),
     ({"messages": talk("<image>?"), "images": ["re\0d.png"]}, "a picture's file is missing"),
     ({"messages": talk("<image>?"), "images": ["circle.png"]}, "a picture's file is missing"),
+    ({"messages": talk("<image>?"), "images": ["pipe.png"]}, "a picture's file is missing"),
+    ({"messages": talk("<image>?"), "images": ["."]}, "a picture's file is missing"),
     ({"messages": talk("<image>?"), "images": ["../secret.png"]}, "a picture's path leaves the source's folder of images"),
     ({"messages": talk("<image>?"), "images": ["/etc/passwd"]}, "a picture's path leaves the source's folder of images"),
     ({"messages": talk("<image>?"), "images": ["link.png"]}, "a picture's path leaves the source's folder of images"),
@@ -255,6 +258,7 @@ def test_a_record_with_a_bad_picture_is_dropped_and_counted(record, reason, tmp_
     (tmp_path / "secret.png").write_bytes(encoded(red()))
     (images / "link.png").symlink_to(tmp_path / "secret.png")
     (images / "circle.png").symlink_to(images / "circle.png")
+    os.mkfifo(images / "pipe.png")
     good = {"messages": talk("<image>Which?"), "images": ["red.png"]}
     rows, dropped, _ = read(tmp_path, [good, record], images=str(images))
     assert len(rows) == 1 and dropped == {reason: 1}
@@ -330,7 +334,7 @@ def test_a_tokenizer_that_splits_the_image_token_fails_the_expectation(tmp_path)
     of_use = [common | {k: v for k, v in row.items() if k not in texts} for row in rows(store(tmp_path / "data", 3))]
     write_rows(tmp_path / "rows", "sft", of_use)
     table = open_tables(tmp_path / "rows")
-    tokenizer.vision.token = "<nothing>"  # as if the token that the processor expects weren't one of the tokenizer's
+    tokenizer.vision.filler_id = -1  # as if the token that the processor expects weren't one of the tokenizer's
     tokenizer.vision.expand = lambda text, pictures: text
     tokenizer.vision.num_tokens = lambda pictures: len(pictures)
     findings = validate(

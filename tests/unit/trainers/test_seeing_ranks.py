@@ -16,8 +16,9 @@ pytestmark = pytest.mark.usefixtures("world")
 @pytest.mark.long
 def test_ranks_without_a_picture_agree_with_one_rank(tmp_path: Path):
     model, pictures = save_seeing_model(tmp_path / "model", "llava"), store(tmp_path, 6)
-    cases = [Case(0, pictures), Case(1, pictures), Case(0, pictures, "frozen"), Case(2, pictures, "frozen")]
-    expected = {vision: trained(Case(0, pictures, vision), model) for vision in ("trained", "frozen")}
+    settings = [(0, "trained"), (1, "trained"), (0, "frozen"), (2, "frozen")]
+    cases = [Case(stage, pictures, vision, reward) for stage, vision in settings for reward in (False, True)]
+    expected = {key: trained(Case(0, pictures, *key), model) for key in {(case.vision, case.reward) for case in cases}}
     for of_rank in run_ranks(2, model, cases, tmp_path / "out", run=trained):
         for case, weights in zip(cases, of_rank, strict=True):
-            assert_weights_agree(weights, expected[case.vision])
+            assert_weights_agree(weights, expected[case.vision, case.reward])

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_core.engines.rollout.requests import SamplingSettings
+from rlhf_core.preparation.pictures import PictureStore
 from rlhf_core.use.chat import NoRoom, Partner, chat, introduction, plain
 from rlhf_core.use.choice import choose
 
@@ -21,7 +22,7 @@ GREEDY = SamplingSettings(6, 0.0)
 
 
 def partner(folder: Path, sampling: SamplingSettings = GREEDY, *, system: str | None = None, max_length: int | None = None) -> Partner:
-    return Partner(choose(model=folder), sampling, max_length=max_length, system=system, seed=0, threads=1, trust=False)
+    return Partner(choose(model=folder), sampling, max_length=max_length, system=system, seed=0, threads=1, trust=False, images=folder)
 
 
 def by_transformers(folder: Path, messages: list[dict], tokens: int) -> str:
@@ -79,10 +80,10 @@ def test_limits_are_explained(sft_folder):
     assert "fills the context of 24 tokens; /reset" in (partner(sft_folder, long, max_length=24).answer("a").note or "")
 
 
-def test_two_models_answer_one_after_the_other_and_refusals_end_nothing(sft_folder):
+def test_two_models_answer_one_after_the_other_and_refusals_end_nothing(sft_folder, tmp_path):
     out, notes = io.StringIO(), io.StringIO()
     lines = ["a\n", "\n", "b" * 40 + "\n", "/reset\n", "a\n", "/quit\n", "a\n"]
-    chat([partner(sft_folder, max_length=24), partner(sft_folder, SamplingSettings(3, 0.0))], lines, out, notes)
+    chat([partner(sft_folder, max_length=24), partner(sft_folder, SamplingSettings(3, 0.0))], lines, out, notes, PictureStore(tmp_path))
     message = [line for line in out.getvalue().split("sft: ") if line]
     assert len(message) == 4 + 1  # the second model has room for the long message
     assert message[0] == message[3] and message[1] == message[4] and message[0] != message[1]

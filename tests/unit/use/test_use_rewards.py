@@ -160,10 +160,10 @@ def test_requests_beyond_the_limit_are_told_to_come_again_and_are_scored_in_the_
     entered, release = threading.Event(), threading.Event()
     score = made._scores
 
-    def slow(encoded):
+    def slow(encoded, pictures):
         entered.set()
         assert release.wait(30)
-        return score(encoded)
+        return score(encoded, pictures)
 
     monkeypatch.setattr(made, "_scores", slow)
     with running(made.app) as address:
