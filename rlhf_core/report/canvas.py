@@ -34,7 +34,6 @@ def curves(
     y_title: str,
     percent: bool = False,
     band: str | None = None,
-    legend: str = "top_right",
     y_axis_type: str = "linear",
 ) -> figure:
     """Return a figure of curves over steps; hovering shows the values at the nearest step.
@@ -65,7 +64,7 @@ def curves(
             glyph = plot.scatter("x", "y", source=source, color=line.color, size=6, **label)
         tooltip = [("step", "@x{0,0}"), (line.label, f"@y{{{_precise(measured[line.column], number)}}}")]
         plot.add_tools(HoverTool(renderers=[glyph], mode="vline", tooltips=tooltip, attachment="right" if line.dots else "left"))
-    place_legend(plot, legend)
+    place_legend(plot)
     return plot
 
 
@@ -88,12 +87,13 @@ def _precise(values: pd.Series, usual: str) -> str:
     return "0.00e+0" if usual == "0.0000" and 0 < largest < 0.01 else usual
 
 
-def place_legend(plot: figure, location: str) -> None:
-    """Place and style the legend; a click on an entry hides its curve."""
+def place_legend(plot: figure) -> None:
+    """Move the legend above the curves, which it would cover, and style it; a click on an entry hides its curve."""
     if not plot.legend:
         return
     legend: Legend = plot.legend[0]
-    legend.location, legend.orientation, legend.click_policy = location, "horizontal", "hide"
+    plot.add_layout(legend, "above")
+    legend.location, legend.orientation, legend.click_policy = "right", "horizontal", "hide"
     legend.background_fill_alpha, legend.border_line_alpha = 0.0, 0.0
     legend.label_text_color, legend.label_text_font, legend.label_text_font_size = MUTED, FONT, "12px"
     legend.padding, legend.margin = 2, 4

@@ -23,7 +23,6 @@ from rlhf_core.report.tables import answer, shown_previews, side_by_side
 from rlhf_core.report.verdict import MODES
 
 MAX_SAMPLES = 200
-FALLING = ("loss", "entropy", "response_length")  # curves with room for the legend at the top
 
 # Stage, phase (None: all), column, title, axis, percent.
 OVERLAID = (
@@ -91,8 +90,7 @@ def _both(first: Side, second: Side, stage: str, phase: str | None, column: str,
             lines.append(Line(key, side.results.name, color))
     if not lines:
         return None
-    legend = "top_right" if column in FALLING else "bottom_right"
-    return curves(pd.concat(parts, ignore_index=True), lines, y_title=y_title, percent=percent, legend=legend)
+    return curves(pd.concat(parts, ignore_index=True), lines, y_title=y_title, percent=percent)
 
 
 def _frontier(first: Side, second: Side) -> figure | None:
@@ -103,7 +101,7 @@ def _frontier(first: Side, second: Side) -> figure | None:
     plot = canvas("score", x_title="KL to SFT, nats per response")
     for side, color in sides:
         add_frontier(plot, side.curves["train_policy"], color, side.results.name)
-    place_legend(plot, "bottom_right")
+    place_legend(plot)
     return plot
 
 

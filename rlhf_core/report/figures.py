@@ -72,7 +72,7 @@ def _reward(rows: pd.DataFrame) -> dict[str, figure]:
     accuracy = [Line("accuracy", "training", BLUE), Line("heldout_accuracy", "held out", ORANGE, dots=True)]
     return {
         "reward_loss": curves(rows, loss, y_title="loss, nats per pair"),
-        "reward_accuracy": curves(rows, accuracy, y_title="pairs in the right order", percent=True, legend="bottom_right"),
+        "reward_accuracy": curves(rows, accuracy, y_title="pairs in the right order", percent=True),
     }
 
 

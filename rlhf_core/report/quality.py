@@ -41,10 +41,10 @@ def _lengths(rows: pd.DataFrame) -> figure:
         plot.add_tools(
             HoverTool(renderers=[bars], mode="vline", tooltips=[(label, "@texts{0,0}"), ("tokens from", "@low"), ("below", "@high")])
         )
-    plot.y_range.start, plot.y_range.range_padding = 0, 0.25  # room for the legend
+    plot.y_range.start = 0
     plot.yaxis.ticker.desired_num_ticks = 4
     plot.yaxis.formatter = NumeralTickFormatter(format="0,0")
-    place_legend(plot, "top_right")
+    place_legend(plot)
     return plot
 
 
@@ -133,7 +133,7 @@ def reliability(calibration: Mapping[str, Any] | None, *, height: int) -> figure
     plot.line([0.5, 1.0], [0.5, 1.0], color=MUTED, line_dash="dashed", line_width=1.2)
     for key, label, color in (("before", "as trained", ORANGE), ("after", "with temperature", BLUE)):
         _bins(plot, [b for b in need(calibration, key, "bins") if b["n"]], label, color)
-    place_legend(plot, "bottom_right")
+    place_legend(plot)
     return plot
 
 
@@ -178,6 +178,6 @@ def score_histogram(heldout: pd.DataFrame) -> figure | None:
         )  # fmt: skip
         tooltips = [(label, "@count"), ("score", "@left{0.00} to @right{0.00}")]
         plot.add_tools(HoverTool(renderers=[bars], mode="vline", tooltips=tooltips, attachment="left" if label == names[0] else "right"))
-    plot.y_range.start, plot.y_range.range_padding = 0, 0.25  # room for the legend
-    place_legend(plot, "top_right")
+    plot.y_range.start = 0
+    place_legend(plot)
     return plot

@@ -13,7 +13,7 @@ from bokeh.plotting import figure
 from rlhf_core.report.canvas import canvas, place_legend
 from rlhf_core.report.colors import BLUE, GREEN, ORANGE, PURPLE, RED, TEAL, thin
 from rlhf_core.report.comparison import configurations, difference_table, means_table, note, trained
-from rlhf_core.report.comparison_page import FALLING, MAX_SAMPLES, OVERLAID, key
+from rlhf_core.report.comparison_page import MAX_SAMPLES, OVERLAID, key
 from rlhf_core.report.differences import params_that_differ, same_rewards
 from rlhf_core.report.figures import as_items
 from rlhf_core.report.inputs import Side
@@ -99,7 +99,7 @@ def _bands(groups: Groups, confidence: float, stage: str, phase: str | None, col
     for (name, rows), (color, dash) in zip(curves.items(), cycle(styles), strict=False):
         _draw(plot, name, rows, color, dash, number="0.0%" if percent else "0.0000")
     plot.y_range = _range(curves)
-    place_legend(plot, "top_right" if column in FALLING else "bottom_right")
+    place_legend(plot)
     return plot
 
 

@@ -148,9 +148,9 @@ def expectations(validation: Mapping[str, Any]) -> dict[str, list[Mapping[str, A
 
 
 def facts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Label and value of each final figure of a stage."""
+    """Label and value of each final figure of a stage; its warning stands below them."""
     known = [key for key in LABELS if key in metrics]
-    for key in [*known, *(key for key in metrics if key not in LABELS)]:
+    for key in [*known, *(key for key in metrics if key not in LABELS and key != "warning")]:
         value = metrics[key]
         if isinstance(value, int | float) and not isinstance(value, bool):
             shown = count(value) if isinstance(value, int) else share(value) if key.endswith(("accuracy", "fraction")) else number(value)

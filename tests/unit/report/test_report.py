@@ -14,6 +14,7 @@ from typing import get_args
 
 import pandas as pd
 import pytest
+from bokeh.models import Legend
 from clerk_params import CLERK_PARAMS
 from report_workspace import (
     HOSTILE,
@@ -31,6 +32,7 @@ from rlhf_core.config import STAGE_SECTIONS, apply_overrides, load_params, read_
 from rlhf_core.config.alignment import Method
 from rlhf_core.gate.verdict import unjudged
 from rlhf_core.paths import processes_file
+from rlhf_core.report.canvas import Line, curves
 from rlhf_core.report.differences import Difference, Results, figures_that_count, read_as
 from rlhf_core.report.files import check_recorded_params, read_inputs
 from rlhf_core.report.inputs import ReportInputError, StageTime, read_processes
@@ -464,12 +466,19 @@ def test_who_is_to_blame_and_what_was_overridden_or_stopped_stands_at_the_top(tm
     edit_metrics(workspace, "train_reward", {"warning": "reward: nothing was learned"})
     page = render_in(workspace, monkeypatch)
     assert "<b>dpo: &lt;nothing&gt; was learned</b>" in page and "<b>reward: nothing was learned</b>" in page
+    assert page.count("reward: nothing was learned") == 1, "not among the figures too"
     top = page[: page.index("</header>")]
     assert "train_policy resumed from a checkpoint of another configuration, step 7." in top
     assert "rl.learning_rate: 1 -&gt; &lt;2&gt;" in top
     assert '<aside class="blame">' in top and "What to check:" in top and "we &lt;know&gt;" in top
     assert "A limit ended the training at step 30." in top
     assert page.count("kl: &lt;9&gt;") >= 2 and "The policy is that of step 25." in page
+
+
+def test_a_legend_stands_above_its_curves():
+    rows = pd.DataFrame({"step": [1, 2], "loss": [0.5, 0.4], "heldout_loss": [0.6, 0.5]})
+    plot = curves(rows, [Line("loss", "training", "#000000"), Line("heldout_loss", "held out", "#ffffff")], y_title="loss")
+    assert [part for part in plot.above if isinstance(part, Legend)] == [*plot.legend] and len(plot.legend) == 1
 
 
 @pytest.mark.long
