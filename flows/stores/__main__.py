@@ -23,7 +23,7 @@ from flows.runs.state import read_runs
 from flows.stores.dvc_remote import DEADLINE, Sent, fetch_commit, push_commit
 from flows.stores.git_remote import ORIGIN, fetch_branch, fetch_tags, push_branch, push_tags
 from rlhf_core.commands import main, printed
-from rlhf_core.config import ConfigError, number_of, shown
+from rlhf_core.config import ConfigError, number_of, read_yaml, shown
 from rlhf_core.paths import PROMOTED, RUNS
 from rlhf_core.process import module_command
 
@@ -139,7 +139,12 @@ def _checkout(path: Path) -> None:
     Raises:
         ConfigError: DVC refuses, for example because an output was changed here.
     """
-    done = run_within(DEADLINE, module_command("dvc", "checkout"), path, dvc_environment(path))
+    # By stage: of a run that hasn't ended DVC would miss the outputs of the others.
+    locks = [lock for lock in (Path("dvc.lock"), Path("rounds/dvc.lock")) if (path / lock).is_file()]
+    stages = [f"{lock.with_suffix('.yaml')}:{stage}" for lock in locks for stage in read_yaml(path / lock).get("stages") or {}]
+    if not stages:
+        return
+    done = run_within(DEADLINE, module_command("dvc", "checkout", *stages), path, dvc_environment(path))
     if done.returncode:
         raise ConfigError(f"{path.name}: expected `dvc checkout` to succeed, got: {shown(' '.join(done.stderr.split()), 1000)}")
 
