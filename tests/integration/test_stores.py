@@ -22,6 +22,7 @@ from small_workspace import environment, git, wait_until
 
 from flows.chain.locks import only_flow
 from rlhf_core.commands import main
+from rlhf_core.config import read_yaml
 from rlhf_core.provenance.file_hashes import dvc_md5
 
 pytestmark = pytest.mark.timeout(590)
@@ -112,6 +113,20 @@ def test_a_promoted_version_and_its_run_reach_an_empty_clone(project, tmp_path):
     assert_whole(other, project)
     assert rlhf(other, "pull", "first")[0] == 0  # nothing is new
     assert "outcome" in rlhf(other, "runs", "show", "first")[1]
+
+
+def test_a_run_that_hasnt_ended_is_pulled(project, tmp_path):
+    with_remote(project, str(tmp_path / "store"))
+    worktree = project / "runs/first"
+    git(project, "worktree", "add", "--quiet", str(worktree), "run/first")
+    lock = json.loads(json.dumps(read_yaml(worktree / "dvc.lock")))
+    lock["stages"] = {name: stage for name, stage in lock["stages"].items() if "models/reward" not in str(stage)}
+    (worktree / "dvc.lock").write_text(json.dumps(lock))
+    commit(worktree, "Not ended")
+    assert rlhf(project, "push", "first")[0] == 0
+    other = clone(project)
+    code, said = rlhf(other, "pull", "first")
+    assert code == 0 and (other / "runs/first/models/sft").is_dir() and not (other / "runs/first/models/reward").exists(), said
 
 
 @pytest.mark.long
