@@ -16,7 +16,7 @@ def vision_conflicts(params: Params) -> Iterator[str]:
     """Conflicts of other keys with model.vision."""
     vision, method = params.model.vision, params.alignment.method
     if vision is None:
-        named = [source.name for source in params.data.sources if source.images is not None or "images" in source.columns]
+        named = [s.name for s in params.data.sources if s.images is not None or "images" in s.columns or s.kind == "shapes"]
         if named:
             yield f"data.sources: expected no images of {named} without model.vision, got some; set model.vision with a model that sees"
         return
@@ -49,8 +49,8 @@ def vision_conflicts(params: Params) -> Iterator[str]:
         if section.gradient_checkpointing:
             yield f"{name}.gradient_checkpointing: expected false with model.vision, got true; set it to false"
     for source in params.data.sources:
-        if source.kind not in ("file", "huggingface"):
-            yield f"data.sources.{source.name}.kind: expected file or huggingface with model.vision, got {source.kind}; take it out"
+        if source.kind not in ("file", "huggingface", "shapes"):
+            yield f"data.sources.{source.name}.kind: expected file, huggingface or shapes with model.vision, got {source.kind}; take it out"
     yield "iterative: expected no rounds with model.vision, got some; run the chain, because nothing samples answers to pictures"
 
 

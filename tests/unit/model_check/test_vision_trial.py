@@ -73,12 +73,12 @@ def test_a_limit_below_a_picture_s_tokens_is_refused(tmp_path):
         ({"model.vision": "trained", "sft.zero_stage": 2}, "sft.zero_stage: expected at most 1 with model.vision trained, got 2"),
         ({"dpo.ranks": 2, "dpo.sequence_parallel": 2}, "dpo.sequence_parallel: expected 1 with model.vision, got 2"),
         ({"dpo.gradient_checkpointing": True}, "dpo.gradient_checkpointing: expected false with model.vision, got true"),
-        ({"data.sources": [{"name": "c", "kind": "clerk", "uses": ["sft"]}]}, "data.sources.c.kind: expected file or huggingface"),
+        ({"data.sources": [{"name": "c", "kind": "clerk", "uses": ["sft"]}]}, "data.sources.c.kind: expected file, huggingface or shapes"),
         (
             {"model.vision": None, "data.sources": [SOURCE | {"images": "x"}]},
             "data.sources: expected no images of ['a'] without model.vision",
         ),
-        ({"model.path": None, "model.architecture": {}}, "vision: expected null without model.path"),
+        ({"model.path": None, "model.architecture": {}}, "vision: expected trained or null without model.path, got frozen"),
     ],
 )
 def test_what_isn_t_built_is_refused_with_the_params(changes, message):
