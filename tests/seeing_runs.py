@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from rl_here import RunHere
+from safetensors.torch import load_file
 from seeing_models import ONE_PICTURE, rows, save_seeing_model, seeing, store
 from tiny_models import rl_job
 from transformers import AutoModelForImageTextToText
 
-from rlhf_core.data.pictures import pictures_of
+from rlhf_core.data.pictures import Picture, pictures_of
 from rlhf_core.data.schema import write_rows
-from rlhf_core.models.vision import undrawn_ids
+from rlhf_core.models.build import new_scalar_model, save_model, scalar_head
+from rlhf_core.models.vision import picture_arguments, undrawn_ids
 from rlhf_core.trainers.rl.job import RlJob
 from rlhf_core.types import Rollout
 
 SCORER = {"name": "length", "kind": "length", "target_length": 3}
+# A critic that starts as the reward model, whose scores are the reward as they are.
+PPO = {
+    "rl.algorithm": "ppo", "rl.ppo.critic_init": "reward_model", "reward.enabled": True, "rl.reward.clip": None,
+    "rl.reward.scorers": [{"name": "reward_model", "kind": "reward_model", "normalization": "none"}],
+}  # fmt: skip
 
 
 def seeing_job(folder: Path, family: str, **changes) -> RlJob:
@@ -36,8 +44,28 @@ def seeing_job(folder: Path, family: str, **changes) -> RlJob:
         "conditional_sft.wanted": 1, "rejection_sampling.scorers": [SCORER], "iterative.scorers": [SCORER],
         "data.sources": [{"name": "made", "kind": "file", "path": "none.jsonl", "format": "instruction", "uses": ["prompt"]}], **changes,
     }  # fmt: skip
-    job = rl_job(model, model, **settings)
+    job = rl_job(model, save_seeing_scorer(folder / "reward", model, prepared), **settings)
     return job.model_copy(update={"work": str(folder / "work"), "prepared": str(prepared)})
+
+
+@torch.no_grad()
+def save_seeing_scorer(folder: Path, model: Path, prepared: Path) -> Path:
+    """A reward model with the trunk of a language model and random weights in its head."""
+    tokenizer, _ = seeing(model, prepared)
+    scorer = new_scalar_model(model, tokenizer, trust_remote_code=False, vision="frozen")
+    torch.manual_seed(7)
+    scalar_head(scorer).weight.normal_()
+    save_model(scorer, scorer.state_dict(), tokenizer, folder)
+    return folder
+
+
+@torch.no_grad()
+def plain_values(folder: Path, prepared: Path, ids: Sequence[int], pictures: Sequence[Picture]) -> torch.Tensor:
+    """Transformers' last hidden states of a sequence with a reward model's trunk, times its head, [len(ids)]."""
+    head, model = load_file(folder / "model.safetensors")["score.weight"][0], AutoModelForImageTextToText.from_pretrained(folder).eval()
+    row, seen = torch.tensor([ids]), seeing(folder, prepared)[1](pictures)
+    arguments = picture_arguments(model, SimpleNamespace(input_ids=row, pictures=seen))
+    return model(input_ids=row, output_hidden_states=True, use_cache=False, **arguments).hidden_states[-1][0] @ head
 
 
 @torch.no_grad()

@@ -109,7 +109,8 @@ BUILT_IN_SLICES = ("source", "prompt_length", "response_length", "length_order")
 
 class SourceConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")  # in reports, slices, curves and prompt_weights
-    kind: Literal["clerk", "file", "huggingface", "samples"]  # clerk: built-in; samples: the model's own answers, labelled by the judge
+    # clerk, shapes: built-in, shapes with pictures; samples: the model's own answers, labelled by the judge
+    kind: Literal["clerk", "shapes", "file", "huggingface", "samples"]
     uses: list[DataUse] = Field(min_length=1)  # what its rows are for: a stage takes those with its use
     weight: float = Field(default=1.0, gt=0)  # share of its rows that is kept, relative to the heaviest source
     clerk: ClerkConfig | None = None  # never None with kind clerk
@@ -140,8 +141,10 @@ class SourceConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def completed(cls, tree: Any) -> Any:
-        is_clerk = isinstance(tree, dict) and tree.get("kind") == "clerk"
-        return tree | {"clerk": {}} if is_clerk and tree.get("clerk") is None else tree
+        kind = tree.get("kind") if isinstance(tree, dict) else None
+        if kind == "shapes" and tree.get("format") is None:
+            return tree | {"format": "instruction"}
+        return tree | {"clerk": {}} if kind == "clerk" and tree.get("clerk") is None else tree
 
     def conflicts(self) -> Iterator[str]:
         if self.revision is not None and self.kind != "huggingface":
@@ -151,6 +154,11 @@ class SourceConfig(Section):
                 yield f"source {self.name}: kind clerk expects no judge, got {self.judge}; remove it, for the clerk has its own"
             if self.clerk.notebook and (others := [use for use in self.uses if use not in ("sft", "prompt")]):
                 yield f"source {self.name}: clerk.notebook expects uses among ['sft', 'prompt'], got {others}; remove those"
+        elif self.kind == "shapes":
+            if self.path is not None or self.format != "instruction":
+                yield f"source {self.name}: kind shapes expects no path and format, got {self.path} and {self.format}; remove them"
+            if others := [use for use in self.uses if use not in ("sft", "prompt")]:
+                yield f"source {self.name}: kind shapes expects uses among ['sft', 'prompt'], got {others}; remove those"
         elif self.kind == "samples":
             yield from self._sample_conflicts()
         elif self.path is None or self.format is None:

@@ -66,8 +66,8 @@ class ModelConfig(Section):
             yield f"revision: expected null without model.path, got {self.revision}; set model.path or remove the revision"
         if self.template_options and self.path is None:
             yield "template_options: expected none without model.path, whose template reads them, got some; remove them"
-        if self.vision is not None and self.path is None:
-            yield f"vision: expected null without model.path, got {self.vision}; set model.path to a model that sees"
+        if self.vision == "frozen" and self.path is None:
+            yield "vision: expected trained or null without model.path, got frozen; set model.path to a model that sees"
         if self.chat_template is not None and self.path is None:
             yield f"chat_template: expected null without model.path, got {self.chat_template!r}; the trained tokenizer has a template"
 

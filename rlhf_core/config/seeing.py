@@ -9,14 +9,13 @@ if TYPE_CHECKING:
     from rlhf_core.config.params import Params
 
 METHODS = ("rl", "dpo", "kto")
-_BLIND_SCORERS = ("reward_model", "llm_judge")  # which would score an answer without its picture
 
 
 def vision_conflicts(params: Params) -> Iterator[str]:
     """Conflicts of other keys with model.vision."""
     vision, method = params.model.vision, params.alignment.method
     if vision is None:
-        named = [source.name for source in params.data.sources if source.images is not None or "images" in source.columns]
+        named = [s.name for s in params.data.sources if s.images is not None or "images" in s.columns or s.kind == "shapes"]
         if named:
             yield f"data.sources: expected no images of {named} without model.vision, got some; set model.vision with a model that sees"
         return
@@ -26,9 +25,9 @@ def vision_conflicts(params: Params) -> Iterator[str]:
         yield "reward.step_separator: expected null with model.vision, got a text; set it to null, because process reward models don't see"
     if params.evaluation.harness is not None:
         yield "evaluation.harness: expected null with model.vision, got some; set it to null, because its tasks have no pictures"
-    key, scorers = params.evaluation_scorers
-    if judges := [scorer.name for scorer in scorers if scorer.kind == "llm_judge"]:
-        yield f"{key}: expected none of kind llm_judge with model.vision, got {', '.join(judges)}; take them out, because judges don't see"
+    for key, scorers in params.scorers_in_use.items():
+        if judges := [scorer.name for scorer in scorers if scorer.kind == "llm_judge"]:
+            yield f"{key}: expected none of kind llm_judge with model.vision, got {', '.join(judges)}; take them out: judges don't see"
     sections = {"sft": params.sft} | ({"reward": params.reward} if params.reward.is_trained else {})
     if method == "rl":
         yield from _rl_conflicts(params)
@@ -49,23 +48,16 @@ def vision_conflicts(params: Params) -> Iterator[str]:
         if section.gradient_checkpointing:
             yield f"{name}.gradient_checkpointing: expected false with model.vision, got true; set it to false"
     for source in params.data.sources:
-        if source.kind not in ("file", "huggingface"):
-            yield f"data.sources.{source.name}.kind: expected file or huggingface with model.vision, got {source.kind}; take it out"
+        if source.kind not in ("file", "huggingface", "shapes"):
+            yield f"data.sources.{source.name}.kind: expected file, huggingface or shapes with model.vision, got {source.kind}; take it out"
     yield "iterative: expected no rounds with model.vision, got some; run the chain, because nothing samples answers to pictures"
 
 
 def _rl_conflicts(params: Params) -> Iterator[str]:
     rl = params.rl
-    if rl.critic is not None:
-        yield f"rl.algorithm: expected one without a critic with model.vision, got {rl.algorithm}; set it to grpo or rloo"
     for key in ("environment", "distillation"):
         if getattr(rl, key) is not None:
             yield f"rl.{key}: expected null with model.vision, got some; set it to null, because agents and teachers get no pictures"
-    if blind := [scorer.name for scorer in rl.reward.scorers if scorer.kind in _BLIND_SCORERS]:
-        yield (
-            f"rl.reward.scorers: expected none of kind {' or '.join(_BLIND_SCORERS)} with model.vision, got {', '.join(blind)}; take them "
-            "out, because they would score answers without their pictures"
-        )
     if rl.rollout.tensor_parallel_size > 1:
         yield (
             f"rl.rollout.tensor_parallel_size: expected 1 with model.vision, got {rl.rollout.tensor_parallel_size}; set it to 1, and "

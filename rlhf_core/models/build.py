@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rlhf_core.config import ModelConfig, VisionTraining, number_of, shown
 from rlhf_core.models.attention import fix_frequencies
 from rlhf_core.models.folder import check_model_folder, locate_model, quantization, refusals
+from rlhf_core.models.small_vision import new_seeing_model
 from rlhf_core.models.tokenizer import stop_ids, turn_end, write_ends
 from rlhf_core.models.vision import freeze_vision, save_tokenizer
 from rlhf_core.models.weights import FolderWeights
@@ -60,22 +61,21 @@ def new_language_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
         return load_language_model(locate_model(config.path, config.revision), max_length=config.max_length, **load_options)
     shape = config.architecture
     torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.heads,
-            max_position_embeddings=config.max_length,
-            tie_word_embeddings=False,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            dtype="float32",
-        )
+    language = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        max_position_embeddings=config.max_length,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        dtype="float32",
     )
+    return LlamaForCausalLM(language) if config.vision is None else new_seeing_model(language, shape, tokenizer)
 
 
 def load_language_model(

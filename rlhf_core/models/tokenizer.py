@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -30,6 +31,7 @@ from rlhf_core.models.response_ids import (
     scored_end,
     trained_end,
 )
+from rlhf_core.models.small_vision import give_sight
 from rlhf_core.models.template import (
     CONTINUATION,
     DEFAULT_DATE,
@@ -148,14 +150,23 @@ def pretrained_tokenizer(config: ModelConfig, *, weights: bool = True) -> PreTra
     )
 
 
-def new_tokenizer(rows: Iterable[dict], *, vocab_size: int) -> PreTrainedTokenizerBase:
-    """Train a tokenizer on the texts of the training split, in the order of its rows."""
+def new_tokenizer(rows: Iterable[dict], *, vocab_size: int, sees: bool = False) -> PreTrainedTokenizerBase:
+    """Train a tokenizer on the texts of the training split, in the order of its rows.
+
+    Args:
+        sees: it gets a processor of pictures.
+    """
     texts = (text for row in rows if row["split"] == "train" for text in _texts(row))
-    return build_tokenizer(texts, vocab_size=vocab_size)
+    tokenizer = build_tokenizer(texts, vocab_size=vocab_size)
+    if sees:
+        give_sight(tokenizer)
+    return tokenizer
 
 
 def _texts(row: dict) -> Iterator[str]:
-    yield from (message["content"] for message in row.get("messages", []))
+    messages = row.get("messages", [])
+    stand_ins = "|".join(picture.stand_in for picture in pictures_of(messages))
+    yield from (re.sub(stand_ins, "", message["content"]) if stand_ins else message["content"] for message in messages)
     yield from (row[column] for column in TEXTS if row.get(column))
 
 

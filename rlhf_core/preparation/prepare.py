@@ -136,7 +136,7 @@ def prepare(
     mixed = mix(config, folder, scratch=scratch, seed=seed, writer=writer, pictures=pictures, **options)
     if tokenizer is None:
         rows = (row for use in mixed.uses for part in _parts(mixed, use) for row in part)
-        tokenizer = new_tokenizer(rows, vocab_size=model.architecture.vocab_size)
+        tokenizer = new_tokenizer(rows, vocab_size=model.architecture.vocab_size, sees=model.vision is not None)
     if model.path is not None or any(_has_wide_messages(folder, use) for use in mixed.uses):
         drop_unrenderable(mixed, tokenizer, limit=config.max_unrenderable_fraction)
     lengths = measure_rows(mixed, tokenizer, config, measured, max_length=model.max_length, **options)

@@ -23,6 +23,7 @@ from rlhf_core.config import DataConfig, SourceConfig, shown
 from rlhf_core.data.clerk.generator import clerk_rows
 from rlhf_core.data.hashing import Ids, SeenKeys, chunks, conversation_text, hexadecimal, kept_by_weight, split_of, split_text, text_hash
 from rlhf_core.data.schema import ORIGIN, SCHEMAS, SLICES_SCHEMA, RowWriter, open_rows, read_batches
+from rlhf_core.data.shapes import shape_records
 from rlhf_core.preparation.drops import DropCounts, Dropped, Misfit, Tally, excerpt
 from rlhf_core.preparation.files import file_records
 from rlhf_core.preparation.filters import REASONS, KeptRows, contradictory_rows, duplicate_rows, row_fault
@@ -43,6 +44,7 @@ _MESSAGE_COLUMNS = ("prompt", "messages", "chosen", "rejected", "first", "second
 SLICES = pa.field("slices", pa.map_(pa.string(), pa.string()))
 
 log = logging.getLogger("rlhf")
+SHAPE_RECORDS = 4000  # of a source of kind shapes
 
 
 def records_of(source: SourceConfig) -> Iterator[RawRecord]:
@@ -86,7 +88,7 @@ def read_source(
         rows = sample_rows(source, seed=seed, writer=writer, dropped=dropped, prompts=prompts)
     else:
         seen = None if pictures is None else SourcePictures(source, pictures)
-        records = records_of(source) if records is None else records
+        records = _own_records(source, seed) if records is None else records
         rows = _converted(records, source, dropped, separator or STEP_SEPARATOR, seen)
     given: Counter[str] = Counter()
     seen = SeenKeys()
@@ -106,6 +108,12 @@ def read_source(
                 f"({dropped.summary()}); check its {'rule' if source.kind == 'samples' else 'format and columns'}, "
                 f"or take {use} out of its uses"
             )
+
+
+def _own_records(source: SourceConfig, seed: int) -> Iterator[RawRecord]:
+    if source.kind != "shapes":
+        return records_of(source)
+    return (RawRecord(f"record {number}", values) for number, values in enumerate(shape_records(SHAPE_RECORDS, seed), start=1))
 
 
 def _converted(

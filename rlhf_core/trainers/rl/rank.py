@@ -33,7 +33,7 @@ from rlhf_core.models.build import save_model, vocabulary_size
 from rlhf_core.models.forward import GENERAL, PolicyModule, ScalarModule, common_backend
 from rlhf_core.models.lora import has_adapters, without_adapters
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.models.vision import sight, with_sight
+from rlhf_core.models.vision import Sight, sight, with_sight
 from rlhf_core.models.weights import checkpoint_names
 from rlhf_core.process import collect_by_default
 from rlhf_core.scorers.reward.model import score_sequences
@@ -81,11 +81,20 @@ class TrainerRank:
         self._hosted = job.rl.roles if roles is None else roles
         self._tokenizer = load_tokenizer(job.sft_model, **job.load_options)
         self._sight = sight(self._tokenizer, Path(job.prepared))
+        self._scorer_sights = {
+            name: self._sight_of(folder) for name, folder in job.scorer_models.items() if "reward_models" in self._hosted
+        }
         self._store: dist.TCPStore | None = None
         seconds, send_changes = job.rl.deadlines.step, job.rl.rollout.send_changes
         self._sender = WeightSender(partial(open_store, None, timeout=seconds), timeout=seconds / GIVE_UP, send_changes=send_changes)
         self._kept = KeptSource()
         self._shared: IpcBuffer | None = None
+
+    def _sight_of(self, reward_model: str) -> Sight | None:
+        """Return what sees for a reward model, whose pictures may have other sizes than the policy's."""
+        if self._sight is None:
+            return None
+        return sight(load_tokenizer(reward_model, scores=True, **self._job.load_options), Path(self._job.prepared))
 
     def address(self) -> tuple[str, int] | None:
         """Host and port of the store at which several ranks meet, on rank 0; None on other ranks, and for one alone."""
@@ -148,14 +157,13 @@ class TrainerRank:
         Args:
             ends: of steps, as for `score_sequences`: the scores are theirs, [N, members, S].
         """
-        tokens, columns = self._job.rl.trainer.microbatch_tokens, []
+        tokens, columns, seeing = self._job.rl.trainer.microbatch_tokens, [], self._scorer_sights[name]
         for member in self.roles.scorers[name]:
             passes = most_over_ranks if member.sharded else None
             with member.in_use() as module:
                 # The ids are those of the scorer's own tokenizer. Any of its ids can pad, and 0 always is one.
-                columns.append(
-                    score_sequences(module, sequences, pad_id=0, microbatch_tokens=tokens, device=self._device, passes=passes, ends=ends)
-                )
+                options = {"pad_id": 0, "microbatch_tokens": tokens, "device": self._device, "sight": seeing}
+                columns.append(score_sequences(module, sequences, passes=passes, ends=ends, **options))
         return torch.stack(columns, 1)
 
     @torch.no_grad()

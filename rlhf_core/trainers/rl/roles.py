@@ -21,7 +21,7 @@ from rlhf_core.models.build import load_language_model, load_scalar_model, new_s
 from rlhf_core.models.forward import PolicyModule, ScalarModule
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.probe import shares_prefixes
-from rlhf_core.models.vision import undrawn_ids
+from rlhf_core.models.vision import freeze_vision, undrawn_ids
 from rlhf_core.scorers.reward.members import member_folders
 from rlhf_core.scorers.reward.model import load_member
 from rlhf_core.trainers.rl.job import RlJob
@@ -53,7 +53,7 @@ class HostedRoles:
         self.undrawn: tuple[int, ...] = ()
         self._sharing: list[bool] = []
         load_options = {**job.load_options, "training_dtype": job.model.dtype}
-        scalar_options = {name: value for name, value in load_options.items() if name != "vision"}  # scores and values are of texts
+        scalar_options = {name: value for name, value in load_options.items() if name != "vision"}
         self.computes_reference = "reference" in hosted
         if "policy" in hosted:
             self.language_model = load_language_model(job.sft_model, **load_options)
@@ -226,10 +226,13 @@ def initial_critic(job: RlJob, tokenizer: PreTrainedTokenizerBase, load_options:
     """
     init = job.rl.critic.critic_init
     if init == "reward_model":
-        return load_scalar_model(job.reward_model, **load_options)
-    model = new_scalar_model(Path(job.sft_model if init == "sft" else job.reward_model), tokenizer, **load_options)
-    if (bias := scalar_head(model).bias) is not None:
-        torch.nn.init.zeros_(bias)
+        model = load_scalar_model(job.reward_model, **load_options)
+    else:
+        model = new_scalar_model(Path(job.sft_model if init == "sft" else job.reward_model), tokenizer, **load_options)
+        if (bias := scalar_head(model).bias) is not None:
+            torch.nn.init.zeros_(bias)
+    if job.model.vision == "frozen":
+        freeze_vision(model)
     return model
 
 

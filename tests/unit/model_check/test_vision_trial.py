@@ -56,13 +56,9 @@ def test_a_limit_below_a_picture_s_tokens_is_refused(tmp_path):
     ("changes", "message"),
     [
         ({"alignment.method": "rejection_sampling"}, "alignment.method: expected one of rl, dpo, kto with model.vision"),
-        (RL | {"rl.algorithm": "ppo"}, "rl.algorithm: expected one without a critic with model.vision, got ppo"),
         (RL | {"rl.environment": {"tools": ["a.py:b"]}}, "rl.environment: expected null with model.vision"),
         (RL | {"rl.distillation": {"teachers": [{"path": "a/b"}]}}, "rl.distillation: expected null with model.vision"),
-        (
-            RL | {"rl.reward.scorers": [SCORER, {"name": "other", "kind": "reward_model", "path": "a/b"}]},
-            "rl.reward.scorers: expected none of kind reward_model or llm_judge with model.vision, got other",
-        ),
+        (RL | {"rl.reward.scorers": [SCORER, JUDGE]}, "rl.reward.scorers: expected none of kind llm_judge with model.vision, got quality"),
         (RL | {"rl.rollout.backend": "vllm", "rl.rollout.tensor_parallel_size": 2}, "rl.rollout.tensor_parallel_size: expected 1"),
         (RL | {"rl.trainer.zero_stage": 3}, "rl.trainer.zero_stage: expected at most 2 with model.vision frozen, got 3"),
         ({"reward.zero_stage": 3, "reward.enabled": True}, "reward.zero_stage: expected at most 2 with model.vision frozen, got 3"),
@@ -73,12 +69,12 @@ def test_a_limit_below_a_picture_s_tokens_is_refused(tmp_path):
         ({"model.vision": "trained", "sft.zero_stage": 2}, "sft.zero_stage: expected at most 1 with model.vision trained, got 2"),
         ({"dpo.ranks": 2, "dpo.sequence_parallel": 2}, "dpo.sequence_parallel: expected 1 with model.vision, got 2"),
         ({"dpo.gradient_checkpointing": True}, "dpo.gradient_checkpointing: expected false with model.vision, got true"),
-        ({"data.sources": [{"name": "c", "kind": "clerk", "uses": ["sft"]}]}, "data.sources.c.kind: expected file or huggingface"),
+        ({"data.sources": [{"name": "c", "kind": "clerk", "uses": ["sft"]}]}, "data.sources.c.kind: expected file, huggingface or shapes"),
         (
             {"model.vision": None, "data.sources": [SOURCE | {"images": "x"}]},
             "data.sources: expected no images of ['a'] without model.vision",
         ),
-        ({"model.path": None, "model.architecture": {}}, "vision: expected null without model.path"),
+        ({"model.path": None, "model.architecture": {}}, "vision: expected trained or null without model.path, got frozen"),
     ],
 )
 def test_what_isn_t_built_is_refused_with_the_params(changes, message):

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from seeing_models import FAMILIES, ONE_PICTURE, QUESTION, rows, save_seeing_model, seeing, store
+from seeing_runs import plain_values
 from tiny_models import tiny_params
-from transformers import AutoModelForImageTextToText
 
 from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.config import ModelConfig, ScorerConfig
@@ -25,7 +25,6 @@ from rlhf_core.engines.rollout.requests import Sample
 from rlhf_core.gate.probes import invariance
 from rlhf_core.models.build import save_model
 from rlhf_core.models.tokenizer import encode_prompt, encode_scored
-from rlhf_core.models.vision import picture_arguments
 from rlhf_core.process import Interrupted
 from rlhf_core.sampling import scoring
 from rlhf_core.sampling.scoring import LocalScorers, ResponseScorer
@@ -90,17 +89,10 @@ def trained(case, tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(scores=case.train(scratch), folder=scratch / "model")
 
 
-@torch.no_grad()
 def plain_scores(case: Case, folder: Path, texts: list[tuple]) -> np.ndarray:
-    """The last hidden state of transformers' language model with the trained trunk, times the head; each sequence alone."""
-    head, model = load_file(folder / "model.safetensors")["score.weight"][0], AutoModelForImageTextToText.from_pretrained(folder).eval()
-    found = []
-    for messages, response in texts:
-        ids = encode_scored(case.tokenizer, messages, response)
-        row, seen = torch.tensor([ids]), case.sight(getattr(ids, "pictures", ()))
-        arguments = picture_arguments(model, SimpleNamespace(input_ids=row, pictures=seen))
-        found.append(float(model(input_ids=row, output_hidden_states=True, use_cache=False, **arguments).hidden_states[-1][0, -1] @ head))
-    return np.array(found)
+    """Scores by transformers' language model with the trained trunk; each sequence alone."""
+    sequences = [encode_scored(case.tokenizer, messages, response) for messages, response in texts]
+    return np.array([float(plain_values(folder, case.prepared, ids, getattr(ids, "pictures", ()))[-1]) for ids in sequences])
 
 
 def texts_of(case: Case, side: str) -> list[tuple]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from rl_here import running, whole
 from seeing_models import FAMILIES, ONE_PICTURE
-from seeing_runs import differences, seeing_job
+from seeing_runs import PPO, differences, plain_values, seeing_job
+
+from rlhf_core.data.pictures import pictures_of
 
 LIMIT = 1e-5  # nats, in float32
 QUICK = ("qwen2_5_vl",)
@@ -40,9 +43,29 @@ def test_after_two_updates_engines_sample_what_transformers_computes(family, cha
     assert moved and not any("vis" in name for name in moved)
 
 
-def test_interrupted_run_has_the_bits_of_a_whole_one(family, tmp_path: Path):
-    expected = whole(seeing_job(tmp_path / "whole", family), 4)
-    halves = seeing_job(tmp_path / "halves", family)
+def test_critic_and_reward_model_have_the_values_of_transformers(family, tmp_path: Path):
+    job = seeing_job(tmp_path, family, **PPO)
+    with running(job) as run:
+        before = {name: tensor.clone() for name, tensor in run.rank.actors[0].roles.critic.module.state_dict().items()}
+        first, _ = run.step(), run.step()
+        critic = run.rank.actors[0].roles.critic.module.state_dict()
+    for row, rollout in enumerate(first.collected.rollouts):
+        plain = partial(plain_values, Path(job.reward_model), Path(job.prepared), pictures=pictures_of(rollout.prompt.messages))
+        start, size = len(rollout.prompt.prompt_ids), rollout.num_tokens
+        states = plain(rollout.ids)[start - 1 :]
+        assert torch.allclose(first.train_batch.old_values[row, :size], states[:-1], atol=LIMIT, rtol=0)
+        if not rollout.finished:  # another response gets the end that the template writes
+            assert abs(first.collected.components["reward_model"][row] - states[-1]) < LIMIT
+    assert not all(rollout.finished for rollout in first.collected.rollouts)
+    assert run.rows[1]["value_loss"] > 0.0
+    moved = {name for name in before if not torch.equal(before[name], critic[name])}
+    assert moved and not any("vis" in name for name in moved)
+
+
+@pytest.mark.parametrize("changes", [{}, PPO], ids=["grpo", "ppo"])
+def test_interrupted_run_has_the_bits_of_a_whole_one(family, changes, tmp_path: Path):
+    expected = whole(seeing_job(tmp_path / "whole", family, **changes), 4)
+    halves = seeing_job(tmp_path / "halves", family, **changes)
     with running(halves) as run:
         run.step(), run.step()
         run.save()
