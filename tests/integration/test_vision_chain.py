@@ -1,15 +1,19 @@
-"""A chain of a model that sees: pictures beside a JSONL file, SFT with adapters, a reward model with its gate, DPO and the report."""
+"""Chains of models that see: pictures beside a JSONL file, SFT with adapters, a reward model with its gate, DPO or PPO and the report;
+and recipes/vlm.yaml.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
+from ruamel.yaml import YAML
 from seeing_models import save_seeing_model
-from small_chain import SMALL, make_chain, run
+from small_chain import ROOT, SMALL, change_params, make_chain, ran, run
 from transformers import AutoModelForImageTextToText
 
 from rlhf_core.models.tokenizer import load_tokenizer
@@ -33,8 +37,17 @@ def records(folder: Path, count: int) -> Path:
     return folder / "pairs.jsonl"
 
 
+PPO = {
+    "alignment": {"method": "rl"},
+    "rl": {
+        "algorithm": "ppo", "steps": 3, "checkpoint_every": 2, "rollout": {"backend": "pytorch", "max_new_tokens": 8}, "lora": {"rank": 2},
+    },
+}  # fmt: skip
+
+
 @pytest.mark.long
-def test_sft_and_dpo_with_pictures(tmp_path):
+@pytest.mark.timeout(900)
+def test_sft_reward_model_dpo_and_ppo_with_pictures(tmp_path):
     data, model = records(tmp_path / "data", 240), save_seeing_model(tmp_path / "model")
     source = {
         "name": "colors", "kind": "file", "path": str(data), "images": str(data.parent), "format": "preference",
@@ -69,6 +82,25 @@ def test_sft_and_dpo_with_pictures(tmp_path):
     assert any(not torch.equal(sft[name], policy[name]) for name in changed)
     tokenizer = load_tokenizer(str(workspace / "models/policy"), trust_remote_code=False, vision="frozen")
     assert tokenizer.vision.token == "<|image_pad|>"
+
+    change_params(workspace, PPO)
+    code, printed = run(workspace, "flows.full_pipeline")
+    assert code == 0 and "train_policy" in ran(printed) and "train_reward" not in ran(printed), printed[-3000:]
+    rows = pd.read_csv(workspace / "plots/train_policy.csv")
+    assert len(rows) == 3 and rows["score_reward_model"].notna().all() and (rows["value_loss"] > 0).all()
+    assert rows["logprob_difference"].max() < 1e-4
+
     (data.parent / "pictures" / "9.png").write_bytes((data.parent / "pictures" / "10.png").read_bytes())
     code, printed = run(workspace, "flows.full_pipeline", "--until", "prepare_data")
     assert code == 0 and json.loads((workspace / "metrics/prepare_data.json").read_text())["pictures"] == 237  # a picture is an input
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_recipe_learns_to_see_and_to_answer(tmp_path):
+    recipe = YAML(typ="safe", pure=True).load(ROOT / "recipes/vlm.yaml")
+    code, printed = run(make_chain(tmp_path / "flow", recipe), "flows.full_pipeline", deadline=800)
+    assert code == 0, printed[-3000:]
+    evaluation = json.loads((tmp_path / "flow/metrics/evaluate.json").read_text())
+    sft, policy = (evaluation["sampled"][model]["scores"]["right"]["mean"] for model in ("sft", "policy"))
+    assert 0.3 < sft < 0.6 and policy > 0.9  # half of the demonstrations are right
