@@ -128,8 +128,9 @@ def separator_of(reward_model: str) -> str | None:
 
 
 def source_of(data: str, format_: str | None, uses: list[str]) -> dict[str, Any]:
-    """Return the entry of data.sources for a file, a folder or a data set, as `rlhf data check` reads it, without rows that have an
-    empty text.
+    """Return the entry of data.sources for a file, a folder or a data set, as `rlhf data check` reads it.
+
+    Rows that have an empty text are left out.
 
     Raises:
         ConfigError: no format fits, or several do, or the format lacks what is needed.

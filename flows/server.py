@@ -254,8 +254,8 @@ def serve(root: Path, port: int, database: str | None = None) -> int:
             wait_for(url, children[0])
         _end_orphaned(url, secret)
         _end_lost(home, url, None)
-        tell(prefect, root, "work-pool", "create", WORK_POOL, "--type", "process", "--overwrite")
-        tell(prefect, root, "deploy", "--all")
+        run_prefect(prefect, root, "work-pool", "create", WORK_POOL, "--type", "process", "--overwrite")
+        run_prefect(prefect, root, "deploy", "--all")
         delete_former_deployments(url, secret)
         write_private(profile, _PROFILE.format(url=json.dumps(url), secret=json.dumps(secret)))
         (home / "server.json.new").write_text(json.dumps({"url": url, "database": os.environ.get(NAME)}))
@@ -289,7 +289,7 @@ def serve(root: Path, port: int, database: str | None = None) -> int:
             stop(child, grace=60.0)
 
 
-def tell(prefect: list[str], root: Path, *arguments: str) -> None:
+def run_prefect(prefect: list[str], root: Path, *arguments: str) -> None:
     """Run Prefect's command line in the project's folder.
 
     Raises:

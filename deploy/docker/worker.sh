@@ -15,10 +15,16 @@ export PREFECT_HOME="$clone/.prefect" PREFECT_LOGGING_SETTINGS_PATH="$clone/flow
 git config user.name >/dev/null || git config user.name rlhf
 git config user.email >/dev/null || git config user.email rlhf@localhost
 
+ask() {
+    timeout 600 prefect --no-prompt "$@" || {
+        echo "worker.sh: expected prefect $1 $2 to succeed within 600 s; look at PREFECT_API_URL and the server's log" >&2
+        exit 1
+    }
+}
 if [ "$kind" = process ]; then
-    timeout 600 prefect --no-prompt work-pool create local --type process --overwrite
+    ask work-pool create local --type process --overwrite
 fi
-timeout 600 prefect --no-prompt deploy --all
+ask deploy --all
 if [ "$kind" = process ]; then
     exec prefect --no-prompt worker start --pool local --name "$(hostname)"
 fi

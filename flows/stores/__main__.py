@@ -142,9 +142,10 @@ def _checkout(path: Path) -> None:
     # By stage: of a run that hasn't ended DVC would miss the outputs of the others.
     locks = [lock for lock in (Path("dvc.lock"), Path("rounds/dvc.lock")) if (path / lock).is_file()]
     stages = [f"{lock.with_suffix('.yaml')}:{stage}" for lock in locks for stage in read_yaml(path / lock).get("stages") or {}]
-    if not stages:
+    own = git(path, "ls-files", "*.dvc").splitlines()
+    if not (targets := [*stages, *own]):
         return
-    done = run_within(DEADLINE, module_command("dvc", "checkout", *stages), path, dvc_environment(path))
+    done = run_within(DEADLINE, module_command("dvc", "checkout", *targets), path, dvc_environment(path))
     if done.returncode:
         raise ConfigError(f"{path.name}: expected `dvc checkout` to succeed, got: {shown(' '.join(done.stderr.split()), 1000)}")
 

@@ -31,7 +31,7 @@ class Note:
     pending: stage, first and last row and time of rows that were being sent; after a kill they are sent in the same way, and a tracker
         that has got them keeps one copy.
     figures: the figures that were sent. others: settings, tables and the report -> hash of what was sent.
-    ended: the outcome with which the run was closed.
+    ended: the outcome with which the run was closed. project: of wandb, to which a run's id belongs.
     """
 
     id: str
@@ -42,6 +42,7 @@ class Note:
     figures: dict[str, Value] = field(default_factory=dict)
     others: dict[str, str] = field(default_factory=dict)
     ended: str | None = None
+    project: str | None = None
 
 
 class Sender:
@@ -53,8 +54,8 @@ class Sender:
 
     def __init__(self, files: RunFiles, tracker: str, config: TrackingConfig):
         self._files, self._config, self._tracker = files, config, tracker
-        project = {"project": config.wandb_project} if tracker == "wandb" else {}  # an id is one project's
-        self._params = _hash(files.settings() | project)
+        self._project = config.wandb_project if tracker == "wandb" else None
+        self._params = _hash(files.settings())
         self._path = note_path(files.workspace, tracker)
         self._note = self._read()
         self._sink: Sink | None = None
@@ -69,14 +70,19 @@ class Sender:
             return self._new()
 
     def _new(self) -> Note:
-        return Note(f"{slug(self._files.workspace.name)}-{uuid.uuid4().hex[:8]}", self._params)
+        return Note(f"{slug(self._files.workspace.name)}-{uuid.uuid4().hex[:8]}", self._params, project=self._project)
 
     def _changed(self) -> bool:
         """Whether the run is another one than that of the note: its params differ, or rows that were sent."""
         sent = self._note.curves
-        return self._note.params != self._params or any(
-            stage in sent and len(curve.points) >= sent[stage][0] > 0 and curve.digests[sent[stage][0] - 1] != sent[stage][1]
-            for stage, curve in self._files.curves()
+        moved = self._note.project not in (None, self._project)
+        return (
+            moved
+            or self._note.params != self._params
+            or any(
+                stage in sent and len(curve.points) >= sent[stage][0] > 0 and curve.digests[sent[stage][0] - 1] != sent[stage][1]
+                for stage, curve in self._files.curves()
+            )
         )
 
     def send(self) -> None:

@@ -200,8 +200,8 @@ class Mlflow:
         number = self._client.create_experiment(self.EXPERIMENT) if experiment is None else experiment.experiment_id
         if experiment is not None and experiment.lifecycle_stage == "deleted":
             raise ConfigError(
-                f"expected MLflow's experiment {self.EXPERIMENT}, got one that was deleted; "
-                f"`mlflow experiments restore --experiment-id {number}` restores it"
+                f"tracking.mlflow_uri: expected MLflow's experiment {self.EXPERIMENT}, got one that was deleted; restore it by "
+                f"`mlflow experiments restore --experiment-id {number}` with MLFLOW_TRACKING_URI set to that address"
             )
         if found := self._client.search_runs([number], filter_string=f"tags.rlhf_run = '{run_id}'"):
             return found[0].info.run_id

@@ -70,28 +70,10 @@ class CallForm(_Form):
     function: CalledFunction
 
 
-class FunctionForm(_Form):
-    name: str
-
-
-class ToolForm(_Form):
-    type: Literal["function"]
-    function: FunctionForm
-
-
-def _as_sent(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema with its keys in the order in which templates write them."""
-    ToolForm.model_validate(tool)
-    return tool
-
-
-Schemas = list[Annotated[dict[str, Any], AfterValidator(_as_sent)]]
-
-
 class MessageForm(_Form):
     """A message of a request; further keys, such as those of answers that a client sends back, are left out.
 
-    tools: of the conversation, which a task's first message has where its prompt has tools.
+    tools: of the conversation, as the data have them: a task's first message has them where its prompt has tools.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -99,7 +81,7 @@ class MessageForm(_Form):
     tool_calls: list[CallForm] | None = None
     tool_call_id: str | None = None
     name: str | None = None
-    tools: Schemas | None = None
+    tools: list[dict[str, Any]] | None = None
 
     @property
     def text(self) -> str:
@@ -124,6 +106,21 @@ class MessageForm(_Form):
         return found | {key: value for key in ("tool_call_id", "name") if (value := getattr(self, key)) is not None}
 
 
+class FunctionForm(_Form):
+    name: str
+
+
+class ToolForm(_Form):
+    type: Literal["function"]
+    function: FunctionForm
+
+
+def _as_sent(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema with its keys in the order in which templates write them."""
+    ToolForm.model_validate(tool)
+    return tool
+
+
 class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
@@ -134,7 +131,7 @@ class ChatRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
     model: str = MODEL
     messages: list[MessageForm] = Field(min_length=1)
-    tools: Schemas | None = None
+    tools: list[Annotated[dict[str, Any], AfterValidator(_as_sent)]] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     stream: bool | None = None
@@ -162,8 +159,9 @@ class ChatRequest(BaseModel):
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools' JSON schemas, as they were sent; without any, those that the conversation has."""
-        return self.tools or self.messages[0].tools or []
+        """The tools' JSON schemas, as they were sent; without any, those of the first message that has some."""
+        given = next((message.tools for message in self.messages if message.tools), [])
+        return self.tools or [tool if "function" in tool else {"type": "function", "function": tool} for tool in given]
 
     @property
     def ignored(self) -> list[str]:

@@ -71,7 +71,7 @@ def jsd(logprobs: torch.Tensor, teacher_logprobs: torch.Tensor, *, beta: float) 
     return beta * forward_kl(mixture, teacher_logprobs) + (1.0 - beta) * forward_kl(mixture, logprobs)
 
 
-MOST = -1e-7  # log of the largest sum of probabilities that float32 tells from 1
+MOST = -1e-7  # the largest log of a sum of probabilities, which leaves 1e-7 for the rest
 
 
 def with_rest(logprobs: torch.Tensor) -> torch.Tensor:

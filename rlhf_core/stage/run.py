@@ -89,6 +89,7 @@ def _leave() -> None:
     """
     if Stage.finished is None or hasattr(sys, "last_value"):  # or an exception followed
         return
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a stop that is raised from here on would leave the exit code at 0
     try:
         code = Stage.finished.refusal_of_changes()
     except Exception:  # the process's border: an exit function that fails would leave the exit code at 0, and DVC would record
@@ -178,7 +179,7 @@ class Stage:
         self._lock.close()
         if error is None:
             log.info("%s: done in %.1f s", self.name, time.monotonic() - self._started)
-        elif isinstance(error, Interrupted):
+        elif isinstance(error, Interrupted) or (self.stop_requested and isinstance(error, BaseExceptionGroup)):  # asyncio's tasks group it
             log.info("%s: stopped by a signal; run it again%s", self.name, " to resume from its checkpoint" * self._has_checkpoint())
             sys.exit(STOPPED_BY_SIGNAL)
         elif isinstance(error, StageRefused | ValueError | FileNotFoundError):

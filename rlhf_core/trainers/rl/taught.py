@@ -14,7 +14,7 @@ from rlhf_core.progress import Reasons
 from rlhf_core.scorers.teacher import Said, TeacherClient
 from rlhf_core.types import Rollout
 
-GRACE = 60.0  # seconds behind a service's timeout, for answers to be read, and for a name that is still being resolved
+GRACE = 60.0  # seconds after a service's timeout, for answers to be read, and for a name that is still being resolved
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class TeacherServices:
     def submit(self, rollouts: Sequence[Rollout]) -> Callable[[], Taught]:
         """Ask all services about the responses, without waiting. Returns what waits for the answers, which their `timeout` ends.
 
-        A service whose thread hangs behind its timeout has answered nothing.
+        A service that is still busy GRACE seconds after its timeout has answered nothing.
         """
         sequences = [([*(r.prompt.teacher_ids or r.prompt.prompt_ids), *r.response_ids], r.num_tokens) for r in rollouts]
         found: list[list[Said | None] | BaseException] = [[] for _ in self._clients]
@@ -81,7 +81,9 @@ class TeacherServices:
             config = self._services[number].service
             threads[number].join(max(0.0, began + config.timeout + GRACE - time.monotonic()))
             if threads[number].is_alive():
-                self._reasons[number](f"the service hangs behind its timeout: {config.url}", count=len(sequences))
+                self._reasons[number](
+                    f"{config.url} is still busy {GRACE:g} s after its timeout; look whether its host's name resolves", count=len(sequences)
+                )
                 return [None] * len(sequences)
             if isinstance(found[number], BaseException):
                 raise found[number]

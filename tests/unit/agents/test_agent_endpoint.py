@@ -187,9 +187,10 @@ def test_64_sessions_at_once_have_the_rollouts_of_a_play_in_the_process(agent):
     assert [r.dialogue.score for r in found] == [4.0 + i for i in range(64)]
 
 
-def test_tools_of_the_prompt_are_those_of_an_agent_that_sends_its_messages_alone():
+@pytest.mark.parametrize("schema", [SCHEMA, SCHEMA["function"]], ids=["as OpenAI's", "function alone"])
+def test_tools_of_the_prompt_are_those_of_an_agent_that_sends_its_messages_alone(schema: dict):
     async def agent(task: Task, address: str, key: str) -> float:
-        messages, create = [task.messages[0] | {"tools": [SCHEMA]}], asynchronous(address, key).chat.completions.create
+        messages, create = [task.messages[0] | {"tools": [schema]}], asynchronous(address, key).chat.completions.create
         (choice,) = (await create(model="policy", messages=messages)).choices
         messages += [choice.message, *(TOOL | {"tool_call_id": c.id, "content": "5"} for c in choice.message.tool_calls)]
         return float(len((await create(model="policy", messages=messages)).choices[0].message.content))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flows import server
-from flows.server import tell, use_home
+from flows.server import run_prefect, use_home
 from rlhf_core.config import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -48,7 +48,7 @@ def test_prefects_command_line_has_a_deadline_and_a_reason(tmp_path, monkeypatch
         monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/api")
         monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
         with pytest.raises(ConfigError, match="prefect work-pool nonsense: expected to succeed, got: "):
-            tell(prefect, tmp_path, "work-pool", "nonsense")
+            run_prefect(prefect, tmp_path, "work-pool", "nonsense")
         monkeypatch.setattr(server, "COMMAND_SECONDS", 2.0)
         with pytest.raises(ConfigError, match="prefect --no-prompt work-pool ls: expected an end within 2 s, got none"):
-            tell(prefect, tmp_path, "work-pool", "ls")
+            run_prefect(prefect, tmp_path, "work-pool", "ls")

@@ -35,7 +35,7 @@ stages:
     metrics: [metrics/train_sft.json]
 """
 WORK = """
-import sys, time
+import asyncio, sys, time
 from pathlib import Path
 from rlhf_core.checkpoint.store import CheckpointStore
 from rlhf_core.checkpoint.settings import StoreSettings
@@ -71,6 +71,16 @@ def work(stage):
         return
     checkpoint = stage.scratch / "checkpoint"
     print("resumed" if checkpoint.exists() else "fresh", stage.fingerprint[:16], flush=True)
+    if how == "tasks":
+        async def busy():
+            while True:
+                time.sleep(0.02)  # what a library computes
+
+        async def both():
+            async with asyncio.TaskGroup() as group:
+                group.create_task(busy())
+
+        asyncio.run(both())
     while how in ("wait", "deaf"):
         try:
             time.sleep(0.02)
@@ -82,7 +92,7 @@ def work(stage):
             checkpoint.write_text("half")
             raise Interrupted
 
-with Stage("train_sft", resumable=sys.argv[1] != "deaf") as stage:
+with Stage("train_sft", resumable=sys.argv[1] not in ("deaf", "tasks")) as stage:
     work(stage)
 """
 
@@ -196,10 +206,16 @@ def test_a_stage_whose_data_was_written_before_its_first_checkpoint_was_seen_fai
         ("atexit.register(print, 'last')", 0, "last\n"),
         ("atexit.register(Path('inputs/rows').write_text, '2')", REFUSED, "got changes: data: inputs/rows changed; nothing is recorded"),
         ("raise RuntimeError('afterwards')", 1, "RuntimeError: afterwards"),
+        ("Stage.refusal_of_changes = lambda _: os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
     ],
 )
 def test_a_stage_looks_once_more_as_its_process_ends(workspace, ending, code, message):
-    lines = ("import atexit", "from pathlib import Path", "from rlhf_core.stage.run import Stage, no_arguments", "no_arguments(None)")
+    lines = (
+        "import atexit, os, signal",
+        "from pathlib import Path",
+        "from rlhf_core.stage.run import Stage, no_arguments",
+        "no_arguments(None)",
+    )
     (workspace / "work.py").write_text("\n".join([*lines, "with Stage('train_sft'):", "    pass", ending]))
     command = [sys.executable, "work.py"]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
@@ -403,8 +419,9 @@ def test_a_stage_that_cannot_fit_is_refused_before_it_works_unless_the_check_is_
     assert begin("end").communicate(timeout=60)[0].startswith("fresh ")
 
 
-def test_sigterm_ends_a_stage_that_writes_no_checkpoints_where_it_is(workspace):
-    child = begin("deaf")
+@pytest.mark.parametrize("how", ["deaf", "tasks"])
+def test_sigterm_ends_a_stage_that_writes_no_checkpoints_where_it_is(workspace, how):
+    child = begin(how)
     assert child.stdout.readline().startswith("fresh")
     child.send_signal(signal.SIGTERM)
     output, errors = child.communicate(timeout=60)
