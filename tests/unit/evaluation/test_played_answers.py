@@ -99,7 +99,7 @@ def test_lengths_and_the_kl_leave_out_what_was_put_in(answers, sft_folder: Path)
 
 
 def test_the_table_of_samples_shows_whole_conversations(answers):
-    rows = sample_table(answers[0], 4)
+    rows = sample_table(answers[0], 4, Path())  # without pictures
     shown = [row["policy_response"] for row in rows if row["mode"] == "sampled"]
     assert any(text.startswith("assistant: ") and "\nuser: And one?\nassistant: " in text for text in shown)
     assert [row["prompt"] for row in rows[:4]] == [f"user: Sort 4{n}." for n in range(4)]
