@@ -1,7 +1,7 @@
 # make run     the built-in example (recipes/clerk.yaml), the whole chain in runs/clerk; sets up .venv first
 # make stories align a small pretrained model to a rule on its own samples (recipes/stories.yaml), in runs/stories
 # make smollm2 align a real chat model of 135M parameters (recipes/smollm2.yaml), in runs/smollm2; downloads it once, 93 MB
-# make test    the tests, a quarter of an hour on two idle cores; sets up .venv first
+# make test    the tests, eleven minutes on two idle cores; sets up .venv first
 # make test-long  the long tests, with a row for each file in docs/tables/long_tests.csv; PART="FILE ..." runs these alone
 # make server  Prefect's server, work pool, deployments and worker, until Ctrl-C; on PostgreSQL with DATABASE=postgresql://USER@HOST/NAME
 # make bench   speed beside TRL and beside the machine's limits (docs/performance.md); needs an idle machine
