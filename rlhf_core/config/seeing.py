@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from rlhf_core.config.params import Params
 
 METHODS = ("rl", "dpo", "kto")
+_BLIND = ("http", "llm_judge")  # scorers that get answers without their pictures
 
 
 def vision_conflicts(params: Params) -> Iterator[str]:
@@ -26,8 +27,10 @@ def vision_conflicts(params: Params) -> Iterator[str]:
     if params.evaluation.harness is not None:
         yield "evaluation.harness: expected null with model.vision, got some; set it to null, because its tasks have no pictures"
     for key, scorers in params.scorers_in_use.items():
-        if judges := [scorer.name for scorer in scorers if scorer.kind == "llm_judge"]:
-            yield f"{key}: expected none of kind llm_judge with model.vision, got {', '.join(judges)}; take them out: judges don't see"
+        if blind := [scorer.name for scorer in scorers if scorer.kind in _BLIND]:
+            yield f"{key}: expected none of kind {' or '.join(_BLIND)} with model.vision, got {', '.join(blind)}; take out what doesn't see"
+    if (together := params.cluster.inference_ranks_per_model) > 1:
+        yield f"cluster.inference_ranks_per_model: expected 1 with model.vision, got {together}; set it to 1: none that sees is divided"
     sections = {"sft": params.sft} | ({"reward": params.reward} if params.reward.is_trained else {})
     if method == "rl":
         yield from _rl_conflicts(params)

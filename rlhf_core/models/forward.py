@@ -249,6 +249,10 @@ class ScalarModule(nn.Module):
         A model without scores of tokens (`score_head.per_token`) takes rows of one whole sequence each, whose last token is selected.
         """
         if not self.score_head.per_token:
+            if batch.pictures:
+                raise ValueError(
+                    "reward model: expected a linear score layer with pictures, got another one; take a model with a linear one"
+                )
             sequences = self._whole_sequences(batch)
             return sequence_scores(self.model, sequences, batchable=self.score_head.batchable)[:, self._label].float()
         places = batch.selected.nonzero(as_tuple=True)

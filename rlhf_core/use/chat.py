@@ -156,7 +156,7 @@ def _take_picture(name: str, pictures: PictureStore, waiting: list[Picture]) -> 
 
     try:
         waiting.append(picture := pictures.add_file(Path(name).expanduser()))
-    except (Dropped, OSError) as error:
+    except (Dropped, OSError, RuntimeError) as error:  # of a home that isn't there
         return f"{IMAGE} {name}: expected the file of a picture, got: {error}"
     return f"{name}: a picture of {picture.width} x {picture.height} pixels, which goes with the next message"
 

@@ -180,7 +180,11 @@ def _whole(message: dict[str, Any], pictures: PictureStore) -> dict[str, Any]:
         Unrenderable, Dropped: a part is neither text nor a picture as a data URL.
     """
     if isinstance(message["content"], str):
-        if pictures_of([message]):
+        try:
+            named = pictures_of([message])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise Unrenderable("a message whose extra isn't that of prepared data") from None
+        if named:
             raise Unrenderable("a picture by its hash, where a data URL is expected")
         return message
     parts: list[str | Picture] = []

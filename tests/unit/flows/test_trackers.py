@@ -254,7 +254,9 @@ def test_a_run_that_mlflow_has_deleted_is_sent_whole_as_another(run: Path, tmp_p
     check_same(sorted(curve("mlflow", tmp_path, "train_sft", "loss")), written(run, "train_sft", "loss"))
     assert send_here(run, "mlflow")._note.id == second, "nothing was deleted since"
     client.delete_experiment(first.info.experiment_id)
-    with pytest.raises(ConfigError, match=f"deleted; restore it by `mlflow experiments restore --experiment-id {first.info.experiment_id}`"):
+    with pytest.raises(
+        ConfigError, match=f"deleted; restore it by `mlflow experiments restore --experiment-id {first.info.experiment_id}`"
+    ):
         send_here(run, "mlflow")
 
 
