@@ -168,8 +168,12 @@ def with_sight(batch: TokenBatch, sight: Sight | None, pictures: Sequence[Pictur
 
 
 def sees(folder: Path) -> bool:
-    """Return whether a folder's model was trained with pictures, or is published as one that sees: it has a processor for them."""
-    return any((folder / name).is_file() for name in FILES[:2])
+    """Return whether a folder's model was trained with pictures, or is published as one that sees: a class of its own, and a processor."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    if not any((folder / name).is_file() for name in FILES[:2]):
+        return False
+    return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type") in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 
 def sight(tokenizer: PreTrainedTokenizerBase, prepared: Path) -> Sight | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from rlhf_core.engines.rollout.requests import SamplingSettings
 from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.build import new_scalar_model, save_model, scalar_head
 from rlhf_core.models.tokenizer import load_tokenizer
-from rlhf_core.models.vision import picture_arguments
+from rlhf_core.models.vision import picture_arguments, sees
 from rlhf_core.preparation.pictures import PictureStore
 from rlhf_core.scorers.reward.loaded import LoadedModel
 from rlhf_core.use.chat import Partner, chat, introduction
@@ -124,3 +125,9 @@ def test_reward_service_scores_pictures_in_data_urls(folder, tmp_path):
     reasons = ("image_url with a data URL is expected", "can't be decoded", "a picture by its hash")
     assert found["scores"][4:] == [None] * 3 and all(reason in error for reason, error in zip(reasons, found["errors"][4:], strict=True))
     assert texts["scores"][0] is None and texts["scores"][1] is not None
+
+
+def test_a_text_model_with_a_processor_beside_it_gets_text_alone(sft_folder: Path, tmp_path: Path):
+    folder = shutil.copytree(sft_folder, tmp_path / "model")
+    (folder / "preprocessor_config.json").write_text("{}")
+    assert not sees(folder) and sees(save_seeing_model(tmp_path / "seeing"))
