@@ -17,6 +17,7 @@ from rlhf_core.gate.pairs import compare, pair_points
 from rlhf_core.gate.rewardbench import section_rows, unscored_subsets
 from rlhf_core.gate.steps import HeldoutSteps, first_error_points
 from rlhf_core.models.folder import check_kind
+from rlhf_core.models.vision import sees
 from rlhf_core.preparation.sources import load_source
 from rlhf_core.provenance.dvc_cache import checkout
 from rlhf_core.provenance.file_hashes import FileHashes
@@ -111,6 +112,8 @@ def _promoted_model(
     """
     folder = scratch / role
     on_rank_zero(lambda: checkout(promoted.md5, folder, root=Path(), sha256=promoted.sha256), subject=subject)
+    if not sees(folder):  # of a run before; it scores texts alone
+        load_options = load_options | {"vision": None}
     other = LoadedModel.load(folder, **load_options)
     check_kind(subject, other.separator, of_steps=of_steps)
     return other
