@@ -53,7 +53,7 @@ def vision_conflicts(params: Params) -> Iterator[str]:
     for source in params.data.sources:
         if source.kind not in ("file", "huggingface", "shapes"):
             yield f"data.sources.{source.name}.kind: expected file, huggingface or shapes with model.vision, got {source.kind}; take it out"
-    yield "iterative: expected no rounds with model.vision, got some; run the chain, because nothing samples answers to pictures"
+    yield "iterative: expected no rounds with model.vision, got some; run the chain, because rounds give their samples no pictures"
 
 
 def _rl_conflicts(params: Params) -> Iterator[str]:

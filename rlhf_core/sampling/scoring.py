@@ -72,7 +72,6 @@ class Scorers:
         self.max_length = model.max_length
         options = {"trust_remote_code": model.trust_remote_code, "template_date": model.template_date, "vision": model.vision}
         self.tokenizers = {name: load_tokenizer(str(folder), scores=True, **options) for name, folder in folders.items()}
-        self.sights = {name: sight(tokenizer, PREPARED) for name, tokenizer in self.tokenizers.items()}
         self.separators = {name: step_separator(folder) for name, folder in folders.items()}
         self.reports = {name: Reasons(name) for name in folders}
 
@@ -118,11 +117,12 @@ class LocalScorers(Scorers):
             if config.name in folders
         }
         super().__init__(configs, folders, model)
+        self._sights = {name: sight(tokenizer, PREPARED) for name, tokenizer in self.tokenizers.items()}
 
     def submit_sequences(
         self, name: str, sequences: list[list[int] | None], ends: torch.Tensor | None = None
     ) -> Callable[[], torch.Tensor]:
-        options = {"pad_id": self.tokenizers[name].pad_token_id, "sight": self.sights[name]}
+        options = {"pad_id": self.tokenizers[name].pad_token_id, "sight": self._sights[name]}
         of_steps = [()] * len(sequences) if ends is None else [tuple(row) for row in ends.tolist()]
         place: dict[Any, int] = {}  # of each distinct sequence, which is scored once
         contents = [None if ids is None else content_of(ids) for ids in sequences]
